@@ -1,0 +1,57 @@
+"""What a kernel's free choices are (`Schedule`) and what a launch needs to know (`Launch`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dialect.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The free choices of the skinny matmul kernel; every choice gives the same numbers up to f32 rounding.
+
+    A block computes 16 * row_blocks * warps_n rows of the weight for `tokens` tokens. Its warps_n * warps_k warps
+    split the rows and, within every step of step_k * warps_k columns, k. `splits` blocks share a row's k.
+    """
+
+    tokens: int = 8  # columns of the tile: 8, 16, 32 or 64
+    row_blocks: int = 2  # of 16 rows, per warp
+    warps_n: int = 1
+    warps_k: int = 8
+    step_k: int = 128  # columns a warp takes per step: whole chunks
+    stages: int = 3  # of the copy pipeline
+    splits: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tokens not in (8, 16, 32, 64):
+            raise SpecError(f"schedule: tokens={self.tokens} must be 8, 16, 32 or 64")
+        for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")
+        if self.step_k < 16 or self.step_k % 16:
+            raise SpecError(f"schedule: step_k={self.step_k} must be a positive multiple of 16")
+        if self.threads > 1024:
+            raise SpecError(f"schedule: warps_n*warps_k={self.threads // 32} must be at most 32 warps")
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_k
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight per block."""
+        return 16 * self.row_blocks * self.warps_n
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a compiled kernel. `params` names the arguments in order: device pointers "x", "codes",
+    "scales", "zeros", "bias", "y", "workspace" and the i32 "m"."""
+
+    name: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    params: tuple[str, ...]
+    workspace_bytes: int = 0  # zero before the first launch; every launch leaves it zero
