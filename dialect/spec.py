@@ -1,0 +1,192 @@
+"""What to compute: `MatmulSpec`, the one value a user writes and every stage reads.
+
+    y[t, n] = sum_k x[t, k] * W[n, k] + bias[n]
+    W[n, k] = s[n, k // g] * (decode(code[n, k]) - z[n, k // g])
+
+A spec is frozen and hashable, so it is a cache key; it is checked when it is made, so that nothing later has to.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, cast
+
+from dialect.dtypes import DType, all_names, dtype
+from dialect.errors import SpecError
+from dialect.packing import Packing
+
+Zeros = Literal["none", "int", "float"]
+Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3"]
+Act = Literal["f16", "bf16"]
+Out = Literal["f16", "bf16", "f32"]
+ZeroKind = Literal["u8", "f16", "bf16", "f32"]
+
+BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "u8": 1}
+MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """A matmul with a low-bit weight W [n, k].
+
+    n, k        rows and columns of the weight; k >= 16
+    weight      element format, see `dialect.dtypes`: "u4", "i3", "f6e3m2", "nf4", "lut4" ...
+    group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
+    zeros       "none"; "int", integers lo .. lo+255 with lo the least value of a u<b> or i<b> format; "float"
+    scale       type of the scales; e8m0 is a power of two (MX formats), e4m3 is NVFP4's
+    act         type of x and of the tensor core's operands
+    out         type of y and of the bias; None: as act
+    bias        whether bias[n] is added
+    table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
+
+    Raises SpecError that names the field, what was given, what is allowed, and a fix.
+    """
+
+    n: int
+    k: int
+    weight: str
+    group_size: int | None = None
+    zeros: Zeros = "none"
+    scale: Scale = "f16"
+    act: Act = "f16"
+    out: Out | None = None
+    bias: bool = False
+    table: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        normal = dict[str, object](
+            n=_integer("n", self.n, 1),
+            k=_integer("k", self.k, MIN_K),
+            zeros=_choice("zeros", self.zeros, ("none", "int", "float")),
+            scale=_choice("scale", self.scale, ("f16", "bf16", "f32", "e8m0", "e4m3")),
+            act=_choice("act", self.act, ("f16", "bf16")),
+            out=None if self.out is None else _choice("out", self.out, ("f16", "bf16", "f32")),
+            bias=_boolean("bias", self.bias),
+            table=None if self.table is None else _floats(self.table),
+        )
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
+        if self.group_size is not None:
+            object.__setattr__(self, "group_size", _group_size(self.group_size, self.k))
+        self._check_weight()
+
+    def _check_weight(self) -> None:
+        given: object = self.weight
+        known = (*all_names(), *(f"lut{b}" for b in range(1, 9)))
+        if not isinstance(given, str):
+            raise SpecError(f"weight={given!r} must be the name of a format, such as 'u4', 'f6e3m2' or 'nf4'")
+        try:
+            kind = dtype(given, self.table).kind
+        except SpecError as error:
+            hint = "" if given in known else _did_you_mean(given, known)
+            raise SpecError(f"weight: {error}{hint}") from None
+        if self.zeros == "int" and kind not in ("uint", "int"):
+            raise SpecError(
+                f"zeros='int' needs an integer weight (u1..u8, i1..i8), not {given!r}; use 'float' or 'none'"
+            )
+
+    @cached_property
+    def dtype(self) -> DType:
+        """The element format."""
+        return dtype(self.weight, self.table)
+
+    @cached_property
+    def packing(self) -> Packing:
+        """How the weight sits in memory."""
+        return Packing(self.dtype.bits, self.n, self.k, self.group_size)
+
+    @property
+    def groups(self) -> int:
+        """Scales per row of the weight, without padding."""
+        return 1 if self.group_size is None else self.k // self.group_size
+
+    @property
+    def out_dtype(self) -> Out:
+        """Type of y and of the bias."""
+        return self.out or self.act
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one scale."""
+        return BYTES[self.scale]
+
+    @property
+    def zero_kind(self) -> ZeroKind | None:
+        """Type of a zero in memory: u8 for integers; for floats the scale's, or act where that has 8 bits."""
+        if self.zeros == "none":
+            return None
+        if self.zeros == "int":
+            return "u8"
+        return self.act if self.scale in ("e8m0", "e4m3") else self.scale
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of the packed weight: what one call reads, x aside."""
+        per_scale = self.scale_bytes + (BYTES[self.zero_kind] if self.zero_kind else 0)
+        bias = self.n * BYTES[self.out_dtype] if self.bias else 0
+        return (
+            4 * math.prod(self.packing.codes_shape) + per_scale * math.prod(self.packing.scales_shape) + bias
+        )
+
+    def __str__(self) -> str:
+        group = "row" if self.group_size is None else str(self.group_size)
+        zeros = "" if self.zeros == "none" else f", {self.zeros} zeros"
+        bias = " + bias" if self.bias else ""
+        return f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}: {self.act} -> {self.out_dtype}{bias}"
+
+
+def _integer(name: str, given: object, least: int) -> int:
+    """`given` as an int, NumPy's integers included and bool not."""
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        value = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise SpecError(f"{name}={given!r} must be an integer, at least {least}") from None
+    if value < least:
+        raise SpecError(f"{name}={value} must be at least {least}")
+    return value
+
+
+def _group_size(given: object, k: int) -> int:
+    g = _integer("group_size", given, 1)
+    if g >= MIN_K and k % g == 0:
+        return g
+    divisors = [d for d in range(MIN_K, k + 1) if k % d == 0]
+    below, above = [d for d in divisors if d < g][-1:], [d for d in divisors if d > g][:1]
+    rule = f"must divide k={k}" if g >= MIN_K else f"must be at least {MIN_K} and divide k={k}"
+    fix = " or ".join(str(d) for d in below + above)
+    raise SpecError(f"group_size={g} {rule}; try {fix}, or None for one scale per row")
+
+
+def _choice(name: str, given: object, allowed: Sequence[str]) -> str:
+    if isinstance(given, str) and given in allowed:
+        return given
+    hint = _did_you_mean(given, allowed) if isinstance(given, str) else ""
+    raise SpecError(f"{name}={given!r} must be one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def _did_you_mean(given: str, allowed: Sequence[str]) -> str:
+    short = given.lower().replace("uint", "u").replace("int", "i").replace("float", "f")
+    near = difflib.get_close_matches(short, allowed, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _boolean(name: str, given: object) -> bool:
+    if given is True or given is False:
+        return given
+    raise SpecError(f"{name}={given!r} must be True or False")
+
+
+def _floats(given: object) -> tuple[float, ...]:
+    """A table given as any sequence, array or tensor."""
+    items = given.tolist() if hasattr(given, "tolist") else given  # type: ignore[attr-defined]
+    try:
+        return tuple(float(v) for v in cast(Iterable[float], items))
+    except (TypeError, ValueError):
+        raise SpecError(f"table={given!r} must be a flat sequence of numbers, one per code") from None
