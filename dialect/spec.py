@@ -76,7 +76,7 @@ class MatmulSpec:
         self._check_weight()
 
     def _check_weight(self) -> None:
-        given: object = self.weight
+        given = cast(object, self.weight)
         known = (*all_names(), *(f"lut{b}" for b in range(1, 9)))
         if not isinstance(given, str):
             raise SpecError(f"weight={given!r} must be the name of a format, such as 'u4', 'f6e3m2' or 'nf4'")
@@ -173,8 +173,8 @@ def _choice(name: str, given: object, allowed: Sequence[str]) -> str:
 
 def _did_you_mean(given: str, allowed: Sequence[str]) -> str:
     short = given.lower().replace("uint", "u").replace("int", "i").replace("float", "f")
-    near = difflib.get_close_matches(short, allowed, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = [m for name in (given, short) for m in difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)]
+    return f"; did you mean {near[-1]!r}?" if near else ""
 
 
 def _boolean(name: str, given: object) -> bool:
