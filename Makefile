@@ -1,0 +1,69 @@
+# make demo     install into .venv if need be, then multiply something and say how well it went
+# make test     what CI runs: ruff, pyright, lit, pytest
+# make check    the quick half of it: ruff, pyright, lit
+# make help     all targets
+#
+# VENV=dir installs elsewhere. PYTHON=path/to/python uses an environment of your own and installs nothing.
+
+VENV  ?= .venv
+STAMP := $(VENV)/.installed
+JOBS  ?= auto
+
+ifdef PYTHON
+READY :=
+PY    := $(PYTHON)
+else
+READY := $(STAMP)
+PY    := $(VENV)/bin/python
+endif
+
+# A machine with a GPU keeps the torch it has, or gets the CUDA build; every other gets what constraints.txt says.
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+ifeq ($(HAS_GPU),)
+VENV_FLAGS :=
+PIP_FLAGS  := --constraint constraints.txt
+else
+VENV_FLAGS := --system-site-packages
+PIP_FLAGS  :=
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo install test check lint types lit pytest slow format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(READY) ## .venv with everything in it
+
+$(STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(VENV_FLAGS) $(VENV)
+	$(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --editable '.[compile,cuda,test]'
+	@touch $@
+
+demo: $(READY) ## a real matmul: on the GPU if there is one, else on the CPU and in the emulator
+	@$(PY) examples/demo.py
+
+test: lint types lit pytest ## what CI runs
+
+check: lint types lit ## all but pytest
+
+lint: $(READY) ## ruff
+	$(PY) -m ruff check .
+
+types: $(READY) ## pyright, strict on dialect/ and passes/
+	$(PY) -m pyright --pythonpath $(PY)
+
+lit: $(READY) ## the IR, pass by pass
+	$(PY) -m lit.main --verbose lit_tests
+
+pytest: $(READY) ## the numbers
+	$(PY) -m pytest -n $(JOBS)
+
+slow: $(READY) ## the exhaustive sweeps that CI leaves out
+	$(PY) -m pytest -n $(JOBS) -m slow
+
+format: $(READY) ## sort imports and mend what ruff can mend
+	$(PY) -m ruff check --fix .
+
+clean: ## remove .venv, build/ and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis lit_tests/Output

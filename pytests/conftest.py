@@ -1,0 +1,49 @@
+"""What every test shares: GPU tests skip without a GPU, Hypothesis has profiles, the cache is private.
+
+    HYPOTHESIS_PROFILE=thorough pytest pytests/test_packing.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use every core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("default", max_examples=50, deadline=None)
+settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("thorough", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
+
+
+def _gpu_missing() -> str:
+    """Why GPU tests can't run here, or ''."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    return "" if torch.cuda.is_available() else "no NVIDIA GPU here"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _gpu_missing() if gpu else ""
+    if reason:
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason=f"gpu: {reason}"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests neither read nor fill the user's disk cache."""
+    os.environ["LOWBIT_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def repo() -> Path:
+    """The root of the checkout."""
+    return Path(__file__).resolve().parent.parent
