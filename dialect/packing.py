@@ -40,6 +40,11 @@ WORDS_PER_UNIT = 4  # 32-bit words per lane
 _PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 
 
+def plane_bits(bits: int) -> tuple[int, ...]:
+    """Widths of the fields that a code of `bits` bits is cut into, low bits first."""
+    return _PLANES[bits]
+
+
 def round_up(x: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least x."""
     return -(-x // multiple) * multiple

@@ -1,0 +1,243 @@
+"""The types of the `lowbit` dialect, and their mirrors as frozen dataclasses.
+
+    !lowbit.packed<shape, format, group, zeros, scale>   a weight in memory: codes, scales and zeros together
+    !lowbit.global<shape, element, strides, divisors>    a view of device memory; -1 is a size known at run time
+    !lowbit.shared<shape, element, strides>              a buffer in shared memory
+    !lowbit.reg<shape, element, layout>                  a tile spread over the registers of a block's threads
+
+MLIR hands types back as bags of attributes; code works on the dataclasses (`Packed`, `Global`, `Shared`, `Reg`),
+made from a type with `.of(type)` and turned into one with `.type`. Elements are written as in MLIR ("f16",
+"vector<4xi32>") or are a `DType`: a low-bit format, `#lowbit.format<"u4", []>` in the IR.
+"""
+
+# Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Union
+
+from dialect.bindings import ext, ir
+from dialect.dtypes import DType, dtype
+from dialect.layout import Layout
+from dialect.packing import Packing
+from dialect.spec import MatmulSpec
+
+Element = Union[str, DType]
+
+
+class Lowbit(ext.Dialect, name="lowbit"):
+    """The dialect: operations are in `dialect.ops`."""
+
+
+class FormatAttr(Lowbit.Attribute, name="format"):
+    format_name: ir.StringAttr
+    table: ir.ArrayAttr
+
+
+class PackedType(Lowbit.Type, name="packed"):
+    shape: ir.ArrayAttr
+    format: FormatAttr
+    group: ir.IntegerAttr
+    zeros: ir.StringAttr
+    scale: ir.StringAttr
+
+
+class GlobalType(Lowbit.Type, name="global"):
+    shape: ir.ArrayAttr
+    element: Any
+    strides: ir.ArrayAttr
+    divisors: ir.ArrayAttr
+
+
+class SharedType(Lowbit.Type, name="shared"):
+    shape: ir.ArrayAttr
+    element: Any
+    strides: ir.ArrayAttr
+
+
+class RegType(Lowbit.Type, name="reg"):
+    shape: ir.ArrayAttr
+    element: Any
+    layout: ir.StringAttr
+
+
+def ints(values: "tuple[int, ...] | list[int]") -> ir.ArrayAttr:
+    """A list of i64 attributes."""
+    i64 = ir.IntegerType.get_signless(64)
+    return ir.ArrayAttr.get([ir.IntegerAttr.get(i64, v) for v in values])
+
+
+def read_ints(attribute: ir.Attribute) -> tuple[int, ...]:
+    """The numbers of `ints`."""
+    return tuple(int(ir.IntegerAttr(a).value) for a in ir.ArrayAttr(attribute))
+
+
+def strings(values: "tuple[str, ...] | list[str]") -> ir.ArrayAttr:
+    """A list of string attributes."""
+    return ir.ArrayAttr.get([ir.StringAttr.get(v) for v in values])
+
+
+def read_strings(attribute: ir.Attribute) -> tuple[str, ...]:
+    """The texts of `strings`."""
+    return tuple(ir.StringAttr(a).value for a in ir.ArrayAttr(attribute))
+
+
+def format_attr(t: DType) -> ir.Attribute:
+    """`#lowbit.format<name, table>`; the table of a named format is implied and left out."""
+    table = t.table if t.name.startswith("lut") else ()
+    f64 = ir.F64Type.get()
+    return FormatAttr.get(ir.StringAttr.get(t.name), ir.ArrayAttr.get([ir.FloatAttr.get(f64, v) for v in table]))
+
+
+def read_format(attribute: ir.Attribute) -> DType:
+    """The format of a `#lowbit.format`."""
+    name, table = FormatAttr(attribute).params
+    values = tuple(float(ir.FloatAttr(v).value) for v in ir.ArrayAttr(table))
+    return dtype(ir.StringAttr(name).value, values or None)
+
+
+def element_attr(element: Element) -> ir.Attribute:
+    """The attribute that stands for an element in a type."""
+    if isinstance(element, DType):
+        return format_attr(element)
+    return ir.TypeAttr.get(ir.Type.parse(element))
+
+
+def read_element(attribute: ir.Attribute) -> Element:
+    """The element an attribute stands for."""
+    attribute = attribute.maybe_downcast()
+    if isinstance(attribute, ir.TypeAttr):
+        return str(attribute.value)
+    return read_format(attribute)
+
+
+_BITS = {"f16": 16, "bf16": 16, "f32": 32, "i32": 32, "i16": 16, "i8": 8, "vector<4xi32>": 128}
+
+
+def element_bits(element: Element) -> int:
+    """Bits of one element in memory and in registers."""
+    return element.bits if isinstance(element, DType) else _BITS[element]
+
+
+def row_major(shape: "tuple[int, ...]") -> tuple[int, ...]:
+    """Strides of a dense array, in elements."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.insert(0, step)
+        step *= n
+    return tuple(strides)
+
+
+@dataclass(frozen=True)
+class Reg:
+    """A tile in registers: `layout` says which thread holds what, in which slot."""
+
+    element: Element
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def bits_per_thread(self) -> int:
+        return self.layout.locals * element_bits(self.element)
+
+    @property
+    def type(self) -> ir.Type:
+        return RegType.get(ints(self.shape), element_attr(self.element), ir.StringAttr.get(str(self.layout)))
+
+    @staticmethod
+    def of(type_: ir.Type) -> "Reg":
+        return _reg(type_)
+
+
+@lru_cache(maxsize=4096)
+def _layout(text: str) -> Layout:
+    return Layout.parse(text)
+
+
+def _reg(type_: ir.Type) -> Reg:
+    _, element, layout = RegType(type_).params
+    return Reg(read_element(element), _layout(ir.StringAttr(layout).value))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A buffer in shared memory: element (i, j, ...) at i*strides[0] + j*strides[1] + ..., in elements."""
+
+    element: Element
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def type(self) -> ir.Type:
+        return SharedType.get(ints(self.shape), element_attr(self.element), ints(self.strides))
+
+    @property
+    def bytes(self) -> int:
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides))
+        return (last + 1) * element_bits(self.element) // 8
+
+    @staticmethod
+    def of(type_: ir.Type) -> "Shared":
+        shape, element, strides = SharedType(type_).params
+        return Shared(read_element(element), read_ints(shape), read_ints(strides))
+
+
+@dataclass(frozen=True)
+class Global:
+    """A view of device memory: element (i, j, ...) at i//divisors[0]*strides[0] + ..., in elements.
+
+    A size of -1 is known only at run time; it is an operand of the `lowbit.global_view` that made the view.
+    """
+
+    element: Element
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    divisors: tuple[int, ...]
+
+    @property
+    def type(self) -> ir.Type:
+        return GlobalType.get(
+            ints(self.shape), element_attr(self.element), ints(self.strides), ints(self.divisors)
+        )
+
+    @staticmethod
+    def of(type_: ir.Type) -> "Global":
+        shape, element, strides, divisors = GlobalType(type_).params
+        return Global(read_element(element), read_ints(shape), read_ints(strides), read_ints(divisors))
+
+
+def packed_type(spec: MatmulSpec) -> ir.Type:
+    """The type of the weight of a spec; group 0 stands for one scale per row."""
+    return PackedType.get(
+        ints((spec.n, spec.k)),
+        format_attr(spec.dtype),
+        ir.IntegerAttr.get(ir.IntegerType.get_signless(64), spec.group_size or 0),
+        ir.StringAttr.get(spec.zeros),
+        ir.StringAttr.get(spec.scale),
+    )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight in memory: everything of a `MatmulSpec` that does not concern x, y and the bias."""
+
+    n: int
+    k: int
+    format: DType
+    group: int | None
+    zeros: str
+    scale: str
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.format.bits, self.n, self.k, self.group)
+
+    @staticmethod
+    def of(type_: ir.Type) -> "Packed":
+        shape, format_, group, zeros, scale = PackedType(type_).params
+        n, k = read_ints(shape)
+        size = int(ir.IntegerAttr(group).value)
+        return Packed(n, k, read_format(format_), size or None, ir.StringAttr(zeros).value, ir.StringAttr(scale).value)
