@@ -54,7 +54,7 @@ types: $(READY) ## pyright, strict on dialect/ and passes/
 	$(PY) -m pyright --pythonpath $(PY)
 
 lit: $(READY) ## the IR, pass by pass
-	$(PY) -m lit.main --verbose lit_tests
+	$(PY) -c 'from lit.main import main; main()' --verbose lit_tests
 
 pytest: $(READY) ## the numbers
 	$(PY) -m pytest -n $(JOBS)
@@ -66,4 +66,4 @@ format: $(READY) ## sort imports and mend what ruff can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, build/ and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis lit_tests/Output
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
