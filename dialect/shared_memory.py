@@ -1,8 +1,8 @@
 """Tiles in shared memory: strides, padding, XOR swizzles, and what an access to them costs.
 
-Shared memory has 32 banks of 4 bytes. Lanes that touch different words of one bank are served one after the other
-(CUDA programming guide, "Shared Memory"), so the columns of a row-major tile must be spread over the banks: by
-padding every row, or by a swizzle, which needs no room and keeps 16-byte vectors whole.
+Shared memory has 32 banks of 4 bytes. Lanes that touch different words of one bank are served one after the
+other (CUDA programming guide, "Shared Memory"), so the columns of a row-major tile must be spread over the
+banks: by padding every row, or by a swizzle, which needs no room and keeps 16-byte vectors whole.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Offset = TypeVar("Offset", int, NDArray[np.int64])
 class Swizzle:
     """The permutation of offsets that XORs `bits` bits, `shift` places up, into the bits from `base` on.
 
-    offset ^ ((offset >> shift) & mask) with mask = (2^bits - 1) << base: CUTLASS's Swizzle<bits, base, shift>. An
-    involution that keeps runs of 2^base offsets and stays inside blocks of 2^(base + bits). The unit of the offsets,
-    bytes or elements, is the caller's.
+    offset ^ ((offset >> shift) & mask) with mask = (2^bits - 1) << base: CUTLASS's Swizzle<bits, base,
+    shift>. An involution that keeps runs of 2^base offsets and stays inside blocks of 2^(base + bits). The
+    unit of the offsets, bytes or elements, is the caller's.
     """
 
     bits: int
@@ -46,9 +46,9 @@ class Swizzle:
     def for_rows(cls, row: int, item_bytes: int = 1, vector_bytes: int = 16) -> Swizzle:
         """The swizzle of element offsets for rows of `row` elements of `item_bytes`, read in vectors.
 
-        A column of vectors, one per row, then meets as many different banks as there are vectors in a row, up to
-        all 128 bytes of banks: 128-byte rows of 16-byte vectors get CUTLASS's Swizzle<3, 4, 3> (in bytes). All sizes
-        are powers of two.
+        A column of vectors, one per row, then meets as many different banks as there are vectors in a row, up
+        to all 128 bytes of banks: 128-byte rows of 16-byte vectors get CUTLASS's Swizzle<3, 4, 3> (in bytes).
+        All sizes are powers of two.
         """
         sizes = (row, item_bytes, vector_bytes)
         if any(n < 1 or n & (n - 1) for n in sizes) or not item_bytes <= vector_bytes <= row * item_bytes:
@@ -117,10 +117,10 @@ class SharedLayout:
 
 
 def wavefronts(addresses: Sequence[int] | NDArray[np.int64], width: int) -> int:
-    """Passes through the banks that one access takes: `width` = 4, 8 or 16 bytes at each of the byte addresses.
+    """Passes through the banks of one access of `width` = 4, 8 or 16 bytes at each byte address.
 
-    A warp is served whole, in halves or in quarters, so that a pass moves at most 128 bytes; 32 lanes without bank
-    conflicts take width / 4 passes. Lanes that read the same word share it.
+    A warp is served whole, in halves or in quarters, so that a pass moves at most 128 bytes; 32 lanes without
+    bank conflicts take width / 4 passes. Lanes that read the same word share it.
     """
     if width not in (4, 8, 16) or any(int(a) % width for a in addresses):
         raise LayoutError(f"an access of width={width} must be 4, 8 or 16 bytes at multiples of its width")
