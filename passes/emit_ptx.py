@@ -15,6 +15,21 @@ from passes.target import Target
 
 _TRIPLE = "nvptx64-nvidia-cuda"
 
+# What LLVM's NVPTX back end cannot select ends the process, so it is looked for before.
+_SELECTABLE_FROM = (
+    (re.compile(r"@llvm\.nvvm\.(?:wgmma|setmaxnreg)\.[\w.]+"), ("sm_90a",)),
+    (
+        re.compile(
+            r"@llvm\.nvvm\.(?:griddepcontrol|elect|barrier\.cluster|stmatrix|cp\.async\.bulk|prefetch"
+            r"|fence\.(?:proxy|mbarrier)|mbarrier\.[\w.]*(?:expect|complete)\.tx)\b[\w.]*"
+        ),
+        ("sm_90", "sm_90a"),
+    ),
+    (re.compile(r"@llvm\.(?:exp|exp10|log|log10|tan|sinh|cosh|asin|acos|atan|atan2|pow)\.[\w.]+"), ()),
+    (re.compile(r"call (?!.*\b(?:afn|fast) )[^@]*@llvm\.(?:sin|cos|tanh|log2)\.[\w.]+"), ()),
+)
+"""Intrinsic -> the architectures that have it. Sine and its like exist only as approximations (`afn`)."""
+
 
 def translate(module: ir.Module | ir.Operation | ir.OpView) -> str:
     """LLVM IR text of a module whose functions are all in the llvm and nvvm dialects.
@@ -92,6 +107,7 @@ def emit_ptx(llvm_ir: str, target: Target) -> str:
     """
     if not target.is_gpu:
         raise TargetError(f"no PTX for target {target}; allowed: sm_80 ... sm_90a and emulator:sm_..")
+    _check_intrinsics(llvm_ir, target)
     machine = _machine(target.arch, target.features)
     ptx: str = machine.emit_assembly(optimize(llvm_ir, machine, _TRIPLE, vectorize=False, unroll=False))
     if missing := external_functions(ptx):
@@ -100,6 +116,14 @@ def emit_ptx(llvm_ir: str, target: Target) -> str:
             "know (write it as inline PTX), or a libdevice function (expand it before)"
         )
     return ptx
+
+
+def _check_intrinsics(llvm_ir: str, target: Target) -> None:
+    for pattern, architectures in _SELECTABLE_FROM:
+        if target.arch not in architectures and (found := pattern.search(llvm_ir)):
+            name = found[0][found[0].index("@") + 1 :]
+            where = f"needs {' or '.join(architectures)}" if architectures else "has no GPU instruction"
+            raise PassError(f"{name} {where}; the target is {target}")
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,60 @@
+"""Every environment variable that lowbit reads. Each is read anew at every use, so a program may set it late.
+
+| variable           | meaning                                                              |
+|--------------------|----------------------------------------------------------------------|
+| LOWBIT_CACHE_DIR   | where compiled kernels are kept; default: the user's cache directory |
+| LOWBIT_NO_CACHE    | 1: compile anew; nothing is read from disk or written to it          |
+| LOWBIT_DUMP        | a directory: every stage of every compilation is written there       |
+| LOWBIT_CPU         | processor to make CPU code for ("x86-64-v3"); default: this one      |
+| LOWBIT_NUM_THREADS | threads of a CPU kernel; default: torch's number                     |
+"""
+
+import os
+from pathlib import Path
+
+from dialect.errors import SpecError
+
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"", "0", "false", "no", "off"})
+
+
+def cache_dir() -> Path:
+    """LOWBIT_CACHE_DIR, or the user's cache directory (``~/.cache/lowbit`` on Linux)."""
+    if given := os.environ.get("LOWBIT_CACHE_DIR"):
+        return Path(given).expanduser()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("lowbit", appauthor=False)
+
+
+def no_cache() -> bool:
+    """LOWBIT_NO_CACHE."""
+    return _flag("LOWBIT_NO_CACHE")
+
+
+def dump_dir() -> Path | None:
+    """LOWBIT_DUMP, or None to dump nothing."""
+    given = os.environ.get("LOWBIT_DUMP")
+    return Path(given).expanduser() if given else None
+
+
+def cpu() -> str:
+    """LOWBIT_CPU, or "" for this machine's processor."""
+    return os.environ.get("LOWBIT_CPU", "")
+
+
+def num_threads() -> int | None:
+    """LOWBIT_NUM_THREADS, or None where it is not set."""
+    given = os.environ.get("LOWBIT_NUM_THREADS")
+    if not given:
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise SpecError(f"LOWBIT_NUM_THREADS={given!r}; allowed: a whole number from 1 on")
+    return int(given)
+
+
+def _flag(name: str) -> bool:
+    given = os.environ.get(name, "").strip().lower()
+    if given not in _YES | _NO:
+        raise SpecError(f"{name}={given!r}; allowed: 1 or 0")
+    return given in _YES
