@@ -1,0 +1,148 @@
+"""Branches, exits, block barriers, fences and the hints that change no result (PTX ISA 9.7.12, 9.7.13)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pylib.emulator.decoder import Op, instruction
+from pylib.emulator.faults import Fault, Unsupported
+from pylib.emulator.machine import WARP, Arrive, Exit, Jump, Mask, Step
+from pylib.emulator.ptx import Imm, Label
+
+_SCOPES = ("cta", "cluster", "gpu", "sys")
+
+
+@instruction("bra")
+def _bra(op: Op) -> Step:
+    op.flag("uni")
+    label = op.next()
+    if not isinstance(label, Label):
+        raise Unsupported("bra needs a label")
+    target = label.target
+    return lambda mask: Jump(mask, target)
+
+
+@instruction("ret", "exit")
+def _ret(op: Op) -> Step:
+    op.flag("uni")
+    return lambda mask: Exit(mask)
+
+
+@instruction("trap", "brkpt")
+def _trap(op: Op) -> Step:
+    def step(mask: Mask) -> None:
+        raise Fault(f"{op.instr.opcode} was executed", int(op.block.lanes_of(mask)[0]))
+
+    return step
+
+
+@instruction("bar", "barrier")
+def _barrier(op: Op) -> Step:
+    """`bar.` is `barrier.aligned.`; `bar.warp.sync` orders the lanes of a warp."""
+    if op.flag("warp"):
+        from pylib.emulator.warp import warp_barrier
+
+        return warp_barrier(op)
+    op.flag("cta")
+    kind = op.choice("sync", "arrive")
+    aligned = bool(op.flag("aligned")) or op.instr.opcode == "bar"
+    number = _uniform(op)
+    count = _uniform(op) if op.operands else None
+    if kind == "arrive" and count is None:
+        raise Unsupported("bar.arrive needs a thread count")
+
+    def step(mask: Mask) -> Arrive:
+        threads = count(mask) if count else None
+        if threads is not None and (threads % WARP or threads <= 0):
+            raise Fault(f"a barrier's thread count is a multiple of {WARP}, not {threads}")
+        at = number(mask)
+        if not 0 <= at < 16:
+            raise Fault(f"barrier {at}: there are 16")
+        return Arrive(mask, at, threads, kind == "sync", aligned)
+
+    return step
+
+
+def _uniform(op: Op) -> Any:
+    """The next operand as an int, the same for all threads that come together."""
+    if isinstance(op.operands[:1] and op.operands[0], Imm):
+        constant = op.immediate()
+        return lambda mask: constant
+    values = op.source("u32")
+
+    def read(mask: Mask) -> int:
+        some = np.unique(np.broadcast_to(values, (op.block.lanes,))[op.block.lanes_of(mask)])
+        if len(some) > 1:
+            raise Fault(f"threads that come to a barrier together name different ones: {some.tolist()}")
+        return int(some[0])
+
+    return read
+
+
+@instruction("membar")
+def _membar(op: Op) -> Step:
+    op.choice("cta", "gl", "sys")
+    return _nothing
+
+
+@instruction("fence")
+def _fence(op: Op) -> Step:
+    """Blocks run one after the other and stores are seen at once: fences have nothing to do."""
+    if op.flag("proxy"):
+        op.choice("alias", "async", "async.global", "async.shared::cta")
+        op.flag("global", "shared::cta")
+        return _nothing
+    op.flag("sc", "acq_rel", "acquire", "release")
+    op.choice(*_SCOPES)
+    return _nothing
+
+
+@instruction("griddepcontrol")
+def _griddepcontrol(op: Op) -> Step:
+    op.choice("wait", "launch_dependents")
+    return _nothing
+
+
+@instruction("nanosleep")
+def _nanosleep(op: Op) -> Step:
+    op.type("u32")
+    op.source("u32")
+    return _nothing
+
+
+@instruction("setmaxnreg")
+def _setmaxnreg(op: Op) -> Step:
+    op.choice("inc", "dec")
+    op.choice("sync")
+    op.choice("aligned")
+    op.type("u32")
+    op.immediate()
+    return _nothing
+
+
+@instruction("createpolicy")
+def _createpolicy(op: Op) -> Step:
+    """An opaque cache policy; caches are not modelled."""
+    op.choice("fractional")
+    op.choice(*(f"L2::evict_{kind}" for kind in ("last", "normal", "first", "unchanged")))
+    op.flag("L2::evict_first", "L2::evict_unchanged")
+    op.type("b64")
+    dest = op.dest("b64")
+    if op.operands:
+        op.next()
+    policy = np.uint64(0x12F0000000000000)
+    return lambda mask: dest.write(policy, mask)
+
+
+@instruction("prefetch")
+def _prefetch(op: Op) -> Step:
+    op.flag("global", "local")
+    op.choice("L1", "L2", "L2::evict_last", "L2::evict_normal")
+    op.address()
+    return _nothing
+
+
+def _nothing(mask: Mask) -> None:
+    return None

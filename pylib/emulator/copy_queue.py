@@ -1,0 +1,60 @@
+"""The cp.async copies of a block between issue and wait (PTX ISA 9.7.9.25.3).
+
+The source is read at issue; the target stays "in flight" until the issuing thread has waited for the group, and
+then belongs to that thread until a barrier (memory.py). A copy that is never waited for never arrives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pylib.emulator.memory import SharedMemory
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class _Copy:
+    lanes: Array
+    row: Array
+    data: Array
+    group: Array  # number of the commit group, counted per thread
+
+
+class CopyQueue:
+    """The copies of a block that are not waited for yet."""
+
+    def __init__(self, lanes: int, shared: SharedMemory) -> None:
+        self.shared = shared
+        self.copies: list[_Copy] = []
+        self.committed = np.zeros(lanes, np.int64)  # groups per thread
+
+    def reset(self) -> None:
+        self.copies.clear()
+        self.committed[:] = 0
+
+    def issue(self, lanes: Array, row: Array, data: Array) -> None:
+        self.copies.append(_Copy(lanes, row, data, self.committed[lanes]))
+
+    def commit(self, lanes: Array) -> None:
+        self.committed[lanes] += 1
+
+    def wait(self, lanes: Array, pending: int) -> None:
+        """Finish all but the latest `pending` groups of each of `lanes`; uncommitted copies stay."""
+        waits = np.full(len(self.committed), -1, np.int64)
+        waits[lanes] = self.committed[lanes] - pending
+        left = list[_Copy]()
+        for copy in self.copies:
+            done = copy.group < waits[copy.lanes]
+            if done.all():
+                self.shared.land_copy(copy.lanes, copy.row, copy.data)
+            elif done.any():
+                self.shared.land_copy(copy.lanes[done], copy.row[done], copy.data[done])
+                rest = ~done
+                left.append(_Copy(copy.lanes[rest], copy.row[rest], copy.data[rest], copy.group[rest]))
+            else:
+                left.append(copy)
+        self.copies = left

@@ -1,0 +1,27 @@
+"""What goes wrong while a kernel runs, before it is known where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Fault(Exception):
+    """A mistake of the running kernel. `lane` is the thread at fault, where there is one."""
+
+    def __init__(self, message: str, lane: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.lane = lane
+
+
+class Unsupported(Exception):
+    """An instruction, modifier or operand that the emulator does not know."""
+
+
+def require(good: np.ndarray[Any, Any], lanes: np.ndarray[Any, Any], message: str) -> None:
+    """Raise a Fault for the first of `lanes` whose `good` is false. `good` may have further axes."""
+    if not good.all():
+        bad = np.flatnonzero(~good.reshape(len(lanes), -1).all(axis=1))[0]
+        raise Fault(message, int(lanes[bad]))

@@ -1,0 +1,247 @@
+"""The Emulator: PTX in, kernels launched on NumPy arrays."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dialect.errors import EmulatorError
+from pylib.emulator import (  # the instructions register themselves
+    async_copy,  # noqa: F401
+    atomics,  # noqa: F401
+    comparisons,  # noqa: F401
+    control,  # noqa: F401
+    conversions,  # noqa: F401
+    integers,  # noqa: F401
+    tensor_core,  # noqa: F401
+    transfer,  # noqa: F401
+    warp,  # noqa: F401
+)
+from pylib.emulator.decoder import decode
+from pylib.emulator.machine import WARP, Block
+from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
+from pylib.emulator.parser import parse
+from pylib.emulator.ptx import Kernel, Param, Variable
+from pylib.emulator.races import RaceDetector
+
+Array = np.ndarray[Any, Any]
+Dim3 = int | Sequence[int]
+
+MAX_THREADS, MAX_SHARED = 1024, 232448
+_CONST_BASE, _CONST_STRIDE = 0x10000, 0x20000
+
+
+class Stats(Counter[str]):
+    """Warp instructions by full name ("ld.global.nc.v4.b32"), as a profiler counts them: one for every warp with
+    at least one thread at the instruction, predicated off or not. Bytes are what the threads asked for."""
+
+    def __init__(self, counts: Counter[str], loaded: int, stored: int) -> None:
+        super().__init__(counts)
+        self.global_bytes_loaded = loaded
+        self.global_bytes_stored = stored
+
+    def total_of(self, prefix: str) -> int:
+        """All instructions whose name starts with `prefix`: total_of("mma"), total_of("ld.global")."""
+        return sum(count for name, count in self.items() if f"{name}.".startswith(f"{prefix}."))
+
+
+class Emulator:
+    """Runs the kernels of a PTX module, one block after the other, all threads of a block at once.
+
+    Raises EmulatorError, with the line of the PTX, for anything in it that is not understood, and `launch` for
+    anything a kernel does that PTX leaves undefined (see the package's docstring).
+
+    After a launch, `stats` says what was executed.
+    """
+
+    def __init__(self, ptx: str) -> None:
+        self.module = parse(ptx)
+        self.stats = Stats(Counter(), 0, 0)
+        self._globals = {
+            variable.name: np.frombuffer(variable.data.ljust(variable.size or 0, b"\0"), np.uint8).copy()
+            for variable in self.module.variables
+            if variable.space == "global"
+        }
+        for kernel in self.module.kernels.values():
+            # Decoding every instruction once finds all that is unknown before anything runs.
+            _prepare(self, kernel, (WARP, 1, 1), (1, 1, 1), None, 0, False, 1)
+
+    def launch(
+        self,
+        name: str,
+        *,
+        grid: Dim3 = 1,
+        block: Dim3,
+        args: Sequence[object],
+        shared_bytes: int = 0,
+        racecheck: bool = False,
+        blocks: Iterable[Sequence[int]] | None = None,
+        max_steps: int = 10_000_000,
+    ) -> None:
+        """Run kernel `name` to its end.
+
+        grid, block: numbers of blocks and of threads, each an int or (x, y, z).
+        args: one per parameter. A C-contiguous NumPy array is device memory: the kernel gets its address, and
+            what it stores is in the array afterwards. None is a null pointer. Ints and floats are taken in the
+            parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value.
+        shared_bytes: dynamic shared memory, for `.extern .shared` arrays.
+        racecheck: report conflicting accesses to shared memory that no barrier orders (slower).
+        blocks: the blocks to run, and in what order; by default all, x fastest.
+        max_steps: block steps after which a block counts as an endless loop.
+        """
+        kernel = self.module.kernels.get(name)
+        if kernel is None:
+            raise EmulatorError(
+                f"no kernel {name!r}; the module has {', '.join(self.module.kernels) or 'none'}"
+            )
+        shape, extent = _dim3(block, "block"), _dim3(grid, "grid")
+        _check_shape(kernel, shape, shared_bytes)
+        if len(args) != len(kernel.params):
+            raise EmulatorError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
+        machine = _prepare(self, kernel, shape, extent, args, shared_bytes, racecheck, max_steps)
+        every = itertools.product(*(range(n) for n in reversed(extent)))
+        try:
+            with np.errstate(all="ignore"):
+                for index in blocks if blocks is not None else (xyz[::-1] for xyz in every):
+                    x, y, z = _dim3(index, "block index", least=0)
+                    machine.run((x, y, z))
+        finally:
+            machine.device.copy_back()
+            device = machine.device
+            self.stats = Stats(machine.opcode_counts(), device.bytes_loaded, device.bytes_stored)
+
+
+def _dim3(value: Dim3, what: str, least: int = 1) -> tuple[int, int, int]:
+    values = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
+    if not 1 <= len(values) <= 3 or min(values) < least:
+        raise EmulatorError(f"{what}={value} must be one to three numbers, each at least {least}")
+    x, y, z = (*values, *(least,) * (3 - len(values)))
+    return x, y, z
+
+
+def _check_shape(kernel: Kernel, shape: tuple[int, int, int], shared_bytes: int) -> None:
+    threads = shape[0] * shape[1] * shape[2]
+    if kernel.reqntid is not None and shape != (*kernel.reqntid, 1, 1)[:3]:
+        raise EmulatorError(
+            f"block={shape} must be {kernel.reqntid}, which {kernel.name} requires (.reqntid)"
+        )
+    if kernel.maxntid is not None and threads > int(np.prod(kernel.maxntid)):
+        raise EmulatorError(f"block={shape} exceeds .maxntid {kernel.maxntid} of {kernel.name}")
+    if threads > MAX_THREADS:
+        raise EmulatorError(f"block={shape} has {threads} threads; at most {MAX_THREADS} are allowed")
+    if not 0 <= shared_bytes <= MAX_SHARED:
+        raise EmulatorError(f"shared_bytes={shared_bytes} must be 0 to {MAX_SHARED}")
+
+
+def _prepare(
+    emulator: Emulator,
+    kernel: Kernel,
+    shape: tuple[int, int, int],
+    grid: tuple[int, int, int],
+    args: Sequence[object] | None,
+    shared_bytes: int,
+    racecheck: bool,
+    max_steps: int,
+) -> Block:
+    """Lay out all memories and decode the kernel; `args` None: just to decode."""
+    lanes = -(-shape[0] * shape[1] * shape[2] // WARP) * WARP
+    symbols: dict[str, tuple[str, int]] = {}
+    device, constant = DeviceMemory(), DeviceMemory(_CONST_BASE, _CONST_STRIDE)
+    shared = SharedMemory(RaceDetector(lanes) if racecheck else None)
+    local_size = 0
+    variables = [*emulator.module.variables, *kernel.variables]
+    # Dynamic shared memory comes after all that has a size of its own.
+    for variable in sorted(variables, key=lambda v: v.size is None):
+        match variable.space:
+            case "shared":
+                size = shared_bytes if variable.size is None else variable.size
+                address = shared.add(size, variable.align)
+            case "local":
+                address = -(-local_size // variable.align) * variable.align
+                local_size = address + (variable.size or 0)
+            case "const":
+                address = constant.add(variable.name, variable.size or 0, _read_only(variable))
+            case _:
+                address = device.add(variable.name, variable.size or 0, emulator._globals[variable.name])
+        symbols[variable.name] = (variable.space, address)
+
+    params = bytearray()
+    for number, param in enumerate(kernel.params):
+        params.extend(bytes(-len(params) % param.align))
+        symbols[param.name] = ("param", len(params))
+        params.extend(bytes(param.size) if args is None else _argument(device, param, args[number], number))
+    for memory in (device, constant, shared):
+        memory.allocate()
+
+    block = Block(
+        kernel=kernel,
+        shape=shape,
+        grid=grid,
+        device=device,
+        constant=constant,
+        shared=shared,
+        local=LocalMemory(local_size, lanes),
+        symbols=symbols,
+        params=np.frombuffer(bytes(params), np.uint8),
+        dynamic_shared_bytes=shared_bytes,
+        max_steps=max_steps,
+    )
+    block.steps = [decode(instruction, block) for instruction in kernel.instructions]
+    return block
+
+
+def _read_only(variable: Variable) -> Array:
+    return np.frombuffer(variable.data.ljust(variable.size or 0, b"\0"), np.uint8)
+
+
+def _argument(device: DeviceMemory, param: Param, value: object, number: int) -> bytes:
+    """The bytes of an argument; arrays are put into device memory."""
+    what = f"argument {number} ({param.name}, .{param.type}{f'[{param.size}]' if param.array else ''})"
+    if param.array:
+        data = (
+            value if isinstance(value, bytes) else np.asarray(value).tobytes() if _is_array(value) else None
+        )
+        if data is None or len(data) != param.size:
+            raise EmulatorError(f"{what}: give {param.size} bytes, or an array of that size")
+        return data
+    if isinstance(value, np.ndarray):
+        if param.size != 8:
+            raise EmulatorError(f"{what}: an array is a pointer, which has 64 bits")
+        return struct.pack("<Q", _device_array(device, param.name, value, what))
+    if value is None:
+        return bytes(param.size)
+    if isinstance(value, np.generic) and value.dtype.itemsize == param.size:
+        return value.tobytes()
+    try:
+        if param.type[0] == "f":
+            return struct.pack({2: "<e", 4: "<f", 8: "<d"}[param.size], float(value))  # type: ignore[arg-type]
+        if isinstance(value, int | np.integer):
+            bits = 8 * param.size
+            if not -(1 << bits - 1) <= int(value) < 1 << bits:
+                raise EmulatorError(f"{what}: {value} does not fit {bits} bits")
+            return (int(value) & (1 << bits) - 1).to_bytes(param.size, "little")
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, EmulatorError):
+            raise
+    raise EmulatorError(f"{what}: cannot pass {value!r}")
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, np.ndarray | np.generic)
+
+
+def _device_array(device: DeviceMemory, name: str, value: Array, what: str) -> int:
+    if not value.flags.c_contiguous:
+        raise EmulatorError(f"{what}: the array must be C-contiguous; pass np.ascontiguousarray(...)")
+    for other, start in zip(device.hosts, device.starts):
+        if other is None or not np.may_share_memory(other, value):
+            continue
+        if other.ctypes.data == value.ctypes.data and other.nbytes == value.nbytes:
+            return start  # the same array twice
+        raise EmulatorError(f"{what}: the array overlaps another argument's; pass copies")
+    return device.add(name, value.nbytes, value)

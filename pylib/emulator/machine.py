@@ -1,0 +1,321 @@
+"""One thread block at work: its registers and the scheduler of its threads.
+
+All threads that stand at the same instruction take it together, as NumPy vectors over the lanes of the block.
+Threads that part at a branch form groups; always the group at the lowest instruction runs, so that groups meet
+again where the code joins. A group that reaches another's instruction merges with it. Threads wait in two places:
+at a barrier, and at a warp-level instruction whose other lanes have not come yet. When nobody can run and somebody
+waits, that is a deadlock, and an error.
+
+The block is padded to whole warps; the padding lanes have exited before the start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pylib.emulator.copy_queue import CopyQueue
+from pylib.emulator.faults import Fault
+from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
+from pylib.emulator.ptx import BITS, Instruction, Kernel, Reg
+
+Array = np.ndarray[Any, Any]
+#: The threads that take a step: a bool per lane, or None for every lane of the block (the fast path).
+Mask = Array | None
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Jump:
+    threads: Mask
+    target: int
+
+
+@dataclass(frozen=True)
+class Exit:
+    threads: Mask
+
+
+@dataclass(frozen=True)
+class Converge:
+    """These threads wait for others of their warps at this instruction; the rest of the step is done."""
+
+    threads: Array
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """At barrier `number`, which opens when `count` threads (None: all) have come."""
+
+    threads: Mask
+    number: int
+    count: int | None
+    wait: bool
+    aligned: bool
+
+
+Outcome = Jump | Exit | Converge | Arrive
+Step = Callable[[Mask], Outcome | None]
+
+
+class Register:
+    """A register of every lane: raw bits, and which lanes have set it."""
+
+    __slots__ = ("complete", "defined", "name", "type", "value")
+
+    def __init__(self, reg: Reg, lanes: int) -> None:
+        self.name, self.type = reg.name, reg.type
+        dtype = np.bool_ if reg.type == "pred" else np.dtype(f"u{BITS[reg.type] // 8}")
+        self.value = np.zeros(lanes, dtype)
+        self.defined = np.zeros(lanes, np.bool_)
+        self.complete = False
+
+    def define(self, mask: Mask) -> None:
+        if mask is None:
+            self.complete = True
+        elif not self.complete:
+            self.defined |= mask
+            self.complete = bool(self.defined.all())
+
+    def check(self, mask: Mask) -> None:
+        """Raise a Fault if one of the threads in `mask` reads the register before it has set it."""
+        unset = ~self.defined if mask is None else mask & ~self.defined
+        if unset.any():
+            raise Fault(f"{self.name} is read before it is set", int(np.flatnonzero(unset)[0]))
+
+
+@dataclass
+class Barrier:
+    count: int | None
+    arrived: Array
+    waiting: Array
+    resume: Array  # the instruction each waiting thread goes on with
+    aligned: bool = False
+
+
+@dataclass
+class Block:
+    """A block of `shape` threads of `kernel`, to be run once for each block of the grid."""
+
+    kernel: Kernel
+    shape: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    device: DeviceMemory
+    constant: DeviceMemory
+    shared: SharedMemory
+    local: LocalMemory
+    symbols: dict[str, tuple[str, int]]  # name -> (space, address)
+    params: Array
+    dynamic_shared_bytes: int
+    max_steps: int
+    registers: list[Register] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.threads = self.shape[0] * self.shape[1] * self.shape[2]
+        self.warps = -(-self.threads // WARP)
+        self.lanes = self.warps * WARP
+        self.everyone = np.arange(self.lanes)
+        self.registers = [Register(reg, self.lanes) for reg in self.kernel.registers]
+        self.copies = CopyQueue(self.lanes, self.shared)
+        self.index = np.zeros(3, np.uint32)  # %ctaid
+        self.counts = np.zeros(len(self.kernel.instructions) + 1, np.int64)
+        self.exited = np.zeros(self.lanes, np.bool_)
+
+    def lanes_of(self, mask: Mask) -> Array:
+        return self.everyone if mask is None else np.flatnonzero(mask)
+
+    def thread_index(self, lane: int) -> tuple[int, int, int]:
+        x, y, _ = self.shape
+        return lane % x, lane // x % y, lane // (x * y)
+
+    # Running
+
+    def run(self, index: tuple[int, int, int]) -> None:
+        """Run all threads of block `index` to their end. Raises EmulatorError at the first mistake."""
+        self.index[:] = index
+        self.shared.reset()
+        self.local.reset()
+        self.copies.reset()
+        for register in self.registers:
+            register.defined[:] = False
+            register.complete = False
+        self.exited = self.everyone >= self.threads
+        self.groups: dict[int, Array] = {0: ~self.exited}
+        self.parked: dict[int, Array] = {}
+        self.barriers: dict[int, Barrier] = {}
+        budget = self.max_steps
+        while self.groups or self._resume():
+            at = min(self.groups)
+            mask = self.groups.pop(at)
+            budget -= self._run_group(at, mask, min(self.groups, default=len(self.steps)))
+            if budget < 0:
+                raise self._error(at, f"no end after {self.max_steps} steps", None)
+
+    def _run_group(self, at: int, group: Array, limit: int) -> int:
+        """Run until the group splits, waits, jumps, or meets the next group at `limit`; the number of steps."""
+        mask = None if group.all() else group
+        warps = int(group.reshape(-1, WARP).any(axis=1).sum())
+        steps, counts, start = self.steps, self.counts, at
+        outcome = None
+        try:
+            while at < limit:
+                counts[at] += warps
+                outcome = steps[at](mask)
+                if outcome is not None:
+                    break
+                at += 1
+        except Fault as fault:
+            raise self._error(at, fault.message, fault.lane) from None
+        if outcome is None:
+            if at < len(steps):
+                self._join(at, group)
+            else:
+                self._exit(group)
+        else:
+            self._apply(outcome, at, group)
+        return at - start + 1
+
+    def _join(self, at: int, group: Array) -> None:
+        if group.any():
+            self.groups[at] = self.groups[at] | group if at in self.groups else group
+
+    def _apply(self, outcome: Outcome, at: int, group: Array) -> None:
+        some = group if outcome.threads is None else outcome.threads
+        match outcome:
+            case Jump(target=target):
+                self._join(at + 1, group & ~some)
+                self._join(target, some)
+            case Exit():
+                self._join(at + 1, group & ~some)
+                self._exit(some)
+            case Converge():
+                self._join(at + 1, group & ~some)
+                together = some | self.parked.pop(at) if at in self.parked else some
+                if together is some:
+                    self.parked[at] = some
+                else:
+                    self.groups[at] = together  # again, with those who came before
+            case Arrive():
+                self._join(at + 1, group & ~some if outcome.wait else group)
+                self._arrive(outcome, at, some)
+
+    def _exit(self, some: Array) -> None:
+        self.exited = self.exited | some
+        for number in list(self.barriers):
+            self._open(number)
+
+    def _resume(self) -> bool:
+        """Nobody can run: let threads that wait for lanes look again, since some may have exited meanwhile."""
+        if not self.parked and not self.barriers:
+            return False
+        waiting = dict(self.parked)
+        self.parked.clear()
+        for at, group in sorted(waiting.items()):
+            self._run_group(at, group, at + 1)
+        if self.groups:
+            return True
+        if self.parked:
+            at = min(self.parked)
+            lane = int(np.flatnonzero(self.parked[at])[0])
+            raise self._error(
+                at, f"deadlock: the other threads of the warp never come here{self._waiting()}", lane
+            )
+        if self.barriers:
+            number, barrier = min(self.barriers.items())
+            lanes = np.flatnonzero(barrier.waiting if barrier.waiting.any() else barrier.arrived)
+            at = int(barrier.resume[lanes[0]]) - 1
+            raise self._error(
+                at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0])
+            )
+        return False
+
+    def _waiting(self) -> str:
+        places = [(f"line {self._line(at)}", group) for at, group in self.parked.items()]
+        places += [
+            (f"barrier {number} (needs {barrier.count or 'all'})", barrier.arrived)
+            for number, barrier in self.barriers.items()
+        ]
+        text = "; ".join(f"{int(group.sum())} threads wait at {name}" for name, group in places)
+        return f" ({text}; {int(self.exited[: self.threads].sum())} have exited)"
+
+    # Barriers
+
+    def _arrive(self, arrival: Arrive, at: int, some: Array) -> None:
+        barrier = self.barriers.get(arrival.number)
+        if barrier is None:
+            nobody = np.zeros(self.lanes, np.bool_)
+            barrier = Barrier(arrival.count, nobody, nobody, np.zeros(self.lanes, np.int64))
+            self.barriers[arrival.number] = barrier
+        lane = int(np.flatnonzero(some)[0])
+        if barrier.count != arrival.count:
+            raise self._error(at, f"barrier {arrival.number} is used with two thread counts at a time", lane)
+        if (barrier.arrived & some).any():
+            raise self._error(at, f"a thread comes to barrier {arrival.number} twice before it opens", lane)
+        barrier.arrived = barrier.arrived | some
+        if arrival.wait:
+            barrier.waiting = barrier.waiting | some
+        barrier.aligned |= arrival.aligned
+        barrier.resume[some] = at + 1
+        self._open(arrival.number)
+
+    def _open(self, number: int) -> None:
+        """Open the barrier if all have come."""
+        barrier = self.barriers[number]
+        present = int(barrier.arrived.sum())
+        live = ~self.exited
+        if barrier.count is None and not (barrier.arrived | ~live).all():
+            return
+        if barrier.count is not None and present < barrier.count:
+            return
+        lane = int(np.flatnonzero(barrier.arrived)[0])
+        at = int(barrier.resume[lane]) - 1
+        if barrier.count is not None and present > barrier.count:
+            raise self._error(
+                at, f"{present} threads at barrier {number}, which counts {barrier.count}", lane
+            )
+        if barrier.aligned:
+            self._check_aligned(barrier, number)
+        del self.barriers[number]
+        everyone = bool((barrier.arrived | ~live).all())
+        self.shared.synchronize(None if everyone else barrier.arrived)
+        for target in np.unique(barrier.resume[barrier.waiting]).tolist():
+            self._join(target, barrier.waiting & (barrier.resume == target))
+
+    def _check_aligned(self, barrier: Barrier, number: int) -> None:
+        """All live threads of a warp execute the same `.aligned` barrier (PTX ISA 9.7.13.1)."""
+        arrived, resume = barrier.arrived.reshape(-1, WARP), barrier.resume.reshape(-1, WARP)
+        absent = ~barrier.arrived & ~self.exited
+        for warp in np.flatnonzero(arrived.any(axis=1)).tolist():
+            lanes = slice(warp * WARP, (warp + 1) * WARP)
+            places = np.unique(resume[warp][arrived[warp]])
+            if len(places) > 1 or absent[lanes].any():
+                lane = warp * WARP + int(np.flatnonzero(arrived[warp])[0])
+                message = (
+                    f"the threads of warp {warp} come to barrier {number} apart (divergent aligned barrier)"
+                )
+                raise self._error(int(places[0]) - 1, message, lane)
+
+    # Reporting
+
+    def _line(self, at: int) -> int:
+        return self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)].line
+
+    def _error(self, at: int, message: str, lane: int | None) -> Exception:
+        instruction: Instruction = self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)]
+        where = f" in block {tuple(self.index.tolist())}"
+        if lane is not None:
+            where += f", thread {self.thread_index(lane)}"
+        return instruction.error(message, where)
+
+    def opcode_counts(self) -> Counter[str]:
+        counter: Counter[str] = Counter()
+        for instruction, count in zip(self.kernel.instructions, self.counts.tolist()):
+            if count:
+                counter[instruction.name] += count
+        return counter
