@@ -1,0 +1,273 @@
+"""From packed words to f32 on the host: which codes a vector of words holds, and how to decode them.
+
+The 64 bytes of a unit that belong to lanes g*4 .. g*4+3 are sixteen words, a vector<16xi32>. Element e is word
+e % 4 of lane e // 4, and all of its codes lie in two rows: those of even pairs in row g, those of odd pairs in row
+g + 8. A shift by one pair turns row g + 8 into row g, so one program serves both.
+
+`ChunkMap` says where every decoded element comes from; it is read off `Packing.slots`, nothing is restated here.
+The activation is brought into that order once per call, so that a decoded vector meets its activations in one
+contiguous vector. A decoder may return a code times a power of two (an integer left in place in its word, a float
+with another format's bias): the activation takes the opposite power, which is exact and costs nothing per weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dialect.bindings import arith, ir, llvm, vector
+from dialect.dtypes import DType, dtype
+from dialect.packing import BLOCK_K, WORDS_PER_UNIT, Packing, Plane
+from passes.cpu_ops import (
+    LANES,
+    Value,
+    at,
+    bits_and,
+    constant,
+    constants,
+    f32,
+    i,
+    load,
+    shift_left,
+    shift_right,
+    take,
+    vec,
+)
+
+Isa = Literal["generic", "avx2", "avx512"]
+"""What the host offers beyond LLVM's portable vectors: a permutation of 8 or of 16 f32 by a vector of indices."""
+
+_PERMUTE: dict[Isa, tuple[str, int]] = {
+    "avx2": ("llvm.x86.avx2.permps", 8),
+    "avx512": ("llvm.x86.avx512.permvar.sf.512", 16),
+}
+_HALVES = 0x00010001  # times a 16-bit mask: that mask in both halves of a word
+TABLE = "lowbit_table"
+
+
+@dataclass(frozen=True)
+class Container:
+    """An IEEE type into whose bits a float code is moved."""
+
+    width: int
+    exponent: int
+
+    @property
+    def mantissa(self) -> int:
+        return self.width - 1 - self.exponent
+
+    @property
+    def bias(self) -> int:
+        return (1 << (self.exponent - 1)) - 1
+
+
+F16 = Container(16, 5)
+F32 = Container(32, 8)
+
+
+def container(t: DType) -> Container:
+    """f16 where it has room: the conversion to f32 is exact and, unlike an f32 multiplication, as fast for
+    subnormals. Without inf and NaN in the format all 31 exponents but the last are free."""
+    return F16 if t.exponent < F16.exponent or t.has_inf else F32
+
+
+@dataclass(frozen=True)
+class ChunkMap:
+    """Where the decoded vectors of a chunk come from. A *step* (unit, pair) of the widest plane, pair being even,
+    yields two vectors of 16."""
+
+    packing: Packing
+    type: DType
+
+    @property
+    def wide(self) -> Plane:
+        return self.packing.planes[0]
+
+    @cached_property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(unit, pair), in the order of use."""
+        return tuple((u, j) for u in range(self.wide.units) for j in range(0, self.wide.pairs_per_word, 2))
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the two halves of a word become neighbours, as converting 32 f16 does; else the low halves make
+        the first vector and the high halves the second."""
+        return self.type.kind == "float" and container(self.type) is F16
+
+    @cached_property
+    def columns(self) -> NDArray[np.int64]:
+        """Column in the chunk of every element: int64 [steps, 2, 16]."""
+        fragment = Packing.fragment_order() % BLOCK_K
+        result = np.empty((self.wide.units, self.wide.pairs_per_word // 2, LANES, 2), np.int64)
+        for block in range(self.packing.chunk // BLOCK_K):
+            for register in (0, 2):
+                slot = self.packing.slots(block, register)[0]
+                pair = slot.shift // self.wide.bits
+                for lane in range(LANES // WORDS_PER_UNIT):
+                    element = lane * WORDS_PER_UNIT + slot.word
+                    codes = fragment[lane, 2 * register : 2 * register + 2]
+                    result[slot.unit, pair // 2, element] = block * BLOCK_K + codes
+        if not self.interleaved:
+            result = np.moveaxis(result, -1, -2)
+        return result.reshape(len(self.steps), 2, LANES)
+
+    @cached_property
+    def exponents(self) -> NDArray[np.int64]:
+        """By which power of two the elements of a vector must be multiplied to be codes' values: int64 [steps, 2]."""
+        t, result = self.type, np.zeros((len(self.steps), 2), np.int64)
+        if t.kind in ("uint", "int"):
+            result[:] = [(-j * self.wide.bits, -j * self.wide.bits - 16) for _, j in self.steps]
+        elif self.interleaved:
+            result[:] = F16.bias - t.bias
+        return result
+
+    def groups(self, step: int, which: int) -> tuple[int, ...]:
+        """Group within the chunk of the 16 elements of a vector."""
+        g = self.packing.padded_group
+        size = self.packing.chunk if g is None else min(g, self.packing.chunk)
+        return tuple(int(c) // size for c in self.columns[step, which])
+
+    def alignment(self, plane: int, unit: int) -> tuple[int, list[int], list[int]]:
+        """Where the fields of a narrow plane lie that go with wide unit `unit`: its unit, the element each of the
+        16 words comes from, and the bit at which pair 0 of that word finds its field."""
+        found: dict[int, tuple[int, int, int]] = {}
+        for block in range(self.packing.chunk // BLOCK_K):
+            for register in range(4):
+                slots = self.packing.slots(block, register)
+                if slots[0].unit == unit and slots[0].shift == 0:
+                    found[slots[0].word] = (slots[plane].unit, slots[plane].word, slots[plane].shift)
+        words = [found[e % WORDS_PER_UNIT] for e in range(LANES)]
+        elements = [e - e % WORDS_PER_UNIT + word for e, (_, word, _) in enumerate(words)]
+        return words[0][0], elements, [shift for _, _, shift in words]
+
+
+class ChunkReader:
+    """Decodes one row of one chunk: `base` is the address of the chunk's words for lanes g*4 .. g*4+3 of unit 0,
+    `odd` is 1 (i32) for row g + 8, else 0."""
+
+    def __init__(self, chunk_map: ChunkMap, isa: Isa, base: Value, odd: Value) -> None:
+        self.map = chunk_map
+        self.isa: Isa = isa
+        self._base = base
+        self._odd = odd
+        self._words: dict[int, list[Value]] = {}
+
+    def vectors(self, step: int) -> list[Value]:
+        """The two vectors of a step: vector<16xf32>, to be multiplied by 2**exponents."""
+        unit, pair = self.map.steps[step]
+        if unit not in self._words:
+            self._words[unit] = [self._load(plane, unit) for plane in range(len(self.map.packing.planes))]
+        position = pair * self.map.wide.bits
+        return decode(self.map.type, self._assemble(self._words[unit], pair), position, self.isa)
+
+    def _load(self, plane: int, unit: int) -> Value:
+        """The words of a plane for a unit of the widest, with the row's pair 0 at the place of an even pair 0."""
+        p = self.map.packing.planes[plane]
+        shift = arith.muli(self._odd, constant(i(32), p.bits))
+        shift = vector.broadcast(vec(i(32)), shift)
+        if plane == 0:
+            return arith.shrui(self._load_unit(unit), shift)
+        source, elements, shifts = self.map.alignment(plane, unit)
+        return arith.shrui(take(self._load_unit(source), elements), arith.addi(shift, constants(i(32), shifts)))
+
+    def _load_unit(self, unit: int) -> Value:
+        return load(vec(i(32)), at(self._base, byte=unit * 512))
+
+    def _assemble(self, words: Sequence[Value], pair: int) -> Value:
+        """The code of `pair` in both halves of every word, at bit pair * wide.bits, all other bits zero."""
+        result: Value = None
+        for plane, word in zip(self.map.packing.planes, words):
+            place = pair * self.map.wide.bits + plane.low
+            mask = (((1 << plane.bits) - 1) << place) * _HALVES
+            field = bits_and(shift_left(word, place - pair * plane.bits), mask)
+            result = field if result is None else arith.ori(result, field)
+        return result
+
+
+def decode(t: DType, word: Value, position: int, isa: Isa) -> list[Value]:
+    """Two codes per word, at bits `position` and 16 + `position` with zeros around them, to two vector<16xf32>."""
+    if t.kind in ("uint", "int"):
+        # Left in place: code * 2**position stays below 2**31 (of an even pair), so the signed conversion is right.
+        return [arith.sitofp(vec(f32()), bits_and(word, half)) for half in (0x0000FFFF, 0xFFFF0000)]
+    if t.kind == "table":
+        return [_look_up(t, bits_and(shift_right(word, position + h), t.codes - 1), isa) for h in (0, 16)]
+    if container(t) is F16:
+        wide = decode_half(t, vector.bitcast(vec(i(16), 2 * LANES), word), position)
+        return [take(wide, range(start, start + LANES)) for start in (0, LANES)]
+    scale = constant(vec(f32()), 2.0 ** (F32.bias - t.bias))
+    placed = [_place(t, F32, word, position + h) for h in (0, 16)]
+    return [arith.mulf(vector.bitcast(vec(f32()), x), scale) for x in placed]
+
+
+def decode_half(t: DType, codes: Value, position: int) -> Value:
+    """Float codes in 16-bit elements to f32 of as many elements, to be multiplied by 2**(F16.bias - t.bias)."""
+    lanes = ir.VectorType(codes.type).shape[0]
+    bits = _place(t, F16, codes, position)
+    if t.has_nan and not t.has_inf:  # f8e4m3: S.1111.111 is NaN, in f16 an ordinary number
+        top = constant(codes.type, ((1 << (t.bits - 1)) - 1) << (F16.mantissa - t.mantissa))
+        is_nan = arith.cmpi(arith.CmpIPredicate.eq, bits_and(bits, 0x7FFF), top)
+        bits = arith.select(is_nan, constant(codes.type, 0x7FFF), bits)
+    return arith.extf(vec(f32(), lanes), vector.bitcast(vec(ir.F16Type.get(), lanes), bits))
+
+
+def decode_e4m3(codes: Value) -> Value:
+    """vector<16xi8> of f8e4m3 scales to vector<16xf32>."""
+    t = dtype("f8e4m3")
+    wide = decode_half(t, arith.extui(vec(i(16)), codes), 0)
+    return arith.mulf(wide, constant(wide.type, 2.0 ** (F16.bias - t.bias)))
+
+
+def decode_e8m0(codes: Value) -> Value:
+    """vector<16xi8> of powers of two, 2**(code - 127), to vector<16xf32>; 255 is NaN (OCP MX 1.0, 5.4.1)."""
+    wide = arith.extui(vec(i(32)), codes)
+
+    def equals(code: int) -> Value:
+        return arith.cmpi(arith.CmpIPredicate.eq, wide, constant(wide.type, code))
+
+    bits = shift_left(wide, F32.mantissa)
+    bits = arith.select(equals(0), constant(wide.type, 1 << (F32.mantissa - 1)), bits)  # 2**-127 is subnormal
+    bits = arith.select(equals(255), constant(wide.type, 0x7FC00000), bits)
+    return vector.bitcast(vec(f32()), bits)
+
+
+def _place(t: DType, c: Container, codes: Value, position: int) -> Value:
+    """Sign and exponent+mantissa bits of the code at `position` at their places in a container, the rest zero.
+
+    The arithmetic shift opens the gap between sign and exponent, and fills it with what the mask then takes away.
+    """
+    gap = c.exponent - t.exponent
+    bits = shift_left(codes, c.width - t.bits - position)
+    if not gap:
+        return bits
+    magnitude = ((1 << (t.bits - 1)) - 1) << (c.mantissa - t.mantissa)
+    return bits_and(shift_right(bits, gap, signed=True), 1 << (c.width - 1) | magnitude)
+
+
+def _look_up(t: DType, index: Value, isa: Isa) -> Value:
+    """The table's entries at a vector<16xi32> of indices: permuted in registers where they fit, else gathered."""
+    name, lanes = _PERMUTE.get(isa, ("", 0))
+    entries = np.resize(t.values(), max(t.codes, lanes))
+    if len(entries) > max(lanes, 2 * lanes if lanes == 8 else 0):
+        mask = constant(vec(i(1)), 1)
+        base = llvm.mlir_addressof(ir.Type.parse("!llvm.ptr"), TABLE)
+        pointers = llvm.getelementptr(
+            ir.VectorType.get([LANES], base.type), base, [index], [-(1 << 31)], f32(), llvm.GEPNoWrapFlags.inbounds
+        )
+        return llvm.intr_masked_gather(vec(f32()), pointers, mask, [], 4)
+
+    def permute(table: NDArray[np.float64]) -> Value:
+        values = constants(f32(), table.tolist())
+        parts = [take(index, range(s, s + lanes)) for s in range(0, LANES, lanes)]
+        looked = [llvm.call_intrinsic(values.type, name, [values, part], [], []) for part in parts]
+        return looked[0] if len(looked) == 1 else vector.shuffle(*looked, list(range(LANES)))
+
+    found = [permute(entries[s : s + lanes]) for s in range(0, len(entries), lanes)]
+    if len(found) == 1:
+        return found[0]
+    upper = shift_left(index, 31 - 3)  # bit 3 as the sign, which is what a blend looks at
+    return arith.select(arith.cmpi(arith.CmpIPredicate.slt, upper, constant(index.type, 0)), found[1], found[0])

@@ -1,0 +1,122 @@
+"""A matmul on this machine's CPU: compiled when made, run by several threads, each on its own row blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dialect.bindings import ir, new_context
+from dialect.spec import MatmulSpec
+from passes.cpu_decode import Isa
+from passes.emit_ptx import translate
+from passes.host import HostModule, host_features
+from passes.lower_cpu import build_cpu_module, lower_cpu_to_llvm, prepared_tokens
+from pylib.packed import TORCH
+
+_FUNCTIONS = {"lowbit_prepare": (3, 2), "lowbit_matmul": (7, 3), "lowbit_dequantize": (4, 2)}
+"""Name -> how many pointers and how many integers it takes."""
+
+# Multiply-adds worth a thread: about 50 us of work, which is what waking one and waiting for it costs.
+_WORTH_A_THREAD = 1 << 19
+
+
+class CpuMatmul:
+    """A spec compiled for a CPU. The tensors must fit the spec, lie on the CPU, and be contiguous (x need not).
+
+    spec      what to compute
+    cpu       processor to compile for: one of LLVM's levels ("x86-64-v3"), "" for this one
+    threads   at most so many; None: torch.get_num_threads() at every call
+
+    Raises what `HostModule` raises: TargetError without llvmlite or for a `cpu` that does not run here.
+    """
+
+    def __init__(self, spec: MatmulSpec, cpu: str = "", threads: int | None = None) -> None:
+        self.spec = spec
+        self._cpu, self._threads = cpu, threads
+        self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
+        with new_context(), ir.Location.unknown():
+            module = build_cpu_module(spec, _isa(cpu))
+            self._host = HostModule(translate(lower_cpu_to_llvm(module)), list(_FUNCTIONS), cpu)
+        self._prepare, self._matmul, self._dequantize = (self._function(name) for name in _FUNCTIONS)
+
+    def _function(self, name: str) -> Callable[..., None]:
+        pointers, integers = _FUNCTIONS[name]
+        types = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers
+        return ctypes.CFUNCTYPE(None, *types)(self._host.address(name))  # releases the interpreter lock
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """y [..., n] in the out type for x [..., k] in the act type."""
+        spec, p = self.spec, self.spec.packing
+        y = torch.empty((*x.shape[:-1], spec.n), dtype=self._out)
+        m = x.numel() // spec.k
+        if not m:
+            return y
+        x = x.contiguous()
+        xs = torch.empty((prepared_tokens(m), p.padded_k))
+        sums = torch.empty((prepared_tokens(m), p.groups))
+        prepare = (x.data_ptr(), xs.data_ptr(), sums.data_ptr())
+        self._parallel(lambda first, last: self._prepare(*prepare, first, last), m, m * spec.k)
+        arrays = [_address(t) for t in (xs, sums, codes, scales, zeros, bias, y)]
+        self._parallel(lambda first, last: self._matmul(*arrays, m, first, last), p.row_blocks, m * spec.n * spec.k)
+        return y
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+        """W [n, k] in the act type."""
+        spec = self.spec
+        w = torch.empty((spec.n, spec.k), dtype=self._act)
+        arrays = [_address(t) for t in (codes, scales, zeros, w)]
+        self._parallel(
+            lambda first, last: self._dequantize(*arrays, first, last), spec.packing.row_blocks, w.numel()
+        )
+        return w
+
+    def stages(self) -> dict[str, str]:
+        """The program as text: "vector" and "llvm" (MLIR), "ll" (LLVM IR), "asm"."""
+        with new_context(), ir.Location.unknown():
+            module = build_cpu_module(self.spec, _isa(self._cpu))
+            vector = str(module)
+            lower_cpu_to_llvm(module)
+            return {"vector": vector, "llvm": str(module), "ll": translate(module), "asm": self._host.assembly}
+
+    def _parallel(self, run: Callable[[int, int], None], count: int, work: int) -> None:
+        """run(first, last) on ranges that make up 0 .. count-1, by as many threads as `work` multiply-adds keep busy."""
+        most = self._threads or torch.get_num_threads()
+        parts = max(1, min(most, count, work // _WORTH_A_THREAD))
+        bounds = [count * part // parts for part in range(parts + 1)]
+        if parts == 1:
+            run(0, count)
+            return
+        pool = _pool(os.getpid(), most)
+        others = [pool.submit(run, *bounds[part : part + 2]) for part in range(1, parts)]
+        try:
+            run(bounds[0], bounds[1])
+        finally:  # the arrays must live until the last thread is done
+            for other in others:
+                other.result()
+
+
+@lru_cache(maxsize=None)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """The threads besides the caller's. A forked process has none of its parent's: it makes its own."""
+    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="lowbit")
+
+
+def _isa(cpu: str) -> Isa:
+    """What a processor offers for tables in registers."""
+    if cpu:
+        levels: dict[str, Isa] = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
+        return levels.get(cpu, "generic")
+    features = host_features()
+    return "avx512" if "avx512f" in features else "avx2" if "avx2" in features else "generic"
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
