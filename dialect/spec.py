@@ -3,7 +3,8 @@
     y[t, n] = sum_k x[t, k] * W[n, k] + bias[n]
     W[n, k] = s[n, k // g] * (decode(code[n, k]) - z[n, k // g])
 
-A spec is frozen and hashable, so it is a cache key; it is checked when it is made, so that nothing later has to.
+A spec is frozen and hashable, so it is a cache key; it is checked when it is made, so that nothing later
+has to.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class MatmulSpec:
         group = "row" if self.group_size is None else str(self.group_size)
         zeros = "" if self.zeros == "none" else f", {self.zeros} zeros"
         bias = " + bias" if self.bias else ""
-        return f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}: {self.act} -> {self.out_dtype}{bias}"
+        weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}"
+        return f"{weight}: {self.act} -> {self.out_dtype}{bias}"
 
 
 def _integer(name: str, given: object, least: int) -> int:

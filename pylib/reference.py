@@ -1,0 +1,178 @@
+"""What a matmul must give: the definition in float64, and a derived bound on how far a kernel may be off.
+
+    x, codes, scales, zeros, bias = random_problem(spec, m=4, seed=0)
+    y = mm(x, pack(spec, codes, scales, zeros, bias))
+    assert agrees(y, matmul(spec, x, codes, ...), tolerance(spec, x, codes, ...)).all()
+
+Arguments are torch tensors or NumPy arrays in the form that `pylib.packed.pack` takes them, already rounded to
+the spec's types. n is that of `codes`, so a few rows of a large weight can be checked by themselves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dialect.spec import MatmulSpec
+from pylib.packed import TORCH
+
+Array = Tensor | np.ndarray
+F64 = NDArray[np.float64]
+
+# Rounding: relative error (2^-precision: half an ulp) and half the least subnormal.
+ROUNDING = {"f16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134), "f32": (2.0**-24, 2.0**-150)}
+ADDITION = 2.0**-23  # relative error of an f32 addition in the tensor core, which truncates
+OTHER_ADDITIONS = 64  # splits, warps of a block, bias; and the roundings of the multiplications by scales
+LEAST_SCALE = {"f16": 2.0**-14, "e4m3": 2.0**-6}  # normal numbers; the other types' are out of reach
+
+
+def dequantize(spec: MatmulSpec, codes: Array, scales: Array, zeros: Array | None = None) -> F64:
+    """W[n, k] = scale * (decode(code) - zero), exact but for float64's own rounding; NaN and inf as in IEEE."""
+    scale, zero = _spread(spec, scales), _spread(spec, zeros)
+    with np.errstate(invalid="ignore"):
+        return scale * (_decode(spec, codes) - zero)
+
+
+def matmul(
+    spec: MatmulSpec,
+    x: Array,
+    codes: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    bias: Array | None = None,
+) -> F64:
+    """y[m, n] = x[m, k] @ W[n, k].T + bias[n] in float64."""
+    with np.errstate(invalid="ignore"):
+        return _f64(x) @ dequantize(spec, codes, scales, zeros).T + (0.0 if bias is None else _f64(bias))
+
+
+def tolerance(
+    spec: MatmulSpec,
+    x: Array,
+    codes: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    bias: Array | None = None,
+    *,
+    dequantized: bool = False,
+) -> F64:
+    """The largest |y - matmul(...)| [m, n] of a correct kernel; non-finite weights contribute nothing.
+
+    A kernel accumulates x * (value + offset) of a group in f32, where the offset is what an integer's bits
+    carry with them: 2^b, the hidden bit above them, and 2^(b-1) of offset binary. Then it takes
+    (offset + zero) * sum(x) away and multiplies by the scale. With u the unit roundoff of a type, and every
+    addition wrong by 2^-23 of the magnitudes that have gone in, the error is at most
+
+        2^-23 * additions * sum_k |x| s (|value| + 2 offset + |zero|)     additions = g + k/g + some
+        + sum_k |x| s |value| u      of values that the operand's type cannot hold
+        + u |y| + half a subnormal   of the output
+
+    dequantized: bound a kernel that rounds whole weights to the operand's type (as `compile_dequantize` does)
+    and then accumulates all of k.
+    """
+    t = spec.dtype
+    magnitude, scale, zero = np.abs(_decode(spec, codes)), np.abs(_spread(spec, scales)), _spread(spec, zeros)
+    magnitude = np.where(np.isfinite(magnitude), magnitude, 0.0)
+    unit, least = ROUNDING[spec.act]
+    rounding = _operand_error(spec)[_index(spec, codes)]
+    offset = {"uint": t.codes, "int": 1.5 * t.codes}.get(t.kind, 0.0)
+    terms = magnitude + 2 * offset + np.abs(zero)
+    additions = OTHER_ADDITIONS + (spec.group_size or spec.k) + spec.groups
+    if dequantized:
+        terms, additions = magnitude + np.abs(zero), OTHER_ADDITIONS + spec.k
+        rounding = rounding + unit * terms
+    error = np.abs(_f64(x)) @ (scale * (ADDITION * additions * terms + rounding)).T
+    if dequantized:
+        error += least * np.abs(_f64(x)).sum(axis=1, keepdims=True)
+    y = matmul(spec, x, codes, scales, zeros, bias)
+    y = np.where(np.isfinite(y), np.abs(y), 0.0)
+    unit, least = ROUNDING[spec.out_dtype]
+    return error + unit * (y + error) + least
+
+
+def agrees(y: Array, expected: F64, tolerance: F64) -> NDArray[np.bool_]:
+    """Where y is within the tolerance of what is expected; NaN and inf must be met exactly. bool [m, n]."""
+    given = _f64(y)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(given - expected) <= tolerance
+    return near | (given == expected) | (np.isnan(given) & np.isnan(expected))
+
+
+def random_problem(
+    spec: MatmulSpec, m: int, seed: int = 0, *, finite: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(x [m, k], codes, scales, zeros, bias) as `pack` and the kernel take them: x ~ N(0, 1), scales that
+    differ from group to group and bring y to O(1) where the scale's type has such small numbers.
+
+    Integers and tables: all codes equally often. Floats: N(0, 1) quantized, over the format's whole range
+    where that is small. finite=False adds a few NaN and inf codes where the format has them.
+    """
+    rng = np.random.default_rng(seed)
+    t, shape, groups = spec.dtype, (spec.n, spec.k), (spec.n, spec.groups)
+    if t.kind == "float":
+        # Five exponent bits and more reach beyond f16's range or precision: keep to the middle.
+        codes = t.encode(rng.standard_normal(shape) * (t.max / 4 if t.exponent < 5 else 1.0))
+    else:
+        codes = rng.integers(0, t.codes, shape, dtype=np.uint8)
+    if not finite and t.has_nan:
+        special = np.flatnonzero(~np.isfinite(t.values()))
+        codes = np.where(rng.random(shape) < 1 / (8 * spec.k), rng.choice(special, shape), codes).astype(
+            np.uint8
+        )
+    values = t.decode(codes)
+    if t.kind == "int":
+        codes = values.astype(np.int8)
+    zeros = None
+    if spec.zeros == "int":
+        zeros = torch.from_numpy(rng.integers(int(t.values().min()), int(t.values().max()) + 1, groups))
+    elif spec.zeros == "float":
+        spread = values[np.isfinite(values)]
+        drawn = rng.normal(spread.mean(), spread.std() / 2, groups)
+        zeros = torch.from_numpy(drawn).to(TORCH[spec.zero_kind or "f32"])
+    weights = values - _spread(spec, zeros)
+    rms = np.sqrt(np.mean(np.square(weights[np.isfinite(weights)]))) or 1.0
+    typical = max(1.0 / (rms * np.sqrt(spec.k)), 2 * LEAST_SCALE.get(spec.scale, 0.0))
+    drawn = typical * np.exp2(rng.uniform(-1, 1, groups))
+    if spec.scale == "e8m0":
+        drawn = np.exp2(np.round(np.log2(drawn)))
+    scales = torch.from_numpy(drawn).float().to(TORCH[spec.scale])
+    bias = torch.from_numpy(rng.standard_normal(spec.n)).to(TORCH[spec.out_dtype]) if spec.bias else None
+    x = torch.from_numpy(rng.standard_normal((m, spec.k))).to(TORCH[spec.act])
+    return x, torch.from_numpy(codes), scales, zeros, bias
+
+
+def _operand_error(spec: MatmulSpec) -> F64:
+    """Of every code, how far its value may be off after rounding to the operand's type: [2**bits]."""
+    values = spec.dtype.values()
+    unit, least = ROUNDING[spec.act]
+    exact = _f64(torch.from_numpy(values.copy()).to(TORCH[spec.act])) == values
+    return np.where(exact | ~np.isfinite(values), 0.0, unit * np.abs(values) + least)
+
+
+def _decode(spec: MatmulSpec, codes: Array) -> F64:
+    return spec.dtype.values()[_index(spec, codes)]
+
+
+def _index(spec: MatmulSpec, codes: Array) -> NDArray[np.int64]:
+    """Codes as 0 .. 2^b-1: signed values in two's complement."""
+    return np.asarray(codes.cpu() if isinstance(codes, Tensor) else codes).astype(np.int64) & (
+        spec.dtype.codes - 1
+    )
+
+
+def _spread(spec: MatmulSpec, table: Array | None) -> F64:
+    """Scales or zeros [n, groups], or [n], to every column: [n, k]. Of nothing, 0."""
+    if table is None:
+        return np.zeros((1, 1))
+    values = _f64(table)
+    return np.repeat(values.reshape(values.shape[0], spec.groups), spec.group_size or spec.k, axis=1)
+
+
+def _f64(a: Array) -> F64:
+    """As float64; torch has types that NumPy has not, and float8 converts by way of float32."""
+    if isinstance(a, Tensor):
+        a = a.detach().cpu()
+        a = (a.float() if a.is_floating_point() and a.element_size() < 4 else a).double().numpy()
+    return np.asarray(a, dtype=np.float64)
