@@ -147,7 +147,7 @@ class BlockIdOp(Lowbit.Operation, name="block_id", traits=[ext.Pure]):
     """Index of this block along grid axis 0, 1 or 2."""
 
     axis: ir.IntegerAttr
-    result: ext.Result[I32[32]]
+    result: ext.Result[I32[32]] = ext.infer_result()
 
 
 class GridWaitOp(Lowbit.Operation, name="grid_wait"):
@@ -215,7 +215,7 @@ class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
     offsets: Sequence[ext.Operand[I32[32]]]
     layout: ir.StringAttr
     boundary: ir.ArrayAttr
-    limit: ir.ArrayAttr
+    limit: ir.ArrayAttr = ext.attribute(default_factory=lambda: ir.ArrayAttr.get([]))
 
     @verifier
     def verify_invariants(op: Any) -> None:
@@ -279,7 +279,7 @@ class LastArrivalOp(Lowbit.Operation, name="last_arrival"):
     counters: ext.Operand[GlobalType]
     index: ext.Operand[I32[32]]
     count: ir.IntegerAttr
-    result: ext.Result[I32[1]]
+    result: ext.Result[I32[1]] = ext.infer_result()
 
 
 # -- tiles in registers
@@ -511,6 +511,24 @@ class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
         inside = all(d.dim != dim for d in a.layout.thread_digits())
         expect(inside, f"dim {dim}", "within each thread", f"spread over threads by {a.layout}")
         expect(b.layout == a.layout.reduce((dim,)), "layout", a.layout.reduce((dim,)), b.layout)
+
+
+class RowSumsOp(Lowbit.Operation, name="row_sums", traits=[ext.Pure]):
+    """Sums along k of b [.., n, k], as [.., 1, n] in f32, laid out as a row of mma's accumulator.
+
+    Made with tensor cores (a matrix of ones times b), so that the sums land where an accumulator needs them.
+    """
+
+    source: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        b, d = Reg.of(op.source.type), Reg.of(op.result.type)
+        _fragment(b, MMA_M16N8K16_B_NK, "source")
+        *batch, n, _ = b.shape
+        expect(list(d.shape) == [*batch, 1, n], "result", [*batch, 1, n], list(d.shape))
+        expect(d.element == "f32", "element of the result", "f32", d.element)
 
 
 # -- registers

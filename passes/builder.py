@@ -1,0 +1,318 @@
+"""A small builder for tile programs: what one thread block does, in terms of tiles.
+
+    p = Program("copy", threads=128, grid=(8, 1, 1), params={"x": "pointer", "y": "pointer", "m": "i32"})
+    with p:
+        x = p.global_view(p["x"], "f16", (-1, 64), sizes=[p["m"]])
+        tile = p.load(x, [p.block_id(0) * 16, 0], layout, boundary=("zero", "none"))
+        ...
+    module = p.module
+
+Tiles are `Tile`s, scalars are `Scalar`s that know + - * // % and min; Python numbers may stand for either where the
+meaning is clear. Loops are `with p.loop(steps, [carried tiles]) as loop`. The kernels of this compiler are written with it
+(`passes.skinny`, `passes.dequantize_kernel`), and so can anybody's be (examples/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dialect import ops
+from dialect.bindings import arith, ir, scf
+from dialect.layout import Layout
+from dialect.types import Element, Global, Reg, Shared, element_attr, ints, row_major, strings
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """An i32 (or an i1 condition) of the program, the same for all threads."""
+
+    value: Any
+
+    def _binary(self, make: Any, other: Scalar | int) -> Scalar:
+        return Scalar(make(self.value, as_i32(other)))
+
+    def __add__(self, other: Scalar | int) -> Scalar:
+        return self if other == 0 else self._binary(arith.addi, other)
+
+    def __sub__(self, other: Scalar | int) -> Scalar:
+        return self if other == 0 else self._binary(arith.subi, other)
+
+    def __mul__(self, other: Scalar | int) -> Scalar:
+        return self if other == 1 else self._binary(arith.muli, other)
+
+    def __floordiv__(self, other: Scalar | int) -> Scalar:
+        return self if other == 1 else self._binary(arith.divui, other)
+
+    def __mod__(self, other: Scalar | int) -> Scalar:
+        return self._binary(arith.remui, other)
+
+    def __lt__(self, other: Scalar | int) -> Scalar:
+        return Scalar(arith.cmpi(arith.CmpIPredicate.slt, self.value, as_i32(other)))
+
+    def min(self, other: Scalar | int) -> Scalar:
+        return self._binary(arith.minsi, other)
+
+    def max(self, other: Scalar | int) -> Scalar:
+        return self._binary(arith.maxsi, other)
+
+
+Index = Scalar | int
+
+
+def as_i32(x: Index) -> Any:
+    """The SSA value of an index."""
+    if isinstance(x, Scalar):
+        return x.value
+    return arith.constant(ir.IntegerType.get_signless(32), x)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile in registers."""
+
+    value: Any
+
+    @property
+    def reg(self) -> Reg:
+        return Reg.of(self.value.type)
+
+    @property
+    def layout(self) -> Layout:
+        return self.reg.layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.reg.shape
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A view of device memory or a buffer in shared memory."""
+
+    value: Any
+    type: Global | Shared
+
+
+class Loop:
+    """The inside of `Program.loop`: `index`, `carried` tiles; set `results` to the tiles that go to the next round."""
+
+    def __init__(self, index: Scalar, carried: list[Tile]) -> None:
+        self.index = index
+        self.carried = carried
+        self.results: list[Tile] = carried
+
+
+def _i64(x: int) -> Any:
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), x)
+
+
+class Program:
+    """Builds one `lowbit.program` in a module of its own. Enter it to build; leave it to have it verified.
+
+    params: name -> "pointer" (to device memory) or "i32". threads per block; grid in blocks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        grid: tuple[int, int, int],
+        params: dict[str, str],
+        workspace: int = 0,
+    ) -> None:
+        self.module = ir.Module.create()
+        kinds = {"pointer": ir.Type.parse("!llvm.ptr<1>"), "i32": ir.IntegerType.get_signless(32)}
+        with ir.InsertionPoint(self.module.body):
+            self.op = ops.ProgramOp(
+                ir.StringAttr.get(name), _i64(threads), ints(grid), strings(tuple(params)), _i64(workspace)
+            )
+        block = self.op.body.blocks.append(*[kinds[kind] for kind in params.values()])
+        self._arguments = dict(zip(params, block.arguments))
+        self._point = ir.InsertionPoint(block)
+
+    def __enter__(self) -> Program:
+        self._point.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            ops.ReturnOp()
+        self._point.__exit__(*error)
+        if error[0] is None:
+            self.module.operation.verify()
+
+    def __getitem__(self, name: str) -> Scalar:
+        """A parameter."""
+        return Scalar(self._arguments[name])
+
+    # -- scalars and control
+
+    def block_id(self, axis: int) -> Scalar:
+        return Scalar(ops.BlockIdOp(_i64(axis)).result)
+
+    @contextmanager
+    def loop(self, start: Index, steps: Index, carried: Sequence[Tile] = (), stages: int = 1) -> Generator[Loop]:
+        """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles.
+
+        stages > 1 asks `pipeline-copies` to keep that many rounds of copies under way.
+        """
+        values = [t.value for t in carried]
+        for_op = scf.ForOp(as_i32(start), as_i32(start + steps), as_i32(1), values)
+        for_op.operation.attributes["lowbit.stages"] = _i64(stages)
+        with ir.InsertionPoint(for_op.body):
+            loop = Loop(Scalar(for_op.induction_variable), [Tile(v) for v in for_op.inner_iter_args])
+            yield loop
+            scf.YieldOp([t.value for t in loop.results])
+        loop.carried = [Tile(v) for v in for_op.results]
+
+    @contextmanager
+    def when(self, condition: Scalar) -> Generator[None]:
+        """What follows is done only if `condition`."""
+        if_op = scf.IfOp(condition.value)
+        with ir.InsertionPoint(if_op.then_block):
+            yield
+            scf.YieldOp([])
+
+    def grid_wait(self) -> None:
+        ops.GridWaitOp()
+
+    def grid_launch_dependents(self) -> None:
+        ops.GridLaunchOp()
+
+    def last_arrival(self, counters: Memory, index: Index, count: int) -> Scalar:
+        return Scalar(ops.LastArrivalOp(counters.value, as_i32(index), _i64(count)).result)
+
+    # -- memory
+
+    def global_view(
+        self,
+        pointer: Scalar,
+        element: Element,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+        divisors: tuple[int, ...] | None = None,
+        sizes: Sequence[Scalar] = (),
+    ) -> Memory:
+        """Device memory as an array: strides in elements (dense by default), -1 for the sizes given in `sizes`."""
+        type_ = Global(element, shape, strides or row_major(shape), divisors or (1,) * len(shape))
+        return Memory(ops.GlobalViewOp(pointer.value, [s.value for s in sizes], type_.type).result, type_)
+
+    def alloc_shared(self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Memory:
+        type_ = Shared(element, shape, strides or row_major(shape))
+        return Memory(ops.AllocSharedOp(type_.type).result, type_)
+
+    def free_shared(self, *buffers: Memory) -> None:
+        for buffer in buffers:
+            ops.FreeSharedOp(buffer.value)
+
+    def copy_async(
+        self,
+        source: Memory,
+        target: Memory,
+        offsets: Sequence[Index],
+        layout: Layout,
+        boundary: Sequence[str] | None = None,
+        limit: Sequence[int] = (),
+    ) -> None:
+        ops.CopyAsyncOp(
+            source.value,
+            target.value,
+            [as_i32(o) for o in offsets],
+            ir.StringAttr.get(str(layout)),
+            strings(tuple(boundary or ("none",) * layout.rank)),
+            limit=ints(tuple(limit)),
+        )
+
+    def copy_padded(
+        self, source: Memory, target: Memory, offsets: Sequence[Index], layout: Layout, group: int, padded: int
+    ) -> None:
+        ops.CopyPaddedOp(
+            source.value,
+            target.value,
+            [as_i32(o) for o in offsets],
+            ir.StringAttr.get(str(layout)),
+            _i64(group),
+            _i64(padded),
+        )
+
+    def commit(self) -> None:
+        ops.CommitOp()
+
+    def wait(self, pending: int = 0) -> None:
+        ops.WaitOp(_i64(pending))
+
+    def barrier(self, scope: str = "block") -> None:
+        ops.BarrierOp(ir.StringAttr.get(scope))
+
+    def load(
+        self, source: Memory, offsets: Sequence[Index], layout: Layout, boundary: Sequence[str] | None = None
+    ) -> Tile:
+        words = strings(tuple(boundary or ("none",) * layout.rank))
+        return Tile(
+            ops.LoadOp(
+                source.value, [as_i32(o) for o in offsets], words, Reg(source.type.element, layout).type
+            ).result
+        )
+
+    def load_matrix(self, source: Memory, rows: Scalar, layout: Layout) -> Tile:
+        return Tile(ops.LoadMatrixOp(source.value, rows.value, Reg(source.type.element, layout).type).result)
+
+    def store(
+        self, value: Tile, target: Memory, offsets: Sequence[Index], boundary: Sequence[str] | None = None
+    ) -> None:
+        words = strings(tuple(boundary or ("none",) * value.layout.rank))
+        ops.StoreOp(value.value, target.value, [as_i32(o) for o in offsets], words)
+
+    # -- tiles
+
+    def constant(self, value: float, element: Element, layout: Layout) -> Tile:
+        return Tile(ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type).result)
+
+    def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
+        return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
+
+    def decode(self, codes: Tile, element: str, exponent: int = 0) -> Tile:
+        return Tile(ops.DecodeOp(codes.value, _i64(exponent), Reg(element, codes.layout).type).result)
+
+    def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:
+        layout, _ = tile.layout.restrict(dim, start, size)
+        return Tile(ops.SliceOp(tile.value, _i64(dim), _i64(start), Reg(tile.reg.element, layout).type).result)
+
+    def reshape(self, tile: Tile, shape: tuple[int, ...]) -> Tile:
+        reg = Reg(tile.reg.element, tile.layout.reshape(shape))
+        return Tile(ops.ReshapeOp(tile.value, reg.type).result)
+
+    def cast(self, tile: Tile, element: str, kind: str = "float") -> Tile:
+        if tile.reg.element == element:
+            return tile
+        reg = Reg(element, tile.layout)
+        return Tile(ops.CastOp(tile.value, ir.StringAttr.get(kind), reg.type).result)
+
+    def add(self, a: Tile, b: Tile) -> Tile:
+        return Tile(ops.AddOp(a.value, b.value, _larger(a, b).type).result)
+
+    def mul(self, a: Tile, b: Tile) -> Tile:
+        return Tile(ops.MulOp(a.value, b.value, _larger(a, b).type).result)
+
+    def fma(self, a: Tile, b: Tile, c: Tile) -> Tile:
+        return Tile(ops.FmaOp(a.value, b.value, c.value, _larger(a, b, c).type).result)
+
+    def mma(self, a: Tile, b: Tile, c: Tile) -> Tile:
+        return Tile(ops.MmaOp(a.value, b.value, c.value, c.reg.type).result)
+
+    def row_sums(self, tile: Tile, layout: Layout) -> Tile:
+        return Tile(ops.RowSumsOp(tile.value, Reg("f32", layout).type).result)
+
+    def reduce(self, tile: Tile, dim: int) -> Tile:
+        reg = Reg(tile.reg.element, tile.layout.reduce((dim,)))
+        return Tile(ops.ReduceOp(tile.value, _i64(dim), reg.type).result)
+
+
+def _larger(*tiles: Tile) -> Reg:
+    return max((t.reg for t in tiles), key=lambda reg: reg.layout.size)
+
+
+__all__ = ["Index", "Loop", "Memory", "Program", "Scalar", "Tile", "element_attr"]

@@ -1,0 +1,153 @@
+"""lower-dequant: `lowbit.decode_pair` becomes shifts, lop3, and at most two packed floating-point operations.
+
+What to do is derived in `passes.recipes`; here it is written down as arith and llvm operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dialect import ops
+from dialect.bindings import arith, ir
+from dialect.dtypes import DType
+from dialect.types import read_format, read_ints
+from passes import emit
+from passes.recipes import BF16, REALS, Field, Magic, Real, exponent, float_places, magic, place
+from passes.rewriting import each_op
+
+
+@dataclass(frozen=True)
+class LowerDequant:
+    """Expand lowbit.decode_pair into bit operations and packed arithmetic."""
+
+    name: ClassVar[str] = "lower-dequant"
+
+    def run(self, module: ir.Module) -> None:
+        for op in each_op(module, ops.DecodePairOp):
+            with ir.InsertionPoint(op), op.location:
+                result = _Decoder(op).result()
+            op.result.replace_all_uses_with(result)
+            op.operation.erase()
+
+
+class _Decoder:
+    """Writes the operations for one pair. A 32-bit register holds both numbers (16 bits each) or one (f32)."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        self.format: DType = read_format(op.format)
+        self.shifts = read_ints(op.shifts)
+        self.words = list(op.words)
+        self.vector = ir.VectorType(op.result.type)
+        self.real: Real = REALS[str(self.vector.element_type)]
+        self.packed = self.real.bits == 16
+        self.register = self.vector if self.packed else self.vector.element_type
+        # The power of two that is left to do here.
+        self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)
+
+    def result(self) -> Any:
+        kinds = {"uint": self._integer, "int": self._integer, "float": self._float, "table": self._table}
+        make: Callable[[int], Any] = kinds[self.format.kind]
+        value = make(0) if self.packed else emit.pair(make(0), make(1))
+        if self.rest:
+            value = arith.mulf(value, emit.real(2.0**self.rest, self.vector))
+        return value
+
+    # -- parts; `half` is the code to decode where a register holds one number
+
+    def _number(self, value: float) -> Any:
+        return emit.real(value, self.register)
+
+    def _both(self, bits: int) -> int:
+        """A pattern of 16 bits in both halves of a register, or one of 32 bits."""
+        return bits * 0x10001 if self.packed else bits
+
+    def _fields(self, fields: tuple[Field, ...], half: int, base: Any = None) -> Any:
+        """All fields in their places, or-ed with each other and with `base`."""
+        for f in fields:
+            word = emit.shift_right(self.words[f.plane], f.shift + 16 * half)
+            bits = self._both(f.mask)
+            base = emit.mask(word, bits) if base is None else emit.mask_or(word, bits, base)
+        return base
+
+    def _add(self, a: Any, b: Any) -> Any:
+        # bf16 has no addition before sm_90, but fma.
+        return emit.fma(a, self._number(1.0), b) if self.real is BF16 else arith.addf(a, b)
+
+    def _magic(self, m: Magic, half: int) -> Any:
+        base = emit.constant(self._both(m.bits))
+        return emit.bitcast(self.register, self._fields(m.fields, half, base))
+
+    # -- the kinds of formats
+
+    def _integer(self, half: int) -> Any:
+        t = self.format
+        zero = float(1 << (t.bits - 1)) if t.kind == "int" else 0.0
+        if t.bits <= self.real.mantissa:
+            m = magic(t, self.real, self.shifts, 0, t.bits)
+            return self._add(self._magic(m, half), self._number(-m.offset - zero))
+        low, high = magic(t, self.real, self.shifts, 0, 4), magic(t, self.real, self.shifts, 4, t.bits - 4)
+        upper = self._add(self._magic(high, half), self._number(-high.offset - low.offset - zero))
+        return self._add(upper, self._magic(low, half))
+
+    def _float(self, half: int) -> Any:
+        p = float_places(self.format, self.real, self.shifts)
+        magnitude = self._fields(p.rest, half)
+        value = emit.bitcast(self.register, self._fields(p.sign, half, magnitude))
+        if p.factor != 1.0:
+            value = self._multiply(value, p.factor)
+        if not p.unit:
+            return value
+        carry = emit.mask(arith.addi(magnitude, emit.constant(self._both(p.unit))), self._both(1 << p.carry))
+        # The carried bit spread over the whole exponent field makes inf or NaN of it.
+        above = emit.shift_right(carry, p.carry - (self.real.bits - 1))
+        below = emit.shift_right(carry, p.carry - self.real.mantissa)
+        word = arith.ori(emit.bitcast(emit.integer(), value), arith.subi(above, below))
+        return emit.bitcast(self.register, word)
+
+    def _multiply(self, a: Any, factor: float) -> Any:
+        if self.real is not BF16:
+            return arith.mulf(a, self._number(factor))
+        return emit.fma(a, self._number(factor), self._number(-0.0))  # -0.0 keeps the sign of a zero
+
+    def _table(self, half: int) -> Any:
+        t = self.format
+        fields = place(t, self.shifts, 0, t.bits, 0)
+        if not self.packed:
+            return emit.bitcast(self.register, self._lookup(self._fields(fields, half)))
+        codes = self._fields(fields, 0)
+        if t.bits <= 4:  # both at once, from a table of pairs
+            index = emit.mask(arith.ori(codes, emit.shift_right(codes, 16 - t.bits)), (1 << 2 * t.bits) - 1)
+            return emit.bitcast(self.register, self._lookup(index, pairs=True))
+        low, high = self._lookup(emit.mask(codes, 0xFFFF)), self._lookup(emit.shift_right(codes, 16))
+        element = self.vector.element_type
+        return emit.pair(emit.bitcast(element, low), emit.bitcast(element, high))
+
+    def _lookup(self, index: Any, pairs: bool = False) -> Any:
+        entries, bits = table_bits(self.format, self.real), self.real.bits
+        if pairs:
+            entries, bits = [low | high << 16 for high in entries for low in entries], 32
+        symbol = f"lowbit_table_{self.format.name}_{self.real.name}{'_pairs' if pairs else ''}"
+        emit.constant_array(_enclosing_module(self.op), symbol, entries, bits)
+        return emit.read_constant(symbol, index, bits)
+
+
+def table_bits(t: DType, real: Real) -> list[int]:
+    """The entries of a table times 2^-exponent, rounded to nearest even, as bit patterns of the type."""
+    values = np.array(t.table) * 2.0 ** -exponent(t, real.name)
+    if real.name == "f16":
+        return [int(v) for v in values.astype(np.float16).view(np.uint16)]
+    words = [int(v) for v in values.astype(np.float32).view(np.uint32)]
+    return words if real.bits == 32 else [(w + 0x7FFF + (w >> 16 & 1)) >> 16 for w in words]
+
+
+def _enclosing_module(op: Any) -> Any:
+    """The block of the innermost module around an operation."""
+    parent = op.operation.parent
+    while parent.operation.name not in ("gpu.module", "builtin.module"):
+        parent = parent.operation.parent
+    return parent.operation.regions[0].blocks[0]

@@ -1,0 +1,31 @@
+"""What a pass is, and how passes walk the IR."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
+
+from dialect.bindings import ir
+
+
+class Pass(Protocol):
+    """A frozen dataclass whose fields are its options; `name` is how `lowbit opt` calls it."""
+
+    name: ClassVar[str]
+
+    def run(self, module: ir.Module) -> None:
+        """Rewrite the module in place. Raises PassError for what it cannot lower."""
+        ...
+
+
+def each_op(module: ir.Module, kind: type) -> Iterator[Any]:
+    """All operations of one class, in program order; they may be erased on the way."""
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        if isinstance(op.opview, kind):
+            found.append(op.opview)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    yield from found

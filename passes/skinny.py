@@ -1,0 +1,378 @@
+"""The matmul kernel for few tokens (1 to 64): weights stream through shared memory into mma fragments.
+
+The idea. Y' = W X': the weight is operand A (16 rows of an mma), tokens are its 8 columns. A decode step reads every
+byte of the weight once and little else, so the kernel is a copy pipeline with a tensor core at its end. The weight
+is packed in fragment order: a lane copies 16-byte units and later reads back the very units it copied, without
+conflicts and without ldmatrix.
+
+Loop nest. A block owns `rows` = 16 * row_blocks * warps_n rows and, of several splits, one part of k. In a round it
+takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which share the activations):
+
+    for round:                         copies run `stages` rounds ahead (pipeline-copies)
+        copy weight units, then activations, scales, zeros of (warp, step)
+        for group in step:             a step has several groups, or a group several steps
+            p   = decode(codes) x^T    f32, from zero
+            acc = acc + scale * p      scale late: once per group and accumulator, not per weight
+    reduce acc over the warps_k warps through shared memory; over splits through device memory
+    add the bias, convert, store y[t, n]
+
+Zero points never touch a weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones.
+
+Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
+step_k + 8] (the 8 spread ldmatrix over all banks); scales and zeros [warps_k, row blocks, groups, 16]. After the loop
+its place is taken by partial sums [warps_k, tokens, rows + 4] in f32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dialect.bindings import ir
+from dialect.layout import (
+    MMA_M16N8_D,
+    MMA_M16N8K16_A,
+    MMA_M16N8K16_B_NK,
+    Layout,
+    column_spatial,
+    local,
+    replicated,
+    spatial,
+)
+from dialect.packing import BLOCK_K, ROWS, UNIT_BYTES
+from dialect.spec import BYTES, MatmulSpec
+from passes.builder import Memory, Program, Scalar, Tile
+from passes.recipes import compute_element, exponent
+from passes.schedule import Schedule
+
+UNIT = "vector<4xi32>"  # what a lane copies at once
+LANE_BYTES = 16
+_MEMORY_ELEMENT = {"e4m3": "i8", "e8m0": "i8", "u8": "i8"}  # how 8-bit scales and zeros are typed in memory
+_CAST_KIND = {"e4m3": "e4m3", "e8m0": "e8m0", "u8": "unsigned"}
+
+
+def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
+    """A tile over `threads` threads, neighbours along the last dim, `vector` elements of it to each; replicated if small."""
+    rank = len(shape)
+
+    def along(dim: int, size: int) -> tuple[int, ...]:
+        return tuple(size if d == dim else 1 for d in range(rank))
+
+    layout = local(*along(rank - 1, vector))
+    for dim in reversed(range(rank)):
+        size = shape[dim] // (vector if dim == rank - 1 else 1)
+        taken = math.gcd(size, threads)
+        layout = local(*along(dim, size // taken)) * (spatial(*along(dim, taken)) * layout)
+        threads //= taken
+    return replicated(threads, rank) * layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Numbers that follow from a spec and a schedule."""
+
+    spec: MatmulSpec
+    schedule: Schedule
+
+    @property
+    def steps(self) -> int:
+        """Of step_k columns, in the packed weight."""
+        return -(-self.spec.packing.padded_k // self.schedule.step_k)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of one block."""
+        return -(-self.steps // (self.schedule.warps_k * self.schedule.splits))
+
+    @property
+    def covers_exactly(self) -> bool:
+        """Whether no warp ever meets a step beyond the last."""
+        return self.rounds * self.schedule.warps_k * self.schedule.splits == self.steps
+
+    @property
+    def row_blocks(self) -> int:
+        """Of 16 rows, per block."""
+        return self.schedule.row_blocks * self.schedule.warps_n
+
+    @property
+    def tiles(self) -> int:
+        """Blocks side by side along n."""
+        return -(-self.spec.packing.row_blocks // self.row_blocks)
+
+    @property
+    def groups(self) -> int:
+        """Groups in a step, 1 if a group is longer; 0 for one scale per row."""
+        group = self.spec.packing.padded_group
+        return 0 if group is None else max(1, self.schedule.step_k // group)
+
+    @property
+    def async_x(self) -> bool:
+        """Whether 16-byte copies fit the rows of x."""
+        return self.spec.k % 8 == 0 and not self.spec.packing.pads_groups
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Partial sums of all splits and a counter per tile, when there are splits."""
+        s = self.schedule
+        return 0 if s.splits == 1 else self.tiles * (s.splits * s.rows * s.tokens + 1) * 4
+
+
+class _Kernel:
+    """Builds the program."""
+
+    def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
+        self.spec, self.schedule = spec, schedule
+        self.plan = Plan(spec, schedule)
+        self.packing = spec.packing
+        self.compute = compute_element(spec.dtype, spec.act)
+        self.exponent = exponent(spec.dtype, self.compute)
+        names = ["x", "codes", "scales"]
+        names += ["zeros"] if spec.zeros != "none" else []
+        names += ["bias"] if spec.bias else []
+        names += ["y"] + (["workspace"] if schedule.splits > 1 else [])
+        s = schedule
+        self.p = Program(
+            "matmul",
+            s.threads,
+            (self.plan.tiles, s.splits, 1),
+            {name: "pointer" for name in names} | {"m": "i32"},
+            self.plan.workspace_bytes,
+        )
+        warps = spatial(s.warps_k, s.warps_n, 1)
+        step_blocks = s.step_k // BLOCK_K
+        self.units = s.step_k // self.packing.chunk * self.packing.units * 32
+        rank3 = tuple[int, int, int]
+
+        def batched(fragment: Layout) -> Layout:
+            shape: rank3 = (1, *fragment.shape)  # type: ignore[assignment]
+            return fragment.reshape(shape)
+
+        self.unit_layout = warps.local(1, s.row_blocks, self.units // 32).spatial(1, 1, 32)
+        self.a_layout = warps.local(1, s.row_blocks, step_blocks) * batched(MMA_M16N8K16_A)
+        replicas = spatial(s.warps_k, 1, 1).replicated(s.warps_n)
+        self.b_layout = replicas.local(1, s.tokens // 8, step_blocks) * batched(MMA_M16N8K16_B_NK)
+        self.d_layout = warps.local(1, s.row_blocks, s.tokens // 8) * batched(MMA_M16N8_D)
+        self.row_layout = self.d_layout.reduce((2,))
+        self.sum_layout = self.d_layout.reduce((1,))
+
+    def build(self) -> ir.Module:
+        p, s, spec = self.p, self.schedule, self.spec
+        with p:
+            self.tile = p.block_id(0)
+            self.first_block = self.tile * self.plan.row_blocks
+            carried = [p.constant(0.0, "f32", self.d_layout)]
+            if spec.zeros != "none" and not self.plan.groups:
+                carried.append(p.constant(0.0, "f32", self.sum_layout))
+            self._make_views()
+            with p.loop(p.block_id(1) * self.plan.rounds, self.plan.rounds, carried, stages=s.stages) as loop:
+                self._copies(loop.index * s.warps_k)
+                p.commit()
+                p.wait()
+                scope = "warp" if s.warps_n == 1 else "block"
+                p.barrier(scope)
+                loop.results = self._step(loop.carried)
+                p.barrier(scope)
+            total = loop.carried[0]
+            if not self.plan.groups:
+                total = self._scale_rows(*loop.carried)
+            p.barrier()
+            p.free_shared(*self.buffers)
+            self._finish(self._across_warps(total))
+        return p.module
+
+    # -- the copy side
+
+    def _make_views(self) -> None:
+        """Views of the operands by step, and the buffers they are copied to."""
+        p, s, packing = self.p, self.schedule, self.packing
+        steps, units = self.plan.steps, packing.chunks * packing.units * 32
+        self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
+        self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
+        self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
+        self.step_boundary = "none" if self.plan.covers_exactly else "zero"
+        act, k, row = self.spec.act, self.spec.k, s.step_k + 8
+        self.x_buffer = p.alloc_shared(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
+        if self.plan.async_x:
+            x_steps = -(-k // s.step_k)
+            self.x = p.global_view(p["x"], act, (x_steps, -1, s.step_k), (s.step_k, k, 1), sizes=[p["m"]])
+        else:
+            self.x = p.global_view(p["x"], act, (-1, k), sizes=[p["m"]])
+        self.buffers = [self.codes_buffer, self.x_buffer]
+        self.factors: dict[str, tuple[Memory, Memory, str]] = {}
+        if self.plan.groups:
+            self._factor("scales", self.spec.scale)
+            if self.spec.zero_kind:
+                self._factor("zeros", self.spec.zero_kind)
+
+    def _factor(self, name: str, kind: str) -> None:
+        """Scales or zeros [row blocks, groups, 16], by step."""
+        p, s, packing = self.p, self.schedule, self.packing
+        group, groups = packing.padded_group or 0, self.plan.groups
+        element = _MEMORY_ELEMENT.get(kind, kind)
+        steps_per_group = max(1, group // s.step_k)
+        view = p.global_view(
+            p[name],
+            element,
+            (self.plan.steps, packing.row_blocks, groups, ROWS),
+            (groups * ROWS, packing.groups * ROWS, ROWS, 1),
+            (steps_per_group, 1, 1, 1),
+        )
+        buffer = p.alloc_shared(element, (s.warps_k, self.plan.row_blocks, groups, ROWS))
+        self.factors[name] = view, buffer, kind
+        self.buffers.append(buffer)
+
+    def _copies(self, step: Scalar) -> None:
+        """Start the copies of one round. The weight does not depend on the kernel before, all else comes after it."""
+        p, s, packing = self.p, self.schedule, self.packing
+        boundary = (self.step_boundary, self.row_boundary, "none")
+        units = packing.chunks * packing.units * 32
+        limit = (self.units, 0, 1, units) if units % self.units else ()
+        p.copy_async(self.codes, self.codes_buffer, (step, self.first_block, 0), self.unit_layout, boundary, limit)
+        warps = 32 * s.warps_n
+        for view, buffer, kind in self.factors.values():
+            shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
+            vector = LANE_BYTES // BYTES[kind]
+            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, *shape[1:]), warps, vector)
+            span = self.plan.groups * ROWS
+            total = packing.groups * ROWS
+            cut = (span, 0, ROWS, 1, total) if self.plan.groups > 1 and total % span else ()
+            p.copy_async(view, buffer, (step, self.first_block, 0, 0), layout, (*boundary, "none"), cut)
+        p.grid_wait()
+        if self.plan.async_x:
+            layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)
+            limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
+            p.copy_async(self.x, self.x_buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
+        else:
+            layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 1)
+            group = packing.group or 1
+            p.copy_padded(self.x, self.x_buffer, (0, step), layout, group, packing.padded_group or 1)
+
+    # -- the compute side
+
+    def _step(self, carried: list[Tile]) -> list[Tile]:
+        """One step of every warp."""
+        p, s = self.p, self.schedule
+        words = p.load(self.codes_buffer, (0, 0, 0), self.unit_layout)
+        codes = p.view(words, self.spec.dtype, self.a_layout)
+        a = p.decode(codes, self.compute, self.exponent)
+        b = p.load_matrix(self.x_buffer, p["m"], self.b_layout)
+        if not self.plan.groups:
+            sums = [p.add(c, p.row_sums(b, self.sum_layout)) for c in carried[1:]]
+            return [p.mma(a, b, carried[0]), *sums]
+        (total,) = carried
+        width = s.step_k // self.plan.groups
+        zero = p.constant(0.0, "f32", self.d_layout)
+        for group in range(self.plan.groups):
+            a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
+            product = p.mma(a_group, b_group, zero)
+            scale = self._group_factor("scales", group)
+            total = p.fma(product, self._unfold(scale), total)
+            if "zeros" in self.factors:
+                shift = p.mul(scale, self._minus_zero(self._group_factor("zeros", group)))
+                total = p.fma(shift, p.row_sums(b_group, self.sum_layout), total)
+        return [total]
+
+    def _unfold(self, scale: Tile) -> Tile:
+        """The scale times the power of two that decoding left out."""
+        if self.exponent == 0:
+            return scale
+        return self.p.mul(scale, self.p.constant(2.0**self.exponent, "f32", scale.layout))
+
+    def _minus_zero(self, stored: Tile) -> Tile:
+        """-z; integer zeros are stored from the format's least value up."""
+        p, layout = self.p, stored.layout
+        minus = p.mul(stored, p.constant(-1.0, "f32", layout))
+        if self.spec.zeros == "int":
+            least = float(self.spec.dtype.values().min())
+            minus = p.add(minus, p.constant(-least, "f32", layout))
+        return minus
+
+    def _as_f32(self, tile: Tile, kind: str) -> Tile:
+        return self.p.cast(tile, "f32", _CAST_KIND.get(kind, "float"))
+
+    def _group_factor(self, name: str, group: int) -> Tile:
+        """Scale or zero of every row of the tile in one group, from shared memory: [warps_k, rows, 1] in f32."""
+        p, s = self.p, self.schedule
+        _, buffer, kind = self.factors[name]
+        shape = (s.warps_k, self.plan.row_blocks, 1, ROWS)
+        loaded = p.load(buffer, (0, 0, group, 0), self.row_layout.reshape(shape))
+        return p.reshape(self._as_f32(loaded, kind), self.row_layout.shape)
+
+    def _row_factor(self, name: str, kind: str) -> Tile:
+        """Scale or zero of every row of the tile, from device memory."""
+        p, s, packing = self.p, self.schedule, self.packing
+        element = _MEMORY_ELEMENT.get(kind, kind)
+        view = p.global_view(p[name], element, (s.warps_k, packing.row_blocks, ROWS), (0, ROWS, 1))
+        layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, ROWS))
+        loaded = p.load(view, (0, self.first_block, 0), layout, ("none", self.row_boundary, "none"))
+        return p.reshape(self._as_f32(loaded, kind), self.row_layout.shape)
+
+    def _scale_rows(self, total: Tile, *sums: Tile) -> Tile:
+        """One scale per row: applied to a warp's sum, at the end."""
+        p = self.p
+        scale = self._row_factor("scales", self.spec.scale)
+        result = p.mul(total, self._unfold(scale))
+        if sums and self.spec.zero_kind:
+            shift = p.mul(scale, self._minus_zero(self._row_factor("zeros", self.spec.zero_kind)))
+            result = p.fma(shift, sums[0], result)
+        return result
+
+    # -- the end
+
+    def _across_warps(self, total: Tile) -> Tile:
+        """The sum over the warps that split k: [rows, tokens]."""
+        p, s = self.p, self.schedule
+        if s.warps_k == 1:
+            return p.reshape(total, (s.rows, s.tokens))
+        row = s.rows + 4  # keeps the lanes of a fragment in different banks
+        buffer = p.alloc_shared("f32", (s.warps_k, s.rows, s.tokens), (row * s.tokens, 1, row))
+        p.store(total, buffer, (0, 0, 0))
+        p.barrier()
+        partial = p.load(buffer, (0, 0, 0), self._sum_up_layout(s.warps_k))
+        return p.reshape(p.reduce(partial, 0), (s.rows, s.tokens))
+
+    def _sum_up_layout(self, parts: int) -> Layout:
+        """[parts, rows, tokens]: all parts of an element in one thread, neighbours along the rows."""
+        s = self.schedule
+        rows = math.gcd(s.rows, s.threads)
+        tokens = math.gcd(s.tokens, s.threads // rows)
+        spare = s.threads // (rows * tokens)
+        inner = column_spatial(1, rows, tokens)
+        return replicated(spare, 3) * (local(parts, s.rows // rows, s.tokens // tokens) * inner)
+
+    def _finish(self, total: Tile) -> None:
+        """Sum over splits, then bias, conversion, store."""
+        p, s = self.p, self.schedule
+        if s.splits == 1:
+            self._store(total)
+            return
+        tiles, size = self.plan.tiles, s.rows * s.tokens
+        partial = p.global_view(
+            p["workspace"], "f32", (s.splits, tiles, s.rows, s.tokens), (tiles * size, size, 1, s.rows)
+        )
+        counters = p.global_view(p["workspace"], "i32", (s.splits * tiles * size + tiles,))
+        here = (p.block_id(1), self.tile, 0, 0)
+        p.store(p.reshape(total, (1, 1, s.rows, s.tokens)), partial, here)
+        last = p.last_arrival(counters, self.tile + s.splits * tiles * size, s.splits)
+        with p.when(last):
+            layout = self._sum_up_layout(s.splits).reshape((s.splits, 1, s.rows, s.tokens))
+            parts = p.load(partial, (0, self.tile, 0, 0), layout)
+            self._store(p.reshape(p.reduce(parts, 0), (s.rows, s.tokens)))
+
+    def _store(self, total: Tile) -> None:
+        p, s, spec = self.p, self.schedule, self.spec
+        first_row = self.tile * s.rows
+        if spec.bias:
+            bias_view = p.global_view(p["bias"], spec.out_dtype, (spec.n, 1))
+            boundary = ("clamp" if spec.n % s.rows else "none", "none")
+            bias = p.load(bias_view, (first_row, 0), total.layout.reduce((1,)), boundary)
+            total = p.add(total, p.cast(bias, "f32"))
+        y = p.global_view(p["y"], spec.out_dtype, (spec.n, -1), (1, spec.n), sizes=[p["m"]])
+        boundary = ("skip" if spec.n % s.rows else "none", "skip")
+        p.store(p.cast(total, spec.out_dtype), y, (first_row, 0), boundary)
+
+
+def skinny(spec: MatmulSpec, schedule: Schedule) -> Any:
+    """The tile program of a matmul, in a module of its own."""
+    return _Kernel(spec, schedule).build()
