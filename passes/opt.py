@@ -24,7 +24,7 @@ from dialect import ops
 from dialect.bindings import ir, new_context, passmanager
 from dialect.errors import LowbitError, PassError
 from passes.diagnostics import Diagnostic, expectations, mismatches, position
-from passes.pass_options import make_pass, options
+from passes.pass_options import from_text, options
 from passes.pipeline import PASSES
 
 _CHUNK_END = re.compile(r"^// -----.*$", re.MULTILINE)
@@ -102,7 +102,7 @@ def parse_step(argument: str) -> Step:
     """
     name, _, value = argument.lstrip("-").partition("=")
     if name in PASSES:
-        return Step(name, make_pass(PASSES[name], value).run)
+        return Step(name, from_text(PASSES[name], value, f"--{name}").run)
 
     def manager() -> passmanager.PassManager:  # a pass manager runs once
         if name == "pass-pipeline":

@@ -52,13 +52,13 @@ def options(cls: type) -> dict[str, Option]:
     return found
 
 
-def make_pass(cls: type[P], text: str = "") -> P:
-    """The pass with options such as "tokens=8,stages=3": commas or spaces, a-b for a_b, a bare name for true.
+def from_text(cls: type[P], text: str, flag: str) -> P:
+    """A pass, or any dataclass, with options such as "tokens=8,stages=3".
 
-    Raises PassError for an unknown or missing option or a value that does not fit.
+    Commas or spaces separate; a-b stands for a_b, a bare name for true. Raises PassError, which speaks of
+    `flag`, for an unknown or missing option or a value that does not fit.
     """
     known = options(cls)
-    name = str(getattr(cls, "name", cls.__name__))
     flat: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
     for item in filter(None, _SEPARATOR.split(text)):
@@ -66,19 +66,19 @@ def make_pass(cls: type[P], text: str = "") -> P:
         option = known.get(key.replace("-", "_"))
         if option is None:
             allowed = ", ".join(known) or "none"
-            raise PassError(f"--{name}: unknown option {key!r}; allowed: {allowed}")
+            raise PassError(f"{flag}: unknown option {key!r}; allowed: {allowed}")
         try:
             target = flat if option.parent is None else nested.setdefault(option.parent, {})
             target[option.name] = option.parse(value if "=" in item else "true")
         except ValueError as error:
             reason = str(error) if isinstance(error, LowbitError) else f"must be {_describe(option.type)}"
-            raise PassError(f"--{name}: {key}={value} {reason}") from None
+            raise PassError(f"{flag}: {key}={value} {reason}") from None
     for parent, values in nested.items():
         kind = next(kind for field, kind, _ in _fields(cls) if field == parent)
         flat[parent] = next(t for t in _alternatives(kind) if _is_nested(t))(**values)
     missing = [field for field, _, default in _fields(cls) if default is MISSING and field not in flat]
     if missing:
-        raise PassError(f"--{name} needs {', '.join(missing)}; write --{name}={missing[0]}=...")
+        raise PassError(f"{flag} needs {', '.join(missing)}; write {flag}={missing[0]}=...")
     return cls(**flat)
 
 
@@ -96,7 +96,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _is_nested(kind: Any) -> bool:
-    return is_dataclass(kind) and kind != Target
+    return kind is not Target and is_dataclass(kind)
 
 
 def _convert(kind: Any, text: str) -> Any:

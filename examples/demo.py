@@ -1,0 +1,66 @@
+"""Quantize a weight, compile a matmul for it, run it, and compare with float64: `make demo`.
+
+On a GPU a layer of a large model, timed. Elsewhere one on the CPU, and then a small one compiled for a Hopper
+GPU, whose PTX the emulator runs.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import pylib
+from pylib.trial import time_call
+
+
+def quantize(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round W [n, k] to 4 bits: codes [n, k], and a scale and an integer zero per group."""
+    groups = weight.unflatten(1, (-1, group_size))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).half().float()
+    zeros = (-low / scales).round().clamp(0, 15).to(torch.int32)
+    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return codes.to(torch.uint8).flatten(1), scales, zeros
+
+
+def show(target: str | None, n: int, k: int, m: int, timed: bool = True) -> None:
+    spec = pylib.MatmulSpec(n=n, k=k, weight="u4", group_size=128, zeros="int", act="f16")
+
+    start = time.perf_counter()
+    mm = pylib.compile(spec, target)
+    compile_time = time.perf_counter() - start
+
+    torch.manual_seed(0)
+    codes, scales, zeros = quantize(torch.randn(n, k), spec.group_size or k)
+    x = torch.randn(m, k, dtype=torch.float16)
+    device = "cuda" if mm.target.kind == "cuda" else "cpu"
+    w = mm.pack(codes, scales, zeros).to(device)
+    y = mm(x.to(device), w)
+
+    # The definition, in float64: y[t, n] = sum over k of x[t, k] s[n, k // g] (code[n, k] - z[n, k // g]).
+    groups = codes.unflatten(1, (-1, 128)).double()
+    exact = scales.double()[..., None] * (groups - zeros.double()[..., None])
+    expected = x.double() @ exact.flatten(1).T
+    error = (y.cpu().double() - expected).norm() / expected.norm()
+
+    print(f"\n{spec}, {m} tokens, on {mm.target}")
+    print(f"  compiled in     {compile_time * 1e3:.0f} ms (from the disk cache the next time)")
+    print(f"  weight          {w.nbytes / 1e6:.2f} MB, {2 * n * k / w.nbytes:.2f} times smaller than in f16")
+    print(f"  relative error  {error:.1e} (f16 rounds with {2**-11:.1e})")
+    if timed:
+        seconds = time_call(mm, x.to(device), w)
+        moved = w.nbytes + x.nbytes + y.nbytes
+        print(f"  time            {seconds * 1e6:.1f} us, {moved / seconds / 1e9:.1f} GB/s")
+    if not error < 2**-10:
+        raise SystemExit("the result is wrong")
+
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        for m in (1, 16, 256):
+            show(None, 8192, 8192, m)
+    else:
+        print("No GPU here: the CPU target, and a GPU's kernel in the emulator.")
+        show("cpu", 4096, 4096, 1)
+        show("emulator:sm_90a", 64, 1024, 3, timed=False)
