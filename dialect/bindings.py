@@ -37,7 +37,7 @@ def _load() -> tuple[str, dict[str, ModuleType]]:
 
 
 def _version(package: str, ir_module: ModuleType) -> str:
-    """Name and version of the bindings: part of the disk cache's key."""
+    """Name and version of the bindings, to report."""
     try:
         return f"{package} {version(_PACKAGES[package])}"
     except PackageNotFoundError:  # a build tree on PYTHONPATH: a rebuild must not look like the build before

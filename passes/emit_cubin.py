@@ -70,7 +70,7 @@ class Assembler(Protocol):
 
     @property
     def version(self) -> str:
-        """Name and version: part of the disk cache's key."""
+        """Name and version, to report."""
         ...
 
     def run(self, ptx: str, arch: str) -> tuple[bytes, str]:

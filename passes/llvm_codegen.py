@@ -30,7 +30,7 @@ def binding() -> Any:
 
 
 def llvm_version() -> str:
-    """llvmlite's version and LLVM's: part of the disk cache's key."""
+    """llvmlite's version and LLVM's, to report."""
     version = ".".join(map(str, binding().llvm_version_info))
     return f"llvmlite {import_module('llvmlite').__version__} llvm {version}"
 

@@ -1,0 +1,294 @@
+"""The disk cache: what is in a key, and that an entry is whole or absent whatever happens to processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dialect.errors import SpecError
+from pylib import cache, knobs
+from pylib.cache import Cache
+
+KEY = "ab" + "0" * 62
+FILES = {"kernel.cubin": bytes(range(256)) * 40, "kernel.ptx": b".version 8.0\n", "empty": b""}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Cache:
+    return Cache(tmp_path)
+
+
+def entry(store: Cache) -> Path:
+    (path,) = store.directory.glob("??/*.kernel")
+    return path
+
+
+def unwanted() -> dict[str, bytes]:
+    raise AssertionError("built although the entry is there")
+
+
+def test_round_trip(store: Cache) -> None:
+    assert store.get(KEY) is None
+    store.put(KEY, FILES)
+    assert store.get(KEY) == FILES
+    assert store.get(KEY[:-1] + "1") is None
+    store.put(KEY, {"other": b"x"})
+    assert store.get(KEY) == {"other": b"x"}
+
+
+def test_get_or_build_builds_once_and_keeps_nothing_of_a_failure(store: Cache) -> None:
+    def failing() -> dict[str, bytes]:
+        raise SpecError("no")
+
+    with pytest.raises(SpecError, match="no"):
+        store.get_or_build(KEY, failing)
+    assert store.get(KEY) is None
+    assert store.get_or_build(KEY, lambda: FILES) == FILES
+    assert store.get_or_build(KEY, unwanted) == FILES
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 100, -1])
+def test_a_truncated_entry_is_dropped_and_built_again(store: Cache, length: int) -> None:
+    store.put(KEY, FILES)
+    path = entry(store)
+    path.write_bytes(path.read_bytes()[:length])
+    assert store.get(KEY) is None
+    assert not path.exists()
+    assert store.get_or_build(KEY, lambda: FILES) == FILES
+    assert store.get(KEY) == FILES
+
+
+def test_any_flipped_byte_is_found(store: Cache) -> None:
+    small = {"a": b"some", "b": b"thing"}
+    store.put(KEY, small)
+    path = entry(store)
+    good = path.read_bytes()
+    for position in range(len(good)):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        assert store.get(KEY) is None, position
+    path.write_bytes(good + b"!")
+    assert store.get(KEY) is None
+
+
+def _count_builds(directory: Path, start: float) -> None:
+    def build() -> dict[str, bytes]:
+        (directory / f"built-{os.getpid()}").touch()
+        time.sleep(0.2)
+        return FILES
+
+    time.sleep(max(0.0, start - time.time()))
+    if Cache(directory).get_or_build(KEY, build) != FILES:
+        raise SystemExit(1)
+
+
+def test_processes_that_want_one_entry_build_it_once(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    start = time.time() + 0.1
+    workers = [fork.Process(target=_count_builds, args=(tmp_path, start)) for _ in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert [worker.exitcode for worker in workers] == [0] * 6
+    assert len(list(tmp_path.glob("built-*"))) == 1
+
+
+def _rewrite(directory: Path, value: int) -> None:
+    while True:
+        Cache(directory).put(KEY, {"value": bytes([value]) * 300_000})
+
+
+def test_readers_see_whole_entries_while_writers_are_killed(store: Cache) -> None:
+    """SIGKILL hits writers at any point: of the write, the rename, or holding the lock."""
+    fork = multiprocessing.get_context("fork")
+    for value in range(8):
+        writers = [fork.Process(target=_rewrite, args=(store.directory, 2 * value + i)) for i in range(2)]
+        for writer in writers:
+            writer.start()
+        end, seen = time.monotonic() + 10, 0
+        while seen < 5 and time.monotonic() < end:
+            if found := store.get(KEY):
+                assert len(found["value"]) == 300_000
+                assert len(set(found["value"])) == 1
+                seen += 1
+        for writer in writers:
+            os.kill(writer.pid or 0, signal.SIGKILL)
+            writer.join()
+        assert seen == 5
+        assert len(set((store.get(KEY) or {})["value"])) == 1
+    store.put(KEY, FILES)  # the locks of the dead are free, and what they left is gone
+    assert store.get(KEY) == FILES
+    assert not list(store.directory.glob("??/*.tmp"))
+
+
+def test_a_disk_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("not a directory")
+    with pytest.warns(UserWarning, match="LOWBIT_CACHE_DIR"):
+        assert Cache(blocker / "cache").get_or_build(KEY, lambda: FILES) == FILES
+
+
+def test_a_lock_that_stays_taken_does_not_stop_a_build(store: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    from filelock import FileLock
+
+    monkeypatch.setattr(cache, "LOCK_TIMEOUT", 0.05)
+    store.put(KEY, FILES)
+    entry(store).unlink()
+    with FileLock(store.directory / KEY[:2] / f"{KEY}.lock"):
+        assert store.get_or_build(KEY, lambda: FILES) == FILES
+    assert store.get(KEY) == FILES
+
+
+def test_info_and_clear(store: Cache) -> None:
+    assert store.info().entries == 0
+    store.put(KEY, FILES)
+    store.put("cd" + KEY[2:], FILES)
+    info = store.info()
+    assert (info.directory, info.entries) == (store.directory, 2)
+    assert info.bytes > 2 * sum(map(len, FILES.values()))
+    store.clear()
+    assert store.info().entries == 0
+    assert not [path for path in store.directory.glob("??/*") if path.is_file()]
+
+
+def test_load_or_build_obeys_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "a"))
+    monkeypatch.setenv("LOWBIT_NO_CACHE", "1")
+    assert cache.load_or_build(KEY, lambda: FILES) == FILES
+    assert not (tmp_path / "a").exists()
+    monkeypatch.setenv("LOWBIT_NO_CACHE", "0")
+    assert cache.load_or_build(KEY, lambda: FILES) == FILES
+    assert cache.load_or_build(KEY, unwanted) == FILES
+    assert Cache().directory == tmp_path / "a"
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "b"))
+    assert Cache().get(KEY) is None
+
+
+def test_a_warm_get_is_fast(store: Cache) -> None:
+    store.put(KEY, {"kernel.cubin": os.urandom(60_000), "kernel.ptx": os.urandom(40_000)})
+    times: list[float] = []
+    for _ in range(50):
+        start = time.perf_counter()
+        store.get(KEY)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3
+
+
+@dataclass(frozen=True)
+class A:
+    n: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class B:
+    n: int
+    scale: float = 1.0
+
+
+def test_keys_differ_where_the_inputs_do() -> None:
+    parts: list[dict[str, object]] = [
+        {"spec": A(1)},
+        {"spec": B(1)},
+        {"spec": A(2)},
+        {"spec": A(1, 1.0 + 2**-52)},
+        {"spec": A(1), "schedule": None},
+        {"spec": 1},
+        {"spec": "1"},
+        {"spec": 1.0},
+        {"spec": True},
+        {"spec": (1, 2)},
+        {"spec": ((1,), 2)},
+        {"spec": "1,2"},
+        {"other": A(1)},
+        {"spec": {"a": 1}},
+        {"spec": {"a": None}},
+    ]
+    keys = [cache.key(**part) for part in parts]
+    assert len(set(keys)) == len(parts)
+    assert keys == [cache.key(**part) for part in parts]
+    assert cache.key(a=1, b=2) == cache.key(b=2, a=1)
+    with pytest.raises(TypeError, match="object"):
+        cache.key(spec=object())
+
+
+def test_the_key_depends_on_sources_and_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache.key(spec=1)
+    monkeypatch.setattr(cache, "source_fingerprint", lambda: "other")
+    other_sources = cache.key(spec=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "tool_versions", lambda: "other")
+    assert len({before, other_sources, cache.key(spec=1)}) == 3
+    monkeypatch.undo()
+    assert cache.key(spec=1) == before
+
+
+def test_the_fingerprint_sees_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of one byte that leaves size and time alone, a new file, and a renamed one."""
+    for folder in ("dialect", "passes/deep", "pylib"):
+        (tmp_path / folder).mkdir(parents=True)
+    source = tmp_path / "passes/deep/a.py"
+    source.write_text("x = 1")
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "pylib/cache.py"))
+
+    def fingerprint() -> str:
+        return cache.source_fingerprint.__wrapped__()
+
+    seen = [fingerprint()]
+    stat = source.stat()
+    source.write_text("x = 2")
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    seen.append(fingerprint())
+    (tmp_path / "passes/table.json").write_text("{}")
+    seen.append(fingerprint())
+    source.rename(tmp_path / "passes/deep/b.py")
+    seen.append(fingerprint())
+    assert len(set(seen)) == 4
+    (tmp_path / "passes/__pycache__").mkdir()
+    (tmp_path / "passes/__pycache__/a.pyc").write_text("")
+    assert fingerprint() == seen[-1]
+
+
+def test_making_a_key_imports_no_compiler(repo: Path) -> None:
+    """With a warm cache neither MLIR nor LLVM is loaded; and the key is the same in every process."""
+    code = (
+        "import sys, types; sys.modules['pylib'] = types.ModuleType('pylib'); "
+        f"sys.modules['pylib'].__path__ = [{str(repo / 'pylib')!r}]\n"
+        "from pylib import cache\n"
+        "print(cache.key(spec=1))\n"
+        "print([m for m in ('torch_mlir', 'mlir', 'llvmlite', 'torch', 'filelock') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [cache.key(spec=1), "[]"]
+
+
+def test_knobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CACHE_DIR", "NO_CACHE", "DUMP", "CPU", "NUM_THREADS"):
+        monkeypatch.delenv(f"LOWBIT_{name}", raising=False)
+    assert knobs.cache_dir().name == "lowbit"
+    assert (knobs.no_cache(), knobs.dump_dir(), knobs.cpu(), knobs.num_threads()) == (False, None, "", None)
+    monkeypatch.setenv("LOWBIT_DUMP", "~/dump")
+    monkeypatch.setenv("LOWBIT_NUM_THREADS", "12")
+    monkeypatch.setenv("LOWBIT_NO_CACHE", "Yes")
+    monkeypatch.setenv("LOWBIT_CPU", "x86-64-v3")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert knobs.dump_dir() == tmp_path / "dump"
+    assert (knobs.no_cache(), knobs.cpu(), knobs.num_threads()) == (True, "x86-64-v3", 12)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5"])
+def test_knobs_name_a_bad_value(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("LOWBIT_NUM_THREADS", given)
+    with pytest.raises(SpecError, match=r"LOWBIT_NUM_THREADS.*whole number"):
+        knobs.num_threads()
+    monkeypatch.setenv("LOWBIT_NO_CACHE", "maybe")
+    with pytest.raises(SpecError, match="LOWBIT_NO_CACHE='maybe'; allowed: 1 or 0"):
+        knobs.no_cache()
