@@ -1,0 +1,106 @@
+"""Kernels of one matmul, each compiled at its first use or taken from the disk cache.
+
+Nothing here imports MLIR, LLVM or CUDA before a kernel has to be compiled: with a warm cache it never has to.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from dialect.spec import MatmulSpec
+from passes.schedule import Launch, Schedule
+from passes.target import Target
+from pylib import cache
+
+if TYPE_CHECKING:
+    from passes.pipeline import CompiledKernel
+
+TOKEN_TILES = (8, 16, 32, 64)
+
+
+def token_tile(m: int) -> int | None:
+    """The rule that picks a kernel: the least tile of 8, 16, 32 or 64 tokens that holds m.
+
+    None above 64: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which
+    for so many is bound by arithmetic, not by reading the weight.
+    """
+    return next((tile for tile in TOKEN_TILES if m <= tile), None)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What is kept of a compiled kernel. cubin: None for the emulator, which reads the PTX."""
+
+    launch: Launch
+    schedule: Schedule | None
+    ptx: str
+    cubin: bytes | None
+
+    def to_files(self) -> dict[str, bytes]:
+        """For the disk cache."""
+        about = {"launch": asdict(self.launch), "schedule": self.schedule and asdict(self.schedule)}
+        files = {"about.json": json.dumps(about).encode(), "kernel.ptx": self.ptx.encode()}
+        return files | ({} if self.cubin is None else {"kernel.cubin": self.cubin})
+
+    @staticmethod
+    def from_files(files: dict[str, bytes]) -> Artifact:
+        """The inverse of `to_files`."""
+        about = json.loads(files["about.json"])
+        launch = about["launch"] | {key: tuple(about["launch"][key]) for key in ("grid", "params")}
+        schedule = about["schedule"]
+        return Artifact(
+            Launch(**launch),
+            schedule and Schedule(**schedule),
+            files["kernel.ptx"].decode(),
+            files.get("kernel.cubin"),
+        )
+
+
+class Artifacts:
+    """The kernels of (spec, target): per token tile, and the one that dequantizes, which stands under None.
+
+    A `schedule` is taken for the tile it names; other tiles choose their own. Safe to use from any thread.
+    """
+
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+        self._spec, self._target, self._schedule = spec, target, schedule
+        self._kernels: dict[int | None, Artifact] = {}
+        self._lock = threading.Lock()
+
+    def kernel(self, tokens: int | None) -> Artifact:
+        """The kernel for up to `tokens` tokens. Raises TargetError if a tool to compile it is missing."""
+        kernel = self._kernels.get(tokens)
+        if kernel is None:
+            with self._lock:
+                kernel = self._kernels.get(tokens) or self._load(tokens)
+                self._kernels[tokens] = kernel
+        return kernel
+
+    def stages(self, tokens: int | None) -> dict[str, str]:
+        """The IR of a kernel after each stage; compiles it afresh."""
+        return self._compile(tokens).stages
+
+    def _schedule_for(self, tokens: int | None) -> Schedule | None:
+        return self._schedule if self._schedule and self._schedule.tokens == tokens else None
+
+    def _load(self, tokens: int | None) -> Artifact:
+        key = cache.key(
+            spec=self._spec, target=self._target, schedule=self._schedule_for(tokens), tokens=tokens
+        )
+        files = cache.load_or_build(key, lambda: self._build(tokens).to_files())
+        return Artifact.from_files(files)
+
+    def _build(self, tokens: int | None) -> Artifact:
+        compiled = self._compile(tokens)
+        cubin = compiled.cubin() if self._target.kind == "cuda" else None
+        return Artifact(compiled.launch, compiled.schedule, compiled.stages["ptx"], cubin)
+
+    def _compile(self, tokens: int | None) -> CompiledKernel:
+        from passes import pipeline
+
+        if tokens is None:
+            return pipeline.compile_dequantize(self._spec, self._target)
+        return pipeline.compile_matmul(self._spec, self._target, self._schedule_for(tokens), tokens)

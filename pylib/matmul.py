@@ -1,0 +1,180 @@
+"""The compile driver: a `MatmulSpec` goes in, a function that takes and returns torch tensors comes out.
+
+    mm = pylib.compile(pylib.MatmulSpec(n=8192, k=8192, weight="u4", group_size=128))
+    w = mm.pack(codes, scales)
+    y = mm(x, w)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from dialect.errors import PackError, SpecError, TargetError
+from dialect.spec import MatmulSpec
+from passes.schedule import Schedule
+from passes.target import Target, parse_target
+from pylib import packed, torch_op
+from pylib.artifact import Artifact, token_tile
+from pylib.packed import TORCH, PackedWeight
+from pylib.runtimes import make_runtime
+
+_ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
+
+
+def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | None = None) -> Matmul:
+    """Compile a matmul.
+
+    spec      what to compute
+    target    "sm_80" ... "sm_90a"; "cpu"; "emulator:sm_90a", which runs the GPU's PTX on CPU tensors; None:
+              this machine's GPU, else "cpu". Compiling for a GPU needs none.
+    schedule  the free choices of the GPU kernel for up to schedule.tokens tokens; None: a good one
+
+    The kernel for one token is compiled (or found in the disk cache) at once, others when they are first
+    needed. The same arguments give the same `Matmul`, so every layer of a model may ask for its own.
+
+    Raises SpecError for a spec or schedule that is none or does not fit; TargetError for an unknown target, a
+    GPU that is too old, or a missing tool, with the command that installs it.
+    """
+    if not isinstance(spec, MatmulSpec):
+        raise SpecError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(n=64, k=256, weight='u4')")
+    if not (schedule is None or isinstance(schedule, Schedule)):
+        raise SpecError(f"schedule={schedule!r} must be a Schedule, such as Schedule(tokens=8), or None")
+    if not (target is None or isinstance(target, str)):
+        raise TargetError(f"target={target!r} must be a name such as 'sm_90a', 'cpu' or 'emulator', or None")
+    return _compile(spec, parse_target(this_machine() if target is None else target), schedule)
+
+
+@lru_cache(maxsize=None)
+def _compile(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Matmul:
+    return Matmul(spec, target, schedule)
+
+
+def this_machine() -> str:
+    """The target of torch's current GPU, or "cpu" if there is none.
+
+    Hopper is "sm_90a"; a GPU without a target of its own gets that of its nearest predecessor. Raises
+    TargetError for a GPU older than all targets.
+    """
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) == (9, 0):
+        return "sm_90a"
+    usable = [arch for arch in _ARCHITECTURES if int(arch.removeprefix("sm_")) <= 10 * major + minor]
+    if not usable:
+        raise TargetError(
+            f"this GPU ({torch.cuda.get_device_name()}) is sm_{major}{minor}, but the kernels need "
+            f"{_ARCHITECTURES[0]} or later; use target='cpu'"
+        )
+    return usable[-1]
+
+
+class Matmul:
+    """y = x W^T + bias with W packed in low-bit codes. Made by `compile`; safe to call from any thread.
+
+    For inference only: no gradient flows to x or the weight. Change a packed weight in place only when no
+    call is under way (`torch.cuda.synchronize()`): on Hopper a call reads it ahead of its turn in the stream.
+
+    spec, target   as compiled
+    schedule       of the kernel for one token; None on a CPU
+    """
+
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+        self.spec = spec
+        self.target = target
+        self._act, self._k = TORCH[spec.act], spec.k
+        self._description = torch_op.describe(spec, target, schedule)
+        self._runtime = make_runtime(spec, target, schedule)
+        self._run = self._runtime.matmul
+        self.schedule = self._runtime.schedule
+
+    def pack(
+        self,
+        codes: Tensor | np.ndarray,
+        scales: Tensor | np.ndarray,
+        zeros: Tensor | np.ndarray | None = None,
+        bias: Tensor | np.ndarray | None = None,
+    ) -> PackedWeight:
+        """The weight in the kernels' memory order; takes and raises what `pylib.packed.pack` does."""
+        return packed.pack(self.spec, codes, scales, zeros, bias)
+
+    def __call__(self, x: Tensor, w: PackedWeight) -> Tensor:
+        """y [..., n] in the spec's out type, for x [..., k] in its act type; on x's device and current
+        stream.
+
+        x may have any number of rows, none too, and any strides. Raises SpecError for an x and PackError for
+        a weight that do not fit the spec, TargetError for tensors where the target does not run.
+        """
+        if type(x) is not Tensor or is_compiling():
+            self._check(x, w)
+            return torch.ops.lowbit.matmul(x.detach(), w.codes, w.scales, w.zeros, w.bias, self._description)
+        if (  # what _check looks at, and no more: it costs 0.6 us
+            x.dtype is not self._act
+            or x.ndim == 0
+            or x.shape[-1] != self._k
+            or getattr(w, "spec", None) is not self.spec
+            or x.get_device() != w.codes.get_device()
+        ):
+            self._check(x, w)
+        return self._run(x, w.codes, w.scales, w.zeros, w.bias)
+
+    def untraced(self, x: Tensor, w: PackedWeight) -> Tensor:
+        """What a call comes to: for the operator, which a call becomes under torch.compile."""
+        self._check(x, w)
+        return self._run(x, w.codes, w.scales, w.zeros, w.bias)
+
+    def dequantize(self, w: PackedWeight) -> Tensor:
+        """W [n, k] in the act type, on the weight's device."""
+        self._check_weight(w)
+        return self._runtime.dequantize(w.codes, w.scales, w.zeros)
+
+    def kernel(self, m: int) -> Artifact:
+        """The kernel that serves m rows; `pylib.artifact.token_tile` has the rule."""
+        return self._runtime.kernel(token_tile(m))
+
+    @property
+    def ptx(self) -> str:
+        """The kernel for one token as PTX."""
+        return self.kernel(1).ptx
+
+    @property
+    def cubin(self) -> bytes:
+        """The kernel for one token as machine code. Raises TargetError for the emulator and the CPU."""
+        cubin = self.kernel(1).cubin
+        if cubin is None:
+            raise TargetError(f"target {self.target} has no cubin; compile for a GPU such as 'sm_90a'")
+        return cubin
+
+    def ir(self, stage: str, m: int = 1) -> str:
+        """The program for m rows after a stage: "lowbit", "tile", "gpu", "llvm", "ll" or "ptx" for a GPU,
+        "lowbit", "vector", "llvm", "ll" or "asm" for a CPU. Compiles it afresh. Raises SpecError for another
+        stage."""
+        stages = self._runtime.stages(token_tile(m))
+        if stage not in stages:
+            raise SpecError(f"stage={stage!r} must be one of {', '.join(map(repr, stages))}")
+        return stages[stage]
+
+    def _check(self, x: Tensor, w: PackedWeight) -> None:
+        """Raise if x and w do not fit the spec and each other."""
+        if not isinstance(x, Tensor):
+            raise SpecError(f"x must be a torch tensor, not {type(x).__name__}; use torch.as_tensor(x)")
+        if x.dtype is not self._act:
+            raise SpecError(f"x is {x.dtype}, but act={self.spec.act!r}; use x.to({self._act})")
+        if x.ndim == 0 or x.shape[-1] != self._k:
+            raise SpecError(f"x must be [..., k={self._k}], not {list(x.shape)}")
+        self._check_weight(w)
+        if x.device != w.device:
+            move = f"use w.to({str(x.device)!r})"
+            raise TargetError(f"x is on {x.device}, but the weight is on {w.device}; {move}")
+
+    def _check_weight(self, w: PackedWeight) -> None:
+        if not isinstance(w, PackedWeight):
+            raise PackError(f"the weight must be a PackedWeight, not {type(w).__name__}; use pack()")
+        if w.spec is not self.spec and w.spec != self.spec:
+            raise PackError(f"the weight was packed for ({w.spec}), not for ({self.spec}); pack it anew")
+

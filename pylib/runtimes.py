@@ -1,0 +1,280 @@
+"""Where a matmul runs: on a GPU, in the PTX emulator, or on this machine's CPU.
+
+Every runtime has `matmul(x [..., k], codes, scales, zeros, bias) -> y [..., n]` and `dequantize(codes,
+scales, zeros) -> W [n, k]`, for tensors that fit the spec: `pylib.matmul` sees to that. The emulator goes the
+way the GPU goes, launch for launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dialect.errors import SpecError, TargetError
+from dialect.spec import MatmulSpec
+from passes.schedule import Schedule
+from passes.target import Target
+from pylib import knobs
+from pylib.artifact import Artifact, Artifacts, token_tile
+from pylib.cuda import Function, allocate, current_stream, workspace
+from pylib.packed import TORCH
+
+if TYPE_CHECKING:
+    from pylib.emulator import Emulator
+
+
+class Runtime(Protocol):
+    """What `Matmul` needs of a place to run. A tile of None means the kernel that dequantizes."""
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor: ...
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor: ...
+
+    @property
+    def schedule(self) -> Schedule | None: ...
+
+    def kernel(self, tile: int | None) -> Artifact: ...
+
+    def stages(self, tile: int | None) -> dict[str, str]: ...
+
+
+def make_runtime(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Runtime:
+    """The runtime for a target."""
+    if target.kind == "cuda":
+        return CudaRuntime(spec, target, schedule)
+    if target.kind == "emulator":
+        return EmulatorRuntime(spec, target, schedule)
+    if schedule is not None:
+        raise SpecError("schedule= is for GPU targets; the CPU's kernel has no such choices, so drop it")
+    return CpuRuntime(spec)
+
+
+class _GpuRuntime:
+    """What running PTX has in common, wherever it runs."""
+
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+        self._n, self._k = spec.n, spec.k
+        self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
+        self._target = target
+        self._artifacts = Artifacts(spec, target, schedule)
+        self.schedule = self.kernel(token_tile(1)).schedule  # compiles it, so that its errors show here
+        if schedule is not None:
+            self.kernel(schedule.tokens)
+
+    def kernel(self, tile: int | None) -> Artifact:
+        return self._artifacts.kernel(tile)
+
+    def stages(self, tile: int | None) -> dict[str, str]:
+        return self._artifacts.stages(tile)
+
+
+class CudaRuntime(_GpuRuntime):
+    """NVIDIA GPUs. `matmul` is the eager path of decoding: each thing it does every time is counted."""
+
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+        super().__init__(spec, target, schedule)
+        self._by_rows: dict[tuple[int, int], Function] = {}  # (device, m)
+        self._by_tile: dict[tuple[int, int | None], Function] = {}  # (device, token tile), the same functions
+        self._lock = threading.Lock()
+        self._several_devices = False  # known once a function is loaded
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        device = x.get_device()
+        m = x.numel() // self._k
+        function = self._by_rows.get((device, m))
+        if function is None:
+            tile = token_tile(m)
+            if tile is None or m == 0:
+                return self._vendor_matmul(x, codes, scales, zeros, bias)
+            function = self._by_rows[device, m] = self._function(device, tile)
+        if self._several_devices and torch.cuda.current_device() != device:
+            with torch.cuda.device(device):
+                return self.matmul(x, codes, scales, zeros, bias)
+        source = x.data_ptr()
+        if source % 16 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+            source = x.data_ptr()
+        y = allocate((m, self._n), (self._n, 1), self._out)
+        stream = current_stream(device)
+        weight = codes.data_ptr()
+        function(
+            stream,
+            _settled(codes, weight),
+            source,
+            weight,
+            scales.data_ptr(),
+            0 if zeros is None else zeros.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            function.workspace_bytes and workspace(device, stream, function.workspace_bytes),
+            m,
+        )
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], self._n)
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        device = codes.get_device()
+        function = self._function(device, None)
+        with torch.cuda.device(device):
+            weight = allocate((self._n, self._k), (self._k, 1), self._act)
+            pointers = codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
+            function(current_stream(device), False, 0, *pointers, 0, weight.data_ptr(), 0, 0)
+        return weight
+
+    def _vendor_matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        if x.numel() == 0:
+            _check_device(self._target, x.get_device())
+            return x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
+        weight = self.dequantize(codes, scales, zeros)
+        if self._out is self._act:
+            return torch.nn.functional.linear(x, weight, bias)
+        y = torch.mm(x.reshape(-1, self._k), weight.t(), out_dtype=torch.float32)
+        y = y if bias is None else y.add_(bias)
+        return y.to(self._out).view(*x.shape[:-1], self._n)
+
+    def _function(self, device: int, tile: int | None) -> Function:
+        """The kernel for `tile` tokens, loaded on `device`."""
+        function = self._by_tile.get((device, tile))
+        if function is None:
+            _check_device(self._target, device)
+            artifact = self.kernel(tile)
+            with self._lock:
+                function = self._by_tile.get((device, tile)) or _load(artifact, self._target, device)
+                self._by_tile[device, tile] = function
+            self._several_devices = torch.cuda.device_count() > 1
+        return function
+
+
+def _settled(codes: Tensor, address: int) -> bool:
+    """Whether an earlier launch has waited until the weight was there.
+
+    A kernel that overlaps its predecessor reads the weight without waiting. If the predecessor is what packed
+    or copied the weight, that is a race; so the first launch on every weight does not overlap.
+    """
+    if getattr(codes, "_lowbit_settled", 0) == address:
+        return True
+    codes._lowbit_settled = address  # type: ignore[attr-defined]
+    return False
+
+
+def _check_device(target: Target, device: int) -> None:
+    """Raise TargetError if there is no device or it can't run code for the target."""
+    if device < 0:
+        if torch.cuda.is_available():
+            raise TargetError(f"a matmul for {target} takes CUDA tensors; use .cuda(), or target='cpu'")
+        raise TargetError(
+            f"this matmul is for {target}, but torch finds no CUDA device here; use target='cpu', or run the "
+            f"same PTX with target='emulator:{target}'"
+        )
+    have = _capability(device)
+    # "a" code is for one architecture alone; other code runs on later ones, too (CUDA Programming Guide,
+    # "Binary Compatibility", "PTX Compatibility").
+    fits = have == target.capability if target.arch.endswith("a") else have >= target.capability
+    if not fits:
+        raise TargetError(
+            f"this matmul is for {target}, but cuda:{device} ({torch.cuda.get_device_name(device)}) is "
+            f"sm_{have}; compile with target=None for the GPU at hand"
+        )
+
+
+def _capability(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _load(artifact: Artifact, target: Target, device: int) -> Function:
+    # A cubin runs on its own major architecture; for a later one the driver compiles the PTX.
+    same_major = target.capability // 10 == _capability(device) // 10
+    image = artifact.cubin if same_major and artifact.cubin else artifact.ptx.encode() + b"\0"
+    return Function(image, artifact.launch, device, overlap=target.capability >= 90)
+
+
+class EmulatorRuntime(_GpuRuntime):
+    """The GPU's kernels on CPU tensors, PTX instruction by instruction: to test them, not to be fast."""
+
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+        super().__init__(spec, target, schedule)
+        self._emulators: dict[int | None, Emulator] = {}
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        _check_cpu(x, self._target.name)
+        m = x.numel() // self._k
+        tile = token_tile(m)
+        if tile is None:
+            weight = self.dequantize(codes, scales, zeros)
+            y = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+            return y.to(self._out)
+        y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
+        if m:
+            self._launch(tile, m, x=x.contiguous(), codes=codes, scales=scales, zeros=zeros, bias=bias, y=y)
+        return y
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        _check_cpu(codes, self._target.name)
+        weight = torch.empty((self._n, self._k), dtype=self._act)
+        self._launch(None, 0, codes=codes, scales=scales, zeros=zeros, y=weight)
+        return weight
+
+    def _launch(self, tile: int | None, m: int, **tensors: Tensor | None) -> None:
+        launch = self.kernel(tile).launch
+        values: dict[str, object] = {name: _bytes(t) for name, t in tensors.items() if t is not None}
+        values |= {"workspace": np.zeros(launch.workspace_bytes, np.uint8), "m": m}
+        arguments = [values[name] for name in launch.params]
+        shape = {"grid": launch.grid, "block": launch.threads, "shared_bytes": launch.shared_bytes}
+        self._emulator(tile).launch(launch.name, args=arguments, **shape)
+
+    def _emulator(self, tile: int | None) -> Emulator:
+        emulator = self._emulators.get(tile)
+        if emulator is None:
+            from pylib.emulator import Emulator
+
+            emulator = self._emulators[tile] = Emulator(self.kernel(tile).ptx)
+        return emulator
+
+
+class CpuRuntime:
+    """This machine's CPU: one program for every m, compiled in this process."""
+
+    schedule = None
+
+    def __init__(self, spec: MatmulSpec) -> None:
+        from pylib.cpu import CpuMatmul  # which loads MLIR
+
+        self._program = CpuMatmul(spec, knobs.cpu(), knobs.num_threads())
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        _check_cpu(x, "cpu")
+        return self._program.matmul(x, codes, scales, zeros, bias)
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        _check_cpu(codes, "cpu")
+        return self._program.dequantize(codes, scales, zeros)
+
+    def kernel(self, tile: int | None) -> Artifact:
+        raise TargetError("target cpu has no PTX or cubin: see ir('asm'), or compile for 'sm_90a', say")
+
+    def stages(self, tile: int | None) -> dict[str, str]:
+        return self._program.stages()
+
+
+def _check_cpu(tensor: Tensor, target: str) -> None:
+    if not tensor.is_cpu:
+        raise TargetError(f"target {target} takes CPU tensors, not {tensor.device}; use .cpu()")
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor, shared."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()

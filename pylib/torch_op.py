@@ -1,0 +1,70 @@
+"""`torch.ops.lowbit.matmul`: a `Matmul` as an operator that torch.compile, export and fake tensors know.
+
+Its last argument says which matmul: spec, target and schedule as JSON. So a graph that holds it can be stored
+and run by another process, which compiles the matmul when it first meets it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dialect.spec import MatmulSpec
+from passes.schedule import Schedule
+from passes.target import Target
+from pylib.packed import TORCH, PackedWeight
+
+if TYPE_CHECKING:
+    from pylib.matmul import Matmul
+
+_LIBRARY = torch.library.Library("lowbit", "DEF")
+_LIBRARY.define(
+    "matmul(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, str kernel) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def describe(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> str:
+    """The `kernel` argument of the operator."""
+    parts = {"spec": asdict(spec), "target": target.name, "schedule": schedule and asdict(schedule)}
+    return json.dumps(parts)
+
+
+@cache
+def _parts(kernel: str) -> dict[str, Any]:
+    parts = json.loads(kernel)
+    return parts | {
+        "spec": MatmulSpec(**parts["spec"]),
+        "schedule": parts["schedule"] and Schedule(**parts["schedule"]),
+    }
+
+
+@cache
+def _resolve(kernel: str) -> Matmul:
+    from pylib.matmul import compile  # which imports this module
+
+    return compile(**_parts(kernel))
+
+
+def _matmul(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, kernel: str
+) -> Tensor:
+    mm = _resolve(kernel)
+    return mm.untraced(x, PackedWeight(mm.spec, codes, scales, zeros, bias))
+
+
+def _fake_matmul(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, kernel: str
+) -> Tensor:
+    spec: MatmulSpec = _parts(kernel)["spec"]
+    return x.new_empty((*x.shape[:-1], spec.n), dtype=TORCH[spec.out_dtype])
+
+
+_LIBRARY.impl("matmul", _matmul, "CPU")
+_LIBRARY.impl("matmul", _matmul, "CUDA")
+torch.library.register_fake("lowbit::matmul", _fake_matmul, lib=_LIBRARY)
