@@ -90,8 +90,7 @@ def assembler() -> Assembler:
             return NvJitLink(ctypes.CDLL(str(library)))
         except OSError:
             continue
-    on_path = shutil.which("ptxas")
-    for program in (*([on_path] if on_path else []), *_wheel_files("bin/ptxas")):
+    if program := shutil.which("ptxas") or next(_wheel_files("bin/ptxas"), None):
         return Ptxas(str(program))
     raise TargetError("a cubin needs nvJitLink or ptxas, and neither is here; pip install 'lowbit[cuda]'")
 

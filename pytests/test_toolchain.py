@@ -390,8 +390,8 @@ SHARED = """
 
 
 def installed_assemblers() -> list[NvJitLink | Ptxas]:
-    ptxas = [shutil.which("ptxas"), *cubin_module._wheel_files("bin/ptxas")]
-    found = [Ptxas(str(path)) for path in ptxas if path][:1]
+    ptxas = shutil.which("ptxas") or next(cubin_module._wheel_files("bin/ptxas"), None)
+    found = [Ptxas(str(ptxas))] if ptxas else []
     best = assembler()
     return [best, *found] if isinstance(best, NvJitLink) else [*found]
 
