@@ -48,8 +48,6 @@ from passes.schedule import Schedule
 
 UNIT = "vector<4xi32>"  # what a lane copies at once
 LANE_BYTES = 16
-_MEMORY_ELEMENT = {"e4m3": "i8", "e8m0": "i8", "u8": "i8"}  # how 8-bit scales and zeros are typed in memory
-_CAST_KIND = {"e4m3": "e4m3", "e8m0": "e8m0", "u8": "unsigned"}
 
 
 def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
@@ -118,6 +116,35 @@ class Plan:
         return 0 if s.splits == 1 else self.tiles * (s.splits * s.rows * s.tokens + 1) * 4
 
 
+class Factors:
+    """Scales and zeros as f32 tiles."""
+
+    def __init__(self, p: Program, spec: MatmulSpec) -> None:
+        self.p, self.spec = p, spec
+        self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act))
+
+    @staticmethod
+    def element(kind: str) -> str:
+        """The element type in memory of scales or zeros of a kind."""
+        return "i8" if kind in ("e4m3", "e8m0", "u8") else kind
+
+    def as_f32(self, tile: Tile, kind: str) -> Tile:
+        return self.p.cast(tile, "f32", {"e4m3": "e4m3", "e8m0": "e8m0", "u8": "unsigned"}.get(kind, "float"))
+
+    def unfold(self, scale: Tile) -> Tile:
+        """The scale times the power of two that decoding left out."""
+        if self.exponent == 0:
+            return scale
+        return self.p.mul(scale, self.p.constant(2.0**self.exponent, "f32", scale.layout))
+
+    def minus_zero(self, stored: Tile) -> Tile:
+        """-z; integer zeros are stored from the format's least value up."""
+        p, layout = self.p, stored.layout
+        minus = p.mul(stored, p.constant(-1.0, "f32", layout))
+        least = float(self.spec.dtype.values().min()) if self.spec.zeros == "int" else 0.0
+        return p.add(minus, p.constant(-least, "f32", layout)) if least else minus
+
+
 class _Kernel:
     """Builds the program."""
 
@@ -126,7 +153,6 @@ class _Kernel:
         self.plan = Plan(spec, schedule)
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
-        self.exponent = exponent(spec.dtype, self.compute)
         names = ["x", "codes", "scales"]
         names += ["zeros"] if spec.zeros != "none" else []
         names += ["bias"] if spec.bias else []
@@ -139,6 +165,7 @@ class _Kernel:
             {name: "pointer" for name in names} | {"m": "i32"},
             self.plan.workspace_bytes,
         )
+        self.convert = Factors(self.p, spec)
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks = s.step_k // BLOCK_K
         self.units = s.step_k // self.packing.chunk * self.packing.units * 32
@@ -209,7 +236,7 @@ class _Kernel:
         """Scales or zeros [row blocks, groups, 16], by step."""
         p, s, packing = self.p, self.schedule, self.packing
         group, groups = packing.padded_group or 0, self.plan.groups
-        element = _MEMORY_ELEMENT.get(kind, kind)
+        element = Factors.element(kind)
         steps_per_group = max(1, group // s.step_k)
         view = p.global_view(
             p[name],
@@ -255,7 +282,7 @@ class _Kernel:
         p, s = self.p, self.schedule
         words = p.load(self.codes_buffer, (0, 0, 0), self.unit_layout)
         codes = p.view(words, self.spec.dtype, self.a_layout)
-        a = p.decode(codes, self.compute, self.exponent)
+        a = p.decode(codes, self.compute, self.convert.exponent)
         b = p.load_matrix(self.x_buffer, p["m"], self.b_layout)
         if not self.plan.groups:
             sums = [p.add(c, p.row_sums(b, self.sum_layout)) for c in carried[1:]]
@@ -267,29 +294,11 @@ class _Kernel:
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
             product = p.mma(a_group, b_group, zero)
             scale = self._group_factor("scales", group)
-            total = p.fma(product, self._unfold(scale), total)
+            total = p.fma(product, self.convert.unfold(scale), total)
             if "zeros" in self.factors:
-                shift = p.mul(scale, self._minus_zero(self._group_factor("zeros", group)))
+                shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
                 total = p.fma(shift, p.row_sums(b_group, self.sum_layout), total)
         return [total]
-
-    def _unfold(self, scale: Tile) -> Tile:
-        """The scale times the power of two that decoding left out."""
-        if self.exponent == 0:
-            return scale
-        return self.p.mul(scale, self.p.constant(2.0**self.exponent, "f32", scale.layout))
-
-    def _minus_zero(self, stored: Tile) -> Tile:
-        """-z; integer zeros are stored from the format's least value up."""
-        p, layout = self.p, stored.layout
-        minus = p.mul(stored, p.constant(-1.0, "f32", layout))
-        if self.spec.zeros == "int":
-            least = float(self.spec.dtype.values().min())
-            minus = p.add(minus, p.constant(-least, "f32", layout))
-        return minus
-
-    def _as_f32(self, tile: Tile, kind: str) -> Tile:
-        return self.p.cast(tile, "f32", _CAST_KIND.get(kind, "float"))
 
     def _group_factor(self, name: str, group: int) -> Tile:
         """Scale or zero of every row of the tile in one group, from shared memory: [warps_k, rows, 1] in f32."""
@@ -297,24 +306,24 @@ class _Kernel:
         _, buffer, kind = self.factors[name]
         shape = (s.warps_k, self.plan.row_blocks, 1, ROWS)
         loaded = p.load(buffer, (0, 0, group, 0), self.row_layout.reshape(shape))
-        return p.reshape(self._as_f32(loaded, kind), self.row_layout.shape)
+        return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
 
     def _row_factor(self, name: str, kind: str) -> Tile:
         """Scale or zero of every row of the tile, from device memory."""
         p, s, packing = self.p, self.schedule, self.packing
-        element = _MEMORY_ELEMENT.get(kind, kind)
+        element = Factors.element(kind)
         view = p.global_view(p[name], element, (s.warps_k, packing.row_blocks, ROWS), (0, ROWS, 1))
         layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, ROWS))
         loaded = p.load(view, (0, self.first_block, 0), layout, ("none", self.row_boundary, "none"))
-        return p.reshape(self._as_f32(loaded, kind), self.row_layout.shape)
+        return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
 
     def _scale_rows(self, total: Tile, *sums: Tile) -> Tile:
         """One scale per row: applied to a warp's sum, at the end."""
         p = self.p
         scale = self._row_factor("scales", self.spec.scale)
-        result = p.mul(total, self._unfold(scale))
+        result = p.mul(total, self.convert.unfold(scale))
         if sums and self.spec.zero_kind:
-            shift = p.mul(scale, self._minus_zero(self._row_factor("zeros", self.spec.zero_kind)))
+            shift = p.mul(scale, self.convert.minus_zero(self._row_factor("zeros", self.spec.zero_kind)))
             result = p.fma(shift, sums[0], result)
         return result
 

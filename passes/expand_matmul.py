@@ -1,0 +1,96 @@
+"""expand-matmul: `lowbit.matmul` and `lowbit.dequantize` become tile programs.
+
+The kernels are functions from a spec (and a schedule) to a program: `passes.skinny`, `passes.dequantize`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from dialect import ops
+from dialect.bindings import func, ir
+from dialect.errors import PassError
+from dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
+from dialect.types import Packed, packed_type
+from passes.dequantize import dequantize
+from passes.rewriting import each_op
+from passes.select_schedule import SCHEDULE, read_schedule
+from passes.skinny import skinny
+
+
+@dataclass(frozen=True)
+class ExpandMatmul:
+    """Replace functions around lowbit.matmul or lowbit.dequantize by the tile programs that compute them."""
+
+    name: ClassVar[str] = "expand-matmul"
+
+    def run(self, module: ir.Module) -> None:
+        for op in each_op(module, ops.MatmulOp):
+            if SCHEDULE not in op.operation.attributes:
+                raise PassError("expand-matmul: a lowbit.matmul has no schedule; run select-schedule first")
+            schedule = read_schedule(op.operation.attributes[SCHEDULE])
+            _replace_function(op, skinny(spec_of(op), schedule))
+        for op in each_op(module, ops.DequantizeOp):
+            _replace_function(op, dequantize(spec_of(op)))
+
+
+def _replace_function(op: Any, program: ir.Module) -> None:
+    """Put the program where the function of `op` is."""
+    function = op.operation.parent
+    if function.operation.name != "func.func":
+        raise PassError(f"expand-matmul: {op.operation.name} must stand in a func.func, not {function.operation.name}")
+    for inner in program.body.operations:
+        inner.operation.clone(ir.InsertionPoint(function))
+    function.operation.erase()
+
+
+def spec_of(op: Any) -> MatmulSpec:
+    """The spec that an operation's types spell out."""
+    w = Packed.of(op.w.type)
+    y = str(ir.RankedTensorType(op.y.type).element_type)
+    if isinstance(op, ops.MatmulOp):
+        act = str(ir.RankedTensorType(op.x.type).element_type)
+        bias = len(op.bias) > 0
+    else:
+        act, bias = y, False
+    return MatmulSpec(
+        w.n,
+        w.k,
+        w.format.name,
+        group_size=w.group,
+        zeros=cast(Zeros, w.zeros),
+        scale=cast(Scale, w.scale),
+        act=cast(Act, act),
+        out=None if y == act else cast(Out, y),
+        bias=bias,
+        table=w.format.table if w.format.name.startswith("lut") else None,
+    )
+
+
+def matmul_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @matmul(x, w[, bias]) -> y, of one lowbit.matmul; needs a context with the dialect."""
+    dynamic = ir.ShapedType.get_dynamic_size()
+
+    def tensor(shape: list[int], element: str) -> Any:
+        return ir.RankedTensorType.get(shape, ir.Type.parse(element))
+
+    x, y = tensor([dynamic, spec.k], spec.act), tensor([dynamic, spec.n], spec.out_dtype)
+    inputs = [x, packed_type(spec)] + ([tensor([spec.n], spec.out_dtype)] if spec.bias else [])
+    return _function("matmul", inputs, y, lambda a: ops.MatmulOp(a[0], a[1], y, a[2:]).y)
+
+
+def dequantize_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @dequantize(w) -> W, of one lowbit.dequantize."""
+    y = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse(spec.act))
+    return _function("dequantize", [packed_type(spec)], y, lambda a: ops.DequantizeOp(a[0], y).y)
+
+
+def _function(name: str, inputs: list[Any], result: Any, make: Any) -> ir.Module:
+    module = ir.Module.create()
+    with ir.InsertionPoint(module.body):
+        function = func.FuncOp(name, (inputs, [result]))
+        with ir.InsertionPoint(function.add_entry_block()):
+            func.ReturnOp([make(list(function.arguments))])
+    module.operation.verify()
+    return module

@@ -1,0 +1,138 @@
+"""The whole lowering, in order: from a spec to PTX.
+
+    stage    after                                              is
+    lowbit   (built from the spec)                              lowbit.matmul on tensors
+    tile     select-schedule, expand-matmul, pipeline-copies    one block's program on tiles
+    gpu      lower-tiles, lower-dequant                         one thread's program: gpu, scf, arith, nvvm
+    llvm     lower-to-llvm                                      the llvm dialect
+    ll       translation                                        LLVM IR text
+    ptx      LLVM's NVPTX back end                              PTX
+    cubin    nvJitLink or ptxas                                 machine code
+
+Constraints: a schedule must be there before a program can be built; copies are pipelined while they are still tile
+operations; formats are expanded last, when it is known which registers are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dialect import ops
+from dialect.bindings import ir, new_context
+from dialect.spec import MatmulSpec
+from dialect.types import read_ints, read_strings
+from passes.emit_cubin import emit_cubin
+from passes.emit_ptx import emit_ptx, translate
+from passes.expand_matmul import ExpandMatmul, dequantize_module, matmul_module
+from passes.lower_dequant import LowerDequant
+from passes.lower_tiles import LowerTiles
+from passes.lower_to_llvm import LowerToLLVM
+from passes.pipeline_copies import PipelineCopies
+from passes.rewriting import Pass
+from passes.schedule import Launch, Schedule
+from passes.select_schedule import SelectSchedule, default_schedule
+from passes.target import Target
+
+PASSES: dict[str, type[Any]] = {
+    p.name: p for p in (SelectSchedule, ExpandMatmul, PipelineCopies, LowerTiles, LowerDequant, LowerToLLVM)
+}
+STAGES = ("lowbit", "tile", "gpu", "llvm", "ll", "ptx")
+Observer = Callable[[str, str], None]
+
+
+def passes_to(stage: str, target: Target, schedule: Schedule | None = None) -> tuple[Pass, ...]:
+    """The passes that lead to a stage from the one before it."""
+    order: dict[str, tuple[Pass, ...]] = {
+        "tile": (SelectSchedule(target, schedule=schedule), ExpandMatmul(), PipelineCopies()),
+        "gpu": (LowerTiles(target), LowerDequant()),
+        "llvm": (LowerToLLVM(),),
+    }
+    return order[stage]
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel ready to be assembled: how to start it, its PTX, and the text of every stage that was asked for."""
+
+    launch: Launch
+    target: Target
+    schedule: Schedule | None
+    stages: dict[str, str]
+
+    @property
+    def ptx(self) -> str:
+        return self.stages["ptx"]
+
+    def cubin(self) -> bytes:
+        """Machine code, assembled anew at every call."""
+        return emit_cubin(self.ptx, self.target)
+
+
+def compile_matmul(
+    spec: MatmulSpec, target: Target, schedule: Schedule | None = None, tokens: int = 8, keep: bool = False
+) -> CompiledKernel:
+    """The skinny matmul kernel for up to `tokens` tokens; `keep` records the IR of every stage.
+
+    Raises SpecError where the schedule does not fit.
+    """
+    schedule = schedule or default_schedule(spec, tokens, target)
+    return _compile(lambda: matmul_module(spec), target, schedule, keep)
+
+
+def compile_dequantize(spec: MatmulSpec, target: Target, keep: bool = False) -> CompiledKernel:
+    """The kernel that writes W [n, k] in the act type."""
+    return _compile(lambda: dequantize_module(spec), target, None, keep)
+
+
+def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool = False) -> CompiledKernel:
+    """A tile program of one's own: `build` makes its module with `passes.builder.Program`."""
+    return _compile(build, target, None, keep)
+
+
+def _compile(build: Callable[[], ir.Module], target: Target, schedule: Schedule | None, keep: bool) -> CompiledKernel:
+    stages: dict[str, str] = {}
+    context = new_context()
+    ops.register(context)
+    with context, ir.Location.unknown():
+        module = build()
+        if keep:
+            stages["lowbit"] = str(module)
+        for stage in ("tile", "gpu", "llvm"):
+            for step in passes_to(stage, target, schedule):
+                step.run(module)
+            module.operation.verify()
+            if stage == "gpu":
+                launch = read_launch(module)
+            if keep:
+                stages[stage] = str(module)
+        llvm_ir = translate(module)
+    if keep:
+        stages["ll"] = llvm_ir
+    stages["ptx"] = emit_ptx(llvm_ir, target)
+    return CompiledKernel(launch, target, schedule, stages)
+
+
+def read_launch(module: ir.Module) -> Launch:
+    """How to start the kernel of a module at stage gpu."""
+    found: list[Launch] = []
+
+    def visit(op: Any) -> Any:
+        if op.name == "gpu.func":
+            a = op.attributes
+            grid = read_ints(a["lowbit.grid"])
+            found.append(
+                Launch(
+                    ir.StringAttr(a["sym_name"]).value,
+                    (grid[0], grid[1], grid[2]),
+                    int(ir.IntegerAttr(a["lowbit.threads"]).value),
+                    int(ir.IntegerAttr(a["lowbit.shared_bytes"]).value),
+                    read_strings(a["lowbit.params"]),
+                    int(ir.IntegerAttr(a["lowbit.workspace"]).value),
+                )
+            )
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found[0]

@@ -1,0 +1,155 @@
+"""pipeline-copies: loops that copy, wait and compute keep several rounds of copies under way.
+
+A loop marked `lowbit.stages = S` has the form
+
+    { copies, commit, wait 0, barrier, compute, barrier }
+
+Its buffers get S stages, the copies of round i+S-1 are started while round i computes, and one barrier a round is
+left: it tells that round i has arrived, and that everybody is done with round i-1, whose stage is filled next.
+`lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
+(weights) and those that may not; in front of the loop, all of the first come before the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dialect import ops
+from dialect.bindings import arith, ir, scf
+from dialect.errors import PassError
+from dialect.types import Shared
+from passes import emit
+from passes.rewriting import each_op
+
+STAGES = "lowbit.stages"
+_COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
+
+
+@dataclass(frozen=True)
+class PipelineCopies:
+    """Software-pipeline the copies of loops marked lowbit.stages: several buffers, one barrier a round."""
+
+    name: ClassVar[str] = "pipeline-copies"
+
+    def run(self, module: ir.Module) -> None:
+        for loop in each_op(module, scf.ForOp):
+            if STAGES not in loop.operation.attributes:
+                continue
+            stages = int(ir.IntegerAttr(loop.operation.attributes[STAGES]).value)
+            if stages > 1:
+                with loop.location:
+                    _Pipeline(loop, stages).run()
+            else:
+                del loop.operation.attributes[STAGES]
+
+
+class _Pipeline:
+    """Rewrites one loop."""
+
+    def __init__(self, loop: Any, stages: int) -> None:
+        self.loop, self.stages = loop, stages
+        self.body = list(loop.body.operations)
+        names = [op.operation.name for op in self.body]
+        expected = ["lowbit.commit", "lowbit.wait", "lowbit.barrier"]
+        at = names.index("lowbit.commit") if "lowbit.commit" in names else -1
+        if names[at : at + 3] != expected or names[-2] != "lowbit.barrier":
+            raise PassError(
+                "pipeline-copies: a loop with lowbit.stages must be { copies, commit, wait, barrier, compute, barrier }; "
+                f"got {[n for n in names if n.startswith('lowbit.')]}"
+            )
+        self.produce, self.compute = self.body[:at], self.body[at + 3 : -2]
+        self.scope = self.body[at + 2]
+        self.cut = names[:at].index("lowbit.grid_wait") if "lowbit.grid_wait" in names[:at] else at
+        self.buffers = self._widen_buffers()
+
+    def _widen_buffers(self) -> dict[Any, Any]:
+        """Buffers that the loop fills, replaced by ones with a leading dim of stages."""
+        result: dict[Any, Any] = {}
+        for op in self.produce:
+            if op.operation.name not in _COPIES or op.target in result:
+                continue
+            buffer = op.target.owner.opview
+            one = Shared.of(op.target.type)
+            size = one.strides[0] * one.shape[0]
+            wide = Shared(one.element, (self.stages, *one.shape), (size, *one.strides))
+            with ir.InsertionPoint(buffer), buffer.location:
+                result[op.target] = ops.AllocSharedOp(wide.type).result
+        return result
+
+    def _clone(self, body: Sequence[Any], mapping: dict[Any, Any]) -> None:
+        """Copy operations, with operands replaced; `mapping` grows by their results."""
+        for op in body:
+            clone = op.operation.clone()
+            for i, operand in enumerate(op.operation.operands):
+                clone.operands[i] = mapping.get(operand, operand)
+            mapping.update(zip(op.operation.results, clone.results))
+
+    def _staged(self, slot: Any, index: Any) -> dict[Any, Any]:
+        """What a round's operations see: its index, and its stage of every buffer."""
+        mapping: dict[Any, Any] = {self.loop.induction_variable: index}
+        for narrow, wide in self.buffers.items():
+            mapping[narrow] = ops.StageOp(wide, slot, narrow.type).result
+        return mapping
+
+    def _if(self, condition: Any, action: Callable[[], None]) -> None:
+        branch = scf.IfOp(condition)
+        with ir.InsertionPoint(branch.then_block):
+            action()
+            scf.YieldOp([])
+
+    def _before(self, index: Any) -> Any:
+        return arith.cmpi(arith.CmpIPredicate.slt, index, self.upper)
+
+    def run(self) -> None:
+        lower, self.upper, _, *initial = self.loop.operation.operands
+        with ir.InsertionPoint(self.loop):
+            self._prologue(lower)
+            new = scf.ForOp(lower, self.upper, emit.constant(1), initial)
+        index = new.induction_variable
+        with ir.InsertionPoint(new.body):
+            ops.WaitOp(ir.IntegerAttr.get(emit.integer(64), self.stages - 2))
+            self._clone([self.scope], {})
+            done = arith.subi(index, lower)
+            ahead = emit.constant(self.stages - 1)
+
+            def refill() -> None:
+                slot = arith.remui(arith.addi(done, ahead), emit.constant(self.stages))
+                copies = [op for op in self.produce if op.operation.name != "lowbit.grid_wait"]
+                self._clone(copies, self._staged(slot, arith.addi(index, ahead)))
+
+            self._if(self._before(arith.addi(index, ahead)), refill)
+            ops.CommitOp()
+            mapping = self._staged(arith.remui(done, emit.constant(self.stages)), index)
+            # The body may use values that were computed for its copies.
+            mapping.update(zip(self.loop.inner_iter_args, new.inner_iter_args))
+            scalars = [op for op in self.produce if op.operation.name.startswith("arith.")]
+            self._clone([*scalars, *self.compute, self.body[-1]], mapping)
+        for old, result in zip(self.loop.operation.results, new.operation.results):
+            old.replace_all_uses_with(result)
+        self.loop.operation.erase()
+        for narrow, wide in self.buffers.items():
+            narrow.replace_all_uses_with(wide)  # free_shared
+            narrow.owner.erase()
+
+    def _prologue(self, lower: Any) -> None:
+        """Start the first stages-1 rounds: what needs no wait for all of them, then the rest, round by round."""
+        rounds = [arith.addi(lower, emit.constant(i)) if i else lower for i in range(self.stages - 1)]
+        scalars = [op for op in self.produce if op.operation.name.startswith("arith.")]
+        late = [op for op in self.produce[self.cut + 1 :] if op not in scalars]
+
+        def start(body: Sequence[Any], slot: int, index: Any) -> None:
+            def copies() -> None:
+                self._clone(body, self._staged(emit.constant(slot), index))
+
+            self._if(self._before(index), copies) if slot else copies()
+
+        for slot, index in enumerate(rounds):
+            start(self.produce[: self.cut], slot, index)
+        if self.cut < len(self.produce):
+            ops.GridWaitOp()
+        for slot, index in enumerate(rounds):
+            if late:
+                start([*scalars, *late], slot, index)
+            ops.CommitOp()
