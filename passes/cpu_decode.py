@@ -28,11 +28,14 @@ from passes.cpu_ops import (
     Value,
     at,
     bits_and,
+    broadcast,
     constant,
     constants,
     f32,
+    gather,
     i,
     load,
+    pointer,
     shift_left,
     shift_right,
     take,
@@ -133,8 +136,8 @@ class ChunkMap:
         return tuple(int(c) // size for c in self.columns[step, which])
 
     def alignment(self, plane: int, unit: int) -> tuple[int, list[int], list[int]]:
-        """Where the fields of a narrow plane lie that go with wide unit `unit`: its unit, the element each of the
-        16 words comes from, and the bit at which pair 0 of that word finds its field."""
+        """Where the fields of a plane lie that go with wide unit `unit`: their unit, the element each of the 16 words
+        comes from, and the bit at which pair 0 of that word finds its field. For the widest plane: in place."""
         found: dict[int, tuple[int, int, int]] = {}
         for block in range(self.packing.chunk // BLOCK_K):
             for register in range(4):
@@ -148,9 +151,9 @@ class ChunkMap:
 
 class ChunkReader:
     """Decodes one row of one chunk: `base` is the address of the chunk's words for lanes g*4 .. g*4+3 of unit 0,
-    `odd` is 1 (i32) for row g + 8, else 0."""
+    `odd` is 1 for row g + 8, else 0: a constant or an i32."""
 
-    def __init__(self, chunk_map: ChunkMap, isa: Isa, base: Value, odd: Value) -> None:
+    def __init__(self, chunk_map: ChunkMap, isa: Isa, base: Value, odd: Value | int) -> None:
         self.map = chunk_map
         self.isa: Isa = isa
         self._base = base
@@ -168,12 +171,13 @@ class ChunkReader:
     def _load(self, plane: int, unit: int) -> Value:
         """The words of a plane for a unit of the widest, with the row's pair 0 at the place of an even pair 0."""
         p = self.map.packing.planes[plane]
-        shift = arith.muli(self._odd, constant(i(32), p.bits))
-        shift = vector.broadcast(vec(i(32)), shift)
-        if plane == 0:
-            return arith.shrui(self._load_unit(unit), shift)
         source, elements, shifts = self.map.alignment(plane, unit)
-        return arith.shrui(take(self._load_unit(source), elements), arith.addi(shift, constants(i(32), shifts)))
+        if isinstance(self._odd, int):
+            shift = constants(i(32), [s + self._odd * p.bits for s in shifts])
+        else:
+            parity = broadcast(arith.muli(self._odd, constant(i(32), p.bits)))
+            shift = arith.addi(parity, constants(i(32), shifts))
+        return arith.shrui(take(self._load_unit(source), elements), shift)
 
     def _load_unit(self, unit: int) -> Value:
         return load(vec(i(32)), at(self._base, byte=unit * 512))
@@ -253,12 +257,7 @@ def _look_up(t: DType, index: Value, isa: Isa) -> Value:
     name, lanes = _PERMUTE.get(isa, ("", 0))
     entries = np.resize(t.values(), max(t.codes, lanes))
     if len(entries) > max(lanes, 2 * lanes if lanes == 8 else 0):
-        mask = constant(vec(i(1)), 1)
-        base = llvm.mlir_addressof(ir.Type.parse("!llvm.ptr"), TABLE)
-        pointers = llvm.getelementptr(
-            ir.VectorType.get([LANES], base.type), base, [index], [-(1 << 31)], f32(), llvm.GEPNoWrapFlags.inbounds
-        )
-        return llvm.intr_masked_gather(vec(f32()), pointers, mask, [], 4)
+        return gather(llvm.mlir_addressof(pointer(), TABLE), index)
 
     def permute(table: NDArray[np.float64]) -> Value:
         values = constants(f32(), table.tolist())

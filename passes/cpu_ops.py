@@ -15,6 +15,7 @@ import numpy as np
 from dialect.bindings import arith, ir, llvm, scf, vector
 
 _INBOUNDS = llvm.GEPNoWrapFlags.inboundsFlag | llvm.GEPNoWrapFlags.nusw
+_DYNAMIC = -(1 << 31)  # marks an index of a GEP that is an operand
 LANES = 16  # f32 elements of a vector: one zmm register, or two ymm
 Value = Any
 
@@ -107,9 +108,8 @@ def take(x: Value, elements: Sequence[int]) -> Value:
 
 def at(base: Value, offset: Value | None = None, byte: int = 0) -> Value:
     """The address `base` + offset + byte, in bytes."""
-    dynamic = -(1 << 31)  # how LLVM's GEP marks an index that is an operand
     if offset is not None:
-        base = llvm.getelementptr(pointer(), base, [offset], [dynamic], i(8), _INBOUNDS)
+        base = llvm.getelementptr(pointer(), base, [offset], [_DYNAMIC], i(8), _INBOUNDS)
     if byte:
         base = llvm.getelementptr(pointer(), base, [], [byte], i(8), _INBOUNDS)
     return base
@@ -124,6 +124,12 @@ def store(value: Value, address: Value) -> None:
     llvm.store(value, address, alignment=_element_bytes(value.type))
 
 
+def gather(base: Value, index: Value) -> Value:
+    """The f32 at base + 4 * index, for every element of a vector<16xi32>."""
+    addresses = llvm.getelementptr(vec(pointer()), base, [index], [_DYNAMIC], f32(), _INBOUNDS)
+    return llvm.intr_masked_gather(vec(f32()), addresses, constant(vec(i(1)), 1), [], 4)
+
+
 def _element_bytes(type_: ir.Type) -> int:
     element = ir.VectorType(type_).element_type if isinstance(type_, ir.VectorType) else type_
     width: int = ir.IntegerType(element).width if isinstance(element, ir.IntegerType) else ir.FloatType(element).width
@@ -136,10 +142,17 @@ def scratch(nbytes: int) -> Value:
 
 
 @contextmanager
-def loop(start: Value | int, stop: Value | int, step: int = 1, carried: Sequence[Value] = ()) -> Generator[Loop]:
-    """`for index in range(start, stop, step)`, with loop-carried values."""
+def loop(
+    start: Value | int, stop: Value | int, step: int = 1, carried: Sequence[Value] = (), unroll: bool = False
+) -> Generator[Loop]:
+    """`for index in range(start, stop, step)`, with loop-carried values. LLVM may unroll it if `unroll`; else it
+    stays as written, as code that is in vectors already should: that halves the time to compile."""
     bounds = [i64(b) if isinstance(b, int) else b for b in (start, stop, step)]
     op = scf.ForOp(*bounds, list(carried))
+    if not unroll:
+        op.operation.attributes["loop_annotation"] = ir.Attribute.parse(
+            "#llvm.loop_annotation<disableNonforced = true>"
+        )
     with ir.InsertionPoint(op.body):
         body = Loop(op)
         yield body

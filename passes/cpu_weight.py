@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from dialect.bindings import arith, vector
 from dialect.packing import ROWS, UNIT_BYTES
@@ -71,6 +72,25 @@ class Tiling:
         return self.span // (self.chunks * self.spec.packing.chunk)
 
 
+class Row(NamedTuple):
+    """Row `index` = g + 8 * odd of a block; `odd` is a constant or an i32."""
+
+    index: Value
+    g: Value
+    odd: Value | int
+
+    @classmethod
+    def of(cls, index: Value) -> Row:
+        """A row of which nothing is known when compiling."""
+        odd, g = divmod_(index, ROWS // 2)
+        return cls(index, g, arith.trunci(i(32), odd))
+
+    @classmethod
+    def pair(cls, g: Value) -> tuple[Row, Row]:
+        """The two rows that share their words."""
+        return cls(g, g, 0), cls(add(g, ROWS // 2), g, 1)
+
+
 class Weight:
     """The arrays of a packed weight inside a function; `map` says how its chunks decode."""
 
@@ -115,13 +135,12 @@ class Weight:
             return arith.uitofp(vec(f32()), codes)
         return decode_e8m0(codes) if kind == "e8m0" else decode_e4m3(codes)
 
-    def chunk(self, block: Value, chunk: Value, row: Value) -> ChunkReader:
+    def chunk(self, block: Value, chunk: Value, row: Row) -> ChunkReader:
         """The codes of a row of a block in a chunk."""
         p = self.spec.packing
-        odd, g = divmod_(row, ROWS // 2)
         unit = mul(add(mul(block, p.chunks), chunk), p.units * UNIT_BYTES)
-        words = at(self._codes, add(unit, mul(g, UNIT_BYTES * 2 // ROWS)))
-        return ChunkReader(self.map, self._isa, words, arith.trunci(i(32), odd))
+        words = at(self._codes, add(unit, mul(row.g, UNIT_BYTES * 2 // ROWS)))
+        return ChunkReader(self.map, self._isa, words, row.odd)
 
 
 class RowValues:

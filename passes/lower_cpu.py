@@ -21,7 +21,7 @@ dequantize  w [n, k] in the activation's type: scale * (value - zero) in f32, ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from passes.cpu_ops import (
     divmod_,
     f32,
     fma,
+    gather,
     i,
     i64,
     less,
@@ -53,9 +54,11 @@ from passes.cpu_ops import (
     vec,
     when,
 )
-from passes.cpu_weight import VECTOR_BYTES, RowValues, Tiling, Weight
+from passes.cpu_weight import VECTOR_BYTES, Row, RowValues, Tiling, Weight
 
-TOKENS = 4  # share a decode: 8 accumulators of the 16 registers of AVX2
+TOKENS = 4  # that share a decode
+_SUMS = 4  # vectors that a tile is added up in: 8 of the 16 registers of AVX2. A multiply-add takes 4 cycles and 2
+# start in every one, so fewer would wait for each other: a row has 4 tokens, or each of two rows 2 sums for its one
 _LOWERING = (
     "builtin.module(arith-expand{include-bf16=true},canonicalize,cse,convert-scf-to-cf,"
     "convert-vector-to-llvm{reassociate-fp-reductions=true},convert-arith-to-llvm,convert-func-to-llvm,"
@@ -69,20 +72,28 @@ def prepared_tokens(m: int) -> int:
     return m if m % TOKENS <= 1 else m + TOKENS - m % TOKENS
 
 
-def build_cpu_module(spec: MatmulSpec, isa: Isa = "generic") -> ir.Module:
-    """The functions of a spec in the func, scf, arith, vector and llvm dialects. Needs a context and a location."""
+def build_cpu_matmul(spec: MatmulSpec, isa: Isa = "generic") -> ir.Module:
+    """lowbit_prepare and lowbit_matmul in the func, scf, arith, vector and llvm dialects. Needs a context and a
+    location."""
+    return _build(spec, lambda: (_prepare(spec), _matmul(spec, isa)))
+
+
+def build_cpu_dequantize(spec: MatmulSpec, isa: Isa = "generic") -> ir.Module:
+    """lowbit_dequantize, likewise."""
+    return _build(spec, lambda: _dequantize(spec, isa))
+
+
+def _build(spec: MatmulSpec, functions: Callable[[], object]) -> ir.Module:
     module = ir.Module.create()
     with ir.InsertionPoint(module.body):
         _constants(spec)
-        _prepare(spec)
-        _matmul(spec, isa)
-        _dequantize(spec, isa)
+        functions()
     module.operation.verify()
     return module
 
 
 def lower_cpu_to_llvm(module: ir.Module) -> ir.Module:
-    """A module of `build_cpu_module` in the llvm dialect alone; changed in place."""
+    """One of these modules in the llvm dialect alone; changed in place."""
     passmanager.PassManager.parse(_LOWERING).run(module.operation)
     return module
 
@@ -136,24 +147,34 @@ def _prepare(spec: MatmulSpec) -> None:
             with loop(spec.groups, p.groups) as group:
                 store(zero, at(total, mul(group.index, 4)))
             target = at(xs, mul(t.index, 4 * p.padded_k))
-            with loop(0, p.padded_k, p.chunk) as chunk, loop(0, p.chunk) as c:
-                column = arith.extui(i(64), _look_up(_COLUMN, i(32), c.index))
-                value = load(f32(), at(row, mul(add(chunk.index, column), 4)))
-                value = arith.mulf(value, _look_up(_FACTOR, f32(), c.index))
-                store(value, at(target, mul(add(chunk.index, c.index), 4)))
+            with loop(0, p.padded_k, p.chunk) as chunk, loop(0, p.chunk, LANES) as c:
+                values = gather(at(row, mul(chunk.index, 4)), _look_up(_COLUMN, vec(i(32)), c.index))
+                values = arith.mulf(values, _look_up(_FACTOR, vec(f32()), c.index))
+                store(values, at(target, mul(add(chunk.index, c.index), 4)))
 
 
 def _prepare_group(spec: MatmulSpec, source: Value, row: Value, group: Value) -> Value:
     """Copies a group of x in f32 to its columns in memory; returns its sum."""
-    size = spec.group_size or spec.k
-    start, place = mul(group, size), mul(group, Tiling(spec).group)
-    with loop(0, size, carried=[constant(f32(), 0.0)]) as c:
-        value = load(scalar_type(spec.act), at(source, mul(add(start, c.index), BYTES[spec.act])))
-        value = arith.extf(f32(), value)
-        store(value, at(row, mul(add(place, c.index), 4)))
-        # Reassociated, LLVM sums in several vectors: faster, and closer than one element after the other.
-        c.carried = [arith.addf(c.carried[0], value, fastmath=arith.FastMathFlags.reassoc)]
-    return c.carried[0]
+    act, size = scalar_type(spec.act), spec.group_size or spec.k
+    source = at(source, mul(group, BYTES[spec.act] * size))
+    row = at(row, mul(group, 4 * Tiling(spec).group))
+    tail = size % LANES
+
+    def copy(type_: ir.Type, result: ir.Type, start: int, stop: int, step: int, total: Value) -> Value:
+        with loop(start, stop, step, carried=[total]) as c:
+            values = arith.extf(result, load(type_, at(source, mul(c.index, BYTES[spec.act]))))
+            store(values, at(row, mul(c.index, 4)))
+            c.carried = [arith.addf(c.carried[0], values)]
+        return c.carried[0]
+
+    sums = copy(vec(act), vec(f32()), 0, size - tail, LANES, constant(vec(f32()), 0.0))
+    total = _sum(sums)
+    return copy(act, f32(), size - tail, size, 1, total) if tail else total
+
+
+def _sum(values: Value) -> Value:
+    """Of a vector's elements, in any order."""
+    return vector.reduction(f32(), vector.CombiningKind.ADD, values, fastmath=arith.FastMathFlags.reassoc)
 
 
 def _matmul(spec: MatmulSpec, isa: Isa) -> None:
@@ -199,24 +220,28 @@ class _Matmul:
                         span.carried[t] = fma(scaled, broadcast(total), span.carried[t])
             with loop(0, self.tiling.tiles) as tile:
                 chunk = mul(add(mul(span.index, self.tiling.tiles), tile.index), self.tiling.chunks)
-                with loop(0, ROWS) as row:
-                    self._row(xs, block, chunk, row.index, count)
+                if count == 1:
+                    with loop(0, ROWS // 2) as g:
+                        self._rows(xs, block, chunk, Row.pair(g.index), count)
+                else:
+                    with loop(0, ROWS) as row:
+                        self._rows(xs, block, chunk, [Row.of(row.index)], count)
         for t, offset in enumerate(span.carried):
             store(offset, at(self.offsets, byte=t * VECTOR_BYTES))
         self._finish(block, token, count)
 
-    def _row(self, xs: Value, block: Value, first: Value, row: Value, count: int) -> None:
-        """Adds a row of the tile that begins with chunk `first` to the totals."""
-        zero = [constant(vec(f32()), 0.0)] * max(count, TOKENS)
+    def _rows(self, xs: Value, block: Value, first: Value, rows: Sequence[Row], count: int) -> None:
+        """Adds the tile that begins with chunk `first` to the totals of some rows."""
+        zero = [constant(vec(f32()), 0.0)] * _SUMS
         classes = self._vectors_by_group()
         if self.tiling.groups == 1:
             ((groups, vectors),) = classes.items()
-            with loop(0, self.tiling.chunks, carried=zero) as c:
-                c.carried = self._multiply(xs, block, add(first, c.index), row, count, vectors, c.carried)
-            self._update(row, groups, c.carried, count)
+            with loop(0, self.tiling.chunks, carried=zero, unroll=True) as c:
+                c.carried = self._multiply(xs, block, add(first, c.index), rows, count, vectors, c.carried)
+            self._update(rows, groups, c.carried, count)
         else:
             for groups, vectors in classes.items():
-                self._update(row, groups, self._multiply(xs, block, first, row, count, vectors, zero), count)
+                self._update(rows, groups, self._multiply(xs, block, first, rows, count, vectors, zero), count)
 
     def _vectors_by_group(self) -> dict[tuple[int, ...], list[tuple[int, int]]]:
         """The decoded vectors (step, which) of a chunk, by the groups of their elements."""
@@ -231,33 +256,37 @@ class _Matmul:
         xs: Value,
         block: Value,
         chunk: Value,
-        row: Value,
+        rows: Sequence[Row],
         count: int,
         vectors: Sequence[tuple[int, int]],
         sums: Sequence[Value],
     ) -> list[Value]:
-        """Adds code * x of some vectors of a chunk to the sums, several per token: a multiply-add takes four
-        cycles and two start in every one."""
+        """Adds code * x of some vectors of a chunk to the sums. Every row has its share of them, and of those token t
+        has every count-th."""
         p, result = self.spec.packing, list(sums)
-        reader = self.weight.chunk(block, chunk, row)
+        readers = [self.weight.chunk(block, chunk, row) for row in rows]
+        share = len(sums) // len(rows)
         x = at(xs, mul(chunk, 4 * p.chunk))
         for n, (step, which) in enumerate(vectors):
-            values = reader.vectors(step)[which]
-            for t in range(count):
-                place = at(x, byte=4 * t * p.padded_k + (2 * step + which) * VECTOR_BYTES)
-                slot = (n * count + t) % len(result)
-                result[slot] = fma(values, load(vec(f32()), place), result[slot])
+            for r, reader in enumerate(readers):
+                values = reader.vectors(step)[which]
+                for t in range(count):
+                    place = at(x, byte=4 * t * p.padded_k + (2 * step + which) * VECTOR_BYTES)
+                    slot = r * share + (n * count + t) % share
+                    result[slot] = fma(values, load(vec(f32()), place), result[slot])
         return result
 
-    def _update(self, row: Value, groups: Sequence[int], sums: Sequence[Value], count: int) -> None:
-        """totals += scale * sums; sums[j] belongs to token j % count."""
-        scale = self.scales.spread(row, groups)
-        for t in range(count):
-            mine = list(sums[t::count])
-            while len(mine) > 1:
-                mine = [arith.addf(a, b) for a, b in zip(mine[::2], mine[1::2])]
-            place = at(self.totals, mul(row, count * VECTOR_BYTES), t * VECTOR_BYTES)
-            store(fma(mine[0], scale, load(vec(f32()), place)), place)
+    def _update(self, rows: Sequence[Row], groups: Sequence[int], sums: Sequence[Value], count: int) -> None:
+        """totals += scale * sums."""
+        share = len(sums) // len(rows)
+        for r, row in enumerate(rows):
+            scale = self.scales.spread(row.index, groups)
+            for t in range(count):
+                mine = list(sums[r * share + t : (r + 1) * share : count])
+                while len(mine) > 1:
+                    mine = [arith.addf(a, b) for a, b in zip(mine[::2], mine[1::2])]
+                place = at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES)
+                store(fma(mine[0], scale, load(vec(f32()), place)), place)
 
     def _finish(self, block: Value, token: Value, count: int) -> None:
         """Sums the vectors, adds offset and bias, rounds, stores."""
@@ -267,9 +296,7 @@ class _Matmul:
             n = add(first, row.index)
             for t in range(count):
                 sums = load(vec(f32()), at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES))
-                result = vector.reduction(
-                    f32(), vector.CombiningKind.ADD, sums, fastmath=arith.FastMathFlags.reassoc
-                )
+                result = _sum(sums)
                 if self.has_offset:
                     offset = load(f32(), at(self.offsets, mul(row.index, 4), t * VECTOR_BYTES))
                     result = arith.addf(result, offset)
@@ -305,7 +332,7 @@ def _dequantize(spec: MatmulSpec, isa: Isa) -> None:
                         row_zeros.put(g, weight.zeros(block.index, add(group, g)))
                 with loop(0, span_chunks) as c, loop(0, rows) as row:
                     chunk = add(mul(span.index, span_chunks), c.index)
-                    reader = weight.chunk(block.index, chunk, row.index)
+                    reader = weight.chunk(block.index, chunk, Row.of(row.index))
                     _dequantize_chunk(weight, reader, row_scales, row_zeros, row.index, values)
                     target = at(w, mul(add(start, row.index), BYTES[spec.act] * spec.k))
                     _copy_chunk(spec, values, target, group, mul(c.index, spec.packing.chunk))

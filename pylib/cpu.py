@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from dialect.spec import MatmulSpec
 from passes.cpu_decode import Isa
 from passes.emit_ptx import translate
 from passes.host import HostModule, host_features
-from passes.lower_cpu import build_cpu_module, lower_cpu_to_llvm, prepared_tokens
+from passes.lower_cpu import build_cpu_dequantize, build_cpu_matmul, lower_cpu_to_llvm, prepared_tokens
 from pylib.packed import TORCH
-
-_FUNCTIONS = {"lowbit_prepare": (3, 2), "lowbit_matmul": (7, 3), "lowbit_dequantize": (4, 2)}
-"""Name -> how many pointers and how many integers it takes."""
 
 # Multiply-adds worth a thread: about 50 us of work, which is what waking one and waiting for it costs.
 _WORTH_A_THREAD = 1 << 19
@@ -40,15 +37,20 @@ class CpuMatmul:
         self.spec = spec
         self._cpu, self._threads = cpu, threads
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
-        with new_context(), ir.Location.unknown():
-            module = build_cpu_module(spec, _isa(cpu))
-            self._host = HostModule(translate(lower_cpu_to_llvm(module)), list(_FUNCTIONS), cpu)
-        self._prepare, self._matmul, self._dequantize = (self._function(name) for name in _FUNCTIONS)
+        self._module = self._compile(build_cpu_matmul, "lowbit_prepare", "lowbit_matmul")
+        self._prepare = _function(self._module, "lowbit_prepare", pointers=3, integers=2)
+        self._matmul = _function(self._module, "lowbit_matmul", pointers=7, integers=3)
 
-    def _function(self, name: str) -> Callable[..., None]:
-        pointers, integers = _FUNCTIONS[name]
-        types = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers
-        return ctypes.CFUNCTYPE(None, *types)(self._host.address(name))  # releases the interpreter lock
+    @cached_property
+    def _dequantizer(self) -> tuple[Callable[..., None], HostModule]:
+        """Compiled when first wanted: most weights are never dequantized."""
+        module = self._compile(build_cpu_dequantize, "lowbit_dequantize")
+        return _function(module, "lowbit_dequantize", pointers=4, integers=2), module
+
+    def _compile(self, build: Callable[[MatmulSpec, Isa], ir.Module], *functions: str) -> HostModule:
+        with new_context(), ir.Location.unknown():
+            module = lower_cpu_to_llvm(build(self.spec, _isa(self._cpu)))
+            return HostModule(translate(module), functions, self._cpu)
 
     def matmul(
         self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
@@ -73,18 +75,17 @@ class CpuMatmul:
         spec = self.spec
         w = torch.empty((spec.n, spec.k), dtype=self._act)
         arrays = [_address(t) for t in (codes, scales, zeros, w)]
-        self._parallel(
-            lambda first, last: self._dequantize(*arrays, first, last), spec.packing.row_blocks, w.numel()
-        )
+        run, _ = self._dequantizer
+        self._parallel(lambda first, last: run(*arrays, first, last), spec.packing.row_blocks, w.numel())
         return w
 
     def stages(self) -> dict[str, str]:
         """The program as text: "vector" and "llvm" (MLIR), "ll" (LLVM IR), "asm"."""
         with new_context(), ir.Location.unknown():
-            module = build_cpu_module(self.spec, _isa(self._cpu))
+            module = build_cpu_matmul(self.spec, _isa(self._cpu))
             vector = str(module)
             lower_cpu_to_llvm(module)
-            return {"vector": vector, "llvm": str(module), "ll": translate(module), "asm": self._host.assembly}
+            return {"vector": vector, "llvm": str(module), "ll": translate(module), "asm": self._module.assembly}
 
     def _parallel(self, run: Callable[[int, int], None], count: int, work: int) -> None:
         """run(first, last) on ranges that make up 0 .. count-1, by as many threads as `work` multiply-adds keep busy."""
@@ -116,6 +117,12 @@ def _isa(cpu: str) -> Isa:
         return levels.get(cpu, "generic")
     features = host_features()
     return "avx512" if "avx512f" in features else "avx2" if "avx2" in features else "generic"
+
+
+def _function(module: HostModule, name: str, *, pointers: int, integers: int) -> Callable[..., None]:
+    """A compiled function; calling it releases the interpreter lock."""
+    types = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers
+    return ctypes.CFUNCTYPE(None, *types)(module.address(name))
 
 
 def _address(tensor: Tensor | None) -> int | None:
