@@ -64,14 +64,14 @@ def pack_groups(packing: Packing, table: Tensor) -> Tensor:
     """[n, groups] to [packing.scales_shape], padded with 0; as bits: float8 types lack most operations."""
     raw = _raw(table.contiguous())
     raw = F.pad(raw, (0, packing.groups - raw.shape[1], 0, packing.row_blocks * ROWS - raw.shape[0]))
-    return raw.view(packing.row_blocks, ROWS, packing.groups).transpose(1, 2).contiguous().view(table.dtype)
+    return _fresh(raw.view(packing.row_blocks, ROWS, packing.groups).transpose(1, 2)).view(table.dtype)
 
 
 def unpack_groups(packing: Packing, table: Tensor) -> Tensor:
     """The inverse of `pack_groups`."""
     groups = 1 if packing.group is None else packing.k // packing.group
     rows = _raw(table).transpose(1, 2).reshape(-1, packing.groups)
-    return rows[: packing.n, :groups].contiguous().view(table.dtype)
+    return _fresh(rows[: packing.n, :groups]).view(table.dtype)
 
 
 def _planes(packing: Packing, device: torch.device) -> Iterator[tuple[Plane, Tensor]]:
@@ -120,6 +120,11 @@ def _slices(packing: Packing) -> Iterator[tuple[slice, slice]]:
     for first in range(0, packing.row_blocks, step):
         last = min(first + step, packing.row_blocks)
         yield slice(first, last), slice(first * ROWS, min(last * ROWS, packing.n))
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A contiguous copy; unlike contiguous(), with ordinary strides for sizes of 1 too, as views need them."""
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _raw(t: Tensor) -> Tensor:

@@ -188,10 +188,10 @@ def _check_codes(codes: Tensor, least: int, most: int) -> None:
     for first in range(0, codes.shape[0], rows):
         part = codes[first : first + rows]
         part = part if part.dtype in (torch.uint8, torch.int8) else part.long()
-        low, high = part.aminmax()
+        low, high = map(int, part.aminmax())
         if low < least or high > most:
-            wrong = (part < least) | (part > most)
-            _reject("codes", part, wrong, f"must be in {least}..{most}", first)
+            wide = part.long()  # a uint8 tensor compares with -8 as if it were 248
+            _reject("codes", wide, (wide < least) | (wide > most), f"must be in {least}..{most}", first)
 
 
 def _integers(zeros: Tensor, least: int) -> Tensor:

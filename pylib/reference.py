@@ -4,8 +4,8 @@
     y = mm(x, pack(spec, codes, scales, zeros, bias))
     assert agrees(y, matmul(spec, x, codes, ...), tolerance(spec, x, codes, ...)).all()
 
-Arguments are torch tensors or NumPy arrays in the form that `pylib.packed.pack` takes them, already rounded to
-the spec's types. n is that of `codes`, so a few rows of a large weight can be checked by themselves.
+Arguments are torch tensors or NumPy arrays in the form that `pylib.packed.pack` takes them, already rounded
+to the spec's types. n is that of `codes`, so a few rows of a large weight can be checked by themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_SCALE = {"f16": 2.0**-14, "e4m3": 2.0**-6}  # normal numbers; the other ty
 
 
 def dequantize(spec: MatmulSpec, codes: Array, scales: Array, zeros: Array | None = None) -> F64:
-    """W[n, k] = scale * (decode(code) - zero), exact but for float64's own rounding; NaN and inf as in IEEE."""
+    """W[n, k] = scale * (decode(code) - zero), exact but for float64's rounding; NaN and inf as in IEEE."""
     scale, zero = _spread(spec, scales), _spread(spec, zeros)
     with np.errstate(invalid="ignore"):
         return scale * (_decode(spec, codes) - zero)

@@ -1,0 +1,149 @@
+"""What a `MatmulSpec` takes, what it derives, and what it says about a mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dialect.errors import SpecError
+from dialect.packing import Packing
+from dialect.spec import MatmulSpec
+
+
+def spec(**changes: Any) -> MatmulSpec:
+    return MatmulSpec(**{"n": 64, "k": 4096, "weight": "u4", **changes})
+
+
+def test_frozen_hashable_and_picklable() -> None:
+    s = spec(group_size=128, zeros="int")
+    assert s == spec(group_size=128, zeros="int") and hash(s) == hash(spec(group_size=128, zeros="int"))
+    assert s != spec(group_size=64, zeros="int")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        s.n = 3  # type: ignore[misc]
+    assert s.packing.bits == 4  # a cached property must not change what a spec is
+    assert pickle.loads(pickle.dumps(s)) == s == spec(group_size=128, zeros="int")
+    assert dataclasses.replace(s, n=128).packing.n == 128
+
+
+def test_numpy_numbers_become_python_numbers() -> None:
+    s = spec(n=np.int64(64), k=np.int32(4096), group_size=np.uint8(128))
+    assert s == spec(group_size=128) and {type(s.n), type(s.k), type(s.group_size)} == {int}
+
+
+@pytest.mark.parametrize("table", [[1, 2.5], (1, 2.5), np.array([1, 2.5]), torch.tensor([1, 2.5])])
+def test_tables_become_tuples_of_floats(table: Any) -> None:
+    s = spec(weight="lut1", table=table)
+    assert s.table == (1.0, 2.5) and isinstance(s.table, tuple) and hash(s) is not None
+    assert s.dtype.values().tolist() == [1.0, 2.5]
+
+
+def test_derived() -> None:
+    s = MatmulSpec(100, 4096, "i3", 64, zeros="int", scale="f32", act="bf16", bias=True)
+    assert s.dtype.name == "i3" and s.packing == Packing(3, 100, 4096, 64)
+    assert s.groups == 64 and spec().groups == 1
+    assert s.out_dtype == "bf16" and spec(out="f32").out_dtype == "f32" and spec().out_dtype == "f16"
+    assert [spec(scale=x).scale_bytes for x in ("f32", "f16", "bf16", "e8m0", "e4m3")] == [4, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "zeros, scale, act, kind",
+    [
+        ("none", "f16", "f16", None),
+        ("int", "e8m0", "f16", "u8"),
+        ("float", "f32", "f16", "f32"),
+        ("float", "bf16", "f16", "bf16"),
+        ("float", "e8m0", "bf16", "bf16"),
+        ("float", "e4m3", "f16", "f16"),
+    ],
+)
+def test_zero_kind(zeros: str, scale: str, act: str, kind: str | None) -> None:
+    assert spec(zeros=zeros, scale=scale, act=act).zero_kind == kind
+
+
+def test_bytes() -> None:
+    s = MatmulSpec(100, 4096, "u4", 128, zeros="int", bias=True, out="f32")
+    rows = 112  # whole blocks of 16
+    assert s.bytes == rows * 4096 // 2 + rows * 32 * (2 + 1) + 100 * 4
+
+
+def test_one_line() -> None:
+    s = spec(group_size=128, zeros="int", bias=True, out="f32")
+    assert str(s) == "u4[64, 4096] f16 scale per 128, int zeros: f16 -> f32 + bias"
+    assert str(spec(weight="nf4")) == "nf4[64, 4096] f16 scale per row: f16 -> f16"
+
+
+@pytest.mark.parametrize("weight", ["u1", "i8", "f3e1m1", "f8e5m2", "nf4", "fp4_bnb"])
+@pytest.mark.parametrize("zeros", ["none", "float"])
+def test_every_kind_of_weight(weight: str, zeros: str) -> None:
+    assert spec(weight=weight, zeros=zeros).dtype.name == weight
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"n": 0}, "n=0 must be at least 1"),
+        ({"n": True}, "n=True must be an integer, at least 1"),
+        ({"n": 1.5}, "n=1.5 must be an integer"),
+        ({"n": np.bool_(True)}, "must be an integer"),
+        ({"n": "64"}, "n='64' must be an integer"),
+        ({"k": 8}, "k=8 must be at least 16"),
+        ({"k": None}, "k=None must be an integer, at least 16"),
+        (
+            {"group_size": 96},
+            "group_size=96 must divide k=4096; try 64 or 128, or None for one scale per row",
+        ),
+        ({"group_size": 8}, "group_size=8 must be at least 16 and divide k=4096; try 16"),
+        ({"group_size": 8192}, "group_size=8192 must divide k=4096; try 4096"),
+        ({"k": 97, "group_size": 17}, "must divide k=97; try 97"),
+        ({"group_size": 128.0}, "group_size=128.0 must be an integer"),
+        ({"group_size": True}, "group_size=True must be an integer"),
+        ({"group_size": -1}, "group_size=-1 must be at least 1"),
+        ({"zeros": None}, "zeros=None must be one of 'none', 'int', 'float'"),
+        ({"zeros": "ints"}, "did you mean 'int'?"),
+        ({"scale": "float16"}, "must be one of 'f16', 'bf16', 'f32', 'e8m0', 'e4m3'; did you mean 'f16'?"),
+        ({"act": "fp16"}, "act='fp16' must be one of 'f16', 'bf16'; did you mean 'f16'?"),
+        ({"act": torch.float16}, "act=torch.float16 must be one of 'f16', 'bf16'"),
+        ({"act": "f32"}, "act='f32' must be one of"),
+        ({"out": "e4m3"}, "out='e4m3' must be one of 'f16', 'bf16', 'f32'"),
+        ({"bias": 1}, "bias=1 must be True or False"),
+        ({"bias": None}, "bias=None must be True or False"),
+        ({"weight": "int4"}, "unknown weight format 'int4'; allowed: u1..u8, i1..i8"),
+        ({"weight": "int4"}, "did you mean 'i4'?"),
+        ({"weight": "uint3"}, "did you mean 'u3'?"),
+        ({"weight": "NF4"}, "did you mean 'nf4'?"),
+        ({"weight": "fp8_e4m3fn"}, "did you mean 'f8e4m3'?"),
+        ({"weight": "f6e9m9"}, "must make 6 bits (1+9+9 = 19)"),
+        ({"weight": 4}, "weight=4 must be the name of a format, such as 'u4'"),
+        (
+            {"weight": "nf4", "zeros": "int"},
+            "needs an integer weight (u1..u8, i1..i8), not 'nf4'; use 'float'",
+        ),
+        ({"weight": "f8e4m3", "zeros": "int"}, "needs an integer weight"),
+        ({"table": [1.0] * 16}, "drop it or use 'lut4'"),
+        ({"weight": "lut2"}, "lut2 needs table= with 4 values; got none"),
+        ({"weight": "lut2", "table": [1, 2]}, "lut2 needs table= with 4 values; got 2 values"),
+        ({"weight": "lut1", "table": [[1], [2]]}, "must be a flat sequence of numbers"),
+        ({"weight": "lut1", "table": ["a", "b"]}, "must be a flat sequence of numbers"),
+        ({"weight": "lut1", "table": [1.0, float("inf")]}, "must be finite"),
+    ],
+)
+def test_errors_name_the_fix(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as error:
+        spec(**changes)
+    assert message in str(error.value)
+
+
+def test_needs_neither_torch_nor_mlir(repo: Path) -> None:
+    code = "import sys, dialect.spec; print(*({'torch', 'torch_mlir', 'mlir'} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == ""
