@@ -12,6 +12,7 @@ JOBS  ?= auto
 ifdef PYTHON
 READY :=
 PY    := $(PYTHON)
+export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 else
 READY := $(STAMP)
 PY    := $(VENV)/bin/python
@@ -37,7 +38,7 @@ install: $(READY) ## .venv with everything in it
 
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV_FLAGS) $(VENV)
-	$(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --editable '.[compile,cuda,test]'
+	$(VENV)/bin/python -m pip install -qq $(PIP_FLAGS) --editable '.[compile,cuda,test]'
 	@touch $@
 
 demo: $(READY) ## a real matmul: on the GPU if there is one, else on the CPU and in the emulator

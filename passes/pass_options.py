@@ -1,7 +1,7 @@
 """Options of a pass, as text: `--select-schedule=tokens=8,stages=3` fills the fields of the pass's dataclass.
 
 A field may be an int, float, bool, str, Literal of strings, `Target`, one of these or None, or a dataclass of
-such fields, whose names are then options of the pass.
+such fields, whose names are then options of the pass. A name that both have sets both.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -23,11 +23,12 @@ _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 @dataclass(frozen=True)
 class Option:
-    """One option: name, type and default; `parent` is the field that holds it where that is a dataclass."""
+    """One option: of the pass itself (`own`), of the dataclass that is its field `parent`, or of both."""
 
     name: str
     type: Any
-    default: Any = MISSING
+    default: Any
+    own: bool
     parent: str | None = None
 
     def __str__(self) -> str:
@@ -45,10 +46,12 @@ def options(cls: type) -> dict[str, Option]:
     for name, kind, default in _fields(cls):
         nested = next((t for t in _alternatives(kind) if _is_nested(t)), None)
         if nested is None:
-            found[name] = Option(name, kind, default)
-        else:
-            for inner, inner_kind, inner_default in _fields(nested):
-                found[inner] = Option(inner, inner_kind, inner_default, parent=name)
+            parent = found[name].parent if name in found else None
+            found[name] = Option(name, kind, default, own=True, parent=parent)
+            continue
+        for inner, inner_kind, inner_default in _fields(nested):
+            option = found.get(inner) or Option(inner, inner_kind, inner_default, own=False)
+            found[inner] = replace(option, parent=name)
     return found
 
 
@@ -68,12 +71,17 @@ def from_text(cls: type[P], text: str, flag: str) -> P:
             allowed = ", ".join(known) or "none"
             raise PassError(f"{flag}: unknown option {key!r}; allowed: {allowed}")
         try:
-            target = flat if option.parent is None else nested.setdefault(option.parent, {})
-            target[option.name] = option.parse(value if "=" in item else "true")
+            parsed = option.parse(value if "=" in item else "true")
         except ValueError as error:
             reason = str(error) if isinstance(error, LowbitError) else f"must be {_describe(option.type)}"
             raise PassError(f"{flag}: {key}={value} {reason}") from None
+        if option.own:
+            flat[option.name] = parsed
+        if option.parent:
+            nested.setdefault(option.parent, {})[option.name] = parsed
     for parent, values in nested.items():
+        if all(known[name].own for name in values):
+            continue  # nothing is said about this dataclass in particular
         kind = next(kind for field, kind, _ in _fields(cls) if field == parent)
         flat[parent] = next(t for t in _alternatives(kind) if _is_nested(t))(**values)
     missing = [field for field, _, default in _fields(cls) if default is MISSING and field not in flat]

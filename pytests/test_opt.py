@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
-from passes.pipeline import PASSES
 
 from dialect.bindings import ir
 from dialect.errors import PassError
 from passes import opt
 from passes.diagnostics import Diagnostic, expectations, mismatches
 from passes.pass_options import from_text, options
+from passes.pipeline import PASSES
 from passes.schedule import Schedule
 from passes.target import Target, parse_target
 
@@ -142,6 +142,11 @@ def test_options():
     mark = from_text(Mark, "target=emulator:sm_90a stages=4,step-k=64 mode=b,fast,limit=none", "--test-mark")
     assert mark == Mark(parse_target("emulator:sm_90a"), Schedule(stages=4, step_k=64), "b", True, None)
     assert from_text(Mark, "target=cpu", "--test-mark").schedule is None
+    # A name of both the pass and its schedule sets both, but alone it makes no schedule.
+    both = from_text(PASSES["select-schedule"], "tokens=16,stages=4", "--select-schedule")
+    assert (both.tokens, both.schedule) == (16, Schedule(tokens=16, stages=4))
+    alone = from_text(PASSES["select-schedule"], "tokens=16", "--select-schedule")
+    assert (alone.tokens, alone.schedule) == (16, None)
     assert list(options(Refuse)) == ["located"]
 
 
