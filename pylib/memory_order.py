@@ -123,7 +123,7 @@ def _slices(packing: Packing) -> Iterator[tuple[slice, slice]]:
 
 
 def _fresh(t: Tensor) -> Tensor:
-    """A contiguous copy; unlike contiguous(), with ordinary strides for sizes of 1 too, as views need them."""
+    """A contiguous copy; unlike contiguous(), with ordinary strides for sizes of 1, as views need them."""
     return t.clone(memory_format=torch.contiguous_format)
 
 

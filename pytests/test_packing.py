@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dialect.packing import BLOCK_K, UNIT_BYTES, Packing, round_up
+from dialect.packing import BLOCK_K, UNIT_BYTES, Packing, WordSlot, round_up
 
 BITS = range(1, 9)
 
@@ -49,6 +49,23 @@ def test_slots_fill_every_bit_of_a_chunk_once(bits: int) -> None:
                     used[slot.unit, slot.word, first : first + plane.bits] += 1
                 assert plane.first_unit <= slot.unit < plane.first_unit + plane.units
     assert (used == 1).all()
+
+
+@pytest.mark.parametrize(
+    "bits, block, register, slots",
+    [
+        (4, 0, 0, [(0, 0, 0)]),
+        (4, 1, 2, [(0, 1, 8)]),  # four registers to a word
+        (8, 1, 3, [(0, 3, 8)]),  # two
+        (2, 7, 3, [(0, 3, 14)]),  # eight
+        (1, 15, 1, [(0, 3, 13)]),  # sixteen
+        (6, 5, 1, [(1, 1, 4), (2, 2, 10)]),  # 4 bits in units 0 and 1, 2 in unit 2
+        (7, 15, 3, [(3, 3, 12), (5, 3, 14), (6, 3, 15)]),
+    ],
+)
+def test_slots_of_saved_weights(bits: int, block: int, register: int, slots: list[tuple[int, ...]]) -> None:
+    """The format on disk: whoever changes it has to raise `pylib.packed.FORMAT`."""
+    assert Packing(bits, 16, 256).slots(block, register) == tuple(WordSlot(*slot) for slot in slots)
 
 
 def test_fragment_order_is_ptxs_table() -> None:
