@@ -30,7 +30,7 @@ GPU_STAGES = {
     "lowbit": "lowbit.mlir", "tile": "tile.mlir", "gpu": "gpu.mlir", "llvm": "llvm.mlir", "ll": "ll",
     "ptx": "ptx", "cubin": "cubin",
 }  # fmt: skip
-CPU_STAGES = {"lowbit": "lowbit.mlir", "vector": "vector.mlir", "llvm": "llvm.mlir", "ll": "ll", "asm": "s"}
+CPU_STAGES = {"vector": "vector.mlir", "llvm": "llvm.mlir", "ll": "ll", "asm": "s"}
 
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 

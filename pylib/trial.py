@@ -3,16 +3,15 @@
 Every output is checked. The weight repeats itself every 1009 rows, so that float64 has little to do; 1009 is
 a prime, so no tile of a kernel repeats.
 
-On a GPU the time is that of one call inside a CUDA graph that walks over enough copies of the weight to find
-none of it in the L2 cache, as the layers of a model do.
+On a GPU the time is what `pylib.timing` says; on a CPU it is from call to return.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -21,15 +20,14 @@ from torch import Tensor
 
 from dialect.spec import MatmulSpec
 from passes.schedule import Schedule
-from pylib import reference
+from pylib import reference, timing
 from pylib.artifact import token_tile
 from pylib.matmul import Matmul, compile
 from pylib.packed import PackedWeight
 
 PERIOD = 1009  # rows
-COLD_BYTES = 400e6  # of weight copies: several times the largest L2 there is
-REPEATS = 15
-MAX_CPU_SECONDS = 2.0
+CPU_REPEATS = 15
+CPU_SECONDS = 2.0  # at most, about
 
 
 @dataclass(frozen=True)
@@ -107,30 +105,15 @@ def time_call(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
 
 
 def _cuda_time(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
-    copies = math.ceil(COLD_BYTES / w.nbytes) - 1
-    weights = [w, *(replace(w, codes=w.codes.clone(), scales=w.scales.clone()) for _ in range(copies))]
+    weights = timing.copies(w)
     for each in weights:  # the first call on a weight is not the fast one
         mm(x, each)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for each in weights:
-            mm(x, each)
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times: list[float] = []
-    for _ in range(REPEATS):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(weights))
-    return median(times)
+    return timing.graph_time([partial(mm, x, each) for each in weights]).median * 1e-6
 
 
 def _cpu_time(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
     times: list[float] = []
-    while len(times) < REPEATS and sum(times) < MAX_CPU_SECONDS:
+    while len(times) < CPU_REPEATS and sum(times) < CPU_SECONDS:
         start = time.perf_counter()
         mm(x, w)
         times.append(time.perf_counter() - start)
