@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialect.spec import MatmulSpec
 from passes.schedule import Launch, Schedule
 from passes.target import Target
-from pylib import cache
+from pylib import cache, knobs
 
 if TYPE_CHECKING:
     from passes.pipeline import CompiledKernel
@@ -81,26 +82,35 @@ class Artifacts:
 
     def stages(self, tokens: int | None) -> dict[str, str]:
         """The IR of a kernel after each stage; compiles it afresh."""
-        return self._compile(tokens).stages
+        return self._compile(tokens, keep=True).stages
+
+    def _load(self, tokens: int | None) -> Artifact:
+        schedule = self._schedule_for(tokens)
+        key = cache.key(spec=self._spec, target=self._target, schedule=schedule, tokens=tokens)
+        return Artifact.from_files(cache.load_or_build(key, lambda: self._build(tokens).to_files()))
+
+    def _build(self, tokens: int | None) -> Artifact:
+        folder = knobs.dump_dir()
+        compiled = self._compile(tokens, keep=folder is not None)
+        if folder is not None:
+            self._dump(compiled.stages, tokens, folder)
+        cubin = compiled.cubin() if self._target.kind == "cuda" else None
+        return Artifact(compiled.launch, compiled.schedule, compiled.stages["ptx"], cubin)
+
+    def _compile(self, tokens: int | None, keep: bool) -> CompiledKernel:
+        from passes import pipeline  # which loads MLIR and LLVM
+
+        if tokens is None:
+            return pipeline.compile_dequantize(self._spec, self._target, keep)
+        return pipeline.compile_matmul(self._spec, self._target, self._schedule_for(tokens), tokens, keep)
 
     def _schedule_for(self, tokens: int | None) -> Schedule | None:
         return self._schedule if self._schedule and self._schedule.tokens == tokens else None
 
-    def _load(self, tokens: int | None) -> Artifact:
-        key = cache.key(
-            spec=self._spec, target=self._target, schedule=self._schedule_for(tokens), tokens=tokens
-        )
-        files = cache.load_or_build(key, lambda: self._build(tokens).to_files())
-        return Artifact.from_files(files)
-
-    def _build(self, tokens: int | None) -> Artifact:
-        compiled = self._compile(tokens)
-        cubin = compiled.cubin() if self._target.kind == "cuda" else None
-        return Artifact(compiled.launch, compiled.schedule, compiled.stages["ptx"], cubin)
-
-    def _compile(self, tokens: int | None) -> CompiledKernel:
-        from passes import pipeline
-
-        if tokens is None:
-            return pipeline.compile_dequantize(self._spec, self._target)
-        return pipeline.compile_matmul(self._spec, self._target, self._schedule_for(tokens), tokens)
+    def _dump(self, stages: dict[str, str], tokens: int | None, folder: Path) -> None:
+        spec = self._spec
+        what = "dequantize" if tokens is None else f"m{tokens}"
+        name = f"{spec.weight}_{spec.n}x{spec.k}_{self._target.arch}_{what}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage, text in stages.items():
+            (folder / f"{name}.{stage}").write_text(text)

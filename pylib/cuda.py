@@ -1,9 +1,9 @@
 """Starting kernels on NVIDIA GPUs: libcuda through ctypes.
 
-At m = 1 the host takes as long for a launch as the GPU for the kernel. So whatever stays the same between calls
-(launch configuration, attributes, the array of argument addresses) is built when a kernel is loaded. A call
-only overwrites eight 64-bit words and the stream (`Function`): 4.1 us on an H200's host, 3.2 of them in the
-driver (2026-11).
+At m = 1 the host takes as long for a launch as the GPU for the kernel. So whatever stays the same between
+calls (launch configuration, attributes, the array of argument addresses) is built when a kernel is loaded. A
+call only overwrites eight 64-bit words and the stream (`Function`): 4.1 us on an H200's host, 3.2 of them in
+the driver (2026-11).
 """
 
 from __future__ import annotations

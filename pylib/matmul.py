@@ -82,13 +82,14 @@ class Matmul:
 
     spec, target   as compiled
     schedule       of the kernel for one token; None on a CPU
+    description    all that was compiled, as text: the last argument of `torch.ops.lowbit.matmul`
     """
 
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
         self.spec = spec
         self.target = target
         self._act, self._k = TORCH[spec.act], spec.k
-        self._description = torch_op.describe(spec, target, schedule)
+        self.description = torch_op.describe(spec, target, schedule)
         self._runtime = make_runtime(spec, target, schedule)
         self._run = self._runtime.matmul
         self.schedule = self._runtime.schedule
@@ -112,7 +113,7 @@ class Matmul:
         """
         if type(x) is not Tensor or is_compiling():
             self._check(x, w)
-            return torch.ops.lowbit.matmul(x.detach(), w.codes, w.scales, w.zeros, w.bias, self._description)
+            return torch.ops.lowbit.matmul(x.detach(), w.codes, w.scales, w.zeros, w.bias, self.description)
         if (  # what _check looks at, and no more: it costs 0.6 us
             x.dtype is not self._act
             or x.ndim == 0

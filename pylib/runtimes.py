@@ -132,7 +132,7 @@ class CudaRuntime(_GpuRuntime):
         self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         if x.numel() == 0:
-            _check_device(self._target, x.get_device())
+            check_device(self._target, x.get_device())
             return x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
         weight = self.dequantize(codes, scales, zeros)
         if self._out is self._act:
@@ -145,7 +145,7 @@ class CudaRuntime(_GpuRuntime):
         """The kernel for `tile` tokens, loaded on `device`."""
         function = self._by_tile.get((device, tile))
         if function is None:
-            _check_device(self._target, device)
+            check_device(self._target, device)
             artifact = self.kernel(tile)
             with self._lock:
                 function = self._by_tile.get((device, tile)) or _load(artifact, self._target, device)
@@ -166,7 +166,7 @@ def _settled(codes: Tensor, address: int) -> bool:
     return False
 
 
-def _check_device(target: Target, device: int) -> None:
+def check_device(target: Target, device: int) -> None:
     """Raise TargetError if there is no device or it can't run code for the target."""
     if device < 0:
         if torch.cuda.is_available():
@@ -208,7 +208,7 @@ class EmulatorRuntime(_GpuRuntime):
     def matmul(
         self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        _check_cpu(x, self._target.name)
+        _check_cpu(self._target.name, x, codes)
         m = x.numel() // self._k
         tile = token_tile(m)
         if tile is None:
@@ -221,7 +221,7 @@ class EmulatorRuntime(_GpuRuntime):
         return y
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        _check_cpu(codes, self._target.name)
+        _check_cpu(self._target.name, codes)
         weight = torch.empty((self._n, self._k), dtype=self._act)
         self._launch(None, 0, codes=codes, scales=scales, zeros=zeros, y=weight)
         return weight
@@ -256,11 +256,11 @@ class CpuRuntime:
     def matmul(
         self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        _check_cpu(x, "cpu")
+        _check_cpu("cpu", x, codes)
         return self._program.matmul(x, codes, scales, zeros, bias)
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        _check_cpu(codes, "cpu")
+        _check_cpu("cpu", codes)
         return self._program.dequantize(codes, scales, zeros)
 
     def kernel(self, tile: int | None) -> Artifact:
@@ -270,9 +270,10 @@ class CpuRuntime:
         return self._program.stages()
 
 
-def _check_cpu(tensor: Tensor, target: str) -> None:
-    if not tensor.is_cpu:
-        raise TargetError(f"target {target} takes CPU tensors, not {tensor.device}; use .cpu()")
+def _check_cpu(target: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise TargetError(f"target {target} takes CPU tensors, not {tensor.device}; use .cpu()")
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

@@ -1,0 +1,80 @@
+"""A stand-in for `passes.pipeline` that counts compilations, for tests of what is around it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+
+from dialect.spec import MatmulSpec
+from passes.schedule import Launch, Schedule
+from passes.target import Target
+
+# Launches with three tokens write 3 to y[0]: enough to see that arguments arrive where they belong.
+PTX = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry kernel(.param .u64 y, .param .u32 m)
+{
+    .reg .b64 %a;
+    .reg .b32 %m;
+    .reg .b16 %h;
+    ld.param.u64 %a, [y];
+    ld.param.u32 %m, [m];
+    cvta.to.global.u64 %a, %a;
+    cvt.rn.f16.u32 %h, %m;
+    st.global.b16 [%a], %h;
+    ret;
+}
+"""
+
+
+@dataclass
+class FakeKernel:
+    """Has what a CompiledKernel has."""
+
+    launch: Launch
+    schedule: Schedule | None
+    stages: dict[str, str]
+
+    def cubin(self) -> bytes:
+        return b"cubin of " + self.stages["tile"].encode()
+
+
+@dataclass
+class FakePipeline:
+    """Kernels that say what they were compiled for, and a list of these."""
+
+    compiled: list[tuple[str, int | None]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def compile_matmul(
+        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, tokens: int, keep: bool
+    ) -> FakeKernel:
+        return self._compile(target, tokens, schedule or Schedule(tokens=tokens, warps_k=4))
+
+    def compile_dequantize(self, spec: MatmulSpec, target: Target, keep: bool) -> FakeKernel:
+        return self._compile(target, None, None)
+
+    def _compile(self, target: Target, tokens: int | None, schedule: Schedule | None) -> FakeKernel:
+        time.sleep(self.seconds)
+        self.compiled.append((target.name, tokens))
+        launch = Launch("kernel", (1, 1, 1), 1, 0, ("y", "m"), 256)
+        return FakeKernel(launch, schedule, {"tile": f"{target} {tokens}", "ptx": PTX})
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> FakePipeline:
+    """In the place of the real one, with an empty disk cache."""
+    fake = FakePipeline()
+    module = ModuleType("passes.pipeline")
+    module.compile_matmul = fake.compile_matmul  # type: ignore[attr-defined]
+    module.compile_dequantize = fake.compile_dequantize  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "passes.pipeline", module)
+    monkeypatch.setattr(sys.modules["passes"], "pipeline", module, raising=False)
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    return fake

@@ -1,0 +1,187 @@
+"""`pylib.compile` and the kernels behind it: what is compiled, when, and what the disk cache saves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_pipeline import FakePipeline, pipeline
+
+import pylib
+from passes.schedule import Schedule
+from pylib.artifact import Artifact, token_tile
+from pylib.matmul import Matmul, this_machine
+
+__all__ = ["pipeline"]
+
+SPEC = pylib.MatmulSpec(n=32, k=128, weight="u4", group_size=64)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees what another has compiled."""
+    monkeypatch.setattr("pylib.matmul._compile", Matmul)
+
+
+def test_token_tile() -> None:
+    """The least tile that holds m, by its definition."""
+    for m in range(65):
+        tile = token_tile(m)
+        assert tile is not None and m <= tile and (tile == 8 or m > tile // 2)
+    assert token_tile(65) is None and token_tile(4096) is None
+
+
+def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> None:
+    mm = pylib.compile(SPEC, "sm_90a")
+    assert pipeline.compiled == [("sm_90a", 8)]
+    assert (mm.spec, str(mm.target), mm.schedule) == (SPEC, "sm_90a", Schedule(tokens=8, warps_k=4))
+    for m in (1, 8, 9, 16, 17, 64, 64, 65, 200):
+        mm.kernel(m)
+    assert [tokens for _, tokens in pipeline.compiled] == [8, 16, 32, 64, None]
+
+
+def test_schedule_is_for_the_tile_it_names(pipeline: FakePipeline) -> None:
+    wanted = Schedule(tokens=16, warps_k=2)
+    mm = pylib.compile(SPEC, "sm_90a", wanted)
+    assert [tokens for _, tokens in pipeline.compiled] == [8, 16]  # errors of a schedule show at compile
+    assert mm.kernel(16).schedule == wanted
+    assert mm.kernel(8).schedule == mm.schedule == Schedule(tokens=8, warps_k=4)
+
+
+def test_same_arguments_give_the_same_matmul(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
+    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWBIT_NO_CACHE", "1")
+        assert pylib.compile(SPEC, "cpu") is pylib.compile(replace(SPEC), "cpu")
+        assert pylib.compile(SPEC, "cpu") is not pylib.compile(replace(SPEC, act="bf16"), "cpu")
+
+
+def test_many_threads_compile_once(pipeline: FakePipeline) -> None:
+    mm = pylib.compile(SPEC, "sm_90a")
+    pipeline.seconds = 0.05
+    threads = [threading.Thread(target=mm.kernel, args=(32,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [tokens for _, tokens in pipeline.compiled] == [8, 32]
+
+
+def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
+    first = pylib.compile(SPEC, "sm_90a").kernel(20)
+    again = pylib.compile(SPEC, "sm_90a").kernel(20)
+    assert again == first and again is not first
+    assert first.cubin == b"cubin of sm_90a 32"
+    assert [tokens for _, tokens in pipeline.compiled] == [8, 32]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "emulator:sm_90a"])
+@pytest.mark.parametrize("spec", [replace(SPEC, act="bf16"), replace(SPEC, n=48), replace(SPEC, weight="i4")])
+def test_cache_tells_kernels_apart(pipeline: FakePipeline, target: str, spec: pylib.MatmulSpec) -> None:
+    pylib.compile(SPEC, "sm_90a")
+    pylib.compile(spec, "sm_90a")
+    pylib.compile(SPEC, target)
+    pylib.compile(SPEC, "sm_90a", Schedule(tokens=8, warps_k=2))
+    assert len(pipeline.compiled) == 4
+
+
+def test_damaged_cache_is_rebuilt(pipeline: FakePipeline) -> None:
+    kernel = pylib.compile(SPEC, "sm_90a").kernel(1)
+    (entry,) = Path(os.environ["LOWBIT_CACHE_DIR"]).glob("**/*.kernel")
+    content = entry.read_bytes()
+    for damaged in (b"", content[:-1], content[: len(content) // 2], b"x" * len(content), content + b"x"):
+        entry.write_bytes(damaged)
+        pipeline.compiled.clear()
+        assert pylib.compile(SPEC, "sm_90a").kernel(1) == kernel
+        assert len(pipeline.compiled) == 1
+        assert entry.read_bytes() == content
+
+
+def test_artifact_files_are_complete() -> None:
+    launch = pylib.artifact.Launch("k", (3, 2, 1), 256, 49152, ("x", "y", "m"), 64)
+    for schedule in (None, Schedule(tokens=16, stages=4)):
+        for cubin in (None, b"\0\1"):
+            artifact = Artifact(launch, schedule, ".version 8.0", cubin)
+            assert Artifact.from_files(artifact.to_files()) == artifact
+
+
+def test_emulator_has_no_cubin(pipeline: FakePipeline) -> None:
+    mm = pylib.compile(SPEC, "emulator:sm_80")
+    assert ".version" in mm.ptx
+    with pytest.raises(pylib.TargetError, match="emulator:sm_80 has no cubin"):
+        _ = mm.cubin
+
+
+def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
+    mm = pylib.compile(SPEC, "sm_90a")
+    assert mm.ir("tile") == "sm_90a 8"
+    assert mm.ir("tile", m=33) == "sm_90a 64"
+    assert mm.ir("tile", m=65) == "sm_90a None"
+    with pytest.raises(pylib.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
+        mm.ir("asm")
+
+
+def test_emulator_gets_its_arguments(pipeline: FakePipeline) -> None:
+    """The kernel of the fake writes the number of rows to the first element of y."""
+    mm = pylib.compile(SPEC, "emulator:sm_80")
+    w = mm.pack(torch.zeros(32, 128, dtype=torch.uint8), torch.ones(32, 2))
+    assert [float(mm(torch.ones(m, 128).half(), w)[0, 0]) for m in (1, 3, 64)] == [1, 3, 64]
+    assert float(mm.dequantize(w)[0, 0]) == 0
+
+
+def test_dump(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWBIT_DUMP", str(tmp_path / "new"))
+    pylib.compile(SPEC, "emulator:sm_80").kernel(200)
+    written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
+    stem = "u4_32x128_sm_80"
+    assert written.keys() == {f"{stem}_{k}.{s}" for k in ("m8", "dequantize") for s in ("tile", "ptx")}
+    assert written[f"{stem}_m8.tile"] == "emulator:sm_80 8"
+
+
+@pytest.mark.parametrize(
+    ("capability", "target"),
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 8), "sm_87"), ((8, 9), "sm_89"), ((9, 0), "sm_90a")]
+    + [((10, 0), "sm_90"), ((12, 0), "sm_90")],
+)
+def test_target_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], target: str
+) -> None:
+    _pretend_gpu(monkeypatch, capability)
+    assert this_machine() == target
+
+
+def test_target_of_a_machine_without_a_good_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert this_machine() == "cpu"
+    _pretend_gpu(monkeypatch, (7, 5))
+    with pytest.raises(pylib.TargetError, match=r"is sm_75, but .* need sm_80 or later; use target='cpu'"):
+        pylib.compile(SPEC)
+
+
+def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A GPU")
+
+
+def test_warm_compile_needs_no_compiler(pipeline: FakePipeline, repo: Path) -> None:
+    """In a new process without MLIR, LLVM and the pipeline."""
+    pylib.compile(SPEC, "sm_90a")
+    program = f"""
+import sys
+import pylib
+heavy = {{"torch_mlir", "mlir", "llvmlite", "triton"}}  # torch itself imports cuda.bindings
+assert not heavy & {{name.partition(".")[0] for name in sys.modules}}, "import pylib is not light"
+for name in (*heavy, "passes.pipeline"):
+    sys.modules[name] = None
+assert pylib.compile({SPEC!r}, "sm_90a").cubin == b"cubin of sm_90a 8"
+"""
+    program = program.replace("MatmulSpec(", "pylib.MatmulSpec(")
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=repo)

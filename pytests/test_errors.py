@@ -1,0 +1,256 @@
+"""Every mistake a user can make gets an error that says what was given, what is allowed, and the fix.
+
+And it costs nothing: after each mistake the same objects still give the same result.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_pipeline import FakePipeline, pipeline
+
+import pylib
+from passes.schedule import Schedule
+from pylib import PackError, SpecError, TargetError
+from pylib.reference import random_problem
+
+__all__ = ["pipeline"]
+
+SPEC = pylib.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int")
+PROBLEM = random_problem(SPEC, 3)
+
+MISTAKES: list[tuple[type[pylib.LowbitError], str, dict[str, Any]]] = [
+    (SpecError, r"unknown weight format 'u9'; allowed: .*u1\.\.u8", {"weight": "u9"}),
+    (SpecError, r"did you mean 'u4'\?", {"weight": "uint4"}),
+    (SpecError, "weight=4 must be the name of a format", {"weight": 4}),
+    (SpecError, "f6e3m3: .* must make 6 bits", {"weight": "f6e3m3"}),
+    (SpecError, "group_size=96 must divide k=256; try 64 or 128", {"group_size": 96}),
+    (SpecError, "group_size=8 must be at least 16", {"group_size": 8}),
+    (SpecError, "n=0 must be at least 1", {"n": 0}),
+    (SpecError, "k=8 must be at least 16", {"k": 8, "group_size": None}),
+    (SpecError, "n='48' must be an integer", {"n": "48"}),
+    (SpecError, "act='f32' must be one of 'f16', 'bf16'", {"act": "f32"}),
+    (SpecError, "scale='float16' must be one of .* did you mean 'f16'", {"scale": "float16"}),
+    (SpecError, "zeros='int' needs an integer weight", {"weight": "nf4"}),
+    (SpecError, "bias=1 must be True or False", {"bias": 1}),
+    (SpecError, "lut4 needs table= with 16 values", {"weight": "lut4", "zeros": "none"}),
+    (SpecError, "table= goes with weight='lut<b>' only", {"table": (0.0,) * 16}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "change"), MISTAKES, ids=lambda v: str(v)[:40])
+def test_spec(error: type[pylib.LowbitError], message: str, change: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        replace(SPEC, **change)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("unknown target 'sm_70'; allowed: 'cpu', 'sm_80'", (SPEC, "sm_70")),
+        ("unknown target 'cuda'", (SPEC, "cuda")),
+        ("unknown target ''", (SPEC, "")),
+        ("unknown target 'emulator:cpu'", (SPEC, "emulator:cpu")),
+        ("target=90 must be a name", (SPEC, 90)),
+        ("spec='u4' must be a MatmulSpec", ("u4",)),
+        ("schedule=8 must be a Schedule", (SPEC, "sm_80", 8)),
+        ("schedule= is for GPU targets", (SPEC, "cpu", Schedule())),
+    ],
+)
+def test_compile(message: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(pylib.LowbitError, match=message):
+        pylib.compile(*arguments)
+
+
+def _with(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
+    """A copy with one element changed."""
+    assert tensor is not None
+    changed = tensor.clone()
+    changed[5, 2] = value
+    return changed
+
+
+_, CODES, SCALES, ZEROS, _ = PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (r"codes\[5, 2\] = 16 must be in 0..15", {"codes": _with(CODES, 16)}),
+        (r"codes\[5, 2\] = -1 must be in 0..15", {"codes": _with(CODES.to(torch.int8), -1)}),
+        (r"codes must be \[n, k\] = \[48, 256\], not \[256, 48\]; transpose it", {"codes": CODES.T}),
+        ("codes must be integers, not torch.float32", {"codes": CODES.float()}),
+        ("codes must be a torch tensor or a NumPy array, not list", {"codes": CODES.tolist()}),
+        (r"scales\[5, 2\] = nan must be finite", {"scales": _with(SCALES, float("nan"))}),
+        (r"scales\[5, 2\] = inf must be finite", {"scales": _with(SCALES, float("inf"))}),
+        (r"scales\[5, 2\] = 100000 overflows f16", {"scales": _with(SCALES.float(), 1e5)}),
+        (r"scales must be \[n, groups\] = \[48, 4\], not \[48, 2\]", {"scales": SCALES[:, :2]}),
+        (r"zeros\[5, 2\] = 256 must be in 0..255", {"zeros": _with(ZEROS, 256)}),
+        ("zeros must be integers, not torch.float16", {"zeros": SCALES}),
+        ("needs zeros; pass zeros", {"zeros": None}),
+        ("has no bias; drop bias", {"bias": SCALES[:, 0]}),
+        ("scales is on meta, but codes are on cpu", {"scales": SCALES.to("meta")}),
+    ],
+)
+def test_pack(message: str, change: dict[str, Any]) -> None:
+    mm = pylib.compile(SPEC, "cpu")
+    good = {"codes": CODES, "scales": SCALES, "zeros": ZEROS, "bias": None}
+    with pytest.raises(PackError, match=message):
+        mm.pack(**(good | change))
+
+
+X = PROBLEM[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "x"),
+    [
+        (SpecError, r"x is torch.float32, but act='f16'; use x.to\(torch.float16\)", X.float()),
+        (SpecError, "x is torch.bfloat16", X.bfloat16()),
+        (SpecError, "x is torch.int64", X.long()),
+        (SpecError, "x is torch.complex64", X.to(torch.complex64)),
+        (SpecError, r"x must be \[..., k=256\], not \[256, 3\]", X.T),
+        (SpecError, r"x must be \[..., k=256\], not \[3, 255\]", X[:, 1:]),
+        (SpecError, r"x must be \[..., k=256\], not \[\]", X[0, 0]),
+        (SpecError, r"x must be \[..., k=256\], not \[0\]", X[0, :0]),
+        (SpecError, "x must be a torch tensor, not ndarray", X.numpy()),
+        (SpecError, "x must be a torch tensor, not list", [[1.0]]),
+        (SpecError, "x must be a torch tensor, not NoneType", None),
+        (TargetError, r"target cpu takes CPU tensors, not meta; use .cpu\(\)", X.to("meta")),
+    ],
+)
+def test_x(error: type[pylib.LowbitError], message: str, x: Any) -> None:
+    mm = pylib.compile(SPEC, "cpu")
+    w = mm.pack(*PROBLEM[1:])
+    before = mm(X, w)
+    with pytest.raises(error, match=message):
+        mm(x, w)
+    assert torch.equal(mm(X, w), before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weight": "f4e2m1", "zeros": "none"}, {"zeros": "none"}, {"n": 47}, {"scale": "bf16"}, {"act": "bf16"}],
+    ids=str,
+)
+def test_packed_weight_of_another_spec(change: dict[str, Any]) -> None:
+    """Even where the bytes have the same shape."""
+    mm = pylib.compile(SPEC, "cpu")
+    other = replace(SPEC, **change)
+    w = pylib.compile(other, "cpu").pack(*random_problem(other, 1)[1:])
+    for use in (lambda: mm(X, w), lambda: mm.dequantize(w)):
+        with pytest.raises(PackError, match=r"the weight was packed for \(.*\), not for \(u4\[48, 256\]"):
+            use()
+
+
+@pytest.mark.parametrize("w", [CODES, None, (CODES, SCALES)], ids=["tensor", "None", "tuple"])
+def test_weight_that_is_not_packed(w: Any) -> None:
+    mm = pylib.compile(SPEC, "cpu")
+    for use in (lambda: mm(X, w), lambda: mm.dequantize(w)):
+        with pytest.raises(PackError, match=f"must be a PackedWeight, not {type(w).__name__}; use pack"):
+            use()
+
+
+def test_weight_elsewhere() -> None:
+    mm = pylib.compile(SPEC, "cpu")
+    w = mm.pack(*PROBLEM[1:])
+    away = w.to("meta")
+    for use in (lambda: mm(X, away), lambda: mm(X.to("meta"), away), lambda: mm.dequantize(away)):
+        with pytest.raises(TargetError, match=r"target cpu takes CPU tensors, not meta; use .cpu\(\)"):
+            use()
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
+    """Compiling for a GPU works without one; calling says what is missing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    mm = pylib.compile(SPEC, "sm_90a")
+    w = mm.pack(*PROBLEM[1:])
+    message = "for sm_90a, but torch finds no CUDA device here; .* target='cpu', .* target='emulator:sm_90a'"
+    uses: list[Callable[[], object]] = [lambda: mm(X, w), lambda: mm(X[:0], w), lambda: mm.dequantize(w)]
+    uses.append(lambda: mm(X.repeat(30, 1), w))
+    for use in uses:
+        with pytest.raises(TargetError, match=message):
+            use()
+
+
+def test_cpu_tensor_for_a_gpu_kernel(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    mm = pylib.compile(SPEC, "sm_86")
+    with pytest.raises(TargetError, match=r"a matmul for sm_86 takes CUDA tensors; use .cuda\(\)"):
+        mm(X, mm.pack(*PROBLEM[1:]))
+
+
+@pytest.mark.parametrize(
+    ("target", "capability", "fits"),
+    [
+        ("sm_90a", (8, 6), False),
+        ("sm_90a", (10, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_90", (10, 0), True),
+        ("sm_80", (8, 9), True),
+        ("sm_80", (9, 0), True),
+        ("sm_89", (8, 6), False),
+    ],
+)
+def test_gpu_of_another_architecture(
+    monkeypatch: pytest.MonkeyPatch, target: str, capability: tuple[int, int], fits: bool
+) -> None:
+    from passes.target import parse_target
+    from pylib.runtimes import check_device
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    if fits:
+        check_device(parse_target(target), 0)
+    else:
+        have = 10 * capability[0] + capability[1]
+        message = rf"for {target}, but cuda:0 \(A GPU\) is sm_{have}; compile with target=None"
+        with pytest.raises(TargetError, match=message):
+            check_device(parse_target(target), 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a driver")
+def test_no_driver() -> None:
+    from pylib.cuda import _driver
+
+    with pytest.raises(TargetError, match=r"no NVIDIA driver on this machine .*use target='cpu'"):
+        _driver()
+
+
+@pytest.mark.parametrize("wheel", ["torch_mlir", "llvmlite"])
+def test_missing_wheel(wheel: str, repo: Path) -> None:
+    """In a new process in which the wheel can't be imported."""
+    program = f"""
+import sys
+sys.modules["mlir"] = sys.modules["{wheel}"] = None
+import pylib
+try:
+    pylib.compile(pylib.MatmulSpec(n=16, k=64, weight="u4"), "cpu")
+except pylib.TargetError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", program]
+    printed = subprocess.run(command, check=True, cwd=repo, capture_output=True, text=True).stdout
+    assert wheel in printed and "pip install 'lowbit[compile]'" in printed
+
+
+def test_every_error_is_a_lowbit_error_and_a_value_error() -> None:
+    names = ("SpecError", "PackError", "LayoutError", "PassError", "TargetError", "EmulatorError")
+    for name in names:
+        assert issubclass(getattr(pylib, name), pylib.LowbitError)
+    assert issubclass(pylib.LowbitError, ValueError)
+
+
+def test_numpy_serves_where_it_can() -> None:
+    """What is no mistake: NumPy arrays for the weight."""
+    mm = pylib.compile(SPEC, "cpu")
+    arrays = [np.asarray(CODES), SCALES.numpy(), None if ZEROS is None else ZEROS.numpy()]
+    assert torch.equal(mm(X, mm.pack(*arrays)), mm(X, mm.pack(*PROBLEM[1:])))

@@ -1,0 +1,212 @@
+"""On a GPU: every format is right, and calls behave as torch's own operators do."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import pylib
+from dialect.dtypes import all_names, dtype
+from pylib.cuda import Function
+from pylib.reference import agrees, matmul, random_problem, tolerance
+
+pytestmark = pytest.mark.gpu
+
+SPEC = pylib.MatmulSpec(n=272, k=1024, weight="u4", group_size=128, zeros="int")
+SMALL = pylib.MatmulSpec(n=48, k=256, weight="i6", bias=True)
+TABLE = tuple((i - 7.3) * abs(i - 7.3) for i in range(16))
+
+
+def _specs() -> list[pylib.MatmulSpec]:
+    """Every format, and for some every option."""
+    base = {"n": 272, "k": 1024, "group_size": 128}
+    specs = [pylib.MatmulSpec(weight=name, **base) for name in all_names()]
+    specs += [pylib.MatmulSpec(weight="lut4", table=TABLE, **base)]
+    for weight in ("u4", "i3", "f6e3m2", "nf4"):
+        specs += [
+            pylib.MatmulSpec(weight=weight, act="bf16", scale="bf16", bias=True, **base),
+            pylib.MatmulSpec(weight=weight, out="f32", zeros="float", scale="f32", **base),
+            pylib.MatmulSpec(weight=weight, out="bf16", bias=True, n=257, k=1056, group_size=32),
+            pylib.MatmulSpec(weight=weight, n=100, k=1000, group_size=100),
+            pylib.MatmulSpec(weight=weight, n=64, k=2048, scale="e8m0", group_size=32),
+            pylib.MatmulSpec(weight=weight, n=64, k=2048, scale="e4m3", group_size=16),
+            pylib.MatmulSpec(weight=weight, n=64, k=2048),
+        ]
+        if dtype(weight).kind in ("uint", "int"):
+            specs.append(pylib.MatmulSpec(weight=weight, zeros="int", **base))
+    return specs
+
+
+def _make(
+    spec: pylib.MatmulSpec = SPEC, m: int = 4
+) -> tuple[torch.Tensor, pylib.Matmul, pylib.PackedWeight]:
+    x, *weight = random_problem(spec, m)
+    mm = pylib.compile(spec)
+    return x.cuda(), mm, mm.pack(*weight).to("cuda")
+
+
+@pytest.mark.parametrize("spec", _specs(), ids=str)
+def test_numbers(spec: pylib.MatmulSpec) -> None:
+    x, *weight = random_problem(spec, 200)
+    mm = pylib.compile(spec)
+    w = mm.pack(*weight).to("cuda")
+    expected = matmul(spec, x, *weight)
+    bounds = {large: tolerance(spec, x, *weight, dequantized=large) for large in (False, True)}
+    for m in (1, 8, 16, 33, 64, 200):
+        y = mm(x[:m].cuda(), w)
+        assert y.is_cuda and y.shape == (m, spec.n)
+        assert agrees(y, expected[:m], bounds[m > 64][:m]).all(), f"m = {m}"
+
+
+def test_packing_on_the_gpu_gives_the_same_weight() -> None:
+    x, *weight = random_problem(SPEC, 4)
+    mm = pylib.compile(SPEC)
+    there = mm.pack(*(None if t is None else t.cuda() for t in weight))
+    here = mm.pack(*weight)
+    assert torch.equal(there.codes.cpu(), here.codes) and torch.equal(there.scales.cpu(), here.scales)
+    assert torch.equal(mm(x.cuda(), there), mm(x.cuda(), here.to("cuda")))
+
+
+def test_a_weight_that_was_just_written() -> None:
+    """Kernels read the weight ahead of their turn; not so when their predecessor writes it."""
+    x, mm, w = _make(m=1)
+    expected = mm(x, w)
+    for _ in range(50):
+        codes = torch.full_like(w.codes, -1)
+        torch.cuda._sleep(200_000)
+        codes.copy_(w.codes)
+        assert torch.equal(mm(x, pylib.PackedWeight(w.spec, codes, w.scales, w.zeros)), expected)
+
+
+@pytest.mark.parametrize("shape", [(1024,), (0, 1024), (2, 0, 1024), (2, 3, 1024), (3, 40, 1024)])
+def test_leading_dimensions(shape: tuple[int, ...]) -> None:
+    x, mm, w = _make(m=120)
+    x = x.view(-1)[: torch.Size(shape).numel()].view(shape)
+    y = mm(x, w)
+    assert y.shape == (*shape[:-1], SPEC.n) and y.is_cuda
+    assert torch.equal(y.view(-1, SPEC.n), mm(x.reshape(-1, 1024), w))
+
+
+def test_strides_and_alignment() -> None:
+    x, mm, w = _make()
+    expected = mm(x, w)
+    shifted = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view_as(x)
+    for same in (x.T.contiguous().T, torch.stack([x, -x], dim=1)[:, 0], shifted):
+        assert torch.equal(mm(same, w), expected)
+
+
+@pytest.mark.parametrize("m", [1, 16, 200])
+@pytest.mark.parametrize("warm", [True, False])
+def test_graph(m: int, warm: bool) -> None:
+    """Captured even at the first call, when kernels have to be loaded; two graphs and eager calls mix."""
+    x, mm, w = _make(m=m)
+    if not warm:
+        mm = pylib.Matmul(mm.spec, mm.target, None)
+    given = [x * 2.0**-i for i in range(3)]
+    expected = [pylib.compile(SPEC)(each, w) for each in given]
+    static = torch.zeros_like(x)
+    graphs, results = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            results.append([mm(static, w) for _ in range(3)])
+    for each, right in zip(given, expected):
+        static.copy_(each)
+        for graph, ys in zip(graphs, results):
+            graph.replay()
+            assert torch.equal(mm(each, w), right)
+            assert all(torch.equal(y, right) for y in ys)
+
+
+def test_streams() -> None:
+    """A call waits for its own stream's work and for no other's."""
+    x, mm, w = _make(m=2)
+    expected = mm(x, w)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for stream in streams * 8:
+        with torch.cuda.stream(stream):
+            late = torch.zeros_like(x)
+            torch.cuda._sleep(100_000)
+            late.copy_(x)
+            results.append(mm(late, w))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected) for y in results)
+
+
+def test_threads() -> None:
+    x, mm, w = _make()
+    expected = mm(x, w)
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        scale = 2.0**-i
+        wrong.extend(i for _ in range(200) if not torch.equal(mm(x * scale, w), expected * scale))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_thread_that_has_not_used_cuda() -> None:
+    """It has no current context; the launch makes one."""
+    x, mm, w = _make()
+    expected, results = mm(x, w), []
+    thread = threading.Thread(target=lambda: results.append(mm(x, w)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], expected)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_torch_compile(mode: str) -> None:
+    torch._dynamo.reset()
+    x, mm, w = _make(SMALL)
+    compiled = torch.compile(lambda x: torch.relu(mm(x * 2, w)), fullgraph=True, mode=mode)
+    for _ in range(3):  # warm-up, capture, replay
+        assert torch.equal(compiled(x).clone(), torch.relu(mm(x * 2, w)))
+
+
+def test_opcheck() -> None:
+    x, mm, w = _make(SMALL)
+    arguments = (x, w.codes, w.scales, w.zeros, w.bias, mm.description)
+    torch.library.opcheck(torch.ops.lowbit.matmul.default, arguments)
+
+
+def test_wrong_device_is_an_error() -> None:
+    x, mm, w = _make()
+    with pytest.raises(pylib.TargetError, match="x is on cpu, but the weight is on cuda:0"):
+        mm(x.cpu(), w)
+    with pytest.raises(pylib.TargetError, match="takes CUDA tensors"):
+        mm(x.cpu(), w.to("cpu"))
+    with pytest.raises(pylib.TargetError, match="target cpu takes CPU tensors, not cuda:0"):
+        pylib.compile(SPEC, "cpu")(x, w)
+
+
+def test_driver_errors_have_names() -> None:
+    kernel = pylib.compile(SPEC).kernel(1)
+    with pytest.raises(pylib.TargetError, match="cuLibraryLoadData: CUDA_ERROR_"):
+        Function(b"no cubin" + bytes(64), kernel.launch, 0, overlap=False)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_device() -> None:
+    x, mm, w = _make()
+    expected = mm(x, w)
+    x1, w1 = x.to("cuda:1"), w.to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    for m, (given, weight) in enumerate([(x1, w1), (x, w), (x1, w1)]):
+        y = mm(given, weight)
+        assert y.device == given.device and torch.equal(y.to("cuda:0"), expected), m
+    with torch.cuda.device(1):
+        assert torch.equal(mm(x, w), expected)
+        assert torch.equal(mm(x1, w1).to("cuda:0"), expected)
+    assert torch.equal(mm.dequantize(w1).to("cuda:0"), mm.dequantize(w))
+    with pytest.raises(pylib.TargetError, match="x is on cuda:1, but the weight is on cuda:0"):
+        mm(x1, w)

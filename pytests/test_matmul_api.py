@@ -1,0 +1,134 @@
+"""Calling a `Matmul`: numbers, shapes, strides, dtypes and threads, the same on every target."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import pylib
+from pylib.reference import agrees, matmul, random_problem, tolerance
+
+# Targets that run on any machine.
+TARGETS = ["cpu", "emulator:sm_90a", "emulator:sm_80"]
+
+SPEC = pylib.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int")
+SPECS = [
+    SPEC,
+    pylib.MatmulSpec(n=40, k=256, weight="i3", bias=True, out="f32"),
+    pylib.MatmulSpec(n=32, k=192, weight="f6e3m2", group_size=32, scale="e8m0", act="bf16", out="f16"),
+    pylib.MatmulSpec(n=17, k=128, weight="nf4", group_size=64, zeros="float", bias=True),
+]
+
+TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 33, 64, 70])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_numbers(spec: pylib.MatmulSpec, target: str, m: int) -> None:
+    x, *weight = random_problem(spec, m, seed=m)
+    mm = pylib.compile(spec, target)
+    y = mm(x, mm.pack(*weight))
+    assert y.shape == (m, spec.n) and y.dtype == TORCH[spec.out_dtype] and y.is_contiguous()
+    expected = matmul(spec, x, *weight)
+    bound = tolerance(spec, x, *weight, dequantized=m > 64)
+    assert agrees(y, expected, bound).all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_dequantize_gives_the_weight(spec: pylib.MatmulSpec, target: str) -> None:
+    """Multiplied by unit vectors, the weight comes out column by column."""
+    _, codes, scales, zeros, bias = random_problem(spec, 1)
+    mm = pylib.compile(spec, target)
+    w = mm.dequantize(mm.pack(codes, scales, zeros, bias))
+    assert w.shape == (spec.n, spec.k) and w.dtype == TORCH[spec.act]
+    unit = torch.eye(spec.k).to(TORCH[spec.act])
+    bound = tolerance(spec, unit, codes, scales, zeros, dequantized=True)
+    assert agrees(w.T, matmul(spec, unit, codes, scales, zeros), bound).all()
+
+
+@pytest.mark.parametrize("shape", [(256,), (0, 256), (3, 0, 256), (1, 256), (2, 3, 256), (2, 1, 3, 256)])
+def test_leading_dimensions(target: str, shape: tuple[int, ...]) -> None:
+    x, *weight = random_problem(SPEC, 6)
+    mm = pylib.compile(SPEC, target)
+    w = mm.pack(*weight)
+    x = x[: max(1, torch.Size(shape[:-1]).numel())].reshape(-1)[: torch.Size(shape).numel()].view(shape)
+    y = mm(x, w)
+    assert y.shape == (*shape[:-1], SPEC.n)
+    rows = [mm(row, w) for row in x.reshape(-1, SPEC.k)]
+    assert torch.equal(y.view(-1, SPEC.n), torch.stack(rows) if rows else y.view(0, SPEC.n))
+
+
+def test_strides_and_alignment(target: str) -> None:
+    """x is read as it lies: transposed, every other row or column, repeated, off by two bytes."""
+    x, *weight = random_problem(SPEC, 4)
+    mm = pylib.compile(SPEC, target)
+    w = mm.pack(*weight)
+    expected = mm(x, w)
+    shifted = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(4, SPEC.k)
+    assert shifted.data_ptr() % 16 != 0
+    wide = torch.stack([x, -x], dim=2)[..., 0]
+    for same in (x.T.contiguous().T, torch.stack([x, -x], dim=1)[:, 0], wide, shifted):
+        assert torch.equal(mm(same, w), expected)
+    assert torch.equal(mm(x[:1].expand(4, -1), w), expected[:1].expand(4, -1))
+
+
+def test_x_is_left_alone_and_results_are_fresh(target: str) -> None:
+    x, *weight = random_problem(SPEC, 2)
+    mm = pylib.compile(SPEC, target)
+    w = mm.pack(*weight)
+    before = x.clone()
+    first, second = mm(x, w), mm(x, w)
+    assert torch.equal(x, before) and torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_no_gradient(target: str) -> None:
+    x, *weight = random_problem(SPEC, 2)
+    mm = pylib.compile(SPEC, target)
+    w = mm.pack(*weight)
+    for given in (x.clone().requires_grad_(), torch.nn.Parameter(x)):
+        y = mm(given, w)
+        assert not y.requires_grad and torch.equal(y, mm(x, w))
+
+
+def test_one_weight_serves_every_spec_that_equals_its_own(target: str) -> None:
+    x, *weight = random_problem(SPEC, 2)
+    mm = pylib.compile(SPEC, target)
+    w = pylib.PackedWeight.from_state_dict(
+        pylib.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int"), mm.pack(*weight).state_dict()
+    )
+    assert w.spec is not SPEC
+    assert torch.equal(mm(x, w), mm(x, mm.pack(*weight)))
+
+
+def test_threads(target: str) -> None:
+    """Calls from several threads at once do not disturb each other."""
+    mm = pylib.compile(SPEC, target)
+    x, *weight = random_problem(SPEC, 4)
+    w = mm.pack(*weight)
+    scaled = [x * 2.0**-i for i in range(4)]
+    expected = [mm(each, w) for each in scaled]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        wrong.extend(i for _ in range(3) if not torch.equal(mm(scaled[i], w), expected[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_ir_of_the_cpu() -> None:
+    mm = pylib.compile(SPEC, "cpu")
+    assert mm.schedule is None
+    assert "llvm.func" in mm.ir("llvm") and "define" in mm.ir("ll") and "ret" in mm.ir("asm")

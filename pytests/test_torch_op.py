@@ -1,0 +1,135 @@
+"""`torch.ops.lowbit.matmul`: under torch.compile and export, in modules, and with fake tensors."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import pylib
+from pylib.reference import random_problem
+
+TARGETS = ["cpu", "emulator:sm_90a"]
+
+SPEC = pylib.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int", bias=True)
+PLAIN = pylib.MatmulSpec(n=16, k=128, weight="f4e2m1", act="bf16", out="f32")
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> str:
+    torch._dynamo.reset()
+    return request.param
+
+
+class Layer(torch.nn.Module):
+    """As a model would have it."""
+
+    def __init__(self, mm: pylib.Matmul, w: pylib.PackedWeight) -> None:
+        super().__init__()
+        self.mm, self.w = mm, w
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.mm(x + 1, self.w)) * 2
+
+
+def _make(spec: pylib.MatmulSpec, target: str, m: int = 3) -> tuple[Tensor, pylib.Matmul, pylib.PackedWeight]:
+    x, *weight = random_problem(spec, m)
+    mm = pylib.compile(spec, target)
+    return x, mm, mm.pack(*weight)
+
+
+def _arguments(x: Tensor, mm: pylib.Matmul, w: pylib.PackedWeight) -> tuple[object, ...]:
+    return x, w.codes, w.scales, w.zeros, w.bias, mm.description
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=str)
+def test_compiled_module(spec: pylib.MatmulSpec, target: str, backend: str) -> None:
+    x, mm, w = _make(spec, target)
+    layer = Layer(mm, w)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(x), layer(x))
+    assert compiled(x).dtype == layer(x).dtype
+
+
+def test_compiled_function_has_one_graph_for_all_shapes(target: str) -> None:
+    x, mm, w = _make(SPEC, target, m=12)
+    compiled = torch.compile(lambda x: mm(x, w) + 1, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for rows in (2, 3, 5, 12):
+        assert torch.equal(compiled(x[:rows]), mm(x[:rows], w) + 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_weight_as_an_argument(target: str) -> None:
+    """Another weight of the same spec runs the same graph, and gives its own result."""
+    x, mm, w = _make(SPEC, target)
+    _, *other = random_problem(SPEC, 3, seed=1)
+    other = mm.pack(*other)
+    compiled = torch.compile(lambda x, w: mm(x, w), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, w), mm(x, w))
+    assert torch.equal(compiled(x, other), mm(x, other))
+    assert not torch.equal(mm(x, w), mm(x, other))
+
+
+def test_compiled_with_gradients_on(target: str) -> None:
+    x, mm, w = _make(SPEC, target)
+    compiled = torch.compile(lambda x: mm(x, w), fullgraph=True, backend="aot_eager")
+    y = compiled(x.clone().requires_grad_())
+    assert not y.requires_grad and torch.equal(y, mm(x, w))
+
+
+def test_mistakes_show_under_compile(target: str) -> None:
+    x, mm, w = _make(SPEC, target)
+    compiled = torch.compile(lambda x: mm(x, w), backend="eager")
+    for wrong in (x.float(), x[:, :-1]):
+        with pytest.raises(Exception, match=r"x is torch.float32|x must be \[\.\.\., k=256\]"):
+            compiled(wrong)
+
+
+@pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=str)
+def test_opcheck(spec: pylib.MatmulSpec, target: str) -> None:
+    """PyTorch's own check: schema, fake implementation, dynamic shapes."""
+    x, mm, w = _make(spec, target)
+    for given in (x, x[:1], x[0], x[None, :0], x.T.contiguous().T):
+        torch.library.opcheck(torch.ops.lowbit.matmul.default, _arguments(given, mm, w))
+
+
+def test_fake_tensors(target: str) -> None:
+    """Shape and type without data, through the call and through the operator."""
+    x, mm, w = _make(PLAIN, target)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        y = mm(mode.from_tensor(x), w)
+    assert (y.shape, y.dtype, y.device) == ((3, 16), torch.float32, x.device)
+    given = [a.to("meta") if isinstance(a, Tensor) else a for a in _arguments(x, mm, w)]
+    y = torch.ops.lowbit.matmul(*given)
+    assert (y.shape, y.dtype, y.device.type) == ((3, 16), torch.float32, "meta")
+
+
+def test_exported_program_survives_saving(target: str) -> None:
+    """The operator says what it computes, so a saved program needs nothing of this process but the weight."""
+    x, mm, w = _make(SPEC, target)
+    layer = Layer(mm, w)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(layer, (x,)), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(x), layer(x))
+
+
+def test_operator_checks_its_arguments(target: str) -> None:
+    x, mm, w = _make(SPEC, target)
+    good = _arguments(x, mm, w)
+    assert torch.equal(torch.ops.lowbit.matmul(*good), mm(x, w))
+    for position, wrong, message in [
+        (0, x.float(), "x is torch.float32"),
+        (0, x[:, 1:], r"x must be \[..., k=256\]"),
+        (1, w.codes[:-1], "packed codes must be"),
+        (2, w.scales.float(), "packed scales must be"),
+        (3, None, "zeros"),
+    ]:
+        given = [*good[:position], wrong, *good[position + 1 :]]
+        with pytest.raises(pylib.LowbitError, match=message):
+            torch.ops.lowbit.matmul(*given)
