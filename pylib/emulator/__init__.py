@@ -1,22 +1,24 @@
 """An emulator of PTX in NumPy: runs a kernel's final PTX, inline assembly included, without a GPU.
 
     emulator = Emulator(ptx)
-    emulator.launch("kernel", grid=(4, 1, 1), block=(128, 1, 1), args=[x, weight, y, 1024], shared_bytes=49152)
+    emulator.launch("kernel", grid=4, block=(128, 1, 1), args=[x, weight, y, 1024], shared_bytes=49152)
 
 It is a checker as much as an interpreter. Unknown directives, instructions and modifiers are refused when the
-module is read. While a kernel runs, whatever PTX leaves undefined is an EmulatorError with the line, the block and
-the thread: accesses out of bounds or misaligned, registers read before they are set, shared memory read before it
-is written or while a cp.async may still write it, warp-level instructions without all their lanes, barriers that
-not all threads reach, non-coherent loads of what the launch has written; with `racecheck=True` also races.
+module is read. While a kernel runs, whatever PTX leaves undefined is an EmulatorError with the line, the
+block and the thread: accesses out of bounds or misaligned, registers read before they are set, shared memory
+read before it is written or while a cp.async may still write it, warp-level instructions without all their
+lanes, barriers that not all threads reach, non-coherent loads of what the launch has written; with
+`racecheck=True` also races.
 
     ptx, lexer, parser          PTX text to values
     floats                      formats and rounding
     memory, copy_queue, races   device and shared memory; cp.async; happens-before
     machine                     registers and the scheduler of a block
     decoder                     an instruction to a Python closure
-    integers, float_arithmetic, conversions, comparisons, transfer, async_copy, atomics, warp, tensor_core, control
-                                the instructions
     launch                      the Emulator
+
+The instructions are in integers, float_arithmetic, conversions, comparisons, transfer, async_copy, atomics,
+warp, tensor_core and control.
 """
 
 from dialect.errors import EmulatorError

@@ -1,7 +1,7 @@
 """The cp.async copies of a block between issue and wait (PTX ISA 9.7.9.25.3).
 
-The source is read at issue; the target stays "in flight" until the issuing thread has waited for the group, and
-then belongs to that thread until a barrier (memory.py). A copy that is never waited for never arrives.
+The source is read at issue; the target stays "in flight" until the issuing thread has waited for the group,
+and then belongs to that thread until a barrier (memory.py). A copy that is never waited for never arrives.
 """
 
 from __future__ import annotations

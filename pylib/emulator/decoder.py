@@ -1,8 +1,8 @@
 """From an instruction to a step: a Python closure over the register arrays of one block.
 
-A decode function takes an `Op`, consumes its modifiers and operands one after the other, and returns the step.
-Whatever it leaves over is refused, so no modifier is ever ignored. `Op.bind` then adds what all instructions
-share: the guard predicate, and the check that registers are set before they are read.
+A decode function takes an `Op`, consumes its modifiers and operands one after the other, and returns the
+step. Whatever it leaves over is refused, so no modifier is ever ignored. `Op.bind` then adds what all
+instructions share: the guard predicate, and the check that registers are set before they are read.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Op:
 
     def type(self, *allowed: str) -> str:
         """Take the last modifier, which is the type."""
-        if not self.modifiers or self.modifiers[-1] not in BITS and self.modifiers[-1] not in FLOATS:
+        if not self.modifiers or (self.modifiers[-1] not in BITS and self.modifiers[-1] not in FLOATS):
             raise Unsupported(f"`{self.instr.name}` has no type that is known here")
         name = self.modifiers.pop()
         if allowed and name not in allowed:
@@ -152,7 +152,7 @@ class Op:
         return Dest(register, register.value.view(dtype))
 
     def float_dest(self, fmt: Float, packed: bool = False, operand: Operand | None = None) -> Dest:
-        """The next operand as a result in raw bits of `fmt`; `packed`: two per lane, as an array [lanes, 2]."""
+        """The next operand as a result in raw bits of `fmt`; `packed`: as an array [lanes, 2]."""
         dest = self.dest(f"u{fmt.bits * (2 if packed else 1)}", operand)
         return Dest(dest.register, dest.view.view(fmt.raw).reshape(-1, 2)) if packed else dest
 

@@ -61,7 +61,8 @@ def _canonical(x: Array) -> Array:
 
 _F32: dict[str, Callable[[Array, Array], Array]] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _EXACT: dict[str, Callable[[Array, Array], Array]] = {
-    # Two rounded sums of 53 bits and 2p + 2 or fewer bits equal one (Figueroa, 1995); directed ones need the odd bit.
+    # Two rounded sums of 53 bits and 2p + 2 or fewer bits equal one (Figueroa, 1995); directed ones need the
+    # odd bit.
     "add": sum_to_odd,
     "sub": lambda a, b: sum_to_odd(a, -b),
     "mul": np.multiply,
@@ -129,7 +130,7 @@ _FMA = np.frompyfunc(_one_fma, 3, 1)
 
 
 def _fma_f64(a: Array, b: Array, c: Array) -> Array:
-    return np.ascontiguousarray(_FMA(a, b, c).astype(np.float64))
+    return np.asarray(_FMA(a, b, c)).astype(np.float64)
 
 
 def _min_max(op: Op, name: str) -> Step:

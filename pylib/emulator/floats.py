@@ -1,8 +1,9 @@
 """The floating-point formats of PTX on float64 arrays: decoding, one rounding, and sums that round only once.
 
-Every value of the formats here is a float64, every product of two f32 (or smaller) values too. A sum need not be:
-`sum_to_odd` then gives the float64 whose last bit records that something was lost ("round to odd"), and rounding
-that to any format of at most 51 mantissa bits is the correctly rounded exact sum (Boldo and Melquiond, 2008).
+Every value of the formats here is a float64, every product of two f32 (or smaller) values too. A sum need not
+be: `sum_to_odd` then gives the float64 whose last bit records that something was lost ("round to odd"), and
+rounding that to any format of at most 51 mantissa bits is the correctly rounded exact sum (Boldo and
+Melquiond, 2008).
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _product(part: str, kind: str) -> Callable[[Array, Array], Array]:
         return np.multiply
     if part == "hi" and BITS[kind] == 64:
         high = np.frompyfunc(lambda a, b: int(a) * int(b) >> 64, 2, 1)
-        return lambda a, b: high(a, b).astype(dtype_of(kind))
+        return lambda a, b: np.asarray(high(a, b)).astype(dtype_of(kind))
     wide = dtype_of(_widened(kind))
     if part == "wide":
         return lambda a, b: np.multiply(a, b, dtype=wide)
@@ -129,7 +129,7 @@ def _div(op: Op) -> Step:
         if kind[0] == "s":
             wrong = (rest != 0) & ((a < 0) != (b < 0))
             quotient, rest = quotient + wrong, rest - wrong * b
-        dest.write((rest if remainder else quotient).astype(dest.view.dtype), mask)
+        dest.write(rest if remainder else quotient, mask)
 
     return step
 
@@ -279,7 +279,7 @@ def _lop3(op: Op) -> Step:
     terms = [i for i in range(8) if (table >> i & 1) != inverted]
 
     def combine(a: Array, b: Array, c: Array) -> Array:
-        result = np.uint32(0)
+        result: Array = np.zeros(1, np.uint32)
         for i in terms:
             result = result | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
         return ~result if inverted else result
@@ -311,7 +311,7 @@ def _prmt(op: Op) -> Step:
             picks = [selectors[..., i] for i in range(4)]
         else:
             picks = [c >> np.uint32(4 * i) & np.uint32(15) for i in range(4)]
-        result = np.uint32(0)
+        result: Array = np.zeros(1, np.uint32)
         for i, pick in enumerate(picks):
             byte = (both >> (pick & 7).astype(np.uint64) * np.uint64(8)).astype(np.uint8)
             signs = byte.view(np.int8) >> 7  # a selector's top bit asks for the byte's sign instead

@@ -37,8 +37,11 @@ _CONST_BASE, _CONST_STRIDE = 0x10000, 0x20000
 
 
 class Stats(Counter[str]):
-    """Warp instructions by full name ("ld.global.nc.v4.b32"), as a profiler counts them: one for every warp with
-    at least one thread at the instruction, predicated off or not. Bytes are what the threads asked for."""
+    """How many warp instructions were executed, by full name ("ld.global.nc.v4.b32").
+
+    As in a profiler, a warp counts if at least one of its threads is at the instruction, predicated off or
+    not. Bytes are what the threads asked for.
+    """
 
     def __init__(self, counts: Counter[str], loaded: int, stored: int) -> None:
         super().__init__(counts)
@@ -53,8 +56,8 @@ class Stats(Counter[str]):
 class Emulator:
     """Runs the kernels of a PTX module, one block after the other, all threads of a block at once.
 
-    Raises EmulatorError, with the line of the PTX, for anything in it that is not understood, and `launch` for
-    anything a kernel does that PTX leaves undefined (see the package's docstring).
+    Raises EmulatorError, with the line of the PTX, for anything in it that is not understood, and `launch`
+    for anything a kernel does that PTX leaves undefined (see the package's docstring).
 
     After a launch, `stats` says what was executed.
     """
@@ -87,8 +90,8 @@ class Emulator:
 
         grid, block: numbers of blocks and of threads, each an int or (x, y, z).
         args: one per parameter. A C-contiguous NumPy array is device memory: the kernel gets its address, and
-            what it stores is in the array afterwards. None is a null pointer. Ints and floats are taken in the
-            parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value.
+            what it stores is in the array afterwards. None is a null pointer. Ints and floats are taken in
+            the parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value.
         shared_bytes: dynamic shared memory, for `.extern .shared` arrays.
         racecheck: report conflicting accesses to shared memory that no barrier orders (slower).
         blocks: the blocks to run, and in what order; by default all, x fastest.

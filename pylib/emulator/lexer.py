@@ -1,4 +1,4 @@
-"""PTX text to tokens. Comments vanish, opcodes with their modifiers (`ld.global.L1::no_allocate.v4.u32`) stay whole."""
+"""PTX text to tokens. An opcode with its modifiers (`ld.global.L1::no_allocate.v4.u32`) is one of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Token:
 
 
 def tokenize(source: str) -> Iterator[Token]:
-    """The tokens of `source`, then one of kind "end". Raises EmulatorError at a character PTX does not have."""
+    """The tokens of `source`, then one of kind "end". Raises EmulatorError at what is no token of PTX."""
     position, line = 0, 1
     while position < len(source):
         match = _TOKEN.match(source, position)

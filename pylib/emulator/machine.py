@@ -1,10 +1,10 @@
 """One thread block at work: its registers and the scheduler of its threads.
 
 All threads that stand at the same instruction take it together, as NumPy vectors over the lanes of the block.
-Threads that part at a branch form groups; always the group at the lowest instruction runs, so that groups meet
-again where the code joins. A group that reaches another's instruction merges with it. Threads wait in two places:
-at a barrier, and at a warp-level instruction whose other lanes have not come yet. When nobody can run and somebody
-waits, that is a deadlock, and an error.
+Threads that part at a branch form groups; always the group at the lowest instruction runs, so that groups
+meet again where the code joins. A group that reaches another's instruction merges with it. Threads wait in
+two places: at a barrier, and at a warp-level instruction whose other lanes have not come yet. When nobody can
+run and somebody waits, that is a deadlock, and an error.
 
 The block is padded to whole warps; the padding lanes have exited before the start.
 """
@@ -158,7 +158,7 @@ class Block:
                 raise self._error(at, f"no end after {self.max_steps} steps", None)
 
     def _run_group(self, at: int, group: Array, limit: int) -> int:
-        """Run until the group splits, waits, jumps, or meets the next group at `limit`; the number of steps."""
+        """Run until the group splits, waits, jumps or comes to `limit`; the number of steps."""
         mask = None if group.all() else group
         warps = int(group.reshape(-1, WARP).any(axis=1).sum())
         steps, counts, start = self.steps, self.counts, at
@@ -211,7 +211,7 @@ class Block:
             self._open(number)
 
     def _resume(self) -> bool:
-        """Nobody can run: let threads that wait for lanes look again, since some may have exited meanwhile."""
+        """Nobody can run: let threads that wait for lanes look again, since some may have exited."""
         if not self.parked and not self.barriers:
             return False
         waiting = dict(self.parked)
@@ -227,7 +227,8 @@ class Block:
                 at, f"deadlock: the other threads of the warp never come here{self._waiting()}", lane
             )
         if self.barriers:
-            number, barrier = min(self.barriers.items())
+            number = min(self.barriers)
+            barrier = self.barriers[number]
             lanes = np.flatnonzero(barrier.waiting if barrier.waiting.any() else barrier.arrived)
             at = int(barrier.resume[lanes[0]]) - 1
             raise self._error(
@@ -239,7 +240,7 @@ class Block:
         places = [(f"line {self._line(at)}", group) for at, group in self.parked.items()]
         places += [
             (f"barrier {number} (needs {barrier.count or 'all'})", barrier.arrived)
-            for number, barrier in self.barriers.items()
+            for number, barrier in sorted(self.barriers.items())
         ]
         text = "; ".join(f"{int(group.sum())} threads wait at {name}" for name, group in places)
         return f" ({text}; {int(self.exited[: self.threads].sum())} have exited)"

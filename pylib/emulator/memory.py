@@ -1,8 +1,8 @@
 """The memories of a kernel: device memory made of separate arrays, and a block's shared (or local) memory.
 
-All accesses are bulk: `lanes[i]` reads or writes `size` bytes at `address[i]`, as a row of uint8. Every access is
-checked for alignment and bounds. Device arrays lie gigabytes apart, so that an index that leaves its array hits
-nothing, and above 4 GiB, so that a truncated pointer is found out too.
+All accesses are bulk: `lanes[i]` reads or writes `size` bytes at `address[i]`, as a row of uint8. Every
+access is checked for alignment and bounds. Device arrays lie gigabytes apart, so that an index that leaves
+its array hits nothing, and above 4 GiB, so that a truncated pointer is found out too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pylib.emulator.races import RaceDetector
 
 Array = np.ndarray[Any, Any]
 
-#: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises, and no more.
+#: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
+#: and no more.
 GLOBAL_BASE, GLOBAL_STRIDE, GLOBAL_ALIGN = 0x7000_0000_0000, 1 << 33, 256
-#: Shared memory starts above 0, so that a forgotten base address is found out (sm_90 also reserves the first KiB).
+#: Shared memory starts above 0, so that a forgotten base address is found out (sm_90 also reserves the first
+#: KiB).
 SHARED_BASE = 1024
 #: Where generic addresses see the shared, constant and local memories.
 SHARED_WINDOW, CONST_WINDOW, LOCAL_WINDOW = 0x6000_0000_0000, 0x6100_0000_0000, 0x6200_0000_0000
@@ -86,6 +88,8 @@ class DeviceMemory:
         number = bisect_right(self.starts, low) - 1
         if number >= 0 and high <= self.ends[number]:
             return address - (self.starts[number] - self.offsets[number]), [number]
+        if not self.starts:
+            raise Fault(self.describe(low, size), int(lanes[0]))
         index = np.searchsorted(self._starts, address, "right") - 1
         inside = (index >= 0) & (address + size <= self._ends[index])
         if not inside.all():
@@ -95,7 +99,7 @@ class DeviceMemory:
 
     def describe(self, address: int, size: int) -> str:
         if not self.starts:
-            return f"{size} bytes at {address:#x}: there are no arrays"
+            return f"out of bounds: {size} bytes at {address:#x}, and there are no arrays"
         number = max(bisect_right(self.starts, address) - 1, 0)
         distances = [
             (max(start - address, address + size - end), i)
@@ -109,11 +113,11 @@ class DeviceMemory:
         )
 
     def read(self, lanes: Array, address: Array, size: int, constant: bool = False) -> Array:
-        """`constant`: through the non-coherent cache (`ld.global.nc`), which must not see this launch's stores."""
+        """`constant`: by `ld.global.nc`, whose cache does not see what this launch stores."""
         offset, arrays = self.locate(lanes, address, size)
         if constant and any(self.stored[i] for i in arrays):
-            clean = ~self.written.reshape(-1, size)[offset // size].any(axis=1)
-            require(clean, lanes, "ld.global.nc of memory that this launch has written")
+            stored = self.written.reshape(-1, size)[offset // size]
+            require(~stored, lanes, "ld.global.nc of memory that this launch has written")
         self.bytes_loaded += size * len(lanes)
         return self.data.reshape(-1, size)[offset // size]
 
@@ -142,8 +146,9 @@ class DeviceMemory:
         self.bytes_stored += rows.size
 
 
-#: What a byte of shared memory is: READABLE after a store; IN_FLIGHT while a cp.async may still write it; LANDED
-#: once the thread that issued the copy has waited for it, and no barrier has shown it to the others yet.
+#: What a byte of shared memory is: READABLE after a store; IN_FLIGHT while a cp.async may still write it;
+#: LANDED once the thread that issued the copy has waited for it, and no barrier has shown it to the others
+#: yet.
 EMPTY, READABLE, IN_FLIGHT, LANDED, OUTSIDE = range(5)
 
 
@@ -179,13 +184,14 @@ class SharedMemory:
     def locate(self, lanes: Array, address: Array, size: int) -> Array:
         """Row numbers in `data.reshape(-1, size)`."""
         offset = address.astype(np.int64) - SHARED_BASE
+        if not len(offset):
+            return offset
         require(offset & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
-        inside = (offset >= 0) & (offset + size <= len(self.data))
-        if not inside.all():
-            first = int(np.flatnonzero(~inside)[0])
+        if offset.min() < 0 or offset.max() + size > len(self.data):
+            first = int(np.flatnonzero((offset < 0) | (offset + size > len(self.data)))[0])
             raise Fault(
-                f"out of bounds: {size} bytes at {int(address[first])}, shared memory is "
-                f"{SHARED_BASE} to {self.end} (offset {int(offset[first])} of {self.end - SHARED_BASE})",
+                f"out of bounds: {size} bytes at {int(address[first])} = offset {int(offset[first])} "
+                f"of {self.end - SHARED_BASE} bytes of shared memory",
                 int(lanes[first]),
             )
         return offset // size
@@ -244,7 +250,7 @@ class SharedMemory:
         self._landed = True
 
     def synchronize(self, members: Array | None) -> None:
-        """A barrier among `members` (a mask; None: the whole block) orders what they did before and do after."""
+        """A barrier among `members` (a mask; None: the whole block)."""
         if self._landed:
             landed = self.state == LANDED
             if members is not None:
@@ -269,9 +275,8 @@ class LocalMemory:
     def locate(self, lanes: Array, address: Array, size: int) -> Array:
         address = address.astype(np.int64)
         require(address & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
-        require(
-            (address >= 0) & (address + size <= self.size), lanes, f"out of bounds of {self.size} local bytes"
-        )
+        inside = (address >= 0) & (address + size <= self.size)
+        require(np.asarray(inside), lanes, f"out of bounds of {self.size} local bytes")
         return (lanes * self.size + address) // size
 
     def read(self, lanes: Array, address: Array, size: int) -> Array:

@@ -1,8 +1,9 @@
-"""PTX tokens to a Module: a recursive-descent reader of the part of PTX that LLVM and its inline assembly write.
+"""PTX tokens to a Module: a recursive-descent parser of the PTX that LLVM, and inline assembly in it,
+write.
 
-Names are resolved here: registers to `Reg` values that differ per scope (inline assembly opens `{ }` scopes that
-redeclare names), labels to instruction indices. Whatever is not understood is refused with its line; only what
-cannot change a result is skipped (`.loc`, `.file`, `.section`, `.pragma "nounroll"`).
+Names are resolved here: registers to `Reg` values that differ per scope (inline assembly opens `{ }` scopes
+that redeclare names), labels to instruction indices. Whatever is not understood is refused with its line;
+only what cannot change a result is skipped (`.loc`, `.file`, `.section`, `.pragma "nounroll"`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,18 @@ from dialect.errors import EmulatorError
 #: Bits of every fundamental type (PTX ISA 5.2) and of the packed types that instructions name.
 BITS = {
     **{f"{kind}{bits}": bits for kind in "usb" for bits in (8, 16, 32, 64)},
-    "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "tf32": 32, "f16x2": 32, "bf16x2": 32,
-    "u16x2": 32, "s16x2": 32, "e4m3x2": 16, "e5m2x2": 16, "pred": 1,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "tf32": 32,
+    "f16x2": 32,
+    "bf16x2": 32,
+    "u16x2": 32,
+    "s16x2": 32,
+    "e4m3x2": 16,
+    "e5m2x2": 16,
+    "pred": 1,
 }
 
 

@@ -1,9 +1,11 @@
-"""Finds two threads that touch the same byte of shared memory, one of them writing, with nothing to order them.
+"""Finds threads that touch the same byte of shared memory, one of them writing, with nothing to order
+them.
 
-Time is the number of synchronizations so far. `seen[t, u]` is the time up to which thread t knows what u did: a
-barrier among some threads makes each of them know what any of them knew, and all that they did until then. For
-every byte the detector keeps the last write and, per thread, the last read. This is the happens-before relation
-of FastTrack (Flanagan and Freund, 2009), with reads kept per thread so that no race is missed or made up.
+Time is the number of synchronizations so far. `seen[t, u]` is the time up to which thread t knows what u did:
+a barrier among some threads makes each of them know what any of them knew, and all that they did until then.
+For every byte the detector keeps the last write and, per thread, the last read. This is the happens-before
+relation of FastTrack (Flanagan and Freund, 2009), with reads kept per thread so that no race is missed or
+made up.
 """
 
 from __future__ import annotations

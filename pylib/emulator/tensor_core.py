@@ -8,7 +8,8 @@ All fragment layouts follow one rule. With g = lane / 4, t = lane % 4 and e elem
 and the accumulator c_i = C[g + 8 (i >> 1), 2 t + (i & 1)], packed in pairs when it is f16.
 
 Numbers: products are exact and A B + C is summed in float64 (for integers exactly) and rounded once per mma.
-Hardware aligns the terms to the largest and cuts the lower bits off, so its f32 results may differ in the last bits.
+Hardware aligns the terms to the largest and cuts the lower bits off, so its f32 results may differ in the
+last bits.
 """
 
 from __future__ import annotations
@@ -82,20 +83,32 @@ def _check_types(k: int, result: str, a: str, b: str, c: str) -> int:
     return halves
 
 
-def _fragment(op: Op, items: tuple[Operand, ...], kind: str) -> Callable[[], Array]:
-    """The registers of A or B as float64 values [register, lane, element]; all these values are exact there."""
+def _stack(op: Op, items: tuple[Operand, ...]) -> Callable[[], Array]:
+    """32-bit registers as one array [register, lane]."""
     sources = [op.source("b32", item) for item in items]
-    bits = _BITS[kind]
+    words = np.empty((len(items), op.block.lanes), np.uint32)
 
     def read() -> Array:
-        words = np.stack([np.broadcast_to(source, (op.block.lanes,)) for source in sources])
+        for i, source in enumerate(sources):
+            words[i] = source
+        return words
+
+    return read
+
+
+def _fragment(op: Op, items: tuple[Operand, ...], kind: str) -> Callable[[], Array]:
+    """The registers of A or B as float64 values [register, lane, element]; float64 holds them all."""
+    stacked, bits = _stack(op, items), _BITS[kind]
+
+    def read() -> Array:
+        words = stacked()
         if kind in _INTEGERS:
             fields = words[..., None] >> np.arange(0, 32, bits, dtype=np.uint32) & np.uint32((1 << bits) - 1)
             values = fields.astype(np.float64)
             return values - (1 << bits) * (values >= 1 << bits - 1) if kind[0] == "s" else values
         fmt = FLOATS[kind]
         if kind == "tf32":
-            words &= np.uint32(0xFFFFE000)  # the lower bits are not looked at
+            words &= np.uint32(0xFFFFE000)  # the lower bits do not count
         return fmt.decode(words[..., None].view(fmt.raw))
 
     return read
@@ -103,14 +116,12 @@ def _fragment(op: Op, items: tuple[Operand, ...], kind: str) -> Callable[[], Arr
 
 def _accumulator(op: Op, kind: str) -> Callable[[], Array]:
     """C as float64 [4, lane]."""
-    items = op.vector(2 if kind == "f16" else 4)
-    lanes = op.block.lanes
-    sources = [op.source("s32" if kind == "s32" else "b32", item) for item in items]
+    stacked, lanes = _stack(op, op.vector(2 if kind == "f16" else 4)), op.block.lanes
 
     def read() -> Array:
-        words = np.stack([np.broadcast_to(source, (lanes,)) for source in sources])
+        words = stacked()
         if kind == "s32":
-            return words.astype(np.float64)
+            return words.view(np.int32).astype(np.float64)
         values = FLOATS[kind].decode(words[..., None].view(FLOATS[kind].raw))
         return values.transpose(0, 2, 1).reshape(4, lanes)
 
@@ -149,9 +160,11 @@ def _matrices(op: Op) -> tuple[int, bool]:
 
 
 class _Rows:
-    """Where each lane's share of `count` 8x8 matrices lies: lane 8 m + i holds the address of row i of matrix m.
+    """Where each lane's share of `count` 8x8 matrices lies: lane 8 m + i holds the address of row i of matrix
+    m.
 
-    Plain: lane l has the two elements at row l / 4, column 2 (l % 4). Transposed: row and column change places.
+    Plain: lane l has the two elements at row l / 4, column 2 (l % 4). Transposed: row and column change
+    places.
     """
 
     def __init__(self, op: Op, count: int, transposed: bool) -> None:
@@ -168,15 +181,14 @@ class _Rows:
 
     def places(self, active: Array) -> tuple[Array, Array]:
         """Lanes and addresses, both flat over [warp, matrix, lane, element]."""
-        count = self.count
-        warps = np.flatnonzero(active.reshape(-1, WARP)[:, 0])
-        lanes = (warps[:, None] * WARP + np.arange(8 * count)).ravel()
+        warps = np.flatnonzero(active[::WARP])
+        lanes = (warps[:, None] * WARP + np.arange(8 * self.count)).ravel()
         start = self.pointer(lanes)
         require(start & 15 == 0, lanes, "the address of a matrix row is not a multiple of 16")
-        rows = start.reshape(len(warps), count, 8)
-        address = rows[:, :, self.row] + self.column
-        lane = (warps[:, None] * WARP + np.arange(WARP))[:, None, :, None]
-        return np.broadcast_to(lane, address.shape).ravel(), address.ravel()
+        address = start.reshape(len(warps), self.count, 8)[:, :, self.row] + self.column
+        lane = np.empty(address.shape, np.int64)
+        lane[:] = (warps[:, None] * WARP + np.arange(WARP))[:, None, :, None]
+        return lane.ravel(), address.ravel()
 
 
 @instruction("ldmatrix")
@@ -201,13 +213,12 @@ def _ldmatrix(op: Op) -> Step:
 def _stmatrix(op: Op) -> Step:
     count, transposed = _matrices(op)
     rows = _Rows(op, count, transposed)
-    sources = [op.source("b32", item) for item in op.vector(count)]
-    block = op.block
+    stacked, block = _stack(op, op.vector(count)), op.block
 
     def store(active: Array) -> None:
         lanes, address = rows.places(active)
-        words = np.stack([np.broadcast_to(source, (block.lanes,))[active] for source in sources])
-        ordered = np.ascontiguousarray(words.reshape(count, -1, WARP).transpose(1, 0, 2))
+        words = stacked()[:, active].reshape(count, -1, WARP)
+        ordered = np.ascontiguousarray(words.transpose(1, 0, 2))
         block.shared.write(lanes, address, ordered.view(np.uint8).reshape(-1, rows.size))
 
     return collective(op, None, store)

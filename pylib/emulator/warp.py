@@ -1,7 +1,7 @@
 """Warp-level instructions: shuffles, votes, reductions, bar.warp.sync (PTX ISA 9.7.9.6, 9.7.13).
 
-They need all lanes that their member mask names, exited ones excepted. Lanes that come early wait (`Converge`) until
-the others come to the same instruction.
+They need all lanes that their member mask names, exited ones excepted. Lanes that come early wait
+(`Converge`) until the others come to the same instruction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spread(words: Array) -> Array:
 
 
 def together(block: Block, mask: Mask, members: Array | None) -> tuple[Mask, Array | None]:
-    """The threads whose warp is complete, and those that have to wait; `members` None: whole warps (.aligned)."""
+    """The threads whose warp is complete, and those that have to wait; no `members`: whole warps."""
     active = np.ones(block.lanes, np.bool_) if mask is None else mask
     if members is None:
         if mask is None:
