@@ -1,13 +1,14 @@
 """From packed words to f32 on the host: which codes a vector of words holds, and how to decode them.
 
-The 64 bytes of a unit that belong to lanes g*4 .. g*4+3 are sixteen words, a vector<16xi32>. Element e is word
-e % 4 of lane e // 4, and all of its codes lie in two rows: those of even pairs in row g, those of odd pairs in row
-g + 8. A shift by one pair turns row g + 8 into row g, so one program serves both.
+The 64 bytes of a unit that belong to lanes g*4 .. g*4+3 are sixteen words, a vector<16xi32>. Element e is
+word e % 4 of lane e // 4, and all of its codes lie in two rows: those of even pairs in row g, those of odd
+pairs in row g + 8. A shift by one pair turns row g + 8 into row g, so one program serves both.
 
-`ChunkMap` says where every decoded element comes from; it is read off `Packing.slots`, nothing is restated here.
+`ChunkMap` says where every decoded element comes from; it is read off `Packing.slots`, nothing is restated.
 The activation is brought into that order once per call, so that a decoded vector meets its activations in one
-contiguous vector. A decoder may return a code times a power of two (an integer left in place in its word, a float
-with another format's bias): the activation takes the opposite power, which is exact and costs nothing per weight.
+contiguous vector. A decoder may return a code times a power of two (an integer left in place in its word, a
+float with another format's bias): the activation takes the opposite power, which costs nothing per weight and
+is exact where the result is a normal f32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from passes.cpu_ops import (
 )
 
 Isa = Literal["generic", "avx2", "avx512"]
-"""What the host offers beyond LLVM's portable vectors: a permutation of 8 or of 16 f32 by a vector of indices."""
+"""What the host has beyond LLVM's portable vectors: a permutation of 8 or 16 f32 by a vector of indices."""
 
 _PERMUTE: dict[Isa, tuple[str, int]] = {
     "avx2": ("llvm.x86.avx2.permps", 8),
@@ -81,8 +82,8 @@ def container(t: DType) -> Container:
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """Where the decoded vectors of a chunk come from. A *step* (unit, pair) of the widest plane, pair being even,
-    yields two vectors of 16."""
+    """Where the decoded vectors of a chunk come from. A *step* (unit, pair) of the widest plane, with an even
+    pair, yields two vectors of 16."""
 
     packing: Packing
     type: DType
@@ -98,8 +99,8 @@ class ChunkMap:
 
     @property
     def interleaved(self) -> bool:
-        """Whether the two halves of a word become neighbours, as converting 32 f16 does; else the low halves make
-        the first vector and the high halves the second."""
+        """Whether the two halves of a word become neighbours, as in a conversion of 32 f16; else the low
+        halves make the first vector and the high halves the second."""
         return self.type.kind == "float" and container(self.type) is F16
 
     @cached_property
@@ -121,7 +122,7 @@ class ChunkMap:
 
     @cached_property
     def exponents(self) -> NDArray[np.int64]:
-        """By which power of two the elements of a vector must be multiplied to be codes' values: int64 [steps, 2]."""
+        """The power of two by which a vector must be multiplied to be the codes' values: [steps, 2]."""
         t, result = self.type, np.zeros((len(self.steps), 2), np.int64)
         if t.kind in ("uint", "int"):
             result[:] = [(-j * self.wide.bits, -j * self.wide.bits - 16) for _, j in self.steps]
@@ -136,8 +137,8 @@ class ChunkMap:
         return tuple(int(c) // size for c in self.columns[step, which])
 
     def alignment(self, plane: int, unit: int) -> tuple[int, list[int], list[int]]:
-        """Where the fields of a plane lie that go with wide unit `unit`: their unit, the element each of the 16 words
-        comes from, and the bit at which pair 0 of that word finds its field. For the widest plane: in place."""
+        """Where the fields of a plane lie that go with wide unit `unit`: their unit, the element each of the
+        16 words comes from, and the bit where pair 0 of that word has its field. The widest: in place."""
         found: dict[int, tuple[int, int, int]] = {}
         for block in range(self.packing.chunk // BLOCK_K):
             for register in range(4):
@@ -150,7 +151,7 @@ class ChunkMap:
 
 
 class ChunkReader:
-    """Decodes one row of one chunk: `base` is the address of the chunk's words for lanes g*4 .. g*4+3 of unit 0,
+    """Decodes one row of one chunk. `base` is the address of the words of lanes g*4 .. g*4+3 in its unit 0;
     `odd` is 1 for row g + 8, else 0: a constant or an i32."""
 
     def __init__(self, chunk_map: ChunkMap, isa: Isa, base: Value, odd: Value | int) -> None:
@@ -169,7 +170,7 @@ class ChunkReader:
         return decode(self.map.type, self._assemble(self._words[unit], pair), position, self.isa)
 
     def _load(self, plane: int, unit: int) -> Value:
-        """The words of a plane for a unit of the widest, with the row's pair 0 at the place of an even pair 0."""
+        """The words of a plane for a unit of the widest, the row's first pair where pair 0 is."""
         p = self.map.packing.planes[plane]
         source, elements, shifts = self.map.alignment(plane, unit)
         if isinstance(self._odd, int):
@@ -194,9 +195,9 @@ class ChunkReader:
 
 
 def decode(t: DType, word: Value, position: int, isa: Isa) -> list[Value]:
-    """Two codes per word, at bits `position` and 16 + `position` with zeros around them, to two vector<16xf32>."""
+    """Two codes per word, at bits `position` and 16 + `position` among zeros, to two vector<16xf32>."""
     if t.kind in ("uint", "int"):
-        # Left in place: code * 2**position stays below 2**31 (of an even pair), so the signed conversion is right.
+        # Left in place: code * 2**position of an even pair is below 2**31: the signed conversion is right.
         return [arith.sitofp(vec(f32()), bits_and(word, half)) for half in (0x0000FFFF, 0xFFFF0000)]
     if t.kind == "table":
         return [_look_up(t, bits_and(shift_right(word, position + h), t.codes - 1), isa) for h in (0, 16)]
@@ -209,7 +210,7 @@ def decode(t: DType, word: Value, position: int, isa: Isa) -> list[Value]:
 
 
 def decode_half(t: DType, codes: Value, position: int) -> Value:
-    """Float codes in 16-bit elements to f32 of as many elements, to be multiplied by 2**(F16.bias - t.bias)."""
+    """Float codes in 16-bit elements to as many f32, to be multiplied by 2**(F16.bias - t.bias)."""
     lanes = ir.VectorType(codes.type).shape[0]
     bits = _place(t, F16, codes, position)
     if t.has_nan and not t.has_inf:  # f8e4m3: S.1111.111 is NaN, in f16 an ordinary number
@@ -240,9 +241,9 @@ def decode_e8m0(codes: Value) -> Value:
 
 
 def _place(t: DType, c: Container, codes: Value, position: int) -> Value:
-    """Sign and exponent+mantissa bits of the code at `position` at their places in a container, the rest zero.
+    """Sign and exponent+mantissa of the code at `position` at their places in a container, the rest zero.
 
-    The arithmetic shift opens the gap between sign and exponent, and fills it with what the mask then takes away.
+    The arithmetic shift opens the gap between sign and exponent; the mask clears what it filled in.
     """
     gap = c.exponent - t.exponent
     bits = shift_left(codes, c.width - t.bits - position)
@@ -253,7 +254,7 @@ def _place(t: DType, c: Container, codes: Value, position: int) -> Value:
 
 
 def _look_up(t: DType, index: Value, isa: Isa) -> Value:
-    """The table's entries at a vector<16xi32> of indices: permuted in registers where they fit, else gathered."""
+    """Table entries at a vector<16xi32> of indices: permuted in registers if they fit, else gathered."""
     name, lanes = _PERMUTE.get(isa, ("", 0))
     entries = np.resize(t.values(), max(t.codes, lanes))
     if len(entries) > max(lanes, 2 * lanes if lanes == 8 else 0):
@@ -269,4 +270,5 @@ def _look_up(t: DType, index: Value, isa: Isa) -> Value:
     if len(found) == 1:
         return found[0]
     upper = shift_left(index, 31 - 3)  # bit 3 as the sign, which is what a blend looks at
-    return arith.select(arith.cmpi(arith.CmpIPredicate.slt, upper, constant(index.type, 0)), found[1], found[0])
+    in_second = arith.cmpi(arith.CmpIPredicate.slt, upper, constant(index.type, 0))
+    return arith.select(in_second, found[1], found[0])

@@ -41,12 +41,17 @@ def scalar_type(name: str) -> ir.Type:
     return {"f16": ir.F16Type, "bf16": ir.BF16Type, "f32": ir.F32Type}[name].get()
 
 
+def element_type(type_: ir.Type) -> ir.Type:
+    """Of a vector; a scalar's own type."""
+    return ir.VectorType(type_).element_type if isinstance(type_, ir.VectorType) else type_
+
+
 def constant(type_: ir.Type, value: float) -> Value:
-    """A scalar, or a vector of equal elements. Integers wrap around."""
-    element = ir.VectorType(type_).element_type if isinstance(type_, ir.VectorType) else type_
+    """A scalar, or a vector of equal elements. Integers are taken modulo 2**width."""
+    element = element_type(type_)
     if isinstance(element, ir.IntegerType):
-        wrapped = int(value) & ((1 << element.width) - 1)
-        attribute: ir.Attribute = ir.IntegerAttr.get(element, wrapped - ((wrapped >> (element.width - 1)) << element.width))
+        half = 1 << (element.width - 1)
+        attribute: ir.Attribute = ir.IntegerAttr.get(element, (int(value) + half) % (2 * half) - half)
     else:
         attribute = ir.FloatAttr.get(element, value)
     if isinstance(type_, ir.VectorType):
@@ -55,11 +60,10 @@ def constant(type_: ir.Type, value: float) -> Value:
 
 
 def constants(element: ir.Type, values: Sequence[float]) -> Value:
-    """A vector constant."""
+    """A vector of i32 or f32."""
     kind = np.int32 if isinstance(element, ir.IntegerType) else np.float32
-    return arith.constant(
-        vec(element, len(values)), ir.DenseElementsAttr.get(np.asarray(values, dtype=kind), type=vec(element, len(values)))
-    )
+    type_ = vec(element, len(values))
+    return arith.constant(type_, ir.DenseElementsAttr.get(np.asarray(values, dtype=kind), type=type_))
 
 
 def i64(value: int) -> Value:
@@ -131,8 +135,10 @@ def gather(base: Value, index: Value) -> Value:
 
 
 def _element_bytes(type_: ir.Type) -> int:
-    element = ir.VectorType(type_).element_type if isinstance(type_, ir.VectorType) else type_
-    width: int = ir.IntegerType(element).width if isinstance(element, ir.IntegerType) else ir.FloatType(element).width
+    element = element_type(type_)
+    width = (
+        ir.IntegerType(element).width if isinstance(element, ir.IntegerType) else ir.FloatType(element).width
+    )
     return width // 8
 
 
@@ -145,8 +151,11 @@ def scratch(nbytes: int) -> Value:
 def loop(
     start: Value | int, stop: Value | int, step: int = 1, carried: Sequence[Value] = (), unroll: bool = False
 ) -> Generator[Loop]:
-    """`for index in range(start, stop, step)`, with loop-carried values. LLVM may unroll it if `unroll`; else it
-    stays as written, as code that is in vectors already should: that halves the time to compile."""
+    """`for index in range(start, stop, step)`, with loop-carried values.
+
+    LLVM may unroll it if `unroll`. Else it stays as written: it is in vectors already, and LLVM's guesses
+    would take as long as all the rest of the compilation.
+    """
     bounds = [i64(b) if isinstance(b, int) else b for b in (start, stop, step)]
     op = scf.ForOp(*bounds, list(carried))
     if not unroll:
@@ -161,7 +170,7 @@ def loop(
 
 
 class Loop:
-    """Inside: `index` and the `carried` values, to be replaced by the next round's; after: the final values."""
+    """Inside: `index`, and the `carried` values, to be replaced by the next round's. After: the last."""
 
     def __init__(self, op: Any) -> None:
         self.index: Value = op.induction_variable

@@ -35,8 +35,8 @@ _MAX_TILE = 512  # columns
 
 @dataclass(frozen=True)
 class Tiling:
-    """How k is walked. A *span* is a group or, where groups are smaller, a chunk of several groups; a *tile* is a
-    run of chunks of a span, short enough for its activations to stay in the first-level cache."""
+    """How k is walked. A *span* is a group or, where groups are smaller, a chunk of several groups; a *tile*
+    is a run of chunks of a span, short enough for its activations to stay in the first-level cache."""
 
     spec: MatmulSpec
 
@@ -64,7 +64,7 @@ class Tiling:
         """Chunks of a tile: a divisor of the span's."""
         chunk = self.spec.packing.chunk
         of_span = self.span // chunk
-        return max(d for d in range(1, of_span + 1) if of_span % d == 0 and (d * chunk <= _MAX_TILE or d == 1))
+        return max(d for d in range(1, max(_MAX_TILE // chunk, 1) + 1) if of_span % d == 0)
 
     @property
     def tiles(self) -> int:
@@ -103,8 +103,8 @@ class Weight:
 
     @property
     def low(self) -> int:
-        """Value less stored code. Signed integers are stored in offset binary; integer zeros are stored less the
-        format's least value, and then the two offsets cancel."""
+        """Value less stored code. Signed integers are stored in offset binary; integer zeros are stored less
+        the format's least value, and then the two offsets cancel."""
         t = self.spec.dtype
         return -(t.codes // 2) if t.kind == "int" and self.spec.zeros != "int" else 0
 

@@ -6,10 +6,10 @@ Three functions; pointers are to contiguous arrays, first and last are i64:
     lowbit_matmul(xs, sums, codes, scales, zeros, bias, y, m, first, last)    row blocks first .. last-1
     lowbit_dequantize(codes, scales, zeros, w, first, last)               row blocks first .. last-1
 
-prepare     x[t] in f32, in the order in which decoded vectors come (`ChunkMap.columns`), group padding as zeros:
+prepare     x[t] in f32, in the order of the decoded vectors (`ChunkMap.columns`), group padding as zeros:
             xs f32 [prepared_tokens(m), padded k]; and the sums of x over every group:
             sums f32 [prepared_tokens(m), groups].
-matmul      for every row block, for 4 tokens (one decode serves them) or 1, for every tile of k, for every row:
+matmul      for every row block, for 4 tokens (that share a decode) or 1, for every tile of k, for every row:
 
                 acc[t]    = sum over the tile of code * xs[t]     a vector of 16 columns, in registers
                 total[t] += scale * acc[t]                        16 rows of vectors, in the first-level cache
@@ -57,8 +57,9 @@ from passes.cpu_ops import (
 from passes.cpu_weight import VECTOR_BYTES, Row, RowValues, Tiling, Weight
 
 TOKENS = 4  # that share a decode
-_SUMS = 4  # vectors that a tile is added up in: 8 of the 16 registers of AVX2. A multiply-add takes 4 cycles and 2
-# start in every one, so fewer would wait for each other: a row has 4 tokens, or each of two rows 2 sums for its one
+# Vectors that a tile is added up in: 8 of the 16 registers of AVX2. A multiply-add takes 4 cycles and 2 start
+# in every one, so fewer would wait for each other. 4 tokens of a row, or 2 of each of two rows.
+_SUMS = 4
 _LOWERING = (
     "builtin.module(arith-expand{include-bf16=true},canonicalize,cse,convert-scf-to-cf,"
     "convert-vector-to-llvm{reassociate-fp-reductions=true},convert-arith-to-llvm,convert-func-to-llvm,"
@@ -68,13 +69,12 @@ _COLUMN, _PLACE, _FACTOR = "lowbit_column", "lowbit_place", "lowbit_factor"
 
 
 def prepared_tokens(m: int) -> int:
-    """Rows of the prepared activation of m tokens: a last block of 2 or 3 is filled up to 4, with anything."""
+    """Rows of the prepared activation of m tokens: a last block of 2 or 3 is filled up to 4."""
     return m if m % TOKENS <= 1 else m + TOKENS - m % TOKENS
 
 
 def build_cpu_matmul(spec: MatmulSpec, isa: Isa = "generic") -> ir.Module:
-    """lowbit_prepare and lowbit_matmul in the func, scf, arith, vector and llvm dialects. Needs a context and a
-    location."""
+    """lowbit_prepare and lowbit_matmul in the func, scf, arith, vector and llvm dialects. Needs a context."""
     return _build(spec, lambda: (_prepare(spec), _matmul(spec, isa)))
 
 
@@ -241,7 +241,8 @@ class _Matmul:
             self._update(rows, groups, c.carried, count)
         else:
             for groups, vectors in classes.items():
-                self._update(rows, groups, self._multiply(xs, block, first, rows, count, vectors, zero), count)
+                sums = self._multiply(xs, block, first, rows, count, vectors, zero)
+                self._update(rows, groups, sums, count)
 
     def _vectors_by_group(self) -> dict[tuple[int, ...], list[tuple[int, int]]]:
         """The decoded vectors (step, which) of a chunk, by the groups of their elements."""
@@ -261,8 +262,8 @@ class _Matmul:
         vectors: Sequence[tuple[int, int]],
         sums: Sequence[Value],
     ) -> list[Value]:
-        """Adds code * x of some vectors of a chunk to the sums. Every row has its share of them, and of those token t
-        has every count-th."""
+        """Adds code * x of some vectors of a chunk to the sums. Every row has a share of them, and token t
+        every count-th of that share."""
         p, result = self.spec.packing, list(sums)
         readers = [self.weight.chunk(block, chunk, row) for row in rows]
         share = len(sums) // len(rows)
@@ -295,8 +296,8 @@ class _Matmul:
         with loop(0, arith.minsi(i64(ROWS), arith.subi(i64(spec.n), first))) as row:
             n = add(first, row.index)
             for t in range(count):
-                sums = load(vec(f32()), at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES))
-                result = _sum(sums)
+                place = at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES)
+                result = _sum(load(vec(f32()), place))
                 if self.has_offset:
                     offset = load(f32(), at(self.offsets, mul(row.index, 4), t * VECTOR_BYTES))
                     result = arith.addf(result, offset)
@@ -350,12 +351,13 @@ def _dequantize_chunk(
             value = fma(value, factor, constant(vec(f32()), weight.low))
             if zeros:
                 value = arith.subf(value, zeros.spread(row, groups))
-            store(arith.mulf(value, scales.spread(row, groups)), at(target, byte=(2 * step + which) * VECTOR_BYTES))
+            value = arith.mulf(value, scales.spread(row, groups))
+            store(value, at(target, byte=(2 * step + which) * VECTOR_BYTES))
 
 
 def _copy_chunk(spec: MatmulSpec, values: Value, row: Value, group: Value, within: Value) -> None:
-    """Rounds a row of a chunk into w, in order and without the padding of groups. The chunk begins `within` columns
-    after the beginning of a group."""
+    """Rounds a row of a chunk into w, in order and without the padding of groups. The chunk begins `within`
+    columns after the beginning of a group."""
     tiling, size = Tiling(spec), spec.group_size or spec.k
     width = min(tiling.group, spec.packing.chunk)  # of the part of a group that a chunk holds
     groups = arith.minsi(i64(tiling.groups), arith.subi(i64(spec.groups), group))

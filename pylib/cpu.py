@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from dialect.bindings import ir, new_context
+from dialect.errors import TargetError
 from dialect.spec import MatmulSpec
 from passes.cpu_decode import Isa
 from passes.emit_ptx import translate
-from passes.host import HostModule, host_features
+from passes.host import HostModule, host_cpu, host_features
 from passes.lower_cpu import build_cpu_dequantize, build_cpu_matmul, lower_cpu_to_llvm, prepared_tokens
 from pylib.packed import TORCH
 
@@ -24,13 +26,13 @@ _WORTH_A_THREAD = 1 << 19
 
 
 class CpuMatmul:
-    """A spec compiled for a CPU. The tensors must fit the spec, lie on the CPU, and be contiguous (x need not).
+    """A spec compiled for a CPU. Tensors must fit the spec, lie on the CPU, and be contiguous (x need not).
 
     spec      what to compute
     cpu       processor to compile for: one of LLVM's levels ("x86-64-v3"), "" for this one
     threads   at most so many; None: torch.get_num_threads() at every call
 
-    Raises what `HostModule` raises: TargetError without llvmlite or for a `cpu` that does not run here.
+    Raises TargetError without llvmlite, and for a processor that this is not or that lacks AVX2.
     """
 
     def __init__(self, spec: MatmulSpec, cpu: str = "", threads: int | None = None) -> None:
@@ -53,7 +55,12 @@ class CpuMatmul:
             return HostModule(translate(module), functions, self._cpu)
 
     def matmul(
-        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """y [..., n] in the out type for x [..., k] in the act type."""
         spec, p = self.spec, self.spec.packing
@@ -67,7 +74,8 @@ class CpuMatmul:
         prepare = (x.data_ptr(), xs.data_ptr(), sums.data_ptr())
         self._parallel(lambda first, last: self._prepare(*prepare, first, last), m, m * spec.k)
         arrays = [_address(t) for t in (xs, sums, codes, scales, zeros, bias, y)]
-        self._parallel(lambda first, last: self._matmul(*arrays, m, first, last), p.row_blocks, m * spec.n * spec.k)
+        work = m * spec.n * spec.k
+        self._parallel(lambda first, last: self._matmul(*arrays, m, first, last), p.row_blocks, work)
         return y
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
@@ -83,12 +91,13 @@ class CpuMatmul:
         """The program as text: "vector" and "llvm" (MLIR), "ll" (LLVM IR), "asm"."""
         with new_context(), ir.Location.unknown():
             module = build_cpu_matmul(self.spec, _isa(self._cpu))
-            vector = str(module)
-            lower_cpu_to_llvm(module)
-            return {"vector": vector, "llvm": str(module), "ll": translate(module), "asm": self._module.assembly}
+            stages = {"vector": str(module)}
+            stages["llvm"] = str(lower_cpu_to_llvm(module))
+            stages["ll"] = translate(module)
+            return stages | {"asm": self._module.assembly}
 
     def _parallel(self, run: Callable[[int, int], None], count: int, work: int) -> None:
-        """run(first, last) on ranges that make up 0 .. count-1, by as many threads as `work` multiply-adds keep busy."""
+        """run(first, last) on parts of range(count), in as many threads as `work` multiply-adds are worth."""
         most = self._threads or torch.get_num_threads()
         parts = max(1, min(most, count, work // _WORTH_A_THREAD))
         bounds = [count * part // parts for part in range(parts + 1)]
@@ -111,12 +120,18 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 def _isa(cpu: str) -> Isa:
-    """What a processor offers for tables in registers."""
-    if cpu:
-        levels: dict[str, Isa] = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
-        return levels.get(cpu, "generic")
-    features = host_features()
-    return "avx512" if "avx512f" in features else "avx2" if "avx2" in features else "generic"
+    """What a processor offers for tables. Raises TargetError for an x86 that can't convert f16."""
+    levels: dict[str, Isa] = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
+    isa = levels.get(cpu, "generic")
+    if not cpu:
+        features = host_features()
+        isa = "avx512" if "avx512f" in features else "avx2" if features >= {"avx2", "f16c"} else "generic"
+    if isa == "generic" and platform.machine().lower() in ("x86_64", "amd64"):
+        raise TargetError(
+            f"cpu {cpu or host_cpu()!r} lacks AVX2 or F16C, which the CPU target needs; "
+            "use a processor of level 'x86-64-v3' or later"
+        )
+    return isa
 
 
 def _function(module: HostModule, name: str, *, pointers: int, integers: int) -> Callable[..., None]:
