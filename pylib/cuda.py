@@ -27,7 +27,7 @@ allocate: Callable[..., torch.Tensor] = torch._C._dynamo.guards._empty_strided_c
 # The handle of a device's current stream. None in a torch without CUDA.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-ARGUMENTS = ("x", "codes", "scales", "zeros", "bias", "y", "workspace", "m")
+ARGUMENTS = ("x", "codes", "scales", "zeros", "bias", "y", "m", "workspace")
 """What a kernel can take, in the order of `Function.__call__`."""
 
 # From cuda.h; the driver's binary interface does not change them.
@@ -117,10 +117,11 @@ class Function:
     """
 
     def __init__(self, image: bytes, launch: Launch, device: int, overlap: bool) -> None:
-        self.workspace_bytes = launch.workspace_bytes
         self._launch = launch
         self._device = device
         self._handle = self._load(image)
+        self._workspace_bytes = launch.workspace_bytes
+        self._workspaces: dict[tuple[int, bool], tuple[int, torch.Tensor]] = {}
         self._lock = threading.Lock()
         self._words = (ctypes.c_uint64 * len(ARGUMENTS))()
         at = {name: ctypes.addressof(self._words) + 8 * i for i, name in enumerate(ARGUMENTS)}
@@ -160,7 +161,6 @@ class Function:
         zeros: int,
         bias: int,
         y: int,
-        workspace: int,
         m: int,
     ) -> None:
         """Start the kernel on `stream` of the current device.
@@ -168,8 +168,9 @@ class Function:
         overlap   whether it may start before its predecessor ends, if it is a kernel that can
         x ... m   addresses of the tensors, 0 for those that the kernel does not take, and the number of rows
         """
+        workspace = self._workspace(stream) if self._workspace_bytes else 0
         with self._lock:
-            self._set_words(x, codes, scales, zeros, bias, y, workspace, m)
+            self._set_words(x, codes, scales, zeros, bias, y, m, workspace)
             config, reference = self._overlapping if overlap else self._ordered
             config.stream = stream
             code = self._start(reference, self._handle, self._addresses, None)
@@ -179,26 +180,20 @@ class Function:
         if code:
             raise TargetError(f"launch of {self._launch.name} failed: {_driver().describe(code)}")
 
+    def _workspace(self, stream: int) -> int:
+        """The address of memory that was zero before this kernel's first launch with it.
 
-_workspaces: dict[tuple[int, int, bool], tuple[int, torch.Tensor]] = {}
-
-
-def workspace(device: int, stream: int, size: int) -> int:
-    """The address of at least `size` bytes, zero when a kernel starts on `stream`, the current one of
-    `device`.
-
-    The kernel leaves them zero. Kernels on one stream touch it one after the other (after
-    griddepcontrol.wait), so they share one; streams run side by side, so each has its own. So has each
-    captured graph, which may be replayed on any stream.
-    """
-    graph = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
-    owner, buffer = _workspaces.get((device, stream, graph != 0), (0, None))
-    if buffer is None or owner != graph or buffer.numel() < size:
-        # While capturing, this makes a node that zeroes memory which the graph owns. The buffer of the graph
-        # before may go: its memory stays with that graph.
-        buffer = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
-        _workspaces[device, stream, graph != 0] = graph, buffer
-    return buffer.data_ptr()
+        Launches on one stream use it in turn (after griddepcontrol.wait), so they share it. Streams
+        run side by side: each has its own. So has each captured graph: it may be replayed on any stream.
+        """
+        graph = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+        owner, buffer = self._workspaces.get((stream, graph != 0), (0, None))
+        if buffer is None or owner != graph:
+            # While capturing, this makes a node that zeroes memory which the graph owns. The buffer of the
+            # graph before may go: its memory stays with that graph.
+            buffer = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=f"cuda:{self._device}")
+            self._workspaces[stream, graph != 0] = graph, buffer
+        return buffer.data_ptr()
 
 
 def _capture_id(stream: int) -> int:

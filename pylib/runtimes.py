@@ -20,7 +20,7 @@ from passes.schedule import Schedule
 from passes.target import Target
 from pylib import knobs
 from pylib.artifact import Artifact, Artifacts, token_tile
-from pylib.cuda import Function, allocate, current_stream, workspace
+from pylib.cuda import Function, allocate, current_stream
 from pylib.packed import TORCH
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ class CudaRuntime(_GpuRuntime):
         if source % 16 or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
             source = x.data_ptr()
-        y = allocate((m, self._n), (self._n, 1), self._out)
-        stream = current_stream(device)
+        n = self._n
+        y = allocate((m, n), (n, 1), self._out) if x.ndim == 2 else allocate(*_batched(x.shape, n), self._out)
         weight = codes.data_ptr()
         function(
-            stream,
+            current_stream(device),
             _settled(codes, weight),
             source,
             weight,
@@ -114,10 +114,9 @@ class CudaRuntime(_GpuRuntime):
             0 if zeros is None else zeros.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            function.workspace_bytes and workspace(device, stream, function.workspace_bytes),
             m,
         )
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], self._n)
+        return y
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         device = codes.get_device()
@@ -125,7 +124,7 @@ class CudaRuntime(_GpuRuntime):
         with torch.cuda.device(device):
             weight = allocate((self._n, self._k), (self._k, 1), self._act)
             pointers = codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
-            function(current_stream(device), False, 0, *pointers, 0, weight.data_ptr(), 0, 0)
+            function(current_stream(device), False, 0, *pointers, 0, weight.data_ptr(), 0)
         return weight
 
     def _vendor_matmul(
@@ -152,6 +151,15 @@ class CudaRuntime(_GpuRuntime):
                 self._by_tile[device, tile] = function
             self._several_devices = torch.cuda.device_count() > 1
         return function
+
+
+def _batched(shape: torch.Size, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of [*shape[:-1], n]. (To view a matrix so would take 2.8 us.)"""
+    *batch, _ = shape
+    strides = [1]
+    for size in reversed([*batch[1:], n]):
+        strides.append(strides[-1] * size)
+    return (*batch, n), tuple(reversed(strides[: len(shape)]))
 
 
 def _settled(codes: Tensor, address: int) -> bool:
