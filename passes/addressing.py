@@ -256,11 +256,11 @@ class Access:
                 return False
             if dim not in moved and strides[dim] % length and self.layout.shape[dim] > 1:
                 return False
-            if strides[dim] % length and not (known(self._offsets[dim]) is not None and known(self._offsets[dim]) % length == 0):  # type: ignore[operator]
+            if strides[dim] % length and not (
+                known(self._offsets[dim]) is not None and known(self._offsets[dim]) % length == 0
+            ):  # type: ignore[operator]
                 return False
-        return all(
-            d.stride * int(strides[d.dim]) % length == 0 for d in self.layout.thread_digits()
-        )
+        return all(d.stride * int(strides[d.dim]) % length == 0 for d in self.layout.thread_digits())
 
     def _moves_whole(self, dim: int, length: int) -> bool:
         """Whether a vector along this dim is inside or outside as one."""

@@ -154,7 +154,9 @@ class Program:
         return Scalar(ops.BlockIdOp(_i64(axis)).result)
 
     @contextmanager
-    def loop(self, start: Index, steps: Index, carried: Sequence[Tile] = (), stages: int = 1) -> Generator[Loop]:
+    def loop(
+        self, start: Index, steps: Index, carried: Sequence[Tile] = (), stages: int = 1
+    ) -> Generator[Loop]:
         """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles.
 
         stages > 1 asks `pipeline-copies` to keep that many rounds of copies under way.
@@ -200,7 +202,9 @@ class Program:
         type_ = Global(element, shape, strides or row_major(shape), divisors or (1,) * len(shape))
         return Memory(ops.GlobalViewOp(pointer.value, [s.value for s in sizes], type_.type).result, type_)
 
-    def alloc_shared(self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Memory:
+    def alloc_shared(
+        self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+    ) -> Memory:
         type_ = Shared(element, shape, strides or row_major(shape))
         return Memory(ops.AllocSharedOp(type_.type).result, type_)
 
@@ -227,7 +231,13 @@ class Program:
         )
 
     def copy_padded(
-        self, source: Memory, target: Memory, offsets: Sequence[Index], layout: Layout, group: int, padded: int
+        self,
+        source: Memory,
+        target: Memory,
+        offsets: Sequence[Index],
+        layout: Layout,
+        group: int,
+        padded: int,
     ) -> None:
         ops.CopyPaddedOp(
             source.value,
@@ -269,7 +279,9 @@ class Program:
     # -- tiles
 
     def constant(self, value: float, element: Element, layout: Layout) -> Tile:
-        return Tile(ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type).result)
+        return Tile(
+            ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type).result
+        )
 
     def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
         return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
@@ -279,7 +291,9 @@ class Program:
 
     def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:
         layout, _ = tile.layout.restrict(dim, start, size)
-        return Tile(ops.SliceOp(tile.value, _i64(dim), _i64(start), Reg(tile.reg.element, layout).type).result)
+        return Tile(
+            ops.SliceOp(tile.value, _i64(dim), _i64(start), Reg(tile.reg.element, layout).type).result
+        )
 
     def reshape(self, tile: Tile, shape: tuple[int, ...]) -> Tile:
         reg = Reg(tile.reg.element, tile.layout.reshape(shape))

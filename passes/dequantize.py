@@ -27,7 +27,9 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
     group = packing.padded_group
     warps = next(w for w in _WARPS if group is None or group % (w * step) == 0 or (w * step) % group == 0)
     columns = warps * step
-    padded_group, real_group = (round_up(packing.padded_k, columns), spec.k) if group is None else (group, packing.group)
+    padded_group, real_group = (
+        (round_up(packing.padded_k, columns), spec.k) if group is None else (group, packing.group)
+    )
     width = min(padded_group, columns)  # columns of one group in a block
     groups = columns // width
     parts = padded_group // width  # blocks that share a group
@@ -53,7 +55,9 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
                 (ROWS, packing.groups, packing.row_blocks),
                 (1, ROWS, packing.groups * ROWS),
             )
-            return factors.as_f32(p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind)
+            return factors.as_f32(
+                p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind
+            )
 
         scale = factor("scales", spec.scale)
         if spec.zero_kind:
@@ -66,7 +70,12 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
         p.store(tile, staged, (0, 0))
         p.barrier()
         out = p.load(staged, (0, 0), spread((ROWS, columns), 32 * warps, 8))
-        view = p.global_view(p["y"], spec.act, (spec.n, spec.k // (real_group or 1), real_group or 1), (spec.k, real_group or 1, 1))
+        view = p.global_view(
+            p["y"],
+            spec.act,
+            (spec.n, spec.k // (real_group or 1), real_group or 1),
+            (spec.k, real_group or 1, 1),
+        )
         boundary = ("skip" if spec.n % ROWS else "none", "skip", "skip")
         out = p.reshape(out, (ROWS, groups, width))
         p.store(out, view, (row_block * ROWS, first_group, part * width), boundary)

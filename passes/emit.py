@@ -89,7 +89,8 @@ def read_constant(symbol: str, index: Any, bits: int) -> Any:
     """Element `index` of the constant array `symbol` of integers of `bits` bits in device memory."""
     space = pointer(1)
     address = offset_bytes(
-        llvm.mlir_addressof(space, symbol), dynamic=arith.extui(integer(64), arith.muli(index, constant(bits // 8)))
+        llvm.mlir_addressof(space, symbol),
+        dynamic=arith.extui(integer(64), arith.muli(index, constant(bits // 8))),
     )
     return llvm.load(integer(bits), address, invariant=True, alignment=bits // 8)
 
@@ -101,8 +102,8 @@ def constant_array(module_body: Any, symbol: str, entries: Sequence[int], bits: 
             return
     values = ", ".join(str(e - (1 << bits) if e >> (bits - 1) else e) for e in entries)
     text = (
-        f'llvm.mlir.global internal constant @{symbol}(dense<[{values}]> : tensor<{len(entries)}xi{bits}>)'
-        f' {{addr_space = 1 : i32, alignment = 16 : i64}} : !llvm.array<{len(entries)} x i{bits}>'
+        f"llvm.mlir.global internal constant @{symbol}(dense<[{values}]> : tensor<{len(entries)}xi{bits}>)"
+        f" {{addr_space = 1 : i32, alignment = 16 : i64}} : !llvm.array<{len(entries)} x i{bits}>"
     )
     with ir.InsertionPoint.at_block_begin(module_body):
         define(text)

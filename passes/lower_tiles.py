@@ -15,9 +15,9 @@ from dialect import ops
 from dialect.bindings import arith, gpu, ir, llvm, nvvm, scf
 from dialect.dtypes import DType
 from dialect.errors import PassError
-from dialect.types import Global, Reg, Shared, element_bits, format_attr, ints, read_ints, read_strings
 from dialect.layout import MMA_M16N8K16_A, Layout
 from dialect.packing import BLOCK_K, WORDS_PER_UNIT, Packing
+from dialect.types import Global, Reg, Shared, element_bits, format_attr, ints, read_ints, read_strings
 from passes import emit
 from passes.addressing import Access, Place, ThreadIndex
 from passes.fragment import Fragment, kind_of
@@ -139,7 +139,9 @@ class _Lowering:
                 kernel=True,
             )
         function.operation.attributes["arg_attrs"] = self._argument_attributes(source)
-        function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get([self.threads_per_block, 1, 1])
+        function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get(
+            [self.threads_per_block, 1, 1]
+        )
         block = function.operation.regions[0].blocks.append(*[a.type for a in source.arguments])
         for old, new in zip(source.arguments, block.arguments):
             self.values[old] = new
@@ -245,7 +247,9 @@ class _Lowering:
         lower, upper, step, *initial = (self.values[v] for v in op.operation.operands)
         flat: list[Any] = []
         for value in initial:
-            flat += [value.register(i) for i in range(value.count)] if isinstance(value, Fragment) else [value]
+            flat += (
+                [value.register(i) for i in range(value.count)] if isinstance(value, Fragment) else [value]
+            )
         loop = scf.ForOp(lower, upper, step, flat)
         loop.operation.attributes["loop_annotation"] = ir.Attribute.parse(
             "#llvm.loop_annotation<unroll = <disable = true>>"
@@ -257,7 +261,9 @@ class _Lowering:
             self._block(old)
             self._finish_reads()
             results: list[Any] = []
-            for value, start in zip((self.values[v] for v in old.operations[len(old.operations) - 1].operands), initial):
+            for value, start in zip(
+                (self.values[v] for v in old.operations[len(old.operations) - 1].operands), initial
+            ):
                 results += (
                     [value.pair(i) if start.kind == "pair" else value.register(i) for i in range(start.count)]
                     if isinstance(start, Fragment)
@@ -331,7 +337,9 @@ class _Lowering:
         length = min(a.vector_length(max(1, 16 // source.bytes)) for a in (source, target))
         size = length * source.bytes
         if size not in (4, 8, 16):
-            raise PassError(f"lower-tiles: copy_async moves 4, 8 or 16 bytes per thread, not {size}; layout {layout}")
+            raise PassError(
+                f"lower-tiles: copy_async moves 4, 8 or 16 bytes per thread, not {size}; layout {layout}"
+            )
         first = source.first_replica()
         modifier = nvvm.LoadCacheModifierKind.CG if size == 16 else nvvm.LoadCacheModifierKind.CA
         for slot in range(0, layout.locals, length):
@@ -341,7 +349,10 @@ class _Lowering:
             if inside is not None:
                 taken = arith.select(inside, emit.constant(size), emit.constant(0))
             to, from_ = target.address(slot), source.address(slot)
-            self._when(keep, lambda t=to, f=from_, n=taken: nvvm.cp_async_shared_global(t, f, size, modifier, cp_size=n))
+            self._when(
+                keep,
+                lambda t=to, f=from_, n=taken: nvvm.cp_async_shared_global(t, f, size, modifier, cp_size=n),
+            )
 
     def _copy_padded(self, op: Any) -> None:
         """See lowbit.copy_padded. Target dims are [steps, rows, columns]; a step's columns follow those of the last."""
@@ -360,14 +371,20 @@ class _Lowering:
             step, row, column = (index.coordinate(d, slot) for d in range(3))
             column = arith.addi(arith.muli(step, emit.constant(columns)), column)
             within = arith.remui(column, emit.constant(padded))
-            k = arith.addi(arith.muli(arith.divui(column, emit.constant(padded)), emit.constant(group)), within)
-            here = arith.andi(arith.cmpi(less, within, emit.constant(group)), arith.cmpi(less, k, place.sizes[1]))
+            k = arith.addi(
+                arith.muli(arith.divui(column, emit.constant(padded)), emit.constant(group)), within
+            )
+            here = arith.andi(
+                arith.cmpi(less, within, emit.constant(group)), arith.cmpi(less, k, place.sizes[1])
+            )
             row_inside = arith.cmpi(less, row, place.sizes[0])
             address = emit.offset_bytes(
                 place.base,
                 dynamic=arith.muli(
                     arith.addi(
-                        arith.muli(arith.extui(emit.integer(64), row), emit.constant(place.type.strides[0], 64)),
+                        arith.muli(
+                            arith.extui(emit.integer(64), row), emit.constant(place.type.strides[0], 64)
+                        ),
                         arith.extui(emit.integer(64), k),
                     ),
                     emit.constant(2, 64),
@@ -403,7 +420,8 @@ class _Lowering:
         start = self.shared.allocate(op.result, 4)
         flag = emit.offset_bytes(self.shared_base, static=start)
         counter = emit.offset_bytes(
-            counters.base, dynamic=arith.muli(arith.extui(emit.integer(64), self.values[op.index]), emit.constant(4, 64))
+            counters.base,
+            dynamic=arith.muli(arith.extui(emit.integer(64), self.values[op.index]), emit.constant(4, 64)),
         )
         gpu.barrier()
         thread = self.threads.digit(self.threads_per_block, 1, self.threads_per_block)
@@ -487,9 +505,7 @@ class _Lowering:
             keep = Access.all([c for c in (first, access.inside(slot, "skip", "zero")) if c is not None])
             data = value.scalar(slot) if length == 1 else self._vector(value, slot, length)
             address = access.address(slot)
-            self._when(
-                keep, lambda d=data, a=address: llvm.store(d, a, alignment=access.bytes * length)
-            )
+            self._when(keep, lambda d=data, a=address: llvm.store(d, a, alignment=access.bytes * length))
 
     def _vector(self, value: Fragment, slot: int, length: int) -> Any:
         first = value.scalar(slot)
@@ -511,7 +527,9 @@ class _Lowering:
         reg = Reg.of(op.result.type)
         if isinstance(reg.element, DType) or source.kind == "word":
             if source.kind != "word":
-                raise PassError(f"lower-tiles: only words can be viewed as {reg.element}, not {source.reg.element}")
+                raise PassError(
+                    f"lower-tiles: only words can be viewed as {reg.element}, not {source.reg.element}"
+                )
             self.values[op.result] = Fragment(reg, "word", source.register)
         elif source.reg.element == reg.element:
             self.values[op.result] = Fragment(reg, source.kind, source.register)
@@ -536,7 +554,9 @@ class _Lowering:
             slots = packing.slots(block, i % 4)
             first = (row_block * packing.chunks + chunk) * words_per_chunk
             words = [codes.register(first + s.unit * WORDS_PER_UNIT + s.word) for s in slots]
-            pair = ops.DecodePairOp(words, format_attr(format_), ints([s.shift for s in slots]), op.exponent, vector)
+            pair = ops.DecodePairOp(
+                words, format_attr(format_), ints([s.shift for s in slots]), op.exponent, vector
+            )
             return pair.result
 
         self.values[op.result] = Fragment(reg, "pair", make)

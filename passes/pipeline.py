@@ -2,7 +2,8 @@
 
     stage    after                                              is
     lowbit   (built from the spec)                              lowbit.matmul on tensors
-    tile     select-schedule, expand-matmul, pipeline-copies    one block's program on tiles
+    tile     plan-packing, select-schedule, expand-matmul,      one block's program on tiles
+             pipeline-copies
     gpu      lower-tiles, lower-dequant                         one thread's program: gpu, scf, arith, nvvm
     llvm     lower-to-llvm                                      the llvm dialect
     ll       translation                                        LLVM IR text
@@ -30,13 +31,23 @@ from passes.lower_dequant import LowerDequant
 from passes.lower_tiles import LowerTiles
 from passes.lower_to_llvm import LowerToLLVM
 from passes.pipeline_copies import PipelineCopies
+from passes.plan_packing import PlanPacking
 from passes.rewriting import Pass
 from passes.schedule import Launch, Schedule
 from passes.select_schedule import SelectSchedule, default_schedule
 from passes.target import Target
 
 PASSES: dict[str, type[Any]] = {
-    p.name: p for p in (SelectSchedule, ExpandMatmul, PipelineCopies, LowerTiles, LowerDequant, LowerToLLVM)
+    p.name: p
+    for p in (
+        PlanPacking,
+        SelectSchedule,
+        ExpandMatmul,
+        PipelineCopies,
+        LowerTiles,
+        LowerDequant,
+        LowerToLLVM,
+    )
 }
 STAGES = ("lowbit", "tile", "gpu", "llvm", "ll", "ptx")
 Observer = Callable[[str, str], None]
@@ -45,7 +56,7 @@ Observer = Callable[[str, str], None]
 def passes_to(stage: str, target: Target, schedule: Schedule | None = None) -> tuple[Pass, ...]:
     """The passes that lead to a stage from the one before it."""
     order: dict[str, tuple[Pass, ...]] = {
-        "tile": (SelectSchedule(target, schedule=schedule), ExpandMatmul(), PipelineCopies()),
+        "tile": (PlanPacking(), SelectSchedule(target, schedule=schedule), ExpandMatmul(), PipelineCopies()),
         "gpu": (LowerTiles(target), LowerDequant()),
         "llvm": (LowerToLLVM(),),
     }
@@ -91,7 +102,9 @@ def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool =
     return _compile(build, target, None, keep)
 
 
-def _compile(build: Callable[[], ir.Module], target: Target, schedule: Schedule | None, keep: bool) -> CompiledKernel:
+def _compile(
+    build: Callable[[], ir.Module], target: Target, schedule: Schedule | None, keep: bool
+) -> CompiledKernel:
     stages: dict[str, str] = {}
     context = new_context()
     ops.register(context)

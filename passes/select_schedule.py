@@ -77,9 +77,13 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
     chunk, group = spec.packing.chunk, spec.packing.padded_group
     if s.step_k % chunk:
-        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {chunk} for {spec.weight}; try {chunk}")
+        raise SpecError(
+            f"schedule: step_k={s.step_k} must be a multiple of {chunk} for {spec.weight}; try {chunk}"
+        )
     if group is not None and s.step_k % group and group % s.step_k:
-        raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
+        raise SpecError(
+            f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}"
+        )
     needed = shared_bytes(spec, s)
     if needed > target.max_shared_per_block:
         raise SpecError(

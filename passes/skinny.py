@@ -40,7 +40,7 @@ from dialect.layout import (
     replicated,
     spatial,
 )
-from dialect.packing import BLOCK_K, ROWS, UNIT_BYTES
+from dialect.packing import BLOCK_K, ROWS
 from dialect.spec import BYTES, MatmulSpec
 from passes.builder import Memory, Program, Scalar, Tile
 from passes.recipes import compute_element, exponent
@@ -162,7 +162,7 @@ class _Kernel:
             "matmul",
             s.threads,
             (self.plan.tiles, s.splits, 1),
-            {name: "pointer" for name in names} | {"m": "i32"},
+            dict.fromkeys(names, "pointer") | {"m": "i32"},
             self.plan.workspace_bytes,
         )
         self.convert = Factors(self.p, spec)
@@ -192,6 +192,7 @@ class _Kernel:
             if spec.zeros != "none" and not self.plan.groups:
                 carried.append(p.constant(0.0, "f32", self.sum_layout))
             self._make_views()
+            p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
             with p.loop(p.block_id(1) * self.plan.rounds, self.plan.rounds, carried, stages=s.stages) as loop:
                 self._copies(loop.index * s.warps_k)
                 p.commit()
@@ -214,7 +215,9 @@ class _Kernel:
         """Views of the operands by step, and the buffers they are copied to."""
         p, s, packing = self.p, self.schedule, self.packing
         steps, units = self.plan.steps, packing.chunks * packing.units * 32
-        self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
+        self.codes = p.global_view(
+            p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1)
+        )
         self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
@@ -255,7 +258,9 @@ class _Kernel:
         boundary = (self.step_boundary, self.row_boundary, "none")
         units = packing.chunks * packing.units * 32
         limit = (self.units, 0, 1, units) if units % self.units else ()
-        p.copy_async(self.codes, self.codes_buffer, (step, self.first_block, 0), self.unit_layout, boundary, limit)
+        p.copy_async(
+            self.codes, self.codes_buffer, (step, self.first_block, 0), self.unit_layout, boundary, limit
+        )
         warps = 32 * s.warps_n
         for view, buffer, kind in self.factors.values():
             shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
@@ -269,7 +274,9 @@ class _Kernel:
         if self.plan.async_x:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)
             limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
-            p.copy_async(self.x, self.x_buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
+            p.copy_async(
+                self.x, self.x_buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit
+            )
         else:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 1)
             group = packing.group or 1

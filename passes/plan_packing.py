@@ -1,0 +1,59 @@
+"""plan-packing: writes on every `lowbit.matmul` and `lowbit.dequantize` how its weight sits in memory.
+
+`dialect.packing` decides; the attribute `lowbit.packing` lays the decision open to the reader of the IR and to the
+passes after this one: planes and their units, columns per chunk, padding, and the shapes of the arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dialect import ops
+from dialect.bindings import ir
+from dialect.errors import PassError
+from dialect.packing import Packing
+from dialect.types import Packed, ints
+from passes.rewriting import each_op
+
+PACKING = "lowbit.packing"
+
+
+@dataclass(frozen=True)
+class PlanPacking:
+    """Attach the memory order of its weight to every lowbit.matmul and lowbit.dequantize."""
+
+    name: ClassVar[str] = "plan-packing"
+
+    def run(self, module: ir.Module) -> None:
+        for kind in (ops.MatmulOp, ops.DequantizeOp):
+            for op in each_op(module, kind):
+                op.operation.attributes[PACKING] = packing_attr(Packed.of(op.w.type).packing)
+
+
+def packing_attr(packing: Packing) -> Any:
+    """The plan as a dictionary attribute."""
+    i64 = ir.IntegerType.get_signless(64)
+    numbers = {
+        "chunk": packing.chunk,
+        "units": packing.units,
+        "padded_k": packing.padded_k,
+        "padded_group": packing.padded_group or packing.padded_k,
+    }
+    plan: dict[str, Any] = {name: ir.IntegerAttr.get(i64, value) for name, value in numbers.items()}
+    plan["planes"] = ints([plane.bits for plane in packing.planes])
+    plan["codes"] = ints(packing.codes_shape)
+    plan["factors"] = ints(packing.scales_shape)
+    return ir.DictAttr.get(plan)
+
+
+def check_planned(op: Any) -> None:
+    """Raises PassError unless the plan on `op` is that of its weight: kernels read memory in this order alone."""
+    wanted = packing_attr(Packed.of(op.w.type).packing)
+    name = op.operation.name
+    if PACKING not in op.operation.attributes:
+        raise PassError(f"a {name} has no {PACKING}; run plan-packing first")
+    if op.operation.attributes[PACKING] != wanted:
+        raise PassError(
+            f"{name}: {PACKING} = {op.operation.attributes[PACKING]} is not the weight's order {wanted}"
+        )

@@ -1,0 +1,99 @@
+"""Time on a GPU, as it is in a running model: kernels back to back, weights that no cache holds.
+
+Calls are captured into a CUDA graph that walks over enough copies of the weight to defeat the L2 cache, and the graph
+is replayed; host time is not in it. Microseconds are per call: median and spread of the replays.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dialect.spec import MatmulSpec
+from pylib.packed import TORCH, PackedWeight
+
+DEFEAT_L2_BYTES = 400e6
+WARM_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call: the median of the replays, the fastest, and the slowest."""
+
+    median: float
+    best: float
+    worst: float
+
+
+def graph_time(calls: Sequence[Callable[[], object]], replays: int = 15, least_us: float = 2000.0) -> Timing:
+    """Time per call of `calls`, captured in order into one graph, as often as makes `least_us` of work."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    warm_until = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < warm_until:  # an idle GPU has low clocks
+        graph.replay()
+        torch.cuda.synchronize()
+    rounds, times = 1, []
+    while len(times) < replays:
+        start.record()
+        for _ in range(rounds):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        total = 1000 * start.elapsed_time(end)
+        if total < least_us and not times and rounds < 64:
+            rounds *= 2
+            continue
+        times.append(total / (rounds * len(calls)))
+    return Timing(statistics.median(times), min(times), max(times))
+
+
+def random_weight(spec: MatmulSpec, device: str = "cuda") -> PackedWeight:
+    """A packed weight of random codes and scales around 0.01, made where it is needed: for timing only."""
+    packing = spec.packing
+    codes = torch.randint(-(2**31), 2**31 - 1, packing.codes_shape, dtype=torch.int32, device=device)
+
+    def floats(kind: str) -> torch.Tensor:
+        values = torch.rand(packing.scales_shape, device=device) * 0.01 + 0.005
+        if kind == "e8m0":
+            values = torch.exp2(torch.floor(torch.log2(values)))
+        return values.to(TORCH[kind])
+
+    zeros = None
+    if spec.zero_kind == "u8":
+        zeros = torch.randint(0, spec.dtype.codes, packing.scales_shape, dtype=torch.uint8, device=device)
+    elif spec.zero_kind:
+        zeros = floats(spec.zero_kind)
+    bias = torch.randn(spec.n, device=device).to(TORCH[spec.out_dtype]) if spec.bias else None
+    return PackedWeight(spec, codes, floats(spec.scale), zeros, bias)
+
+
+def copies(weight: PackedWeight, total: float = DEFEAT_L2_BYTES) -> list[PackedWeight]:
+    """The weight and as many clones as make `total` bytes, at least two in all."""
+
+    def clone(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.clone()
+
+    count = max(2, -(-int(total) // weight.nbytes))
+    return [weight] + [
+        replace(
+            weight,
+            codes=weight.codes.clone(),
+            scales=weight.scales.clone(),
+            zeros=clone(weight.zeros),
+            bias=clone(weight.bias),
+        )
+        for _ in range(count - 1)
+    ]
