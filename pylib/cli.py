@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
@@ -226,7 +227,7 @@ def run(
 def report(trial: Trial) -> Table:
     """What a trial found, as a table of two columns."""
     mm = trial.matmul
-    table = _table(f"{mm.spec}, m = {trial.m}, on {mm.target}")
+    table = _table(escape(f"{mm.spec}, m = {trial.m}, on {mm.target}"))
     verdict = "[green]right[/]" if trial.right else "[bold red]wrong[/]"
     worst = f"worst element at {trial.worst:.0%} of what rounding explains"
     table.add_row("result", f"{verdict}: relative error {trial.error:.1e}, {worst}")
@@ -236,8 +237,8 @@ def report(trial: Trial) -> Table:
         bandwidth = trial.bytes / trial.time / 1e9
         table.add_row("bandwidth", f"{bandwidth:.1f} GB/s for {trial.bytes / 1e6:.2f} MB")
         table.add_row("arithmetic", f"{trial.flops / trial.time / 1e12:.3f} TFLOP/s")
-    if mm.schedule:
-        table.add_row("schedule", str(mm.schedule))
+    if trial.schedule:
+        table.add_row("schedule", str(trial.schedule))
     return table
 
 
@@ -260,7 +261,7 @@ def info() -> None:
 
     table = _table("lowbit")
     for name, value in facts().items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     Console(highlight=False).print(table)
 
 

@@ -36,6 +36,7 @@ class Trial:
 
     matmul: Matmul
     m: int
+    schedule: Schedule | None  # of the kernel for m tokens, where it has one
     error: float  # relative, in the Frobenius norm
     worst: float  # largest error as a share of what is allowed there; inf if NaN or inf was not met
     compile_time: float
@@ -62,6 +63,7 @@ def run_trial(
     on_step("compiling")
     start = time.perf_counter()
     mm = compile(spec, target, schedule)
+    chosen = mm.kernel(m).schedule if mm.target.is_gpu else None  # compiles the kernel for m tokens
     compile_time = time.perf_counter() - start
 
     on_step("packing random data")
@@ -86,6 +88,7 @@ def run_trial(
     return Trial(
         matmul=mm,
         m=m,
+        schedule=chosen,
         error=float(np.linalg.norm(error) / np.linalg.norm(expected)),
         worst=float(np.nan_to_num(np.abs(error) / allowed, nan=np.inf).max()),
         compile_time=compile_time,
