@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from pylib.packed import TORCH
 
 # Multiply-adds worth a thread: about 50 us of work, which is what waking one and waiting for it costs.
 _WORTH_A_THREAD = 1 << 19
+_PARTS = 4  # per thread: a core that others use too holds up a quarter of a share, not all of it
 
 
 class CpuMatmul:
@@ -99,18 +101,25 @@ class CpuMatmul:
     def _parallel(self, run: Callable[[int, int], None], count: int, work: int) -> None:
         """run(first, last) on parts of range(count), in as many threads as `work` multiply-adds are worth."""
         most = self._threads or torch.get_num_threads()
-        parts = max(1, min(most, count, work // _WORTH_A_THREAD))
-        bounds = [count * part // parts for part in range(parts + 1)]
-        if parts == 1:
+        threads = min(most, count, work // _WORTH_A_THREAD)
+        if threads <= 1:
             run(0, count)
             return
-        pool = _pool(os.getpid(), most)
-        others = [pool.submit(run, *bounds[part : part + 2]) for part in range(1, parts)]
+        parts = min(_PARTS * threads, count)
+        bounds = [count * part // parts for part in range(parts + 1)]
+        left = iter(list(pairwise(bounds)))  # shared: whoever is free takes the next
+
+        def take_parts() -> None:
+            for first, last in left:
+                run(first, last)
+
+        others = [_pool(os.getpid(), most).submit(take_parts) for _ in range(threads - 1)]
         try:
-            run(bounds[0], bounds[1])
+            take_parts()
         finally:  # the arrays must live until the last thread is done
             for other in others:
-                other.result()
+                if not other.cancel():  # it may not have begun: then all is done already
+                    other.result()
 
 
 @lru_cache(maxsize=None)
