@@ -55,7 +55,7 @@ class FakePipeline:
     def compile_matmul(
         self, spec: MatmulSpec, target: Target, schedule: Schedule | None, tokens: int, keep: bool
     ) -> FakeKernel:
-        return self._compile(target, tokens, schedule or Schedule(tokens=tokens, warps_k=4))
+        return self._compile(target, tokens, schedule or Schedule(tokens=max(8, tokens), warps_k=4))
 
     def compile_dequantize(self, spec: MatmulSpec, target: Target, keep: bool) -> FakeKernel:
         return self._compile(target, None, None)

@@ -15,12 +15,13 @@ from fake_pipeline import FakePipeline, pipeline
 
 import pylib
 from passes.schedule import Schedule
-from pylib.artifact import Artifact, token_tile
+from pylib.artifact import TOKEN_TILES, Artifact, token_tile
 from pylib.matmul import Matmul, this_machine
 
 __all__ = ["pipeline"]
 
 SPEC = pylib.MatmulSpec(n=32, k=128, weight="u4", group_size=64)
+ONE = token_tile(1)
 
 
 @pytest.fixture(autouse=True)
@@ -31,27 +32,26 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_token_tile() -> None:
     """The least tile that holds m, by its definition."""
-    for m in range(65):
-        tile = token_tile(m)
-        assert tile is not None and m <= tile and (tile == 8 or m > tile // 2)
-    assert token_tile(65) is None and token_tile(4096) is None
+    assert [token_tile(m) for m in TOKEN_TILES] == list(TOKEN_TILES)
+    assert [token_tile(m + 1) for m in TOKEN_TILES] == [*TOKEN_TILES[1:], None]
+    assert token_tile(0) == TOKEN_TILES[0] and token_tile(4096) is None
 
 
 def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> None:
     mm = pylib.compile(SPEC, "sm_90a")
-    assert pipeline.compiled == [("sm_90a", 8)]
+    assert pipeline.compiled == [("sm_90a", ONE)]
     assert (mm.spec, str(mm.target), mm.schedule) == (SPEC, "sm_90a", Schedule(tokens=8, warps_k=4))
     for m in (1, 8, 9, 16, 17, 64, 64, 65, 200):
         mm.kernel(m)
-    assert [tokens for _, tokens in pipeline.compiled] == [8, 16, 32, 64, None]
+    assert [tokens for _, tokens in pipeline.compiled] == [*TOKEN_TILES, None]
 
 
 def test_schedule_is_for_the_tile_it_names(pipeline: FakePipeline) -> None:
     wanted = Schedule(tokens=16, warps_k=2)
     mm = pylib.compile(SPEC, "sm_90a", wanted)
-    assert [tokens for _, tokens in pipeline.compiled] == [8, 16]  # errors of a schedule show at compile
+    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 16]  # errors of a schedule show at compile
     assert mm.kernel(16).schedule == wanted
-    assert mm.kernel(8).schedule == mm.schedule == Schedule(tokens=8, warps_k=4)
+    assert mm.kernel(1).schedule == mm.kernel(8).schedule == mm.schedule == Schedule(tokens=8, warps_k=4)
 
 
 def test_same_arguments_give_the_same_matmul(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
@@ -70,7 +70,7 @@ def test_many_threads_compile_once(pipeline: FakePipeline) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [tokens for _, tokens in pipeline.compiled] == [8, 32]
+    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 32]
 
 
 def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
@@ -78,7 +78,7 @@ def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
     again = pylib.compile(SPEC, "sm_90a").kernel(20)
     assert again == first and again is not first
     assert first.cubin == b"cubin of sm_90a 32"
-    assert [tokens for _, tokens in pipeline.compiled] == [8, 32]
+    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 32]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "emulator:sm_90a"])
@@ -87,8 +87,9 @@ def test_cache_tells_kernels_apart(pipeline: FakePipeline, target: str, spec: py
     pylib.compile(SPEC, "sm_90a")
     pylib.compile(spec, "sm_90a")
     pylib.compile(SPEC, target)
-    pylib.compile(SPEC, "sm_90a", Schedule(tokens=8, warps_k=2))
-    assert len(pipeline.compiled) == 4
+    pylib.compile(SPEC, "sm_90a", Schedule(tokens=16, warps_k=2)).kernel(16)
+    pylib.compile(SPEC, "sm_90a").kernel(16)
+    assert len(pipeline.compiled) == 5
 
 
 def test_damaged_cache_is_rebuilt(pipeline: FakePipeline) -> None:
@@ -120,7 +121,7 @@ def test_emulator_has_no_cubin(pipeline: FakePipeline) -> None:
 
 def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
     mm = pylib.compile(SPEC, "sm_90a")
-    assert mm.ir("tile") == "sm_90a 8"
+    assert mm.ir("tile") == f"sm_90a {ONE}"
     assert mm.ir("tile", m=33) == "sm_90a 64"
     assert mm.ir("tile", m=65) == "sm_90a None"
     with pytest.raises(pylib.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
@@ -140,8 +141,8 @@ def test_dump(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, tmp_path:
     pylib.compile(SPEC, "emulator:sm_80").kernel(200)
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     stem = "u4_32x128_sm_80"
-    assert written.keys() == {f"{stem}_{k}.{s}" for k in ("m8", "dequantize") for s in ("tile", "ptx")}
-    assert written[f"{stem}_m8.tile"] == "emulator:sm_80 8"
+    assert written.keys() == {f"{stem}_{k}.{s}" for k in (f"m{ONE}", "dequantize") for s in ("tile", "ptx")}
+    assert written[f"{stem}_m{ONE}.tile"] == f"emulator:sm_80 {ONE}"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ heavy = {{"torch_mlir", "mlir", "llvmlite", "triton"}}  # torch itself imports c
 assert not heavy & {{name.partition(".")[0] for name in sys.modules}}, "import pylib is not light"
 for name in (*heavy, "passes.pipeline"):
     sys.modules[name] = None
-assert pylib.compile({SPEC!r}, "sm_90a").cubin == b"cubin of sm_90a 8"
+assert pylib.compile({SPEC!r}, "sm_90a").cubin == b"cubin of sm_90a {ONE}"
 """
     program = program.replace("MatmulSpec(", "pylib.MatmulSpec(")
     subprocess.run([sys.executable, "-c", program], check=True, cwd=repo)
