@@ -523,7 +523,7 @@ def test_copies_in_flight_are_left_alone() -> None:
     copy = "cp.async.cg.shared.global [%r1], [%rd0], 16;"
     fails("still in flight", f"{COPY} {copy} st.shared.b32 [%r1], 0;", src, src)
     fails("still in flight", f"{COPY} {copy} {copy}", src, src)
-    fails("same shared bytes", f"{COPY} mov.u32 %r1, smem; {copy}", src, src)
+    fails("same bytes as another thread", f"{COPY} mov.u32 %r1, smem; {copy}", src, src)
     run(f"{COPY} {copy}", [src, src])  # never waited for: never seen
 
 

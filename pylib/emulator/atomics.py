@@ -64,9 +64,7 @@ def _atom(op: Op) -> Step:
 
 
 def _raw(kind: str) -> str:
-    return {"f16": "b16", "bf16": "b16", "f32": "b32", "f64": "b64", "f16x2": "b32", "bf16x2": "b32"}.get(
-        kind, kind
-    )
+    return {"f16": "b16", "bf16": "b16", "f32": "b32", "f64": "b64", "f16x2": "b32", "bf16x2": "b32"}.get(kind, kind)
 
 
 def _columns(op: Op, kind: str, count: int) -> Callable[[Array], Array]:

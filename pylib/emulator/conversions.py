@@ -142,18 +142,19 @@ def _packed(op: Op, target: str, source: str) -> Step:
     if source == "f32":
         dest = op.float_dest(fmt, packed=True)
         high, low = op.raw_float(FLOATS["f32"]), op.raw_float(FLOATS["f32"])
-        return _write_pair(dest, fmt, rounding, saturate, relu, lambda: _pair(op, low(), high()))
+        both = np.empty((op.block.lanes, 2))
+
+        def pair() -> Array:
+            both[:, 0], both[:, 1] = low(), high()
+            return both
+
+        return _write_pair(dest, fmt, rounding, saturate, relu, pair)
     source_fmt = FLOATS[source.removesuffix("x2")]
     known = (("f16x2", "e4m3x2"), ("f16x2", "e5m2x2"), ("e4m3x2", "f16x2"), ("e5m2x2", "f16x2"))
     if (target, source) not in known:
         raise Unsupported(f"cvt from .{source} to .{target}")
     dest = op.float_dest(fmt, packed=True)
     return _write_pair(dest, fmt, rounding, saturate, relu, op.raw_float(source_fmt, packed=True))
-
-
-def _pair(op: Op, low: Array, high: Array) -> Array:
-    shape = (op.block.lanes,)
-    return np.stack([np.broadcast_to(low, shape), np.broadcast_to(high, shape)], axis=1)
 
 
 def _write_pair(

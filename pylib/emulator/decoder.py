@@ -71,7 +71,10 @@ class Dest:
             self.register.define(mask)
 
     def scatter(self, values: Array, lanes: Array, mask: Mask) -> None:
-        self.view[lanes] = values
+        if mask is None:
+            self.view[...] = values
+        else:
+            self.view[lanes] = values
         if self.register is not None and not self.register.complete:
             self.register.define(mask)
 
@@ -84,7 +87,9 @@ class Pointer:
     offset: int
 
     def __call__(self, lanes: Array) -> Array:
-        base = self.base[lanes] if self.base.ndim else np.full(len(lanes), self.base)
+        if not self.base.ndim:
+            return np.full(len(lanes), int(self.base) + self.offset)
+        base = self.base if len(lanes) == len(self.base) else self.base[lanes]
         return base.astype(np.int64) + self.offset
 
 
@@ -117,9 +122,7 @@ class Op:
             raise Unsupported(f"`{self.instr.name}` has no type that is known here")
         name = self.modifiers.pop()
         if allowed and name not in allowed:
-            raise Unsupported(
-                f".{name} is not a type of `{self.instr.opcode}` here; known: {', '.join(allowed)}"
-            )
+            raise Unsupported(f".{name} is not a type of `{self.instr.opcode}` here; known: {', '.join(allowed)}")
         return name
 
     # Operands
@@ -142,9 +145,7 @@ class Op:
             raise Unsupported("a result goes to a register")
         register = self.register(operand)
         if (register.value.dtype == np.bool_) != (name == "pred"):
-            raise Unsupported(
-                f"{operand.name} is a .{operand.type} register, the instruction's type is .{name}"
-            )
+            raise Unsupported(f"{operand.name} is a .{operand.type} register, the instruction's type is .{name}")
         itemsize = register.value.dtype.itemsize
         if wider and itemsize > dtype.itemsize:
             dtype = np.dtype(f"{dtype.kind if dtype.kind == 'i' else 'u'}{itemsize}")
@@ -161,7 +162,7 @@ class Op:
             raise Unsupported(f"{reg.name} is a .{reg.type} register, but {8 * want} bits are wanted")
 
     def source(self, name: str, operand: Operand | None = None, wider: bool = False) -> Array:
-        """The next operand as an array of type `name`, one per lane, or 0-d for a constant."""
+        """The next operand as an array of type `name`: one element per lane, or 0-d for a constant."""
         operand = operand or self.next()
         dtype = dtype_of(name)
         if name == "pred":
@@ -231,9 +232,7 @@ class Op:
         value = register.value
         return (lambda: ~value) if isinstance(operand, Not) else (lambda: value)
 
-    def raw_float(
-        self, fmt: Float, operand: Operand | None = None, packed: bool = False
-    ) -> Callable[[], Array]:
+    def raw_float(self, fmt: Float, operand: Operand | None = None, packed: bool = False) -> Callable[[], Array]:
         """The next operand as float64 values of format `fmt`; `packed`: two per lane, low half first."""
         name = f"u{2 * fmt.bits}" if packed else f"u{fmt.bits}"
         operand = operand or self.next()
@@ -329,7 +328,7 @@ def special_register(block: Block, name: str) -> Array:
     if axis:
         dim = "xyz".index(axis)
         if stem == "ctaid":
-            return block.index[dim : dim + 1]
+            return block.index[dim]
         if stem == "tid":
             return np.array([lane % x, lane // x % y, lane // (x * y)], np.uint32)[dim]
         return np.array({"ntid": block.shape, "nctaid": block.grid}[stem][dim], np.uint32)

@@ -59,10 +59,8 @@ def _canonical(x: Array) -> Array:
     return np.where(bad, np.array(0x7FFFFFFF, np.uint32).view(np.float32), x) if bad.any() else x
 
 
-_F32: dict[str, Callable[[Array, Array], Array]] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-_EXACT: dict[str, Callable[[Array, Array], Array]] = {
-    # Two rounded sums of 53 bits and 2p + 2 or fewer bits equal one (Figueroa, 1995); directed ones need the
-    # odd bit.
+_NEAREST: dict[str, Callable[[Array, Array], Array]] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_ODD: dict[str, Callable[[Array, Array], Array]] = {
     "add": sum_to_odd,
     "sub": lambda a, b: sum_to_odd(a, -b),
     "mul": np.multiply,
@@ -76,14 +74,17 @@ def float_binary(op: Op, name: str) -> Step:
         return _div(op)
     form = Format(op)
     if form.plain:
-        dest, a, b, function = op.dest("f32"), op.source("f32"), op.source("f32"), _F32[name]
+        dest, a, b, function = op.dest("f32"), op.source("f32"), op.source("f32"), _NEAREST[name]
         return lambda mask: dest.write(_canonical(function(a, b)), mask)
     if form.fmt.name == "f64":
         _nearest_only(form, op)
-        dest, a, b, function = op.dest("f64"), op.source("f64"), op.source("f64"), _F32[name]
+        dest, a, b, function = op.dest("f64"), op.source("f64"), op.source("f64"), _NEAREST[name]
         return lambda mask: dest.write(function(a, b), mask)
-    dest, x, y, exact = form.dest(op), form.source(op), form.source(op), _EXACT[name]
-    return lambda mask: dest.write(form.encode(exact(x(), y())), mask)
+    # A sum rounded to nearest in float64 first is still right (Figueroa, 1995: 53 >= 2 * 24 + 2), but not one
+    # that is to be rounded in a direction.
+    function = _NEAREST[name] if form.rounding == "rn" else _ODD[name]
+    dest, x, y = form.dest(op), form.source(op), form.source(op)
+    return lambda mask: dest.write(form.encode(function(x(), y())), mask)
 
 
 def _nearest_only(form: Format, op: Op) -> None:
@@ -189,9 +190,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 def _function(op: Op) -> Step:
     name = op.instr.opcode
     approximate = op.flag("approx")
-    allowed = (
-        TYPES[:5] if name in ("ex2", "tanh") else ("f32", "f64") if name in ("rcp", "sqrt") else ("f32",)
-    )
+    allowed = TYPES[:5] if name in ("ex2", "tanh") else ("f32", "f64") if name in ("rcp", "sqrt") else ("f32",)
     form = Format(op, False, *allowed)
     if not approximate and (name not in ("rcp", "sqrt") or form.rounding != "rn"):
         raise Unsupported(f"`{op.instr.name}`: only .approx, or .rn for rcp and sqrt")

@@ -56,9 +56,7 @@ class Float:
         code = np.arange(256)
         exponent, fraction = (code & 127) >> self.mantissa, code & (1 << self.mantissa) - 1
         normal = exponent > 0
-        value = np.ldexp(
-            fraction + (normal << self.mantissa), np.maximum(exponent, 1) - 1 + self.emin - self.mantissa
-        )
+        value = np.ldexp(fraction + (normal << self.mantissa), np.maximum(exponent, 1) - 1 + self.emin - self.mantissa)
         top = 127 >> self.mantissa
         if self.finite:
             value[code & 127 == 127] = np.nan
@@ -127,9 +125,7 @@ class Float:
             case "e5m2":
                 return (x.astype(np.float16).view(np.uint16) >> 8).astype(np.uint8)
             case _:
-                magnitude = np.searchsorted(self._table[:127], np.minimum(np.abs(x), self.max)).astype(
-                    np.uint8
-                )
+                magnitude = np.searchsorted(self._table[:127], np.minimum(np.abs(x), self.max)).astype(np.uint8)
                 magnitude[np.isinf(x)] = self.nan
                 return magnitude | np.signbit(x).astype(np.uint8) << 7
 
@@ -170,9 +166,9 @@ def sum_to_odd(a: Array, b: Array) -> Array:
     total = a + b
     part = total - a
     lost = (a - (total - part)) + (b - part)  # Knuth's TwoSum: a + b = total + lost, exactly
-    inexact = (lost != 0) & np.isfinite(total)
-    if not inexact.any():
+    if not lost.any():
         return total
+    inexact = (lost != 0) & np.isfinite(total)
     bits = np.ascontiguousarray(total).view(np.int64)
     even = inexact & (bits & 1 == 0)
     # Towards the lost part: away from zero where its sign is that of the total.

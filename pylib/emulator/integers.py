@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -207,19 +208,23 @@ def _bfe(op: Op) -> Step:
     bits, signed = BITS[kind], kind[0] == "s"
     dest, a, start, length = op.dest(kind), op.source(kind), op.source("u32"), op.source("u32")
 
-    def extract(a: Array, b: Array, c: Array) -> Array:
-        position, count = (b & 0xFF).astype(np.int64), (c & 0xFF).astype(np.int64)
-        if not signed:
-            shifted = np.where(position < bits, a >> np.minimum(position, bits - 1).astype(a.dtype), 0)
-            ones = (np.uint64(1) << np.minimum(count, 63).astype(np.uint64)) - np.uint64(1)
-            return np.where(count >= bits, shifted, shifted & ones).astype(a.dtype)
-        top = np.minimum(position + count - 1, bits - 1)
-        # Left until the field's top bit is the word's, then right with its sign.
-        up = (bits - 1 - top).clip(0, bits - 1)
-        field = (a << up.astype(a.dtype)) >> np.minimum(up + position, bits - 1).astype(a.dtype)
-        return np.where(count == 0, 0, field).astype(a.dtype)
+    def field() -> tuple[Array, Array, Array]:
+        """How far to shift left and then right, and which bits to keep."""
+        position, count = (start & 0xFF).astype(np.int64), (length & 0xFF).astype(np.int64)
+        top = np.minimum(position + count, bits) if signed else np.array(bits)
+        left = bits - np.maximum(top, 1)  # puts the field's sign at the top
+        right = np.minimum(left + position, bits - 1)
+        ones = np.where(count >= 64, ~np.uint64(0), (np.uint64(1) << (count & 63).astype(np.uint64)) - np.uint64(1))
+        kept = np.where(count > 0, ~np.uint64(0), np.uint64(0)) if signed else np.where(position < bits, ones, 0)
+        return left.astype(a.dtype), right.astype(a.dtype), kept.astype(f"u{bits // 8}").view(a.dtype)
 
-    return elementwise(dest, extract, a, start, length)
+    fixed = field() if start.ndim == length.ndim == 0 else None
+
+    def step(mask: Mask) -> None:
+        left, right, kept = fixed or field()
+        dest.write(((a << left) >> right) & kept, mask)
+
+    return step
 
 
 @instruction("bfi")
@@ -232,9 +237,7 @@ def _bfi(op: Op) -> Step:
 
     def insert(a: Array, b: Array, c: Array, d: Array) -> Array:
         position, count = (c & 0xFF).astype(np.uint64), (d & 0xFF).astype(np.uint64)
-        ones = np.where(
-            count >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.minimum(count, 63)) - np.uint64(1)
-        )
+        ones = np.where(count >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.minimum(count, 63)) - np.uint64(1))
         low = np.minimum(position, 63)
         field = np.where(position < bits, ones << low, np.uint64(0))
         value = np.where(position < bits, a.astype(np.uint64) << low, np.uint64(0))
@@ -268,58 +271,67 @@ def _reversed(a: Array) -> Array:
 
 @instruction("lop3")
 def _lop3(op: Op) -> Step:
-    """Any function of three bits; the table is what it does to 0xF0, 0xCC and 0xAA."""
+    """Any function of three bits: bit 4 a + 2 b + c of the table."""
     op.type("b32")
-    dest, a, b, c = op.dest("b32"), op.source("b32"), op.source("b32"), op.source("b32")
+    dest, *sources = op.dest("b32"), op.source("b32"), op.source("b32"), op.source("b32")
     table = op.immediate()
     if not 0 <= table < 256:
         raise Unsupported(f"lop3 table {table} is not 0 to 255")
-    # One term for each of the table's ones; half of them suffice, of the function or of its complement.
-    inverted = table.bit_count() > 4
-    terms = [i for i in range(8) if (table >> i & 1) != inverted]
+    # As the exclusive or of products (Zhegalkin polynomial): a product's coefficient is the parity of the table
+    # over all inputs that lie within it.
+    products = [
+        [source for bit, source in zip((4, 2, 1), sources) if term & bit]
+        for term in range(8)
+        if sum(table >> i & 1 for i in range(8) if i | term == term) & 1
+    ]
+    one = np.full(1, 2**32 - 1, np.uint32)
 
-    def combine(a: Array, b: Array, c: Array) -> Array:
+    def step(mask: Mask) -> None:
         result: Array = np.zeros(1, np.uint32)
-        for i in terms:
-            result = result | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        return ~result if inverted else result
+        for factors in products:
+            result = result ^ reduce(np.bitwise_and, factors, one)
+        dest.write(result, mask)
 
-    return elementwise(dest, combine, a, b, c)
+    return step
 
 
 #: Bytes d0 to d3 that the modes of prmt pick from {b, a} for the values 0 to 3 of the low bits of c.
 _PRMT_MODES = {
-    "f4e": ((0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)),
-    "b4e": ((0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)),
-    "rc8": ((0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)),
-    "ecl": ((0, 1, 2, 3), (1, 1, 2, 3), (2, 2, 2, 3), (3, 3, 3, 3)),
-    "ecr": ((0, 0, 0, 0), (0, 1, 1, 1), (0, 1, 2, 2), (0, 1, 2, 3)),
-    "rc16": ((0, 1, 0, 1), (2, 3, 2, 3), (0, 1, 0, 1), (2, 3, 2, 3)),
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
 }
 
 
 @instruction("prmt")
 def _prmt(op: Op) -> Step:
+    """Each nibble of the selector picks a byte of {b, a}; its top bit asks for the byte's sign instead."""
     mode = op.flag(*_PRMT_MODES)
     op.type("b32")
     dest, a, b, c = op.dest("b32"), op.source("b32"), op.source("b32"), op.source("b32")
+    lanes = op.block.lanes
+    both = np.empty((lanes, 2), np.uint32)
+    source, picked = both.view(np.uint8), np.empty((lanes, 4), np.uint8)
+    start = 8 * np.arange(lanes)[:, None]
 
-    def permute(a: Array, b: Array, c: Array) -> Array:
-        both = b.astype(np.uint64) << np.uint64(32) | a
-        if mode:
-            selectors = np.array(_PRMT_MODES[mode], np.uint64)[c & 3]
-            picks = [selectors[..., i] for i in range(4)]
+    def step(mask: Mask) -> None:
+        both[:, 0], both[:, 1] = a, b
+        selector = np.array(_PRMT_MODES[mode], np.uint32)[c & 3] if mode else c
+        if selector.ndim == 0:
+            for i in range(4):
+                nibble = int(selector) >> 4 * i & 15
+                byte = source[:, nibble & 7]
+                picked[:, i] = byte.view(np.int8) >> 7 if nibble & 8 else byte
         else:
-            picks = [c >> np.uint32(4 * i) & np.uint32(15) for i in range(4)]
-        result: Array = np.zeros(1, np.uint32)
-        for i, pick in enumerate(picks):
-            byte = (both >> (pick & 7).astype(np.uint64) * np.uint64(8)).astype(np.uint8)
-            signs = byte.view(np.int8) >> 7  # a selector's top bit asks for the byte's sign instead
-            byte = np.where(pick & 8, signs.view(np.uint8), byte)
-            result = result | byte.astype(np.uint32) << np.uint32(8 * i)
-        return result
+            nibbles = selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & np.uint32(15)
+            byte = source.ravel()[start + (nibbles & 7)]
+            picked[:] = np.where(nibbles & 8, byte.view(np.int8) >> 7, byte.view(np.int8)).view(np.uint8)
+        dest.write(picked.view(np.uint32)[:, 0], mask)
 
-    return elementwise(dest, permute, a, b, c)
+    return step
 
 
 @instruction("dp4a")

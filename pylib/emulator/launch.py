@@ -99,9 +99,7 @@ class Emulator:
         """
         kernel = self.module.kernels.get(name)
         if kernel is None:
-            raise EmulatorError(
-                f"no kernel {name!r}; the module has {', '.join(self.module.kernels) or 'none'}"
-            )
+            raise EmulatorError(f"no kernel {name!r}; the module has {', '.join(self.module.kernels) or 'none'}")
         shape, extent = _dim3(block, "block"), _dim3(grid, "grid")
         _check_shape(kernel, shape, shared_bytes)
         if len(args) != len(kernel.params):
@@ -130,9 +128,7 @@ def _dim3(value: Dim3, what: str, least: int = 1) -> tuple[int, int, int]:
 def _check_shape(kernel: Kernel, shape: tuple[int, int, int], shared_bytes: int) -> None:
     threads = shape[0] * shape[1] * shape[2]
     if kernel.reqntid is not None and shape != (*kernel.reqntid, 1, 1)[:3]:
-        raise EmulatorError(
-            f"block={shape} must be {kernel.reqntid}, which {kernel.name} requires (.reqntid)"
-        )
+        raise EmulatorError(f"block={shape} must be {kernel.reqntid}, which {kernel.name} requires (.reqntid)")
     if kernel.maxntid is not None and threads > int(np.prod(kernel.maxntid)):
         raise EmulatorError(f"block={shape} exceeds .maxntid {kernel.maxntid} of {kernel.name}")
     if threads > MAX_THREADS:
@@ -206,9 +202,7 @@ def _argument(device: DeviceMemory, param: Param, value: object, number: int) ->
     """The bytes of an argument; arrays are put into device memory."""
     what = f"argument {number} ({param.name}, .{param.type}{f'[{param.size}]' if param.array else ''})"
     if param.array:
-        data = (
-            value if isinstance(value, bytes) else np.asarray(value).tobytes() if _is_array(value) else None
-        )
+        data = value if isinstance(value, bytes) else np.asarray(value).tobytes() if _is_array(value) else None
         if data is None or len(data) != param.size:
             raise EmulatorError(f"{what}: give {param.size} bytes, or an array of that size")
         return data

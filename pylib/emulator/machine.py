@@ -123,7 +123,7 @@ class Block:
         self.everyone = np.arange(self.lanes)
         self.registers = [Register(reg, self.lanes) for reg in self.kernel.registers]
         self.copies = CopyQueue(self.lanes, self.shared)
-        self.index = np.zeros(3, np.uint32)  # %ctaid
+        self.index = np.zeros((3, self.lanes), np.uint32)  # %ctaid
         self.counts = np.zeros(len(self.kernel.instructions) + 1, np.int64)
         self.exited = np.zeros(self.lanes, np.bool_)
 
@@ -138,7 +138,7 @@ class Block:
 
     def run(self, index: tuple[int, int, int]) -> None:
         """Run all threads of block `index` to their end. Raises EmulatorError at the first mistake."""
-        self.index[:] = index
+        self.index[:] = np.array(index)[:, None]
         self.shared.reset()
         self.local.reset()
         self.copies.reset()
@@ -223,17 +223,13 @@ class Block:
         if self.parked:
             at = min(self.parked)
             lane = int(np.flatnonzero(self.parked[at])[0])
-            raise self._error(
-                at, f"deadlock: the other threads of the warp never come here{self._waiting()}", lane
-            )
+            raise self._error(at, f"deadlock: the other threads of the warp never come here{self._waiting()}", lane)
         if self.barriers:
             number = min(self.barriers)
             barrier = self.barriers[number]
             lanes = np.flatnonzero(barrier.waiting if barrier.waiting.any() else barrier.arrived)
             at = int(barrier.resume[lanes[0]]) - 1
-            raise self._error(
-                at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0])
-            )
+            raise self._error(at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0]))
         return False
 
     def _waiting(self) -> str:
@@ -277,15 +273,14 @@ class Block:
         lane = int(np.flatnonzero(barrier.arrived)[0])
         at = int(barrier.resume[lane]) - 1
         if barrier.count is not None and present > barrier.count:
-            raise self._error(
-                at, f"{present} threads at barrier {number}, which counts {barrier.count}", lane
-            )
-        if barrier.aligned:
+            raise self._error(at, f"{present} threads at barrier {number}, which counts {barrier.count}", lane)
+        everyone = bool((barrier.arrived | ~live).all())
+        targets = np.unique(barrier.resume[barrier.arrived])
+        if barrier.aligned and not (everyone and len(targets) == 1):
             self._check_aligned(barrier, number)
         del self.barriers[number]
-        everyone = bool((barrier.arrived | ~live).all())
         self.shared.synchronize(None if everyone else barrier.arrived)
-        for target in np.unique(barrier.resume[barrier.waiting]).tolist():
+        for target in targets.tolist():
             self._join(target, barrier.waiting & (barrier.resume == target))
 
     def _check_aligned(self, barrier: Barrier, number: int) -> None:
@@ -297,9 +292,7 @@ class Block:
             places = np.unique(resume[warp][arrived[warp]])
             if len(places) > 1 or absent[lanes].any():
                 lane = warp * WARP + int(np.flatnonzero(arrived[warp])[0])
-                message = (
-                    f"the threads of warp {warp} come to barrier {number} apart (divergent aligned barrier)"
-                )
+                message = f"the threads of warp {warp} come to barrier {number} apart (divergent aligned barrier)"
                 raise self._error(int(places[0]) - 1, message, lane)
 
     # Reporting
@@ -309,7 +302,7 @@ class Block:
 
     def _error(self, at: int, message: str, lane: int | None) -> Exception:
         instruction: Instruction = self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)]
-        where = f" in block {tuple(self.index.tolist())}"
+        where = f" in block {tuple(self.index[:, 0].tolist())}"
         if lane is not None:
             where += f", thread {self.thread_index(lane)}"
         return instruction.error(message, where)

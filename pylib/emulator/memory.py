@@ -1,6 +1,6 @@
 """The memories of a kernel: device memory made of separate arrays, and a block's shared (or local) memory.
 
-All accesses are bulk: `lanes[i]` reads or writes `size` bytes at `address[i]`, as a row of uint8. Every
+All accesses are bulk: `lanes[i]` reads or writes `size` bytes at `address[i]` (int64), as a row of uint8. Every
 access is checked for alignment and bounds. Device arrays lie gigabytes apart, so that an index that leaves
 its array hits nothing, and above 4 GiB, so that a truncated pointer is found out too.
 """
@@ -75,11 +75,8 @@ class DeviceMemory:
         index = np.searchsorted(self._starts, address.astype(np.int64), "right") - 1
         return (index >= 0) & (address < self._ends[index])
 
-    def locate(
-        self, lanes: Array, address: Array, size: int, align: int | None = None
-    ) -> tuple[Array, list[int]]:
+    def locate(self, lanes: Array, address: Array, size: int, align: int | None = None) -> tuple[Array, list[int]]:
         """Offsets into `data` of accesses that lie in one array each, and the arrays' numbers."""
-        address = address.astype(np.int64)
         if not len(address):
             return address, []
         align = align or size
@@ -146,10 +143,10 @@ class DeviceMemory:
         self.bytes_stored += rows.size
 
 
-#: What a byte of shared memory is: READABLE after a store; IN_FLIGHT while a cp.async may still write it;
-#: LANDED once the thread that issued the copy has waited for it, and no barrier has shown it to the others
-#: yet.
-EMPTY, READABLE, IN_FLIGHT, LANDED, OUTSIDE = range(5)
+#: What a byte of shared memory is: READABLE after a store; IN_FLIGHT while a cp.async may still write it; LANDED
+#: once the thread that issued the copy has waited for it, and no barrier has shown it to the others yet. Up to
+#: LANDED it may be written.
+READABLE, EMPTY, LANDED, IN_FLIGHT, OUTSIDE = range(5)
 
 
 class SharedMemory:
@@ -183,7 +180,7 @@ class SharedMemory:
 
     def locate(self, lanes: Array, address: Array, size: int) -> Array:
         """Row numbers in `data.reshape(-1, size)`."""
-        offset = address.astype(np.int64) - SHARED_BASE
+        offset = address - SHARED_BASE
         if not len(offset):
             return offset
         require(offset & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
@@ -199,7 +196,7 @@ class SharedMemory:
     def read(self, lanes: Array, address: Array, size: int, atomic: bool = False) -> Array:
         row = self.locate(lanes, address, size)
         state = self.state.reshape(-1, size)[row]
-        if not (state == READABLE).all():
+        if state.any():  # not READABLE
             self._refuse_read(lanes, row, size, state)
         if self.races and not atomic:
             self.races.read(lanes, row, size)
@@ -208,9 +205,7 @@ class SharedMemory:
     def _refuse_read(self, lanes: Array, row: Array, size: int, state: Array) -> None:
         require(state != OUTSIDE, lanes, "read outside every shared variable")
         require(state != EMPTY, lanes, "read of shared memory that was never written")
-        require(
-            state != IN_FLIGHT, lanes, "read of the target of a cp.async that its thread has not waited for"
-        )
+        require(state != IN_FLIGHT, lanes, "read of the target of a cp.async that its thread has not waited for")
         own = self.copier.reshape(-1, size)[row] == lanes[:, None]
         require(
             (state != LANDED) | own,
@@ -227,8 +222,9 @@ class SharedMemory:
 
     def _check_write(self, lanes: Array, row: Array, size: int, atomic: bool = False) -> None:
         state = self.state.reshape(-1, size)[row]
-        require(state != OUTSIDE, lanes, "write outside every shared variable")
-        require(state != IN_FLIGHT, lanes, "write to the target of a cp.async that is still in flight")
+        if len(lanes) and state.max() > LANDED:
+            require(state != OUTSIDE, lanes, "write outside every shared variable")
+            require(state != IN_FLIGHT, lanes, "write to the target of a cp.async that is still in flight")
         if self.races:
             self.races.write(lanes, row, size, atomic)
 
@@ -238,6 +234,9 @@ class SharedMemory:
         row = self.locate(lanes, address, size)
         self._check_write(lanes, row, size)
         self.state.reshape(-1, size)[row] = IN_FLIGHT
+        copier = self.copier.reshape(-1, size)
+        copier[row] = lanes[:, None]
+        require(copier[row, 0] == lanes, lanes, "cp.async to the same bytes as another thread's")
         return row
 
     def land_copy(self, lanes: Array, row: Array, rows: Array) -> None:
@@ -246,7 +245,6 @@ class SharedMemory:
             self.races.write(lanes, row, size)
         self.data.reshape(-1, size)[row] = rows
         self.state.reshape(-1, size)[row] = LANDED
-        self.copier.reshape(-1, size)[row] = lanes[:, None]
         self._landed = True
 
     def synchronize(self, members: Array | None) -> None:
@@ -273,7 +271,6 @@ class LocalMemory:
         self.known[:] = False
 
     def locate(self, lanes: Array, address: Array, size: int) -> Array:
-        address = address.astype(np.int64)
         require(address & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
         inside = (address >= 0) & (address + size <= self.size)
         require(np.asarray(inside), lanes, f"out of bounds of {self.size} local bytes")

@@ -32,9 +32,7 @@ from pylib.emulator.ptx import (
     Vector,
 )
 
-_SPECIAL = re.compile(
-    r"%(?:(?:n?tid|n?ctaid)\.[xyz]|laneid|n?warpid|lanemask_(?:eq|le|lt|ge|gt)|dynamic_smem_size)"
-)
+_SPECIAL = re.compile(r"%(?:(?:n?tid|n?ctaid)\.[xyz]|laneid|n?warpid|lanemask_(?:eq|le|lt|ge|gt)|dynamic_smem_size)")
 _LINKING = {".visible", ".weak", ".extern", ".common"}
 _SPACES = {".shared", ".global", ".const", ".local"}
 #: Hints to the code generator; a launch needs none of them.
@@ -327,9 +325,7 @@ class Parser:
                 raise self.error(f"expected `,` or `;`, found `{self.token.text}`")
         text = " ".join(self.source[first.start : self.token.start].split())
         self.expect(";")
-        self.kernel.instructions.append(
-            Instruction(first.line, text, guard, opcode, tuple(modifiers), tuple(operands))
-        )
+        self.kernel.instructions.append(Instruction(first.line, text, guard, opcode, tuple(modifiers), tuple(operands)))
 
     def operand(self) -> Operand:
         value = self.simple_operand()
@@ -361,9 +357,7 @@ class Parser:
         if _SPECIAL.fullmatch(name):
             return Special(name)
         if name.startswith("%"):
-            raise self.error(
-                f"`{name}` is neither a declared register nor a special register known here", token
-            )
+            raise self.error(f"`{name}` is neither a declared register nor a special register known here", token)
         if name in self.symbols:
             return Symbol(name, self.offset())
         label = Label(name)

@@ -64,9 +64,7 @@ class RaceDetector:
         lost = self.writer[byte] != thread
         if lost.any() and not atomic:
             first = int(np.flatnonzero(lost)[0])
-            self._report(
-                int(byte[first]), int(thread[first]), "writes", int(self.writer[byte[first]]), "wrote"
-            )
+            self._report(int(byte[first]), int(thread[first]), "writes", int(self.writer[byte[first]]), "wrote")
 
     def synchronize(self, members: Array | None) -> None:
         if members is None:
@@ -89,12 +87,8 @@ class RaceDetector:
             unordered = suspect & (self.written[byte] > self.seen[thread, self.writer[byte]])
             if unordered.any():
                 first = int(np.flatnonzero(unordered)[0])
-                self._report(
-                    int(byte[first]), int(thread[first]), verb, int(self.writer[byte[first]]), "wrote"
-                )
+                self._report(int(byte[first]), int(thread[first]), verb, int(self.writer[byte[first]]), "wrote")
 
     @staticmethod
     def _report(byte: int, thread: int, verb: str, other: int, did: str) -> None:
-        raise Fault(
-            f"race: {verb} shared byte {byte} that thread {other} {did}, without a barrier between", thread
-        )
+        raise Fault(f"race: {verb} shared byte {byte} that thread {other} {did}, without a barrier between", thread)

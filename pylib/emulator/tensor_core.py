@@ -102,10 +102,11 @@ def _fragment(op: Op, items: tuple[Operand, ...], kind: str) -> Callable[[], Arr
 
     def read() -> Array:
         words = stacked()
-        if kind in _INTEGERS:
-            fields = words[..., None] >> np.arange(0, 32, bits, dtype=np.uint32) & np.uint32((1 << bits) - 1)
-            values = fields.astype(np.float64)
-            return values - (1 << bits) * (values >= 1 << bits - 1) if kind[0] == "s" else values
+        if bits == 8 and kind in _INTEGERS:
+            return words[..., None].view(np.int8 if kind == "s8" else np.uint8).astype(np.float64)
+        if bits == 4:
+            fields = (words[..., None] << np.arange(28, -4, -4, dtype=np.uint32)).view(np.int32)
+            return ((fields if kind == "s4" else fields.view(np.uint32)) >> 28).astype(np.float64)
         fmt = FLOATS[kind]
         if kind == "tf32":
             words &= np.uint32(0xFFFFE000)  # the lower bits do not count

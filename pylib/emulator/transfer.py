@@ -20,9 +20,7 @@ from pylib.emulator.ptx import BITS, Reg, Sink, Symbol, Vector
 
 _TYPES = tuple(f"{kind}{bits}" for kind in "usb" for bits in (8, 16, 32, 64)) + ("f32", "f64")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
-_EVICTION = tuple(f"L1::evict_{kind}" for kind in ("normal", "unchanged", "first", "last")) + (
-    "L1::no_allocate",
-)
+_EVICTION = tuple(f"L1::evict_{kind}" for kind in ("normal", "unchanged", "first", "last")) + ("L1::no_allocate",)
 _L2_EVICTION = tuple(f"L2::evict_{kind}" for kind in ("normal", "first", "last"))
 _PREFETCH = ("L2::64B", "L2::128B", "L2::256B")
 _WINDOWS = {"shared": SHARED_WINDOW, "const": CONST_WINDOW, "local": LOCAL_WINDOW}
@@ -102,9 +100,7 @@ def _cvta(op: Op) -> Step:
     def step(mask: Mask) -> None:
         if space != "global":
             lanes = op.block.lanes_of(mask)
-            inside = np.broadcast_to(
-                (a >= window) & (a < window + np.uint64(_WINDOW_SIZE)), (op.block.lanes,)
-            )[lanes]
+            inside = np.broadcast_to((a >= window) & (a < window + np.uint64(_WINDOW_SIZE)), (op.block.lanes,))[lanes]
             require(inside, lanes, f"cvta.to.{space} of an address that is not in {space} memory")
         dest.write(a - window, mask)
 
@@ -252,7 +248,7 @@ def _st(op: Op) -> Step:
         lanes = block.lanes_of(mask)
         columns = np.empty((len(lanes), count), dtype)
         for i, source in enumerate(sources):
-            columns[:, i] = source[lanes] if source.shape == (block.lanes,) else source
+            columns[:, i] = source[lanes] if source.ndim else source
         memory.write(lanes, address(lanes), columns.view(np.uint8))
 
     return step

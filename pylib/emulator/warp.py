@@ -30,10 +30,10 @@ def spread(words: Array) -> Array:
 
 def together(block: Block, mask: Mask, members: Array | None) -> tuple[Mask, Array | None]:
     """The threads whose warp is complete, and those that have to wait; no `members`: whole warps."""
+    if mask is None and (members is None or (members.ndim == 0 and int(members) == 2**WARP - 1)):
+        return None, None
     active = np.ones(block.lanes, np.bool_) if mask is None else mask
     if members is None:
-        if mask is None:
-            return None, None
         come = active.reshape(-1, WARP)
         if (come.any(axis=1) & block.exited.reshape(-1, WARP).any(axis=1)).any():
             lane = int(np.flatnonzero(active)[0])
@@ -107,28 +107,33 @@ def _shfl(op: Op) -> Step:
     lane = block.everyone % WARP
     base = block.everyone - lane
 
+    def sources() -> tuple[Array, Array]:
+        offset, clamp, segment = (x.astype(np.int64) & 31 for x in (b, c, c >> 8))
+        top = (lane & segment) | (clamp & ~segment)
+        match mode:
+            case "up":
+                source = lane - offset
+            case "down":
+                source = lane + offset
+            case "bfly":
+                source = lane ^ offset
+            case _:
+                source = (lane & segment) | (offset & ~segment)
+        valid = source >= top if mode == "up" else source <= top
+        return base + np.where(valid, source, lane), valid
+
+    fixed = sources() if b.ndim == c.ndim == 0 else None
+
     def shuffle(active: Array) -> None:
-        offset, clamp, segment = ((x).astype(np.int64) & 31 for x in (b, c, c >> 8))
-        top = (lane & segment) | (clamp & ~segment & 31)
-        if mode == "up":
-            source = lane - offset
-            valid = source >= top
-        else:
-            source = {
-                "down": lane + offset,
-                "bfly": lane ^ offset,
-                "idx": (lane & segment) | (offset & ~segment & 31),
-            }[mode]
-            valid = source <= top
-        source = base + np.where(valid, source, lane)
+        source, valid = fixed or sources()
         absent = active & ~active[source]
         if absent.any():
             bad = int(np.flatnonzero(absent)[0])
             raise Fault(f"shfl reads lane {source[bad] % WARP}, which does not take part", bad)
-        value = np.broadcast_to(a, (block.lanes,))[source]
-        dest.write(value, mask_of(active))
+        mask = mask_of(active)
+        dest.write(a[source] if a.ndim else a, mask)
         if predicate is not None:
-            predicate.write(valid, mask_of(active))
+            predicate.write(valid, mask)
 
     return collective(op, members, shuffle)
 
