@@ -1,8 +1,13 @@
 """Every error a user can meet. Messages name what was given, what is allowed, and the fix."""
 
+from typing import Any
+
 
 class LowbitError(ValueError):
     """Base class: catch this to catch everything lowbit reports about its input."""
+
+    location: Any = None
+    """Where in the IR, an MLIR location, if the input is IR and the place is known."""
 
 
 class SpecError(LowbitError):

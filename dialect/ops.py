@@ -1,7 +1,7 @@
 """The operations of the `lowbit` dialect.
 
-Tensor level: `matmul`, `dequantize`, `prepack`. Tile level: a `program` is what one thread block does with tiles in
-device memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair`
+Tensor level: `matmul`, `dequantize`. Tile level: a `program` is what one thread block does with tiles in device
+memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair`
 turns the words of a thread into a pair of numbers, and is all that is left of a format when tiles are gone.
 
 Verifiers say what was expected and what came. Accesses carry a `boundary`, one word per dim of the tile:
@@ -13,16 +13,28 @@ Verifiers say what was expected and what came. Accesses carry a `boundary`, one 
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from dialect.bindings import ext, ir
+from dialect.checks import (
+    REALS,
+    Mismatch,
+    expect,
+    fragments,
+    in_range,
+    real,
+    same_element,
+    same_warps,
+    tensor,
+    verifier,
+    within_warp,
+)
 from dialect.dtypes import DType
-from dialect.errors import LayoutError, LowbitError
+from dialect.errors import LowbitError
 from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from dialect.packing import plane_bits
 from dialect.types import (
-    Element,
     FormatAttr,
     Global,
     GlobalType,
@@ -36,53 +48,43 @@ from dialect.types import (
     element_bits,
     read_format,
     read_ints,
+    read_layout,
     read_strings,
 )
 
-I32 = ir.IntegerType  # scalar indices are i32
+if TYPE_CHECKING:
+    I1 = I32 = ir.IntegerType
+else:
+    I1, I32 = ir.IntegerType[1], ir.IntegerType[32]  # indices are i32
+
 BOUNDARIES = ("none", "clamp", "zero", "skip")
 
 
-class Mismatch(LowbitError):
-    """What a verifier found."""
-
-
-def expect(ok: bool, what: str, expected: object, got: object) -> None:
-    """Raise a verifier's message unless `ok`."""
-    if not ok:
-        raise Mismatch(f"{what}: expected {expected}, got {got}")
-
-
-def verifier(check: Callable[[Any], None]) -> Any:
-    """Turns a function that raises into the verifier hook of the bindings, which reports and returns a bool."""
-
-    def verify_invariants(op: Any) -> bool:
-        try:
-            check(op)
-        except LowbitError as error:
-            op.location.emit_error(f"'{op.operation.name}' op {error}")
-            return False
-        return True
-
-    return staticmethod(verify_invariants)
-
-
-def _memory(type_: ir.Type) -> Global | Shared:
+def _memory(value: Any) -> Global | Shared:
+    type_ = value.type
+    expect(isinstance(type_, GlobalType | SharedType), "memory", "!lowbit.global or !lowbit.shared", type_)
     return Global.of(type_) if isinstance(type_, GlobalType) else Shared.of(type_)
 
 
-def _check_access(op: Any, memory: Global | Shared, tile: tuple[int, ...], boundary: ir.Attribute) -> None:
+def _check_access(
+    op: Any, memory: Global | Shared, tile: tuple[int, ...], allowed: Sequence[str], limited: bool = False
+) -> None:
     rank = len(memory.shape)
     expect(len(tile) == rank, "rank of the tile", f"{rank} as the memory", len(tile))
     expect(len(op.offsets) == rank, "offsets", f"one per dim ({rank})", len(op.offsets))
-    words = read_strings(boundary)
+    words = read_strings(op.boundary)
     expect(len(words) == rank, "boundary", f"one word per dim ({rank})", len(words))
-    for word in words:
-        expect(word in BOUNDARIES, "boundary", f"one of {', '.join(BOUNDARIES)}", word)
+    divisors = memory.divisors if isinstance(memory, Global) else (1,) * rank
+    for dim, (word, most) in enumerate(zip(words, memory.shape)):
+        expect(word in allowed, "boundary", f"one of {', '.join(allowed)}", word)
+        if word == "none" and most > 0 and divisors[dim] == 1 and not limited:
+            expect(tile[dim] <= most, f"size of dim {dim} with boundary none", f"at most {most}", tile[dim])
 
 
-def _same_element(a: Element, b: Element, what: str) -> None:
-    expect(a == b, what, a, b)
+def _check_copy(op: Any, source: Global, target: Shared) -> None:
+    layout = read_layout(op.layout)
+    same_element(source.element, target.element, "element of the target")
+    expect(layout.shape == target.shape, "shape of the layout", f"the target's, {target.shape}", layout.shape)
 
 
 # -- tensors
@@ -98,12 +100,12 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        w, x, y = Packed.of(op.w.type), ir.RankedTensorType(op.x.type), ir.RankedTensorType(op.y.type)
-        expect(x.rank == 2 and x.get_dim_size(1) == w.k, "x", f"tensor<? x {w.k}>", x)
-        expect(y.rank == 2 and y.get_dim_size(1) == w.n, "y", f"tensor<? x {w.n}>", y)
+        w = Packed.of(op.w.type)
+        tensor(op.x, "x", (None, w.k), ("f16", "bf16"))
+        out = tensor(op.y, "y", (None, w.n), REALS)
+        expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
         for bias in op.bias:
-            b = ir.RankedTensorType(bias.type)
-            expect(b.rank == 1 and b.get_dim_size(0) == w.n, "bias", f"tensor<{w.n}>", b)
+            tensor(bias, "bias", (w.n,), (out,))
 
 
 class DequantizeOp(Lowbit.Operation, name="dequantize"):
@@ -114,8 +116,8 @@ class DequantizeOp(Lowbit.Operation, name="dequantize"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        w, y = Packed.of(op.w.type), ir.RankedTensorType(op.y.type)
-        expect(list(y.shape) == [w.n, w.k], "y", f"tensor<{w.n} x {w.k}>", y)
+        w = Packed.of(op.w.type)
+        tensor(op.y, "y", (w.n, w.k), ("f16", "bf16"))
 
 
 # -- programs
@@ -133,10 +135,41 @@ class ProgramOp(Lowbit.Operation, name="program"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        threads = int(ir.IntegerAttr(op.threads).value)
-        expect(0 < threads <= 1024 and threads % 32 == 0, "threads", "a multiple of 32 up to 1024", threads)
+        threads = in_range(op.threads, "threads", 32, 1024)
+        expect(threads % 32 == 0, "threads", "a multiple of 32", threads)
+        grid = read_ints(op.grid)
+        expect(len(grid) == 3 and min(grid) >= 1, "grid", "three sizes of at least 1", list(grid))
+        in_range(op.workspace, "workspace", 0)
+        expect(len(op.body.blocks) == 1, "body", "one block", len(op.body.blocks))
         names, arguments = read_strings(op.params), op.body.blocks[0].arguments
-        expect(len(names) == len(arguments), "params", f"a name for each of {len(arguments)} arguments", len(names))
+        expect(len(names) == len(arguments), "params", f"names of {len(arguments)} arguments", len(names))
+        for name, argument in zip(names, arguments):
+            expect(str(argument.type) in ("!llvm.ptr<1>", "i32"), name, "!llvm.ptr<1> or i32", argument.type)
+        _check_threads(op, threads)
+
+
+def _check_threads(program: Any, threads: int) -> None:
+    """All tiles must be spread over the threads of the block."""
+    wrong: list[Mismatch] = []
+
+    def visit(op: Any) -> Any:
+        texts = [RegType(r.type).params[2] for r in op.results if isinstance(r.type, RegType)]
+        texts += [op.attributes["layout"]] if "layout" in op.attributes else []
+        for text in texts:
+            try:
+                layout = read_layout(text)
+                what = f"layout {layout} in {op.name}"
+                expect(layout.threads == threads, what, f"{threads} threads", layout.threads)
+            except Mismatch as error:
+                error.location = op.location
+                wrong.append(error)
+            except LowbitError:
+                pass  # the operation's own verifier says it better
+        return ir.WalkResult.INTERRUPT if wrong else ir.WalkResult.ADVANCE
+
+    program.operation.walk(visit)
+    for error in wrong:
+        raise error
 
 
 class ReturnOp(Lowbit.Operation, name="return", traits=[ir.IsTerminatorTrait]):
@@ -147,11 +180,15 @@ class BlockIdOp(Lowbit.Operation, name="block_id", traits=[ext.Pure]):
     """Index of this block along grid axis 0, 1 or 2."""
 
     axis: ir.IntegerAttr
-    result: ext.Result[I32[32]] = ext.infer_result()
+    result: ext.Result[I32] = ext.infer_result()
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        in_range(op.axis, "axis", 0, 2)
 
 
 class GridWaitOp(Lowbit.Operation, name="grid_wait"):
-    """Waits until the kernel before this one has finished and its writes are visible (griddepcontrol.wait)."""
+    """Waits until the kernel before this one has ended and its writes are visible (griddepcontrol.wait)."""
 
 
 class GridLaunchOp(Lowbit.Operation, name="grid_launch_dependents"):
@@ -162,16 +199,14 @@ class GlobalViewOp(Lowbit.Operation, name="global_view", traits=[ext.Pure]):
     """Device memory at a pointer as an array; `sizes` gives the dims that the type writes as -1."""
 
     pointer: ext.Operand[Any]
-    sizes: Sequence[ext.Operand[I32[32]]]
+    sizes: Sequence[ext.Operand[I32]]
     result: ext.Result[GlobalType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        view = Global.of(op.result.type)
-        dynamic = view.shape.count(-1)
+        expect(str(op.pointer.type) == "!llvm.ptr<1>", "pointer", "!llvm.ptr<1>", op.pointer.type)
+        dynamic = Global.of(op.result.type).shape.count(-1)
         expect(len(op.sizes) == dynamic, "sizes", f"one per dynamic dim ({dynamic})", len(op.sizes))
-        for name, values in (("strides", view.strides), ("divisors", view.divisors)):
-            expect(len(values) == len(view.shape), name, f"one per dim ({len(view.shape)})", len(values))
 
 
 # -- shared memory and copies
@@ -182,9 +217,13 @@ class AllocSharedOp(Lowbit.Operation, name="alloc_shared"):
 
     result: ext.Result[SharedType]
 
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        Shared.of(op.result.type)
+
 
 class FreeSharedOp(Lowbit.Operation, name="free_shared"):
-    """Ends the life of a buffer; what is allocated later may take its place. The block must have passed a barrier."""
+    """Ends the life of a buffer: what is allocated later may take its place. A barrier must come before."""
 
     buffer: ext.Operand[SharedType]
 
@@ -193,12 +232,13 @@ class StageOp(Lowbit.Operation, name="stage", traits=[ext.Pure]):
     """buffer[index]: a stage of a pipelined buffer, which has one dim less."""
 
     buffer: ext.Operand[SharedType]
-    index: ext.Operand[I32[32]]
+    index: ext.Operand[I32]
     result: ext.Result[SharedType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
         whole, part = Shared.of(op.buffer.type), Shared.of(op.result.type)
+        expect(len(whole.shape) > 1, "buffer", "rank 2 or more", list(whole.shape))
         expected = Shared(whole.element, whole.shape[1:], whole.strides[1:])
         expect(part == expected, "result", expected, part)
 
@@ -206,13 +246,13 @@ class StageOp(Lowbit.Operation, name="stage", traits=[ext.Pure]):
 class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
     """Starts to copy source[offsets + index] to target[index] for the elements of a tile laid out as `layout`.
 
-    `limit` = [c0, c1, ..., end] reads zero where sum(c_i * (offsets + index)_i) >= end: the end of a dim that the
-    view cuts in two. An empty list means no such limit.
+    `limit` = [c0, c1, ..., end] reads zero where sum(c_i * (offsets + index)_i) >= end: the end of a dim that
+    the view cuts in two. An empty list means no such limit.
     """
 
     source: ext.Operand[GlobalType]
     target: ext.Operand[SharedType]
-    offsets: Sequence[ext.Operand[I32[32]]]
+    offsets: Sequence[ext.Operand[I32]]
     layout: ir.StringAttr
     boundary: ir.ArrayAttr
     limit: ir.ArrayAttr = ext.attribute(default_factory=lambda: ir.ArrayAttr.get([]))
@@ -220,23 +260,23 @@ class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
     @verifier
     def verify_invariants(op: Any) -> None:
         source, target = Global.of(op.source.type), Shared.of(op.target.type)
-        _same_element(source.element, target.element, "element of the target")
-        _check_access(op, source, target.shape, op.boundary)
         limit = read_ints(op.limit)
-        expect(len(limit) in (0, len(source.shape) + 1), "limit", "one factor per dim and the end", limit)
+        _check_copy(op, source, target)
+        _check_access(op, source, target.shape, BOUNDARIES, limited=bool(limit))
+        expect(len(limit) in (0, len(source.shape) + 1), "limit", "a factor per dim and the end", list(limit))
 
 
 class CopyPaddedOp(Lowbit.Operation, name="copy_padded"):
     """Copies rows of activations into shared memory element by element, spreading groups over padded groups.
 
     Column c of the target tile is column (c // padded) * group + c % padded of the source, and zero where
-    c % padded >= group or where the source ends. source is [rows, k], offsets are (row, column), and rows beyond the
-    end are skipped. A plain, synchronous copy: for shapes that no 16-byte copy fits.
+    c % padded >= group or where the source ends. source is [rows, k], offsets are (row, step), and rows beyond
+    the end are skipped. A plain, synchronous copy: for shapes that no 16-byte copy fits.
     """
 
     source: ext.Operand[GlobalType]
     target: ext.Operand[SharedType]
-    offsets: Sequence[ext.Operand[I32[32]]]
+    offsets: Sequence[ext.Operand[I32]]
     layout: ir.StringAttr
     group: ir.IntegerAttr
     padded: ir.IntegerAttr
@@ -244,9 +284,12 @@ class CopyPaddedOp(Lowbit.Operation, name="copy_padded"):
     @verifier
     def verify_invariants(op: Any) -> None:
         source, target = Global.of(op.source.type), Shared.of(op.target.type)
-        _same_element(source.element, target.element, "element of the target")
+        _check_copy(op, source, target)
+        expect(source.element in ("f16", "bf16"), "element", "f16 or bf16", source.element)
         expect(len(source.shape) == 2, "source", "rank 2 [rows, columns]", len(source.shape))
         expect(len(target.shape) == 3, "target", "rank 3 [steps, rows, columns]", len(target.shape))
+        expect(len(op.offsets) == 2, "offsets", "two: row, step", len(op.offsets))
+        in_range(op.group, "group", 1, in_range(op.padded, "padded", 1))
 
 
 class CommitOp(Lowbit.Operation, name="commit"):
@@ -257,6 +300,10 @@ class WaitOp(Lowbit.Operation, name="wait"):
     """Waits until at most `pending` groups are under way."""
 
     pending: ir.IntegerAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        in_range(op.pending, "pending", 0)
 
 
 class BarrierOp(Lowbit.Operation, name="barrier"):
@@ -273,13 +320,20 @@ class BarrierOp(Lowbit.Operation, name="barrier"):
 class LastArrivalOp(Lowbit.Operation, name="last_arrival"):
     """True in the last of `count` blocks that come here with the same counter, which it leaves at zero.
 
-    What the others wrote to device memory before is visible to it. Counters are i32, zero before the first launch.
+    What the others wrote to device memory before is visible to it. Counters are i32, zero before the launch.
     """
 
     counters: ext.Operand[GlobalType]
-    index: ext.Operand[I32[32]]
+    index: ext.Operand[I32]
     count: ir.IntegerAttr
-    result: ext.Result[I32[1]] = ext.infer_result()
+    result: ext.Result[I1] = ext.infer_result()
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        counters = Global.of(op.counters.type)
+        expect(counters.element == "i32", "element of the counters", "i32", counters.element)
+        expect(len(counters.shape) == 1, "counters", "rank 1", list(counters.shape))
+        in_range(op.count, "count", 1)
 
 
 # -- tiles in registers
@@ -291,39 +345,47 @@ class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
     value: ir.FloatAttr
     result: ext.Result[RegType]
 
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        real(Reg.of(op.result.type).element, "result")
+
 
 class LoadOp(Lowbit.Operation, name="load"):
     """source[offsets + index] from device or shared memory."""
 
     source: ext.Operand[Any]
-    offsets: Sequence[ext.Operand[I32[32]]]
+    offsets: Sequence[ext.Operand[I32]]
     boundary: ir.ArrayAttr
     result: ext.Result[RegType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        source, tile = _memory(op.source.type), Reg.of(op.result.type)
-        _same_element(source.element, tile.element, "element of the tile")
-        _check_access(op, source, tile.shape, op.boundary)
+        source, tile = _memory(op.source), Reg.of(op.result.type)
+        same_element(source.element, tile.element, "element of the tile")
+        _check_access(op, source, tile.shape, ("none", "clamp", "zero"))
 
 
 class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
-    """The B fragments (rows of n, columns of k) of a tile [.., n, k] of 16-bit elements in shared memory, by ldmatrix.
+    """The B fragments (rows of n, columns of k) of a tile [.., n, k] of 16-bit elements, by ldmatrix.
 
     Rows from `rows` on are read as row rows-1: their columns of the product are never stored.
     """
 
     source: ext.Operand[SharedType]
-    rows: ext.Operand[I32[32]]
+    rows: ext.Operand[I32]
     result: ext.Result[RegType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
         source, tile = Shared.of(op.source.type), Reg.of(op.result.type)
-        _same_element(source.element, tile.element, "element of the tile")
+        same_element(source.element, tile.element, "element of the tile")
         expect(element_bits(tile.element) == 16, "element", "of 16 bits", tile.element)
         expect(source.shape == tile.shape, "shape of the tile", source.shape, tile.shape)
-        _fragment(tile, MMA_M16N8K16_B_NK, "result")
+        *outer, last = source.strides
+        aligned = last == 1 and all(stride % 8 == 0 for stride in outer)
+        expect(aligned, "strides", "multiples of 8 (16 bytes) and 1 for the last dim", list(source.strides))
+        blocks = fragments(tile.layout, MMA_M16N8K16_B_NK, "result")
+        within_warp(blocks, tile.layout.rank - 2, "rows of the result")
 
 
 class StoreOp(Lowbit.Operation, name="store"):
@@ -331,20 +393,20 @@ class StoreOp(Lowbit.Operation, name="store"):
 
     value: ext.Operand[RegType]
     target: ext.Operand[Any]
-    offsets: Sequence[ext.Operand[I32[32]]]
+    offsets: Sequence[ext.Operand[I32]]
     boundary: ir.ArrayAttr
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        target, tile = _memory(op.target.type), Reg.of(op.value.type)
-        _same_element(target.element, tile.element, "element of the tile")
-        _check_access(op, target, tile.shape, op.boundary)
+        target, tile = _memory(op.target), Reg.of(op.value.type)
+        same_element(target.element, tile.element, "element of the tile")
+        _check_access(op, target, tile.shape, ("none", "skip"))
 
 
 class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
     """The same registers read as another tile: the bits of every thread stay where they are.
 
-    To a low-bit format, the words of a lane are read in the order of `dialect.packing`; otherwise slots stay in order.
+    To a low-bit format, the words of a lane are read in the order of `dialect.packing`; else slots stay in order.
     """
 
     source: ext.Operand[RegType]
@@ -354,9 +416,11 @@ class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
         expect(a.layout.threads == b.layout.threads, "threads", a.layout.threads, b.layout.threads)
-        expect(a.bits_per_thread == b.bits_per_thread, "bits per thread", a.bits_per_thread, b.bits_per_thread)
+        before, after = a.bits_per_thread, b.bits_per_thread
+        expect(before == after, "bits per thread", before, after)
         if isinstance(b.element, DType):
-            _fragment(b, MMA_M16N8K16_A, "result")
+            fragments(b.layout, MMA_M16N8K16_A, "result")
+            expect(a.element == "vector<4xi32>", "source", "vector<4xi32>, units of packed codes", a.element)
 
 
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
@@ -370,7 +434,7 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
         expect(isinstance(a.element, DType), "source", "codes of a low-bit format", a.element)
-        expect(b.element in ("f16", "bf16", "f32"), "result", "f16, bf16 or f32", b.element)
+        real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
 
 
@@ -385,9 +449,10 @@ class SliceOp(Lowbit.Operation, name="slice", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        dim, start = int(ir.IntegerAttr(op.dim).value), int(ir.IntegerAttr(op.start).value)
-        _same_element(a.element, b.element, "element")
-        expect(0 <= dim < len(a.shape), "dim", f"0..{len(a.shape) - 1}", dim)
+        same_element(a.element, b.element, "element")
+        expect(len(a.shape) == len(b.shape), "rank", len(a.shape), len(b.shape))
+        dim = in_range(op.dim, "dim", 0, len(a.shape) - 1)
+        start = in_range(op.start, "start", 0, a.shape[dim] - b.shape[dim])
         layout, _ = a.layout.restrict(dim, start, b.shape[dim])
         expect(b.layout == layout, "layout", layout, b.layout)
 
@@ -401,13 +466,17 @@ class ReshapeOp(Lowbit.Operation, name="reshape", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        _same_element(a.element, b.element, "element")
+        same_element(a.element, b.element, "element")
         layout = a.layout.reshape(b.shape)
         expect(b.layout == layout, "layout", layout, b.layout)
 
 
 class CastOp(Lowbit.Operation, name="cast", traits=[ext.Pure]):
-    """Every element converted, to nearest even; from "e4m3", "e8m0" scales and unsigned zeros stored as i8 as well."""
+    """Every element converted to another type.
+
+    "float": f16 or bf16 to f32, exactly, or f32 to them, to nearest even. From bytes (i8) to f32: "e4m3" and
+    "e8m0" scales, and "unsigned" zeros.
+    """
 
     source: ext.Operand[RegType]
     kind: ir.StringAttr
@@ -419,15 +488,23 @@ class CastOp(Lowbit.Operation, name="cast", traits=[ext.Pure]):
         kind = ir.StringAttr(op.kind).value
         allowed = ("float", "e4m3", "e8m0", "unsigned")
         expect(kind in allowed, "kind", f"one of {', '.join(allowed)}", kind)
+        if kind == "float":
+            real(a.element, "source")
+            real(b.element, "result")
+            got = f"{a.element} to {b.element}"
+            expect((a.element == "f32") != (b.element == "f32"), "cast", "from or to f32", got)
+        else:
+            expect((a.element, b.element) == ("i8", "f32"), kind, "i8 to f32", f"{a.element} to {b.element}")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
 
 
 def _check_elementwise(op: Any) -> None:
     """Operands have the result's shape, or dims of size 1 that are spread over it without moving data."""
     result = Reg.of(op.result.type)
+    real(result.element, "result")
     for value in op.operands:
         tile = Reg.of(value.type)
-        _same_element(result.element, tile.element, "element")
+        same_element(result.element, tile.element, "element")
         tile.layout.slots_for(result.layout)  # raises LayoutError
 
 
@@ -465,8 +542,8 @@ class FmaOp(Lowbit.Operation, name="fma", traits=[ext.Pure]):
 class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
     """c + a b^T on tensor cores: a [.., m, k], b [.., n, k], c [.., m, n] in f32; leading dims are a batch.
 
-    a and b of f16 or bf16 make mma.m16n8k16; a of f32 (with b of f16 or bf16) makes two mma.m16n8k8.tf32 of the same
-    fragments, whose k columns are merely paired otherwise.
+    a and b of f16 or bf16 make mma.m16n8k16; a of f32 (with b of f16 or bf16) makes two mma.m16n8k8.tf32 of the
+    same fragments, whose k columns are merely paired otherwise.
     """
 
     a: ext.Operand[RegType]
@@ -479,22 +556,22 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
         a, b, c, d = (Reg.of(v.type) for v in (op.a, op.b, op.c, op.result))
         expect(c == d, "result", c, d)
         expect(c.element == "f32", "element of c", "f32", c.element)
-        allowed = (b.element,) if b.element != "f16" else ("f16", "f32")
-        expect(a.element in allowed, "element of a", " or ".join(map(str, allowed)), a.element)
+        expect(b.element in ("f16", "bf16"), "element of b", "f16 or bf16", b.element)
+        expect(a.element in (b.element, "f32"), "element of a", f"{b.element} or f32", a.element)
+        rank = len(a.shape)
+        expect(rank >= 2 and len(b.shape) == rank, "ranks", "equal and at least 2", (rank, len(b.shape)))
         *batch, m, k = a.shape
-        expect(list(b.shape) == [*batch, b.shape[-2], k], "b", f"{[*batch, 'n', k]}", list(b.shape))
-        expect(list(c.shape) == [*batch, m, b.shape[-2]], "c", f"{[*batch, m, b.shape[-2]]}", list(c.shape))
-        for tile, fragment, what in ((a, MMA_M16N8K16_A, "a"), (b, MMA_M16N8K16_B_NK, "b"), (c, MMA_M16N8_D, "c")):
-            _fragment(tile, fragment, what)
-
-
-def _fragment(tile: Reg, fragment: Any, what: str) -> None:
-    """The last two dims must be made of the instruction's own fragment."""
-    wide = fragment.reshape((*(1,) * (tile.layout.rank - 2), *fragment.shape))
-    try:
-        _ = tile.layout / wide
-    except LayoutError:
-        raise Mismatch(f"layout of {what}: expected a multiple of {fragment}, got {tile.layout}") from None
+        n = b.shape[-2]
+        expect(list(b.shape) == [*batch, n, k], "b", f"{[*batch, 'n', k]}", list(b.shape))
+        expect(list(c.shape) == [*batch, m, n], "c", [*batch, m, n], list(c.shape))
+        a_blocks = fragments(a.layout, MMA_M16N8K16_A, "a")
+        b_blocks = fragments(b.layout, MMA_M16N8K16_B_NK, "b")
+        c_blocks = fragments(c.layout, MMA_M16N8_D, "c")
+        within_warp(a_blocks, rank - 1, "k of a")
+        within_warp(b_blocks, rank - 1, "k of b")
+        columns = b_blocks.reduce((-1,)).permute((*range(rank - 2), rank - 1, rank - 2))
+        same_warps(a_blocks.reduce((-1,)), c_blocks.reduce((-1,)), "a")
+        same_warps(columns, c_blocks.reduce((-2,)), "b")
 
 
 class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
@@ -507,7 +584,9 @@ class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        dim = int(ir.IntegerAttr(op.dim).value)
+        real(a.element, "source")
+        same_element(a.element, b.element, "element")
+        dim = in_range(op.dim, "dim", 0, len(a.shape) - 1)
         inside = all(d.dim != dim for d in a.layout.thread_digits())
         expect(inside, f"dim {dim}", "within each thread", f"spread over threads by {a.layout}")
         expect(b.layout == a.layout.reduce((dim,)), "layout", a.layout.reduce((dim,)), b.layout)
@@ -525,20 +604,29 @@ class RowSumsOp(Lowbit.Operation, name="row_sums", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         b, d = Reg.of(op.source.type), Reg.of(op.result.type)
-        _fragment(b, MMA_M16N8K16_B_NK, "source")
+        expect(b.element in ("f16", "bf16"), "element of the source", "f16 or bf16", b.element)
+        expect(d.element == "f32", "element of the result", "f32", d.element)
+        blocks = fragments(b.layout, MMA_M16N8K16_B_NK, "source")
         *batch, n, _ = b.shape
         expect(list(d.shape) == [*batch, 1, n], "result", [*batch, 1, n], list(d.shape))
-        expect(d.element == "f32", "element of the result", "f32", d.element)
+        rank = len(b.shape)
+        within_warp(blocks, rank - 1, "k of the source")
+        columns = blocks.reduce((-1,)).permute((*range(rank - 2), rank - 1, rank - 2))
+        sums = MMA_M16N8_D.reduce((0,)).reshape((*(1,) * (rank - 1), 8))
+        expect(d.layout == columns * sums, "layout of the result", columns * sums, d.layout)
 
 
 # -- registers
 
 
 class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
-    """Two codes of one thread as numbers, times 2^-exponent: operand i holds the fields of plane i, in bits shifts[i] ..
-    and 16 + shifts[i] .. of a word. The result is a vector of two f16, bf16 or f32."""
+    """Two codes of one thread as numbers, times 2^-exponent.
 
-    words: Sequence[ext.Operand[I32[32]]]
+    Operand i holds the fields of plane i, from bits shifts[i] and 16 + shifts[i] of a word on. The result is a
+    vector of two f16, bf16 or f32.
+    """
+
+    words: Sequence[ext.Operand[I32]]
     format: FormatAttr
     shifts: ir.ArrayAttr
     exponent: ir.IntegerAttr
@@ -552,6 +640,8 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
         expect(len(shifts) == len(bits), "shifts", f"one per plane ({len(bits)})", len(shifts))
         for shift, width in zip(shifts, bits):
             expect(0 <= shift <= 16 - width, "shift", f"0..{16 - width} for a field of {width} bits", shift)
+        allowed = [f"vector<2x{real}>" for real in REALS]
+        expect(str(op.result.type) in allowed, "result", " or ".join(allowed), op.result.type)
 
 
 def register(context: ir.Context) -> None:

@@ -1,27 +1,31 @@
 """The types of the `lowbit` dialect, and their mirrors as frozen dataclasses.
 
     !lowbit.packed<shape, format, group, zeros, scale>   a weight in memory: codes, scales and zeros together
-    !lowbit.global<shape, element, strides, divisors>    a view of device memory; -1 is a size known at run time
+    !lowbit.global<shape, element, strides, divisors>    a view of device memory; -1: a size known at run time
     !lowbit.shared<shape, element, strides>              a buffer in shared memory
     !lowbit.reg<shape, element, layout>                  a tile spread over the registers of a block's threads
 
-MLIR hands types back as bags of attributes; code works on the dataclasses (`Packed`, `Global`, `Shared`, `Reg`),
-made from a type with `.of(type)` and turned into one with `.type`. Elements are written as in MLIR ("f16",
-"vector<4xi32>") or are a `DType`: a low-bit format, `#lowbit.format<"u4", []>` in the IR.
+MLIR hands types back as bags of attributes; code works on the dataclasses (`Packed`, `Global`, `Shared`,
+`Reg`), made from a type with `.of(type)` and turned into one with `.type`. Elements are written as in MLIR
+("f16", "vector<4xi32>") or are a `DType`: a low-bit format, `#lowbit.format<"u4", []>` in the IR.
+
+IRDL checks of what kind a parameter is. Whether parameters make sense together is checked when a mirror is made,
+which raises `Mismatch` or the error of what it is made of (`LayoutError`, `SpecError`); verifiers make mirrors.
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Union
+from typing import Any, cast
 
 from dialect.bindings import ext, ir
+from dialect.checks import Mismatch, expect
 from dialect.dtypes import DType, dtype
 from dialect.layout import Layout
 from dialect.packing import Packing
-from dialect.spec import MatmulSpec
+from dialect.spec import MatmulSpec, Scale, Zeros
 
-Element = Union[str, DType]
+Element = str | DType
 
 
 class Lowbit(ext.Dialect, name="lowbit"):
@@ -68,7 +72,10 @@ def ints(values: "tuple[int, ...] | list[int]") -> ir.ArrayAttr:
 
 def read_ints(attribute: ir.Attribute) -> tuple[int, ...]:
     """The numbers of `ints`."""
-    return tuple(int(ir.IntegerAttr(a).value) for a in ir.ArrayAttr(attribute))
+    try:
+        return tuple(int(ir.IntegerAttr(a).value) for a in ir.ArrayAttr(attribute))
+    except ValueError:
+        raise Mismatch(f"expected a list of integers, got {attribute}") from None
 
 
 def strings(values: "tuple[str, ...] | list[str]") -> ir.ArrayAttr:
@@ -78,20 +85,27 @@ def strings(values: "tuple[str, ...] | list[str]") -> ir.ArrayAttr:
 
 def read_strings(attribute: ir.Attribute) -> tuple[str, ...]:
     """The texts of `strings`."""
-    return tuple(ir.StringAttr(a).value for a in ir.ArrayAttr(attribute))
+    try:
+        return tuple(ir.StringAttr(a).value for a in ir.ArrayAttr(attribute))
+    except ValueError:
+        raise Mismatch(f"expected a list of strings, got {attribute}") from None
 
 
 def format_attr(t: DType) -> ir.Attribute:
     """`#lowbit.format<name, table>`; the table of a named format is implied and left out."""
     table = t.table if t.name.startswith("lut") else ()
     f64 = ir.F64Type.get()
-    return FormatAttr.get(ir.StringAttr.get(t.name), ir.ArrayAttr.get([ir.FloatAttr.get(f64, v) for v in table]))
+    values = ir.ArrayAttr.get([ir.FloatAttr.get(f64, v) for v in table])
+    return FormatAttr.get(ir.StringAttr.get(t.name), values)
 
 
 def read_format(attribute: ir.Attribute) -> DType:
     """The format of a `#lowbit.format`."""
     name, table = FormatAttr(attribute).params
-    values = tuple(float(ir.FloatAttr(v).value) for v in ir.ArrayAttr(table))
+    try:
+        values = tuple(float(ir.FloatAttr(v).value) for v in ir.ArrayAttr(table))
+    except ValueError:
+        raise Mismatch(f"table of a format: expected a list of floats, got {table}") from None
     return dtype(ir.StringAttr(name).value, values or None)
 
 
@@ -105,9 +119,11 @@ def element_attr(element: Element) -> ir.Attribute:
 def read_element(attribute: ir.Attribute) -> Element:
     """The element an attribute stands for."""
     attribute = attribute.maybe_downcast()
-    if isinstance(attribute, ir.TypeAttr):
-        return str(attribute.value)
-    return read_format(attribute)
+    if isinstance(attribute, FormatAttr):
+        return read_format(attribute)
+    element = str(attribute.value) if isinstance(attribute, ir.TypeAttr) else str(attribute)
+    expect(element in _BITS, "element", f"a #lowbit.format or one of {', '.join(_BITS)}", element)
+    return element
 
 
 _BITS = {"f16": 16, "bf16": 16, "f32": 32, "i32": 32, "i16": 16, "i8": 8, "vector<4xi32>": 128}
@@ -152,14 +168,28 @@ class Reg:
         return _reg(type_)
 
 
+def read_layout(attribute: ir.Attribute) -> Layout:
+    """The layout that an attribute writes. Raises LayoutError."""
+    return _parse_layout(ir.StringAttr(attribute).value)
+
+
 @lru_cache(maxsize=4096)
-def _layout(text: str) -> Layout:
+def _parse_layout(text: str) -> Layout:
     return Layout.parse(text)
 
 
 def _reg(type_: ir.Type) -> Reg:
-    _, element, layout = RegType(type_).params
-    return Reg(read_element(element), _layout(ir.StringAttr(layout).value))
+    shape, element, text = RegType(type_).params
+    layout = read_layout(text)
+    expect(read_ints(shape) == layout.shape, "shape", f"that of the layout, {layout.shape}", read_ints(shape))
+    return Reg(read_element(element), layout)
+
+
+def _check_array(shape: tuple[int, ...], strides: tuple[int, ...], dynamic: bool = False) -> None:
+    allowed = "sizes of at least 1" + (" or -1" if dynamic else "")
+    expect(all(n > 0 or (dynamic and n == -1) for n in shape), "shape", allowed, list(shape))
+    expect(len(strides) == len(shape), "strides", f"one per dim ({len(shape)})", len(strides))
+    expect(min(strides, default=0) >= 0, "strides", "none below 0", list(strides))
 
 
 @dataclass(frozen=True)
@@ -169,6 +199,9 @@ class Shared:
     element: Element
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_array(self.shape, self.strides)
 
     @property
     def type(self) -> ir.Type:
@@ -196,6 +229,12 @@ class Global:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     divisors: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_array(self.shape, self.strides, dynamic=True)
+        rank, divisors = len(self.shape), self.divisors
+        expect(len(divisors) == rank, "divisors", f"one per dim ({rank})", len(divisors))
+        expect(min(divisors, default=1) >= 1, "divisors", "none below 1", list(divisors))
 
     @property
     def type(self) -> ir.Type:
@@ -237,7 +276,16 @@ class Packed:
 
     @staticmethod
     def of(type_: ir.Type) -> "Packed":
+        """Raises SpecError where no `MatmulSpec` has such a weight."""
         shape, format_, group, zeros, scale = PackedType(type_).params
-        n, k = read_ints(shape)
-        size = int(ir.IntegerAttr(group).value)
-        return Packed(n, k, read_format(format_), size or None, ir.StringAttr(zeros).value, ir.StringAttr(scale).value)
+        sizes = read_ints(shape)
+        expect(len(sizes) == 2, "shape of a packed weight", "[n, k]", list(sizes))
+        spec = MatmulSpec(
+            *sizes,
+            weight=(t := read_format(format_)).name,
+            group_size=int(ir.IntegerAttr(group).value) or None,
+            zeros=cast(Zeros, ir.StringAttr(zeros).value),
+            scale=cast(Scale, ir.StringAttr(scale).value),
+            table=t.table if t.name.startswith("lut") else None,
+        )
+        return Packed(spec.n, spec.k, t, spec.group_size, spec.zeros, spec.scale)

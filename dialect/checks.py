@@ -1,0 +1,88 @@
+"""What types and verifiers check, and in what words: what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dialect.bindings import ir
+from dialect.errors import LayoutError, LowbitError
+from dialect.layout import Layout
+
+REALS = ("f16", "bf16", "f32")
+
+
+class Mismatch(LowbitError):
+    """What a verifier found."""
+
+
+def expect(ok: bool, what: str, expected: object, got: object) -> None:
+    """Raise a verifier's message unless `ok`."""
+    if not ok:
+        raise Mismatch(f"{what}: expected {expected}, got {got}")
+
+
+def verifier(check: Callable[[Any], None]) -> Any:
+    """Turns a function that raises into the bindings' verifier hook, which reports and returns a bool."""
+
+    def verify_invariants(op: Any) -> bool:
+        try:
+            check(op)
+        except LowbitError as error:
+            location = error.location or op.location
+            location.emit_error(f"'{op.operation.name}' op {error}")
+            return False
+        return True
+
+    return staticmethod(verify_invariants)
+
+
+def in_range(attribute: Any, what: str, least: int, most: int | None = None) -> int:
+    """The number in an attribute, which must be in least..most."""
+    value = int(ir.IntegerAttr(attribute).value)
+    expected = f"at least {least}" if most is None else f"{least}..{most}"
+    expect(value >= least and (most is None or value <= most), what, expected, value)
+    return value
+
+
+def same_element(expected: object, got: object, what: str) -> None:
+    expect(expected == got, what, expected, got)
+
+
+def real(element: object, what: str) -> None:
+    """An element must be one that can be computed with."""
+    expect(element in REALS, f"element of the {what}", " or ".join(REALS), element)
+
+
+def tensor(value: Any, what: str, sizes: Sequence[int | None], elements: Sequence[str]) -> str:
+    """The element of a tensor, which must have these sizes (None: any) and one of these elements."""
+    shape = "".join("?x" if n is None else f"{n}x" for n in sizes)
+    kind = value.type
+    fits = isinstance(kind, ir.RankedTensorType) and kind.rank == len(sizes)
+    fits = fits and all(n in (None, kind.shape[d]) for d, n in enumerate(sizes))
+    fits = fits and str(kind.element_type) in elements
+    expect(fits, what, " or ".join(f"tensor<{shape}{e}>" for e in elements), kind)
+    return str(kind.element_type)
+
+
+def fragments(layout: Layout, instruction: Layout, what: str) -> Layout:
+    """The layout of the fragments in a tile, whose last two dims must be made of the instruction's own."""
+    wide = instruction.reshape((*(1,) * (layout.rank - 2), *instruction.shape))
+    try:
+        return layout / wide
+    except LayoutError:
+        raise Mismatch(f"layout of {what}: expected a multiple of {instruction}, got {layout}") from None
+
+
+def within_warp(blocks: Layout, dim: int, what: str) -> None:
+    """No dim of a layout of fragments may be spread over warps that do not exchange data."""
+    spread = any(digit.dim == dim for digit in blocks.thread_digits())
+    expect(not spread, what, "within each warp", f"spread over warps: {blocks} (in fragments)")
+
+
+def same_warps(blocks: Layout, results: Layout, what: str) -> None:
+    """An operand's fragments must be in the warps that hold the results which need them."""
+    try:
+        blocks.slots_for(results)
+    except LayoutError:
+        raise Mismatch(f"warps of {what}: expected the result's, {results}, got {blocks} (in fragments)") from None
