@@ -1,4 +1,4 @@
-"""From an element of a tile to its address: `Access` writes the index arithmetic of one thread for one load, store or copy.
+"""From an element of a tile to its address: the index arithmetic of one thread for one load, store or copy.
 
 The coordinates of slot l in thread t are sums of digits of t and of l (`Layout.thread_digits`, `local_digits`). Dims
 whose address is linear in the coordinate give one base per thread and a constant per slot, which ends up in the
@@ -256,9 +256,8 @@ class Access:
                 return False
             if dim not in moved and strides[dim] % length and self.layout.shape[dim] > 1:
                 return False
-            if strides[dim] % length and not (
-                known(self._offsets[dim]) is not None and known(self._offsets[dim]) % length == 0
-            ):  # type: ignore[operator]
+            offset = known(self._offsets[dim])
+            if strides[dim] % length and (offset is None or offset % length):
                 return False
         return all(d.stride * int(strides[d.dim]) % length == 0 for d in self.layout.thread_digits())
 

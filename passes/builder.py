@@ -8,8 +8,8 @@
     module = p.module
 
 Tiles are `Tile`s, scalars are `Scalar`s that know + - * // % and min; Python numbers may stand for either where the
-meaning is clear. Loops are `with p.loop(steps, [carried tiles]) as loop`. The kernels of this compiler are written with it
-(`passes.skinny`, `passes.dequantize_kernel`), and so can anybody's be (examples/).
+meaning is clear. Loops are `with p.loop(start, rounds, [carried tiles]) as loop`. The kernels of this compiler are
+written with it (`passes.skinny`, `passes.dequantize`), and so can anybody's be (examples/).
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ class Program:
         return Scalar(ops.BlockIdOp(_i64(axis)).result)
 
     @contextmanager
-    def loop(
-        self, start: Index, steps: Index, carried: Sequence[Tile] = (), stages: int = 1
-    ) -> Generator[Loop]:
+    def loop(self, start: Index, steps: Index, carried: Sequence[Tile] = (), stages: int = 1) -> Generator[Loop]:
         """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles.
 
         stages > 1 asks `pipeline-copies` to keep that many rounds of copies under way.
@@ -202,9 +200,7 @@ class Program:
         type_ = Global(element, shape, strides or row_major(shape), divisors or (1,) * len(shape))
         return Memory(ops.GlobalViewOp(pointer.value, [s.value for s in sizes], type_.type).result, type_)
 
-    def alloc_shared(
-        self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
-    ) -> Memory:
+    def alloc_shared(self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Memory:
         type_ = Shared(element, shape, strides or row_major(shape))
         return Memory(ops.AllocSharedOp(type_.type).result, type_)
 
@@ -262,9 +258,7 @@ class Program:
     ) -> Tile:
         words = strings(tuple(boundary or ("none",) * layout.rank))
         return Tile(
-            ops.LoadOp(
-                source.value, [as_i32(o) for o in offsets], words, Reg(source.type.element, layout).type
-            ).result
+            ops.LoadOp(source.value, [as_i32(o) for o in offsets], words, Reg(source.type.element, layout).type).result
         )
 
     def load_matrix(self, source: Memory, rows: Scalar, layout: Layout) -> Tile:
@@ -279,9 +273,7 @@ class Program:
     # -- tiles
 
     def constant(self, value: float, element: Element, layout: Layout) -> Tile:
-        return Tile(
-            ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type).result
-        )
+        return Tile(ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type).result)
 
     def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
         return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
@@ -291,9 +283,7 @@ class Program:
 
     def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:
         layout, _ = tile.layout.restrict(dim, start, size)
-        return Tile(
-            ops.SliceOp(tile.value, _i64(dim), _i64(start), Reg(tile.reg.element, layout).type).result
-        )
+        return Tile(ops.SliceOp(tile.value, _i64(dim), _i64(start), Reg(tile.reg.element, layout).type).result)
 
     def reshape(self, tile: Tile, shape: tuple[int, ...]) -> Tile:
         reg = Reg(tile.reg.element, tile.layout.reshape(shape))

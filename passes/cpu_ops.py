@@ -136,9 +136,7 @@ def gather(base: Value, index: Value) -> Value:
 
 def _element_bytes(type_: ir.Type) -> int:
     element = element_type(type_)
-    width = (
-        ir.IntegerType(element).width if isinstance(element, ir.IntegerType) else ir.FloatType(element).width
-    )
+    width = ir.IntegerType(element).width if isinstance(element, ir.IntegerType) else ir.FloatType(element).width
     return width // 8
 
 

@@ -55,9 +55,7 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
                 (ROWS, packing.groups, packing.row_blocks),
                 (1, ROWS, packing.groups * ROWS),
             )
-            return factors.as_f32(
-                p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind
-            )
+            return factors.as_f32(p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind)
 
         scale = factor("scales", spec.scale)
         if spec.zero_kind:

@@ -5,6 +5,7 @@ The kernels are functions from a spec (and a schedule) to a program: `passes.ski
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -42,9 +43,7 @@ def _replace_function(op: Any, program: ir.Module) -> None:
     """Put the program where the function of `op` is."""
     function = op.operation.parent
     if function.operation.name != "func.func":
-        raise PassError(
-            f"expand-matmul: {op.operation.name} must stand in a func.func, not {function.operation.name}"
-        )
+        raise PassError(f"expand-matmul: {op.operation.name} must stand in a func.func, not {function.operation.name}")
     for inner in program.body.operations:
         inner.operation.clone(ir.InsertionPoint(function))
     function.operation.erase()
@@ -82,16 +81,25 @@ def matmul_module(spec: MatmulSpec) -> ir.Module:
 
     x, y = tensor([dynamic, spec.k], spec.act), tensor([dynamic, spec.n], spec.out_dtype)
     inputs = [x, packed_type(spec)] + ([tensor([spec.n], spec.out_dtype)] if spec.bias else [])
-    return _function("matmul", inputs, y, lambda a: ops.MatmulOp(a[0], a[1], y, a[2:]).y)
+
+    def matmul(arguments: list[Any]) -> Any:
+        x, w, *bias = arguments
+        return ops.MatmulOp(x, w, y, bias).y
+
+    return _function("matmul", inputs, y, matmul)
 
 
 def dequantize_module(spec: MatmulSpec) -> ir.Module:
     """A module with @dequantize(w) -> W, of one lowbit.dequantize."""
     y = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse(spec.act))
-    return _function("dequantize", [packed_type(spec)], y, lambda a: ops.DequantizeOp(a[0], y).y)
+
+    def dequantized(arguments: list[Any]) -> Any:
+        return ops.DequantizeOp(arguments[0], y).y
+
+    return _function("dequantize", [packed_type(spec)], y, dequantized)
 
 
-def _function(name: str, inputs: list[Any], result: Any, make: Any) -> ir.Module:
+def _function(name: str, inputs: list[Any], result: Any, make: Callable[[list[Any]], Any]) -> ir.Module:
     module = ir.Module.create()
     with ir.InsertionPoint(module.body):
         function = func.FuncOp(name, (inputs, [result]))

@@ -120,9 +120,7 @@ def lower_load_matrix(threads: ThreadIndex, place: Place, reg: Reg, rows: Any) -
     base = place.base
     for size, divisor, dim, stride in layout.thread_digits():
         if divisor >= 32:  # warps: the lanes' own part is in `row` and `matrix`
-            step = arith.muli(
-                threads.digit(size, divisor, layout.threads), emit.constant(stride * strides[dim] * 2)
-            )
+            step = arith.muli(threads.digit(size, divisor, layout.threads), emit.constant(stride * strides[dim] * 2))
             base = emit.offset_bytes(base, dynamic=step)
     half = arith.remui(matrix, emit.constant(2))  # columns 0-7 or 8-15 of the fragment
     other = arith.divui(matrix, emit.constant(2))  # which of two fragments

@@ -1,4 +1,4 @@
-"""lower-tiles: a `lowbit.program` becomes a gpu.func of one thread: layouts turn into index arithmetic, tiles into registers.
+"""lower-tiles: a `lowbit.program` becomes a gpu.func: layouts turn into index arithmetic, tiles into registers.
 
 The pass walks the program once and writes the function anew. Every tile is a `Fragment` whose registers are written
 down when a consumer asks for them; what reads memory is finished before the next barrier, store or region. What is
@@ -85,9 +85,7 @@ class _Lowering:
         self.handlers: dict[str, Callable[[Any], None]] = {
             "lowbit.block_id": self._block_id,
             "lowbit.grid_wait": lambda op: self._grid_control(nvvm.GridDepActionKind.wait),
-            "lowbit.grid_launch_dependents": lambda op: self._grid_control(
-                nvvm.GridDepActionKind.launch_dependents
-            ),
+            "lowbit.grid_launch_dependents": lambda op: self._grid_control(nvvm.GridDepActionKind.launch_dependents),
             "lowbit.global_view": self._global_view,
             "lowbit.alloc_shared": self._alloc_shared,
             "lowbit.free_shared": lambda op: self.shared.free(op.buffer),
@@ -139,9 +137,7 @@ class _Lowering:
                 kernel=True,
             )
         function.operation.attributes["arg_attrs"] = self._argument_attributes(source)
-        function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get(
-            [self.threads_per_block, 1, 1]
-        )
+        function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get([self.threads_per_block, 1, 1])
         block = function.operation.regions[0].blocks.append(*[a.type for a in source.arguments])
         for old, new in zip(source.arguments, block.arguments):
             self.values[old] = new
@@ -158,9 +154,7 @@ class _Lowering:
             )
         for attribute in ("grid", "threads", "params", "workspace"):
             function.operation.attributes[f"lowbit.{attribute}"] = program.operation.attributes[attribute]
-        function.operation.attributes["lowbit.shared_bytes"] = ir.IntegerAttr.get(
-            emit.integer(64), self.shared.bytes
-        )
+        function.operation.attributes["lowbit.shared_bytes"] = ir.IntegerAttr.get(emit.integer(64), self.shared.bytes)
 
     def _argument_attributes(self, source: Any) -> Any:
         """No two pointers alias; those only read are marked so, unless the kernel overlaps with the one before it."""
@@ -247,9 +241,7 @@ class _Lowering:
         lower, upper, step, *initial = (self.values[v] for v in op.operation.operands)
         flat: list[Any] = []
         for value in initial:
-            flat += (
-                [value.register(i) for i in range(value.count)] if isinstance(value, Fragment) else [value]
-            )
+            flat += [value.register(i) for i in range(value.count)] if isinstance(value, Fragment) else [value]
         loop = scf.ForOp(lower, upper, step, flat)
         loop.operation.attributes["loop_annotation"] = ir.Attribute.parse(
             "#llvm.loop_annotation<unroll = <disable = true>>"
@@ -337,9 +329,7 @@ class _Lowering:
         length = min(a.vector_length(max(1, 16 // source.bytes)) for a in (source, target))
         size = length * source.bytes
         if size not in (4, 8, 16):
-            raise PassError(
-                f"lower-tiles: copy_async moves 4, 8 or 16 bytes per thread, not {size}; layout {layout}"
-            )
+            raise PassError(f"lower-tiles: copy_async moves 4, 8 or 16 bytes per thread, not {size}; layout {layout}")
         first = source.first_replica()
         modifier = nvvm.LoadCacheModifierKind.CG if size == 16 else nvvm.LoadCacheModifierKind.CA
         for slot in range(0, layout.locals, length):
@@ -371,20 +361,14 @@ class _Lowering:
             step, row, column = (index.coordinate(d, slot) for d in range(3))
             column = arith.addi(arith.muli(step, emit.constant(columns)), column)
             within = arith.remui(column, emit.constant(padded))
-            k = arith.addi(
-                arith.muli(arith.divui(column, emit.constant(padded)), emit.constant(group)), within
-            )
-            here = arith.andi(
-                arith.cmpi(less, within, emit.constant(group)), arith.cmpi(less, k, place.sizes[1])
-            )
+            k = arith.addi(arith.muli(arith.divui(column, emit.constant(padded)), emit.constant(group)), within)
+            here = arith.andi(arith.cmpi(less, within, emit.constant(group)), arith.cmpi(less, k, place.sizes[1]))
             row_inside = arith.cmpi(less, row, place.sizes[0])
             address = emit.offset_bytes(
                 place.base,
                 dynamic=arith.muli(
                     arith.addi(
-                        arith.muli(
-                            arith.extui(emit.integer(64), row), emit.constant(place.type.strides[0], 64)
-                        ),
+                        arith.muli(arith.extui(emit.integer(64), row), emit.constant(place.type.strides[0], 64)),
                         arith.extui(emit.integer(64), k),
                     ),
                     emit.constant(2, 64),
@@ -527,9 +511,7 @@ class _Lowering:
         reg = Reg.of(op.result.type)
         if isinstance(reg.element, DType) or source.kind == "word":
             if source.kind != "word":
-                raise PassError(
-                    f"lower-tiles: only words can be viewed as {reg.element}, not {source.reg.element}"
-                )
+                raise PassError(f"lower-tiles: only words can be viewed as {reg.element}, not {source.reg.element}")
             self.values[op.result] = Fragment(reg, "word", source.register)
         elif source.reg.element == reg.element:
             self.values[op.result] = Fragment(reg, source.kind, source.register)
@@ -554,9 +536,7 @@ class _Lowering:
             slots = packing.slots(block, i % 4)
             first = (row_block * packing.chunks + chunk) * words_per_chunk
             words = [codes.register(first + s.unit * WORDS_PER_UNIT + s.word) for s in slots]
-            pair = ops.DecodePairOp(
-                words, format_attr(format_), ints([s.shift for s in slots]), op.exponent, vector
-            )
+            pair = ops.DecodePairOp(words, format_attr(format_), ints([s.shift for s in slots]), op.exponent, vector)
             return pair.result
 
         self.values[op.result] = Fragment(reg, "pair", make)

@@ -50,7 +50,6 @@ PASSES: dict[str, type[Any]] = {
     )
 }
 STAGES = ("lowbit", "tile", "gpu", "llvm", "ll", "ptx")
-Observer = Callable[[str, str], None]
 
 
 def passes_to(stage: str, target: Target, schedule: Schedule | None = None) -> tuple[Pass, ...]:
@@ -84,7 +83,7 @@ class CompiledKernel:
 def compile_matmul(
     spec: MatmulSpec, target: Target, schedule: Schedule | None = None, tokens: int = 8, keep: bool = False
 ) -> CompiledKernel:
-    """The skinny matmul kernel for up to `tokens` tokens; `keep` records the IR of every stage.
+    """The skinny matmul kernel for up to `tokens` tokens (of TOKEN_TILES); `keep` records the IR of every stage.
 
     Raises SpecError where the schedule does not fit.
     """
@@ -102,10 +101,9 @@ def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool =
     return _compile(build, target, None, keep)
 
 
-def _compile(
-    build: Callable[[], ir.Module], target: Target, schedule: Schedule | None, keep: bool
-) -> CompiledKernel:
+def _compile(build: Callable[[], ir.Module], target: Target, schedule: Schedule | None, keep: bool) -> CompiledKernel:
     stages: dict[str, str] = {}
+    launches: list[Launch] = []
     context = new_context()
     ops.register(context)
     with context, ir.Location.unknown():
@@ -117,18 +115,18 @@ def _compile(
                 step.run(module)
             module.operation.verify()
             if stage == "gpu":
-                launch = read_launch(module)
+                launches = read_launches(module)
             if keep:
                 stages[stage] = str(module)
         llvm_ir = translate(module)
     if keep:
         stages["ll"] = llvm_ir
     stages["ptx"] = emit_ptx(llvm_ir, target)
-    return CompiledKernel(launch, target, schedule, stages)
+    return CompiledKernel(launches[0], target, schedule, stages)
 
 
-def read_launch(module: ir.Module) -> Launch:
-    """How to start the kernel of a module at stage gpu."""
+def read_launches(module: ir.Module) -> list[Launch]:
+    """How to start the kernels of a module at stage gpu."""
     found: list[Launch] = []
 
     def visit(op: Any) -> Any:
@@ -148,4 +146,4 @@ def read_launch(module: ir.Module) -> Launch:
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
-    return found[0]
+    return found

@@ -56,7 +56,8 @@ class _Pipeline:
         at = names.index("lowbit.commit") if "lowbit.commit" in names else -1
         if names[at : at + 3] != expected or names[-2] != "lowbit.barrier":
             raise PassError(
-                "pipeline-copies: a loop with lowbit.stages must be { copies, commit, wait, barrier, compute, barrier }; "
+                "pipeline-copies: a loop with lowbit.stages is { copies, commit, wait, barrier, compute, barrier };"
+                " "
                 f"got {[n for n in names if n.startswith('lowbit.')]}"
             )
         self.produce, self.compute = self.body[:at], self.body[at + 3 : -2]

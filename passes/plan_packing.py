@@ -54,6 +54,4 @@ def check_planned(op: Any) -> None:
     if PACKING not in op.operation.attributes:
         raise PassError(f"a {name} has no {PACKING}; run plan-packing first")
     if op.operation.attributes[PACKING] != wanted:
-        raise PassError(
-            f"{name}: {PACKING} = {op.operation.attributes[PACKING]} is not the weight's order {wanted}"
-        )
+        raise PassError(f"{name}: {PACKING} = {op.operation.attributes[PACKING]} is not the weight's order {wanted}")

@@ -113,20 +113,16 @@ class Magic:
 
 def magic(t: DType, real: Real, shifts: tuple[int, ...], first: int, count: int) -> Magic:
     """Bits first .. first+count-1 of the code, u of weight 2^first each, as the number offset + u * 2^first."""
-    choices: list[tuple[int, int]] = []
-    for low in range(real.mantissa - count + 1):
-        choices.append((_cost(place(t, shifts, first, count, low)), -low))
-    cost, low = min(choices)
-    low = -low
+    lows = range(real.mantissa - count + 1)
+    # Few shifts first; then a high place, where 2^j is small.
+    low = min(lows, key=lambda low: (_cost(place(t, shifts, first, count, low)), -low))
     exponent_ = real.mantissa - low + first
-    return Magic(
-        place(t, shifts, first, count, low), (real.bias + exponent_) << real.mantissa, 2.0**exponent_
-    )
+    return Magic(place(t, shifts, first, count, low), (real.bias + exponent_) << real.mantissa, 2.0**exponent_)
 
 
 @dataclass(frozen=True)
 class FloatPlaces:
-    """Where a float code's parts go: the sign's field, the rest's fields, a factor, and the carry that marks NaN/inf."""
+    """Where a float code's parts go, the factor that makes up for the bias, and the carry that marks NaN and inf."""
 
     sign: tuple[Field, ...]
     rest: tuple[Field, ...]

@@ -54,4 +54,4 @@ class Launch:
     threads: int
     shared_bytes: int
     params: tuple[str, ...]
-    workspace_bytes: int = 0  # zero before the first launch; every launch leaves it zero
+    workspace_bytes: int = 0  # zero before the first launch; then as the last launch of the same kernel left it

@@ -51,7 +51,7 @@ LANE_BYTES = 16
 
 
 def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
-    """A tile over `threads` threads, neighbours along the last dim, `vector` elements of it to each; replicated if small."""
+    """A tile over `threads` threads: neighbours along the last dim, `vector` elements of it each; copies if small."""
     rank = len(shape)
 
     def along(dim: int, size: int) -> tuple[int, ...]:
@@ -169,11 +169,9 @@ class _Kernel:
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks = s.step_k // BLOCK_K
         self.units = s.step_k // self.packing.chunk * self.packing.units * 32
-        rank3 = tuple[int, int, int]
 
         def batched(fragment: Layout) -> Layout:
-            shape: rank3 = (1, *fragment.shape)  # type: ignore[assignment]
-            return fragment.reshape(shape)
+            return fragment.unsqueeze(0)
 
         self.unit_layout = warps.local(1, s.row_blocks, self.units // 32).spatial(1, 1, 32)
         self.a_layout = warps.local(1, s.row_blocks, step_blocks) * batched(MMA_M16N8K16_A)
@@ -215,9 +213,7 @@ class _Kernel:
         """Views of the operands by step, and the buffers they are copied to."""
         p, s, packing = self.p, self.schedule, self.packing
         steps, units = self.plan.steps, packing.chunks * packing.units * 32
-        self.codes = p.global_view(
-            p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1)
-        )
+        self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
         self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
@@ -258,9 +254,7 @@ class _Kernel:
         boundary = (self.step_boundary, self.row_boundary, "none")
         units = packing.chunks * packing.units * 32
         limit = (self.units, 0, 1, units) if units % self.units else ()
-        p.copy_async(
-            self.codes, self.codes_buffer, (step, self.first_block, 0), self.unit_layout, boundary, limit
-        )
+        p.copy_async(self.codes, self.codes_buffer, (step, self.first_block, 0), self.unit_layout, boundary, limit)
         warps = 32 * s.warps_n
         for view, buffer, kind in self.factors.values():
             shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
@@ -274,9 +268,7 @@ class _Kernel:
         if self.plan.async_x:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)
             limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
-            p.copy_async(
-                self.x, self.x_buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit
-            )
+            p.copy_async(self.x, self.x_buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
         else:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 1)
             group = packing.group or 1

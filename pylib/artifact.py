@@ -19,11 +19,11 @@ from pylib import cache, knobs
 if TYPE_CHECKING:
     from passes.pipeline import CompiledKernel
 
-TOKEN_TILES = (8, 16, 32, 64)
+TOKEN_TILES = (1, 8, 16, 32, 64)
 
 
 def token_tile(m: int) -> int | None:
-    """The rule that picks a kernel: the least tile of 8, 16, 32 or 64 tokens that holds m.
+    """The rule that picks a kernel: the least tile of 1, 8, 16, 32 or 64 tokens that holds m.
 
     None above 64: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which
     for so many is bound by arithmetic, not by reading the weight.
@@ -63,7 +63,8 @@ class Artifact:
 class Artifacts:
     """The kernels of (spec, target): per token tile, and the one that dequantizes, which stands under None.
 
-    A `schedule` is taken for the tile it names; other tiles choose their own. Safe to use from any thread.
+    A `schedule` is taken for the tokens it names (8 are for one, too); other tiles choose their own. Safe to use
+    from any thread.
     """
 
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
@@ -105,7 +106,7 @@ class Artifacts:
         return pipeline.compile_matmul(self._spec, self._target, self._schedule_for(tokens), tokens, keep)
 
     def _schedule_for(self, tokens: int | None) -> Schedule | None:
-        return self._schedule if self._schedule and self._schedule.tokens == tokens else None
+        return self._schedule if self._schedule and tokens and self._schedule.tokens == max(8, tokens) else None
 
     def _dump(self, stages: dict[str, str], tokens: int | None, folder: Path) -> None:
         spec = self._spec
