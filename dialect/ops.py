@@ -53,7 +53,8 @@ from dialect.types import (
 )
 
 if TYPE_CHECKING:
-    I1 = I32 = ir.IntegerType
+    I1 = ir.IntegerType
+    I32 = ir.IntegerType
 else:
     I1, I32 = ir.IntegerType[1], ir.IntegerType[32]  # indices are i32
 
