@@ -95,6 +95,20 @@ def test_unstructured_jumps() -> None:
     np.testing.assert_array_equal(out, [walk(tid) for tid in range(128)])
 
 
+def test_jump_table() -> None:
+    out = np.zeros(32, np.uint32)
+    body = f"""{START} and.b32 %r4, %r0, 3; mov.u32 %r10, 0; add.u32 %r4, %r4, {{}};
+    TABLE: .branchtargets ZERO, ONE, TWO, ZERO;
+    brx.idx %r4, TABLE;
+    TWO: add.u32 %r10, %r10, 20;
+    ONE: add.u32 %r10, %r10, 1; bra END;
+    ZERO: mov.u32 %r10, 100;
+    END: {STORE}"""
+    run(body.format(0), [out])
+    np.testing.assert_array_equal(out, np.tile([100, 1, 21, 100], 8))
+    fails("beyond the 4 branch targets", body.format(1), out)
+
+
 def test_threads_meet_again_after_a_branch() -> None:
     """What follows the branch runs once for the whole warp."""
     out = np.zeros(32, np.uint32)
@@ -134,8 +148,7 @@ def test_special_registers() -> None:
     names = ["%tid.x", "%tid.y", "%tid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%laneid", "%warpid"]
     out = np.zeros((2, 3, 4, 2, 5, 3, 8), np.uint32)
     moves = "".join(
-        f"mov.u32 %r{20 + i}, {name}; st.global.b32 [%rd0+{4 * i}], %r{20 + i};"
-        for i, name in enumerate(names)
+        f"mov.u32 %r{20 + i}, {name}; st.global.b32 [%rd0+{4 * i}], %r{20 + i};" for i, name in enumerate(names)
     )
     run(
         f"""ld.param.u64 %rd0, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, %tid.y; mov.u32 %r3, %tid.z;
@@ -232,9 +245,7 @@ def test_divergent_barrier() -> None:
     branch = f"{START} setp.lt.u32 %p1, %r0, 16; @%p1 bra A; {{0}} bra B; A: {{0}} B:"
     fails("come to barrier 0 apart", branch.format("bar.sync 0;"), np.zeros(32, np.uint32))
     run(branch.format("barrier.sync 0;"), [np.zeros(32, np.uint32)])  # not .aligned: allowed
-    run(
-        branch.format("bar.sync 0;").replace("16;", "32;"), [np.zeros(64, np.uint32)], block=64
-    )  # whole warps: allowed
+    run(branch.format("bar.sync 0;").replace("16;", "32;"), [np.zeros(64, np.uint32)], block=64)  # whole warps: allowed
 
 
 def test_deadlocks() -> None:
@@ -256,17 +267,13 @@ def test_endless_loop() -> None:
 
 
 def test_trap() -> None:
-    fails(
-        r"thread \(5, 0, 0\): trap", f"{START} setp.eq.u32 %p1, %r0, 5; @%p1 trap;", np.zeros(32, np.uint32)
-    )
+    fails(r"thread \(5, 0, 0\): trap", f"{START} setp.eq.u32 %p1, %r0, 5; @%p1 trap;", np.zeros(32, np.uint32))
 
 
 # Races
 
 
-WRITE_READ = (
-    f"""{START} st.shared.b32 [%r9], %r0; {{}} xor.b32 %r4, %r9, {{}}; ld.shared.b32 %r10, [%r4]; {STORE}"""
-)
+WRITE_READ = f"""{START} st.shared.b32 [%r9], %r0; {{}} xor.b32 %r4, %r9, {{}}; ld.shared.b32 %r10, [%r4]; {STORE}"""
 
 
 @pytest.mark.parametrize(
@@ -327,9 +334,7 @@ def test_barriers_pass_knowledge_on() -> None:
     swapped = body.replace(
         "FIRST: st.shared.b32 [%r9], %r0; bar.sync 1, 64;", "FIRST: bar.sync 1, 64; st.shared.b32 [%r9], %r0;"
     )
-    fails(
-        "race|never written", swapped.format("bar.sync 1, 64; bar.sync 2, 64;"), out, block=96, racecheck=True
-    )
+    fails("race|never written", swapped.format("bar.sync 1, 64; bar.sync 2, 64;"), out, block=96, racecheck=True)
 
 
 def test_cp_async_races_with_readers() -> None:

@@ -78,9 +78,7 @@ def test_float_to_integer(source: str, target: str, mode: str) -> None:
         -0.0,
     ]
     a = np.array([*limits, np.inf, -np.inf, np.nan, *RNG.standard_normal(200) * 300], numpy_type(source))
-    got = apply(
-        f"cvt.{mode}.{target}.{source} %x, %a;", a, out=numpy_type(f"{target[0]}{max(int(target[1:]), 16)}")
-    )
+    got = apply(f"cvt.{mode}.{target}.{source} %x, %a;", a, out=numpy_type(f"{target[0]}{max(int(target[1:]), 16)}"))
     rounding = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[mode]
     for result, x in zip(got.tolist(), a.tolist()):
         if math.isnan(x):
@@ -106,9 +104,7 @@ def test_integer_to_float_nearest(source: str) -> None:
 
 def test_integer_to_f32_directed() -> None:
     a = np.array([2**24 + 1, -(2**24) - 1, 2**24 + 3, 5], np.int32)
-    down, up, cut = apply(
-        "cvt.rm.f32.s32 %x, %a; cvt.rp.f32.s32 %y, %a; cvt.rz.f32.s32 %z, %a;", a, out=("f4",) * 3
-    )
+    down, up, cut = apply("cvt.rm.f32.s32 %x, %a; cvt.rp.f32.s32 %y, %a; cvt.rz.f32.s32 %z, %a;", a, out=("f4",) * 3)
     np.testing.assert_array_equal(down, [2**24, -(2**24) - 2, 2**24 + 2, 5])
     np.testing.assert_array_equal(up, [2**24 + 2, -(2**24), 2**24 + 4, 5])
     np.testing.assert_array_equal(cut, [2**24, -(2**24), 2**24 + 2, 5])
@@ -203,9 +199,7 @@ def test_fp8_encoding(kind: str) -> None:
     """Nearest, ties to even, clamped to the largest finite value; checked by search over all codes."""
     table = FP8[kind]
     finite = np.sort(table[np.isfinite(table)])
-    a = np.concatenate(
-        [finite, (finite[1:] + finite[:-1]) / 2, [1e9, -1e9, np.inf, -np.inf], RNG.standard_normal(500)]
-    )
+    a = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2, [1e9, -1e9, np.inf, -np.inf], RNG.standard_normal(500)])
     a = a.astype(np.float32)
     got = apply(f"cvt.rn.satfinite.{kind}x2.f32 %x, %b, %a;", a, -a, out=np.uint16)
     for x, low, high in zip(a.astype(float), (got & 255).tolist(), (got >> 8).tolist()):
@@ -223,9 +217,7 @@ def test_fp8_encoding(kind: str) -> None:
 def test_fp8_from_f16_pairs(kind: str) -> None:
     codes = np.flatnonzero(np.isfinite(FP8[kind])).astype(np.uint16)
     pairs = (codes | codes[::-1] << 8).astype(np.uint16)
-    back = apply(
-        f"cvt.rn.f16x2.{kind}x2 %r9, %a; cvt.rn.satfinite.{kind}x2.f16x2 %x, %r9;", pairs, out=np.uint16
-    )
+    back = apply(f"cvt.rn.f16x2.{kind}x2 %r9, %a; cvt.rn.satfinite.{kind}x2.f16x2 %x, %r9;", pairs, out=np.uint16)
     np.testing.assert_array_equal(back, pairs)
 
 

@@ -31,9 +31,7 @@ def pairs(bits: int, count: int = 200) -> tuple[np.ndarray, np.ndarray]:
 def exact(function: Callable[..., int], kind: str, *arrays: np.ndarray, out: int | None = None) -> np.ndarray:
     """`function` on Python integers read as `kind`, cut to `out` bits."""
     bits = int(kind[1:])
-    signed = [
-        a.view(f"i{bits // 8}") if kind[0] == "s" and a.dtype.itemsize * 8 == bits else a for a in arrays
-    ]
+    signed = [a.view(f"i{bits // 8}") if kind[0] == "s" and a.dtype.itemsize * 8 == bits else a for a in arrays]
     mask = (1 << (out or bits)) - 1
     values = [function(*(int(v) for v in row)) & mask for row in zip(*signed)]
     return np.array(values, f"u{(out or bits) // 8}")
@@ -82,9 +80,7 @@ def test_wide_products(kind: str) -> None:
 def test_mad_lo_and_hi() -> None:
     a, b = pairs(32)
     c = RNG.integers(0, 2**32, len(a), dtype=np.uint32)
-    low, high = apply(
-        "mad.lo.s32 %x, %a, %b, %c; mad.hi.s32 %y, %a, %b, %c;", a, b, c, out=(np.uint32, np.uint32)
-    )
+    low, high = apply("mad.lo.s32 %x, %a, %b, %c; mad.hi.s32 %y, %a, %b, %c;", a, b, c, out=(np.uint32, np.uint32))
     np.testing.assert_array_equal(low, a * b + c)
     np.testing.assert_array_equal(high, exact(lambda a, b: a * b >> 32, "s32", a, b) + c)
 
@@ -125,9 +121,7 @@ def test_saturating_add_and_sub() -> None:
 @pytest.mark.parametrize("kind", ["s16x2", "u16x2"])
 def test_packed_halves(kind: str) -> None:
     a, b = pairs(32)
-    got = apply(
-        f"add.{kind} %x, %a, %b; max.{kind} %y, %a, %b; min.{kind} %z, %a, %b;", a, b, out=("u4",) * 3
-    )
+    got = apply(f"add.{kind} %x, %a, %b; max.{kind} %y, %a, %b; min.{kind} %z, %a, %b;", a, b, out=("u4",) * 3)
     half = np.int16 if kind[0] == "s" else np.uint16
     x, y = a.view(half), b.view(half)
     for result, function in zip(got, (np.add, np.maximum, np.minimum)):
@@ -143,9 +137,7 @@ def test_neg_abs_not_and_logic(bits: int) -> None:
         b,
         out=(a.dtype,) * 4,
     )
-    for result, function in zip(
-        got, (lambda a, _: -a, lambda a, _: abs(a), lambda a, _: ~a, lambda a, b: a ^ b)
-    ):
+    for result, function in zip(got, (lambda a, _: -a, lambda a, _: abs(a), lambda a, _: ~a, lambda a, b: a ^ b)):
         np.testing.assert_array_equal(result, exact(function, f"s{bits}", a, b))
     both, either = apply(f"and.b{bits} %x, %a, %b; or.b{bits} %y, %a, %b;", a, b, out=(a.dtype,) * 2)
     np.testing.assert_array_equal(both, a & b)
@@ -209,9 +201,7 @@ def test_funnel_shift(direction: str, mode: str, amount: int) -> None:
 def test_bfe(kind: str) -> None:
     """Follows the loop in PTX ISA 9.7.8.1 bit by bit."""
     bits = int(kind[1:])
-    positions, lengths = np.meshgrid(
-        [0, 1, 7, 31, 32, 33, 63, 64, 255], [0, 1, 2, 8, 31, 32, 33, 63, 64, 255]
-    )
+    positions, lengths = np.meshgrid([0, 1, 7, 31, 32, 33, 63, 64, 255], [0, 1, 2, 8, 31, 32, 33, 63, 64, 255])
     pos, length = (np.repeat(x.ravel(), 4).astype(np.uint32) for x in (positions, lengths))
     a = RNG.integers(0, 2**bits, len(pos), dtype=f"u{bits // 8}")
     got = apply(f"bfe.{kind} %x, %a, %b, %c;", a, pos, length, out=a.dtype)
@@ -232,9 +222,7 @@ def test_bfe(kind: str) -> None:
 @pytest.mark.parametrize("bits", [32, 64])
 def test_bfi(bits: int) -> None:
     """f = b; for (i < len && pos + i <= msb) f[pos + i] = a[i] (PTX ISA 9.7.8.2)."""
-    positions, lengths = np.meshgrid(
-        [0, 1, 7, 31, 32, 33, 63, 64, 255], [0, 1, 2, 8, 31, 32, 33, 63, 64, 255]
-    )
+    positions, lengths = np.meshgrid([0, 1, 7, 31, 32, 33, 63, 64, 255], [0, 1, 2, 8, 31, 32, 33, 63, 64, 255])
     pos, length = (np.repeat(x.ravel(), 4).astype(np.uint32) for x in (positions, lengths))
     a, b = RNG.integers(0, 2**bits, (2, len(pos)), dtype=f"u{bits // 8}")
     got = apply(f"bfi.b{bits} %x, %a, %b, %c, %d;", a, b, pos, length, out=a.dtype)
@@ -245,9 +233,7 @@ def test_bfi(bits: int) -> None:
                 b = b & ~(1 << pos + i) | (a >> i & 1) << pos + i
         return b
 
-    np.testing.assert_array_equal(
-        got, np.array([insert(*map(int, row)) for row in zip(a, b, pos, length)], a.dtype)
-    )
+    np.testing.assert_array_equal(got, np.array([insert(*map(int, row)) for row in zip(a, b, pos, length)], a.dtype))
 
 
 @pytest.mark.parametrize("bits", [32, 64])
@@ -270,9 +256,7 @@ def test_lop3_all_tables() -> None:
         tables = range(first, first + 4)
         asm = "".join(f"lop3.b32 %{'xyzw'[i]}, %a, %b, %c, {table:#x};" for i, table in enumerate(tables))
         for table, got in zip(tables, apply(asm, a, b, c, out=(np.uint32,) * 4)):
-            np.testing.assert_array_equal(
-                np.unpackbits(got.view(np.uint8)), table >> index & 1, err_msg=hex(table)
-            )
+            np.testing.assert_array_equal(np.unpackbits(got.view(np.uint8)), table >> index & 1, err_msg=hex(table))
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:
@@ -282,9 +266,7 @@ def _bytes(words: np.ndarray) -> np.ndarray:
 def test_prmt_generic() -> None:
     """All 16 selectors in every position: bits 0-2 pick a byte of {b, a}, bit 3 replicates its sign."""
     selector = np.arange(16)
-    control = np.concatenate([(selector << 4 * i | 0x3210 & ~(0xF << 4 * i)) for i in range(4)]).astype(
-        np.uint32
-    )
+    control = np.concatenate([(selector << 4 * i | 0x3210 & ~(0xF << 4 * i)) for i in range(4)]).astype(np.uint32)
     control = np.concatenate([control, RNG.integers(0, 2**16, 200).astype(np.uint32)])
     a, b = RNG.integers(0, 2**32, (2, len(control)), dtype=np.uint32)
     got = _bytes(apply("prmt.b32 %x, %a, %b, %c;", a, b, control, out=np.uint32))
@@ -321,8 +303,6 @@ def test_prmt_modes(mode: str) -> None:
 def test_dp4a(first: str, second: str) -> None:
     a, b, c = RNG.integers(0, 2**32, (3, 100), dtype=np.uint32)
     got = apply(f"dp4a.{first}.{second} %x, %a, %b, %c;", a, b, c, out=np.uint32)
-    parts = [
-        x.view(np.int8 if kind == "s32" else np.uint8).astype(int) for x, kind in ((a, first), (b, second))
-    ]
+    parts = [x.view(np.int8 if kind == "s32" else np.uint8).astype(int) for x, kind in ((a, first), (b, second))]
     total = (parts[0] * parts[1]).reshape(-1, 4).sum(axis=1) + c.view(np.int32)
     np.testing.assert_array_equal(got, (total & 0xFFFFFFFF).astype(np.uint32))

@@ -68,9 +68,7 @@ class Program:
         for _ in range(size):
             self.step()
         total = "%d"
-        for value in self.values[64][2:] + [
-            self.define(f"zext i32 {v} to i64", 64) for v in self.values[32][2:]
-        ]:
+        for value in self.values[64][2:] + [self.define(f"zext i32 {v} to i64", 64) for v in self.values[32][2:]]:
             total = self.define(f"add i64 {total}, {value}", 64)
             total = self.define(f"mul i64 {total}, 6364136223846793005", 64)  # every value counts
         body = "\n".join(self.lines)
@@ -137,8 +135,7 @@ KERNEL_HEAD = """declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
 define ptx_kernel void @k(ptr addrspace(1) %pa, ptr addrspace(1) %pb, ptr addrspace(1) %pc,
                           ptr addrspace(1) %pd, ptr addrspace(1) %out)"""
 KERNEL_LOADS = "%tid = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()\n" + "\n".join(
-    f"%g{n} = getelementptr {kind}, ptr addrspace(1) %p{n}, i32 %tid\n"
-    f"%{n} = load {kind}, ptr addrspace(1) %g{n}"
+    f"%g{n} = getelementptr {kind}, ptr addrspace(1) %p{n}, i32 %tid\n%{n} = load {kind}, ptr addrspace(1) %g{n}"
     for n, kind in (("a", "i32"), ("b", "i32"), ("c", "i64"), ("d", "i64"))
 )
 
@@ -148,18 +145,13 @@ def test_random_integer_program(seed: int) -> None:
     """The same IR through NVPTX and the emulator, and through this machine's own back end."""
     program = Program(seed)
     edges = [0, 1, 2**31 - 1, 2**31, 2**32 - 1]
-    a, b = (
-        np.array(edges + RNG.integers(0, 2**32, 59).tolist(), np.uint32)[RNG.permutation(64)]
-        for _ in range(2)
-    )
+    a, b = (np.array(edges + RNG.integers(0, 2**32, 59).tolist(), np.uint32)[RNG.permutation(64)] for _ in range(2))
     c, d = (RNG.integers(0, 2**64, 64, dtype=np.uint64) for _ in range(2))
     out = np.zeros(64, np.uint64)
     store = "%go = getelementptr i64, ptr addrspace(1) %out, i32 %tid\n"
     store += f"store i64 {program.result}, ptr addrspace(1) %go"
     head = KERNEL_HEAD.replace("{", "{{")
-    kernel = program.ir.format(define=head, end=store + "\nret void").replace(
-        "{\n", "{\n" + KERNEL_LOADS + "\n", 1
-    )
+    kernel = program.ir.format(define=head, end=store + "\nret void").replace("{\n", "{\n" + KERNEL_LOADS + "\n", 1)
     launch(kernel, [a, b, c, d, out], block=64, level=seed % 2 * 3)
 
     function = program.ir.format(
@@ -319,13 +311,19 @@ look:
   store i32 %v, ptr addrspace(1) %po
   %pn = getelementptr i32, ptr addrspace(1) %count, i32 %c
   %old = atomicrmw add ptr addrspace(1) %pn, i32 1 syncscope("device") monotonic
-  switch i32 %c, label %end [ i32 3, label %three
-                              i32 5, label %five ]
+  switch i32 %c, label %end [ i32 2, label %two
+                              i32 3, label %three
+                              i32 4, label %end
+                              i32 5, label %five
+                              i32 6, label %three ]
+two:
+  store volatile i32 22, ptr addrspace(1) %po
+  br label %end
 three:
-  store i32 33, ptr addrspace(1) %po
+  store volatile i32 33, ptr addrspace(1) %po
   br label %end
 five:
-  store i32 55, ptr addrspace(1) %po
+  store volatile i32 55, ptr addrspace(1) %po
   br label %end
 end:
   ret void
@@ -335,14 +333,17 @@ end:
 
 @pytest.mark.parametrize("level", [0, 3])
 def test_tables_and_stacks(level: int) -> None:
-    """Constant and local memory with run-time indices, atomics, a switch."""
+    """Constant and local memory with run-time indices, atomics, a switch by jump table."""
     codes, out, count = (
         RNG.integers(0, 8, 64).astype(np.uint8),
         np.zeros(64, np.int32),
         np.zeros(8, np.uint32),
     )
-    launch(TABLE, [codes, out, count], block=64, level=level)
+    emulator = launch(TABLE, [codes, out, count], block=64, level=level)
+    assert level or emulator.stats["brx.idx"]
     table = np.array([3, 1, 4, -1, 5, -9, 2, 6])
-    expected = np.select([codes == 3, codes == 5], [33, 55], table[codes] * np.arange(64))
+    expected = np.select(
+        [codes == 2, (codes == 3) | (codes == 6), codes == 5], [22, 33, 55], table[codes] * np.arange(64)
+    )
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(count, np.bincount(codes, minlength=8))

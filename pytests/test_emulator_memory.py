@@ -270,6 +270,12 @@ def test_static_and_dynamic_shared_memory_share_nothing() -> None:
     assert out[2] == 64
 
 
+def test_dynamic_arrays_are_one() -> None:
+    module = ".extern .shared .align 4 .b8 first[];\n.extern .shared .align 16 .b8 second[];"
+    run("mov.u32 %r0, first; st.shared.b32 [%r0+12], 1; mov.u32 %r1, second; ld.shared.b32 %r2, [%r1+12];",
+        module=module, shared_bytes=16, block=1)  # fmt: skip
+
+
 def test_local_memory_is_private() -> None:
     out = np.zeros(64, np.uint32)
     run(

@@ -145,10 +145,7 @@ def test_tf32(k: int) -> None:
 def test_bytes(first: str, second: str, k: int) -> None:
     a, b = RNG.integers(0, 256, (16, k)).astype(np.uint8), RNG.integers(0, 256, (k, 8)).astype(np.uint8)
     c = RNG.integers(-(2**31), 2**31, (16, 8)).astype(np.int32)
-    typed = [
-        x.view(np.int8 if kind == "s8" else np.uint8).astype(np.int64)
-        for x, kind in ((a, first), (b, second))
-    ]
+    typed = [x.view(np.int8 if kind == "s8" else np.uint8).astype(np.int64) for x, kind in ((a, first), (b, second))]
     total = typed[0] @ typed[1] + c
     layout = (f"m16n8k{k}", 8)
     wraps = mma(f"m16n8k{k}.row.col.s32.{first}.{second}.s32", a, b, c, layout)
@@ -164,9 +161,7 @@ def test_bytes(first: str, second: str, k: int) -> None:
     ).max()
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3", "e5m2"), ("e5m2", "e4m3")]
-)
+@pytest.mark.parametrize(("first", "second"), [("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3", "e5m2"), ("e5m2", "e4m3")])
 def test_fp8(first: str, second: str) -> None:
     codes = {
         "e4m3": {1.0: 0x38, 1.5: 0x3C, -2.0: 0xC0, 0.25: 0x28, 448.0: 0x7E, 2.0**-9: 0x01},
@@ -281,9 +276,7 @@ def test_stmatrix_undoes_ldmatrix(count: int, transposed: bool) -> None:
 
 def test_movmatrix() -> None:
     matrices = RNG.integers(0, 2**16, (2, 8, 8)).astype(np.uint16)
-    got = apply(
-        "movmatrix.sync.aligned.m8n8.trans.b16 %x, %a;", matrices.view(np.uint32).ravel(), out=np.uint32
-    )
+    got = apply("movmatrix.sync.aligned.m8n8.trans.b16 %x, %a;", matrices.view(np.uint32).ravel(), out=np.uint32)
     np.testing.assert_array_equal(got.view(np.uint16).reshape(2, 8, 8), matrices.transpose(0, 2, 1))
 
 
@@ -295,17 +288,13 @@ def test_ldmatrix_checks_its_rows() -> None:
             [array, array],
         )
     with pytest.raises(EmulatorError, match="never written"):
-        run(
-            f"{FILL} ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r3,%r4,%r5,%r6}}, [%r2+512];", [array, array]
-        )
+        run(f"{FILL} ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r3,%r4,%r5,%r6}}, [%r2+512];", [array, array])
     with pytest.raises(EmulatorError, match="race"):
         run(
             f"{FILL} ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r3}}, [%r2]; st.shared.b32 [%r2], %r3;",
             [array, array],
             racecheck=True,
         )
-    copy = FILL.replace(
-        "st.shared.v4.b32 [%r2], {%r4,%r5,%r6,%r7};", "cp.async.cg.shared.global [%r2], [%rd0], 16;"
-    )
+    copy = FILL.replace("st.shared.v4.b32 [%r2], {%r4,%r5,%r6,%r7};", "cp.async.cg.shared.global [%r2], [%rd0], 16;")
     with pytest.raises(EmulatorError, match="not waited for"):
         run(f"{copy} ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r3}}, [%r2];", [array, array])

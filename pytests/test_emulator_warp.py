@@ -110,9 +110,7 @@ def bits(flags: np.ndarray) -> np.ndarray:
 
 def test_vote_and_activemask() -> None:
     p = np.concatenate([np.ones(32), np.zeros(32), RNG.integers(0, 2, 32)]).astype(bool)
-    ballot, negated = apply(
-        "vote.sync.ballot.b32 %x, %a, -1; vote.sync.ballot.b32 %y, !%a, -1;", p, out=("u4", "u4")
-    )
+    ballot, negated = apply("vote.sync.ballot.b32 %x, %a, -1; vote.sync.ballot.b32 %y, !%a, -1;", p, out=("u4", "u4"))
     np.testing.assert_array_equal(ballot, bits(p))
     np.testing.assert_array_equal(negated, bits(~p))
     every, some, same = apply(
@@ -158,9 +156,7 @@ def test_redux(name: str, kind: str, function: np.ufunc) -> None:
     value = RNG.integers(0, 2**32, 64, dtype=np.uint32)
     typed = value.view(np.int32) if kind == "s32" else value
     got = apply(f"redux.sync.{name}.{kind} %x, %a, -1;", value, out=typed.dtype)
-    np.testing.assert_array_equal(
-        got, np.repeat(function.reduce(typed.reshape(-1, 32), axis=1, dtype=typed.dtype), 32)
-    )
+    np.testing.assert_array_equal(got, np.repeat(function.reduce(typed.reshape(-1, 32), axis=1, dtype=typed.dtype), 32))
 
 
 def test_elect() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from pylib.emulator.decoder import Op, instruction
-from pylib.emulator.faults import Fault, Unsupported
-from pylib.emulator.machine import WARP, Arrive, Exit, Jump, Mask, Step
-from pylib.emulator.ptx import Imm, Label
+from pylib.emulator.faults import Fault, Unsupported, require
+from pylib.emulator.machine import WARP, Arrive, Exit, Jump, Mask, Scatter, Step
+from pylib.emulator.ptx import Imm, Label, Table
 
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 
@@ -22,6 +22,25 @@ def _bra(op: Op) -> Step:
         raise Unsupported("bra needs a label")
     target = label.target
     return lambda mask: Jump(mask, target)
+
+
+@instruction("brx")
+def _brx(op: Op) -> Step:
+    """A jump table; an index beyond its end is an error."""
+    op.choice("idx")
+    op.flag("uni")
+    index, table = op.source("u32"), op.next()
+    if not isinstance(table, Table):
+        raise Unsupported("brx.idx needs a .branchtargets list")
+    targets = np.array([label.target for label in table.labels])
+
+    def step(mask: Mask) -> Scatter:
+        number = np.broadcast_to(index, (op.block.lanes,))
+        lanes = op.block.lanes_of(mask)
+        require(number[lanes] < len(targets), lanes, f"an index beyond the {len(targets)} branch targets")
+        return Scatter(mask, targets[np.minimum(number, len(targets) - 1)])
+
+    return step
 
 
 @instruction("ret", "exit")

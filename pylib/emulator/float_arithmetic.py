@@ -45,6 +45,13 @@ class Format:
         read = op.raw_float(self.fmt, packed=self.packed)
         return (lambda: self.fmt.flush(read())) if self.ftz else read
 
+    def sum(self, a: Array, b: Array) -> Array:
+        """a + b as `encode` needs it to round only once. When rounding down, x - x is -0."""
+        total = sum_to_odd(a, b)
+        if self.rounding == "rm":
+            return np.where((total == 0) & (np.signbit(a) | np.signbit(b)), -0.0, total)
+        return total
+
     def encode(self, x: Array) -> Array:
         if self.sat:
             x = np.where(np.isnan(x), 0.0, np.clip(x, 0.0, 1.0))
@@ -60,11 +67,6 @@ def _canonical(x: Array) -> Array:
 
 
 _NEAREST: dict[str, Callable[[Array, Array], Array]] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-_ODD: dict[str, Callable[[Array, Array], Array]] = {
-    "add": sum_to_odd,
-    "sub": lambda a, b: sum_to_odd(a, -b),
-    "mul": np.multiply,
-}
 
 
 def float_binary(op: Op, name: str) -> Step:
@@ -80,11 +82,13 @@ def float_binary(op: Op, name: str) -> Step:
         _nearest_only(form, op)
         dest, a, b, function = op.dest("f64"), op.source("f64"), op.source("f64"), _NEAREST[name]
         return lambda mask: dest.write(function(a, b), mask)
-    # A sum rounded to nearest in float64 first is still right (Figueroa, 1995: 53 >= 2 * 24 + 2), but not one
-    # that is to be rounded in a direction.
-    function = _NEAREST[name] if form.rounding == "rn" else _ODD[name]
     dest, x, y = form.dest(op), form.source(op), form.source(op)
-    return lambda mask: dest.write(form.encode(function(x(), y())), mask)
+    exact: Callable[[], Array] = {
+        "add": lambda: form.sum(x(), y()),
+        "sub": lambda: form.sum(x(), -y()),
+        "mul": lambda: x() * y(),
+    }[name]
+    return lambda mask: dest.write(form.encode(exact()), mask)
 
 
 def _nearest_only(form: Format, op: Op) -> None:
@@ -105,7 +109,7 @@ def float_fma(op: Op) -> Step:
         return lambda mask: dest.write(form.encode(x() * y() + z()), mask)
 
     def step(mask: Mask) -> None:
-        result = sum_to_odd(x() * y(), z())
+        result = form.sum(x() * y(), z())
         if relu:
             result = np.where(result < 0, 0.0, result)
         dest.write(form.encode(result), mask)

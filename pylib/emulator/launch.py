@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,12 +67,17 @@ class Emulator:
         self.stats = Stats(Counter(), 0, 0)
         self._globals = {
             variable.name: np.frombuffer(variable.data.ljust(variable.size or 0, b"\0"), np.uint8).copy()
-            for variable in self.module.variables
+            for variable in self._all_variables()
             if variable.space == "global"
         }
         for kernel in self.module.kernels.values():
             # Decoding every instruction once finds all that is unknown before anything runs.
             _prepare(self, kernel, (WARP, 1, 1), (1, 1, 1), None, 0, False, 1)
+
+    def _all_variables(self) -> Iterator[Variable]:
+        yield from self.module.variables
+        for kernel in self.module.kernels.values():
+            yield from kernel.variables
 
     def launch(
         self,
@@ -154,12 +159,13 @@ def _prepare(
     shared = SharedMemory(RaceDetector(lanes) if racecheck else None)
     local_size = 0
     variables = [*emulator.module.variables, *kernel.variables]
-    # Dynamic shared memory comes after all that has a size of its own.
-    for variable in sorted(variables, key=lambda v: v.size is None):
+    dynamic = [variable for variable in variables if variable.size is None]
+    for variable in variables:
         match variable.space:
+            case _ if variable.size is None:
+                continue
             case "shared":
-                size = shared_bytes if variable.size is None else variable.size
-                address = shared.add(size, variable.align)
+                address = shared.add(variable.size, variable.align)
             case "local":
                 address = -(-local_size // variable.align) * variable.align
                 local_size = address + (variable.size or 0)
@@ -168,6 +174,10 @@ def _prepare(
             case _:
                 address = device.add(variable.name, variable.size or 0, emulator._globals[variable.name])
         symbols[variable.name] = (variable.space, address)
+    if dynamic:
+        # Dynamic shared memory comes last, and all `extern` arrays are names for it.
+        address = shared.add(shared_bytes, max(variable.align for variable in dynamic))
+        symbols.update((variable.name, ("shared", address)) for variable in dynamic)
 
     params = bytearray()
     for number, param in enumerate(kernel.params):

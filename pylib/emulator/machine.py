@@ -37,6 +37,14 @@ class Jump:
 
 
 @dataclass(frozen=True)
+class Scatter:
+    """Each thread goes to a target of its own; `targets` has one for every lane."""
+
+    threads: Mask
+    targets: Array
+
+
+@dataclass(frozen=True)
 class Exit:
     threads: Mask
 
@@ -59,7 +67,7 @@ class Arrive:
     aligned: bool
 
 
-Outcome = Jump | Exit | Converge | Arrive
+Outcome = Jump | Scatter | Exit | Converge | Arrive
 Step = Callable[[Mask], Outcome | None]
 
 
@@ -191,6 +199,10 @@ class Block:
             case Jump(target=target):
                 self._join(at + 1, group & ~some)
                 self._join(target, some)
+            case Scatter(targets=targets):
+                self._join(at + 1, group & ~some)
+                for target in np.unique(targets[some]).tolist():
+                    self._join(target, some & (targets == target))
             case Exit():
                 self._join(at + 1, group & ~some)
                 self._exit(some)

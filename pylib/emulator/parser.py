@@ -28,6 +28,7 @@ from pylib.emulator.ptx import (
     Sink,
     Special,
     Symbol,
+    Table,
     Variable,
     Vector,
 )
@@ -46,6 +47,7 @@ class _Scope:
         self.registers: dict[str, Reg] = {}
         self.ranges: dict[str, tuple[str, int]] = {}  # `%r<9>`: "%r" -> (type, 9)
         self.labels: dict[str, int] = {}
+        self.tables: dict[str, Table] = {}
 
 
 class Parser:
@@ -163,6 +165,8 @@ class Parser:
                 data = self.initializer(elem)
                 count = count or len(data) * 8 // BITS[elem]
             size = None if count is None else count * BITS[elem] // 8
+            if size is None and space != "shared":
+                raise self.error(f".{space} array without a size", token)
             found.append(Variable(name, space, max(align, BITS[elem] // 8), size, data))
             self.symbols.add(name)
             if self.accept(";"):
@@ -275,10 +279,26 @@ class Parser:
             elif self.accept(";"):
                 pass
             elif token.kind == "word" and self.tokens[self.at + 1].text == ":":
-                self.scope.labels[self.word()] = len(self.kernel.instructions)
+                name = self.word()
                 self.expect(":")
+                if self.accept(".branchtargets"):
+                    self.scope.tables[name] = self.branch_targets()
+                else:
+                    self.scope.labels[name] = len(self.kernel.instructions)
             else:
                 self.instruction()
+
+    def branch_targets(self) -> Table:
+        labels = [self.label(self.token, self.word())]
+        while self.accept(","):
+            labels.append(self.label(self.token, self.word()))
+        self.expect(";")
+        return Table(tuple(labels))
+
+    def label(self, token: Token, name: str) -> Label:
+        label = Label(name)
+        self.jumps.append((label, self.scope, token))
+        return label
 
     def pragma(self) -> None:
         self.take()
@@ -360,9 +380,7 @@ class Parser:
             raise self.error(f"`{name}` is neither a declared register nor a special register known here", token)
         if name in self.symbols:
             return Symbol(name, self.offset())
-        label = Label(name)
-        self.jumps.append((label, self.scope, token))
-        return label
+        return self.scope.tables.get(name) or self.label(token, name)
 
     def address(self) -> Address:
         token, base = self.token, self.simple_operand()

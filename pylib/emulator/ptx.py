@@ -99,7 +99,14 @@ class Label:
     target: int = -1
 
 
-Operand = Reg | Imm | Special | Symbol | Address | Not | Sink | Vector | Pair | Label
+@dataclass(frozen=True)
+class Table:
+    """The labels of a `.branchtargets` list."""
+
+    labels: tuple[Label, ...]
+
+
+Operand = Reg | Imm | Special | Symbol | Address | Not | Sink | Vector | Pair | Label | Table
 
 
 @dataclass(frozen=True)
