@@ -13,6 +13,7 @@ Verifiers say what was expected and what came. Accesses carry a `boundary`, one 
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from dialect.checks import (
 from dialect.dtypes import DType
 from dialect.errors import LowbitError
 from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
-from dialect.packing import plane_bits
+from dialect.packing import BLOCK_K, ROWS, Packing, plane_bits
 from dialect.types import (
     FormatAttr,
     Global,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 else:
     I1, I32 = ir.IntegerType[1], ir.IntegerType[32]  # indices are i32
 
+UNIT = "vector<4xi32>"  # 16 bytes of packed codes: what a lane loads at once
 BOUNDARIES = ("none", "clamp", "zero", "skip")
 
 
@@ -124,7 +126,7 @@ class DequantizeOp(Lowbit.Operation, name="dequantize"):
 # -- programs
 
 
-class ProgramOp(Lowbit.Operation, name="program"):
+class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAboveTrait]):
     """One block's program. The region's arguments are the kernel's parameters, named by `params`."""
 
     sym_name: ir.StringAttr
@@ -407,7 +409,8 @@ class StoreOp(Lowbit.Operation, name="store"):
 class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
     """The same registers read as another tile: the bits of every thread stay where they are.
 
-    To a low-bit format, the words of a lane are read in the order of `dialect.packing`; else slots stay in order.
+    To a low-bit format, units of packed codes are read in the order of `dialect.packing`: per warp row blocks, then
+    chunks. Otherwise slots stay in order.
     """
 
     source: ext.Operand[RegType]
@@ -419,13 +422,25 @@ class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
         expect(a.layout.threads == b.layout.threads, "threads", a.layout.threads, b.layout.threads)
         before, after = a.bits_per_thread, b.bits_per_thread
         expect(before == after, "bits per thread", before, after)
-        if isinstance(b.element, DType):
-            fragments(b.layout, MMA_M16N8K16_A, "result")
-            expect(a.element == "vector<4xi32>", "source", "vector<4xi32>, units of packed codes", a.element)
+        if not isinstance(b.element, DType):
+            same_element(a.element, b.element, "element")
+            return
+        expect(isinstance(a.element, DType) or a.element == UNIT, "element of the source", UNIT, a.element)
+        blocks = fragments(b.layout, MMA_M16N8K16_A, "result")
+        chunk = Packing(b.element.bits, ROWS, BLOCK_K).chunk
+        for dim, what, block, least in ((-2, "rows", ROWS, ROWS), (-1, "columns", BLOCK_K, chunk)):
+            own = [d for d in blocks.local_digits() if d.dim == blocks.rank + dim]
+            count = block * math.prod(d.size for d in own)
+            span = block * (1 + sum((d.size - 1) * d.stride for d in own))
+            expect(count == span, f"{what} of a warp", "side by side", f"{count} among {span}")
+            expect(count % least == 0, f"{what} of a warp", f"a multiple of {least} for {b.element.name}", count)
 
 
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
-    """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result)."""
+    """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
+
+    With the unit attribute `biased`, of integers only, numbers are too large by a bias that `bias_sums` makes up for.
+    """
 
     source: ext.Operand[RegType]
     exponent: ir.IntegerAttr
@@ -435,6 +450,7 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
         expect(isinstance(a.element, DType), "source", "codes of a low-bit format", a.element)
+        in_range(op.exponent, "exponent", -1022, 1023)
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
 
@@ -450,6 +466,7 @@ class SliceOp(Lowbit.Operation, name="slice", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        real(a.element, "source")
         same_element(a.element, b.element, "element")
         expect(len(a.shape) == len(b.shape), "rank", len(a.shape), len(b.shape))
         dim = in_range(op.dim, "dim", 0, len(a.shape) - 1)
@@ -617,6 +634,31 @@ class RowSumsOp(Lowbit.Operation, name="row_sums", traits=[ext.Pure]):
         expect(d.layout == columns * sums, "layout of the result", columns * sums, d.layout)
 
 
+class BiasSumsOp(Lowbit.Operation, name="bias_sums", traits=[ext.Pure]):
+    """-sum_k bias(row, k) b[.., n, k], an accumulator [.., m, n] for mma to start from when a is decoded `biased`.
+
+    The biases of a 16 x 16 block of `format` depend on its place in a chunk (`dialect.packing`) and repeat down the
+    rows; `start` is the column of the packed weight, modulo the chunk, that column 0 of b meets.
+    """
+
+    source: ext.Operand[RegType]
+    format: FormatAttr
+    start: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        b, d = Reg.of(op.source.type), Reg.of(op.result.type)
+        expect(b.element in ("f16", "bf16"), "element of the source", "f16 or bf16", b.element)
+        expect(d.element == "f32", "element of the result", "f32", d.element)
+        fragments(b.layout, MMA_M16N8K16_B_NK, "source")
+        fragments(d.layout, MMA_M16N8_D, "result")
+        *batch, n, _ = b.shape
+        expect([*d.shape[:-2], d.shape[-1]] == [*batch, n], "result", f"{[*batch, 'm', n]}", list(d.shape))
+        start = int(ir.IntegerAttr(op.start).value)
+        expect(start >= 0 and start % 16 == 0, "start", "a multiple of 16", start)
+
+
 # -- registers
 
 
@@ -624,7 +666,7 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
     Operand i holds the fields of plane i, from bits shifts[i] and 16 + shifts[i] of a word on. The result is a
-    vector of two f16, bf16 or f32.
+    vector of two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`.
     """
 
     words: Sequence[ext.Operand[I32]]
@@ -636,6 +678,7 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         bits = plane_bits(read_format(op.format).bits)
+        in_range(op.exponent, "exponent", -1022, 1023)
         shifts = read_ints(op.shifts)
         expect(len(op.words) == len(bits), "words", f"one per plane ({len(bits)})", len(op.words))
         expect(len(shifts) == len(bits), "shifts", f"one per plane ({len(bits)})", len(shifts))

@@ -21,8 +21,9 @@ from typing import Any
 
 from dialect import ops
 from dialect.bindings import arith, ir, scf
+from dialect.dtypes import DType
 from dialect.layout import Layout
-from dialect.types import Element, Global, Reg, Shared, element_attr, ints, row_major, strings
+from dialect.types import Element, Global, Reg, Shared, element_attr, format_attr, ints, row_major, strings
 
 
 @dataclass(frozen=True)
@@ -278,8 +279,15 @@ class Program:
     def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
         return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
 
-    def decode(self, codes: Tile, element: str, exponent: int = 0) -> Tile:
-        return Tile(ops.DecodeOp(codes.value, _i64(exponent), Reg(element, codes.layout).type).result)
+    def decode(self, codes: Tile, element: str, exponent: int = 0, biased: bool = False) -> Tile:
+        op = ops.DecodeOp(codes.value, _i64(exponent), Reg(element, codes.layout).type)
+        if biased:
+            op.operation.attributes["biased"] = ir.UnitAttr.get()
+        return Tile(op.result)
+
+    def bias_sums(self, tile: Tile, format: DType, start: int, layout: Layout) -> Tile:
+        """What an accumulator starts from when its weights were decoded biased."""
+        return Tile(ops.BiasSumsOp(tile.value, format_attr(format), _i64(start), Reg("f32", layout).type).result)
 
     def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:
         layout, _ = tile.layout.restrict(dim, start, size)

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 
 from dialect.bindings import arith, ir, llvm, nvvm
+from dialect.dtypes import DType
 from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
+from dialect.packing import BLOCK_K, ROWS, Packing
 from dialect.types import Reg
 from passes import emit
 from passes.addressing import Place, ThreadIndex
 from passes.fragment import Fragment
+from passes.recipes import REALS, bias
 
 Block = tuple[int, int]
 
@@ -101,6 +104,24 @@ def lower_row_sums(b: Fragment, result: Reg) -> Fragment:
         totals[column] = mma_sync([one] * 4, pairs, totals.get(column, [zero] * 4), str(b.reg.element))
     registers = [totals[column][e] for column in sorted(totals) for e in range(2)]
     return Fragment(result, "scalar", registers.__getitem__)
+
+
+def lower_bias_sums(b: Fragment, result: Reg, format_: DType, start: int) -> Fragment:
+    """Minus the biases times b^T: one fragment of biases serves all row blocks."""
+    real = REALS[str(b.reg.element)]
+    vector = ir.VectorType.get([2], ir.Type.parse(real.name))
+    packing = Packing(format_.bits, ROWS, 1)
+    zero = emit.real(0.0, ir.F32Type.get())
+    totals: dict[int, list[Any]] = {}
+    blocks = fragment_blocks(b.reg.layout, MMA_M16N8K16_B_NK)
+    for j, (column, k) in sorted(enumerate(blocks), key=lambda item: item[1][1]):
+        block = (start // BLOCK_K + k) % (packing.chunk // BLOCK_K)
+        shifts = [tuple(s.shift for s in packing.slots(block, register)) for register in range(4)]
+        biases = [emit.real(-bias(format_, real, s), vector) for s in shifts]
+        pairs = [b.pair(2 * j + r) for r in range(2)]
+        totals[column] = mma_sync(biases, pairs, totals.get(column, [zero] * 4), real.name)
+    places = fragment_blocks(result.layout, MMA_M16N8_D)
+    return Fragment(result, "scalar", lambda i: totals[places[i // 4][1]][i % 4])
 
 
 def lower_load_matrix(threads: ThreadIndex, place: Place, reg: Reg, rows: Any) -> Fragment:

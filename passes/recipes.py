@@ -8,6 +8,9 @@ A thread has its codes as fields of 32-bit words, one word per plane, the two co
 may sit in the mantissa is free, so it is chosen to spare the shift. Eight bits do not fit bf16's seven: two
 nibbles, each under its own exponent, are added.
 
+Where the subtraction is too dear, for the narrowest formats, it is left out (`biased`): the numbers are too large by a
+bias that depends on the register alone, and the accumulator starts from minus the sum of bias * x.
+
 *Floats*: sign, and exponent with mantissa, move to their places; the bias difference is a power of two that the
 kernel folds into its scale (f16), or one multiplication (bf16, f32, whose range is too wide to leave it for later).
 Subnormal codes come out right by themselves: the target's subnormals have the same spacing. NaN and inf, where the
@@ -97,9 +100,14 @@ def place(t: DType, shifts: tuple[int, ...], first: int, count: int, low: int) -
     return tuple(fields)
 
 
-def _cost(fields: tuple[Field, ...]) -> int:
-    """Shifts needed: none is best, and one by 8 is shared by two registers of a word."""
-    return sum(0 if f.shift == 0 else 1 if f.shift == 8 else 2 for f in fields)
+_SHARED_SHIFTS = (8,)  # that serve several registers of a word
+_SHARED_SHIFTS_BIASED = (6, -4)  # the same where fields go to the upper half of the mantissa
+_LARGEST_BIAS = 128.0  # costs 7 of f32's 24 bits
+
+
+def _cost(fields: tuple[Field, ...], shared: tuple[int, ...]) -> int:
+    """Shifts needed: none is best, and one shared with other registers is nearly none."""
+    return sum(0 if f.shift == 0 else 1 if f.shift in shared else 2 for f in fields)
 
 
 @dataclass(frozen=True)
@@ -111,13 +119,35 @@ class Magic:
     offset: float
 
 
-def magic(t: DType, real: Real, shifts: tuple[int, ...], first: int, count: int) -> Magic:
-    """Bits first .. first+count-1 of the code, u of weight 2^first each, as the number offset + u * 2^first."""
+def magic(t: DType, real: Real, shifts: tuple[int, ...], first: int, count: int, biased: bool = False) -> Magic:
+    """Bits first .. first+count-1 of the code, u of weight 2^first each, as the number offset + u * 2^first.
+
+    biased: keep the offset small, as it will not be subtracted right away.
+    """
     lows = range(real.mantissa - count + 1)
+    if biased:
+        lows = [low for low in lows if 2.0 ** (real.mantissa - low) <= _LARGEST_BIAS]
+    shared = _SHARED_SHIFTS_BIASED if biased else _SHARED_SHIFTS
     # Few shifts first; then a high place, where 2^j is small.
-    low = min(lows, key=lambda low: (_cost(place(t, shifts, first, count, low)), -low))
+    low = min(lows, key=lambda low: (_cost(place(t, shifts, first, count, low), shared), -low))
     exponent_ = real.mantissa - low + first
     return Magic(place(t, shifts, first, count, low), (real.bias + exponent_) << real.mantissa, 2.0**exponent_)
+
+
+def zero_code(t: DType) -> float:
+    """The code of 0 in memory: signed codes are in offset binary."""
+    return float(1 << (t.bits - 1)) if t.kind == "int" else 0.0
+
+
+def can_be_biased(t: DType, element: str) -> bool:
+    """Whether a format can be decoded without the subtraction: integers with room above them in the mantissa."""
+    real = REALS[element]
+    return t.kind in ("uint", "int") and real is not F32 and 2.0**t.bits <= _LARGEST_BIAS and t.bits < real.mantissa
+
+
+def bias(t: DType, real: Real, shifts: tuple[int, ...]) -> float:
+    """What biased decoding adds to a number whose fields are at `shifts`."""
+    return magic(t, real, shifts, 0, t.bits, biased=True).offset + zero_code(t)
 
 
 @dataclass(frozen=True)

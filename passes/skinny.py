@@ -43,11 +43,12 @@ from dialect.layout import (
 from dialect.packing import BLOCK_K, ROWS
 from dialect.spec import BYTES, MatmulSpec
 from passes.builder import Memory, Program, Scalar, Tile
-from passes.recipes import compute_element, exponent
+from passes.recipes import can_be_biased, compute_element, exponent
 from passes.schedule import Schedule
 
 UNIT = "vector<4xi32>"  # what a lane copies at once
 LANE_BYTES = 16
+BIASED_BITS = 3  # formats up to which decoding, not memory, is the bound
 
 
 def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
@@ -153,6 +154,10 @@ class _Kernel:
         self.plan = Plan(spec, schedule)
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
+        # One mma per fragment of x, whatever the rows, instead of a subtraction per pair of weights.
+        self.biased = (
+            spec.dtype.bits <= BIASED_BITS and schedule.row_blocks > 1 and can_be_biased(spec.dtype, self.compute)
+        )
         names = ["x", "codes", "scales"]
         names += ["zeros"] if spec.zeros != "none" else []
         names += ["bias"] if spec.bias else []
@@ -281,16 +286,18 @@ class _Kernel:
         p, s = self.p, self.schedule
         words = p.load(self.codes_buffer, (0, 0, 0), self.unit_layout)
         codes = p.view(words, self.spec.dtype, self.a_layout)
-        a = p.decode(codes, self.compute, self.convert.exponent)
+        a = p.decode(codes, self.compute, self.convert.exponent, self.biased)
         b = p.load_matrix(self.x_buffer, p["m"], self.b_layout)
         if not self.plan.groups:
             sums = [p.add(c, p.row_sums(b, self.sum_layout)) for c in carried[1:]]
-            return [p.mma(a, b, carried[0]), *sums]
+            return [p.mma(a, b, self._unbiased(carried[0], b)), *sums]
         (total,) = carried
         width = s.step_k // self.plan.groups
-        zero = p.constant(0.0, "f32", self.d_layout)
         for group in range(self.plan.groups):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
+            zero = p.constant(0.0, "f32", self.d_layout)
+            if self.biased:
+                zero = p.bias_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
             product = p.mma(a_group, b_group, zero)
             scale = self._group_factor("scales", group)
             total = p.fma(product, self.convert.unfold(scale), total)
@@ -298,6 +305,12 @@ class _Kernel:
                 shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
                 total = p.fma(shift, p.row_sums(b_group, self.sum_layout), total)
         return [total]
+
+    def _unbiased(self, total: Tile, b: Tile) -> Tile:
+        """An accumulator for a product with b."""
+        if not self.biased:
+            return total
+        return self.p.add(total, self.p.bias_sums(b, self.spec.dtype, 0, self.d_layout))
 
     def _group_factor(self, name: str, group: int) -> Tile:
         """Scale or zero of every row of the tile in one group, from shared memory: [warps_k, rows, 1] in f32."""
