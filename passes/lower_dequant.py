@@ -14,10 +14,23 @@ import numpy as np
 from dialect import ops
 from dialect.bindings import arith, ir
 from dialect.dtypes import DType
+from dialect.errors import PassError
 from dialect.types import read_format, read_ints
 from passes import emit
-from passes.recipes import BF16, REALS, Field, Magic, Real, exponent, float_places, magic, place
-from passes.rewriting import each_op
+from passes.recipes import (
+    BF16,
+    REALS,
+    Field,
+    Magic,
+    Real,
+    compute_element,
+    exponent,
+    float_places,
+    magic,
+    place,
+    zero_code,
+)
+from passes.rewriting import at, each_op
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,7 @@ class LowerDequant:
 
     def run(self, module: ir.Module) -> None:
         for op in each_op(module, ops.DecodePairOp):
-            with ir.InsertionPoint(op), op.location:
+            with ir.InsertionPoint(op), at(op):
                 result = _Decoder(op).result()
             op.result.replace_all_uses_with(result)
             op.operation.erase()
@@ -46,6 +59,8 @@ class _Decoder:
         self.real: Real = REALS[str(self.vector.element_type)]
         self.packed = self.real.bits == 16
         self.register = self.vector if self.packed else self.vector.element_type
+        if compute_element(self.format, self.real.name) != self.real.name:
+            raise PassError(f"lower-dequant: {self.format.name} does not fit {self.real.name}; decode it to f32")
         # The power of two that is left to do here.
         self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)
 
@@ -86,7 +101,9 @@ class _Decoder:
 
     def _integer(self, half: int) -> Any:
         t = self.format
-        zero = float(1 << (t.bits - 1)) if t.kind == "int" else 0.0
+        zero = zero_code(t)
+        if "biased" in self.op.operation.attributes:
+            return self._magic(magic(t, self.real, self.shifts, 0, t.bits, biased=True), half)
         if t.bits <= self.real.mantissa:
             m = magic(t, self.real, self.shifts, 0, t.bits)
             return self._add(self._magic(m, half), self._number(-m.offset - zero))
@@ -102,7 +119,11 @@ class _Decoder:
             value = self._multiply(value, p.factor)
         if not p.unit:
             return value
-        carry = emit.mask(arith.addi(magnitude, emit.constant(self._both(p.unit))), self._both(1 << p.carry))
+        carried, bit = arith.addi(magnitude, emit.constant(self._both(p.unit))), self._both(1 << p.carry)
+        if p.factor == 1.0 and p.carry == self.real.bits - 2:
+            # Below the carry the exponent is all ones as it is.
+            return emit.bitcast(self.register, emit.mask_or(carried, bit, emit.bitcast(emit.integer(), value)))
+        carry = emit.mask(carried, bit)
         # The carried bit spread over the whole exponent field makes inf or NaN of it.
         above = emit.shift_right(carry, p.carry - (self.real.bits - 1))
         below = emit.shift_right(carry, p.carry - self.real.mantissa)

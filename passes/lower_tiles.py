@@ -16,13 +16,13 @@ from dialect.bindings import arith, gpu, ir, llvm, nvvm, scf
 from dialect.dtypes import DType
 from dialect.errors import PassError
 from dialect.layout import MMA_M16N8K16_A, Layout
-from dialect.packing import BLOCK_K, WORDS_PER_UNIT, Packing
-from dialect.types import Global, Reg, Shared, element_bits, format_attr, ints, read_ints, read_strings
+from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing
+from dialect.types import Global, Reg, Shared, element_bits, format_attr, ints, read_format, read_ints, read_strings
 from passes import emit
 from passes.addressing import Access, Place, ThreadIndex
 from passes.fragment import Fragment, kind_of
-from passes.lower_mma import fragment_blocks, lower_load_matrix, lower_mma, lower_row_sums
-from passes.rewriting import each_op
+from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_load_matrix, lower_mma, lower_row_sums
+from passes.rewriting import at, each_op
 from passes.target import Target, parse_target
 
 SHARED_SYMBOL = "shared_memory"
@@ -38,7 +38,7 @@ class LowerTiles:
 
     def run(self, module: ir.Module) -> None:
         for program in each_op(module, ops.ProgramOp):
-            with program.location:
+            with at(program):
                 _Lowering(program, self.target).run()
             program.operation.erase()
 
@@ -70,6 +70,8 @@ class SharedMemory:
         return start
 
     def free(self, key: Any) -> None:
+        if key not in self._live:
+            raise PassError("lower-tiles: free_shared of what is no buffer of alloc_shared, or free already")
         del self._live[key]
 
 
@@ -111,6 +113,7 @@ class _Lowering:
             "lowbit.mma": self._mma,
             "lowbit.reduce": self._reduce,
             "lowbit.row_sums": self._row_sums,
+            "lowbit.bias_sums": self._bias_sums,
             "lowbit.return": lambda op: None,
             "scf.for": self._for,
             "scf.if": self._if,
@@ -163,8 +166,8 @@ class _Lowering:
         for op in self._all_ops():
             if op.operation.name in ("lowbit.store", "lowbit.last_arrival"):
                 view = op.operation.operands[1 if op.operation.name == "lowbit.store" else 0].owner
-                if view.opview.operation.name == "lowbit.global_view":
-                    written.add(view.opview.operation.operands[0])
+                if not isinstance(view, ir.Block) and view.name == "lowbit.global_view":
+                    written.add(view.operands[0])
         unit = ir.UnitAttr.get()
         result: list[Any] = []
         for argument in source.arguments:
@@ -188,7 +191,7 @@ class _Lowering:
 
     def _block(self, block: Any) -> None:
         for op in block.operations:
-            with op.location:
+            with at(op):
                 self._op(op)
 
     def _op(self, op: Any) -> None:
@@ -239,9 +242,11 @@ class _Lowering:
     def _for(self, op: Any) -> None:
         self._enter(op)
         lower, upper, step, *initial = (self.values[v] for v in op.operation.operands)
+        if any(isinstance(value, Place) for value in initial):
+            raise PassError("lower-tiles: a loop cannot carry views or buffers, only tiles and scalars")
         flat: list[Any] = []
         for value in initial:
-            flat += [value.register(i) for i in range(value.count)] if isinstance(value, Fragment) else [value]
+            flat += value.registers(value.kind) if isinstance(value, Fragment) else [value]
         loop = scf.ForOp(lower, upper, step, flat)
         loop.operation.attributes["loop_annotation"] = ir.Attribute.parse(
             "#llvm.loop_annotation<unroll = <disable = true>>"
@@ -256,11 +261,7 @@ class _Lowering:
             for value, start in zip(
                 (self.values[v] for v in old.operations[len(old.operations) - 1].operands), initial
             ):
-                results += (
-                    [value.pair(i) if start.kind == "pair" else value.register(i) for i in range(start.count)]
-                    if isinstance(start, Fragment)
-                    else [value]
-                )
+                results += value.registers(start.kind) if isinstance(start, Fragment) else [value]
             scf.YieldOp(results)
         self._bind(op.operation.results, initial, loop.results)
 
@@ -275,6 +276,8 @@ class _Lowering:
                 self.values[name], *rest = rest
 
     def _if(self, op: Any) -> None:
+        if len(op.operation.results) or len(op.operation.regions[1].blocks):
+            raise PassError("lower-tiles: an scf.if in a program has no results and no else")
         self._enter(op)
         new = scf.IfOp(self.values[op.operation.operands[0]])
         with ir.InsertionPoint(new.then_block):
@@ -482,6 +485,8 @@ class _Lowering:
         self._finish_reads()
         value: Fragment = self.values[op.value]
         reg = value.reg
+        if value.kind == "word":
+            raise PassError(f"lower-tiles: cannot store {reg.element}; only numbers are stored")
         access = self._access(self.values[op.target], reg.layout, op)
         length = access.vector_length(max(1, 16 // access.bytes))
         first = access.first_replica()
@@ -524,11 +529,12 @@ class _Lowering:
         reg, format_ = Reg.of(op.result.type), codes.reg.element
         if not isinstance(format_, DType):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
-        packing = Packing(format_.bits, 16, reg.shape[-1])
         blocks = fragment_blocks(reg.layout, MMA_M16N8K16_A)
+        packing = Packing(format_.bits, ROWS, BLOCK_K * (1 + max(column for _, column in blocks)))  # of one warp
         blocks_per_chunk = packing.chunk // BLOCK_K
         words_per_chunk = packing.units * WORDS_PER_UNIT
         vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
+        biased = "biased" in op.operation.attributes
 
         def make(i: int) -> Any:
             row_block, k_block = blocks[i // 4]
@@ -537,6 +543,8 @@ class _Lowering:
             first = (row_block * packing.chunks + chunk) * words_per_chunk
             words = [codes.register(first + s.unit * WORDS_PER_UNIT + s.word) for s in slots]
             pair = ops.DecodePairOp(words, format_attr(format_), ints([s.shift for s in slots]), op.exponent, vector)
+            if biased:
+                pair.operation.attributes["biased"] = ir.UnitAttr.get()
             return pair.result
 
         self.values[op.result] = Fragment(reg, "pair", make)
@@ -591,6 +599,10 @@ class _Lowering:
 
     def _row_sums(self, op: Any) -> None:
         self.values[op.result] = lower_row_sums(self.values[op.source], Reg.of(op.result.type))
+
+    def _bias_sums(self, op: Any) -> None:
+        reg, start = Reg.of(op.result.type), int_attr(op, "start")
+        self.values[op.result] = lower_bias_sums(self.values[op.source], reg, read_format(op.format), start)
 
     def _reduce(self, op: Any) -> None:
         source: Fragment = self.values[op.source]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 from dialect.bindings import ir
+from dialect.errors import LowbitError
 
 
 class Pass(Protocol):
@@ -29,3 +31,14 @@ def each_op(module: ir.Module, kind: type) -> Iterator[Any]:
 
     module.operation.walk(visit)
     yield from found
+
+
+@contextmanager
+def at(op: Any) -> Generator[None]:
+    """New operations get the location of `op`, and so does what goes wrong in the body."""
+    with op.location:
+        try:
+            yield
+        except LowbitError as error:
+            error.location = error.location or op.location
+            raise
