@@ -185,7 +185,11 @@ def _reg(type_: ir.Type) -> Reg:
     return Reg(read_element(element), layout)
 
 
-def _check_array(shape: tuple[int, ...], strides: tuple[int, ...], dynamic: bool = False) -> None:
+def _check_array(
+    element: Element, shape: tuple[int, ...], strides: tuple[int, ...], dynamic: bool = False
+) -> None:
+    words = "whole bytes (codes are viewed in registers)"
+    expect(not isinstance(element, DType), "element of memory", words, element)
     allowed = "sizes of at least 1" + (" or -1" if dynamic else "")
     expect(all(n > 0 or (dynamic and n == -1) for n in shape), "shape", allowed, list(shape))
     expect(len(strides) == len(shape), "strides", f"one per dim ({len(shape)})", len(strides))
@@ -201,7 +205,7 @@ class Shared:
     strides: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_array(self.shape, self.strides)
+        _check_array(self.element, self.shape, self.strides)
 
     @property
     def type(self) -> ir.Type:
@@ -231,7 +235,7 @@ class Global:
     divisors: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_array(self.shape, self.strides, dynamic=True)
+        _check_array(self.element, self.shape, self.strides, dynamic=True)
         rank, divisors = len(self.shape), self.divisors
         expect(len(divisors) == rank, "divisors", f"one per dim ({rank})", len(divisors))
         expect(min(divisors, default=1) >= 1, "divisors", "none below 1", list(divisors))

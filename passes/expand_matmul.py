@@ -16,7 +16,7 @@ from dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
 from dialect.types import Packed, packed_type
 from passes.dequantize import dequantize
 from passes.plan_packing import check_planned
-from passes.rewriting import each_op
+from passes.rewriting import at, each_op
 from passes.select_schedule import SCHEDULE, read_schedule
 from passes.skinny import skinny
 
@@ -29,21 +29,33 @@ class ExpandMatmul:
 
     def run(self, module: ir.Module) -> None:
         for op in each_op(module, ops.MatmulOp):
-            check_planned(op)
-            if SCHEDULE not in op.operation.attributes:
-                raise PassError("expand-matmul: a lowbit.matmul has no schedule; run select-schedule first")
-            schedule = read_schedule(op.operation.attributes[SCHEDULE])
-            _replace_function(op, skinny(spec_of(op), schedule))
+            with at(op):
+                check_planned(op)
+                _check_alone(op)
+                if SCHEDULE not in op.operation.attributes:
+                    raise PassError("expand-matmul: a lowbit.matmul has no schedule; run select-schedule first")
+                schedule = read_schedule(op.operation.attributes[SCHEDULE])
+                _replace_function(op, skinny(spec_of(op), schedule))
         for op in each_op(module, ops.DequantizeOp):
-            check_planned(op)
-            _replace_function(op, dequantize(spec_of(op)))
+            with at(op):
+                check_planned(op)
+                _check_alone(op)
+                _replace_function(op, dequantize(spec_of(op)))
+
+
+def _check_alone(op: Any) -> None:
+    """Raises PassError unless the function around `op` does nothing else: all of it becomes one kernel."""
+    name, function = op.operation.name, op.operation.parent
+    if function.operation.name != "func.func":
+        raise PassError(f"expand-matmul: {name} must stand in a func.func, not {function.operation.name}")
+    body = [inner.operation.name for inner in op.operation.block.operations]
+    if body != [name, "func.return"]:
+        raise PassError(f"expand-matmul: a function must be {name} and func.return alone, not {', '.join(body)}")
 
 
 def _replace_function(op: Any, program: ir.Module) -> None:
     """Put the program where the function of `op` is."""
     function = op.operation.parent
-    if function.operation.name != "func.func":
-        raise PassError(f"expand-matmul: {op.operation.name} must stand in a func.func, not {function.operation.name}")
     for inner in program.body.operations:
         inner.operation.clone(ir.InsertionPoint(function))
     function.operation.erase()

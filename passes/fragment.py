@@ -50,16 +50,20 @@ class Fragment:
         """The element in a slot."""
         if self.kind == "scalar":
             return self.register(slot)
-        key = -1 - slot  # extracted elements are remembered beside the registers
-        if key not in self._made:
-            self._made[key] = emit.element(self.register(slot // 2), slot % 2)
-        return self._made[key]
+        return emit.element(self.register(slot // 2), slot % 2)
 
     def pair(self, i: int) -> Any:
         """Slots 2i and 2i+1 as a vector."""
         if self.kind == "pair":
             return self.register(i)
         return emit.pair(self.scalar(2 * i), self.scalar(2 * i + 1))
+
+    def registers(self, kind: Kind) -> list[Any]:
+        """All registers as ones of another kind."""
+        if kind == "word":
+            return [self.register(i) for i in range(self.count)]
+        slots = self.reg.layout.locals
+        return [self.pair(i) for i in range(slots // 2)] if kind == "pair" else [self.scalar(i) for i in range(slots)]
 
     def type(self) -> Any:
         """The type of a register."""

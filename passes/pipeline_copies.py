@@ -18,10 +18,12 @@ from typing import Any, ClassVar
 
 from dialect import ops
 from dialect.bindings import arith, ir, scf
+from dialect.checks import in_range
 from dialect.errors import PassError
 from dialect.types import Shared
 from passes import emit
-from passes.rewriting import each_op
+from passes.addressing import known
+from passes.rewriting import at, each_op
 
 STAGES = "lowbit.stages"
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
@@ -37,12 +39,12 @@ class PipelineCopies:
         for loop in each_op(module, scf.ForOp):
             if STAGES not in loop.operation.attributes:
                 continue
-            stages = int(ir.IntegerAttr(loop.operation.attributes[STAGES]).value)
-            if stages > 1:
-                with loop.location:
+            with at(loop):
+                stages = in_range(loop.operation.attributes[STAGES], STAGES, 1)
+                if stages > 1:
                     _Pipeline(loop, stages).run()
-            else:
-                del loop.operation.attributes[STAGES]
+                else:
+                    del loop.operation.attributes[STAGES]
 
 
 class _Pipeline:
@@ -53,16 +55,17 @@ class _Pipeline:
         self.body = list(loop.body.operations)
         names = [op.operation.name for op in self.body]
         expected = ["lowbit.commit", "lowbit.wait", "lowbit.barrier"]
-        at = names.index("lowbit.commit") if "lowbit.commit" in names else -1
-        if names[at : at + 3] != expected or names[-2] != "lowbit.barrier":
+        commit = names.index("lowbit.commit") if "lowbit.commit" in names else -1
+        if names[commit : commit + 3] != expected or names[-2] != "lowbit.barrier":
             raise PassError(
-                "pipeline-copies: a loop with lowbit.stages is { copies, commit, wait, barrier, compute, barrier };"
-                " "
+                "pipeline-copies: a loop with lowbit.stages is { copies, commit, wait, barrier, compute, barrier }; "
                 f"got {[n for n in names if n.startswith('lowbit.')]}"
             )
-        self.produce, self.compute = self.body[:at], self.body[at + 3 : -2]
-        self.scope = self.body[at + 2]
-        self.cut = names[:at].index("lowbit.grid_wait") if "lowbit.grid_wait" in names[:at] else at
+        if known(loop.operation.operands[2]) != 1:
+            raise PassError("pipeline-copies: a loop with lowbit.stages must count in steps of the constant 1")
+        self.produce, self.compute = self.body[:commit], self.body[commit + 3 : -2]
+        self.scope = self.body[commit + 2]
+        self.cut = names[:commit].index("lowbit.grid_wait") if "lowbit.grid_wait" in names[:commit] else commit
         self.buffers = self._widen_buffers()
 
     def _widen_buffers(self) -> dict[Any, Any]:
@@ -71,6 +74,8 @@ class _Pipeline:
         for op in self.produce:
             if op.operation.name not in _COPIES or op.target in result:
                 continue
+            if isinstance(op.target.owner, ir.Block) or op.target.owner.name != "lowbit.alloc_shared":
+                raise PassError(f"pipeline-copies: {op.operation.name} must fill a buffer of lowbit.alloc_shared")
             buffer = op.target.owner.opview
             one = Shared.of(op.target.type)
             size = one.strides[0] * one.shape[0]

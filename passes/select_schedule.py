@@ -6,14 +6,14 @@ blocks for all multiprocessors (fewer row blocks each, then k split over blocks)
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from dialect import ops
 from dialect.bindings import ir
-from dialect.errors import SpecError
+from dialect.errors import PassError, SpecError
 from dialect.spec import BYTES, MatmulSpec
-from passes.rewriting import each_op
+from passes.rewriting import at, each_op
 from passes.schedule import Schedule
 from passes.skinny import Plan
 from passes.target import Target, parse_target
@@ -38,8 +38,9 @@ class SelectSchedule:
         for op in each_op(module, ops.MatmulOp):
             if SCHEDULE in op.operation.attributes:
                 continue
-            chosen = self.schedule or default_schedule(spec_of(op), self.tokens, self.target)
-            check_schedule(spec_of(op), chosen, self.target)
+            with at(op):
+                chosen = self.schedule or default_schedule(spec_of(op), self.tokens, self.target)
+                check_schedule(spec_of(op), chosen, self.target)
             op.operation.attributes[SCHEDULE] = schedule_attr(chosen)
 
 
@@ -50,8 +51,11 @@ def schedule_attr(schedule: Schedule) -> Any:
 
 def read_schedule(attribute: Any) -> Schedule:
     """The schedule in a `lowbit.schedule` attribute."""
-    entries = ir.DictAttr(attribute)
-    return Schedule(**{named.name: int(ir.IntegerAttr(named.attr).value) for named in entries})
+    names = {field.name for field in fields(Schedule)}
+    entries = {named.name: named.attr for named in attribute} if isinstance(attribute, ir.DictAttr) else {}
+    if not entries or set(entries) - names or not all(isinstance(v, ir.IntegerAttr) for v in entries.values()):
+        raise PassError(f"{SCHEDULE} must be a dictionary of integers for {', '.join(sorted(names))}; got {attribute}")
+    return Schedule(**{name: int(ir.IntegerAttr(value).value) for name, value in entries.items()})
 
 
 def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
