@@ -165,7 +165,8 @@ def _parse(name: str, table: tuple[float, ...] | None) -> DType:
         bits, e, f = int(m[1]), int(m[2]), int(m[3])
         if e < 1 or 1 + e + f != bits:
             near = ", ".join(f"f{bits}e{x}m{bits - 1 - x}" for x in range(1, bits))
-            raise SpecError(f"{name}: sign, exponent and mantissa must make {bits} bits (1+{e}+{f} = {1 + e + f}); try {near}")
+            rule = f"sign, exponent and mantissa must make {bits} bits (1+{e}+{f} = {1 + e + f})"
+            raise SpecError(f"{name}: {rule}; try {near}")
         return DType(name, bits, "float", e, f)
     raise SpecError(f"unknown weight format {name!r}; allowed: {_allowed()}")
 

@@ -38,6 +38,9 @@ class Scalar:
     def __add__(self, other: Scalar | int) -> Scalar:
         return self if other == 0 else self._binary(arith.addi, other)
 
+    def __radd__(self, other: int) -> Scalar:
+        return self + other
+
     def __sub__(self, other: Scalar | int) -> Scalar:
         return self if other == 0 else self._binary(arith.subi, other)
 
