@@ -13,9 +13,9 @@ from dialect import ops
 from dialect.bindings import ir
 from dialect.errors import PassError, SpecError
 from dialect.spec import BYTES, MatmulSpec
+from passes.plan import Plan
 from passes.rewriting import at, each_op
 from passes.schedule import Schedule
-from passes.skinny import Plan
 from passes.target import Target, parse_target
 
 SCHEDULE = "lowbit.schedule"
