@@ -20,7 +20,6 @@ LLVM = (
     .param .u64 .ptr .global .align 16 k_param_0,
     .param .align 4 .b8 k_param_1[4]
 )
-.maxntid 128, 1, 1
 .reqntid 64, 1, 1
 .minnctapersm 2
 .maxnreg 128
@@ -28,6 +27,7 @@ LLVM = (
     .reg .pred     %p<3>;
     .reg .b32     %r<7>;
     .reg .b64     %rd<4>;
+    .loc    1 5 1
     .loc    1 10 3, function_name $L__info_string0, inlined_at 1 5 1
 $L__func_begin0:
 // %bb.0:
@@ -78,7 +78,7 @@ def test_module() -> None:
         ("k_param_0", 8, 8, False),
         ("k_param_1", 4, 4, True),
     ]
-    assert (k.reqntid, k.maxntid) == ((64, 1, 1), (128, 1, 1))
+    assert (k.reqntid, k.maxntid) == ((64, 1, 1), None)
     assert k.instructions[0].line == LLVM.split("ld.param.b64")[0].count("\n") + 1
     assert k.instructions[0].text == "ld.param.b64 %rd1, [k_param_0]"
 
@@ -94,7 +94,7 @@ def test_scopes_have_their_own_labels_and_registers() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [("0x1F", 31), ("0x1FU", 31), ("-1", 2**32 - 1), ("4294967295", 2**32 - 1), ("017", 15), ("0b101", 5),
-     ("0f3F800000", 0x3F800000), ("1.5", 0x3FC00000), ("-2147483648", 2**31)],
+     ("0f3F800000", 0x3F800000),  ("-2147483648", 2**31)],
 )  # fmt: skip
 def test_constants(text: str, value: int) -> None:
     out = np.zeros(1, np.uint32)
@@ -120,7 +120,11 @@ def test_constants(text: str, value: int) -> None:
         ("add.u32 %r1, %r2;", "an operand is missing"),
         ("add.u32 %r1, %r2, %r3, %r4;", "1 operands too many"),
         ("add.u32 %r1, %r2, 4294967296;", "does not fit"),
-        ("add.f32 %f1, %f2, 1;", "integer constant"),
+        ("add.f32 %f1, %f2, 1;", "int constant"),
+        ("mov.b32 %r1, 1.5;", "decimal constant"),
+        ("ld.global.v4.b64 {%rd1,%rd2,%rd3,%rd4}, [%rd5];", "128 bits"),
+        ("setp.lt.f16 %p1|%p2, %rs1, %rs2;", "has one result"),
+        ("setp.lt.f16x2 %p1, %r1, %r2;", "has one result"),
         ("mov.b16 %rs1, 0f3F800000;", "f32 constant"),
         ("add.u32 5, %r2, %r3;", "a result goes to a register"),
         ("add.u32 %r1, %r2, %r300;", "neither a declared register"),

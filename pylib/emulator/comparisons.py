@@ -70,7 +70,10 @@ def _setp(op: Op) -> Step:
     first, second = op.pair()
     p = op.dest("pred", first)
     q = op.dest("pred", second) if second is not None else None
+    half = op.modifiers[-1:] and op.modifiers[-1] in ("f16", "bf16")
     compare, packed = _comparison(op)
+    if packed != (q is not None) and (packed or half):
+        raise Unsupported("setp of f16 and bf16 has one result, of their pairs two")
     third = op.predicate() if combine else None
 
     def step(mask: Mask) -> None:

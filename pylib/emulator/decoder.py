@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ def instruction(*names: str) -> Callable[[Callable[[Op], Step]], Callable[[Op], 
     return register
 
 
+@cache
 def dtype_of(name: str) -> np.dtype[Any]:
     """How a register is viewed by an instruction of this type: formats NumPy lacks stay raw bits."""
     kind = {"s": "i", "f": "f"}.get(name[0], "u")
@@ -197,13 +199,11 @@ class Op:
     def constant(self, imm: Imm, name: str) -> int:
         """The bit pattern of a constant in an instruction of type `name`."""
         bits = BITS[name]
-        if imm.kind == "decimal":
-            if bits not in (32, 64):
-                raise Unsupported(f"a decimal constant in a .{name} instruction")
+        if imm.kind == "decimal" and name in ("f32", "f64"):
             form = "<f" if bits == 32 else "<d"
             return int.from_bytes(struct.pack(form, float(imm.value)), "little")
-        if imm.kind == "int" and name in ("f32", "f64"):
-            raise Unsupported(f"the integer constant {imm.value} in a .{name} instruction")
+        if imm.kind == "decimal" or (imm.kind == "int" and name in ("f32", "f64")):
+            raise Unsupported(f"the {imm.kind} constant {imm.value} in a .{name} instruction")
         if imm.kind != "int" and int(imm.kind[1:]) != bits:
             raise Unsupported(f"an {imm.kind} constant in a .{name} instruction")
         value = int(imm.value)

@@ -173,6 +173,13 @@ def _access(op: Op, load: bool) -> bool:
     return bool(op.flag("L2::cache_hint"))
 
 
+def _vector(op: Op, kind: str) -> int:
+    count = int((op.flag("v2", "v4") or "v1")[1])
+    if count * BITS[kind] > 128:
+        raise Unsupported(f".v{count}.{kind} has more than 128 bits, which needs sm_100")
+    return count
+
+
 def cache_policy(op: Op, present: bool) -> None:
     if present:
         op.source("b64")
@@ -181,7 +188,7 @@ def cache_policy(op: Op, present: bool) -> None:
 @instruction("ld", "ldu")
 def _ld(op: Op) -> Step:
     kind = op.type(*_TYPES)
-    count = int((op.flag("v2", "v4") or "v1")[1])
+    count = _vector(op, kind)
     hinted = _access(op, load=True)
     items = op.vector(count)
     dests = [op.dest(kind, item, wider=True) for item in items]
@@ -231,7 +238,7 @@ def _ld_param(op: Op, kind: str, dests: list[Dest]) -> Step:
 @instruction("st")
 def _st(op: Op) -> Step:
     kind = op.type(*_TYPES)
-    count = int((op.flag("v2", "v4") or "v1")[1])
+    count = _vector(op, kind)
     hinted = _access(op, load=False)
     address, named = op.address()
     space = _space(op, named)
