@@ -1,0 +1,90 @@
+"""Compiled kernels in the emulator, with what the runtime does not offer: the race check and any order of blocks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dialect.spec import MatmulSpec
+from passes.pipeline import CompiledKernel
+from pylib.emulator import Emulator
+from pylib.packed import TORCH, PackedWeight, pack
+from pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
+
+Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
+
+
+def exhaustive_problem(spec: MatmulSpec, m: int, seed: int = 0) -> Problem:
+    """A random problem in which every finite code occurs, and each NaN and inf code once, in a row of its own
+    (the last rows): in one row they would hide each other."""
+    x, codes, scales, zeros, bias = random_problem(spec, m, seed)
+    values = spec.dtype.values()
+    finite, special = np.flatnonzero(np.isfinite(values)), np.flatnonzero(~np.isfinite(values))
+    rng = np.random.default_rng(seed)
+    drawn = rng.permuted(np.resize(finite, spec.n * spec.k)).reshape(spec.n, spec.k)
+    for row, code in enumerate(special):
+        drawn[spec.n - 1 - row, rng.integers(spec.k)] = code
+    assert len(np.unique(drawn)) == spec.dtype.codes
+    if spec.dtype.kind == "int":
+        drawn = values[drawn]
+    return x, torch.from_numpy(drawn.astype(np.int16)).to(codes.dtype), scales, zeros, bias
+
+
+def run_matmul(
+    kernel: CompiledKernel, spec: MatmulSpec, problem: Problem, *, launches: int = 1, racecheck: bool = False
+) -> Tensor:
+    """y [m, n] of a matmul kernel; NaN where it wrote nothing. Blocks run in random order. The workspace passes from
+    launch to launch, as on a GPU."""
+    x, *weight = problem
+    workspace = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
+    for seed in range(launches):
+        y = torch.full((len(x), spec.n), torch.nan, dtype=TORCH[spec.out_dtype])
+        _launch(kernel, pack(spec, *weight), racecheck, seed, x=x, y=y, workspace=workspace, m=len(x))
+    return y
+
+
+def run_dequantize(kernel: CompiledKernel, spec: MatmulSpec, problem: Problem, *, racecheck: bool = False) -> Tensor:
+    """W [n, k] of a dequantize kernel; NaN where it wrote nothing."""
+    y = torch.full((spec.n, spec.k), torch.nan, dtype=TORCH[spec.act])
+    _launch(kernel, pack(spec, *problem[1:]), racecheck, 0, y=y)
+    return y
+
+
+def _launch(kernel: CompiledKernel, w: PackedWeight, racecheck: bool, seed: int, **arguments: Tensor | int) -> None:
+    launch = kernel.launch
+    values = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "bias": w.bias, **arguments}
+    blocks = list(np.ndindex(*launch.grid))
+    random.Random(seed).shuffle(blocks)
+    Emulator(kernel.ptx).launch(
+        launch.name,
+        grid=launch.grid,
+        block=launch.threads,
+        args=[_memory(values[name]) for name in launch.params],
+        shared_bytes=launch.shared_bytes,
+        racecheck=racecheck,
+        blocks=blocks,
+    )
+
+
+def _memory(value: Tensor | int | None) -> np.ndarray | int:
+    assert value is not None
+    return value if isinstance(value, int) else value.view(-1).view(torch.uint8).numpy()
+
+
+def matmul_is_right(y: Tensor, spec: MatmulSpec, problem: Problem) -> bool:
+    """Whether y agrees with the definition."""
+    return bool(agrees(y, matmul(spec, *problem), tolerance(spec, *problem)).all())
+
+
+def dequantize_is_right(w: Tensor, spec: MatmulSpec, problem: Problem) -> bool:
+    """Whether W agrees with the definition: W is what a matmul with the identity gives, inf where the type ends."""
+    identity = torch.eye(spec.k, dtype=TORCH[spec.act])
+    weight = problem[1:4]
+    expected = dequantize(spec, *weight)
+    in_type = torch.from_numpy(expected).to(TORCH[spec.act]).double().numpy()
+    expected = np.where(np.isinf(in_type), in_type, expected)
+    bound = tolerance(spec, identity, *weight, dequantized=True)
+    return bool(agrees(w.T, expected.T, bound).all())

@@ -1,0 +1,247 @@
+"""Kernels from spec to result: pack, compile, run the PTX in the emulator, compare with the definition in float64.
+
+Three sweeps: all codes of all formats; shapes, types and schedules such that every two choices meet in some case; and,
+marked slow, random ones. Shapes are small, since the emulator's time is the limit, and few are multiples of anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from emulated import (
+    dequantize_is_right,
+    exhaustive_problem,
+    matmul_is_right,
+    run_dequantize,
+    run_matmul,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_recipes import table
+
+import pylib
+from dialect.dtypes import all_names
+from dialect.errors import SpecError
+from dialect.spec import MatmulSpec
+from passes.pipeline import compile_dequantize, compile_matmul
+from passes.schedule import Schedule
+from passes.select_schedule import check_schedule
+from passes.target import parse_target
+from pylib.reference import agrees, matmul, random_problem, tolerance
+
+TARGETS = ("sm_80", "sm_90a")
+TOKENS = (8, 16, 32, 64)  # that a schedule can be for
+WEIGHTS = (*all_names(), *(f"lut{bits}" for bits in range(1, 9)))
+
+
+def spec_of(weight: str, n: int, k: int, **choices: Any) -> MatmulSpec:
+    """A spec; lut<b> gets a table."""
+    return MatmulSpec(n, k, weight, table=table(int(weight[3:])) if weight.startswith("lut") else None, **choices)
+
+
+# -- all codes
+
+
+@pytest.mark.parametrize("act", ["f16", "bf16"])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_every_code(weight: str, act: str) -> None:
+    """Results in f32, where a code that is off by one is far outside the tolerance."""
+    chunk = spec_of(weight, 16, 16).packing.chunk
+    spec = spec_of(weight, n=25, k=chunk + 32, group_size=None, act=act, out="f32")
+    problem = exhaustive_problem(spec, m=5)
+    schedule = Schedule(row_blocks=1, warps_k=2, step_k=chunk, stages=1)
+    for name in TARGETS:
+        target = parse_target(name)
+        y = run_matmul(compile_matmul(spec, target, schedule), spec, problem)
+        assert matmul_is_right(y, spec, problem), name
+    w = run_dequantize(compile_dequantize(spec, target), spec, problem)
+    assert dequantize_is_right(w, spec, problem)
+
+
+# -- choices, pair by pair
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "weight": ("u1", "u3", "u4", "u6", "u8", "i2", "i4", "i7", "f5e2m2", "f6e3m2", "f7e6m0", "f8e4m3", "nf4"),
+    "group": (None, 16, 17, 32, 48, 100, 128, "k"),
+    "length": (1, 2, 3),  # groups in k, or which k
+    "n": (1, 16, 17, 40, 72),
+    "zeros": ("none", "int", "float"),
+    "scale": ("f16", "bf16", "f32", "e8m0", "e4m3"),
+    "act": ("f16", "bf16"),
+    "out": (None, "f16", "bf16", "f32"),
+    "bias": (False, True),
+    "m": (1, 3, 8, 9, 16, 33, 64),
+    "target": TARGETS,
+    "row_blocks": (1, 2, 4),
+    "warps_n": (1, 2, 4),
+    "warps_k": (1, 2, 4, 8),
+    "stages": (1, 2, 3, 4),
+    "splits": (1, 2, 3),
+    "step": (1, 2, 4),  # chunks
+}
+K = {1: 16, 2: 250, 3: 264}  # without groups
+MOST_WORK = 64  # mma instructions per warp and step, if there is a choice: LLVM and the emulator take time
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and the number of tokens it gets."""
+
+    spec: MatmulSpec
+    schedule: Schedule
+    target: str
+    m: int
+
+    def __str__(self) -> str:
+        s, p = self.spec, self.schedule
+        parts = [s.weight, f"{s.n}x{s.k}", f"g{s.group_size}", f"z{s.zeros}", s.scale, s.act, s.out_dtype]
+        parts += [f"m{self.m}", f"r{p.row_blocks}n{p.warps_n}k{p.warps_k}", f"step{p.step_k}"]
+        return "-".join([*parts, f"stages{p.stages}", f"splits{p.splits}", self.target, *["bias"] * s.bias])
+
+
+def fit(choice: dict[str, Any]) -> dict[str, Any]:
+    """The nearest choice that is a kernel."""
+    c = integer_zeros(choice)
+    spec = _spec(c)
+    packing = spec.packing
+    group = packing.padded_group
+    if group is not None and (packing.chunk * c["step"]) % group and group % (packing.chunk * c["step"]):
+        c["step"] = 1
+    blocks = packing.chunk // 16 * _tokens(c["m"]) // 8
+    while c["row_blocks"] * c["step"] * blocks > MOST_WORK and c["row_blocks"] * c["step"] > 1:
+        c["step" if c["step"] > 1 else "row_blocks"] //= 2
+    while not _is_allowed(spec, _schedule(c), c["target"]):
+        name = max(("stages", "warps_k", "warps_n"), key=lambda name: c[name])
+        c[name] -= 1 if name == "stages" else c[name] // 2
+    return c
+
+
+def integer_zeros(choice: dict[str, Any]) -> dict[str, Any]:
+    """Only integers have them."""
+    wrong = choice["zeros"] == "int" and choice["weight"][0] not in "ui"
+    return choice | ({"zeros": "float"} if wrong else {})
+
+
+def _spec(c: dict[str, Any]) -> MatmulSpec:
+    group, length = c["group"], c["length"]
+    k = K[length] if group in (None, "k") else group * length
+    names = ("zeros", "scale", "act", "out", "bias")
+    others = {name: c[name] for name in names if name in c}
+    return spec_of(c["weight"], c["n"], k, group_size=k if group == "k" else group, **others)
+
+
+def _schedule(c: dict[str, Any]) -> Schedule:
+    names = ("row_blocks", "warps_n", "warps_k", "stages", "splits")
+    step = _spec(c).packing.chunk * c["step"]
+    return Schedule(tokens=_tokens(c["m"]), step_k=step, **{name: c[name] for name in names})
+
+
+def _tokens(m: int) -> int:
+    return next(tokens for tokens in TOKENS if m <= tokens)
+
+
+def _is_allowed(spec: MatmulSpec, schedule: Schedule, target: str) -> bool:
+    try:
+        check_schedule(spec, schedule, parse_target(target))
+    except SpecError:
+        return False
+    return True
+
+
+def pairs(choice: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    return itertools.combinations(choice.items(), 2)
+
+
+def covering(
+    factors: dict[str, Sequence[Any]],
+    fit: Callable[[dict[str, Any]], dict[str, Any]],
+    tries: int = 20,
+    patience: int = 60,
+) -> Iterator[dict[str, Any]]:
+    """Choices in which every two values of every two factors meet, if `fit` lets them: at each turn the best of some
+    random ones that have a missing pair (Cohen et al., "The AETG System", 1997)."""
+    rng = random.Random(0)
+    left = {
+        ((a, x), (b, y)): None for a, b in itertools.combinations(factors, 2) for x in factors[a] for y in factors[b]
+    }
+
+    def gain(choice: dict[str, Any]) -> int:
+        return sum(pair in left for pair in pairs(choice))
+
+    def draw() -> dict[str, Any]:
+        choice = {name: rng.choice(values) for name, values in factors.items()}
+        return choice | dict(rng.choice(wanted))
+
+    failures = 0
+    while left and failures < patience:
+        wanted = list(left)
+        best = fit(max((draw() for _ in range(tries)), key=gain))
+        failures = 0 if gain(best) else failures + 1
+        if not failures:
+            yield best
+        for pair in pairs(best):
+            left.pop(pair, None)
+
+
+CASES = [Case(_spec(c), _schedule(c), c["target"], c["m"]) for c in covering(FACTORS, fit)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_choices(case: Case) -> None:
+    spec, target = case.spec, parse_target(case.target)
+    problem = random_problem(spec, case.m, seed=1, finite=False)
+    kernel = compile_matmul(spec, target, case.schedule)
+    racecheck = case.schedule.threads <= 64 and case.spec.n <= 17  # its time goes with the threads
+    y = run_matmul(kernel, spec, problem, launches=2 if case.schedule.splits > 1 else 1, racecheck=racecheck)
+    assert matmul_is_right(y, spec, problem)
+
+
+# -- random choices
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in FACTORS.items()}), st.integers(0, 99))
+def test_random_choices(choice: dict[str, Any], seed: int) -> None:
+    c = fit(choice)
+    spec = _spec(c)
+    problem = random_problem(spec, c["m"], seed, finite=False)
+    kernel = compile_matmul(spec, parse_target(c["target"]), _schedule(c))
+    assert matmul_is_right(run_matmul(kernel, spec, problem, launches=2), spec, problem)
+
+
+# -- the dequantize kernel
+
+DEQUANTIZE = {name: FACTORS[name] for name in ("group", "length", "n", "zeros", "scale", "act")}
+DEQUANTIZE |= {"weight": ("u1", "u4", "i6", "f6e3m2", "f7e6m0", "nf4")}
+WEIGHT_CASES = [_spec(c) for c in covering(DEQUANTIZE, integer_zeros)]
+
+
+@pytest.mark.parametrize("spec", WEIGHT_CASES, ids=lambda s: f"{s}".replace(" ", "-"))
+def test_dequantize(spec: MatmulSpec) -> None:
+    problem = random_problem(spec, 1, seed=2, finite=False)
+    racecheck = spec.n <= 17
+    w = run_dequantize(compile_dequantize(spec, parse_target("sm_80")), spec, problem, racecheck=racecheck)
+    assert dequantize_is_right(w, spec, problem)
+
+
+# -- through the door
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("m", [0, 1, 7, 8, 9, 17, 64, 65, 100])
+def test_number_of_tokens(m: int, target: str) -> None:
+    """`compile` picks the kernel; above 64 tokens dequantizes and multiplies."""
+    spec = MatmulSpec(n=24, k=160, weight="u4", group_size=32, zeros="int", bias=True)
+    x, *weight = problem = random_problem(spec, m, seed=3)
+    mm = pylib.compile(spec, f"emulator:{target}")
+    y = mm(x, mm.pack(*weight))
+    assert y.shape == (m, spec.n) and y.dtype == torch.float16
+    bound = tolerance(spec, *problem, dequantized=m > 64)
+    assert agrees(y, matmul(spec, *problem), bound).all()

@@ -1,0 +1,176 @@
+"""Every code of every format, in every register position and both halves, decodes to exactly its value.
+
+One kernel per format: a thread has a word per plane for every position, decodes each to every type, and stores the
+pairs. Bits of the words that do not belong to the codes are random, so that a mask too wide shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from dialect import ops
+from dialect.bindings import arith, gpu, ir, llvm, new_context
+from dialect.dtypes import DType, all_names, dtype
+from dialect.packing import BLOCK_K, Packing, plane_bits
+from dialect.types import format_attr, ints
+from passes import emit
+from passes.emit_ptx import emit_ptx, translate
+from passes.lower_dequant import LowerDequant
+from passes.lower_to_llvm import LowerToLLVM
+from passes.recipes import compute_element, exponent
+from passes.target import parse_target
+from pylib.emulator import Emulator
+from pylib.packed import TORCH
+
+THREADS = 1024
+TARGETS = ("sm_80", "sm_90a")
+ELEMENTS = ("f16", "bf16", "f32")
+
+
+def table(bits: int, magnitude: float = 1.0) -> tuple[float, ...]:
+    return tuple(magnitude * np.random.default_rng(bits).standard_normal(1 << bits))
+
+
+FORMATS = [
+    *map(dtype, all_names()),
+    *(dtype(f"lut{bits}", table(bits)) for bits in range(1, 9)),
+    dtype("lut4", table(4, 2.0**18)),  # beyond f16
+    dtype("lut5", table(5, 2.0**-18)),  # where f16 has few bits left
+    dtype("lut2", (0.0, -0.0, 0.0, 0.0)),
+]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A type to decode into, and the power of two that is left to the kernel's scale."""
+
+    element: str
+    exponent: int
+
+
+def variants(t: DType) -> list[Variant]:
+    """What kernels ask for, and the plain values where the type holds them all."""
+    found: list[Variant] = []
+    for element in ELEMENTS:
+        if element == "f16" and compute_element(t, "f16") != "f16":
+            continue
+        found.append(Variant(element, exponent(t, element)))
+        if exponent(t, element) and t.kind != "table":
+            found.append(Variant(element, 0))
+    return found
+
+
+def positions(t: DType) -> list[tuple[int, ...]]:
+    """The distinct places of a pair in its words: one shift per plane."""
+    packing = Packing(t.bits, 16, 256)
+    registers = range(packing.chunk // BLOCK_K * 4)
+    slots = (packing.slots(*divmod(index, 4)) for index in registers)
+    return sorted({tuple(slot.shift for slot in slots_) for slots_ in slots})
+
+
+def decode_module(t: DType) -> ir.Module:
+    """@decode(words, out0, out1, ...): words int32 [positions, planes, threads]; an output per variant,
+    [positions, threads, 2]."""
+    module = ir.Module.create()
+    outputs = variants(t)
+    space = emit.pointer(1)
+    with ir.InsertionPoint(module.body):
+        inner = gpu.GPUModuleOp("decode_module").regions[0].blocks.append()
+    with ir.InsertionPoint(inner):
+        type_ = ir.FunctionType.get([space] * (1 + len(outputs)), [])
+        function = gpu.GPUFuncOp(ir.TypeAttr.get(type_), sym_name="decode", kernel=True)
+    block = function.operation.regions[0].blocks.append(*type_.inputs)
+    words, *results = block.arguments
+    planes = len(plane_bits(t.bits))
+    with ir.InsertionPoint(block):
+        thread = arith.index_cast(emit.integer(), gpu.thread_id(gpu.Dimension.x))
+        for number, shifts in enumerate(positions(t)):
+            read = emit.offset_bytes(words, dynamic=arith.muli(thread, emit.constant(4)))
+            pair = [
+                llvm.load(emit.integer(), emit.offset_bytes(read, static=4 * THREADS * (number * planes + plane)))
+                for plane in range(planes)
+            ]
+            for variant, result in zip(outputs, results):
+                vector = ir.VectorType.get([2], ir.Type.parse(variant.element))
+                power = ir.IntegerAttr.get(emit.integer(64), variant.exponent)
+                value = ops.DecodePairOp(pair, format_attr(t), ints(shifts), power, vector).result
+                size = 8 if variant.element == "f32" else 4
+                write = emit.offset_bytes(result, dynamic=arith.muli(thread, emit.constant(size)))
+                llvm.store(value, emit.offset_bytes(write, static=size * THREADS * number), alignment=size)
+        gpu.return_([])
+    return module
+
+
+def decode_llvm(t: DType) -> str:
+    """LLVM IR of the kernel."""
+    context = new_context()
+    ops.register(context)
+    with context, ir.Location.unknown():
+        module = decode_module(t)
+        module.operation.verify()
+        LowerDequant().run(module)
+        LowerToLLVM().run(module)
+        return translate(module)
+
+
+def pairs_of_codes(t: DType) -> np.ndarray:
+    """[threads, 2]: all pairs of up to 5 bits; of more, all codes in both halves with ever different partners."""
+    thread = np.arange(THREADS)
+    low = thread % t.codes
+    return np.stack([low, (thread // t.codes + 37 * low) % t.codes], axis=1)
+
+
+def words_of_codes(t: DType, pairs: np.ndarray, shifts: tuple[int, ...]) -> np.ndarray:
+    """The words [planes, threads] that hold the pairs at these shifts."""
+    rng = np.random.default_rng(0)
+    stored = pairs ^ (t.codes // 2) if t.kind == "int" else pairs  # offset binary
+    words = rng.integers(0, 1 << 32, (len(shifts), THREADS), dtype=np.uint64)
+    low = 0
+    for plane, (bits, shift) in enumerate(zip(plane_bits(t.bits), shifts)):
+        for half in range(2):
+            at, mask = shift + 16 * half, (1 << bits) - 1
+            field = (stored[:, half] >> low) & mask
+            words[plane] = words[plane] & ~np.uint64(mask << at) | field.astype(np.uint64) << np.uint64(at)
+        low += bits
+    return words.astype(np.uint32)
+
+
+def rounded(values: np.ndarray, element: str) -> torch.Tensor:
+    return torch.from_numpy(values.copy()).to(TORCH[element])
+
+
+@pytest.mark.parametrize("t", FORMATS, ids=lambda t: f"{t.name}-{t.max:.2g}" if t.kind == "table" else t.name)
+def test_every_code_decodes_to_its_value(t: DType) -> None:
+    llvm_ir, pairs, places = decode_llvm(t), pairs_of_codes(t), positions(t)
+    assert all(len(np.unique(pairs[:, half])) == t.codes for half in range(2))
+    words = np.stack([words_of_codes(t, pairs, shifts) for shifts in places])
+    for target in TARGETS:
+        outputs = [torch.zeros(len(places), THREADS, 2, dtype=TORCH[v.element]) for v in variants(t)]
+        memory = [output.view(-1).view(torch.uint8).numpy() for output in outputs]
+        emulator = Emulator(emit_ptx(llvm_ir, parse_target(target)))
+        emulator.launch("decode", block=THREADS, args=[words, *memory])
+        for variant, output in zip(variants(t), outputs):
+            values = t.values() * 2.0**-variant.exponent
+            expected = rounded(values, variant.element)
+            if t.kind != "table":
+                assert np.array_equal(expected.double().numpy(), values, equal_nan=True), "the type holds them all"
+            wanted = expected[torch.from_numpy(pairs)].expand_as(output)
+            same = (output == wanted) & (output.signbit() == wanted.signbit())
+            wrong = ~(same | output.isnan() & wanted.isnan())
+            if wrong.any():
+                place, thread, half = wrong.nonzero()[0].tolist()
+                pytest.fail(
+                    f"{target} {variant}: code {pairs[thread, half]:#x} at shifts {places[place]}, half {half} "
+                    f"gave {output[place, thread, half]}, not {wanted[place, thread, half]} ({int(wrong.sum())} wrong)"
+                )
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_positions_are_all_there(bits: int) -> None:
+    """As many as the narrowest plane has pairs in a word: no position of a chunk escapes the test above."""
+    t = dtype(f"u{bits}")
+    assert len(positions(t)) == 16 // min(plane_bits(bits))
