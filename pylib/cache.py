@@ -17,11 +17,11 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from pylib import knobs
+from pylib.installed import versions
 
 LOCK_TIMEOUT = 600.0
 """Seconds to wait for another process that builds the same entry, before building it as well."""
@@ -34,6 +34,7 @@ _TOOLS = (
     "nvidia-nvjitlink-cu12",
     "nvidia-cuda-nvcc",
 )
+_SOURCES_OF_ENTRIES = ("artifact.py", "cache.py")
 
 
 def load_or_build(key: str, build: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
@@ -67,7 +68,7 @@ def _text(value: object) -> str:
 @lru_cache(maxsize=1)
 def tool_versions() -> str:
     """Versions of the packages that compile, found without importing them."""
-    found = {name: _version(name) for name in _TOOLS}
+    found = versions(*_TOOLS)
     # An MLIR build tree, and a ptxas on the PATH, have no version that can be asked for without running them.
     mlir = find_spec("mlir")
     for root in (mlir.submodule_search_locations or ()) if mlir else ():
@@ -78,24 +79,22 @@ def tool_versions() -> str:
     return _text(found)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 @lru_cache(maxsize=1)
 def source_fingerprint() -> str:
-    """SHA-256 of the compiler's sources: all of dialect/ and passes/, and the modules of pylib."""
-    root = Path(__file__).resolve().parent.parent
+    """SHA-256 of the compiler's sources: dialect/, passes/, and what of pylib decides what is in an entry.
+
+    Of their contents: images and packages that are built to be reproducible give every file the same time.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    sources = [f"{root}/pylib/{name}" for name in _SOURCES_OF_ENTRIES]
+    for package in ("dialect", "passes"):
+        for folder, _, names in os.walk(f"{root}/{package}"):
+            sources += [f"{folder}/{name}" for name in names if name.endswith((".py", ".json", ".mlir"))]
     digest = hashlib.sha256()
-    for pattern in ("dialect/**/*", "passes/**/*", "pylib/*"):
-        for path in sorted(root.glob(pattern)):
-            if path.suffix in (".py", ".json", ".mlir"):
-                content = path.read_bytes()
-                digest.update(f"{path.relative_to(root)} {len(content)}\n".encode())
-                digest.update(content)
+    for path in sorted(sources):
+        content = Path(path).read_bytes()
+        digest.update(f"{path.removeprefix(root)} {len(content)}\n".encode())
+        digest.update(content)
     return digest.hexdigest()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dialect.errors import LowbitError
-from pylib.knobs import cache_dir
+from pylib.cache import Cache
+from pylib.installed import versions
 
 TARGETS = "sm_80, sm_86, sm_87, sm_89, sm_90, sm_90a, cpu, or emulator:<sm>"
 _PACKAGES = ("torch-mlir", "llvmlite", "nvidia-nvjitlink", "torch", "numpy")
@@ -22,17 +22,10 @@ def facts() -> dict[str, str]:
         "lowbit": f"{pylib.__version__}, Python {platform.python_version()}",
         **_gpus(),
         "CPU": _cpu(),
-        "toolchain": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        "toolchain": ", ".join(f"{name} {found or 'missing'}" for name, found in versions(*_PACKAGES).items()),
         "cache": _cache(),
         "targets": TARGETS,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
 
 
 def _gpus() -> dict[str, str]:
@@ -62,6 +55,5 @@ def _cpu() -> str:
 
 
 def _cache() -> str:
-    folder = cache_dir()
-    sizes = [f.stat().st_size for f in folder.rglob("*") if f.is_file()] if folder.exists() else []
-    return f"{folder}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"
+    found = Cache().info()
+    return f"{found.directory}: {found.entries} kernels, {found.bytes / 1e6:.1f} MB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from dialect.errors import SpecError
 from pylib import cache, knobs
 from pylib.cache import Cache
+from pylib.installed import versions
 
 KEY = "ab" + "0" * 62
 FILES = {"kernel.cubin": bytes(range(256)) * 40, "kernel.ptx": b".version 8.0\n", "empty": b""}
@@ -235,6 +237,8 @@ def test_the_fingerprint_sees_contents(tmp_path: Path, monkeypatch: pytest.Monke
     """A change of one byte that leaves size and time alone, a new file, and a renamed one."""
     for folder in ("dialect", "passes/deep", "pylib"):
         (tmp_path / folder).mkdir(parents=True)
+    for name in ("artifact.py", "cache.py", "cli.py"):
+        (tmp_path / "pylib" / name).touch()
     source = tmp_path / "passes/deep/a.py"
     source.write_text("x = 1")
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "pylib/cache.py"))
@@ -251,10 +255,25 @@ def test_the_fingerprint_sees_contents(tmp_path: Path, monkeypatch: pytest.Monke
     seen.append(fingerprint())
     source.rename(tmp_path / "passes/deep/b.py")
     seen.append(fingerprint())
-    assert len(set(seen)) == 4
+    (tmp_path / "pylib/artifact.py").write_text("x = 1")
+    seen.append(fingerprint())
+    assert len(set(seen)) == 5
+    (tmp_path / "pylib/cli.py").write_text("x = 1")
     (tmp_path / "passes/__pycache__").mkdir()
     (tmp_path / "passes/__pycache__/a.pyc").write_text("")
     assert fingerprint() == seen[-1]
+
+
+def test_versions_are_those_that_importlib_finds() -> None:
+    names = ("torch", "torch-mlir", "llvmlite", "nvidia-nvjitlink", "PyTest_xdist", "no-such-package")
+
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    assert versions(*names) == {name: version(name) for name in names}
 
 
 def test_making_a_key_imports_no_compiler(repo: Path) -> None:
