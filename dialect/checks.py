@@ -27,6 +27,7 @@ def verifier(check: Callable[[Any], None]) -> Any:
 
     def verify_invariants(op: Any) -> bool:
         try:
+            _check_segments(op)
             check(op)
         except LowbitError as error:
             location = error.location or op.location
@@ -35,6 +36,18 @@ def verifier(check: Callable[[Any], None]) -> Any:
         return True
 
     return staticmethod(verify_invariants)
+
+
+def _check_segments(op: Any) -> None:
+    """IRDL works out by itself how many operands a variadic group has, but the bindings read this attribute."""
+    kinds: list[int] | None = op._ODS_OPERAND_SEGMENTS  # 1 for a single operand, -1 for any number
+    if kinds is None:
+        return
+    rest = len(op.operands) - kinds.count(1)
+    expected = f"array<i32: {', '.join('1' if kind == 1 else str(rest) for kind in kinds)}>"
+    name = "operandSegmentSizes"
+    got = str(op.attributes[name]) if name in op.attributes else "nothing"
+    expect(got == expected, name, expected, got)
 
 
 def in_range(attribute: Any, what: str, least: int, most: int | None = None) -> int:

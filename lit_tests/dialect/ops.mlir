@@ -1,0 +1,146 @@
+// RUN: %lowbit-opt %s --split-input-file | %filecheck %s
+// RUN: %lowbit-opt %s --split-input-file --mlir-print-op-generic | %lowbit-opt - --split-input-file | %filecheck %s
+
+// Every operation of the dialect, there and back. First the two on tensors.
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+// CHECK-LABEL: func.func @tensors
+func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) -> tensor<?x64xf32> {
+  // CHECK: "lowbit.matmul"(%{{.*}}, %{{.*}}, %{{.*}}) {operandSegmentSizes = array<i32: 1, 1, 1>}
+  %y = "lowbit.matmul"(%x, %w, %bias) {operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (tensor<?x256xf16>, !weight, tensor<64xf32>) -> tensor<?x64xf32>
+  // CHECK: "lowbit.matmul"(%{{.*}}, %{{.*}}) {operandSegmentSizes = array<i32: 1, 1, 0>}
+  %no_bias = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>}
+    : (tensor<?x256xf16>, !weight) -> tensor<?x64xf16>
+  // CHECK: "lowbit.dequantize"
+  %0 = "lowbit.dequantize"(%w) : (!weight) -> tensor<64x256xbf16>
+  return %y : tensor<?x64xf32>
+}
+
+// -----
+
+// A program is what one block does: parameters, then memory, copies, tiles.
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+!x_buffer = !lowbit.shared<[8, 64], f16, [72, 1]>
+!x_stages = !lowbit.shared<[2, 8, 64], f16, [576, 72, 1]>
+!codes = !lowbit.global<[1, 32], vector<4xi32>, [32, 1], [1, 1]>
+!units = !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">
+!a_codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a_half = !lowbit.reg<[16, 32], f16, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 64], f16, "local(1, 8).spatial(8, 4).local(1, 2)">
+!b_half = !lowbit.reg<[8, 32], f16, "local(1, 4).spatial(8, 4).local(1, 2)">
+!d = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+!d_flat = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+!sums = !lowbit.reg<[1, 8], f32, "replicated(8, rank=2).spatial(1, 4).local(1, 2)">
+!scales = !lowbit.reg<[16, 1], i8, "local(2, 1).spatial(8, 1).replicated(4)">
+!scales_f32 = !lowbit.reg<[16, 1], f32, "local(2, 1).spatial(8, 1).replicated(4)">
+
+// CHECK: "lowbit.program"() ({
+// CHECK-NEXT: ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[W:.*]]: !llvm.ptr<1>, %[[COUNTERS:.*]]: !llvm.ptr<1>, %[[M:.*]]: i32):
+"lowbit.program"() ({
+^bb0(%x_pointer: !llvm.ptr<1>, %w_pointer: !llvm.ptr<1>, %counters_pointer: !llvm.ptr<1>, %m: i32):
+  %c0 = arith.constant 0 : i32
+  // CHECK: "lowbit.block_id"() {axis = 0 : i64} : () -> i32
+  %block = "lowbit.block_id"() {axis = 0} : () -> i32
+
+  // Views of device memory; the size written as -1 is an operand.
+  // CHECK: "lowbit.global_view"(%[[X]], %[[M]])
+  %x = "lowbit.global_view"(%x_pointer, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !x
+  // CHECK: "lowbit.global_view"(%[[W]])
+  %w = "lowbit.global_view"(%w_pointer) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
+  %counters = "lowbit.global_view"(%counters_pointer) {operandSegmentSizes = array<i32: 1, 0>}
+    : (!llvm.ptr<1>) -> !lowbit.global<[4], i32, [1], [1]>
+  %bytes = "lowbit.global_view"(%w_pointer) {operandSegmentSizes = array<i32: 1, 0>}
+    : (!llvm.ptr<1>) -> !lowbit.global<[16, 1], i8, [1, 1], [1, 1]>
+
+  // Copies to shared memory: in groups that are waited for.
+  // CHECK: "lowbit.alloc_shared"
+  // CHECK: "lowbit.stage"
+  %stages = "lowbit.alloc_shared"() : () -> !x_stages
+  %buffer = "lowbit.stage"(%stages, %c0) : (!x_stages, i32) -> !x_buffer
+  // CHECK: "lowbit.grid_wait"() : () -> ()
+  "lowbit.grid_wait"() : () -> ()
+  // CHECK: "lowbit.copy_async"
+  "lowbit.copy_async"(%x, %buffer, %block, %c0)
+    {layout = "local(2, 1).spatial(4, 8).local(1, 8)", boundary = ["zero", "none"], limit = [64, 1, 1000],
+     operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !x_buffer, i32, i32) -> ()
+  // CHECK: "lowbit.commit"
+  // CHECK: "lowbit.wait"() {pending = 0 : i64}
+  // CHECK: "lowbit.barrier"() {scope = "warp"}
+  "lowbit.commit"() : () -> ()
+  "lowbit.wait"() {pending = 0} : () -> ()
+  "lowbit.barrier"() {scope = "warp"} : () -> ()
+
+  // Tiles: packed codes become an operand of the tensor core.
+  // CHECK: "lowbit.load"
+  // CHECK: "lowbit.view"
+  // CHECK: "lowbit.decode"
+  // CHECK: "lowbit.load_matrix"
+  // CHECK: "lowbit.constant"
+  // CHECK: "lowbit.mma"
+  %words = "lowbit.load"(%w, %c0, %c0) {boundary = ["none", "clamp"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!codes, i32, i32) -> !units
+  %codes = "lowbit.view"(%words) : (!units) -> !a_codes
+  %a = "lowbit.decode"(%codes) {exponent = 0} : (!a_codes) -> !a
+  %b = "lowbit.load_matrix"(%buffer, %m) : (!x_buffer, i32) -> !b
+  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
+  %all = "lowbit.mma"(%a, %b, %zero) : (!a, !b, !d) -> !d
+
+  // A part of k: slices stay in their threads.
+  // CHECK-COUNT-2: "lowbit.slice"
+  %a_half = "lowbit.slice"(%a) {dim = 1, start = 32} : (!a) -> !a_half
+  %b_half = "lowbit.slice"(%b) {dim = 1, start = 32} : (!b) -> !b_half
+  %half = "lowbit.mma"(%a_half, %b_half, %zero) : (!a_half, !b_half, !d) -> !d
+
+  // Arithmetic broadcasts dims of size 1.
+  // CHECK: "lowbit.cast"(%{{.*}}) {kind = "e4m3"}
+  // CHECK: "lowbit.mul"
+  // CHECK: "lowbit.add"
+  // CHECK: "lowbit.fma"
+  // CHECK: "lowbit.row_sums"
+  %bytes_tile = "lowbit.load"(%bytes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!lowbit.global<[16, 1], i8, [1, 1], [1, 1]>, i32, i32) -> !scales
+  %scale = "lowbit.cast"(%bytes_tile) {kind = "e4m3"} : (!scales) -> !scales_f32
+  %scaled = "lowbit.mul"(%all, %scale) : (!d, !scales_f32) -> !d
+  %sum = "lowbit.add"(%scaled, %half) : (!d, !d) -> !d
+  %fused = "lowbit.fma"(%sum, %scale, %zero) : (!d, !scales_f32, !d) -> !d
+  %sums = "lowbit.row_sums"(%b) : (!b) -> !sums
+
+  // CHECK: "lowbit.reshape"
+  // CHECK: "lowbit.reduce"
+  %flat = "lowbit.reshape"(%fused) : (!d) -> !d_flat
+  %reduced = "lowbit.reduce"(%flat) {dim = 0} : (!d_flat) -> !d_flat
+
+  // CHECK: "lowbit.free_shared"
+  // CHECK: "lowbit.alloc_shared"
+  // CHECK: "lowbit.copy_padded"
+  // CHECK: "lowbit.store"
+  // CHECK: "lowbit.last_arrival"
+  // CHECK: "lowbit.grid_launch_dependents"
+  // CHECK: "lowbit.return"
+  "lowbit.barrier"() {scope = "block"} : () -> ()
+  "lowbit.free_shared"(%stages) : (!x_stages) -> ()
+  %padded = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>
+  "lowbit.copy_padded"(%x, %padded, %c0, %c0)
+    {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32, operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!x, !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>, i32, i32) -> ()
+  %out = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 16, 8], f32, [128, 8, 1]>
+  "lowbit.store"(%reduced, %out, %c0, %c0, %c0) {boundary = ["none", "skip", "none"], operandSegmentSizes = array<i32: 1, 1, 3>}
+    : (!d_flat, !lowbit.shared<[1, 16, 8], f32, [128, 8, 1]>, i32, i32, i32) -> ()
+  %last = "lowbit.last_arrival"(%counters, %c0) {count = 3} : (!lowbit.global<[4], i32, [1], [1]>, i32) -> i1
+  "lowbit.grid_launch_dependents"() : () -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "everything", threads = 32, grid = [1, 1, 1], params = ["x", "w", "counters", "m"], workspace = 0} : () -> ()
+
+// -----
+
+// What is left of a format where tiles are gone: planes of 4 and 2 bits of two codes of 6.
+// CHECK-LABEL: func.func @registers
+func.func @registers(%plane4: i32, %plane2: i32) -> vector<2xf16> {
+  // CHECK: "lowbit.decode_pair"(%{{.*}}, %{{.*}}) {exponent = 0 : i64, format = #lowbit.format<"u6", []>, {{.*}}shifts = [8, 2]
+  %0 = "lowbit.decode_pair"(%plane4, %plane2) {format = #lowbit.format<"u6", []>, shifts = [8, 2], exponent = 0, operandSegmentSizes = array<i32: 2>}
+    : (i32, i32) -> vector<2xf16>
+  return %0 : vector<2xf16>
+}

@@ -1,0 +1,164 @@
+// RUN: %lowbit-opt %s --split-input-file --verify-diagnostics
+
+// IRDL refuses parameters of the wrong kind when a type is read. Parameters that make no sense together are
+// refused by the verifier of the first operation that has the type.
+
+// expected-error @below {{expected base attribute 'builtin.string' but got 'builtin.integer'}}
+func.func private @f(!lowbit.reg<[16, 8], f32, 1 : i64>)
+
+// -----
+
+// expected-error @below {{expected base attribute 'lowbit.format' but got 'builtin.string'}}
+func.func private @f(!lowbit.packed<[64, 256], "u4", 128, "int", "f16">)
+
+// -----
+
+// expected-error @below {{expected 3 type arguments, but had 2}}
+func.func private @f(!lowbit.shared<[8, 64], f16>)
+
+// -----
+
+// A layout that is no layout.
+func.func @f() {
+  // expected-error @below {{'lowbit.constant' op a layout is written as calls joined with dots, not 'nonsense'}}
+  %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !lowbit.reg<[16, 8], f32, "nonsense">
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{no layout 'diagonal(16, 8)'; there are layout, local, spatial, column_local}}
+  %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !lowbit.reg<[16, 8], f32, "diagonal(16, 8)">
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{shape: expected that of the layout, (16, 8), got (8, 16)}}
+  %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !lowbit.reg<[8, 16], f32, "spatial(16, 8)">
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{expected a list of integers, got ["16", "8"]}}
+  %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !lowbit.reg<["16", "8"], f32, "spatial(16, 8)">
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{element: expected a #lowbit.format or one of f16, bf16, f32, i32, i16, i8, vector<4xi32>, got f64}}
+  %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !lowbit.reg<[16, 8], f64, "spatial(16, 8)">
+  return
+}
+
+// -----
+
+// Buffers and views.
+func.func @f() {
+  // expected-error @below {{shape: expected sizes of at least 1, got [-1, 64]}}
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[-1, 64], f16, [64, 1]>
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{strides: expected one per dim (2), got 1}}
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], f16, [1]>
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{strides: expected none below 0, got [-64, 1]}}
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], f16, [-64, 1]>
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{element of memory: expected whole bytes (codes are viewed in registers)}}
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], #lowbit.format<"u4", []>, [64, 1]>
+  return
+}
+
+// -----
+
+func.func @f(%p: !llvm.ptr<1>, %m: i32) {
+  // expected-error @below {{shape: expected sizes of at least 1 or -1, got [-2, 64]}}
+  %0 = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[-2, 64], f16, [64, 1], [1, 1]>
+  return
+}
+
+// -----
+
+func.func @f(%p: !llvm.ptr<1>) {
+  // expected-error @below {{divisors: expected one per dim (2), got 1}}
+  %0 = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[8, 64], f16, [64, 1], [1]>
+  return
+}
+
+// -----
+
+func.func @f(%p: !llvm.ptr<1>) {
+  // expected-error @below {{divisors: expected none below 1, got [0, 1]}}
+  %0 = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[8, 64], f16, [64, 1], [0, 1]>
+  return
+}
+
+// -----
+
+// Packed weights obey the rules of a MatmulSpec.
+func.func @f(%w: !lowbit.packed<[64], #lowbit.format<"u4", []>, 0, "none", "f16">) -> tensor<64x256xf16> {
+  // expected-error @below {{shape of a packed weight: expected [n, k], got [64]}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64], #lowbit.format<"u4", []>, 0, "none", "f16">) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u9", []>, 0, "none", "f16">) -> tensor<64x256xf16> {
+  // expected-error @below {{unknown weight format 'u9'; allowed: u1..u8, i1..i8}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u9", []>, 0, "none", "f16">) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"lut1", ["a", "b"]>, 0, "none", "f16">) -> tensor<64x256xf16> {
+  // expected-error @below {{table of a format: expected a list of floats, got ["a", "b"]}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"lut1", ["a", "b"]>, 0, "none", "f16">) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 96, "none", "f16">) -> tensor<64x256xf16> {
+  // expected-error @below {{group_size=96 must divide k=256; try 64 or 128}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 96, "none", "f16">) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"nf4", []>, 64, "int", "f16">) -> tensor<64x256xf16> {
+  // expected-error @below {{zeros='int' needs an integer weight}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"nf4", []>, 64, "int", "f16">) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", "f8">) -> tensor<64x256xf16> {
+  // expected-error @below {{scale='f8' must be one of 'f16', 'bf16', 'f32', 'e8m0', 'e4m3'}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", "f8">) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
