@@ -580,7 +580,7 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
         expect(rank >= 2 and len(b.shape) == rank, "ranks", "equal and at least 2", (rank, len(b.shape)))
         *batch, m, k = a.shape
         n = b.shape[-2]
-        expect(list(b.shape) == [*batch, n, k], "b", f"{[*batch, 'n', k]}", list(b.shape))
+        expect(list(b.shape) == [*batch, n, k], "b", [*batch, n, k], list(b.shape))
         expect(list(c.shape) == [*batch, m, n], "c", [*batch, m, n], list(c.shape))
         a_blocks = fragments(a.layout, MMA_M16N8K16_A, "a")
         b_blocks = fragments(b.layout, MMA_M16N8K16_B_NK, "b")

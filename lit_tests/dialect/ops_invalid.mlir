@@ -1,0 +1,903 @@
+// RUN: %lowbit-opt %s --split-input-file --verify-diagnostics
+
+// What the verifiers refuse, operation by operation. Wrong types are in types_invalid.mlir.
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_x(%x: tensor<?x128xf16>, %w: !weight) -> tensor<?x64xf16> {
+  // expected-error @below {{'lowbit.matmul' op x: expected tensor<?x256xf16> or tensor<?x256xbf16>, got tensor<?x128xf16>}}
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x128xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_y(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xi8> {
+  // expected-error @below {{y: expected tensor<?x64xf16> or tensor<?x64xbf16> or tensor<?x64xf32>, got tensor<?x64xi8>}}
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x256xf16>, !weight) -> tensor<?x64xi8>
+  return %y : tensor<?x64xi8>
+}
+
+// -----
+
+// The bias has the type of y.
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_bias(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf16>) -> tensor<?x64xf32> {
+  // expected-error @below {{bias: expected tensor<64xf32>, got tensor<64xf16>}}
+  %y = "lowbit.matmul"(%x, %w, %bias) {operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (tensor<?x256xf16>, !weight, tensor<64xf16>) -> tensor<?x64xf32>
+  return %y : tensor<?x64xf32>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_two_biases(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf16>) -> tensor<?x64xf16> {
+  // expected-error @below {{bias: expected one at most, got 2}}
+  %y = "lowbit.matmul"(%x, %w, %bias, %bias) {operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (tensor<?x256xf16>, !weight, tensor<64xf16>, tensor<64xf16>) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_segments(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf16> {
+  // expected-error @below {{operandSegmentSizes: expected array<i32: 1, 1, 0>, got nothing}}
+  %y = "lowbit.matmul"(%x, %w) : (tensor<?x256xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @dequantize_y(%w: !weight) -> tensor<256x64xf16> {
+  // expected-error @below {{y: expected tensor<64x256xf16> or tensor<64x256xbf16>, got tensor<256x64xf16>}}
+  %y = "lowbit.dequantize"(%w) : (!weight) -> tensor<256x64xf16>
+  return %y : tensor<256x64xf16>
+}
+
+// -----
+
+// expected-error @below {{'lowbit.program' op threads: expected 32..1024, got 2048}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 2048, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{threads: expected a multiple of 32, got 48}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 48, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{grid: expected three sizes of at least 1, got [8, 0, 1]}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 0, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{workspace: expected at least 0, got -4}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = [], workspace = -4} : () -> ()
+
+// -----
+
+// expected-error @below {{body: expected one block, got 0}}
+"lowbit.program"() ({
+}) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{params: expected names of 1 arguments, got 2}}
+"lowbit.program"() ({
+^bb0(%m: i32):
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = ["m", "n"], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{expected a list of strings, got [1]}}
+"lowbit.program"() ({
+^bb0(%m: i32):
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = [1], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{'lowbit.program' op x: expected !llvm.ptr<1> or i32, got tensor<8xf16>}}
+"lowbit.program"() ({
+^bb0(%x: tensor<8xf16>):
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
+
+// -----
+
+// A program sees its parameters and nothing else.
+func.func @isolated(%m: i32) {
+  // expected-note @below {{required by region isolation constraints}}
+  "lowbit.program"() ({
+    // expected-error @below {{using value defined outside the region}}
+    %0 = arith.addi %m, %m : i32
+    "lowbit.return"() : () -> ()
+  }) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+  return
+}
+
+// -----
+
+// All tiles are spread over the threads of the block.
+"lowbit.program"() ({
+  // expected-error @below {{'lowbit.program' op layout spatial(8, 4) in lowbit.constant: expected 64 threads, got 32}}
+  %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 64, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+func.func @block_id() {
+  // expected-error @below {{'lowbit.block_id' op axis: expected 0..2, got 3}}
+  %0 = "lowbit.block_id"() {axis = 3} : () -> i32
+  return
+}
+
+// -----
+
+func.func @view_of_no_pointer(%p: !llvm.ptr<3>) {
+  // expected-error @below {{'lowbit.global_view' op pointer: expected !llvm.ptr<1>, got !llvm.ptr<3>}}
+  %0 = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<3>) -> !lowbit.global<[8], f16, [1], [1]>
+  return
+}
+
+// -----
+
+func.func @view_without_size(%p: !llvm.ptr<1>) {
+  // expected-error @below {{sizes: expected one per dynamic dim (1), got 0}}
+  %0 = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[-1], f16, [1], [1]>
+  return
+}
+
+// -----
+
+func.func @stage(%b: !lowbit.shared<[2, 8, 64], f16, [512, 64, 1]>, %i: i32) {
+  // expected-error @below {{'lowbit.stage' op result: expected Shared(element='f16', shape=(8, 64), strides=(64, 1)), got Shared(element='f16', shape=(8, 64), strides=(72, 1))}}
+  %0 = "lowbit.stage"(%b, %i) : (!lowbit.shared<[2, 8, 64], f16, [512, 64, 1]>, i32) -> !lowbit.shared<[8, 64], f16, [72, 1]>
+  return
+}
+
+// -----
+
+func.func @stage_of_a_vector(%b: !lowbit.shared<[2], f16, [1]>, %i: i32) {
+  // expected-error @below {{buffer: expected rank 2 or more, got [2]}}
+  %0 = "lowbit.stage"(%b, %i) : (!lowbit.shared<[2], f16, [1]>, i32) -> !lowbit.shared<[2], f16, [1]>
+  return
+}
+
+// -----
+
+// Copies. The layout covers the target.
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[8, 64], f16, [72, 1]>
+func.func @copy_layout(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{'lowbit.copy_async' op shape of the layout: expected the target's, (8, 64), got (4, 64)}}
+  "lowbit.copy_async"(%x, %to, %i, %i) {layout = "spatial(4, 8).local(1, 8)", boundary = ["zero", "none"], limit = [],
+    operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[8, 64], bf16, [72, 1]>
+func.func @copy_element(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{element of the target: expected f16, got bf16}}
+  "lowbit.copy_async"(%x, %to, %i, %i) {layout = "local(2, 1).spatial(4, 8).local(1, 8)", boundary = ["zero", "none"],
+    limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[8, 64], f16, [72, 1]>
+func.func @copy_limit(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{limit: expected a factor per dim and the end, got [64, 1]}}
+  "lowbit.copy_async"(%x, %to, %i, %i) {layout = "local(2, 1).spatial(4, 8).local(1, 8)", boundary = ["zero", "none"],
+    limit = [64, 1], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f32, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 8, 64], f32, [512, 64, 1]>
+func.func @padded_element(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{'lowbit.copy_padded' op element: expected f16 or bf16, got f32}}
+  "lowbit.copy_padded"(%x, %to, %i, %i) {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32,
+    operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[64], f16, [1], [1]>
+!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>
+func.func @padded_source(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{source: expected rank 2 [rows, columns], got 1}}
+  "lowbit.copy_padded"(%x, %to, %i, %i) {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32,
+    operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[8, 64], f16, [64, 1]>
+func.func @padded_target(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{target: expected rank 3 [steps, rows, columns], got 2}}
+  "lowbit.copy_padded"(%x, %to, %i, %i) {layout = "local(8, 2).spatial(1, 32)", group = 17, padded = 32,
+    operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>
+func.func @padded_offsets(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{offsets: expected two: row, step, got 3}}
+  "lowbit.copy_padded"(%x, %to, %i, %i, %i) {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32,
+    operandSegmentSizes = array<i32: 1, 1, 3>} : (!x, !buffer, i32, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>
+func.func @padded_group(%x: !x, %to: !buffer, %i: i32) {
+  // expected-error @below {{group: expected 1..16, got 17}}
+  "lowbit.copy_padded"(%x, %to, %i, %i) {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 16,
+    operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+  return
+}
+
+// -----
+
+func.func @wait() {
+  // expected-error @below {{'lowbit.wait' op pending: expected at least 0, got -1}}
+  "lowbit.wait"() {pending = -1} : () -> ()
+  return
+}
+
+// -----
+
+func.func @barrier() {
+  // expected-error @below {{'lowbit.barrier' op scope: expected 'block' or 'warp', got 'grid'}}
+  "lowbit.barrier"() {scope = "grid"} : () -> ()
+  return
+}
+
+// -----
+
+func.func @counters(%c: !lowbit.global<[4], f32, [1], [1]>, %i: i32) {
+  // expected-error @below {{'lowbit.last_arrival' op element of the counters: expected i32, got f32}}
+  %0 = "lowbit.last_arrival"(%c, %i) {count = 2} : (!lowbit.global<[4], f32, [1], [1]>, i32) -> i1
+  return
+}
+
+// -----
+
+func.func @counters_rank(%c: !lowbit.global<[4, 4], i32, [4, 1], [1, 1]>, %i: i32) {
+  // expected-error @below {{counters: expected rank 1, got [4, 4]}}
+  %0 = "lowbit.last_arrival"(%c, %i) {count = 2} : (!lowbit.global<[4, 4], i32, [4, 1], [1, 1]>, i32) -> i1
+  return
+}
+
+// -----
+
+func.func @count(%c: !lowbit.global<[4], i32, [1], [1]>, %i: i32) {
+  // expected-error @below {{count: expected at least 1, got 0}}
+  %0 = "lowbit.last_arrival"(%c, %i) {count = 0} : (!lowbit.global<[4], i32, [1], [1]>, i32) -> i1
+  return
+}
+
+// -----
+
+func.func @constant() {
+  // expected-error @below {{'lowbit.constant' op element of the result: expected f16 or bf16 or f32, got i8}}
+  %0 = "lowbit.constant"() {value = 1.0 : f32} : () -> !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+// Loads and stores.
+func.func @load_from_a_number(%x: f32) {
+  // expected-error @below {{'lowbit.load' op memory: expected !lowbit.global or !lowbit.shared, got f32}}
+  %0 = "lowbit.load"(%x) {boundary = [], operandSegmentSizes = array<i32: 1, 0>} : (f32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_element(%x: !x, %i: i32) {
+  // expected-error @below {{element of the tile: expected f16, got f32}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_rank(%x: !x, %i: i32) {
+  // expected-error @below {{rank of the tile: expected 2 as the memory, got 1}}
+  %0 = "lowbit.load"(%x, %i) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1>}
+    : (!x, i32) -> !lowbit.reg<[32], f16, "spatial(32)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_offsets(%x: !x, %i: i32) {
+  // expected-error @below {{offsets: expected one per dim (2), got 1}}
+  %0 = "lowbit.load"(%x, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1>}
+    : (!x, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_boundary(%x: !x, %i: i32) {
+  // expected-error @below {{boundary: expected one word per dim (2), got 1}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+// A load has to yield something for every element: it cannot skip one.
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_skip(%x: !x, %i: i32) {
+  // expected-error @below {{boundary: expected one of none, clamp, zero, got skip}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["skip", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.shared<[4, 4], f16, [4, 1]>
+func.func @load_too_much(%x: !x, %i: i32) {
+  // expected-error @below {{size of dim 0 with boundary none: expected at most 4, got 8}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.shared<[8, 4], f16, [4, 1]>
+func.func @store_clamp(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %i: i32) {
+  // expected-error @below {{'lowbit.store' op boundary: expected one of none, skip, got clamp}}
+  "lowbit.store"(%t, %x, %i, %i) {boundary = ["clamp", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !x, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.shared<[8, 4], bf16, [4, 1]>
+func.func @store_element(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %i: i32) {
+  // expected-error @below {{element of the tile: expected bf16, got f16}}
+  "lowbit.store"(%t, %x, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !x, i32, i32) -> ()
+  return
+}
+
+// -----
+
+// ldmatrix reads rows of 16 bytes at addresses that are multiples of 16.
+func.func @load_matrix_element(%x: !lowbit.shared<[8, 16], f32, [24, 1]>, %m: i32) {
+  // expected-error @below {{'lowbit.load_matrix' op element: expected of 16 bits, got f32}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f32, [24, 1]>, i32) -> !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_shape(%x: !lowbit.shared<[16, 16], f16, [24, 1]>, %m: i32) {
+  // expected-error @below {{shape of the tile: expected (16, 16), got (8, 16)}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_strides(%x: !lowbit.shared<[8, 16], f16, [20, 1]>, %m: i32) {
+  // expected-error @below {{strides: expected multiples of 8 (16 bytes) and 1 for the last dim, got [20, 1]}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [20, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_layout(%x: !lowbit.shared<[8, 16], f16, [24, 1]>, %m: i32) {
+  // expected-error @below {{layout of result: expected a multiple of local(1, 2).spatial(8, 4).local(1, 2), got spatial(8, 4).local(1, 4)}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [24, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_warps(%x: !lowbit.shared<[16, 16], f16, [24, 1]>, %m: i32) {
+  // expected-error @below {{rows of the result: expected within each warp, got spread over warps: spatial(2, 1)}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1]>, i32) -> !lowbit.reg<[16, 16], f16, "spatial(2, 1).local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+// Views.
+func.func @view_threads(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{'lowbit.view' op threads: expected 32, got 16}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[4, 4], f16, "spatial(4, 4)">
+  return
+}
+
+// -----
+
+func.func @view_bits(%t: !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">) {
+  // expected-error @below {{bits per thread: expected 128, got 192}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">)
+    -> !lowbit.reg<[16, 64], #lowbit.format<"u6", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @view_element(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{element: expected f16, got bf16}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], bf16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @view_of_numbers(%t: !lowbit.reg<[8, 32], f16, "spatial(8, 4).local(1, 8)">) {
+  // expected-error @below {{element of the source: expected vector<4xi32>, got f16}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[8, 32], f16, "spatial(8, 4).local(1, 8)">)
+    -> !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+// Codes are packed as fragments of the tensor core and exist in this order only.
+func.func @view_layout(%t: !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">) {
+  // expected-error @below {{layout of result: expected a multiple of column_local(2, 2).spatial(8, 4).local(1, 2), got spatial(8, 4).local(2, 16)}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">)
+    -> !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "spatial(8, 4).local(2, 16)">
+  return
+}
+
+// -----
+
+// 32 columns of u4 are half a chunk: the other half of the unit belongs to columns of the same rows.
+func.func @view_half_a_chunk(%t: !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">) {
+  // expected-error @below {{columns of a warp: expected a multiple of 64 for u4, got 32}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">)
+    -> !lowbit.reg<[32, 32], #lowbit.format<"u4", []>, "local(2, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @view_scattered(%t: !lowbit.reg<[2, 32], vector<4xi32>, "spatial(2, 32)">) {
+  // expected-error @below {{columns of a warp: expected side by side, got 64 among 112}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[2, 32], vector<4xi32>, "spatial(2, 32)">)
+    -> !lowbit.reg<[16, 128], #lowbit.format<"u4", []>, "local(1, 4).spatial(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+// Decoding.
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @decode_numbers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{'lowbit.decode' op source: expected codes of a low-bit format, got f16}}
+  %0 = "lowbit.decode"(%t) {exponent = 0} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @decode_exponent(%t: !codes) {
+  // expected-error @below {{exponent: expected -1022..1023, got 5000}}
+  %0 = "lowbit.decode"(%t) {exponent = 5000} : (!codes)
+    -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @decode_to_bytes(%t: !codes) {
+  // expected-error @below {{element of the result: expected f16 or bf16 or f32, got i8}}
+  %0 = "lowbit.decode"(%t) {exponent = 0} : (!codes)
+    -> !lowbit.reg<[16, 64], i8, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @decode_layout(%t: !codes) {
+  // expected-error @below {{layout: expected column_local(2, 8).spatial(8, 4).local(1, 2), got spatial(8, 4).local(2, 16)}}
+  %0 = "lowbit.decode"(%t) {exponent = 0} : (!codes) -> !lowbit.reg<[16, 64], f16, "spatial(8, 4).local(2, 16)">
+  return
+}
+
+// -----
+
+// Slices and shapes.
+!t = !lowbit.reg<[8, 8], f16, "spatial(8, 4).local(1, 2)">
+func.func @slice_dim(%t: !t) {
+  // expected-error @below {{'lowbit.slice' op dim: expected 0..1, got 2}}
+  %0 = "lowbit.slice"(%t) {dim = 2, start = 0} : (!t) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+func.func @slice_start(%t: !t) {
+  // expected-error @below {{start: expected 0..8, got 16}}
+  %0 = "lowbit.slice"(%t) {dim = 1, start = 16} : (!t) -> !lowbit.reg<[8, 8], f16, "spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 8], f16, "spatial(8, 4).local(1, 2)">
+func.func @slice_rank(%t: !t) {
+  // expected-error @below {{rank: expected 2, got 1}}
+  %0 = "lowbit.slice"(%t) {dim = 0, start = 0} : (!t) -> !lowbit.reg<[8], f16, "spatial(8).replicated(4)">
+  return
+}
+
+// -----
+
+// Half of the threads cannot give away what they hold.
+!t = !lowbit.reg<[8, 8], f16, "spatial(8, 4).local(1, 2)">
+func.func @slice_threads(%t: !t) {
+  // expected-error @below {{local digits alone do not cut [0, 4) of dim 0}}
+  %0 = "lowbit.slice"(%t) {dim = 0, start = 0} : (!t) -> !lowbit.reg<[4, 8], f16, "replicated(2, rank=2).spatial(4, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+func.func @slice_layout(%t: !t) {
+  // expected-error @below {{layout: expected spatial(8, 4).local(1, 2), got local(1, 2).spatial(8, 4)}}
+  %0 = "lowbit.slice"(%t) {dim = 1, start = 8} : (!t) -> !lowbit.reg<[8, 8], f16, "local(1, 2).spatial(8, 4)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @slice_codes(%t: !codes) {
+  // expected-error @below {{element of the source: expected f16 or bf16 or f32}}
+  %0 = "lowbit.slice"(%t) {dim = 1, start = 0} : (!codes)
+    -> !lowbit.reg<[16, 16], #lowbit.format<"u4", []>, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 8], f16, "spatial(8, 4).local(1, 2)">
+func.func @reshape_size(%t: !t) {
+  // expected-error @below {{'lowbit.reshape' op cannot reshape (spatial(8, 4).local(1, 2)) of shape (8, 8) to (8, 4)}}
+  %0 = "lowbit.reshape"(%t) : (!t) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 8], f16, "spatial(8, 4).local(1, 2)">
+func.func @reshape_layout(%t: !t) {
+  // expected-error @below {{layout: expected spatial(32).local(2), got local(2).spatial(32)}}
+  %0 = "lowbit.reshape"(%t) : (!t) -> !lowbit.reg<[64], f16, "local(2).spatial(32)">
+  return
+}
+
+// -----
+
+// Casts and arithmetic.
+func.func @cast_kind(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
+  // expected-error @below {{'lowbit.cast' op kind: expected one of float, e4m3, e8m0, unsigned, got signed}}
+  %0 = "lowbit.cast"(%t) {kind = "signed"} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @cast_between_halves(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{cast: expected from or to f32, got f16 to bf16}}
+  %0 = "lowbit.cast"(%t) {kind = "float"} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], bf16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @cast_bytes(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
+  // expected-error @below {{e8m0: expected i8 to f32, got i8 to f16}}
+  %0 = "lowbit.cast"(%t) {kind = "e8m0"} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @cast_layout(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{layout: expected spatial(8, 4), got column_spatial(8, 4)}}
+  %0 = "lowbit.cast"(%t) {kind = "float"} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "column_spatial(8, 4)">
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+func.func @add_element(%a: !t, %b: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{'lowbit.add' op element: expected f32, got f16}}
+  %0 = "lowbit.add"(%a, %b) : (!t, !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !t
+  return
+}
+
+// -----
+
+// A row vector is broadcast only if every thread has its part of it already.
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+!row = !lowbit.reg<[1, 4], f32, "spatial(1, 4).replicated(8)">
+func.func @mul_moves(%a: !t, %b: !row) {
+  // expected-error @below {{'lowbit.mul' op (spatial(1, 4).replicated(8)) to (spatial(8, 4)) moves elements between threads}}
+  %0 = "lowbit.mul"(%a, %b) : (!t, !row) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+func.func @fma_shape(%a: !t, %b: !lowbit.reg<[4, 8], f32, "spatial(4, 8)">) {
+  // expected-error @below {{'lowbit.fma' op cannot broadcast (4, 8) to (8, 4): only dims of size 1 grow}}
+  %0 = "lowbit.fma"(%a, %b, %a) : (!t, !lowbit.reg<[4, 8], f32, "spatial(4, 8)">, !t) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+func.func @reduce_threads(%t: !t) {
+  // expected-error @below {{'lowbit.reduce' op dim 0: expected within each thread, got spread over threads by spatial(8, 4)}}
+  %0 = "lowbit.reduce"(%t) {dim = 0} : (!t) -> !lowbit.reg<[1, 4], f32, "replicated(8, rank=2).spatial(1, 4)">
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 8], f32, "spatial(8, 4).local(1, 2)">
+func.func @reduce_dim(%t: !t) {
+  // expected-error @below {{dim: expected 0..1, got 2}}
+  %0 = "lowbit.reduce"(%t) {dim = 2} : (!t) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[2, 32], f32, "local(2, 1).spatial(1, 32)">
+func.func @reduce_layout(%t: !t) {
+  // expected-error @below {{layout: expected spatial(1, 32), got spatial(1, 8).replicated(4).local(1, 4)}}
+  %0 = "lowbit.reduce"(%t) {dim = 0} : (!t) -> !lowbit.reg<[1, 32], f32, "spatial(1, 8).local(1, 4).replicated(4)">
+  return
+}
+
+// -----
+
+// The tensor core. Fragments: a [16, 16], b [8, 16] as [n, k], c [16, 8].
+!a = !lowbit.reg<[16, 16], f16, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_result(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{'lowbit.mma' op result: expected Reg(element='f32'}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !lowbit.reg<[16, 8], f16, "local(2, 1).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[16, 16], f16, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 8], f16, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_accumulator(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{element of c: expected f32, got f16}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[16, 16], f32, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_b(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{element of b: expected f16 or bf16, got f32}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[16, 16], bf16, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_a(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{element of a: expected f16 or f32, got bf16}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[1, 16, 16], f16, "column_local(1, 2, 2).spatial(1, 8, 4).local(1, 1, 2)">
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_ranks(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{ranks: expected equal and at least 2, got (3, 2)}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[16, 32], f16, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_k(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{b: expected [8, 32], got [8, 16]}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[16, 16], f16, "column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 16], f32, "local(1, 2).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_n(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{c: expected [16, 8], got [16, 16]}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[16, 16], f16, "local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_layout(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{layout of a: expected a multiple of column_local(2, 2).spatial(8, 4).local(1, 2), got local(2, 2).spatial(8, 4).local(1, 2)}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+// Two warps that share k would each have half of the sum; put a dim of size 2 in front instead, and add up.
+!a = !lowbit.reg<[16, 32], f16, "spatial(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 32], f16, "spatial(1, 2).local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[16, 8], f32, "replicated(2, rank=2).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_split_k(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{k of a: expected within each warp, got spread over warps: spatial(1, 2)}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+// Two warps with 16 rows each: all operands have to be where the results are.
+!a = !lowbit.reg<[32, 16], f16, "local(2, 1).replicated(2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.reg<[8, 16], f16, "replicated(2, rank=2).local(1, 2).spatial(8, 4).local(1, 2)">
+!c = !lowbit.reg<[32, 8], f32, "spatial(2, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @mma_warps(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{warps of a: expected the result's, spatial(2, 1), got replicated(2, rank=2).local(2, 1)}}
+  %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!b = !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
+func.func @sums_source(%b: !b) {
+  // expected-error @below {{'lowbit.row_sums' op element of the source: expected f16 or bf16, got f32}}
+  %0 = "lowbit.row_sums"(%b) : (!b) -> !lowbit.reg<[1, 8], f32, "replicated(8, rank=2).spatial(1, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+func.func @sums_element(%b: !b) {
+  // expected-error @below {{element of the result: expected f32, got f16}}
+  %0 = "lowbit.row_sums"(%b) : (!b) -> !lowbit.reg<[1, 8], f16, "replicated(8, rank=2).spatial(1, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+func.func @sums_shape(%b: !b) {
+  // expected-error @below {{result: expected [1, 8], got [8, 1]}}
+  %0 = "lowbit.row_sums"(%b) : (!b) -> !lowbit.reg<[8, 1], f32, "spatial(8, 1).replicated(4)">
+  return
+}
+
+// -----
+
+!b = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+func.func @sums_layout(%b: !b) {
+  // expected-error @below {{layout of the result: expected replicated(8, rank=2).spatial(1, 4).local(1, 2), got spatial(1, 8).replicated(4)}}
+  %0 = "lowbit.row_sums"(%b) : (!b) -> !lowbit.reg<[1, 8], f32, "spatial(1, 8).replicated(4)">
+  return
+}
+
+// -----
+
+// Registers: a word for every plane.
+func.func @pair_words(%w: i32) {
+  // expected-error @below {{'lowbit.decode_pair' op words: expected one per plane (2), got 1}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u6", []>, shifts = [0, 0], exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+func.func @pair_shifts(%w: i32) {
+  // expected-error @below {{shifts: expected one per plane (1), got 2}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, shifts = [0, 4], exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+func.func @pair_shift(%w: i32) {
+  // expected-error @below {{shift: expected 0..12 for a field of 4 bits, got 14}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, shifts = [14], exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+func.func @pair_exponent(%w: i32) {
+  // expected-error @below {{exponent: expected -1022..1023, got -2000}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, shifts = [0], exponent = -2000, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+func.func @pair_result(%w: i32) {
+  // expected-error @below {{result: expected vector<2xf16> or vector<2xbf16> or vector<2xf32>, got vector<4xf16>}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, shifts = [0], exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<4xf16>
+  return
+}
