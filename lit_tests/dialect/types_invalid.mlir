@@ -28,7 +28,7 @@ func.func @f() {
 // -----
 
 func.func @f() {
-  // expected-error @below {{no layout 'diagonal(16, 8)'; there are layout, local, spatial, column_local}}
+  // expected-error @below {{no layout 'diagonal'; there are layout, local, spatial, column_local}}
   %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !lowbit.reg<[16, 8], f32, "diagonal(16, 8)">
   return
 }
