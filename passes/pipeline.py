@@ -1,17 +1,7 @@
-"""The whole lowering, in order: from a spec to PTX.
+"""The whole lowering, in order: from a spec to PTX, stage by stage; `passes.stages` has the stages and their passes.
 
-    stage    after                                              is
-    lowbit   (built from the spec)                              lowbit.matmul on tensors
-    tile     plan-packing, select-schedule, expand-matmul,      one block's program on tiles
-             pipeline-copies
-    gpu      lower-tiles, lower-dequant                         one thread's program: gpu, scf, arith, nvvm
-    llvm     lower-to-llvm                                      the llvm dialect
-    ll       translation                                        LLVM IR text
-    ptx      LLVM's NVPTX back end                              PTX
-    cubin    nvJitLink or ptxas                                 machine code
-
-Constraints: a schedule must be there before a program can be built; copies are pipelined while they are still tile
-operations; formats are expanded last, when it is known which registers are wanted.
+Why this order: the memory order and the schedule must be known before a program can be built; copies are pipelined
+while they are still tile operations; formats are expanded last, when it is known which registers are wanted.
 """
 
 from __future__ import annotations
@@ -35,6 +25,7 @@ from passes.plan_packing import PlanPacking
 from passes.rewriting import Pass
 from passes.schedule import Launch, Schedule
 from passes.select_schedule import SelectSchedule, default_schedule
+from passes.stages import GPU_STAGES, Stage
 from passes.target import Target
 
 PASSES: dict[str, type[Any]] = {
@@ -49,17 +40,15 @@ PASSES: dict[str, type[Any]] = {
         LowerToLLVM,
     )
 }
-STAGES = ("lowbit", "tile", "gpu", "llvm", "ll", "ptx")
 
 
-def passes_to(stage: str, target: Target, schedule: Schedule | None = None) -> tuple[Pass, ...]:
+def passes_to(stage: Stage, target: Target, schedule: Schedule | None = None) -> tuple[Pass, ...]:
     """The passes that lead to a stage from the one before it."""
-    order: dict[str, tuple[Pass, ...]] = {
-        "tile": (PlanPacking(), SelectSchedule(target, schedule=schedule), ExpandMatmul(), PipelineCopies()),
-        "gpu": (LowerTiles(target), LowerDequant()),
-        "llvm": (LowerToLLVM(),),
+    made: dict[str, Pass] = {
+        SelectSchedule.name: SelectSchedule(target, schedule=schedule),
+        LowerTiles.name: LowerTiles(target),
     }
-    return order[stage]
+    return tuple(made.get(name) or PASSES[name]() for name in stage.passes)
 
 
 @dataclass(frozen=True)
@@ -110,14 +99,14 @@ def _compile(build: Callable[[], ir.Module], target: Target, schedule: Schedule 
         module = build()
         if keep:
             stages["lowbit"] = str(module)
-        for stage in ("tile", "gpu", "llvm"):
+        for stage in (stage for stage in GPU_STAGES if stage.passes):
             for step in passes_to(stage, target, schedule):
                 step.run(module)
             module.operation.verify()
-            if stage == "gpu":
+            if stage.name == "gpu":
                 launches = read_launches(module)
             if keep:
-                stages[stage] = str(module)
+                stages[stage.name] = str(module)
         llvm_ir = translate(module)
     if keep:
         stages["ll"] = llvm_ir

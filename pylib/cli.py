@@ -21,17 +21,12 @@ from typer.core import TyperCommand, TyperGroup
 
 from dialect.errors import LowbitError, SpecError
 from dialect.spec import MatmulSpec
+from passes.stages import stages
 from pylib.machine import TARGETS
 
 if TYPE_CHECKING:
     from passes.schedule import Schedule
     from pylib.trial import Trial
-
-GPU_STAGES = {
-    "lowbit": "lowbit.mlir", "tile": "tile.mlir", "gpu": "gpu.mlir", "llvm": "llvm.mlir", "ll": "ll",
-    "ptx": "ptx", "cubin": "cubin",
-}  # fmt: skip
-CPU_STAGES = {"vector": "vector.mlir", "llvm": "llvm.mlir", "ll": "ll", "asm": "s"}
 
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -120,6 +115,7 @@ def _schedule(text: str | None) -> Schedule | None:
 
 TargetName = Annotated[str | None, typer.Option("--target", help=f"{TARGETS}; without it, this machine's.")]
 Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
+_STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
 ScheduleText = Annotated[
     str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,stages=3.")
 ]
@@ -132,9 +128,7 @@ def compile_(
     target: TargetName = None,
     tokens: Tokens = 1,
     schedule: ScheduleText = None,
-    stop_after: Annotated[
-        str | None, typer.Option(help=f"Stage: {', '.join(GPU_STAGES)}; for a CPU {', '.join(CPU_STAGES)}.")
-    ] = None,
+    stop_after: Annotated[str | None, typer.Option(help=_STAGES)] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write to.")] = None,
     dump: Annotated[Path | None, typer.Option(help="Folder that gets a file for every stage.")] = None,
 ) -> None:
@@ -155,10 +149,10 @@ def compile_(
     import pylib
 
     mm = pylib.compile(spec, target, _schedule(schedule))
-    suffixes = GPU_STAGES if mm.target.is_gpu else CPU_STAGES
+    known = stages(mm.target.is_gpu)
     stage = stop_after or ("ptx" if mm.target.is_gpu else "asm")
-    if stage not in suffixes:
-        raise SpecError(f"--stop-after={stage} must be one of {', '.join(suffixes)} for target {mm.target}")
+    if stage not in known:
+        raise SpecError(f"--stop-after={stage} must be one of {', '.join(known)} for target {mm.target}")
 
     def read(name: str) -> bytes:
         if name != "cubin":
@@ -167,9 +161,9 @@ def compile_(
 
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
-        for name, suffix in suffixes.items():
-            if name != "cubin" or mm.target.kind == "cuda":
-                (dump / f"matmul.{suffix}").write_bytes(read(name))
+        for each in known.values():
+            if each.name != "cubin" or mm.target.kind == "cuda":
+                (dump / f"matmul.{each.suffix}").write_bytes(read(each.name))
         errors.print(f"wrote {dump}/matmul.*", markup=False)
         if stop_after is None and output is None:
             return
