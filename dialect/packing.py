@@ -7,8 +7,10 @@ every 16 x 16 block, the A fragment of mma.m16n8k16 (PTX ISA 9.7.14.5.8; `layout
 *Planes.* A b-bit code is the sum of fields of 8, 4, 2 or 1 bits (6 = 4 + 2, 7 = 4 + 2 + 1), low bits first; each
 field goes to a plane of its own, so that no field straddles a word.
 
-*Pairs.* A 32-bit word of a p-bit plane holds 16/p registers. Pair j has its first code at bit j*p and its second
-at bit 16 + j*p, so one shift and one mask extract both halves of an f16x2 register.
+*Pairs.* A 32-bit word of a p-bit plane holds 16/p registers. A register has its first code in the lower half of the
+word and its second 16 bits above, so one shift and one mask extract both halves of an f16x2 register. In the widest
+plane pair j is at bit j*p. A narrower plane has its field where it is wanted, right above the wider ones' (modulo 16;
+words of the widest plane that share a narrower word take turns): one shift amount then serves all planes.
 
 *Units.* Four consecutive words of a lane make 16 bytes, and the 32 lanes of a warp a *unit* of 512 contiguous
 bytes, which one instruction loads. A *chunk* is the smallest stretch of k that fills whole units in every
@@ -157,11 +159,13 @@ class Packing:
     def slots(self, block: int, register: int) -> tuple[WordSlot, ...]:
         """Where register 0..3 of mma block `block` of a chunk lies: one slot per plane."""
         index = block * 4 + register
+        widest = self.planes[0]
+        wide_word, pair = divmod(index, widest.pairs_per_word)
         result: list[WordSlot] = []
         for p in self.planes:
-            word, pair = divmod(index, p.pairs_per_word)
-            unit, word = divmod(word, WORDS_PER_UNIT)
-            result.append(WordSlot(p.first_unit + unit, word, pair * p.bits))
+            unit, word = divmod(index // p.pairs_per_word, WORDS_PER_UNIT)
+            turn = wide_word % (widest.bits // p.bits)  # which of the wide words that share this one
+            result.append(WordSlot(p.first_unit + unit, word, (pair * widest.bits + p.low + turn * p.bits) % 16))
         return tuple(result)
 
     @staticmethod

@@ -140,13 +140,14 @@ class ChunkMap:
 
     def alignment(self, plane: int, unit: int) -> tuple[int, list[int], list[int]]:
         """Where the fields of a plane lie that go with wide unit `unit`: their unit, the element each of the
-        16 words comes from, and the bit where pair 0 of that word has its field. The widest: in place."""
+        16 words comes from, and by how many bits its fields are above their places. The widest: in place."""
         found: dict[int, tuple[int, int, int]] = {}
         for block in range(self.packing.chunk // BLOCK_K):
             for register in range(4):
                 slots = self.packing.slots(block, register)
                 if slots[0].unit == unit and slots[0].shift == 0:
-                    found[slots[0].word] = (slots[plane].unit, slots[plane].word, slots[plane].shift)
+                    turn = slots[plane].shift - self.packing.planes[plane].low
+                    found[slots[0].word] = (slots[plane].unit, slots[plane].word, turn)
         words = [found[e % WORDS_PER_UNIT] for e in range(LANES)]
         elements = [e - e % WORDS_PER_UNIT + word for e, (_, word, _) in enumerate(words)]
         return words[0][0], elements, [shift for _, _, shift in words]
@@ -172,15 +173,22 @@ class ChunkReader:
         return decode(self.map.type, self._assemble(self._words[unit], pair), position, self.isa)
 
     def _load(self, plane: int, unit: int) -> Value:
-        """The words of a plane for a unit of the widest, the row's first pair where pair 0 is."""
-        p = self.map.packing.planes[plane]
-        source, elements, shifts = self.map.alignment(plane, unit)
+        """The words of a plane for a unit of the widest: both halves turned right until the row's first pair is where
+        pair 0 of the first word that shares this one is."""
+        source, elements, turns = self.map.alignment(plane, unit)
+        wide = self.map.wide.bits
         if isinstance(self._odd, int):
-            shift = constants(i(32), [s + self._odd * p.bits for s in shifts])
+            shift = constants(i(32), [s + self._odd * wide for s in turns])
         else:
-            parity = broadcast(arith.muli(self._odd, constant(i(32), p.bits)))
-            shift = arith.addi(parity, constants(i(32), shifts))
-        return arith.shrui(take(self._load_unit(source), elements), shift)
+            shift = arith.addi(broadcast(arith.muli(self._odd, constant(i(32), wide))), constants(i(32), turns))
+        words = take(self._load_unit(source), elements)
+        low = arith.shrui(words, shift)
+        if plane == 0:  # what is turned out at the right is not wanted any more
+            return low
+        ones = arith.shrui(constant(vec(i(32)), 0xFFFF), shift)
+        kept = arith.ori(ones, shift_left(ones, 16))
+        back = arith.shli(words, arith.subi(constant(vec(i(32)), 16), shift))
+        return arith.ori(arith.andi(low, kept), arith.andi(back, arith.xori(kept, constant(vec(i(32)), -1))))
 
     def _load_unit(self, unit: int) -> Value:
         address = at(self._base, byte=unit * UNIT_BYTES)
@@ -191,9 +199,8 @@ class ChunkReader:
         """The code of `pair` in both halves of every word, at bit pair * wide.bits, all other bits zero."""
         result: Value = None
         for plane, word in zip(self.map.packing.planes, words):
-            place = pair * self.map.wide.bits + plane.low
-            mask = (((1 << plane.bits) - 1) << place) * _HALVES
-            field = bits_and(shift_left(word, place - pair * plane.bits), mask)
+            place = pair * self.map.wide.bits + plane.low  # below 16, as steps have even pairs
+            field = bits_and(word, (((1 << plane.bits) - 1) << place) * _HALVES)
             result = field if result is None else arith.ori(result, field)
         return result
 
