@@ -24,7 +24,8 @@ from passes.pipeline_copies import PipelineCopies
 from passes.plan_packing import PlanPacking
 from passes.rewriting import Pass
 from passes.schedule import Launch, Schedule
-from passes.select_schedule import SelectSchedule, default_schedule
+from passes.schedule_choice import schedule_for
+from passes.select_schedule import SelectSchedule
 from passes.stages import GPU_STAGES, Stage
 from passes.target import Target
 
@@ -76,7 +77,7 @@ def compile_matmul(
 
     Raises SpecError where the schedule does not fit.
     """
-    schedule = schedule or default_schedule(spec, tokens, target)
+    schedule = schedule or schedule_for(spec, tokens, target)
     return _compile(lambda: matmul_module(spec), target, schedule, keep)
 
 

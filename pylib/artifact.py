@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from dialect.spec import MatmulSpec
 from passes.schedule import Launch, Schedule
+from passes.schedule_choice import TOKEN_TILES, schedule_for
 from passes.target import Target
-from pylib import cache, knobs
+from pylib import cache, knobs, schedules
 
 if TYPE_CHECKING:
     from passes.pipeline import CompiledKernel
-
-TOKEN_TILES = (1, 8, 16, 32, 64)
 
 
 def token_tile(m: int) -> int | None:
@@ -86,8 +85,8 @@ class Artifacts:
         return self._compile(tokens, keep=True).stages
 
     def _load(self, tokens: int | None) -> Artifact:
-        schedule = self._schedule_for(tokens)
-        key = cache.key(spec=self._spec, target=self._target, schedule=schedule, tokens=tokens)
+        # No tokens in the key: a kernel follows from its schedule, so two tiles may have the same one.
+        key = cache.key(spec=self._spec, target=self._target, schedule=self._schedule_for(tokens))
         return Artifact.from_files(cache.load_or_build(key, lambda: self._build(tokens).to_files()))
 
     def _build(self, tokens: int | None) -> Artifact:
@@ -106,7 +105,13 @@ class Artifacts:
         return pipeline.compile_matmul(self._spec, self._target, self._schedule_for(tokens), tokens, keep)
 
     def _schedule_for(self, tokens: int | None) -> Schedule | None:
-        return self._schedule if self._schedule and tokens and self._schedule.tokens == max(8, tokens) else None
+        """The schedule of a kernel; None for the one that dequantizes, which has no choices."""
+        if tokens is None:
+            return None
+        if self._schedule and self._schedule.tokens == max(8, tokens):
+            return self._schedule
+        user = schedules.user_tables()
+        return schedule_for(self._spec, tokens, self._target, schedules.gpu_name(self._target, user), user)
 
     def _dump(self, stages: dict[str, str], tokens: int | None, folder: Path) -> None:
         spec = self._spec

@@ -15,13 +15,14 @@ from fake_pipeline import FakePipeline, pipeline
 
 import pylib
 from passes.schedule import Schedule
+from passes.schedule_choice import schedule_for
 from pylib.artifact import TOKEN_TILES, Artifact, token_tile
 from pylib.matmul import Matmul, this_machine
 
 __all__ = ["pipeline"]
 
 SPEC = pylib.MatmulSpec(n=32, k=128, weight="u4", group_size=64)
-ONE = token_tile(1)
+ONE = TOKEN_TILES[0]
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +39,10 @@ def test_token_tile() -> None:
 
 
 def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> None:
-    mm = pylib.compile(SPEC, "sm_90a")
+    spec = replace(SPEC, k=4096)  # long enough for every tile to have a schedule of its own
+    mm = pylib.compile(spec, "sm_90a")
     assert pipeline.compiled == [("sm_90a", ONE)]
-    assert (mm.spec, str(mm.target), mm.schedule) == (SPEC, "sm_90a", Schedule(tokens=8, warps_k=4))
+    assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, ONE, mm.target))
     for m in (1, 8, 9, 16, 17, 64, 64, 65, 200):
         mm.kernel(m)
     assert [tokens for _, tokens in pipeline.compiled] == [*TOKEN_TILES, None]
@@ -51,7 +53,7 @@ def test_schedule_is_for_the_tile_it_names(pipeline: FakePipeline) -> None:
     mm = pylib.compile(SPEC, "sm_90a", wanted)
     assert [tokens for _, tokens in pipeline.compiled] == [ONE, 16]  # errors of a schedule show at compile
     assert mm.kernel(16).schedule == wanted
-    assert mm.kernel(1).schedule == mm.kernel(8).schedule == mm.schedule == Schedule(tokens=8, warps_k=4)
+    assert mm.kernel(1).schedule == mm.schedule == schedule_for(SPEC, ONE, mm.target)
 
 
 def test_same_arguments_give_the_same_matmul(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
