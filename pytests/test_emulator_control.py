@@ -337,6 +337,22 @@ def test_barriers_pass_knowledge_on() -> None:
     fails("race|never written", swapped.format("bar.sync 1, 64; bar.sync 2, 64;"), out, block=96, racecheck=True)
 
 
+def test_what_follows_an_arrival_is_not_ordered_by_it() -> None:
+    """bar.arrive does not wait: the consumer knows nothing of what the producer does afterwards."""
+    out = np.zeros(64, np.uint32)
+    body = f"""{START} setp.ge.u32 %p1, %r0, 32; @%p1 bra CONSUMER;
+    {{0}} bar.arrive 1, 64; {{1}} bra.uni END;
+    CONSUMER: {{2}} bar.sync 1, 64; ld.shared.b32 %r10, [%r9+-128]; {STORE} END:"""
+    store, wait = "st.shared.b32 [%r9], %r0;", "cp.async.wait_all;"
+    copy = "cp.async.ca.shared.global [%r9], [%rd0], 4;"
+    run(body.format(store, ""), [out], block=64, racecheck=True)
+    fails("race: reads", body.format("", store), out, block=64, racecheck=True)
+    fails("race: reads", body.format(store, store), out, block=64, racecheck=True)
+    run(body.format(copy + wait, ""), [out], block=64, racecheck=True)
+    run(body.format(copy + wait, ""), [out], block=64)
+    fails("another thread's cp.async", body.format(copy, wait), out, block=64)
+
+
 def test_cp_async_races_with_readers() -> None:
     """A pipeline stage is refilled while others may still read it."""
     body = f"""{START} st.shared.b32 [%r9], %r0; bar.sync 0; xor.b32 %r4, %r9, 4;

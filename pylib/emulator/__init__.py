@@ -17,7 +17,7 @@ lanes, barriers that not all threads reach, non-coherent loads of what the launc
     decoder                     an instruction to a Python closure
     launch                      the Emulator
 
-The instructions are in integers, float_arithmetic, conversions, comparisons, transfer, async_copy, atomics,
+The instructions are in integers, bits, float_arithmetic, conversions, comparisons, transfer, async_copy, atomics,
 warp, tensor_core and control.
 """
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pylib.emulator.decoder import Array, Dest, Op, dtype_of, instruction
-from pylib.emulator.faults import Unsupported
+from pylib.emulator.decoder import Dest, Op, dtype_of, instruction
+from pylib.emulator.faults import Array, Unsupported
 from pylib.emulator.floats import FLOATS, sum_to_odd
 from pylib.emulator.machine import Mask, Step
 from pylib.emulator.ptx import Operand

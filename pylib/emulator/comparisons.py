@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pylib.emulator.decoder import Array, Op, instruction
-from pylib.emulator.faults import Unsupported
+from pylib.emulator.decoder import Op, instruction
+from pylib.emulator.faults import Array, Unsupported
 from pylib.emulator.float_arithmetic import TYPES, Format
 from pylib.emulator.machine import Mask, Step
 
@@ -82,9 +82,6 @@ def _setp(op: Op) -> Step:
         if combine and third:
             function, c = _COMBINE[combine], third()
             low, high = function(low, c), function(high, c)
-        else:
-            # p may be one of the sources of nothing here, but q must not see p's new value.
-            low = np.array(low)
         p.write(low, mask)
         if q is not None:
             q.write(high, mask)

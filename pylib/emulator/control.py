@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from pylib.emulator.decoder import Op, instruction
 from pylib.emulator.faults import Fault, Unsupported, require
 from pylib.emulator.machine import WARP, Arrive, Exit, Jump, Mask, Scatter, Step
-from pylib.emulator.ptx import Imm, Label, Table
+from pylib.emulator.ptx import Label, Table
+from pylib.emulator.warp import warp_barrier
 
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 
@@ -61,8 +62,6 @@ def _trap(op: Op) -> Step:
 def _barrier(op: Op) -> Step:
     """`bar.` is `barrier.aligned.`; `bar.warp.sync` orders the lanes of a warp."""
     if op.flag("warp"):
-        from pylib.emulator.warp import warp_barrier
-
         return warp_barrier(op)
     op.flag("cta")
     kind = op.choice("sync", "arrive")
@@ -84,15 +83,15 @@ def _barrier(op: Op) -> Step:
     return step
 
 
-def _uniform(op: Op) -> Any:
+def _uniform(op: Op) -> Callable[[Mask], int]:
     """The next operand as an int, the same for all threads that come together."""
-    if isinstance(op.operands[:1] and op.operands[0], Imm):
-        constant = op.immediate()
-        return lambda mask: constant
     values = op.source("u32")
+    if values.ndim == 0:
+        constant = int(values)
+        return lambda mask: constant
 
     def read(mask: Mask) -> int:
-        some = np.unique(np.broadcast_to(values, (op.block.lanes,))[op.block.lanes_of(mask)])
+        some = np.unique(values[op.block.lanes_of(mask)])
         if len(some) > 1:
             raise Fault(f"threads that come to a barrier together name different ones: {some.tolist()}")
         return int(some[0])

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pylib.emulator.decoder import Array, Dest, Op, dtype_of, instruction
-from pylib.emulator.faults import Unsupported
+from pylib.emulator.decoder import Dest, Op, dtype_of, instruction
+from pylib.emulator.faults import Array, Unsupported
 from pylib.emulator.floats import FLOATS, ROUND, Float, sum_to_odd
 from pylib.emulator.integers import elementwise
 from pylib.emulator.machine import Mask, Step

@@ -7,13 +7,11 @@ and then belongs to that thread until a barrier (memory.py). A copy that is neve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from pylib.emulator.faults import Array
 from pylib.emulator.memory import SharedMemory
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass

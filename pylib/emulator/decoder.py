@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pylib.emulator.faults import Unsupported
+from pylib.emulator.faults import Array, Unsupported
 from pylib.emulator.floats import FLOATS, Float
 from pylib.emulator.machine import WARP, Block, Mask, Outcome, Register, Step
 from pylib.emulator.ptx import (
@@ -32,8 +32,6 @@ from pylib.emulator.ptx import (
     Symbol,
     Vector,
 )
-
-Array = np.ndarray[Any, Any]
 
 DECODERS: dict[str, Callable[[Op], Step]] = {}
 

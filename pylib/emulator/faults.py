@@ -1,10 +1,12 @@
-"""What goes wrong while a kernel runs, before it is known where."""
+"""What goes wrong while a kernel runs, before it is known where; and the array type of all modules."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+
+Array = np.ndarray[Any, Any]
 
 
 class Fault(Exception):
@@ -20,7 +22,7 @@ class Unsupported(Exception):
     """An instruction, modifier or operand that the emulator does not know."""
 
 
-def require(good: np.ndarray[Any, Any], lanes: np.ndarray[Any, Any], message: str) -> None:
+def require(good: Array, lanes: Array, message: str) -> None:
     """Raise a Fault for the first of `lanes` whose `good` is false. `good` may have further axes."""
     if not good.all():
         bad = np.flatnonzero(~good.reshape(len(lanes), -1).all(axis=1))[0]

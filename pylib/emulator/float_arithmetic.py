@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pylib.emulator.decoder import Array, Dest, Op, instruction
-from pylib.emulator.faults import Unsupported
+from pylib.emulator.decoder import Dest, Op, instruction
+from pylib.emulator.faults import Array, Unsupported
 from pylib.emulator.floats import FLOATS, Float, sum_to_odd
 from pylib.emulator.machine import Mask, Step
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from pylib.emulator.faults import Array
 
 #: PTX rounding modifiers (PTX ISA 9.3, 9.7.9): to nearest even, to zero, down, up.
 ROUND: dict[str, Callable[[Array], Array]] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil}

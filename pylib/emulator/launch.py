@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from dialect.errors import EmulatorError
 from pylib.emulator import (  # the instructions register themselves
     async_copy,  # noqa: F401
     atomics,  # noqa: F401
+    bits,  # noqa: F401
     comparisons,  # noqa: F401
     control,  # noqa: F401
     conversions,  # noqa: F401
@@ -23,13 +23,13 @@ from pylib.emulator import (  # the instructions register themselves
     warp,  # noqa: F401
 )
 from pylib.emulator.decoder import decode
+from pylib.emulator.faults import Array
 from pylib.emulator.machine import WARP, Block
 from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
 from pylib.emulator.parser import parse
 from pylib.emulator.ptx import Kernel, Param, Variable
 from pylib.emulator.races import RaceDetector
 
-Array = np.ndarray[Any, Any]
 Dim3 = int | Sequence[int]
 
 MAX_THREADS, MAX_SHARED = 1024, 232448
@@ -43,7 +43,7 @@ class Stats(Counter[str]):
     not. Bytes are what the threads asked for.
     """
 
-    def __init__(self, counts: Counter[str], loaded: int, stored: int) -> None:
+    def __init__(self, counts: Iterable[str] | Counter[str] = (), loaded: int = 0, stored: int = 0) -> None:
         super().__init__(counts)
         self.global_bytes_loaded = loaded
         self.global_bytes_stored = stored
@@ -64,20 +64,13 @@ class Emulator:
 
     def __init__(self, ptx: str) -> None:
         self.module = parse(ptx)
-        self.stats = Stats(Counter(), 0, 0)
-        self._globals = {
-            variable.name: np.frombuffer(variable.data.ljust(variable.size or 0, b"\0"), np.uint8).copy()
-            for variable in self._all_variables()
-            if variable.space == "global"
-        }
-        for kernel in self.module.kernels.values():
+        self.stats = Stats()
+        kernels = self.module.kernels.values()
+        variables = itertools.chain(self.module.variables, *(kernel.variables for kernel in kernels))
+        self._globals = {v.name: _contents(v).copy() for v in variables if v.space == "global"}
+        for kernel in kernels:
             # Decoding every instruction once finds all that is unknown before anything runs.
-            _prepare(self, kernel, (WARP, 1, 1), (1, 1, 1), None, 0, False, 1)
-
-    def _all_variables(self) -> Iterator[Variable]:
-        yield from self.module.variables
-        for kernel in self.module.kernels.values():
-            yield from kernel.variables
+            self._prepare(kernel, (WARP, 1, 1), (1, 1, 1), None)
 
     def launch(
         self,
@@ -109,7 +102,7 @@ class Emulator:
         _check_shape(kernel, shape, shared_bytes)
         if len(args) != len(kernel.params):
             raise EmulatorError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
-        machine = _prepare(self, kernel, shape, extent, args, shared_bytes, racecheck, max_steps)
+        machine = self._prepare(kernel, shape, extent, args, shared_bytes, racecheck, max_steps)
         every = itertools.product(*(range(n) for n in reversed(extent)))
         try:
             with np.errstate(all="ignore"):
@@ -120,6 +113,71 @@ class Emulator:
             machine.device.copy_back()
             device = machine.device
             self.stats = Stats(machine.opcode_counts(), device.bytes_loaded, device.bytes_stored)
+
+    def _prepare(
+        self,
+        kernel: Kernel,
+        shape: tuple[int, int, int],
+        grid: tuple[int, int, int],
+        args: Sequence[object] | None,
+        shared_bytes: int = 0,
+        racecheck: bool = False,
+        max_steps: int = 1,
+    ) -> Block:
+        """Lay out all memories and decode the kernel; `args` None: just to decode."""
+        lanes = -(-shape[0] * shape[1] * shape[2] // WARP) * WARP
+        symbols: dict[str, tuple[str, int]] = {}
+        device, constant = DeviceMemory(), DeviceMemory(_CONST_BASE, _CONST_STRIDE)
+        shared = SharedMemory(RaceDetector(lanes) if racecheck else None)
+        local_size, dynamic = 0, list[Variable]()
+        for variable in [*self.module.variables, *kernel.variables]:
+            if variable.size is None:
+                dynamic.append(variable)
+                continue
+            match variable.space:
+                case "shared":
+                    address = shared.add(variable.size, variable.align)
+                case "local":
+                    address = -(-local_size // variable.align) * variable.align
+                    local_size = address + variable.size
+                case "const":
+                    address = constant.add(variable.name, variable.size, _contents(variable))
+                case _:
+                    address = device.add(variable.name, variable.size, self._globals[variable.name])
+            symbols[variable.name] = (variable.space, address)
+        if dynamic:
+            # Dynamic shared memory comes last, and all `extern` arrays are names for it.
+            address = shared.add(shared_bytes, max(variable.align for variable in dynamic))
+            symbols.update((variable.name, ("shared", address)) for variable in dynamic)
+
+        params = bytearray()
+        for number, param in enumerate(kernel.params):
+            params.extend(bytes(-len(params) % param.align))
+            symbols[param.name] = ("param", len(params))
+            params.extend(bytes(param.size) if args is None else _argument(device, param, args[number], number))
+        for memory in (device, constant, shared):
+            memory.allocate()
+
+        block = Block(
+            kernel=kernel,
+            shape=shape,
+            grid=grid,
+            device=device,
+            constant=constant,
+            shared=shared,
+            local=LocalMemory(local_size, lanes),
+            symbols=symbols,
+            params=np.frombuffer(bytes(params), np.uint8),
+            dynamic_shared_bytes=shared_bytes,
+            max_steps=max_steps,
+        )
+        block.steps = [decode(instruction, block) for instruction in kernel.instructions]
+        return block
+
+
+def _contents(variable: Variable) -> Array:
+    """The initial bytes, read-only."""
+    return np.frombuffer(variable.data.ljust(variable.size or 0, b"\0"), np.uint8)
 
 
 def _dim3(value: Dim3, what: str, least: int = 1) -> tuple[int, int, int]:
@@ -142,72 +200,6 @@ def _check_shape(kernel: Kernel, shape: tuple[int, int, int], shared_bytes: int)
         raise EmulatorError(f"shared_bytes={shared_bytes} must be 0 to {MAX_SHARED}")
 
 
-def _prepare(
-    emulator: Emulator,
-    kernel: Kernel,
-    shape: tuple[int, int, int],
-    grid: tuple[int, int, int],
-    args: Sequence[object] | None,
-    shared_bytes: int,
-    racecheck: bool,
-    max_steps: int,
-) -> Block:
-    """Lay out all memories and decode the kernel; `args` None: just to decode."""
-    lanes = -(-shape[0] * shape[1] * shape[2] // WARP) * WARP
-    symbols: dict[str, tuple[str, int]] = {}
-    device, constant = DeviceMemory(), DeviceMemory(_CONST_BASE, _CONST_STRIDE)
-    shared = SharedMemory(RaceDetector(lanes) if racecheck else None)
-    local_size = 0
-    variables = [*emulator.module.variables, *kernel.variables]
-    dynamic = [variable for variable in variables if variable.size is None]
-    for variable in variables:
-        match variable.space:
-            case _ if variable.size is None:
-                continue
-            case "shared":
-                address = shared.add(variable.size, variable.align)
-            case "local":
-                address = -(-local_size // variable.align) * variable.align
-                local_size = address + (variable.size or 0)
-            case "const":
-                address = constant.add(variable.name, variable.size or 0, _read_only(variable))
-            case _:
-                address = device.add(variable.name, variable.size or 0, emulator._globals[variable.name])
-        symbols[variable.name] = (variable.space, address)
-    if dynamic:
-        # Dynamic shared memory comes last, and all `extern` arrays are names for it.
-        address = shared.add(shared_bytes, max(variable.align for variable in dynamic))
-        symbols.update((variable.name, ("shared", address)) for variable in dynamic)
-
-    params = bytearray()
-    for number, param in enumerate(kernel.params):
-        params.extend(bytes(-len(params) % param.align))
-        symbols[param.name] = ("param", len(params))
-        params.extend(bytes(param.size) if args is None else _argument(device, param, args[number], number))
-    for memory in (device, constant, shared):
-        memory.allocate()
-
-    block = Block(
-        kernel=kernel,
-        shape=shape,
-        grid=grid,
-        device=device,
-        constant=constant,
-        shared=shared,
-        local=LocalMemory(local_size, lanes),
-        symbols=symbols,
-        params=np.frombuffer(bytes(params), np.uint8),
-        dynamic_shared_bytes=shared_bytes,
-        max_steps=max_steps,
-    )
-    block.steps = [decode(instruction, block) for instruction in kernel.instructions]
-    return block
-
-
-def _read_only(variable: Variable) -> Array:
-    return np.frombuffer(variable.data.ljust(variable.size or 0, b"\0"), np.uint8)
-
-
 def _argument(device: DeviceMemory, param: Param, value: object, number: int) -> bytes:
     """The bytes of an argument; arrays are put into device memory."""
     what = f"argument {number} ({param.name}, .{param.type}{f'[{param.size}]' if param.array else ''})"
@@ -224,17 +216,13 @@ def _argument(device: DeviceMemory, param: Param, value: object, number: int) ->
         return bytes(param.size)
     if isinstance(value, np.generic) and value.dtype.itemsize == param.size:
         return value.tobytes()
-    try:
-        if param.type[0] == "f":
-            return struct.pack({2: "<e", 4: "<f", 8: "<d"}[param.size], float(value))  # type: ignore[arg-type]
-        if isinstance(value, int | np.integer):
-            bits = 8 * param.size
-            if not -(1 << bits - 1) <= int(value) < 1 << bits:
-                raise EmulatorError(f"{what}: {value} does not fit {bits} bits")
-            return (int(value) & (1 << bits) - 1).to_bytes(param.size, "little")
-    except (TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, EmulatorError):
-            raise
+    if param.type[0] == "f" and isinstance(value, int | float | np.number):
+        return struct.pack({2: "<e", 4: "<f", 8: "<d"}[param.size], float(value))
+    if isinstance(value, int | np.integer):
+        width = 8 * param.size
+        if not -(1 << width - 1) <= int(value) < 1 << width:
+            raise EmulatorError(f"{what}: {value} does not fit {width} bits")
+        return (int(value) & (1 << width) - 1).to_bytes(param.size, "little")
     raise EmulatorError(f"{what}: cannot pass {value!r}")
 
 

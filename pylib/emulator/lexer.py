@@ -44,3 +44,60 @@ def tokenize(source: str) -> Iterator[Token]:
         line += text.count("\n")
         position = match.end()
     yield Token("end", "", line, position, position)
+
+
+def integer_value(text: str) -> int:
+    """An integer constant, written as in C (PTX ISA 4.5.1)."""
+    text = text.lower().removesuffix("u")
+    return int(text, 8) if len(text) > 1 and text[0] == "0" and text.isdigit() else int(text, 0)
+
+
+class TokenStream:
+    """Tokens and a place among them."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.tokens = list(tokenize(source))
+        self.at = 0
+
+    @property
+    def token(self) -> Token:
+        return self.tokens[self.at]
+
+    def take(self) -> Token:
+        token = self.token
+        self.at += 1
+        return token
+
+    def accept(self, text: str) -> bool:
+        if self.token.text == text and self.token.kind != "string":
+            self.at += 1
+            return True
+        return False
+
+    def expect(self, text: str) -> None:
+        if not self.accept(text):
+            raise self.error(f"expected `{text}`, found `{self.token.text}`")
+
+    def error(self, message: str, token: Token | None = None) -> EmulatorError:
+        token = token or self.token
+        line = self.source.splitlines()[token.line - 1] if self.source else ""
+        return EmulatorError(f"PTX line {token.line}: `{line.strip()}`: {message}")
+
+    def skip_line(self) -> None:
+        line = self.token.line
+        while self.token.line == line and self.token.kind != "end":
+            self.at += 1
+
+    def word(self) -> str:
+        if self.token.kind != "word":
+            raise self.error(f"expected a name, found `{self.token.text}`")
+        return self.take().text
+
+    def integer(self) -> int:
+        negative = self.accept("-")
+        token = self.take()
+        if token.kind != "number" or "." in token.text or token.text[:2] in ("0f", "0F", "0d", "0D"):
+            raise self.error(f"expected an integer, found `{token.text}`", token)
+        value = integer_value(token.text)
+        return -value if negative else value

@@ -14,16 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from pylib.emulator.copy_queue import CopyQueue
-from pylib.emulator.faults import Fault
+from pylib.emulator.faults import Array, Fault
 from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
 from pylib.emulator.ptx import BITS, Instruction, Kernel, Reg
 
-Array = np.ndarray[Any, Any]
 #: The threads that take a step: a bool per lane, or None for every lane of the block (the fast path).
 Mask = Array | None
 
@@ -104,6 +102,7 @@ class Barrier:
     waiting: Array
     resume: Array  # the instruction each waiting thread goes on with
     aligned: bool = False
+    known: Array | None = None  # see RaceDetector
 
 
 @dataclass
@@ -267,8 +266,11 @@ class Block:
         if (barrier.arrived & some).any():
             raise self._error(at, f"a thread comes to barrier {arrival.number} twice before it opens", lane)
         barrier.arrived = barrier.arrived | some
+        barrier.known = self.shared.release(some, barrier.known)
         if arrival.wait:
             barrier.waiting = barrier.waiting | some
+        else:
+            self.shared.publish(some)
         barrier.aligned |= arrival.aligned
         barrier.resume[some] = at + 1
         self._open(arrival.number)
@@ -286,12 +288,16 @@ class Block:
         at = int(barrier.resume[lane]) - 1
         if barrier.count is not None and present > barrier.count:
             raise self._error(at, f"{present} threads at barrier {number}, which counts {barrier.count}", lane)
-        everyone = bool((barrier.arrived | ~live).all())
+        everyone = bool((barrier.waiting | ~live).all())
         targets = np.unique(barrier.resume[barrier.arrived])
         if barrier.aligned and not (everyone and len(targets) == 1):
             self._check_aligned(barrier, number)
         del self.barriers[number]
-        self.shared.synchronize(None if everyone else barrier.arrived)
+        if everyone:
+            self.shared.synchronize()
+        else:
+            self.shared.publish(barrier.waiting)
+            self.shared.acquire(barrier.waiting, barrier.known)
         for target in targets.tolist():
             self._join(target, barrier.waiting & (barrier.resume == target))
 

@@ -8,14 +8,11 @@ its array hits nothing, and above 4 GiB, so that a truncated pointer is found ou
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
 
 import numpy as np
 
-from pylib.emulator.faults import Fault, require
+from pylib.emulator.faults import Array, Fault, require
 from pylib.emulator.races import RaceDetector
-
-Array = np.ndarray[Any, Any]
 
 #: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
 #: and no more.
@@ -71,10 +68,6 @@ class DeviceMemory:
                 flat = host.reshape(-1).view(np.uint8)
                 flat[:] = self.data[offset : offset + flat.size]
 
-    def holds(self, address: Array) -> Array:
-        index = np.searchsorted(self._starts, address.astype(np.int64), "right") - 1
-        return (index >= 0) & (address < self._ends[index])
-
     def locate(self, lanes: Array, address: Array, size: int, align: int | None = None) -> tuple[Array, list[int]]:
         """Offsets into `data` of accesses that lie in one array each, and the arrays' numbers."""
         if not len(address):
@@ -97,17 +90,13 @@ class DeviceMemory:
     def describe(self, address: int, size: int) -> str:
         if not self.starts:
             return f"out of bounds: {size} bytes at {address:#x}, and there are no arrays"
-        number = max(bisect_right(self.starts, address) - 1, 0)
-        distances = [
-            (max(start - address, address + size - end), i)
-            for i, (start, end) in enumerate(zip(self.starts, self.ends))
-        ]
-        number = min(distances)[1]
+        ends = zip(self.starts, self.ends)
+        distance, number = min((max(start - address, address + size - end), i) for i, (start, end) in enumerate(ends))
+        text = f"out of bounds: {size} bytes at {address:#x}"
+        if distance > self.stride // 2:
+            return text
         start, end = self.starts[number], self.ends[number]
-        at = f"byte {address - start} of `{self.names[number]}`, which has {end - start} bytes"
-        return f"out of bounds: {size} bytes at {address:#x}" + (
-            f" = {at}" if abs(address - start) < self.stride else ""
-        )
+        return f"{text} = byte {address - start} of `{self.names[number]}`, which has {end - start} bytes"
 
     def read(self, lanes: Array, address: Array, size: int, constant: bool = False) -> Array:
         """`constant`: by `ld.global.nc`, whose cache does not see what this launch stores."""
@@ -247,16 +236,30 @@ class SharedMemory:
         self.state.reshape(-1, size)[row] = LANDED
         self._landed = True
 
-    def synchronize(self, members: Array | None) -> None:
-        """A barrier among `members` (a mask; None: the whole block)."""
+    # Barriers: what arriving threads did is told to waiting ones.
+
+    def release(self, members: Array, known: Array | None) -> Array | None:
+        """`members` (a mask) come to a barrier; gives what it knows, to be handed on to `acquire`."""
+        return self.races.release(members, known) if self.races else None
+
+    def acquire(self, members: Array, known: Array | None) -> None:
+        if self.races and known is not None:
+            self.races.acquire(members, known)
+
+    def publish(self, members: Array) -> None:
+        """Copies that `members` have waited for become readable for all."""
         if self._landed:
             landed = self.state == LANDED
-            if members is not None:
-                landed &= members[self.copier]
-            self.state[landed] = READABLE
-            self._landed = members is not None and bool((self.state == LANDED).any())
+            self.state[landed & members[self.copier]] = READABLE
+            self._landed = bool((self.state == LANDED).any())
+
+    def synchronize(self) -> None:
+        """A barrier of the whole block."""
+        if self._landed:
+            self.state[self.state == LANDED] = READABLE
+            self._landed = False
         if self.races:
-            self.races.synchronize(members)
+            self.races.synchronize()
 
 
 class LocalMemory:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 
-from dialect.errors import EmulatorError
-from pylib.emulator.lexer import Token, tokenize
+from pylib.emulator.lexer import Token, TokenStream, integer_value
 from pylib.emulator.ptx import (
     BITS,
     Address,
@@ -50,60 +49,14 @@ class _Scope:
         self.tables: dict[str, Table] = {}
 
 
-class Parser:
+class Parser(TokenStream):
     def __init__(self, source: str) -> None:
-        self.source = source
-        self.tokens = list(tokenize(source))
-        self.at = 0
+        super().__init__(source)
         self.module = Module()
         self.symbols: set[str] = set()
         self.kernel = Kernel("")
         self.scope = _Scope()
         self.jumps: list[tuple[Label, _Scope, Token]] = []
-
-    # Tokens
-
-    @property
-    def token(self) -> Token:
-        return self.tokens[self.at]
-
-    def take(self) -> Token:
-        token = self.token
-        self.at += 1
-        return token
-
-    def accept(self, text: str) -> bool:
-        if self.token.text == text and self.token.kind != "string":
-            self.at += 1
-            return True
-        return False
-
-    def expect(self, text: str) -> None:
-        if not self.accept(text):
-            raise self.error(f"expected `{text}`, found `{self.token.text}`")
-
-    def error(self, message: str, token: Token | None = None) -> EmulatorError:
-        token = token or self.token
-        line = self.source.splitlines()[token.line - 1] if self.source else ""
-        return EmulatorError(f"PTX line {token.line}: `{line.strip()}`: {message}")
-
-    def skip_line(self) -> None:
-        line = self.token.line
-        while self.token.line == line and self.token.kind != "end":
-            self.at += 1
-
-    def word(self) -> str:
-        if self.token.kind != "word":
-            raise self.error(f"expected a name, found `{self.token.text}`")
-        return self.take().text
-
-    def integer(self) -> int:
-        negative = self.accept("-")
-        token = self.take()
-        if token.kind != "number" or "." in token.text or token.text[:2] in ("0f", "0F", "0d", "0D"):
-            raise self.error(f"expected an integer, found `{token.text}`", token)
-        value = _int(token.text)
-        return -value if negative else value
 
     # Module
 
@@ -410,7 +363,7 @@ class Parser:
             return Imm("f32" if text[1] == "f" else "f64", int(text[2:], 16))
         if "." in text:
             return Imm("decimal", sign * float(text))
-        return Imm("int", sign * _int(text))
+        return Imm("int", sign * integer_value(text))
 
     def find_register(self, name: str) -> Reg | None:
         scope: _Scope | None = self.scope
@@ -431,13 +384,6 @@ class Parser:
                 return scope.labels[name]
             scope = scope.parent
         raise self.error(f"`{name}` is not declared", token)
-
-
-def _int(text: str) -> int:
-    text = text.lower().removesuffix("u")
-    if len(text) > 1 and text[0] == "0" and text.isdigit():
-        return int(text, 8)  # as in C (PTX ISA 4.5.1)
-    return int(text, 0)
 
 
 def parse(source: str) -> Module:

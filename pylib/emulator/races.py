@@ -1,22 +1,16 @@
-"""Finds threads that touch the same byte of shared memory, one of them writing, with nothing to order
-them.
+"""Finds threads that touch the same byte of shared memory, one of them writing, with no order between them.
 
-Time is the number of synchronizations so far. `seen[t, u]` is the time up to which thread t knows what u did:
-a barrier among some threads makes each of them know what any of them knew, and all that they did until then.
-For every byte the detector keeps the last write and, per thread, the last read. This is the happens-before
-relation of FastTrack (Flanagan and Freund, 2009), with reads kept per thread so that no race is missed or
-made up.
+Time is the number of synchronizations so far. `seen[t, u]` is the time up to which thread t knows what u did. A
+barrier collects what those know and have done who arrive (`release`), and tells it to those who wait (`acquire`).
+For every byte the detector keeps the last write and, per thread, the last read. This is the happens-before relation
+of FastTrack (Flanagan and Freund, 2009), with reads kept per thread so that no race is missed or made up.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from pylib.emulator.faults import Fault
-
-Array = np.ndarray[Any, Any]
+from pylib.emulator.faults import Array, Fault
 
 
 class RaceDetector:
@@ -66,13 +60,19 @@ class RaceDetector:
             first = int(np.flatnonzero(lost)[0])
             self._report(int(byte[first]), int(thread[first]), "writes", int(self.writer[byte[first]]), "wrote")
 
-    def synchronize(self, members: Array | None) -> None:
-        if members is None:
-            self.seen[:] = self.floor = self.now
-        else:
-            known = self.seen[members].max(axis=0)
-            known[members] = self.now
-            self.seen[members] = known
+    def release(self, members: Array, known: Array | None) -> Array:
+        """What a barrier can tell once `members` (a mask) have come, `known` being what it could tell before."""
+        told = self.seen[members].max(axis=0)
+        told[members] = self.now
+        self.now += 1
+        return told if known is None else np.maximum(known, told)
+
+    def acquire(self, members: Array, known: Array) -> None:
+        self.seen[members] = np.maximum(self.seen[members], known)
+
+    def synchronize(self) -> None:
+        """A barrier of the whole block."""
+        self.seen[:] = self.floor = self.now
         self.now += 1
 
     @staticmethod

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pylib.emulator.decoder import Array, Dest, Op, instruction
-from pylib.emulator.faults import Unsupported, require
+from pylib.emulator.decoder import Dest, Op, instruction
+from pylib.emulator.faults import Array, Unsupported, require
 from pylib.emulator.floats import FLOATS
 from pylib.emulator.machine import WARP, Mask, Step
 from pylib.emulator.ptx import Operand

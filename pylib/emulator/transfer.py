@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pylib.emulator.decoder import Array, Dest, Op, dtype_of, instruction
-from pylib.emulator.faults import Fault, Unsupported, require
+from pylib.emulator.decoder import Dest, Op, dtype_of, instruction
+from pylib.emulator.faults import Array, Fault, Unsupported, require
 from pylib.emulator.machine import Mask, Step
 from pylib.emulator.memory import (
     CONST_WINDOW,

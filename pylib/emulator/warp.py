@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from pylib.emulator.decoder import Array, Op, instruction
-from pylib.emulator.faults import Fault, Unsupported
+from pylib.emulator.decoder import Op, instruction
+from pylib.emulator.faults import Array, Fault, Unsupported
 from pylib.emulator.machine import WARP, Block, Converge, Mask, Outcome, Step
 
 _BITS = np.uint64(1) << np.arange(WARP, dtype=np.uint64)
@@ -88,7 +88,8 @@ def warp_barrier(op: Op) -> Step:
         for warp in np.flatnonzero(active.reshape(-1, WARP).any(axis=1)).tolist():
             some = np.zeros(block.lanes, np.bool_)
             some[warp * WARP : (warp + 1) * WARP] = active[warp * WARP : (warp + 1) * WARP]
-            block.shared.synchronize(some)
+            block.shared.publish(some)
+            block.shared.acquire(some, block.shared.release(some, None))
 
     return collective(op, members, order)
 
