@@ -342,7 +342,7 @@ def test_what_follows_an_arrival_is_not_ordered_by_it() -> None:
     out = np.zeros(64, np.uint32)
     body = f"""{START} setp.ge.u32 %p1, %r0, 32; @%p1 bra CONSUMER;
     {{0}} bar.arrive 1, 64; {{1}} bra.uni END;
-    CONSUMER: {{2}} bar.sync 1, 64; ld.shared.b32 %r10, [%r9+-128]; {STORE} END:"""
+    CONSUMER: bar.sync 1, 64; ld.shared.b32 %r10, [%r9+-128]; {STORE} END:"""
     store, wait = "st.shared.b32 [%r9], %r0;", "cp.async.wait_all;"
     copy = "cp.async.ca.shared.global [%r9], [%rd0], 4;"
     run(body.format(store, ""), [out], block=64, racecheck=True)
