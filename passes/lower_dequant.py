@@ -23,6 +23,7 @@ from passes.recipes import (
     Field,
     Magic,
     Real,
+    can_be_biased,
     compute_element,
     exponent,
     float_places,
@@ -61,6 +62,9 @@ class _Decoder:
         self.register = self.vector if self.packed else self.vector.element_type
         if compute_element(self.format, self.real.name) != self.real.name:
             raise PassError(f"lower-dequant: {self.format.name} does not fit {self.real.name}; decode it to f32")
+        self.biased = "biased" in op.operation.attributes
+        if self.biased and not can_be_biased(self.format, self.real.name):
+            raise PassError(f"lower-dequant: {self.format.name} in {self.real.name} cannot be biased; only narrow integers")
         # The power of two that is left to do here.
         self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)
 
@@ -102,7 +106,7 @@ class _Decoder:
     def _integer(self, half: int) -> Any:
         t = self.format
         zero = zero_code(t)
-        if "biased" in self.op.operation.attributes:
+        if self.biased:
             return self._magic(magic(t, self.real, self.shifts, 0, t.bits, biased=True), half)
         if t.bits <= self.real.mantissa:
             m = magic(t, self.real, self.shifts, 0, t.bits)
