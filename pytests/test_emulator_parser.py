@@ -140,6 +140,8 @@ def test_constants(text: str, value: int) -> None:
         ("lop3.or.b32 %r1|%p1, %r1, %r1, %r1, 3, %p2;", r"modifier|result"),
         ("mov.b32 %r1, {%rs1, %rs2, %rs3};", "3 parts"),
         ("mul.wide.u64 %rd1, %rd1, %rd1;", "128 bits"),
+        ("ld.param.b64 %rd1, [p0+4];", "8 bytes at 4 of a parameter with 8"),
+        ("ld.param.b32 %r1, [p0+8];", "outside"),
         (".reg .b128 %q; ", r"unknown type `\.b128`"),
         (".maybe;", "unknown directive"),
         ('.pragma "fast";', "unknown pragma"),
@@ -152,7 +154,7 @@ def test_constants(text: str, value: int) -> None:
 def test_refused(body: str, message: str) -> None:
     """Before anything runs, with the line."""
     with pytest.raises(EmulatorError, match=f"(?s)PTX line \\d+: .*({message})"):
-        Emulator(kernel(body))
+        Emulator(kernel(body, ["u64", "u32"]))
 
 
 @pytest.mark.parametrize(

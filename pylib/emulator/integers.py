@@ -51,12 +51,11 @@ def _add(op: Op) -> Step:
         op.type("s32")
         dest, a, b = op.dest("s32"), op.source("s32"), op.source("s32")
         wide = np.add if name == "add" else np.subtract
-        return elementwise(
-            dest,
-            lambda a, b: np.clip(wide(a, b, dtype=np.int64), -(2**31), 2**31 - 1).astype(np.int32),
-            a,
-            b,
-        )
+
+        def saturate(a: Array, b: Array) -> Array:
+            return np.clip(wide(a, b, dtype=np.int64), -(2**31), 2**31 - 1).astype(np.int32)
+
+        return elementwise(dest, saturate, a, b)
     return _integer_binary(op, np.add if name == "add" else np.subtract, packed=name == "add")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,8 @@ from pylib.emulator.memory import (
     CONST_WINDOW,
     LOCAL_WINDOW,
     SHARED_WINDOW,
-    DeviceMemory,
 )
-from pylib.emulator.ptx import BITS, Reg, Sink, Symbol, Vector
+from pylib.emulator.ptx import BITS, Address, Reg, Sink, Symbol, Vector
 
 _TYPES = tuple(f"{kind}{bits}" for kind in "usb" for bits in (8, 16, 32, 64)) + ("f32", "f64")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
@@ -100,17 +99,18 @@ def _cvta(op: Op) -> Step:
     def step(mask: Mask) -> None:
         if space != "global":
             lanes = op.block.lanes_of(mask)
-            inside = np.broadcast_to((a >= window) & (a < window + np.uint64(_WINDOW_SIZE)), (op.block.lanes,))[lanes]
-            require(inside, lanes, f"cvta.to.{space} of an address that is not in {space} memory")
+            inside = (a >= window) & (a < window + np.uint64(_WINDOW_SIZE))
+            require(
+                np.broadcast_to(inside, (op.block.lanes,))[lanes],
+                lanes,
+                f"cvta.to.{space} of an address that is not in {space} memory",
+            )
         dest.write(a - window, mask)
 
     return step
 
 
 # Loads and stores
-
-
-Reader = Callable[[Array, Array, int], Array]
 
 
 def _space(op: Op, named: str | None) -> str:
@@ -192,22 +192,17 @@ def _ld(op: Op) -> Step:
     hinted = _access(op, load=True)
     items = op.vector(count)
     dests = [op.dest(kind, item, wider=True) for item in items]
-    where = op.operands[:1]
     if "param" in op.modifiers or "param::entry" in op.modifiers:
         return _ld_param(op, kind, dests)
     address, named = op.address()
     space = _space(op, named)
     constant = bool(op.flag("nc"))
     if constant and space != "global":
-        raise Unsupported(f"ld.nc of .{space} memory: {where}")
+        raise Unsupported(f"ld.nc of .{space} memory")
     cache_policy(op, hinted)
     memory, block, dtype = _memory(op, space), op.block, dtype_of(kind)
     size = count * dtype.itemsize
-    if constant:
-        device: DeviceMemory = memory
-        read: Reader = lambda lanes, at, size: device.read(lanes, at, size, constant=True)  # noqa: E731
-    else:
-        read = memory.read
+    read = partial(block.device.read, constant=True) if constant else memory.read
 
     def step(mask: Mask) -> None:
         lanes = block.lanes_of(mask)
@@ -219,13 +214,16 @@ def _ld(op: Op) -> Step:
 
 
 def _ld_param(op: Op, kind: str, dests: list[Dest]) -> Step:
-    address, named = op.address()
-    if _space(op, named) != "param" or named is None or address.base.ndim:
+    operand = op.next()
+    params = {param.name: param for param in op.block.kernel.params}
+    if not isinstance(operand, Address) or not isinstance(operand.base, Symbol) or operand.base.name not in params:
         raise Unsupported("ld.param needs a parameter's name")
-    dtype = dtype_of(kind)
-    size, start = dtype.itemsize * len(dests), int(address.base) + address.offset
-    if start < 0 or start + size > len(op.block.params) or start % size:
-        raise Unsupported("an access outside the parameter, or misaligned")
+    _space(op, "param")
+    param, offset, dtype = params[operand.base.name], operand.offset, dtype_of(kind)
+    size = dtype.itemsize * len(dests)
+    if offset % size or not 0 <= offset <= param.size - size:
+        raise Unsupported(f"{size} bytes at {offset} of a parameter with {param.size}: outside, or misaligned")
+    start = op.block.symbols[param.name][1] + offset
     values = op.block.params[start : start + size].view(dtype)
 
     def step(mask: Mask) -> None:
