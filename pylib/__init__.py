@@ -5,8 +5,12 @@
     w = mm.pack(codes, scales)
     y = mm(x, w)
 
-Importing this is cheap: MLIR, LLVM and CUDA are loaded when something has to be compiled or run.
+Importing this is cheap: torch is loaded when a name that needs it is first used, MLIR, LLVM and CUDA when something has
+to be compiled or run. A program that only runs saved graphs imports `pylib.torch_op`, which registers the operator.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from dialect.errors import (
     EmulatorError,
@@ -19,8 +23,10 @@ from dialect.errors import (
 )
 from dialect.spec import MatmulSpec
 from passes.schedule import Schedule
-from pylib.matmul import Matmul, compile
-from pylib.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from pylib.matmul import Matmul, compile
+    from pylib.packed import PackedWeight
 
 __version__ = "0.1.0"
 
@@ -39,3 +45,12 @@ __all__ = [
     "__version__",
     "compile",
 ]
+
+_NEEDS_TORCH = {"Matmul": "pylib.matmul", "compile": "pylib.matmul", "PackedWeight": "pylib.packed"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'pylib' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = globals()[name] = getattr(import_module(_NEEDS_TORCH[name]), name)
+    return value

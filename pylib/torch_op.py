@@ -1,7 +1,8 @@
 """`torch.ops.lowbit.matmul`: a `Matmul` as an operator that torch.compile, export and fake tensors know.
 
 Its last argument says which matmul: spec, target and schedule as JSON. So a graph that holds it can be stored
-and run by another process, which compiles the matmul when it first meets it.
+and run by another process, which compiles the matmul when it first meets it; such a process imports this module, which
+registers the operator.
 """
 
 from __future__ import annotations

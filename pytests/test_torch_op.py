@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +120,21 @@ def test_exported_program_survives_saving(target: str) -> None:
     torch.export.save(torch.export.export(layer, (x,)), file)
     file.seek(0)
     assert torch.equal(torch.export.load(file).module()(x), layer(x))
+
+
+def test_exported_program_runs_in_another_process(repo: Path, tmp_path: Path) -> None:
+    """Which imports no more than the operator."""
+    x, mm, w = _make(SPEC, "cpu")
+    layer = Layer(mm, w)
+    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
+    torch.save(x, tmp_path / "x.pt")
+    program = f"""
+import torch, pylib.torch_op
+y = torch.export.load({str(tmp_path / "layer.pt2")!r}).module()(torch.load({str(tmp_path / "x.pt")!r}))
+torch.save(y, {str(tmp_path / "y.pt")!r})
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=repo)
+    assert torch.equal(torch.load(tmp_path / "y.pt"), layer(x))
 
 
 def test_operator_checks_its_arguments(target: str) -> None:
