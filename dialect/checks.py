@@ -52,6 +52,7 @@ def _check_segments(op: Any) -> None:
 
 def in_range(attribute: Any, what: str, least: int, most: int | None = None) -> int:
     """The number in an attribute, which must be in least..most."""
+    expect(isinstance(attribute, ir.IntegerAttr), what, "an integer", attribute)
     value = int(ir.IntegerAttr(attribute).value)
     expected = f"at least {least}" if most is None else f"{least}..{most}"
     expect(value >= least and (most is None or value <= most), what, expected, value)

@@ -12,7 +12,7 @@ func.func @range(%w: i32) -> vector<2xf16> {
 
 // Nobody takes off again what a float or a wide integer would be too large by.
 func.func @biased(%w: i32) -> vector<2xf16> {
-  // expected-error @below {{lower-dequant: f8e4m3 in f16 cannot be biased; only narrow integers}}
+  // expected-error @below {{lower-dequant: f8e4m3 in f16 cannot be biased, as narrow integers can}}
   %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e4m3", []>, shifts = [0], exponent = 8, biased,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>

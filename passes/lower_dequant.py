@@ -64,7 +64,8 @@ class _Decoder:
             raise PassError(f"lower-dequant: {self.format.name} does not fit {self.real.name}; decode it to f32")
         self.biased = "biased" in op.operation.attributes
         if self.biased and not can_be_biased(self.format, self.real.name):
-            raise PassError(f"lower-dequant: {self.format.name} in {self.real.name} cannot be biased; only narrow integers")
+            name = f"{self.format.name} in {self.real.name}"
+            raise PassError(f"lower-dequant: {name} cannot be biased, as narrow integers can")
         # The power of two that is left to do here.
         self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)
 

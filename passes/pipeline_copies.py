@@ -108,6 +108,15 @@ class _Pipeline:
     def _before(self, index: Any) -> Any:
         return arith.cmpi(arith.CmpIPredicate.slt, index, self.upper)
 
+    def _has_rounds(self, lower: Any) -> bool:
+        """Whether the loop is known to have a round: its bounds are constants, or lower and lower + constant."""
+        first, end = known(lower), known(self.upper)
+        if first is not None and end is not None:
+            return first < end
+        owner = self.upper.owner
+        is_sum = not isinstance(owner, ir.Block) and owner.name == "arith.addi" and owner.operands[0] == lower
+        return is_sum and (known(owner.operands[1]) or 0) > 0
+
     def run(self) -> None:
         lower, self.upper, _, *initial = self.loop.operation.operands
         with ir.InsertionPoint(self.loop):
@@ -141,6 +150,7 @@ class _Pipeline:
 
     def _prologue(self, lower: Any) -> None:
         """Start the first stages-1 rounds: what needs no wait for all of them, then the rest, round by round."""
+        has_rounds = self._has_rounds(lower)
         rounds = [arith.addi(lower, emit.constant(i)) if i else lower for i in range(self.stages - 1)]
         scalars = [op for op in self.produce if op.operation.name.startswith("arith.")]
         late = [op for op in self.produce[self.cut + 1 :] if op not in scalars]
@@ -149,7 +159,7 @@ class _Pipeline:
             def copies() -> None:
                 self._clone(body, self._staged(emit.constant(slot), index))
 
-            self._if(self._before(index), copies) if slot else copies()
+            self._if(self._before(index), copies) if slot or not has_rounds else copies()
 
         for slot, index in enumerate(rounds):
             start(self.produce[: self.cut], slot, index)

@@ -1,0 +1,148 @@
+// RUN: %lowbit-opt %s --split-input-file --pipeline-copies | %filecheck %s
+
+// Copies of a loop run ahead of its computation.
+
+!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1]>
+!tile = !lowbit.reg<[1, 64], f16, "spatial(1, 32).local(1, 2)">
+
+// Three stages: the buffer becomes three.
+// CHECK:       ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[N:.*]]: i32):
+// CHECK:         %[[BUFFERS:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[3, 1, 64], f16, [64, 64, 1]>
+// CHECK-NOT:     lowbit.alloc_shared
+
+// Prologue: the copies of the first two rounds, if there are so many, each a group of its own.
+// CHECK:         %[[ONE:.*]] = arith.cmpi slt, %c0_i32{{.*}}, %[[N]]
+// CHECK-NEXT:    scf.if %[[ONE]] {
+// CHECK:           %[[FIRST:.*]] = "lowbit.stage"(%[[BUFFERS]], %c0_i32{{.*}})
+// CHECK-NEXT:      "lowbit.copy_async"(%{{.*}}, %[[FIRST]], %c0_i32{{.*}}, %{{.*}})
+// CHECK-NEXT:    }
+// CHECK-NEXT:    %[[TWO:.*]] = arith.cmpi slt, %{{.*}}, %[[N]]
+// CHECK-NEXT:    scf.if %[[TWO]] {
+// CHECK:           %[[SECOND:.*]] = "lowbit.stage"(%[[BUFFERS]], %c1_i32{{.*}})
+// CHECK-NEXT:      "lowbit.copy_async"(%{{.*}}, %[[SECOND]]
+// CHECK-NEXT:    }
+// CHECK-NEXT:    "lowbit.commit"
+// CHECK-NEXT:    "lowbit.commit"
+// CHECK-NOT:     lowbit.wait
+
+// Steady state of round i: it has arrived when one group is left under way, ...
+// CHECK:         scf.for %[[I:.*]] = %c0_i32{{.*}} to %[[N]]
+// CHECK-NEXT:      "lowbit.wait"() {pending = 1 : i64}
+// CHECK-NEXT:      "lowbit.barrier"() {scope = "block"}
+// ... then round i + 2 is started, into the stage that round i - 1 has left, if there is such a round, ...
+// CHECK:           %[[MORE:.*]] = arith.cmpi slt
+// CHECK-NEXT:      scf.if %[[MORE]] {
+// CHECK:             %[[SLOT:.*]] = arith.remui %{{.*}}, %c3_i32{{.*}}
+// CHECK:             %[[NEXT:.*]] = "lowbit.stage"(%[[BUFFERS]], %[[SLOT]])
+// CHECK-NEXT:        "lowbit.copy_async"(%{{.*}}, %[[NEXT]]
+// CHECK-NEXT:      }
+// CHECK-NEXT:      "lowbit.commit"
+// ... and round i is computed, with no second barrier.
+// CHECK:           %[[MINE:.*]] = "lowbit.stage"(%[[BUFFERS]], %{{.*}})
+// CHECK-NEXT:      %[[TILE:.*]] = "lowbit.load"(%[[MINE]]
+// CHECK-NEXT:      "lowbit.store"(%[[TILE]]
+// CHECK-NOT:       lowbit.barrier
+// CHECK-NOT:       lowbit.stages
+// CHECK:         "lowbit.free_shared"(%[[BUFFERS]])
+"lowbit.program"() ({
+^bb0(%p: !llvm.ptr<1>, %n: i32):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  scf.for %i = %c0 to %n step %c1 : i32 {
+    "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "block"} : () -> ()
+    %tile = "lowbit.load"(%buffer, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+      : (!buffer, i32, i32) -> !tile
+    "lowbit.store"(%tile, %x, %i, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+      : (!tile, !x, i32, i32) -> ()
+    "lowbit.barrier"() {scope = "block"} : () -> ()
+  } {lowbit.stages = 3}
+  "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "three", threads = 32, grid = [1, 1, 1], params = ["x", "n"], workspace = 0} : () -> ()
+
+// -----
+
+// lowbit.grid_wait divides the copies: those before it (weights) start while the kernel before this one still runs,
+// those after it (activations) do not. So the prologue starts all the weights, waits once, then starts the rest.
+!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1]>
+
+// There are five rounds, so that nothing has to be asked before the first.
+// CHECK:       ^bb0(%{{.*}}: !llvm.ptr<1>, %{{.*}}: !llvm.ptr<1>):
+// CHECK:         %[[W:.*]] = "lowbit.global_view"
+// CHECK:         %[[X:.*]] = "lowbit.global_view"
+// CHECK-NOT:     scf.if
+// CHECK:         "lowbit.copy_async"(%[[W]]
+// CHECK:         scf.if
+// CHECK:           "lowbit.copy_async"(%[[W]]
+// CHECK-NEXT:    }
+// CHECK-NEXT:    "lowbit.grid_wait"
+// CHECK:         "lowbit.copy_async"(%[[X]]
+// CHECK-NEXT:    "lowbit.commit"
+// CHECK:         scf.if
+// CHECK:           "lowbit.copy_async"(%[[X]]
+// CHECK-NEXT:    }
+// CHECK-NEXT:    "lowbit.commit"
+// CHECK:         scf.for
+// CHECK-NOT:     lowbit.grid_wait
+// CHECK:           "lowbit.copy_async"(%[[W]]
+// CHECK:           "lowbit.copy_async"(%[[X]]
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %px: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %c5 = arith.constant 5 : i32
+  %w = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %w_buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %x_buffer = "lowbit.alloc_shared"() : () -> !buffer
+  scf.for %i = %c0 to %c5 step %c1 : i32 {
+    "lowbit.copy_async"(%w, %w_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    "lowbit.grid_wait"() : () -> ()
+    "lowbit.copy_async"(%x, %x_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block"} : () -> ()
+  } {lowbit.stages = 3}
+  "lowbit.return"() : () -> ()
+}) {sym_name = "overlap", threads = 32, grid = [1, 1, 1], params = ["w", "x"], workspace = 0} : () -> ()
+
+// -----
+
+// One stage is the loop as it stands: copy, wait for it, two barriers a round.
+// CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 64], f16, [64, 1]>
+// CHECK:         scf.for
+// CHECK-NEXT:      "lowbit.copy_async"
+// CHECK-NEXT:      "lowbit.commit"
+// CHECK-NEXT:      "lowbit.wait"() {pending = 0 : i64}
+// CHECK-NEXT:      "lowbit.barrier"
+// CHECK-NEXT:      "lowbit.barrier"
+// CHECK-NOT:     lowbit.stages
+!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1]>
+"lowbit.program"() ({
+^bb0(%p: !llvm.ptr<1>, %n: i32):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  scf.for %i = %c0 to %n step %c1 : i32 {
+    "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block"} : () -> ()
+  } {lowbit.stages = 1}
+  "lowbit.return"() : () -> ()
+}) {sym_name = "one", threads = 32, grid = [1, 1, 1], params = ["x", "n"], workspace = 0} : () -> ()
