@@ -44,9 +44,7 @@ def apply_ptx(asm: str, inputs: Sequence[Array], outputs: Sequence[Any], block: 
     """The kernel that `apply` runs, and its grid: thread i loads element i of each input into %a, %b, ...
     (bool inputs into predicates), runs `asm`, and stores %x, %y, ... as the types in `outputs`."""
     count = len(inputs[0])
-    lines = [
-        "mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.x; mad.lo.u32 %r3, %r1, %r2, %r0;"
-    ]
+    lines = ["mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.x; mad.lo.u32 %r3, %r1, %r2, %r0;"]
     lines += ["cvt.u64.u32 %rd0, %r3;", f"setp.ge.u32 %p0, %r3, {count};", "@%p0 exit;"]
     registers = ""
     for i, array in enumerate(inputs):
