@@ -383,7 +383,10 @@ class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
         source, tile = Shared.of(op.source.type), Reg.of(op.result.type)
         same_element(source.element, tile.element, "element of the tile")
         expect(element_bits(tile.element) == 16, "element", "of 16 bits", tile.element)
-        expect(source.shape == tile.shape, "shape of the tile", source.shape, tile.shape)
+        expect(len(source.shape) >= 2, "rank of the buffer", "at least 2", len(source.shape))
+        *batch, rows, columns = source.shape
+        expect([*tile.shape[:-2], tile.shape[-1]] == [*batch, columns], "shape of the tile", source.shape, tile.shape)
+        expect(tile.shape[-2] >= rows, "rows of the tile", f"at least the {rows} of the buffer", tile.shape[-2])
         *outer, last = source.strides
         aligned = last == 1 and all(stride % 8 == 0 for stride in outer)
         expect(aligned, "strides", "multiples of 8 (16 bytes) and 1 for the last dim", list(source.strides))

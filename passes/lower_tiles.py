@@ -141,6 +141,8 @@ class _Lowering:
             )
         function.operation.attributes["arg_attrs"] = self._argument_attributes(source)
         function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get([self.threads_per_block, 1, 1])
+        if "nvvm.minctasm" in program.operation.attributes:
+            function.operation.attributes["nvvm.minctasm"] = program.operation.attributes["nvvm.minctasm"]
         block = function.operation.regions[0].blocks.append(*[a.type for a in source.arguments])
         for old, new in zip(source.arguments, block.arguments):
             self.values[old] = new

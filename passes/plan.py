@@ -57,4 +57,4 @@ class Plan:
     def workspace_bytes(self) -> int:
         """Partial sums of all splits and a counter per tile, when there are splits."""
         s = self.schedule
-        return 0 if s.splits == 1 else self.tiles * (s.splits * s.rows * s.tokens + 1) * 4
+        return 0 if s.splits == 1 else self.tiles * (s.splits * s.rows * s.columns + 1) * 4

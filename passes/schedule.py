@@ -15,18 +15,19 @@ class Schedule:
     split the rows and, within every step of step_k * warps_k columns, k. `splits` blocks share a row's k.
     """
 
-    tokens: int = 8  # columns of the tile: 8, 16, 32 or 64
+    tokens: int = 8  # at most: 1, 8, 16, 32 or 64
     row_blocks: int = 2  # of 16 rows, per warp
     warps_n: int = 1
     warps_k: int = 8
     step_k: int = 128  # columns a warp takes per step: whole chunks
     stages: int = 3  # of the copy pipeline
     splits: int = 1
+    min_blocks: int = 1  # per multiprocessor, which the registers must allow
 
     def __post_init__(self) -> None:
-        if self.tokens not in (8, 16, 32, 64):
-            raise SpecError(f"schedule: tokens={self.tokens} must be 8, 16, 32 or 64")
-        for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits"):
+        if self.tokens not in (1, 8, 16, 32, 64):
+            raise SpecError(f"schedule: tokens={self.tokens} must be 1, 8, 16, 32 or 64")
+        for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits", "min_blocks"):
             if getattr(self, name) < 1:
                 raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")
         if self.step_k < 16 or self.step_k % 16:
@@ -37,6 +38,11 @@ class Schedule:
     @property
     def threads(self) -> int:
         return 32 * self.warps_n * self.warps_k
+
+    @property
+    def columns(self) -> int:
+        """Of the accumulators: an mma has eight, of which a single token uses one."""
+        return max(8, self.tokens)
 
     @property
     def rows(self) -> int:

@@ -89,7 +89,7 @@ class Entry:
     def from_json(values: dict[str, Any]) -> Entry:
         """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         key = Key(**{field.name: values[field.name] for field in fields(Key)})
-        schedule = Schedule(tokens=max(8, key.tokens), **values["schedule"])
+        schedule = Schedule(tokens=key.tokens, **values["schedule"])
         if not (key.n > 0 < key.k and key.family):
             raise ValueError(f"n={key.n}, k={key.k}")
         return Entry(key, schedule, float(values["microseconds"]), values["date"], values["version"])

@@ -119,6 +119,7 @@ class _Kernel:
             (self.plan.tiles, s.splits, 1),
             dict.fromkeys(names, "pointer") | {"m": "i32"},
             self.plan.workspace_bytes,
+            s.min_blocks,
         )
         self.convert = Factors(self.p, spec)
         warps = spatial(s.warps_k, s.warps_n, 1)
@@ -131,8 +132,8 @@ class _Kernel:
         self.unit_layout = warps.local(1, s.row_blocks, self.units // 32).spatial(1, 1, 32)
         self.a_layout = warps.local(1, s.row_blocks, step_blocks) * batched(MMA_M16N8K16_A)
         replicas = spatial(s.warps_k, 1, 1).replicated(s.warps_n)
-        self.b_layout = replicas.local(1, s.tokens // 8, step_blocks) * batched(MMA_M16N8K16_B_NK)
-        self.d_layout = warps.local(1, s.row_blocks, s.tokens // 8) * batched(MMA_M16N8_D)
+        self.b_layout = replicas.local(1, s.columns // 8, step_blocks) * batched(MMA_M16N8K16_B_NK)
+        self.d_layout = warps.local(1, s.row_blocks, s.columns // 8) * batched(MMA_M16N8_D)
         self.row_layout = self.d_layout.reduce((2,))
         self.sum_layout = self.d_layout.reduce((1,))
 
@@ -292,25 +293,24 @@ class _Kernel:
     # -- the end
 
     def _across_warps(self, total: Tile) -> Tile:
-        """The sum over the warps that split k: [rows, tokens]."""
+        """The sum over the warps that split k: [rows, tokens] (or all columns, if there is one warp only)."""
         p, s = self.p, self.schedule
         if s.warps_k == 1:
-            return p.reshape(total, (s.rows, s.tokens))
+            return p.reshape(total, (s.rows, s.columns))
         row = s.rows + 4  # keeps the lanes of a fragment in different banks
         buffer = p.alloc_shared("f32", (s.warps_k, s.rows, s.tokens), (row * s.tokens, 1, row))
-        p.store(total, buffer, (0, 0, 0))
+        p.store(total, buffer, (0, 0, 0), ("none", "none", "none" if s.tokens == s.columns else "skip"))
         p.barrier()
-        partial = p.load(buffer, (0, 0, 0), self._sum_up_layout(s.warps_k))
+        partial = p.load(buffer, (0, 0, 0), self._sum_up_layout(s.warps_k, s.tokens))
         return p.reshape(p.reduce(partial, 0), (s.rows, s.tokens))
 
-    def _sum_up_layout(self, parts: int) -> Layout:
-        """[parts, rows, tokens]: all parts of an element in one thread, neighbours along the rows."""
+    def _sum_up_layout(self, parts: int, columns: int) -> Layout:
+        """[parts, rows, columns]: all parts of an element in one thread, neighbours along the rows."""
         s = self.schedule
         rows = math.gcd(s.rows, s.threads)
-        tokens = math.gcd(s.tokens, s.threads // rows)
-        spare = s.threads // (rows * tokens)
-        inner = column_spatial(1, rows, tokens)
-        return replicated(spare, 3) * (local(parts, s.rows // rows, s.tokens // tokens) * inner)
+        side = math.gcd(columns, s.threads // rows)
+        spare = s.threads // (rows * side)
+        return replicated(spare, 3) * (local(parts, s.rows // rows, columns // side) * column_spatial(1, rows, side))
 
     def _finish(self, total: Tile) -> None:
         """Sum over splits, then bias, conversion, store."""
@@ -318,18 +318,19 @@ class _Kernel:
         if s.splits == 1:
             self._store(total)
             return
-        tiles, size = self.plan.tiles, s.rows * s.tokens
+        tiles, columns = self.plan.tiles, total.shape[1]
+        size = s.rows * columns
         partial = p.global_view(
-            p["workspace"], "f32", (s.splits, tiles, s.rows, s.tokens), (tiles * size, size, 1, s.rows)
+            p["workspace"], "f32", (s.splits, tiles, s.rows, columns), (tiles * size, size, 1, s.rows)
         )
         counters = p.global_view(p["workspace"], "i32", (s.splits * tiles * size + tiles,))
         here = (p.block_id(1), self.tile, 0, 0)
-        p.store(p.reshape(total, (1, 1, s.rows, s.tokens)), partial, here)
+        p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, here)
         last = p.last_arrival(counters, self.tile + s.splits * tiles * size, s.splits)
         with p.when(last):
-            layout = self._sum_up_layout(s.splits).reshape((s.splits, 1, s.rows, s.tokens))
+            layout = self._sum_up_layout(s.splits, columns).reshape((s.splits, 1, s.rows, columns))
             parts = p.load(partial, (0, self.tile, 0, 0), layout)
-            self._store(p.reshape(p.reduce(parts, 0), (s.rows, s.tokens)))
+            self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)))
 
     def _store(self, total: Tile) -> None:
         p, s, spec = self.p, self.schedule, self.spec

@@ -108,7 +108,7 @@ class Artifacts:
         """The schedule of a kernel; None for the one that dequantizes, which has no choices."""
         if tokens is None:
             return None
-        if self._schedule and self._schedule.tokens == max(8, tokens):
+        if self._schedule and self._schedule.tokens in (tokens, max(8, tokens)):
             return self._schedule
         user = schedules.user_tables()
         return schedule_for(self._spec, tokens, self._target, schedules.gpu_name(self._target, user), user)
