@@ -113,7 +113,7 @@ class _Pipeline:
         first, end = known(lower), known(self.upper)
         if first is not None and end is not None:
             return first < end
-        owner = self.upper.owner
+        owner: Any = self.upper.owner
         is_sum = not isinstance(owner, ir.Block) and owner.name == "arith.addi" and owner.operands[0] == lower
         return is_sum and (known(owner.operands[1]) or 0) > 0
 

@@ -415,9 +415,25 @@ func.func @load_matrix_element(%x: !lowbit.shared<[8, 16], f32, [24, 1]>, %m: i3
 
 // -----
 
-func.func @load_matrix_shape(%x: !lowbit.shared<[16, 16], f16, [24, 1]>, %m: i32) {
-  // expected-error @below {{shape of the tile: expected (16, 16), got (8, 16)}}
+func.func @load_matrix_shape(%x: !lowbit.shared<[8, 32], f16, [40, 1]>, %m: i32) {
+  // expected-error @below {{shape of the tile: expected (8, 32), got (8, 16)}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 32], f16, [40, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_rows(%x: !lowbit.shared<[16, 16], f16, [24, 1]>, %m: i32) {
+  // expected-error @below {{rows of the tile: expected at least the 16 of the buffer, got 8}}
   %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_rank(%x: !lowbit.shared<[16], f16, [1]>, %m: i32) {
+  // expected-error @below {{rank of the buffer: expected at least 2, got 1}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16], f16, [1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
   return
 }
 
