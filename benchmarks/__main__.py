@@ -3,22 +3,85 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+from dialect.errors import LowbitError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 Commit = Annotated[str | None, typer.Option(help="Of the sources, where they are no git checkout.")]
+File = Annotated[Path, typer.Argument(help="What `run` has written.")]
 
 
-def _log(step: str) -> None:
-    print(step, file=sys.stderr, flush=True)
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
-@app.callback()
-def main() -> None:
-    """Measure, and read what was measured."""
+@app.command()
+def run(
+    config: Annotated[Path | None, typer.Option(help="A TOML file with any of the options below.")] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="issue, squares, a model, a layer, or sizes as 4096x11008.")
+    ] = None,
+    formats: Annotated[str | None, typer.Option(help="Weights: u4,i3,f6e3m2,nf4 ...")] = None,
+    m: Annotated[str | None, typer.Option("--m", "-m", help="Numbers of tokens: 1,8,16.")] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="lowbit,humming,gemlite,tinygemm,bitsandbytes,torch-fp8; or all.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Columns per scale; 0: one scale per row.")] = None,
+    zeros: Annotated[str | None, typer.Option(help="none, int or float.")] = None,
+    act: Annotated[str | None, typer.Option(help="f16 or bf16.")] = None,
+    eager: Annotated[bool | None, typer.Option(help="Time eager calls, too.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Results; if it exists, only what is not in it is measured.")
+    ] = Path("results.json"),
+    retry: Annotated[bool, typer.Option(help="Measure again what failed or was missing.")] = False,
+    commit: Commit = None,
+) -> None:
+    """Measure. Options beat the file; lists are separated by commas."""
+    from benchmarks.cases import Plan
+    from benchmarks.environment import environment
+    from benchmarks.measure import run as measure
+    from benchmarks.peers import PEERS
+    from benchmarks.results import Results
+
+    lists = {"shapes": shapes, "formats": formats, "peers": peers}
+    given: dict[str, Any] = {name: text.split(",") for name, text in lists.items() if text is not None}
+    if given.get("peers") == ["all"]:
+        given["peers"] = list(PEERS)
+    if m is not None:
+        given["m"] = [int(each) for each in m.split(",")]
+    single = {"group_size": group_size, "zeros": zeros, "act": act, "eager": eager}
+    given |= {name: value for name, value in single.items() if value is not None}
+    plan = Plan.of((Plan.read(config) if config else {}) | given)
+    plan.cases()  # raises for what is wrong with it, before anything is measured
+    results = Results.open(out, environment(commit), retry)
+    measure(plan, results, _log)
+    _log(f"wrote {out}")
+
+
+@app.command()
+def table(file: File) -> None:
+    """Results as markdown tables."""
+    from benchmarks.results import Results
+    from benchmarks.tables import tables
+
+    print(tables(Results.read(file)))
+
+
+@app.command()
+def plot(
+    file: File, out: Annotated[Path, typer.Option(help="Folder for PNG and SVG files.")] = Path("docs/img")
+) -> None:
+    """Results as figures: speed-ups per format, batch sweeps, a roofline."""
+    from benchmarks.plots import plot as draw
+    from benchmarks.results import Results
+
+    for path in draw(Results.read(file), out):
+        print(path)
 
 
 @app.command()
@@ -30,4 +93,7 @@ def show(commit: Commit = None) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except LowbitError as error:
+        sys.exit(f"error: {error}")

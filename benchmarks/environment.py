@@ -16,7 +16,13 @@ import torch
 from pylib.cache import source_fingerprint
 
 PACKAGES = ("torch", "triton", "llvmlite", "torch-mlir", "humming-kernels", "gemlite", "bitsandbytes")
-CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")  # MHz, MHz, MHz, W, °C
+CLOCKS = (
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "power.limit",
+    "temperature.gpu",
+)  # MHz, MHz, MHz, W, °C
 
 
 def environment(commit: str | None = None) -> dict[str, object]:
@@ -25,18 +31,22 @@ def environment(commit: str | None = None) -> dict[str, object]:
     commit   of the sources, where they are not a git checkout
     """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    driver, *clocks = _nvidia_smi(("driver_version", *CLOCKS))
     return {
         "gpu": gpu,
-        "driver": driver,
+        "driver": _nvidia_smi(("driver_version",))[0],
         "cuda": torch.version.cuda,
-        "clocks": dict(zip(CLOCKS, clocks)),
+        "clocks": clocks(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "commit": commit or _commit(),
         "sources": source_fingerprint()[:12],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def clocks() -> dict[str, str | None]:
+    """What the GPU runs at now."""
+    return dict(zip(CLOCKS, _nvidia_smi(CLOCKS)))
 
 
 def describe(environment: dict[str, object]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +22,8 @@ from torch import Tensor
 import pylib
 from benchmarks.environment import describe, environment
 from benchmarks.host_cost import microseconds
+from benchmarks.measure import relative_error
+from benchmarks.tables import markdown
 from dialect.dtypes import all_names
 from passes.target import parse_target
 from pylib import MatmulSpec, reference, timing
@@ -31,7 +33,6 @@ ROWS = (1, 16, 64)
 SHAPES = ((57344, 8192), (8192, 8192), (4096, 4096))
 COMPILED = ("u4", "u1", "u2", "u3", "u5", "u6", "u8", "i4", "i6", "f4e2m1", "f6e3m2", "f8e4m3", "nf4")
 ERROR = 2e-3  # relative, in the Frobenius norm: f16 output of products summed in f32
-CHUNK = 4096  # rows that are checked at a time
 
 Row = tuple[str, str, str, str]
 
@@ -56,12 +57,6 @@ def show(commit: str | None = None, on_step: Callable[[str], None] = lambda step
         on_step("timing the host")
         rows += host_rows()
     return f"{describe(environment(commit))}\n\n{markdown(('', 'lowbit', 'torch f16', 'ratio'), rows)}"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; all columns but the first to the right."""
-    lines = [head, ("---", *["---:"] * (len(head) - 1)), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 @contextmanager
@@ -96,7 +91,12 @@ def compile_rows(target: str, formats: Sequence[str] = COMPILED) -> list[Row]:
         ("compile, first kernel of a process (loads MLIR and LLVM)", f"{first:.2f} s", "", ""),
         (f"compile, median {count}", f"{statistics.median(cold):.2f} s", "", ""),
         (f"compile, slowest {count}", f"{max(cold):.2f} s", "", ""),
-        (f"compile, found in the disk cache, median {count}", f"{statistics.median(warm) * 1e3:.1f} ms", "", ""),
+        (
+            f"compile, found in the disk cache, median {count}",
+            f"{statistics.median(warm) * 1e3:.1f} ms",
+            "",
+            "",
+        ),
     ]
 
 
@@ -158,17 +158,13 @@ def time_row(n: int, k: int, m: int) -> Row:
     dense = mm.dequantize(w)
     error = relative_error(mm(x, w), x, dense)
     ours = timing.graph_time([partial(mm, x, each) for each in timing.copies(w)])
-    torchs = timing.graph_time([partial(torch.nn.functional.linear, x, each) for each in _dense_copies(dense)])
+    torchs = timing.graph_time(
+        [partial(torch.nn.functional.linear, x, each) for each in _dense_copies(dense)]
+    )
     what = f"u4, groups of 128, {n} x {k}, m = {m}"
     if not error < ERROR:
         return what, f"wrong: error {error:.1e}", "", ""
     return what, _microseconds(ours), _microseconds(torchs), f"{torchs.median / ours.median:.2f}"
-
-
-def relative_error(y: Tensor, x: Tensor, weight: Tensor) -> float:
-    """|y - x W^T| / |x W^T| in the Frobenius norm, summed in float64; NaN where y has one."""
-    expected = torch.cat([x.double() @ part.double().T for part in weight.split(CHUNK)], dim=1)
-    return ((y.double() - expected).norm() / expected.norm()).item()
 
 
 def _dense_copies(weight: Tensor) -> list[Tensor]:

@@ -1,0 +1,91 @@
+"""What is measured: a weight's shape and format (`Case`), and all of a run (`Plan`)."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import Shape, shapes
+from dialect.errors import SpecError
+from dialect.spec import MatmulSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """A weight W [n, k] in a format, with a scale per `group_size` columns (None: per row)."""
+
+    shape: Shape
+    weight: str
+    group_size: int | None = 128
+    zeros: str = "none"
+    act: str = "f16"
+
+    @property
+    def n(self) -> int:
+        return self.shape.n
+
+    @property
+    def k(self) -> int:
+        return self.shape.k
+
+    @property
+    def bits(self) -> int:
+        return self.spec.dtype.bits
+
+    @property
+    def spec(self) -> MatmulSpec:
+        """As this compiler takes it; scales in the activations' type. Raises SpecError for what is no format."""
+        choices: dict[str, Any] = {"zeros": self.zeros, "act": self.act, "scale": self.act}
+        return MatmulSpec(n=self.n, k=self.k, weight=self.weight, group_size=self.group_size, **choices)
+
+    def __str__(self) -> str:
+        group = f"g{self.group_size}" if self.group_size else "per row"
+        zeros = "" if self.zeros == "none" else f", {self.zeros} zeros"
+        return f"{self.weight} {group}{zeros}, {self.act}, {self.n} x {self.k}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every peer on every format, shape and number of tokens.
+
+    shapes       names that `benchmarks.shapes` knows
+    formats      weights, as MatmulSpec names them
+    m            numbers of tokens
+    peers        of `benchmarks.peers.PEERS`; cuBLAS's f16 and the read floor are always measured
+    group_size   columns per scale; 0: one scale per row
+    """
+
+    shapes: tuple[str, ...] = ("issue",)
+    formats: tuple[str, ...] = ("u4",)
+    m: tuple[int, ...] = (1, 8, 16)
+    peers: tuple[str, ...] = ("lowbit",)
+    group_size: int = 128
+    zeros: str = "none"
+    act: str = "f16"
+    eager: bool = True
+
+    @staticmethod
+    def of(choices: dict[str, Any]) -> Plan:
+        """From the keys of a TOML file or the options of the command line. Raises SpecError for an unknown key."""
+        known = [f.name for f in fields(Plan)]
+        if unknown := choices.keys() - set(known):
+            raise SpecError(f"a benchmark has no {', '.join(sorted(unknown))}; allowed: {', '.join(known)}")
+        return Plan(**{name: tuple(v) if isinstance(v, list) else v for name, v in choices.items()})
+
+    @staticmethod
+    def read(path: Path) -> dict[str, Any]:
+        """The choices in a TOML file."""
+        return tomllib.loads(path.read_text())
+
+    def cases(self) -> list[Case]:
+        """Shape by shape. Raises SpecError for an unknown shape, format or option."""
+        found = [
+            Case(shape, weight, self.group_size or None, self.zeros, self.act)
+            for shape in shapes(list(self.shapes))
+            for weight in self.formats
+        ]
+        for case in found:
+            _ = case.spec
+        return found

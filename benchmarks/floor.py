@@ -1,0 +1,134 @@
+"""The read floor: how long a kernel takes that only reads as many bytes as a packed weight has.
+
+No matmul can be faster that reads its weight from device memory. The kernel is a tile program like any other: every
+thread loads 16-byte units and adds them up, so that no load can be left out, and stores the sums under a condition
+that never holds. It reads before it waits for its predecessor (programmatic dependent launch), as a matmul may: the
+weight does not depend on what ran before. What is best for a size, many small blocks or few that loop, is tried out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from dialect.layout import local, spatial
+from passes.builder import Program, Scalar, as_i32
+from passes.pipeline import CompiledKernel, compile_program
+from passes.schedule import Launch
+from passes.target import parse_target
+from pylib.cuda import Function
+from pylib.matmul import this_machine
+from pylib.timing import DEFEAT_L2_BYTES, Timing, graph_time
+
+UNIT = 16  # bytes
+NEVER = 1 << 30  # units: more than a weight has
+ANY_BLOCKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One way to read: blocks of `threads` threads that load `unroll` units each, at once, per round.
+
+    most_blocks   the grid has at most so many blocks; they go as many rounds as it takes
+    """
+
+    threads: int
+    unroll: int
+    most_blocks: int = ANY_BLOCKS
+
+    @property
+    def chunk(self) -> int:
+        """Units a block reads per round."""
+        return self.threads * self.unroll
+
+    def rounds(self, units: int) -> int:
+        return -(-units // (self.most_blocks * self.chunk))
+
+    def blocks(self, units: int) -> int:
+        return -(-units // (self.rounds(units) * self.chunk))
+
+
+def readers(processors: int) -> list[Reader]:
+    """What is tried on a GPU with so many multiprocessors."""
+    once = [
+        Reader(threads, unroll) for threads, unroll in ((256, 2), (256, 4), (256, 8), (512, 4), (1024, 2))
+    ]
+    resident = ((128, 8, 8), (256, 4, 8), (256, 8, 4), (512, 4, 4), (512, 8, 2), (1024, 4, 2))
+    return once + [Reader(threads, unroll, processors * per) for threads, unroll, per in resident]
+
+
+def read_program(reader: Reader, never: int = NEVER) -> Any:
+    """The tile program, as a module: reads m units of 16 bytes at "codes"; the grid is set at launch.
+
+    If m exceeds `never`, block b stores its chunk of sums, f32 [chunk, 4], at "y" [b].
+    """
+    chunk, span = reader.chunk, reader.chunk * reader.most_blocks
+    p = Program("read", reader.threads, (1, 1, 1), {"codes": "pointer", "y": "pointer", "m": "i32"})
+    with p:
+        units, block = p["m"], p.block_id(0)
+        rounds = (units + (span - 1)) // span
+        layout = local(reader.unroll, 1) * spatial(reader.threads, 1) * local(1, 4)
+        memory = p.global_view(p["codes"], "f32", (-1, 4), sizes=[units])
+        p.grid_launch_dependents()
+        with p.loop(block * rounds, rounds, [p.constant(0.0, "f32", layout)]) as loop:
+            tile = p.load(memory, (loop.index * chunk, 0), layout, ("clamp", "none"))
+            loop.results = [p.add(loop.carried[0], tile)]
+        p.grid_wait()
+        with p.when(Scalar(as_i32(never)) < units):
+            sums = p.global_view(p["y"], "f32", (ANY_BLOCKS * chunk, 4))
+            p.store(loop.carried[0], sums, (block * chunk, 0))
+    return p.module
+
+
+def compile_reader(reader: Reader, target: str, never: int = NEVER) -> CompiledKernel:
+    """The kernel of a reader for a GPU or for the emulator."""
+    return compile_program(lambda: read_program(reader, never), parse_target(target))
+
+
+def launch_for(reader: Reader, launch: Launch, units: int) -> Launch:
+    """The launch that reads so many units."""
+    return replace(launch, grid=(reader.blocks(units), 1, 1))
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time to read `bytes`, and the reader that needed it."""
+
+    bytes: int
+    time: Timing
+    reader: Reader
+
+
+@cache
+def floor(size: int) -> Floor:
+    """Measure the floor for a packed weight of `size` bytes: the fastest of all readers, by the median."""
+    units = -(-size // UNIT)
+    count = max(2, -(-int(DEFEAT_L2_BYTES) // (units * UNIT)))
+    memory = torch.ones(count, units * UNIT // 4, device="cuda")
+    sums = torch.empty(1, device="cuda")
+    timings: dict[Reader, Timing] = {}
+    for reader in readers(torch.cuda.get_device_properties(0).multi_processor_count):
+        function = _load(reader, units)
+        calls = [partial(_read, function, part.data_ptr(), sums.data_ptr(), units) for part in memory]
+        timings[reader] = graph_time(calls)
+    best = min(timings, key=lambda reader: timings[reader].median)
+    return Floor(size, timings[best], best)
+
+
+def _read(function: Function, memory: int, sums: int, units: int) -> None:
+    stream = torch.cuda.current_stream().cuda_stream
+    function(stream, True, x=0, codes=memory, scales=0, zeros=0, bias=0, y=sums, m=units)
+
+
+def _load(reader: Reader, units: int) -> Function:
+    launch, cubin = _compile(reader, this_machine())
+    return Function(cubin, launch_for(reader, launch, units), torch.cuda.current_device(), overlap=True)
+
+
+@cache
+def _compile(reader: Reader, target: str) -> tuple[Launch, bytes]:
+    kernel = compile_reader(reader, target)
+    return kernel.launch, kernel.cubin()
