@@ -125,6 +125,10 @@ class Table:
                 merged[entry.key] = entry
         return Table(self.gpu, self.capability, self.made, merged)
 
+    def replaced(self, entry: Entry) -> Table:
+        """This table with a newer entry."""
+        return Table(self.gpu, self.capability, self.made, self.entries | {entry.key: entry})
+
     def to_text(self) -> str:
         """As JSON, an entry to a line, in an order that does not depend on how they were found."""
         about = {"gpu": self.gpu, "capability": self.capability, "made": self.made}

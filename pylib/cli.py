@@ -1,4 +1,4 @@
-"""The command line: `lowbit compile | opt | run | info | irdl`.
+"""The command line: `lowbit compile | opt | run | tune | info | irdl`.
 
 A command that takes a matmul is a function with a `spec` parameter: `takes_spec` turns it into one option for
 each field of `MatmulSpec`. What is slow to import is imported inside the commands.
@@ -23,6 +23,7 @@ from dialect.errors import LowbitError, SpecError
 from dialect.spec import MatmulSpec
 from passes.stages import stages
 from pylib.machine import TARGETS
+from pylib.tune_cli import tune
 
 if TYPE_CHECKING:
     from passes.schedule import Schedule
@@ -241,6 +242,9 @@ def _table(title: str) -> Table:
     table.add_column(style="bold")
     table.add_column()
     return table
+
+
+app.command()(tune)
 
 
 @app.command()
