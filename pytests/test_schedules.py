@@ -1,0 +1,248 @@
+"""Which schedule a matmul gets: measured, its neighbour's, or the rule's; and what that does to the disk cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from fake_pipeline import FakePipeline, pipeline
+
+import pylib
+from dialect.errors import SpecError
+from dialect.spec import MatmulSpec
+from passes.plan import Plan
+from passes.schedule import Schedule
+from passes.schedule_choice import TOKEN_TILES, check_schedule, default_schedule, schedule_for, shared_bytes
+from passes.schedule_tables import Entry, Key, Table, merge, parse_table, read_table, shipped_tables
+from passes.target import parse_target
+from pylib import knobs, schedules
+from pylib.matmul import Matmul
+
+__all__ = ["pipeline"]
+
+HOPPER = parse_target("sm_90a")
+SPEC = MatmulSpec(n=6144, k=4096, weight="u4", group_size=128)
+ODD = Schedule(tokens=16, row_blocks=2, warps_n=2, warps_k=4, step_k=64, stages=5)  # as no rule would have it
+
+
+def entry(spec: MatmulSpec, schedule: Schedule, microseconds: float = 5.0) -> Entry:
+    return Entry(Key.of(spec, schedule.tokens), schedule, microseconds, "2026-11-21", "0.1.0")
+
+
+def table(*entries: Entry, gpu: str = "NVIDIA H200") -> Table:
+    return Table(gpu, 90, "by hand", {}).with_entries(entries)
+
+
+def chosen(spec: MatmulSpec, *tables: Table, tile: int = 16, gpu: str | None = None) -> Schedule:
+    return schedule_for(spec, tile, HOPPER, gpu, tables)
+
+
+def spec_of(key: Key) -> MatmulSpec:
+    given = {name: getattr(key, name) for name in ("group_size", "zeros", "scale", "act")}
+    return MatmulSpec(key.n, key.k, key.weight, **given)
+
+
+def test_what_was_measured_is_taken() -> None:
+    (shipped,) = shipped_tables()
+    assert (shipped.gpu, shipped.capability) == ("NVIDIA H200", 90) and len(shipped.entries) >= 40
+    for key, found in shipped.entries.items():
+        spec = spec_of(key)
+        for name in ("sm_90a", "sm_90", "emulator:sm_90a"):
+            assert schedule_for(spec, key.tokens, parse_target(name)) == found.schedule
+        assert schedule_for(replace(spec, bias=True, out="f32"), key.tokens, HOPPER) == found.schedule
+        assert schedule_for(spec, key.tokens, parse_target("sm_80")) == default_schedule(
+            spec, key.tokens, parse_target("sm_80")
+        )
+
+
+NEAR = {
+    "act": replace(SPEC, act="bf16"),
+    "zeros": replace(SPEC, zeros="float"),
+    "group": replace(SPEC, group_size=64),
+    "rows": replace(SPEC, group_size=None),
+    "format": replace(SPEC, weight="i4"),
+    "n": replace(SPEC, n=5888),
+    "k": replace(SPEC, k=7168),
+}
+FAR = {
+    "decoding": replace(SPEC, weight="nf4"),
+    "bits": replace(SPEC, weight="u5"),
+    "n": replace(SPEC, n=16384),
+    "k": replace(SPEC, k=1024),
+    "half filled": replace(SPEC, n=8704),  # 136 blocks for 132 multiprocessors, as it was 96
+    "shared memory": replace(SPEC, group_size=16, scale="f32", zeros="float"),
+}
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_a_neighbour_lends_its_schedule(near: str) -> None:
+    assert chosen(NEAR[near], table(entry(SPEC, ODD))) == ODD != default_schedule(NEAR[near], 16, HOPPER)
+
+
+@pytest.mark.parametrize("far", FAR)
+def test_the_rule_where_there_is_no_neighbour(far: str) -> None:
+    schedule = ODD
+    if far == "shared memory":
+        schedule = replace(ODD, warps_n=1, row_blocks=4, warps_k=8, stages=6)
+        check_schedule(SPEC, schedule, HOPPER)
+    assert chosen(FAR[far], table(entry(SPEC, schedule))) != schedule
+    assert chosen(SPEC, table(entry(SPEC, schedule))) == schedule
+
+
+def test_another_token_tile_is_no_neighbour() -> None:
+    assert chosen(SPEC, table(entry(SPEC, ODD)), tile=8) == chosen(SPEC, tile=8)
+
+
+def test_the_nearest_neighbour_that_fits() -> None:
+    other, unfit = replace(ODD, stages=4), replace(ODD, step_k=192)
+    near, nearer = replace(SPEC, n=5632), replace(SPEC, n=5888)
+    assert chosen(SPEC, table(entry(near, ODD), entry(nearer, other))) == other
+    assert chosen(SPEC, table(entry(near, ODD), entry(nearer, unfit))) == ODD
+
+
+def test_whose_table_goes_first() -> None:
+    (key, known), *_ = ((k, e) for k, e in shipped_tables()[0].entries.items() if k.tokens == 16)
+    spec, mine, other = spec_of(key), table(entry(spec_of(key), ODD)), replace(ODD, stages=4)
+    assert chosen(spec, mine) == ODD != known.schedule
+    theirs = table(entry(spec, other), gpu="NVIDIA GH200 480GB")
+    assert chosen(spec, mine, theirs) == chosen(spec, mine, theirs, gpu="NVIDIA H200") == ODD
+    assert chosen(spec, mine, theirs, gpu="NVIDIA GH200 480GB") == other
+    close = table(entry(replace(spec, act="bf16"), ODD))
+    assert chosen(spec, close) == known.schedule  # the very matmul, before one like it
+
+
+def test_distance_is_in_octaves() -> None:
+    key = Key.of(SPEC, 1)
+    assert key.distance(key) == 0
+    assert key.distance(replace(key, n=2 * key.n, k=key.k // 4)) == 3
+    assert replace(key, act="bf16", scale="bf16").distance(key) == 0.5
+
+
+def test_a_table_survives_its_file(tmp_path: Path) -> None:
+    some = [entry(replace(SPEC, group_size=g), ODD, 1.25) for g in (None, 16, 128)]
+    file = tmp_path / "a.json"
+    file.write_text(table(*some).to_text())
+    assert read_table(file) == table(*some)
+    assert table(*reversed(some)).to_text() == table(*some).to_text()
+    assert len(file.read_text().splitlines()) == len(some) + 7  # an entry to a line
+    file.write_text(table().to_text())
+    assert not read_table(file).entries  # read anew, as the file is another
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", '"u4"->"u9"', '"k": 4096->"k": 0', '"stages": 5->"stages": 0'])
+def test_a_damaged_table_is_named(tmp_path: Path, damage: str) -> None:
+    old, arrow, new = damage.partition("->")
+    text = table(entry(SPEC, ODD)).to_text()
+    with pytest.raises(SpecError, match=r"mine.json is no table of schedules .*`lowbit tune`"):
+        parse_table(text.replace(old, new) if arrow else damage, "mine.json")
+
+
+def test_merge_keeps_the_faster() -> None:
+    other = replace(ODD, stages=4)
+    a = table(entry(SPEC, ODD, 5.0), entry(replace(SPEC, n=64), ODD))
+    b = table(entry(SPEC, other, 4.0), entry(replace(SPEC, n=32), ODD))
+    for both in (merge([a, b]), merge([b, a])):
+        assert len(both.entries) == 3 and both.entries[Key.of(SPEC, 16)].schedule == other
+    with pytest.raises(SpecError, match="one GPU, but these are for NVIDIA H200 and NVIDIA A100"):
+        merge([a, table(gpu="NVIDIA A100")])
+
+
+def test_the_choice_takes_no_time() -> None:
+    many = [entry(replace(SPEC, n=16 * n, k=128 * k), ODD) for n, k in product(range(200, 400), range(20, 40))]
+    big = table(*many)
+    asked = replace(SPEC, n=4097, k=4096 + 16, group_size=None)
+    schedule_for(asked, 1, HOPPER, None, [big])
+    times: list[float] = []
+    for i in range(5):
+        start = time.perf_counter()
+        schedule_for(replace(asked, n=4097 + i), 8, HOPPER, None, [big])
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3
+
+
+def test_the_choice_needs_neither_compiler_nor_torch(repo: Path) -> None:
+    code = (
+        "import sys; from dialect.spec import MatmulSpec; from passes.target import parse_target\n"
+        "from passes.schedule_choice import schedule_for\n"
+        f"print(schedule_for({SPEC!r}, 1, parse_target('sm_90a')))\n"
+        "print([m for m in ('torch_mlir', 'mlir', 'llvmlite', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(schedule_for(SPEC, 1, HOPPER)), "[]"]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90a"])
+def test_the_rule_always_fits(target: str) -> None:
+    """Formats of all chunk sizes, groups that are padded, one row block to very many, k of one step to very many."""
+    t = parse_target(target)
+    weights, groups = ("u1", "u2", "u3", "u4", "i6", "f8e4m3", "u8"), (None, 16, 32, 128, 1000)
+    for weight, group, (n, k), tile in product(
+        weights, groups, ((1, 16), (16, 2000), (4096, 512), (1000, 28000), (131072, 8192)), TOKEN_TILES
+    ):
+        if group and k % group:
+            continue
+        spec = MatmulSpec(n, k, weight, group_size=group, zeros="float", scale="f32")
+        s = default_schedule(spec, tile, t)
+        check_schedule(spec, s, t)
+        plan = Plan(spec, s)
+        assert s.tokens == tile and (s.warps_k == 1 or 2 * plan.steps > s.warps_k)
+        assert s.splits == 1 or plan.rounds >= 2
+
+
+def test_the_rule_fills_the_multiprocessors() -> None:
+    for n, tile in product((2048, 4096, 6144, 8192, 14336, 57344), TOKEN_TILES):
+        spec = replace(SPEC, n=n, k=8192)
+        s = default_schedule(spec, tile, HOPPER)
+        assert Plan(spec, s).tiles * s.splits >= min(0.9 * 132, n / 16), (n, tile)
+
+
+def test_a_tile_that_is_none() -> None:
+    for choose in (default_schedule, schedule_for):
+        with pytest.raises(SpecError, match="tokens=5 must be one of 1, 8, 16, 32, 64"):
+            choose(SPEC, 5, HOPPER)
+
+
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, weight="u3", group_size=32, zeros="int"), NEAR["rows"]])
+@pytest.mark.parametrize("tile", [1, 16])
+def test_shared_memory_is_what_the_kernel_takes(spec: MatmulSpec, tile: int) -> None:
+    from passes.pipeline import compile_matmul
+
+    kernel = compile_matmul(spec, HOPPER, tokens=tile)
+    assert kernel.schedule == schedule_for(spec, tile, HOPPER)
+    assert kernel.launch.shared_bytes <= shared_bytes(spec, kernel.schedule) <= kernel.launch.shared_bytes + 512
+
+
+def test_user_tables(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken at once; a new entry makes a new kernel where it is the one in question, and only there."""
+    monkeypatch.setattr("pylib.matmul._compile", Matmul)
+    file = schedules.user_file("NVIDIA H200")
+    assert file == knobs.cache_dir() / "schedules" / "nvidia_h200.json"
+    file.parent.mkdir()
+
+    def compiled(*entries: Entry) -> Schedule | None:
+        file.with_suffix(".tmp").write_text(table(*entries).to_text())
+        file.with_suffix(".tmp").replace(file)
+        pipeline.compiled.clear()
+        return pylib.compile(SPEC, "sm_90a").kernel(16).schedule
+
+    other, far = replace(ODD, stages=4), replace(SPEC, n=64)
+    assert compiled(entry(far, ODD)) == schedule_for(SPEC, 16, HOPPER) != ODD
+    assert compiled(entry(far, other)) == schedule_for(SPEC, 16, HOPPER) and not pipeline.compiled
+    assert compiled(entry(SPEC, ODD)) == ODD and pipeline.compiled == [("sm_90a", 16)]
+    assert compiled(entry(SPEC, ODD), entry(far, ODD)) == ODD and not pipeline.compiled
+    assert compiled(entry(SPEC, other)) == other and pipeline.compiled == [("sm_90a", 16)]
+    file.write_text("no table")
+    with pytest.raises(SpecError, match=f"{file} is no table"):
+        pylib.compile(SPEC, "sm_90a")
+
+
+def test_the_gpu_is_asked_for_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "_this_gpu", lambda: "NVIDIA H20")
+    assert schedules.gpu_name(HOPPER) is None
+    assert schedules.gpu_name(HOPPER, (table(gpu="NVIDIA H20"),)) == "NVIDIA H20"
+    assert schedules.gpu_name(parse_target("emulator:sm_90a"), (table(gpu="NVIDIA H20"),)) is None
