@@ -117,7 +117,7 @@ class Program:
     """Builds one `lowbit.program` in a module of its own. Enter it to build; leave it to have it verified.
 
     params: name -> "pointer" (to device memory) or "i32". threads per block; grid in blocks; workspace in bytes;
-    min_blocks per multiprocessor, for which registers are rationed.
+    max_blocks on a multiprocessor at a time (0: as many as fit), by claiming shared memory.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Program:
         grid: tuple[int, int, int],
         params: dict[str, str],
         workspace: int = 0,
-        min_blocks: int = 1,
+        max_blocks: int = 0,
     ) -> None:
         self.module = ir.Module.create()
         kinds = {"pointer": ir.Type.parse("!llvm.ptr<1>"), "i32": ir.IntegerType.get_signless(32)}
@@ -135,10 +135,8 @@ class Program:
             self.op = ops.ProgramOp(
                 ir.StringAttr.get(name), _i64(threads), ints(grid), strings(tuple(params)), _i64(workspace)
             )
-        if min_blocks > 1:
-            self.op.operation.attributes["nvvm.minctasm"] = ir.IntegerAttr.get(
-                ir.IntegerType.get_signless(32), min_blocks
-            )
+        if max_blocks:
+            self.op.operation.attributes["lowbit.max_blocks"] = _i64(max_blocks)
         block = self.op.body.blocks.append(*[kinds[kind] for kind in params.values()])
         self._arguments = dict(zip(params, block.arguments))
         self._point = ir.InsertionPoint(block)

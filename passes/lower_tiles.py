@@ -27,6 +27,7 @@ from passes.target import Target, parse_target
 
 SHARED_SYMBOL = "shared_memory"
 _ALIGN = 128  # of shared buffers
+_RESERVED = 1024  # bytes of shared memory that every block takes for the system
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,6 @@ class _Lowering:
             )
         function.operation.attributes["arg_attrs"] = self._argument_attributes(source)
         function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get([self.threads_per_block, 1, 1])
-        if "nvvm.minctasm" in program.operation.attributes:
-            function.operation.attributes["nvvm.minctasm"] = program.operation.attributes["nvvm.minctasm"]
         block = function.operation.regions[0].blocks.append(*[a.type for a in source.arguments])
         for old, new in zip(source.arguments, block.arguments):
             self.values[old] = new
@@ -159,7 +158,20 @@ class _Lowering:
             )
         for attribute in ("grid", "threads", "params", "workspace"):
             function.operation.attributes[f"lowbit.{attribute}"] = program.operation.attributes[attribute]
-        function.operation.attributes["lowbit.shared_bytes"] = ir.IntegerAttr.get(emit.integer(64), self.shared.bytes)
+        function.operation.attributes["lowbit.shared_bytes"] = ir.IntegerAttr.get(
+            emit.integer(64), max(self.shared.bytes, self._claimed_bytes())
+        )
+
+    def _claimed_bytes(self) -> int:
+        """The least shared memory with which no more than `max_blocks` blocks fit on a multiprocessor.
+
+        Where blocks of the next kernel may start early, as many as fit would crowd some multiprocessors.
+        """
+        if "lowbit.max_blocks" not in self.program.operation.attributes:
+            return 0
+        blocks = int_attr(self.program, "lowbit.max_blocks")
+        least = self.target.shared_per_sm // (blocks + 1) - _RESERVED + 1
+        return min(-(-least // _ALIGN) * _ALIGN, self.target.max_shared_per_block)
 
     def _argument_attributes(self, source: Any) -> Any:
         """No two pointers alias; those only read are marked so, unless the kernel overlaps with the one before it."""

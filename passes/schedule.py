@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dialect.errors import SpecError
 
@@ -22,14 +22,19 @@ class Schedule:
     step_k: int = 128  # columns a warp takes per step: whole chunks
     stages: int = 3  # of the copy pipeline
     splits: int = 1
-    min_blocks: int = 1  # per multiprocessor, which the registers must allow
+    max_blocks: int = 0  # on a multiprocessor at a time; 0: as many as fit
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if type(value := getattr(self, field.name)) is not int:
+                raise SpecError(f"schedule: {field.name}={value!r} must be an integer")
         if self.tokens not in (1, 8, 16, 32, 64):
             raise SpecError(f"schedule: tokens={self.tokens} must be 1, 8, 16, 32 or 64")
-        for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits", "min_blocks"):
+        for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits"):
             if getattr(self, name) < 1:
                 raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")
+        if self.max_blocks < 0:
+            raise SpecError(f"schedule: max_blocks={self.max_blocks} must be 0 (as many as fit) or more")
         if self.step_k < 16 or self.step_k % 16:
             raise SpecError(f"schedule: step_k={self.step_k} must be a positive multiple of 16")
         if self.threads > 1024:
