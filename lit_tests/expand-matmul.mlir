@@ -1,0 +1,69 @@
+// RUN: %lowbit-opt %s --split-input-file --plan-packing --select-schedule=row-blocks=1,warps-k=2,step-k=64,stages=2 --expand-matmul | %filecheck %s
+
+// A function around a matmul becomes a kernel: the program of one block, written on tiles.
+
+// The blocks along n, one to 16 rows; 2 warps; parameters by name.
+// CHECK:      "lowbit.program"() ({
+// CHECK:        %[[TILE:.*]] = "lowbit.block_id"() {axis = 0 : i64}
+// CHECK:        %[[ZERO:.*]] = "lowbit.constant"() {value = 0.000000e+00 : f32}
+// CHECK:        %[[CODES:.*]] = "lowbit.global_view"(%arg1) {{.*}} -> !lowbit.global<[8, 4, 32], vector<4xi32>
+// CHECK:        %[[X:.*]] = "lowbit.global_view"(%arg0, %arg5) {{.*}} -> !lowbit.global<[8, -1, 64], f16
+
+// One round: copy a step of every warp (the weight before the activations, which the kernel before this one may
+// still be writing), then decode, multiply, and scale the product of a group.
+// CHECK:        scf.for {{.*}} iter_args(%[[SUM:.*]] = %[[ZERO]])
+// CHECK:          "lowbit.copy_async"(%[[CODES]]
+// CHECK:          "lowbit.grid_wait"
+// CHECK:          "lowbit.copy_async"(%[[X]]
+// CHECK:          "lowbit.commit"
+// CHECK:          %[[WORDS:.*]] = "lowbit.load"
+// CHECK:          %[[W_CODES:.*]] = "lowbit.view"(%[[WORDS]])
+// CHECK:          %[[W:.*]] = "lowbit.decode"(%[[W_CODES]])
+// CHECK:          %[[X_TILE:.*]] = "lowbit.load_matrix"
+// CHECK:          %[[PRODUCT:.*]] = "lowbit.mma"
+// CHECK:          %[[SCALED:.*]] = "lowbit.fma"(%[[PRODUCT]], %{{.*}}, %[[SUM]])
+
+// The zero point never touches a weight: s * (q - z) x = s * q x - s * z * sum(x).
+// CHECK:          %[[X_SUM:.*]] = "lowbit.row_sums"
+// CHECK:          %[[NEXT:.*]] = "lowbit.fma"(%{{.*}}, %[[X_SUM]], %[[SCALED]])
+// CHECK:          scf.yield %[[NEXT]]
+// CHECK-NEXT:   } {lowbit.stages = 2 : i64}
+
+// At the end the sums of the two warps meet in shared memory; rows of y beyond m are skipped.
+// CHECK:        "lowbit.reduce"
+// CHECK:        "lowbit.store"{{.*}}"skip"
+// CHECK:      }) {grid = [4, 1, 1], params = ["x", "codes", "scales", "zeros", "y", "m"], sym_name = "matmul", threads = 64 : i64
+// CHECK-NOT:  func.func
+!weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+// f8e7m0 is beyond f16's range: decoded to f32, multiplied as tf32. One scale per row is applied after the loop.
+// CHECK:      "lowbit.decode"({{.*}} -> !lowbit.reg<[2, 16, 64], f32
+// CHECK-NOT:  "lowbit.mul"
+// CHECK:      "lowbit.mma"
+// CHECK:      scf.yield
+// CHECK:      "lowbit.mul"
+!weight = !lowbit.packed<[64, 512], #lowbit.format<"f8e7m0", []>, 0, "none", "f32">
+func.func @wide_range(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+// Dequantizing needs no schedule: decode, scale, round, store.
+// CHECK:      "lowbit.decode"
+// CHECK:      "lowbit.mul"
+// CHECK:      "lowbit.cast"{{.*}}bf16
+// CHECK:      "lowbit.store"
+// CHECK:      params = ["codes", "scales", "y"], sym_name = "dequantize"
+!weight = !lowbit.packed<[64, 512], #lowbit.format<"nf4", []>, 64, "none", "bf16">
+func.func @dequantize(%w: !weight) -> tensor<64x512xbf16> {
+  %y = "lowbit.dequantize"(%w) : (!weight) -> tensor<64x512xbf16>
+  return %y : tensor<64x512xbf16>
+}
