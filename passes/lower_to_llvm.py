@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dialect.bindings import ir, passmanager
+from dialect.errors import PassError
+from dialect.types import Lowbit
+from passes.rewriting import at, each_op
 
 _PIPELINE = (
     "builtin.module(gpu.module(convert-scf-to-cf,convert-gpu-to-nvvm{index-bitwidth=32},convert-nvvm-to-llvm,"
@@ -20,4 +23,8 @@ class LowerToLLVM:
     name: ClassVar[str] = "lower-to-llvm"
 
     def run(self, module: ir.Module) -> None:
+        for op in each_op(module, Lowbit.Operation):
+            with at(op):
+                name = op.operation.name
+                raise PassError(f"lower-to-llvm: {name} is left over; run lower-tiles and lower-dequant before")
         passmanager.PassManager.parse(_PIPELINE).run(module.operation)
