@@ -1,8 +1,8 @@
 """The schedules worth timing for a matmul: all that fit, put in order by a simple prediction, and the first of them.
 
 The prediction adds up what moves: the weight at the speed of memory, slower where too few bytes are in flight; x, which
-every block reads from the L2 cache; partial sums of splits. It is right about order only roughly: of the 33 to 355
-schedules that were timed for each of 40 matmuls on an H200 (2026-11), the first 48 hold one within 3 % of the best.
+every block reads from the L2 cache; partial sums of splits. It is right about order only roughly: of the 32 to 354
+schedules that were timed for each of 40 matmuls on an H200 (2026-11), the first 48 hold one within 5 % of the best.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from passes.target import Target
 
 KEEP = 48
 MEMORY, L2 = 4.3e6, 5.5e6  # bytes per microsecond of an H200
-IN_FLIGHT = 60e3  # bytes that a multiprocessor needs on their way to reach its share of it
+IN_FLIGHT = 40e3  # bytes of the weight that must be on their way to a multiprocessor for its share of that
 REGISTERS = 96  # of a thread, about
 SPLIT = 1.0  # microseconds until the last of several splits has seen the others
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
@@ -77,7 +77,8 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
         target.registers_per_sm // (s.threads * REGISTERS),
     )
     blocks = plan.tiles * s.splits
-    in_flight = min(max(1, resident), blocks / processors) * shared * (s.stages - 1) / s.stages
+    stage = s.rows * s.warps_k * s.step_k * spec.packing.bits / 8
+    in_flight = min(max(1, resident), blocks / processors) * stage * (s.stages - 1)
     unused_steps = plan.rounds * s.warps_k * s.splits / plan.steps
     weight = spec.bytes / MEMORY * max(1.0, IN_FLIGHT / in_flight) * unused_steps
     x = plan.tiles * tile * spec.k * 2 / L2
