@@ -83,7 +83,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "warps_k": (1, 2, 4, 8),
     "stages": (1, 2, 3, 4),
     "splits": (1, 2, 3),
-    "step": (1, 2, 4),  # chunks
+    "step": (1, 2),  # chunks
 }
 K = {1: 16, 2: 250, 3: 264}  # without groups
 MOST_WORK = 64  # mma instructions per warp and step, if there is a choice: LLVM and the emulator take time
@@ -197,7 +197,7 @@ def test_choices(case: Case) -> None:
     spec, target = case.spec, parse_target(case.target)
     problem = random_problem(spec, case.m, seed=1, finite=False)
     kernel = compile_matmul(spec, target, case.schedule)
-    racecheck = case.schedule.threads <= 64 and case.spec.n <= 17  # its time goes with the threads
+    racecheck = case.schedule.threads <= 128 and len(kernel.ptx) < 60_000  # it is slow
     y = run_matmul(kernel, spec, problem, launches=2 if case.schedule.splits > 1 else 1, racecheck=racecheck)
     assert matmul_is_right(y, spec, problem)
 
