@@ -72,7 +72,8 @@ class Plan:
         known = [f.name for f in fields(Plan)]
         if unknown := choices.keys() - set(known):
             raise SpecError(f"a benchmark has no {', '.join(sorted(unknown))}; allowed: {', '.join(known)}")
-        return Plan(**{name: tuple(v) if isinstance(v, list) else v for name, v in choices.items()})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in choices.items()}
+        return Plan(**values)
 
     @staticmethod
     def read(path: Path) -> dict[str, Any]:

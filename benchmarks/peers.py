@@ -121,16 +121,12 @@ class TorchFp8(Peer):
         return Layer(
             label="fp8 x fp8, scale per tensor",
             call=bind(w),
-            clone=lambda: bind(_clone_bytes(w)),
+            clone=lambda: bind(w.clone()),
             weight=lambda: w.float() * scale,
             bytes=w.nbytes,
             deviation=max(DEVIATION_FP8, DEVIATION[case.act]),
             encode=lambda x: x.to(torch.float8_e4m3fn),
         )
-
-
-def _clone_bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8).clone().view(t.dtype)
 
 
 class Lowbit(Peer):

@@ -26,6 +26,8 @@ COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
 }
 NAMES = {"torch": "cuBLAS", "torch-fp8": "cuBLAS fp8", "humming": "Humming", "gemlite": "GemLite"}
 GREY = "#8A8A8A"
+PALE = "#E4E7EB"
+FLOOR = "only reading the weight"
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9.5,
@@ -74,8 +76,8 @@ def plot(results: Results, folder: Path) -> list[Path]:
 
 
 def speedups(results: Results, weights: Sequence[Record], m: int) -> Any:
-    """Bars: how many times as fast as cuBLAS without quantization, per shape, format and method. A tick shows what
-    reading the weight at full speed would give."""
+    """Bars: how many times as fast as cuBLAS without quantization, per shape, format and method. A pale bar behind
+    them shows what only reading the weight would give."""
     weights = sorted(weights, key=lambda w: (-dtype(w["weight"]).bits, w["weight"]))
     shapes = [size for size in sizes_of(results, weights) if any(_bars(results, weights, size, m).values())]
     figure, axes = _grid(len(shapes), 1, width=max(5.0, 1.5 + 0.95 * len(weights)), height=2.0)
@@ -88,17 +90,15 @@ def speedups(results: Results, weights: Sequence[Record], m: int) -> Any:
             axis.bar_label(drawn, fmt="%.1f", fontsize=6.5, padding=1.5, color="#3C3C3C")
         axis.axhline(1, color=COLOURS["torch"], linewidth=1, linestyle=(0, (4, 2)), label=_name("torch"))
         limits = {j: _limit(results, w, n, k, m) for j, w in enumerate(weights)}
-        limits = {j: v for j, v in limits.items() if v is not None}
-        axis.hlines(
-            list(limits.values()), [j - 0.42 for j in limits], [j + 0.42 for j in limits],
-            color=GREY, linewidth=1.2, label="only reading the weight",
-        )  # fmt: skip
+        limits = {j: limit for j, limit in limits.items() if limit}
+        axis.bar(list(limits), list(limits.values()), 0.88, color=PALE, label=FLOOR, zorder=0)
         axis.set_title(f"{n} × {k}, m = {m}")
         axis.set_ylabel(f"times as fast as {weights[0]['act']}")
         axis.set_xticks(range(len(weights)), [_label(w, weights) for w in weights])
         axis.set_xlim(-0.55, len(weights) - 0.45)
         axis.margins(y=0.12)
         axis.grid(False, axis="x")
+    _legend(figure)
     return figure
 
 
@@ -145,20 +145,17 @@ def sweep(results: Results, weight: Record, tokens: Sequence[int]) -> Any:
             )  # fmt: skip
         floor = find(results, "floor", weight, n=n, k=k)
         if floor:
-            axis.axhline(
-                floor["us"], color=GREY, linewidth=1.2, linestyle=(0, (4, 2)), label="only reading the weight"
-            )
-        axis.set_title(f"{n} × {k}")
+            axis.axhline(floor["us"], color=GREY, linewidth=1.2, linestyle=(0, (4, 2)), label=FLOOR)
+        axis.set_title(f"{n} × {k}, {weight['weight']}, {_words(weight)}")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(tokens, [str(m) for m in tokens])
-        axis.minorticks_off()
-        _plain_ticks(axis)
+        _log_ticks(axis.yaxis)
         axis.set_xlabel("tokens (m)")
         axis.set_ylabel("µs per call")
     for axis in axes[len(shapes) :]:
         axis.set_visible(False)
-    figure.suptitle(_weight_title(weight), x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+    _legend(figure)
     return figure
 
 
@@ -177,33 +174,32 @@ def roofline(results: Results, weights: Sequence[Record], tokens: Sequence[int])
         lines.append(("lowbit", weight, shades(0.9 * i / max(1, len(weights) - 1)), _label(weight, weights)))
     intensities: list[float] = []
     for method, weight, colour, label in lines:
-        points = [_point(find(results, method, weight, n=n, k=k, m=m)) for m in tokens]
-        points = [p for p in points if p]
-        intensities += [x for x, _ in points]
-        axis.plot(
-            *zip(*points), marker="o", markersize=3.5, linewidth=1.4, color=colour, label=label
-        ) if points else None
+        records = [find(results, method, weight, n=n, k=k, m=m) for m in tokens]
+        points = [_point(record) for record in records if record]
+        if points:
+            axis.plot(*zip(*points), marker="o", markersize=3.5, linewidth=1.4, color=colour, label=label)
+            intensities += [x for x, _ in points]
     if intensities and peak and floors:
         bandwidth, top = max(floors) * 1e-6, peak["tflops"]  # TB/s, TFLOP/s
         left, right = min(intensities) / 1.5, max(max(intensities), top / bandwidth) * 2
         bend = top / bandwidth
         axis.plot([left, bend, right], [left * bandwidth, top, top], color=GREY, linewidth=1.2, zorder=1)
-        axis.annotate(f"{bandwidth:.2f} TB/s", (left * 1.15, left * bandwidth * 1.45), color=GREY, fontsize=8)
-        axis.annotate(f"{top:.0f} TFLOP/s", (right, top * 0.82), color=GREY, fontsize=8, ha="right", va="top")
+        text = {"color": GREY, "fontsize": 8, "xytext": (0, 5), "textcoords": "offset points"}
+        axis.annotate(f"{bandwidth:.2f} TB/s ", (bend / 8, top / 8), ha="right", **text)
+        axis.annotate(f"{top:.0f} TFLOP/s", (right, top), ha="right", **text)
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.minorticks_off()
-    _plain_ticks(axis)
+    _log_ticks(axis.xaxis, (1.0,))
+    _log_ticks(axis.yaxis, (1.0,))
+    axis.legend(loc="lower right", fontsize=8)
     axis.set_title(f"{n} × {k}, m = {tokens[0]} to {tokens[-1]}")
     axis.set_xlabel("operations per byte (weight, x and y)")
     axis.set_ylabel("TFLOP/s")
     return figure
 
 
-def _point(record: Record | None) -> tuple[float, float] | None:
+def _point(record: Record) -> tuple[float, float]:
     """(operations per byte, TFLOP/s)"""
-    if record is None:
-        return None
     n, k, m = record["n"], record["k"], record["m"]
     flops = 2 * n * k * m
     return flops / (record["bytes"] + 2 * m * (n + k)), flops / record["us"] * 1e-6
@@ -216,10 +212,22 @@ def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Any, li
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def _plain_ticks(axis: Any) -> None:
-    from matplotlib.ticker import FuncFormatter
+def _log_ticks(axis: Any, steps: Sequence[float] = (1.0, 2.0, 5.0)) -> None:
+    """Ticks at these multiples of the powers of ten, as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _legend(figure: Any) -> None:
+    """One for all panels, above them."""
+    handles: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, fontsize=8.5)
 
 
 @contextmanager
@@ -233,11 +241,6 @@ def _style() -> Iterator[None]:
 def _save(path: Path, draw: Callable[[], Any], results: Results) -> list[Path]:
     with _style():
         figure = draw()
-        handles: dict[str, Any] = {}
-        for axis in figure.axes:
-            for handle, label in zip(*axis.get_legend_handles_labels()):
-                handles.setdefault(label, handle)
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, fontsize=8.5)
         figure.supxlabel(describe(results.environment), fontsize=6.5, color=GREY, x=0.99, ha="right")
         files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
         for file in files:
@@ -264,7 +267,6 @@ def _group(weight: Record) -> str:
     return size + ("" if weight["zeros"] == "none" else f"_{weight['zeros']}_zeros")
 
 
-def _weight_title(weight: Record) -> str:
+def _words(weight: Record) -> str:
     group = f"groups of {weight['group_size']}" if weight["group_size"] else "one scale per row"
-    zeros = "" if weight["zeros"] == "none" else f", {weight['zeros']} zeros"
-    return f"{weight['weight']}, {group}{zeros}, {weight['act']} activations"
+    return group + ("" if weight["zeros"] == "none" else f", {weight['zeros']} zeros")

@@ -136,7 +136,8 @@ def correct_row(act: str, specs: Sequence[MatmulSpec], target: str) -> Row:
 def find_fault(spec: MatmulSpec, target: str, rows: Sequence[int] = ROWS) -> str | None:
     """None if every output agrees with float64 as far as rounding allows; else what went wrong, in a few words."""
     device = "cuda" if parse_target(target).kind == "cuda" else "cpu"
-    x, *weight = reference.random_problem(spec, max(rows))
+    x, codes, scales, zeros, bias = reference.random_problem(spec, max(rows))
+    weight = codes, scales, zeros, bias
     expected = reference.matmul(spec, x, *weight)
     allowed = reference.tolerance(spec, x, *weight)
     try:

@@ -1,0 +1,242 @@
+"""The benchmark harness without a GPU: what runs are made of, and what is made of their results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import measure, peers, show
+from benchmarks.__main__ import app
+from benchmarks.cases import Case, Plan
+from benchmarks.floor import Reader, compile_reader, launch_for
+from benchmarks.measure import relative_error
+from benchmarks.peers import PEERS, decode
+from benchmarks.results import Record, Results
+from benchmarks.shapes import Shape, shapes
+from benchmarks.tables import tables
+from dialect.errors import SpecError
+from pylib import MatmulSpec
+from pylib.emulator import Emulator
+from pylib.packed import pack
+from pylib.reference import dequantize, random_problem
+
+ENVIRONMENT: dict[str, Any] = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "versions": {"torch": "2.11.0"},
+    "commit": "0123456789ab",
+    "sources": "abc",
+    "date": "2026-11-21T00:00:00+00:00",
+}
+SPEEDS = {"lowbit": 1.1, "humming": 1.35, "gemlite": 2.2}  # times as long as the floor
+BITS = {"u8": 8, "f6e3m2": 6, "u5": 5, "u4": 4, "i3": 3, "u2": 2, "i1": 1}
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def made_up(formats: Sequence[str] = tuple(BITS), tokens: Sequence[int] = TOKENS) -> Results:
+    """Plausible numbers: memory at 4.3 TB/s, cuBLAS at twice the floor of 16 bits."""
+    results = Results(None, ENVIRONMENT)
+    results.add(_record("peak", "u4", 8192, 8192, 8192, 1428.0) | {"tflops": 770.0})
+    for n, k in ((4096, 4096), (8192, 8192), (8192, 28672), (57344, 8192)):
+        for weight in formats:
+            size = n * k * (BITS[weight] + 0.125) / 8
+            floor = size / 4.3e6 + 0.5
+            results.add(_record("floor", weight, n, k, 0, floor) | {"bytes": size})
+            for m in tokens:
+                if weight == formats[0]:
+                    results.add(_record("torch", None, n, k, m, n * k / 2.1e6 + 3) | {"bytes": 2 * n * k})
+                for peer, factor in SPEEDS.items():
+                    if peer == "gemlite" and weight not in ("u8", "u4", "u2", "i1"):
+                        results.add(_record(peer, weight, n, k, m) | {"skipped": "1, 2, 4 and 8 bits only"})
+                        continue
+                    slower = {"lowbit": 0.02, "humming": 0.03, "gemlite": 0.25}[peer]
+                    time = (floor + 0.5) * factor * (1 + slower * m**0.75)
+                    results.add(_record(peer, weight, n, k, m, time) | {"bytes": size})
+    return results
+
+
+def _record(peer: str, weight: str | None, n: int, k: int, m: int, us: float | None = None) -> Record:
+    about = {"group_size": 128, "zeros": "none"} if weight else {"group_size": None, "zeros": None}
+    key = {"peer": peer, "weight": weight, "act": "f16", "n": n, "k": k, "m": m} | about
+    times = {} if us is None else {"us": us, "best_us": us, "worst_us": us, "right": True, "error": 1e-4}
+    return key | {"shape": f"{n} x {k}"} | times
+
+
+def test_shapes_by_name() -> None:
+    assert [(s.n, s.k) for s in shapes(["issue"])] == [
+        (4096, 4096),
+        (8192, 8192),
+        (8192, 28672),
+        (57344, 8192),
+    ]
+    assert shapes(["Llama-3.1-8B"]) == [
+        Shape("Llama-3.1-8B qkv", 6144, 4096),
+        Shape("Llama-3.1-8B o", 4096, 4096),
+        Shape("Llama-3.1-8B gate_up", 28672, 4096),
+        Shape("Llama-3.1-8B down", 4096, 14336),
+    ]
+    assert shapes(["Llama-2-7B/down"]) == [Shape("Llama-2-7B down", 4096, 11008)]
+    assert shapes(["Gemma-2-9B/qkv", "Gemma-2-9B/o"])[0].n == (16 + 2 * 8) * 256
+    assert shapes(["96x512", "llama-2-7b/o", "4096x4096"]) == [
+        Shape("96 x 512", 96, 512),
+        Shape("Llama-2-7B o", 4096, 4096),  # a size comes once
+    ]
+    for wrong in ("Llama-9", "Llama-2-7B/head", "4096x", "x"):
+        with pytest.raises(SpecError):
+            shapes([wrong])
+
+
+def test_plan() -> None:
+    plan = Plan.of({"shapes": ["4096x4096"], "formats": ["u4", "nf4"], "m": [1, 8], "group_size": 0})
+    assert [str(case) for case in plan.cases()] == [
+        "u4 per row, f16, 4096 x 4096",
+        "nf4 per row, f16, 4096 x 4096",
+    ]
+    with pytest.raises(SpecError, match="format"):
+        Plan.of({"format": ["u4"]})
+    with pytest.raises(SpecError):
+        Plan.of({"formats": ["u44"]}).cases()
+
+
+def test_missing_and_unfit_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    results = Results(None, ENVIRONMENT)
+    case = Case(Shape("small", 256, 256), "nf4")
+    for name in ("humming", "gemlite", "bitsandbytes", "tinygemm", "torch-fp8"):
+        measure._measure_peer(PEERS[name], case, [1, 8], False, results, lambda line: None)
+    reasons = {r["peer"]: r["skipped"] for r in results.measurements}
+    assert len(results.measurements) == 10
+    assert reasons["humming"] == "not installed: pip install humming-kernels"
+    assert reasons["tinygemm"] == "4-bit integers only"
+    assert reasons["torch-fp8"] == "8 bits only"
+
+
+def test_a_failure_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(case: Case) -> None:
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setattr(PEERS["lowbit"], "layer", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    results = Results(None, ENVIRONMENT)
+    case = Case(Shape("small", 256, 256), "u4")
+    measure._measure_peer(PEERS["lowbit"], case, [1], False, results, lambda line: None)
+    assert results.measurements[0]["failed"] == "RuntimeError: no such kernel"
+
+
+@pytest.mark.parametrize("weight", ["u4", "i3", "f6e3m2", "nf4"])
+@pytest.mark.parametrize("zeros", ["none", "float"])
+def test_decoded_weight_is_the_definition(weight: str, zeros: str) -> None:
+    spec = MatmulSpec(n=24, k=256, weight=weight, group_size=64, zeros=zeros)  # type: ignore[arg-type]
+    _, *parts = random_problem(spec, 1)
+    np.testing.assert_allclose(
+        decode(pack(spec, *parts)).numpy(), dequantize(spec, *parts[:3]), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_relative_error() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(5000, 64)
+    y = x @ weight.T
+    assert relative_error(y, x, weight) < 1e-6
+    assert relative_error(y * 1.01, x, weight) == pytest.approx(0.01, rel=1e-3)
+    assert relative_error(torch.zeros_like(y), x, weight) == pytest.approx(1)
+    assert not relative_error(y * float("nan"), x, weight) < 1
+
+
+@pytest.mark.parametrize("units", [64, 1024, 1537])
+def test_the_floor_reads_everything(units: int) -> None:
+    reader = Reader(threads=64, unroll=4, most_blocks=3)
+    kernel = compile_reader(reader, "emulator:sm_90a", never=0)  # stores its sums
+    launch = launch_for(reader, kernel.launch, units)
+    data = np.random.default_rng(0).integers(1, 8, (units, 4)).astype(np.float32)
+    sums = np.zeros((launch.grid[0] * reader.chunk, 4), np.float32)
+    arguments = [data.view(np.uint8), sums.view(np.uint8), units]
+    Emulator(kernel.ptx).launch(
+        launch.name, grid=launch.grid, block=launch.threads, shared_bytes=0, args=arguments
+    )
+    beyond = launch.grid[0] * reader.rounds(units) * reader.chunk - units  # read the last unit once more
+    np.testing.assert_array_equal(sums.sum(0), data.sum(0) + beyond * data[-1])
+    assert beyond < reader.rounds(units) * reader.chunk
+
+
+def test_the_floor_loads_16_bytes_and_never_stores() -> None:
+    ptx = compile_reader(Reader(threads=64, unroll=4), "sm_90a").ptx
+    assert ptx.count("ld.global.nc.v4") == 4
+    assert ptx.index("ld.global.nc.v4") < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
+
+
+def test_results_survive_and_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    first = Results.open(path, dict(ENVIRONMENT))
+    first.add(_record("lowbit", "u4", 64, 64, 1, 2.0))
+    first.add(_record("humming", "u4", 64, 64, 1) | {"skipped": "not installed"})
+    assert len(json.loads(path.read_text())["measurements"]) == 2
+    second = Results.open(path, ENVIRONMENT | {"date": "2026-11-22"})
+    assert second.has({"peer": "lowbit", "weight": "u4", "n": 64, "m": 1}) and second.has({"peer": "humming"})
+    assert not second.has({"peer": "lowbit", "m": 8})
+    assert not Results.open(path, ENVIRONMENT, retry=True).has({"peer": "humming"})
+    with pytest.raises(SpecError, match="--out"):
+        Results.open(path, ENVIRONMENT | {"sources": "other"})
+    path.write_text("{")
+    with pytest.raises(SpecError):
+        Results.read(path)
+
+
+def test_tables() -> None:
+    results = made_up()
+    record = results.find(peer="lowbit", weight="u4", n=8192, k=8192, m=1)
+    floor, torch_ = (
+        results.find(peer="floor", weight="u4", n=8192, k=8192),
+        results.find(peer="torch", n=8192, k=8192, m=1),
+    )
+    assert record and floor and torch_
+    text = tables(results)
+    ours = f"{record['us']:.2f} ({torch_['us'] / record['us']:.2f}x, {record['us'] / floor['us']:.2f} floors)"
+    assert ours in text
+    assert text.count("### ") == len(BITS)
+    assert "NVIDIA H200" in text and "- gemlite, i3: 1, 2, 4 and 8 bits only" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.count("|") == len(TOKENS) + 3 for line in rows)
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install '.[bench]'")
+    formats, tokens = ("u8", "f6e3m2", "u4"), (1, 16)
+    results = made_up(formats, tokens)
+    results.path = tmp_path / "results.json"
+    results.add(_record("bitsandbytes", "u4", 4096, 4096, 1) | {"failed": "RuntimeError"})
+    done = CliRunner().invoke(app, ["plot", str(results.path), "--out", str(tmp_path / "img")])
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in (tmp_path / "img").iterdir()}
+    expected = {"speedup_f16_m1", "speedup_f16_m16", "roofline_f16"} | {
+        f"sweep_f16_{w}_g128" for w in formats
+    }
+    assert names == {name + suffix for name in expected for suffix in (".png", ".svg")}
+    drawn = (tmp_path / "img" / "speedup_f16_m1.svg").read_text()
+    for word in ("lowbit", "Humming", "f6e3m2", "57344 × 8192", "NVIDIA H200"):
+        assert word in drawn
+
+
+def test_command_line(tmp_path: Path) -> None:
+    results = made_up()
+    results.path = tmp_path / "results.json"
+    results.add(_record("lowbit", "u4", 64, 64, 1, 1.5))
+    done = CliRunner().invoke(app, ["table", str(results.path)])
+    assert done.exit_code == 0 and "| 64 x 64 | lowbit | 1.50 |" in done.output
+    wrong = CliRunner().invoke(app, ["run", "--shapes", "Llama-9"])
+    assert wrong.exit_code and isinstance(wrong.exception, SpecError)
+
+
+def test_show_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = MatmulSpec(n=16, k=64, weight="u4")
+    assert show.find_fault(spec, "cpu", rows=(1, 3)) is None
+    row = show.correct_row("f16", [spec], "cpu")
+    assert row[1] == "1 of 1"
+    monkeypatch.setattr(show.pylib.Matmul, "__call__", lambda self, x, w: torch.zeros(len(x), spec.n))
+    assert show.find_fault(spec, "cpu", rows=(1, 3)) == "m = 1, 3"
