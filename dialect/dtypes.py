@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dialect.errors import SpecError
 
+MOST = 2.0**127  # of a table: fits bf16 and f32
 Kind = Literal["uint", "int", "float", "table"]
 
 # QLoRA, appendix E: quantiles of N(0, 1), asymmetric around an exact zero, scaled to [-1, 1].
@@ -156,8 +156,8 @@ def _parse(name: str, table: tuple[float, ...] | None) -> DType:
         if table is None or len(table) != 1 << bits:
             given = "none" if table is None else f"{len(table)} values"
             raise SpecError(f"{name} needs table= with {1 << bits} values; got {given}")
-        if not all(math.isfinite(v) for v in table):
-            raise SpecError(f"the table of {name} must be finite; got {[v for v in table if not math.isfinite(v)]}")
+        if wrong := [v for v in table if not abs(v) <= MOST]:
+            raise SpecError(f"the table of {name} must be finite and within ±2^127; got {wrong[0]:g}; scale it down")
         return DType(name, bits, "table", table=tuple(float(v) for v in table))
     if m := re.fullmatch(r"([ui])([1-8])", name):
         return DType(name, int(m[2]), "uint" if m[1] == "u" else "int")

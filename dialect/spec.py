@@ -28,6 +28,7 @@ Out = Literal["f16", "bf16", "f32"]
 ZeroKind = Literal["u8", "f16", "bf16", "f32"]
 
 BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "u8": 1}
+MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
 MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
 
 
@@ -152,6 +153,8 @@ def _integer(name: str, given: object, least: int) -> int:
         raise SpecError(f"{name}={given!r} must be an integer, at least {least}") from None
     if value < least:
         raise SpecError(f"{name}={value} must be at least {least}")
+    if value > MOST:
+        raise SpecError(f"{name}={value} must be at most {MOST}")
     return value
 
 

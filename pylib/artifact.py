@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.schedule import Launch, Schedule
 from passes.schedule_choice import TOKEN_TILES, schedule_for
+from passes.stages import stages
 from passes.target import Target
 from pylib import cache, knobs, schedules
 
@@ -113,10 +115,14 @@ class Artifacts:
         user = schedules.user_tables()
         return schedule_for(self._spec, tokens, self._target, schedules.gpu_name(self._target, user), user)
 
-    def _dump(self, stages: dict[str, str], tokens: int | None, folder: Path) -> None:
+    def _dump(self, texts: dict[str, str], tokens: int | None, folder: Path) -> None:
         spec = self._spec
         what = "dequantize" if tokens is None else f"m{tokens}"
         name = f"{spec.weight}_{spec.n}x{spec.k}_{self._target.arch}_{what}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage, text in stages.items():
-            (folder / f"{name}.{stage}").write_text(text)
+        known = stages(gpu=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stage, text in texts.items():
+                (folder / f"{name}.{known[stage].suffix}").write_text(text)
+        except OSError as error:
+            raise SpecError(f"LOWBIT_DUMP={folder} can't be written ({error}); name a folder of yours") from None

@@ -38,7 +38,9 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except LowbitError as error:
+        except BrokenPipeError:  # | head
+            raise
+        except (LowbitError, OSError) as error:
             errors.print("[bold red]error:[/] ", end="")
             errors.print(str(error), markup=False)
             raise typer.Exit(1) from None

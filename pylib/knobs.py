@@ -22,9 +22,10 @@ def cache_dir() -> Path:
     """LOWBIT_CACHE_DIR, or the user's cache directory (``~/.cache/lowbit`` on Linux)."""
     if given := os.environ.get("LOWBIT_CACHE_DIR"):
         return Path(given).expanduser()
-    from platformdirs import user_cache_path
-
-    return user_cache_path("lowbit", appauthor=False)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
+    except RuntimeError:  # no home: a container's odd user, say, who is told that nothing can be kept here
+        return Path("/nonexistent/lowbit")
 
 
 def no_cache() -> bool:

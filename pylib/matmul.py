@@ -89,10 +89,18 @@ class Matmul:
         self.spec = spec
         self.target = target
         self._act, self._k = TORCH[spec.act], spec.k
+        self._arguments = spec, target.name, schedule
         self.description = torch_op.describe(spec, target, schedule)
         self._runtime = make_runtime(spec, target, schedule)
         self._run = self._runtime.matmul
         self.schedule = self._runtime.schedule
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles as the call that made it: a model that holds one can be copied and saved."""
+        return compile, self._arguments
+
+    def __repr__(self) -> str:
+        return f"Matmul({self.spec}; on {self.target})"
 
     def pack(
         self,
@@ -122,7 +130,11 @@ class Matmul:
             or x.get_device() != w.codes.get_device()
         ):
             self._check(x, w)
-        return self._run(x, w.codes, w.scales, w.zeros, w.bias)
+        try:
+            return self._run(x, w.codes, w.scales, w.zeros, w.bias)
+        except RuntimeError:  # torch's: x has no memory that a kernel could read
+            _check_memory(x)
+            raise
 
     def untraced(self, x: Tensor, w: PackedWeight) -> Tensor:
         """What a call comes to: for the operator, which a call becomes under torch.compile."""
@@ -179,3 +191,10 @@ class Matmul:
         if w.spec is not self.spec and w.spec != self.spec:
             raise PackError(f"the weight was packed for ({w.spec}), not for ({self.spec}); pack it anew")
 
+
+def _check_memory(x: Tensor) -> None:
+    """Raise SpecError if x is no plain array of numbers."""
+    if x.layout is not torch.strided:
+        raise SpecError(f"x is {x.layout}; use x.to_dense()")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise SpecError("torch.func's transforms (grad, vmap) do not go through a matmul; call it outside of them")

@@ -49,6 +49,7 @@ class PackedWeight:
     bias: Tensor | None = None
 
     def __post_init__(self) -> None:
+        _check_spec(self.spec)
         expected = _expected(self.spec)
         given = self._tensors()
         if expected.keys() != given.keys():
@@ -106,10 +107,13 @@ class PackedWeight:
     @classmethod
     def from_state_dict(cls, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> PackedWeight:
         """The weight that `state_dict` wrote. Raises PackError when it was packed for another spec."""
+        _check_spec(spec)
+        if not (isinstance(tensors, Mapping) and all(isinstance(t, Tensor) for t in tensors.values())):
+            raise PackError("tensors must be what state_dict() gave: a dictionary of tensors")
         tensors = dict(tensors)
         if "spec" not in tensors:
             raise PackError(f"tensors must be what state_dict() gave, with 'spec'; got {sorted(tensors)}")
-        saved, wanted = json.loads(bytes(tensors.pop("spec").tolist())), _identity(spec)
+        saved, wanted = _read_identity(tensors.pop("spec")), _identity(spec)
         if saved != wanted:
             wrong = [key for key in wanted if saved.get(key) != wanted[key]]
             packed = ", ".join(f"{key}={saved.get(key)!r} (not {wanted[key]!r})" for key in wrong)
@@ -141,6 +145,8 @@ def pack(
     overflows, an e8m0 scale that is no power of two, and zeros or a bias that are missing or not in the spec.
     """
     codes = _tensor("codes", codes, [spec.n, spec.k])
+    if codes.is_meta:
+        raise PackError("codes are on meta: they have no values to pack; load them first")
     least = _least(spec)
     _check_codes(codes, least, least + spec.dtype.codes - 1)
     tables: dict[str, Tensor] = {}
@@ -169,17 +175,19 @@ def _tensor(name: str, given: object, shape: list[int]) -> Tensor:
     if isinstance(given, np.ndarray):
         try:
             given = torch.from_numpy(np.require(given, requirements=["C", "W"]))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # a type that torch does not have; the other byte order
             raise PackError(f"{name}: {error}") from None
     if not isinstance(given, Tensor):
         raise PackError(f"{name} must be a torch tensor or a NumPy array, not {type(given).__name__}")
+    if given.layout is not torch.strided:
+        raise PackError(f"{name} is {given.layout}; use .to_dense()")
     if list(given.shape) == shape[:1] and shape[1:] == [1]:
         given = given[:, None]
     if list(given.shape) != shape:
         what = {"codes": "[n, k]", "bias": "[n]"}.get(name, "[n, groups]")
         hint = "; transpose it" if list(given.shape) == shape[::-1] else ""
         raise PackError(f"{name} must be {what} = {shape}, not {list(given.shape)}{hint}")
-    return given.detach()
+    return given.detach().resolve_neg()
 
 
 def _check_codes(codes: Tensor, least: int, most: int) -> None:
@@ -256,11 +264,26 @@ def _expected(spec: MatmulSpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]
     return expected
 
 
+def _check_spec(spec: object) -> None:
+    if not isinstance(spec, MatmulSpec):
+        raise PackError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(n=64, k=256, weight='u4')")
+
+
 def _identity(spec: MatmulSpec) -> dict[str, object]:
     """What of a spec makes a packed weight what it is; its types are those of the tensors."""
     names = ("n", "k", "weight", "group_size", "zeros", "scale", "bias")
     table = None if spec.table is None else list(spec.table)
     return {"format": FORMAT, **{name: getattr(spec, name) for name in names}, "table": table}
+
+
+def _read_identity(spec: Tensor) -> dict[str, object]:
+    try:
+        saved = json.loads(bytes(spec.tolist()))
+    except (TypeError, ValueError):  # no bytes, or no JSON
+        saved = None
+    if not isinstance(saved, dict):
+        raise PackError("'spec' is not what state_dict() gave; was it converted to another type, or damaged?")
+    return saved
 
 
 def _aligned(t: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dialect.errors import LowbitError, SpecError
 from dialect.spec import MatmulSpec
 from passes.schedule import Schedule
 from passes.target import Target
@@ -38,11 +39,14 @@ def describe(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> str
 
 @cache
 def _parts(kernel: str) -> dict[str, Any]:
-    parts = json.loads(kernel)
-    return parts | {
-        "spec": MatmulSpec(**parts["spec"]),
-        "schedule": parts["schedule"] and Schedule(**parts["schedule"]),
-    }
+    try:
+        parts = json.loads(kernel)
+        spec, target, schedule = parts["spec"], parts["target"], parts["schedule"]
+        return {"spec": MatmulSpec(**spec), "target": target, "schedule": schedule and Schedule(**schedule)}
+    except LowbitError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecError(f"kernel={kernel!r} must be a Matmul's description ({error})") from None
 
 
 @cache

@@ -143,8 +143,8 @@ def test_dump(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, tmp_path:
     pylib.compile(SPEC, "emulator:sm_80").kernel(200)
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     stem = "u4_32x128_sm_80"
-    assert written.keys() == {f"{stem}_{k}.{s}" for k in (f"m{ONE}", "dequantize") for s in ("tile", "ptx")}
-    assert written[f"{stem}_m{ONE}.tile"] == f"emulator:sm_80 {ONE}"
+    assert written.keys() == {f"{stem}_{k}.{s}" for k in (f"m{ONE}", "dequantize") for s in ("tile.mlir", "ptx")}
+    assert written[f"{stem}_m{ONE}.tile.mlir"] == f"emulator:sm_80 {ONE}"
 
 
 @pytest.mark.parametrize(

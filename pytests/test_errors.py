@@ -5,6 +5,8 @@ And it costs nothing: after each mistake the same objects still give the same re
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from fake_pipeline import FakePipeline, pipeline
 
 import pylib
 from passes.schedule import Schedule
-from pylib import PackError, SpecError, TargetError
+from passes.target import parse_target
+from pylib import PackError, SpecError, TargetError, knobs
+from pylib.matmul import Matmul
 from pylib.reference import random_problem
 
 __all__ = ["pipeline"]
@@ -36,12 +40,14 @@ MISTAKES: list[tuple[type[pylib.LowbitError], str, dict[str, Any]]] = [
     (SpecError, "group_size=8 must be at least 16", {"group_size": 8}),
     (SpecError, "n=0 must be at least 1", {"n": 0}),
     (SpecError, "k=8 must be at least 16", {"k": 8, "group_size": None}),
+    (SpecError, "n=2147483648 must be at most 1073741824", {"n": 1 << 31}),
     (SpecError, "n='48' must be an integer", {"n": "48"}),
     (SpecError, "act='f32' must be one of 'f16', 'bf16'", {"act": "f32"}),
     (SpecError, "scale='float16' must be one of .* did you mean 'f16'", {"scale": "float16"}),
     (SpecError, "zeros='int' needs an integer weight", {"weight": "nf4"}),
     (SpecError, "bias=1 must be True or False", {"bias": 1}),
     (SpecError, "lut4 needs table= with 16 values", {"weight": "lut4", "zeros": "none"}),
+    (SpecError, r"±2\^127; got 1e\+300", {"weight": "lut1", "zeros": "none", "table": (0, 1e300)}),
     (SpecError, "table= goes with weight='lut<b>' only", {"table": (0.0,) * 16}),
 ]
 
@@ -50,6 +56,13 @@ MISTAKES: list[tuple[type[pylib.LowbitError], str, dict[str, Any]]] = [
 def test_spec(error: type[pylib.LowbitError], message: str, change: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         replace(SPEC, **change)
+
+
+@pytest.mark.parametrize("change", [{"tokens": "8"}, {"stages": None}, {"warps_k": 2.0}, {"splits": True}], ids=str)
+def test_schedule_of_no_integers(change: dict[str, Any]) -> None:
+    ((name, value),) = change.items()
+    with pytest.raises(SpecError, match=f"schedule: {name}={value!r} must be an integer"):
+        Schedule(**change)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +111,10 @@ _, CODES, SCALES, ZEROS, _ = PROBLEM
         ("needs zeros; pass zeros", {"zeros": None}),
         ("has no bias; drop bias", {"bias": SCALES[:, 0]}),
         ("scales is on meta, but codes are on cpu", {"scales": SCALES.to("meta")}),
+        ("codes are on meta: they have no values", {"codes": CODES.to("meta")}),
+        (r"codes is torch.sparse_coo; use .to_dense\(\)", {"codes": CODES.to_sparse()}),
+        ("codes: .* byte order", {"codes": CODES.numpy().astype(">i4")}),
+        ("codes: can't convert np.ndarray of type numpy.object_", {"codes": CODES.numpy().astype(object)}),
     ],
 )
 def test_pack(message: str, change: dict[str, Any]) -> None:
@@ -124,6 +141,7 @@ X = PROBLEM[0]
         (SpecError, "x must be a torch tensor, not ndarray", X.numpy()),
         (SpecError, "x must be a torch tensor, not list", [[1.0]]),
         (SpecError, "x must be a torch tensor, not NoneType", None),
+        (SpecError, r"x is torch.sparse_coo; use x.to_dense\(\)", X.to_sparse()),
         (TargetError, r"target cpu takes CPU tensors, not meta; use .cpu\(\)", X.to("meta")),
     ],
 )
@@ -157,6 +175,42 @@ def test_weight_that_is_not_packed(w: Any) -> None:
     for use in (lambda: mm(X, w), lambda: mm.dequantize(w)):
         with pytest.raises(PackError, match=f"must be a PackedWeight, not {type(w).__name__}; use pack"):
             use()
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_functional_transforms(transform: str) -> None:
+    mm = pylib.compile(SPEC, "cpu")
+    w = mm.pack(*PROBLEM[1:])
+    transformed = getattr(torch.func, transform)(lambda x: mm(x, w).float().sum(-1 if transform == "vmap" else None))
+    with pytest.raises(SpecError, match=r"torch.func's transforms \(grad, vmap\) do not go through a matmul"):
+        transformed(X)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("must be what state_dict", None),
+        ("must be what state_dict", {"codes": None}),
+        ("must be what state_dict", {"spec": "u4"}),
+        ("'spec' is not what state_dict", {"spec": torch.zeros(8)}),
+        ("'spec' is not what state_dict", {"spec": torch.tensor(list(b"{bad"), dtype=torch.uint8)}),
+        ("'spec' is not what state_dict", {"spec": torch.tensor(list(b"[1]"), dtype=torch.uint8)}),
+        ("packed codes must be torch.int32", {"codes": torch.zeros(3)}),
+    ],
+)
+def test_saved_weight_that_is_damaged(message: str, change: dict[str, Any] | None) -> None:
+    saved: Any = pylib.compile(SPEC, "cpu").pack(*PROBLEM[1:]).state_dict()
+    with pytest.raises(PackError, match=message):
+        pylib.PackedWeight.from_state_dict(SPEC, None if change is None else saved | change)  # type: ignore[arg-type]
+    with pytest.raises(PackError, match="spec='u4' must be a MatmulSpec"):
+        pylib.PackedWeight.from_state_dict("u4", saved)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("description", ["", "u4", "[]", '{"spec": {"n": 1}, "target": "cpu", "schedule": null}'])
+def test_operator_of_no_matmul(description: str) -> None:
+    w = pylib.compile(SPEC, "cpu").pack(*PROBLEM[1:])
+    with pytest.raises(SpecError, match="must be a Matmul's description"):
+        torch.ops.lowbit.matmul(X, w.codes, w.scales, w.zeros, None, description)
 
 
 def test_weight_elsewhere() -> None:
@@ -203,7 +257,6 @@ def test_cpu_tensor_for_a_gpu_kernel(monkeypatch: pytest.MonkeyPatch, pipeline: 
 def test_gpu_of_another_architecture(
     monkeypatch: pytest.MonkeyPatch, target: str, capability: tuple[int, int], fits: bool
 ) -> None:
-    from passes.target import parse_target
     from pylib.runtimes import check_device
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -225,21 +278,56 @@ def test_no_driver() -> None:
         _driver()
 
 
-@pytest.mark.parametrize("wheel", ["torch_mlir", "llvmlite"])
-def test_missing_wheel(wheel: str, repo: Path) -> None:
-    """In a new process in which the wheel can't be imported."""
+@pytest.mark.parametrize(
+    ("wheel", "message"),
+    [
+        ("torch_mlir", "no usable MLIR Python bindings .*torch_mlir.* pip install 'lowbit.compile.'"),
+        ("llvmlite", "llvmlite is needed to generate code .* pip install 'lowbit.compile.'"),
+        ("nvidia", "a cubin needs nvJitLink or ptxas, and neither is here; pip install 'lowbit.cuda.'"),
+    ],
+)
+def test_missing_wheel(wheel: str, message: str, repo: Path) -> None:
+    """In a new process in which the wheel can't be imported; what does not need it goes on."""
     program = f"""
 import sys
 sys.modules["mlir"] = sys.modules["{wheel}"] = None
 import pylib
-try:
-    pylib.compile(pylib.MatmulSpec(n=16, k=64, weight="u4"), "cpu")
-except pylib.TargetError as error:
-    print(error)
+spec = pylib.MatmulSpec(n=16, k=64, weight="u4")
+for target in ("sm_80", "cpu"):
+    try:
+        print(pylib.compile(spec, target))
+    except pylib.TargetError as error:
+        print(error)
 """
+    environment = os.environ | {"LOWBIT_NO_CACHE": "1", "PATH": "/nonexistent"}  # no ptxas
     command = [sys.executable, "-c", program]
-    printed = subprocess.run(command, check=True, cwd=repo, capture_output=True, text=True).stdout
-    assert wheel in printed and "pip install 'lowbit[compile]'" in printed
+    done = subprocess.run(command, check=True, cwd=repo, env=environment, capture_output=True, text=True)
+    gpu, cpu = done.stdout.splitlines()
+    assert re.match(message, gpu)
+    assert cpu == "Matmul(u4[16, 64] f16 scale per row: f16 -> f16; on cpu)" if wheel == "nvidia" else cpu == gpu
+
+
+def test_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: FakePipeline) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
+        monkeypatch.setenv("LOWBIT_CACHE_DIR", str(folder))
+        with pytest.warns(UserWarning, match="lowbit's cache can't be written: .*; set LOWBIT_CACHE_DIR"):
+            assert Matmul(SPEC, parse_target("sm_90a"), None).cubin
+
+
+def test_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder called "~" in the working directory."""
+    for name in ("HOME", "LOWBIT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it comes to
+    assert knobs.cache_dir() == Path("/nonexistent/lowbit")
+
+
+def test_dump_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: FakePipeline) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOWBIT_DUMP", str(tmp_path / "file"))
+    with pytest.raises(SpecError, match=r"LOWBIT_DUMP=.*/file can't be written .*; name a folder of yours"):
+        Matmul(SPEC, parse_target("sm_90a"), None)
 
 
 def test_every_error_is_a_lowbit_error_and_a_value_error() -> None:
