@@ -120,7 +120,7 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     step = step if group_fits(spec, step) else packing.chunk
 
     def shaped(row_blocks: int, warps_n: int, warps_k: int, stages: int) -> Schedule:
-        return Schedule(tile, row_blocks, warps_n, warps_k, step, stages)
+        return Schedule(max(8, tile), row_blocks, warps_n, warps_k, step, stages)
 
     def tiles(s: Schedule) -> int:
         return Plan(spec, s).tiles

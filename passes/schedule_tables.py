@@ -80,8 +80,8 @@ class Entry:
     version: str
 
     def to_json(self) -> dict[str, Any]:
-        schedule = asdict(self.schedule)
-        del schedule["tokens"]  # follows from the tile
+        usual = {"tokens": max(8, self.key.tokens), "max_blocks": 0}  # goes without saying
+        schedule = {k: v for k, v in asdict(self.schedule).items() if v != usual.get(k)}
         about = {"microseconds": round(self.microseconds, 3), "date": self.date, "version": self.version}
         return asdict(self.key) | {"schedule": schedule} | about
 
@@ -89,7 +89,7 @@ class Entry:
     def from_json(values: dict[str, Any]) -> Entry:
         """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         key = Key(**{field.name: values[field.name] for field in fields(Key)})
-        schedule = Schedule(tokens=key.tokens, **values["schedule"])
+        schedule = Schedule(**({"tokens": max(8, key.tokens)} | values["schedule"]))
         if not (key.n > 0 < key.k and key.family):
             raise ValueError(f"n={key.n}, k={key.k}")
         return Entry(key, schedule, float(values["microseconds"]), values["date"], values["version"])
