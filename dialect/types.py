@@ -113,6 +113,7 @@ def element_attr(element: Element) -> ir.Attribute:
     """The attribute that stands for an element in a type."""
     if isinstance(element, DType):
         return format_attr(element)
+    expect(element in _BITS, "element", f"a format or one of {', '.join(_BITS)}", repr(element))
     return ir.TypeAttr.get(ir.Type.parse(element))
 
 

@@ -14,14 +14,16 @@ written with it (`passes.skinny`, `passes.dequantize`), and so can anybody's be 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from dialect import ops
-from dialect.bindings import arith, ir, scf
+from dialect.bindings import arith, ext, ir, scf
 from dialect.dtypes import DType
+from dialect.errors import PassError
 from dialect.layout import Layout
 from dialect.types import Element, Global, Reg, Shared, element_attr, format_attr, ints, row_major, strings
 
@@ -46,6 +48,9 @@ class Scalar:
 
     def __mul__(self, other: Scalar | int) -> Scalar:
         return self if other == 1 else self._binary(arith.muli, other)
+
+    def __rmul__(self, other: int) -> Scalar:
+        return self * other
 
     def __floordiv__(self, other: Scalar | int) -> Scalar:
         return self if other == 1 else self._binary(arith.divui, other)
@@ -113,8 +118,20 @@ def _i64(x: int) -> Any:
     return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), x)
 
 
+_FRAME = re.compile(r'"([^"]+)":(\d+):')
+_NOT_USERS = (__file__, str(ext.__file__))
+
+
+def _user_line(location: Any) -> str:
+    """The line of the program that made an operation, from the frames in its location."""
+    frames = _FRAME.findall(str(location))
+    return next((f"{path}:{line}: " for path, line in frames if path not in _NOT_USERS), "")
+
+
 class Program:
     """Builds one `lowbit.program` in a module of its own. Enter it to build; leave it to have it verified.
+
+    What a verifier finds then is a PassError with the line that made the operation.
 
     params: name -> "pointer" (to device memory) or "i32". threads per block; grid in blocks; workspace in bytes;
     max_blocks on a multiprocessor at a time (0: as many as fit), by claiming shared memory.
@@ -129,9 +146,14 @@ class Program:
         workspace: int = 0,
         max_blocks: int = 0,
     ) -> None:
-        self.module = ir.Module.create()
         kinds = {"pointer": ir.Type.parse("!llvm.ptr<1>"), "i32": ir.IntegerType.get_signless(32)}
-        with ir.InsertionPoint(self.module.body):
+        for parameter, kind in params.items():
+            if kind not in kinds:
+                raise PassError(f"{name}: parameter {parameter} is a {kind!r}; it must be one of {', '.join(kinds)}")
+        self._name = name
+        self._frames = ir.loc_tracebacks()
+        self.module = ir.Module.create()
+        with ir.loc_tracebacks(), ir.InsertionPoint(self.module.body):
             self.op = ops.ProgramOp(
                 ir.StringAttr.get(name), _i64(threads), ints(grid), strings(tuple(params)), _i64(workspace)
             )
@@ -142,6 +164,7 @@ class Program:
         self._point = ir.InsertionPoint(block)
 
     def __enter__(self) -> Program:
+        self._frames.__enter__()
         self._point.__enter__()
         return self
 
@@ -149,11 +172,21 @@ class Program:
         if error[0] is None:
             ops.ReturnOp()
         self._point.__exit__(*error)
+        self._frames.__exit__(*error)
         if error[0] is None:
+            self._verify()
+
+    def _verify(self) -> None:
+        try:
             self.module.operation.verify()
+        except ir.MLIRError as error:
+            found = [_user_line(d.location) + d.message for d in error.error_diagnostics]
+            raise PassError(f"program {self._name} is wrong: " + "\n".join(found)) from None
 
     def __getitem__(self, name: str) -> Scalar:
         """A parameter."""
+        if name not in self._arguments:
+            raise PassError(f"{self._name} has no parameter {name!r}; it has {', '.join(self._arguments) or 'none'}")
         return Scalar(self._arguments[name])
 
     # -- scalars and control
@@ -269,8 +302,8 @@ class Program:
             ops.LoadOp(source.value, [as_i32(o) for o in offsets], words, Reg(source.type.element, layout).type).result
         )
 
-    def load_matrix(self, source: Memory, rows: Scalar, layout: Layout) -> Tile:
-        return Tile(ops.LoadMatrixOp(source.value, rows.value, Reg(source.type.element, layout).type).result)
+    def load_matrix(self, source: Memory, rows: Index, layout: Layout) -> Tile:
+        return Tile(ops.LoadMatrixOp(source.value, as_i32(rows), Reg(source.type.element, layout).type).result)
 
     def store(
         self, value: Tile, target: Memory, offsets: Sequence[Index], boundary: Sequence[str] | None = None
