@@ -38,6 +38,7 @@ def all_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]
     chunk, processors = spec.packing.chunk, multiprocessors(target)
     usual = default_schedule(spec, tile, target)
     space = {
+        "tokens": (1, 8) if tile == 1 else (tile,),
         "row_blocks": (1, 2, 4, 8),
         "warps_n": (1, 2, 4),
         "warps_k": (1, 2, 4, 8, 16),

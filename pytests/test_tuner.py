@@ -175,7 +175,7 @@ def test_candidates(weight: str, tile: int, n: int) -> None:
     assert len(every) > (30 if tile < 64 else 10)
     for s in every:
         check_schedule(spec, s, HOPPER)
-        assert s.tokens == tile and Plan(spec, s).rounds >= 2
+        assert s.tokens in (tile, max(8, tile)) and Plan(spec, s).rounds >= 2
     times = [search_space.predict(spec, tile, s, HOPPER) for s in every[2:]]
     assert times == sorted(times) and 0.1 < times[0] < times[-1]
 
