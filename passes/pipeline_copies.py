@@ -114,8 +114,9 @@ class _Pipeline:
         if first is not None and end is not None:
             return first < end
         owner: Any = self.upper.owner
-        is_sum = not isinstance(owner, ir.Block) and owner.name == "arith.addi" and owner.operands[0] == lower
-        return is_sum and (known(owner.operands[1]) or 0) > 0
+        if isinstance(owner, ir.Block) or owner.name != "arith.addi" or owner.operands[0] != lower:
+            return False
+        return (known(owner.operands[1]) or 0) > 0
 
     def run(self) -> None:
         lower, self.upper, _, *initial = self.loop.operation.operands

@@ -196,5 +196,5 @@ def _check_memory(x: Tensor) -> None:
     """Raise SpecError if x is no plain array of numbers."""
     if x.layout is not torch.strided:
         raise SpecError(f"x is {x.layout}; use x.to_dense()")
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
         raise SpecError("torch.func's transforms (grad, vmap) do not go through a matmul; call it outside of them")
