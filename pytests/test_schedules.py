@@ -26,7 +26,7 @@ from pylib.matmul import Matmul
 __all__ = ["pipeline"]
 
 HOPPER = parse_target("sm_90a")
-SPEC = MatmulSpec(n=6144, k=4096, weight="u4", group_size=128)
+SPEC = MatmulSpec(n=6144, k=1536, weight="u4", group_size=128)
 ODD = Schedule(tokens=16, row_blocks=2, warps_n=2, warps_k=4, step_k=64, stages=5)  # as no rule would have it
 
 
@@ -67,13 +67,13 @@ NEAR = {
     "rows": replace(SPEC, group_size=None),
     "format": replace(SPEC, weight="i4"),
     "n": replace(SPEC, n=5888),
-    "k": replace(SPEC, k=7168),
+    "k": replace(SPEC, k=2048),
 }
 FAR = {
     "decoding": replace(SPEC, weight="nf4"),
     "bits": replace(SPEC, weight="u5"),
     "n": replace(SPEC, n=16384),
-    "k": replace(SPEC, k=1024),
+    "k": replace(SPEC, k=512),
     "half filled": replace(SPEC, n=8704),  # 136 blocks for 132 multiprocessors, as it was 96
     "shared memory": replace(SPEC, group_size=16, scale="f32", zeros="float"),
 }
@@ -134,7 +134,7 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     assert not read_table(file).entries  # read anew, as the file is another
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{", '"u4"->"u9"', '"k": 4096->"k": 0', '"stages": 5->"stages": 0'])
+@pytest.mark.parametrize("damage", ["", "[]", "{", '"u4"->"u9"', '"k": 1536->"k": 0', '"stages": 5->"stages": 0'])
 def test_a_damaged_table_is_named(tmp_path: Path, damage: str) -> None:
     old, arrow, new = damage.partition("->")
     text = table(entry(SPEC, ODD)).to_text()
@@ -155,7 +155,7 @@ def test_merge_keeps_the_faster() -> None:
 def test_the_choice_takes_no_time() -> None:
     many = [entry(replace(SPEC, n=16 * n, k=128 * k), ODD) for n, k in product(range(200, 400), range(20, 40))]
     big = table(*many)
-    asked = replace(SPEC, n=4097, k=4096 + 16, group_size=None)
+    asked = replace(SPEC, n=4097, k=1536 + 16, group_size=None)
     schedule_for(asked, 1, HOPPER, None, [big])
     times: list[float] = []
     for i in range(5):
