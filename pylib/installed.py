@@ -19,8 +19,9 @@ def versions(*packages: str) -> dict[str, str | None]:
         except OSError:  # a zip file, or a folder that is not there
             continue
         for name in names:
-            if name.endswith((".dist-info", ".egg-info")) and "-" in name:
-                project, version = name.rpartition(".")[0].split("-")[:2]
+            stem, _, ending = name.rpartition(".")
+            project, _, version = stem.partition("-")
+            if ending in ("dist-info", "egg-info") and version:
                 if package := wanted.get(project.replace(".", "_").lower()):
-                    found[package] = version
+                    found[package] = version.partition("-")[0]
     return found

@@ -276,6 +276,14 @@ def test_versions_are_those_that_importlib_finds() -> None:
     assert versions(*names) == {name: version(name) for name in names}
 
 
+def test_versions_of_odd_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("One_A-1.0.dist-info", "two.b-2.0.post1-py3.11.egg-info", "three.egg-info", "four-4.0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "nothing"), str(tmp_path)])
+    expected = {"one-a": "1.0", "two.b": "2.0.post1", "three": None, "four": None}
+    assert versions(*expected) == expected
+
+
 def test_making_a_key_imports_no_compiler(repo: Path) -> None:
     """With a warm cache neither MLIR nor LLVM is loaded; and the key is the same in every process."""
     code = (
