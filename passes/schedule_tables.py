@@ -175,7 +175,7 @@ def read_table(path: Path) -> Table:
 
 @lru_cache(maxsize=64)
 def _read(path: Path, changed: int) -> Table:
-    return parse_table(path.read_text(encoding="utf-8"), str(path))
+    return parse_table(path.read_text(encoding="utf-8", errors="replace"), str(path))  # JSON says what is wrong
 
 
 @lru_cache(maxsize=1)

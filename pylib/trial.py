@@ -24,6 +24,7 @@ from pylib import reference, timing
 from pylib.artifact import token_tile
 from pylib.matmul import Matmul, compile
 from pylib.packed import PackedWeight
+from pylib.runtimes import check_device
 
 PERIOD = 1009  # rows
 CPU_REPEATS = 15
@@ -66,6 +67,8 @@ def run_trial(
     chosen = mm.kernel(m).schedule if mm.target.is_gpu else None  # compiles the kernel for m tokens
     compile_time = time.perf_counter() - start
 
+    if mm.target.kind == "cuda" and not torch.cuda.is_available():
+        check_device(mm.target, -1)
     on_step("packing random data")
     part = replace(spec, n=min(spec.n, PERIOD))
     x, codes, scales, zeros, bias = reference.random_problem(part, m)

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dialect.spec import MatmulSpec
@@ -51,6 +52,7 @@ def test_targets_in_help_exist():
         (("--target", "sm_75"), "unknown target 'sm_75'"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "vector"), "must be one of lowbit, tile, gpu, llvm"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "cubin"), "name a file with -o"),
+        ((*SMALL, "--target", "sm_80", "-o", "/nonexistent/kernel.ptx"), "No such file or directory"),
     ],
 )
 def test_errors_are_one_line(arguments, message):
@@ -78,6 +80,12 @@ def test_run(target):
     result = lowbit("run", *SMALL, "-m", "3", "--target", target)
     assert result.exit_code == 0, result.output
     assert "right" in result.stdout and ("time" in result.stdout) == (target == "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_run_without_a_gpu():
+    result = lowbit("run", *SMALL, "--target", "sm_80")
+    assert result.exit_code == 1 and "torch finds no CUDA device here; use target='cpu'" in result.stderr
 
 
 def test_run_reports_a_wrong_result(monkeypatch: pytest.MonkeyPatch):
