@@ -1,6 +1,6 @@
 """The operations of the `lowbit` dialect.
 
-Tensor level: `matmul`, `dequantize`. Tile level: a `program` is what one thread block does with tiles in device
+Tensor level: `matmul`, `dequantize`, `prepack`. Tile level: a `program` is what one block does with tiles in device
 memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair`
 turns the words of a thread into a pair of numbers, and is all that is left of a format when tiles are gone.
 
@@ -36,6 +36,7 @@ from dialect.errors import LowbitError
 from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from dialect.packing import BLOCK_K, ROWS, Packing, plane_bits
 from dialect.types import (
+    UNIT,
     FormatAttr,
     Global,
     GlobalType,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 else:
     I1, I32 = ir.IntegerType[1], ir.IntegerType[32]  # indices are i32
 
-UNIT = "vector<4xi32>"  # 16 bytes of packed codes: what a lane loads at once
 BOUNDARIES = ("none", "clamp", "zero", "skip")
 
 
@@ -121,6 +121,23 @@ class DequantizeOp(Lowbit.Operation, name="dequantize"):
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
         tensor(op.y, "y", (w.n, w.k), ("f16", "bf16"))
+
+
+class PrepackOp(Lowbit.Operation, name="prepack"):
+    """The codes tensor<n x k x i8> of a weight in memory order, tensor<row blocks x chunks x units x 32 x 4 x i32>.
+
+    `weight` is its !lowbit.packed type. Codes are given as numbers: signed ones in two's complement.
+    """
+
+    codes: ext.Operand[Any]
+    weight: ir.TypeAttr
+    packed: ext.Result[Any]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        w = Packed.of(ir.TypeAttr(op.weight).value)
+        tensor(op.codes, "codes", (w.n, w.k), ("i8",))
+        tensor(op.packed, "packed", w.packing.codes_shape, ("i32",))
 
 
 # -- programs
@@ -426,7 +443,8 @@ class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
         before, after = a.bits_per_thread, b.bits_per_thread
         expect(before == after, "bits per thread", before, after)
         if not isinstance(b.element, DType):
-            same_element(a.element, b.element, "element")
+            if not (isinstance(a.element, DType) and b.element == UNIT):
+                same_element(a.element, b.element, "element")
             return
         expect(isinstance(a.element, DType) or a.element == UNIT, "element of the source", UNIT, a.element)
         blocks = fragments(b.layout, MMA_M16N8K16_A, "result")
@@ -456,6 +474,21 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
         in_range(op.exponent, "exponent", -1022, 1023)
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
+
+
+class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
+    """Codes, given as i8 numbers, packed into the words of a lane: what `view` then shows as units."""
+
+    source: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        expect(a.element == "i8", "element of the source", "i8", a.element)
+        expect(isinstance(b.element, DType), "result", "codes of a low-bit format", b.element)
+        expect(a.layout == b.layout, "layout", a.layout, b.layout)
+        fragments(b.layout, MMA_M16N8K16_A, "result")
 
 
 class SliceOp(Lowbit.Operation, name="slice", traits=[ext.Pure]):

@@ -127,6 +127,8 @@ def read_element(attribute: ir.Attribute) -> Element:
     return element
 
 
+UNIT = "vector<4xi32>"  # 16 bytes of packed codes: what a lane loads at once
+
 _BITS = {"f16": 16, "bf16": 16, "f32": 32, "i32": 32, "i16": 16, "i8": 8, "vector<4xi32>": 128}
 
 

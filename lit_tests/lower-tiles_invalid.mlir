@@ -75,20 +75,3 @@
   }
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = ["n"], workspace = 0} : () -> ()
-
-// -----
-
-// Packed words are for the tensor core; there is no way to store them again.
-!codes = !lowbit.global<[1, 32], vector<4xi32>, [32, 1], [1, 1]>
-!units = !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">
-"lowbit.program"() ({
-^bb0(%p: !llvm.ptr<1>):
-  %c0 = arith.constant 0 : i32
-  %codes = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
-  %units = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!codes, i32, i32) -> !units
-  // expected-error @below {{lower-tiles: cannot store vector<4xi32>; only numbers are stored}}
-  "lowbit.store"(%units, %codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!units, !codes, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = ["w"], workspace = 0} : () -> ()

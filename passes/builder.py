@@ -325,6 +325,9 @@ class Program:
             op.operation.attributes["biased"] = ir.UnitAttr.get()
         return Tile(op.result)
 
+    def encode(self, numbers: Tile, format: DType) -> Tile:
+        return Tile(ops.EncodeOp(numbers.value, Reg(format, numbers.layout).type).result)
+
     def bias_sums(self, tile: Tile, format: DType, start: int, layout: Layout) -> Tile:
         """What an accumulator starts from when its weights were decoded biased."""
         return Tile(ops.BiasSumsOp(tile.value, format_attr(format), _i64(start), Reg("f32", layout).type).result)

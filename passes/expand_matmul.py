@@ -1,6 +1,7 @@
-"""expand-matmul: `lowbit.matmul` and `lowbit.dequantize` become tile programs.
+"""expand-matmul: `lowbit.matmul`, `lowbit.dequantize` and `lowbit.prepack` become tile programs.
 
-The kernels are functions from a spec (and a schedule) to a program: `passes.skinny`, `passes.dequantize`.
+The kernels are functions from a spec (and a schedule) to a program: `passes.skinny`, `passes.dequantize`,
+`passes.prepack`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dialect import ops
 from dialect.bindings import func, ir
 from dialect.errors import PassError
 from dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
-from dialect.types import Packed, packed_type
+from dialect.types import packed_type
 from passes.dequantize import dequantize
-from passes.plan_packing import check_planned
+from passes.plan_packing import check_planned, packed_of
+from passes.prepack import prepack
 from passes.rewriting import at, each_op
 from passes.select_schedule import SCHEDULE, read_schedule
 from passes.skinny import skinny
@@ -36,11 +38,12 @@ class ExpandMatmul:
                     raise PassError("expand-matmul: a lowbit.matmul has no schedule; run select-schedule first")
                 schedule = read_schedule(op.operation.attributes[SCHEDULE])
                 _replace_function(op, skinny(spec_of(op), schedule))
-        for op in each_op(module, ops.DequantizeOp):
-            with at(op):
-                check_planned(op)
-                _check_alone(op)
-                _replace_function(op, dequantize(spec_of(op)))
+        for kind, kernel in ((ops.DequantizeOp, dequantize), (ops.PrepackOp, prepack)):
+            for op in each_op(module, kind):
+                with at(op):
+                    check_planned(op)
+                    _check_alone(op)
+                    _replace_function(op, kernel(spec_of(op)))
 
 
 def _check_alone(op: Any) -> None:
@@ -63,13 +66,14 @@ def _replace_function(op: Any, program: ir.Module) -> None:
 
 def spec_of(op: Any) -> MatmulSpec:
     """The spec that an operation's types spell out."""
-    w = Packed.of(op.w.type)
-    y = str(ir.RankedTensorType(op.y.type).element_type)
+    w = packed_of(op)
+    act = y = "f16"  # packing depends on neither
+    bias = False
     if isinstance(op, ops.MatmulOp):
-        act = str(ir.RankedTensorType(op.x.type).element_type)
+        act, y = (str(ir.RankedTensorType(t.type).element_type) for t in (op.x, op.y))
         bias = len(op.bias) > 0
-    else:
-        act, bias = y, False
+    elif isinstance(op, ops.DequantizeOp):
+        act = y = str(ir.RankedTensorType(op.y.type).element_type)
     return MatmulSpec(
         w.n,
         w.k,
@@ -109,6 +113,14 @@ def dequantize_module(spec: MatmulSpec) -> ir.Module:
         return ops.DequantizeOp(arguments[0], y).y
 
     return _function("dequantize", [packed_type(spec)], y, dequantized)
+
+
+def prepack_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @prepack(codes) -> packed codes, of one lowbit.prepack."""
+    codes = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse("i8"))
+    packed = ir.RankedTensorType.get(list(spec.packing.codes_shape), ir.Type.parse("i32"))
+    weight = ir.TypeAttr.get(packed_type(spec))
+    return _function("prepack", [codes], packed, lambda arguments: ops.PrepackOp(arguments[0], weight, packed).packed)
 
 
 def _function(name: str, inputs: list[Any], result: Any, make: Callable[[list[Any]], Any]) -> ir.Module:

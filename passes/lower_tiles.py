@@ -17,7 +17,18 @@ from dialect.dtypes import DType
 from dialect.errors import PassError
 from dialect.layout import MMA_M16N8K16_A, Layout
 from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing
-from dialect.types import Global, Reg, Shared, element_bits, format_attr, ints, read_format, read_ints, read_strings
+from dialect.types import (
+    UNIT,
+    Global,
+    Reg,
+    Shared,
+    element_bits,
+    format_attr,
+    ints,
+    read_format,
+    read_ints,
+    read_strings,
+)
 from passes import emit
 from passes.addressing import Access, Place, ThreadIndex
 from passes.fragment import Fragment, kind_of
@@ -105,6 +116,7 @@ class _Lowering:
             "lowbit.store": self._store,
             "lowbit.view": self._view,
             "lowbit.decode": self._decode,
+            "lowbit.encode": self._encode,
             "lowbit.slice": self._slice,
             "lowbit.reshape": self._reshape,
             "lowbit.cast": self._cast,
@@ -499,22 +511,24 @@ class _Lowering:
         self._finish_reads()
         value: Fragment = self.values[op.value]
         reg = value.reg
-        if value.kind == "word":
-            raise PassError(f"lower-tiles: cannot store {reg.element}; only numbers are stored")
+        wide = reg.element == UNIT
         access = self._access(self.values[op.target], reg.layout, op)
         length = access.vector_length(max(1, 16 // access.bytes))
         first = access.first_replica()
         for slot in range(0, reg.layout.locals, length):
             keep = Access.all([c for c in (first, access.inside(slot, "skip", "zero")) if c is not None])
-            data = value.scalar(slot) if length == 1 else self._vector(value, slot, length)
+            if wide:
+                data = self._vector(value.register, 4 * slot, 4)
+            else:
+                data = value.scalar(slot) if length == 1 else self._vector(value.scalar, slot, length)
             address = access.address(slot)
             self._when(keep, lambda d=data, a=address: llvm.store(d, a, alignment=access.bytes * length))
 
-    def _vector(self, value: Fragment, slot: int, length: int) -> Any:
-        first = value.scalar(slot)
-        vector = llvm.mlir_undef(ir.VectorType.get([length], first.type))
-        for i in range(length):
-            vector = llvm.insertelement(vector, value.scalar(slot + i), emit.constant(i))
+    def _vector(self, element: Callable[[int], Any], first: int, length: int) -> Any:
+        elements = [element(first + i) for i in range(length)]
+        vector = llvm.mlir_undef(ir.VectorType.get([length], elements[0].type))
+        for i, x in enumerate(elements):
+            vector = llvm.insertelement(vector, x, emit.constant(i))
         return vector
 
     # -- tiles
@@ -543,25 +557,46 @@ class _Lowering:
         reg, format_ = Reg.of(op.result.type), codes.reg.element
         if not isinstance(format_, DType):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
-        blocks = fragment_blocks(reg.layout, MMA_M16N8K16_A)
-        packing = Packing(format_.bits, ROWS, BLOCK_K * (1 + max(column for _, column in blocks)))  # of one warp
-        blocks_per_chunk = packing.chunk // BLOCK_K
-        words_per_chunk = packing.units * WORDS_PER_UNIT
+        places = _word_places(format_, reg.layout)
         vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
         biased = "biased" in op.operation.attributes
 
         def make(i: int) -> Any:
-            row_block, k_block = blocks[i // 4]
-            chunk, block = divmod(k_block, blocks_per_chunk)
-            slots = packing.slots(block, i % 4)
-            first = (row_block * packing.chunks + chunk) * words_per_chunk
-            words = [codes.register(first + s.unit * WORDS_PER_UNIT + s.word) for s in slots]
-            pair = ops.DecodePairOp(words, format_attr(format_), ints([s.shift for s in slots]), op.exponent, vector)
+            words = [codes.register(word) for word, _ in places[i]]
+            shifts = ints([shift for _, shift in places[i]])
+            pair = ops.DecodePairOp(words, format_attr(format_), shifts, op.exponent, vector)
             if biased:
                 pair.operation.attributes["biased"] = ir.UnitAttr.get()
             return pair.result
 
         self.values[op.result] = Fragment(reg, "pair", make)
+
+    def _encode(self, op: Any) -> None:
+        """Words of a lane from its codes: the inverse of where `_decode` looks for them."""
+        numbers: Fragment = self.values[op.source]
+        reg = Reg.of(op.result.type)
+        format_ = reg.element
+        if not isinstance(format_, DType):
+            raise PassError(f"lower-tiles: {format_} is no low-bit format to encode in")
+        planes = Packing(format_.bits, ROWS, BLOCK_K).planes
+        fields: dict[int, list[tuple[int, int, int]]] = {}  # word -> slot of the code, its plane, bit in the word
+        for register, slots in enumerate(_word_places(format_, reg.layout)):
+            for plane, (word, shift) in enumerate(slots):
+                fields.setdefault(word, []).extend((2 * register + h, plane, shift + 16 * h) for h in range(2))
+        sign = 1 << (format_.bits - 1) if format_.kind == "int" else 0  # to offset binary
+
+        def make(word: int) -> Any:
+            total = emit.constant(0)
+            for slot, number, bit in fields[word]:
+                plane = planes[number]
+                code = arith.extui(emit.integer(), numbers.scalar(slot))
+                if sign:
+                    code = arith.xori(code, emit.constant(sign))
+                field = emit.mask(emit.shift_right(code, plane.low), (1 << plane.bits) - 1)
+                total = arith.ori(total, emit.shift_right(field, -bit))
+            return total
+
+        self.values[op.result] = Fragment(reg, "word", make)
 
     def _slice(self, op: Any) -> None:
         source: Fragment = self.values[op.source]
@@ -632,3 +667,19 @@ class _Lowering:
             return total
 
         self.values[op.result] = Fragment(reg, "scalar", make)
+
+
+def _word_places(format_: DType, layout: Layout) -> list[list[tuple[int, int]]]:
+    """For every register (a pair of codes) of a thread, per plane: which of the thread's words, and the bit there."""
+    blocks = fragment_blocks(layout, MMA_M16N8K16_A)
+    packing = Packing(format_.bits, ROWS, BLOCK_K * (1 + max(column for _, column in blocks)))  # of one warp
+    blocks_per_chunk = packing.chunk // BLOCK_K
+    words_per_chunk = packing.units * WORDS_PER_UNIT
+    places: list[list[tuple[int, int]]] = []
+    for row_block, k_block in blocks:
+        chunk, block = divmod(k_block, blocks_per_chunk)
+        first = (row_block * packing.chunks + chunk) * words_per_chunk
+        for register in range(4):
+            slots = packing.slots(block, register)
+            places.append([(first + s.unit * WORDS_PER_UNIT + s.word, s.shift) for s in slots])
+    return places

@@ -16,7 +16,7 @@ from dialect.spec import MatmulSpec
 from dialect.types import read_ints, read_strings
 from passes.emit_cubin import emit_cubin
 from passes.emit_ptx import emit_ptx, translate
-from passes.expand_matmul import ExpandMatmul, dequantize_module, matmul_module
+from passes.expand_matmul import ExpandMatmul, dequantize_module, matmul_module, prepack_module
 from passes.lower_dequant import LowerDequant
 from passes.lower_tiles import LowerTiles
 from passes.lower_to_llvm import LowerToLLVM
@@ -84,6 +84,11 @@ def compile_matmul(
 def compile_dequantize(spec: MatmulSpec, target: Target, keep: bool = False) -> CompiledKernel:
     """The kernel that writes W [n, k] in the act type."""
     return _compile(lambda: dequantize_module(spec), target, None, keep)
+
+
+def compile_prepack(spec: MatmulSpec, target: Target, keep: bool = False) -> CompiledKernel:
+    """The kernel that packs codes (i8 [n, k]) into the order of `dialect.packing`."""
+    return _compile(lambda: prepack_module(spec), target, None, keep)
 
 
 def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool = False) -> CompiledKernel:

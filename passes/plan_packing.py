@@ -1,4 +1,4 @@
-"""plan-packing: writes on every `lowbit.matmul` and `lowbit.dequantize` how its weight sits in memory.
+"""plan-packing: writes on every operation with a packed weight how that sits in memory.
 
 `dialect.packing` decides; the attribute `lowbit.packing` lays the decision open to the reader of the IR and to the
 passes after this one: planes and their units, columns per chunk, padding, and the shapes of the arrays.
@@ -21,14 +21,19 @@ PACKING = "lowbit.packing"
 
 @dataclass(frozen=True)
 class PlanPacking:
-    """Attach the memory order of its weight to every lowbit.matmul and lowbit.dequantize."""
+    """Attach the memory order of its weight to every lowbit.matmul, dequantize and prepack."""
 
     name: ClassVar[str] = "plan-packing"
 
     def run(self, module: ir.Module) -> None:
-        for kind in (ops.MatmulOp, ops.DequantizeOp):
+        for kind in (ops.MatmulOp, ops.DequantizeOp, ops.PrepackOp):
             for op in each_op(module, kind):
-                op.operation.attributes[PACKING] = packing_attr(Packed.of(op.w.type).packing)
+                op.operation.attributes[PACKING] = packing_attr(packed_of(op).packing)
+
+
+def packed_of(op: Any) -> Packed:
+    """The weight of a tensor operation: an operand, or what a prepack makes."""
+    return Packed.of(ir.TypeAttr(op.weight).value if isinstance(op, ops.PrepackOp) else op.w.type)
 
 
 def packing_attr(packing: Packing) -> Any:
@@ -49,7 +54,7 @@ def packing_attr(packing: Packing) -> Any:
 
 def check_planned(op: Any) -> None:
     """Raises PassError unless the plan on `op` is that of its weight: kernels read memory in this order alone."""
-    wanted = packing_attr(Packed.of(op.w.type).packing)
+    wanted = packing_attr(packed_of(op).packing)
     name = op.operation.name
     if PACKING not in op.operation.attributes:
         raise PassError(f"a {name} has no {PACKING}; run plan-packing first")

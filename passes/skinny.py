@@ -41,12 +41,12 @@ from dialect.layout import (
 )
 from dialect.packing import BLOCK_K, ROWS
 from dialect.spec import BYTES, MatmulSpec
+from dialect.types import UNIT
 from passes.builder import Memory, Program, Scalar, Tile
 from passes.plan import Plan
 from passes.recipes import can_be_biased, compute_element, exponent
 from passes.schedule import Schedule
 
-UNIT = "vector<4xi32>"  # what a lane copies at once
 LANE_BYTES = 16
 BIASED_BITS = 2  # formats up to which a subtraction per pair would be the bound (H200, 2026-11)
 

@@ -28,7 +28,7 @@ REGISTER_FILE = 65536  # 32-bit registers of a multiprocessor, all architectures
 BOUNDS = {
     "u1": (0.7, 0.75),
     "u2": (0.75, 0.8),
-    "u3": (1.5, 1.55),
+    "u3": (1.8, 2.05),
     "u4": (1.25, 1.5),
     "u5": (2.15, 2.35),
     "u6": (2.1, 2.4),

@@ -1,0 +1,68 @@
+"""The prepack kernel against pack in torch: the same weight in memory, by two ways that share `dialect.packing` alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dialect.dtypes import all_names
+from dialect.spec import MatmulSpec
+from passes.pipeline import compile_prepack
+from passes.target import parse_target
+from pylib.emulator import Emulator
+from pylib.memory_order import pack_codes, unpack_codes
+
+TARGET = parse_target("emulator:sm_80")
+
+
+def packed_by_kernel(spec: MatmulSpec, codes: np.ndarray) -> np.ndarray:
+    """int32 [packing.codes_shape]."""
+    kernel = compile_prepack(spec, TARGET)
+    result = np.full(spec.packing.codes_shape, -1, np.int32)
+    values = {"codes": np.ascontiguousarray(codes).view(np.uint8), "packed": result}
+    launch = kernel.launch
+    Emulator(kernel.ptx).launch(
+        launch.name,
+        grid=launch.grid,
+        block=launch.threads,
+        shared_bytes=launch.shared_bytes,
+        args=[values[name] for name in launch.params],
+    )
+    return result
+
+
+def random_codes(spec: MatmulSpec) -> tuple[np.ndarray, int]:
+    """Numbers as a user gives them, and what makes codes in memory of them."""
+    t = spec.dtype
+    offset = t.codes // 2 if t.kind == "int" else 0
+    numbers = np.random.default_rng(t.bits).integers(-offset, t.codes - offset, (spec.n, spec.k))
+    return numbers.astype(np.int8 if offset else np.uint8), offset
+
+
+# One format of every width, and a signed one: the kernel looks at nothing else.
+@pytest.mark.parametrize("weight", [*(f"u{b}" for b in range(1, 9)), "i1", "i5", "i8", "f6e3m2", "nf4"])
+@pytest.mark.parametrize(("n", "k", "group"), [(32, 512, 128), (17, 320, 16)])
+def test_the_kernel_packs_as_torch_does(weight: str, n: int, k: int, group: int) -> None:
+    assert weight in all_names()
+    spec = MatmulSpec(n, k, weight, group_size=group)
+    codes, offset = random_codes(spec)
+    packed = torch.from_numpy(packed_by_kernel(spec, codes))
+    if n % 16 == 0 and k == spec.packing.padded_k:
+        assert torch.equal(packed, pack_codes(spec.packing, torch.from_numpy(codes), offset))
+    unpacked = unpack_codes(spec.packing, packed, offset)
+    assert np.array_equal(unpacked.numpy().view(codes.dtype), codes)
+
+
+@pytest.mark.parametrize(("k", "group"), [(272, 17), (100, 100), (1000, None), (96, 48)])
+@pytest.mark.parametrize("weight", ["u4", "i3"])
+def test_padded_groups(weight: str, k: int, group: int | None) -> None:
+    spec = MatmulSpec(20, k, weight, group_size=group)
+    codes, offset = random_codes(spec)
+    unpacked = unpack_codes(spec.packing, torch.from_numpy(packed_by_kernel(spec, codes)), offset)
+    assert np.array_equal(unpacked.numpy().view(codes.dtype), codes)
+
+
+def test_its_stages_can_be_read() -> None:
+    stages = compile_prepack(MatmulSpec(32, 128, "u4", group_size=64), TARGET, keep=True).stages
+    assert '"lowbit.prepack"' in stages["lowbit"] and '"lowbit.encode"' in stages["tile"]
