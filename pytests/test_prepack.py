@@ -1,4 +1,4 @@
-"""The prepack kernel against pack in torch: the same weight in memory, by two ways that share `dialect.packing` alone."""
+"""The prepack kernel against pack in torch: one memory order, by two ways that share only `dialect.packing`."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_damaged_table_is_named(tmp_path: Path, damage: str) -> None:
         parse_table(text.replace(old, new) if arrow else damage, "mine.json")
     file = tmp_path / "mine.json"
     file.write_bytes(b"\xff" + text.encode())
-    with pytest.raises(SpecError, match="mine.json is no table of schedules"):
+    with pytest.raises(SpecError, match=r"mine\.json is no table of schedules"):
         read_table(file)
 
 
