@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from dialect.spec import MatmulSpec
@@ -64,6 +65,11 @@ def random_weight(spec: MatmulSpec, device: str = "cuda") -> PackedWeight:
     """A packed weight of random codes and scales around 0.01, made where it is needed: for timing only."""
     packing = spec.packing
     codes = torch.randint(-(2**31), 2**31 - 1, packing.codes_shape, dtype=torch.int32, device=device)
+    if spec.dtype.has_nan:  # both are formats of 8 bits: a byte is a code
+        finite = torch.from_numpy(np.isfinite(spec.dtype.values())).to(device)
+        data = codes.view(torch.uint8)
+        for part in data.split(max(1, len(data) // 16)):
+            part.masked_fill_(~finite[part.int()], 0)
 
     def floats(kind: str) -> torch.Tensor:
         values = torch.rand(packing.scales_shape, device=device) * 0.01 + 0.005

@@ -64,8 +64,8 @@ def _float_to_integer(op: Op, target: str, source: str) -> Step:
     def convert(x: Array) -> Array:
         y = rounding(fmt.flush(x) if ftz else x)
         inside = (y > float(limits.min)) & (y < float(limits.max))
-        clamped = np.where(y > 0, limits.max, limits.min)
-        result = np.where(inside, np.where(inside, y, 0).astype(narrow), clamped.astype(narrow))
+        clamped = np.where(y > 0, narrow.type(limits.max), narrow.type(limits.min))
+        result = np.where(inside, np.where(inside, y, 0).astype(narrow), clamped)
         return np.where(np.isnan(y), narrow.type(nan), result)
 
     return lambda mask: dest.write(convert(x()), mask)
