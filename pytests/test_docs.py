@@ -32,6 +32,12 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [str(path) for path in named if not path.exists()] == []
 
 
+def test_operations() -> None:
+    text = (ROOT / "docs/design.md").read_text()
+    names = re.findall(r'\(Lowbit\.Operation, name="(\w+)"', (ROOT / "dialect/ops.py").read_text())
+    assert names and [name for name in names if f"`{name}`" not in text and name != "return"] == []
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/design.md"])
 def test_stages_and_passes(page: str) -> None:
     text = (ROOT / page).read_text()
