@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -126,6 +128,15 @@ def test_threads(target: str) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_model_can_be_copied_and_saved(target: str) -> None:
+    x, *weight = random_problem(SPEC, 3)
+    mm = pylib.compile(SPEC, target)
+    model = {"mm": mm, "w": mm.pack(*weight)}
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other["mm"] is mm and other["w"] is not model["w"]
+        assert torch.equal(other["mm"](x, other["w"]), mm(x, model["w"]))
 
 
 def test_ir_of_the_cpu() -> None:
