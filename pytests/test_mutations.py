@@ -19,7 +19,7 @@ from dialect.bindings import arith, nvvm
 from dialect.errors import EmulatorError
 from dialect.packing import Packing
 from dialect.spec import MatmulSpec
-from passes import emit, lower_dequant, lower_mma, lower_tiles, recipes
+from passes import emit, lower_dequant, lower_memory, lower_mma, lower_tiles, recipes
 from passes.addressing import Access
 from passes.builder import Program
 from passes.lower_tiles import _Lowering
@@ -143,7 +143,7 @@ WRONG_NUMBERS = [
     Mutation("one column too many", I4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
     Mutation("one round too few", U4, Plan, "rounds", lambda right: property(lambda self: right.fget(self) - 1)),
     Mutation("no clamp", U4, Access, "_linear", lambda right: lambda self, dim: True, TWO_ROW_BLOCKS),
-    Mutation("tokens beyond m", U4, lower_tiles, "lower_load_matrix", with_argument(3, lambda m: emit.constant(8))),
+    Mutation("tokens beyond m", U4, lower_memory, "lower_load_matrix", with_argument(3, lambda m: emit.constant(8))),
     Mutation("splits miscounted", U6, Program, "last_arrival", with_argument(3, lambda n: n + 1), TWO_SPLITS),
 ]
 WRONG_ORDER = [

@@ -1,0 +1,173 @@
+"""The rules of `lower-tiles` for tiles in registers: views, decoding, arithmetic, mma."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dialect import ops
+from dialect.bindings import arith, ir
+from dialect.dtypes import DType
+from dialect.errors import PassError
+from dialect.layout import MMA_M16N8K16_A, Layout
+from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing
+from dialect.types import Reg, format_attr, ints, read_format
+from passes import emit
+from passes.fragment import Fragment, kind_of
+from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
+from passes.lowering import Lowering, int_attr, text_attr
+
+
+class TileRules(Lowering):
+    """One method per operation on tiles: each notes how to make registers, and makes none yet."""
+
+    def _constant(self, op: Any) -> None:
+        reg = Reg.of(op.result.type)
+        value = float(ir.FloatAttr(op.value).value)
+        fragment = Fragment(reg, kind_of(reg), lambda i: emit.real(value, fragment.type()))
+        self.values[op.result] = fragment
+
+    def _view(self, op: Any) -> None:
+        source: Fragment = self.values[op.source]
+        reg = Reg.of(op.result.type)
+        if isinstance(reg.element, DType) or source.kind == "word":
+            if source.kind != "word":
+                raise PassError(f"lower-tiles: only words can be viewed as {reg.element}, not {source.reg.element}")
+            self.values[op.result] = Fragment(reg, "word", source.register)
+        elif source.reg.element == reg.element:
+            self.values[op.result] = Fragment(reg, source.kind, source.register)
+        else:
+            raise PassError(f"lower-tiles: no view of {source.reg.element} as {reg.element}")
+
+    def _decode(self, op: Any) -> None:
+        """Registers of A fragments from the words of a lane: `Packing.slots` says where each is."""
+        codes: Fragment = self.values[op.source]
+        reg, format_ = Reg.of(op.result.type), codes.reg.element
+        if not isinstance(format_, DType):
+            raise PassError(f"lower-tiles: nothing to decode in {format_}")
+        places = _word_places(format_, reg.layout)
+        vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
+        biased = "biased" in op.operation.attributes
+
+        def make(i: int) -> Any:
+            words = [codes.register(word) for word, _ in places[i]]
+            shifts = ints([shift for _, shift in places[i]])
+            pair = ops.DecodePairOp(words, format_attr(format_), shifts, op.exponent, vector)
+            if biased:
+                pair.operation.attributes["biased"] = ir.UnitAttr.get()
+            return pair.result
+
+        self.values[op.result] = Fragment(reg, "pair", make)
+
+    def _encode(self, op: Any) -> None:
+        """Words of a lane from its codes: the inverse of where `_decode` looks for them."""
+        numbers: Fragment = self.values[op.source]
+        reg = Reg.of(op.result.type)
+        format_ = reg.element
+        if not isinstance(format_, DType):
+            raise PassError(f"lower-tiles: {format_} is no low-bit format to encode in")
+        planes = Packing(format_.bits, ROWS, BLOCK_K).planes
+        fields: dict[int, list[tuple[int, int, int]]] = {}  # word -> slot of the code, its plane, bit in the word
+        for register, slots in enumerate(_word_places(format_, reg.layout)):
+            for plane, (word, shift) in enumerate(slots):
+                fields.setdefault(word, []).extend((2 * register + h, plane, shift + 16 * h) for h in range(2))
+        sign = 1 << (format_.bits - 1) if format_.kind == "int" else 0  # to offset binary
+
+        def make(word: int) -> Any:
+            total = emit.constant(0)
+            for slot, number, bit in fields[word]:
+                plane = planes[number]
+                code = arith.extui(emit.integer(), numbers.scalar(slot))
+                if sign:
+                    code = arith.xori(code, emit.constant(sign))
+                field = emit.mask(emit.shift_right(code, plane.low), (1 << plane.bits) - 1)
+                total = arith.ori(total, emit.shift_right(field, -bit))
+            return total
+
+        self.values[op.result] = Fragment(reg, "word", make)
+
+    def _slice(self, op: Any) -> None:
+        source: Fragment = self.values[op.source]
+        reg = Reg.of(op.result.type)
+        dim = int_attr(op, "dim")
+        _, slots = source.reg.layout.restrict(dim, int_attr(op, "start"), reg.shape[dim])
+        self.values[op.result] = self._picked(source, reg, slots)
+
+    def _picked(self, source: Fragment, reg: Reg, slots: Sequence[int]) -> Fragment:
+        """The tile whose slot i is the source's slots[i]; pairs stay pairs where they stay together."""
+        paired = source.kind == "pair" and all(
+            a % 2 == 0 and b == a + 1 for a, b in zip(slots[::2], slots[1::2], strict=True)
+        )
+        if paired:
+            return Fragment(reg, "pair", lambda i: source.register(slots[2 * i] // 2))
+        return Fragment(reg, "scalar", lambda i: source.scalar(slots[i]))
+
+    def _reshape(self, op: Any) -> None:
+        source: Fragment = self.values[op.source]
+        self.values[op.result] = Fragment(Reg.of(op.result.type), source.kind, source.register)
+
+    def _cast(self, op: Any) -> None:
+        source: Fragment = self.values[op.source]
+        reg, kind = Reg.of(op.result.type), text_attr(op, "kind")
+        to = ir.Type.parse(str(reg.element))
+
+        def make(slot: int) -> Any:
+            x = source.scalar(slot)
+            if kind == "float":
+                return arith.extf(to, x) if to == ir.F32Type.get() else arith.truncf(to, x)
+            wide = arith.extui(emit.integer(), x)
+            if kind == "unsigned":
+                return arith.uitofp(to, wide)
+            return emit.from_e4m3(wide) if kind == "e4m3" else emit.from_e8m0(wide)
+
+        self.values[op.result] = Fragment(reg, "scalar", make)
+
+    def _elementwise(self, op: Any, make: Callable[..., Any]) -> None:
+        reg = Reg.of(op.result.type)
+        operands: list[Fragment] = [self.values[v] for v in op.operation.operands]
+        slots = [f.reg.layout.slots_for(reg.layout) for f in operands]
+        self.values[op.result] = Fragment(
+            reg, "scalar", lambda i: make(*[f.scalar(s[i]) for f, s in zip(operands, slots)])
+        )
+
+    def _mma(self, op: Any) -> None:
+        a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
+        self.values[op.result] = lower_mma(a, b, c)
+
+    def _row_sums(self, op: Any) -> None:
+        self.values[op.result] = lower_row_sums(self.values[op.source], Reg.of(op.result.type))
+
+    def _bias_sums(self, op: Any) -> None:
+        reg, start = Reg.of(op.result.type), int_attr(op, "start")
+        self.values[op.result] = lower_bias_sums(self.values[op.source], reg, read_format(op.format), start)
+
+    def _reduce(self, op: Any) -> None:
+        source: Fragment = self.values[op.source]
+        reg = Reg.of(op.result.type)
+        members: dict[int, list[int]] = {}
+        for slot, into in enumerate(reg.layout.slots_for(source.reg.layout)):
+            members.setdefault(into, []).append(slot)
+
+        def make(i: int) -> Any:
+            total = source.scalar(members[i][0])
+            for slot in members[i][1:]:
+                total = arith.addf(total, source.scalar(slot))
+            return total
+
+        self.values[op.result] = Fragment(reg, "scalar", make)
+
+
+def _word_places(format_: DType, layout: Layout) -> list[list[tuple[int, int]]]:
+    """For every register (a pair of codes) of a thread, per plane: which of the thread's words, and the bit there."""
+    blocks = fragment_blocks(layout, MMA_M16N8K16_A)
+    packing = Packing(format_.bits, ROWS, BLOCK_K * (1 + max(column for _, column in blocks)))  # of one warp
+    blocks_per_chunk = packing.chunk // BLOCK_K
+    words_per_chunk = packing.units * WORDS_PER_UNIT
+    places: list[list[tuple[int, int]]] = []
+    for row_block, k_block in blocks:
+        chunk, block = divmod(k_block, blocks_per_chunk)
+        first = (row_block * packing.chunks + chunk) * words_per_chunk
+        for register in range(4):
+            slots = packing.slots(block, register)
+            places.append([(first + s.unit * WORDS_PER_UNIT + s.word, s.shift) for s in slots])
+    return places

@@ -1,0 +1,76 @@
+"""What the rules of `lower-tiles` share: the values so far, shared memory, and when loads have to be finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dialect.bindings import ir, scf
+from dialect.errors import PassError
+from passes.addressing import ThreadIndex
+from passes.fragment import Fragment
+from passes.target import Target
+
+ALIGN = 128  # bytes; of buffers in shared memory
+
+
+def int_attr(op: Any, name: str) -> int:
+    return int(ir.IntegerAttr(op.operation.attributes[name]).value)
+
+
+def text_attr(op: Any, name: str) -> str:
+    return ir.StringAttr(op.operation.attributes[name]).value
+
+
+class SharedMemory:
+    """First fit, by program order: a buffer may take the place of those freed before it."""
+
+    def __init__(self) -> None:
+        self._live: dict[Any, tuple[int, int]] = {}
+        self.bytes = 0
+
+    def allocate(self, key: Any, size: int) -> int:
+        size = -(-size // ALIGN) * ALIGN
+        start = 0
+        for low, high in sorted(self._live.values()):
+            if start + size <= low:
+                break
+            start = max(start, high)
+        self._live[key] = (start, start + size)
+        self.bytes = max(self.bytes, start + size)
+        return start
+
+    def free(self, key: Any) -> None:
+        if key not in self._live:
+            raise PassError("lower-tiles: free_shared of what is no buffer of alloc_shared, or free already")
+        del self._live[key]
+
+
+class Lowering:
+    """The state of one program's lowering; set up by `passes.lower_tiles`."""
+
+    shared_base: Any  # pointer to the block's shared memory
+    threads: ThreadIndex
+    threads_per_block: int
+
+    def __init__(self, program: Any, target: Target) -> None:
+        self.program = program
+        self.target = target
+        self.values: dict[Any, Any] = {}  # SSA value of the program -> SSA value, Fragment or Place
+        self.reads: list[Fragment] = []  # fragments whose registers are loads
+        self.shared = SharedMemory()
+
+    def _finish_reads(self) -> None:
+        """Write down all loads: memory may change after this point."""
+        for fragment in self.reads:
+            fragment.force()
+        self.reads.clear()
+
+    def _when(self, condition: Any | None, action: Callable[[], Any]) -> None:
+        if condition is None:
+            action()
+            return
+        branch = scf.IfOp(condition)
+        with ir.InsertionPoint(branch.then_block):
+            action()
+            scf.YieldOp([])
