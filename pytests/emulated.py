@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dialect.spec import MatmulSpec
 from passes.pipeline import CompiledKernel
+from passes.schedule import Launch
 from pylib.emulator import Emulator
 from pylib.packed import TORCH, PackedWeight, pack
 from pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
@@ -39,26 +40,28 @@ def run_matmul(
     """y [m, n] of a matmul kernel; NaN where it wrote nothing. Blocks run in random order. The workspace passes from
     launch to launch, as on a GPU."""
     x, *weight = problem
+    w, emulator = pack(spec, *weight), Emulator(kernel.ptx)
     workspace = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
     for seed in range(launches):
         y = torch.full((len(x), spec.n), torch.nan, dtype=TORCH[spec.out_dtype])
-        _launch(kernel, pack(spec, *weight), racecheck, seed, x=x, y=y, workspace=workspace, m=len(x))
+        _launch(emulator, kernel.launch, w, racecheck, seed, x=x, y=y, workspace=workspace, m=len(x))
     return y
 
 
 def run_dequantize(kernel: CompiledKernel, spec: MatmulSpec, problem: Problem, *, racecheck: bool = False) -> Tensor:
     """W [n, k] of a dequantize kernel; NaN where it wrote nothing."""
     y = torch.full((spec.n, spec.k), torch.nan, dtype=TORCH[spec.act])
-    _launch(kernel, pack(spec, *problem[1:]), racecheck, 0, y=y)
+    _launch(Emulator(kernel.ptx), kernel.launch, pack(spec, *problem[1:]), racecheck, 0, y=y)
     return y
 
 
-def _launch(kernel: CompiledKernel, w: PackedWeight, racecheck: bool, seed: int, **arguments: Tensor | int) -> None:
-    launch = kernel.launch
+def _launch(
+    emulator: Emulator, launch: Launch, w: PackedWeight, racecheck: bool, seed: int, **arguments: Tensor | int
+) -> None:
     values = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "bias": w.bias, **arguments}
     blocks = list(np.ndindex(*launch.grid))
     random.Random(seed).shuffle(blocks)
-    Emulator(kernel.ptx).launch(
+    emulator.launch(
         launch.name,
         grid=launch.grid,
         block=launch.threads,
