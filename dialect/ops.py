@@ -33,7 +33,7 @@ from dialect.checks import (
 )
 from dialect.dtypes import DType
 from dialect.errors import LowbitError
-from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
 from dialect.packing import BLOCK_K, ROWS, Packing, plane_bits
 from dialect.types import (
     UNIT,
@@ -263,6 +263,21 @@ class StageOp(Lowbit.Operation, name="stage", traits=[ext.Pure]):
         expect(part == expected, "result", expected, part)
 
 
+class PeerOp(Lowbit.Operation, name="peer", traits=[ext.Pure]):
+    """The same buffer in the shared memory of block `rank` of the cluster (PTX mapa): for loads only.
+
+    A barrier of the cluster must come between the writes and the loads, and another before any block ends.
+    """
+
+    buffer: ext.Operand[SharedType]
+    rank: ext.Operand[I32]
+    result: ext.Result[SharedType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        expect(op.result.type == op.buffer.type, "result", op.buffer.type, op.result.type)
+
+
 class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
     """Starts to copy source[offsets + index] to target[index] for the elements of a tile laid out as `layout`.
 
@@ -327,14 +342,19 @@ class WaitOp(Lowbit.Operation, name="wait"):
 
 
 class BarrierOp(Lowbit.Operation, name="barrier"):
-    """All threads of the "block" or of the "warp" meet, and see each other's shared memory."""
+    """All threads of the "warp", the "warpgroup" (four warps, from a multiple of four on), the "block" or the "cluster"
+    of blocks meet, and see each other's shared memory.
+
+    With the unit attribute `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too.
+    """
 
     scope: ir.StringAttr
 
     @verifier
     def verify_invariants(op: Any) -> None:
         scope = ir.StringAttr(op.scope).value
-        expect(scope in ("block", "warp"), "scope", "'block' or 'warp'", repr(scope))
+        allowed = ("warp", "warpgroup", "block", "cluster")
+        expect(scope in allowed, "scope", f"one of {', '.join(allowed)}", repr(scope))
 
 
 class LastArrivalOp(Lowbit.Operation, name="last_arrival"):
@@ -626,6 +646,65 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
         columns = b_blocks.reduce((-1,)).permute((*range(rank - 2), rank - 1, rank - 2))
         same_warps(a_blocks.reduce((-1,)), c_blocks.reduce((-1,)), "a")
         same_warps(columns, c_blocks.reduce((-2,)), "b")
+
+
+def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
+    """b is [.., k / 8, n, 8] in shared memory, of which columns start .. start + columns are used: core matrices of
+    8 x 8, each 128 bytes in a row (PTX ISA 9.7.15.5.1, no swizzling). A warpgroup shares the leading dims."""
+    b = Shared.of(op.b.type)
+    expect(b.element in ("f16", "bf16"), "element of b", "f16 or bf16", b.element)
+    expect(len(b.shape) == layout.rank + 1, "rank of b", layout.rank + 1, len(b.shape))
+    *batch, steps, n, eight = b.shape
+    expect(eight == 8 and b.strides[-2:] == (8, 1), "b", "core matrices: [.., k / 8, n, 8] with strides 8, 1", op.b.type)
+    expect(all(stride % 8 == 0 for stride in b.strides[:-1]), "strides of b", "multiples of 8", list(b.strides))
+    expect(n % 8 == 0 and n <= 256, "n", "a multiple of 8 up to 256", n)
+    expect([*layout.shape[:-2], layout.shape[-1]] == [*batch, n], "result", f"{[*batch, 'm', n]}", list(layout.shape))
+    start = in_range(op.start, "start", 0, 8 * steps - columns)
+    expect(start % 16 == 0 and columns % 16 == 0, "start and columns", "multiples of 16", (start, columns))
+    for digit in layout.thread_digits():
+        alone = digit.dim >= layout.rank - 2 or digit.divisor >= 128
+        expect(alone, f"dim {digit.dim} of the result", "the same for all warps of a warpgroup", layout)
+
+
+class WarpgroupMmaOp(Lowbit.Operation, name="warpgroup_mma"):
+    """c + a b^T by wgmma: a [.., m, k] in registers as for `mma`, b columns start .. start + k of shared memory.
+
+    Its four warps bring 16 rows each of a 64-row instruction and share b [.., k / 8, n, 8] (PTX ISA 9.7.15).
+    """
+
+    a: ext.Operand[RegType]
+    b: ext.Operand[SharedType]
+    c: ext.Operand[RegType]
+    start: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b, c, d = Reg.of(op.a.type), Shared.of(op.b.type), Reg.of(op.c.type), Reg.of(op.result.type)
+        expect(c == d, "result", c, d)
+        expect(c.element == "f32", "element of c", "f32", c.element)
+        same_element(b.element, a.element, "element of a")
+        _check_warpgroup(op, c.layout, a.shape[-1])
+        expect(list(a.shape[:-1]) == list(c.shape[:-1]), "a", [*c.shape[:-1], "k"], list(a.shape))
+        a_blocks, c_blocks = fragments(a.layout, MMA_M16N8K16_A, "a"), fragments(c.layout, MMA_M16N8_D, "c")
+        within_warp(a_blocks, len(a.shape) - 1, "k of a")
+        within_warp(c_blocks, len(a.shape) - 1, "columns of c")
+        same_warps(a_blocks.reduce((-1,)), c_blocks.reduce((-1,)), "a")
+
+
+class WarpgroupRowSumsOp(Lowbit.Operation, name="warpgroup_row_sums"):
+    """Sums of b over columns start .. start + columns, as `row_sums` makes them of registers: ones times b^T."""
+
+    b: ext.Operand[SharedType]
+    start: ir.IntegerAttr
+    columns: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        d = Reg.of(op.result.type)
+        expect(d.element == "f32", "element of the result", "f32", d.element)
+        _check_warpgroup(op, d.layout, in_range(op.columns, "columns", 16))
 
 
 class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):

@@ -134,7 +134,8 @@ class Program:
     What a verifier finds then is a PassError with the line that made the operation.
 
     params: name -> "pointer" (to device memory) or "i32". threads per block; grid in blocks; workspace in bytes;
-    max_blocks on a multiprocessor at a time (0: as many as fit), by claiming shared memory.
+    max_blocks on a multiprocessor at a time (0: as many as fit), by claiming shared memory. cluster: blocks along each
+    axis of the grid that can read each other's shared memory (sm_90; PTX ISA 5.2.2).
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Program:
         params: dict[str, str],
         workspace: int = 0,
         max_blocks: int = 0,
+        cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
         kinds = {"pointer": ir.Type.parse("!llvm.ptr<1>"), "i32": ir.IntegerType.get_signless(32)}
         for parameter, kind in params.items():
@@ -159,6 +161,8 @@ class Program:
             )
         if max_blocks:
             self.op.operation.attributes["lowbit.max_blocks"] = _i64(max_blocks)
+        if cluster != (1, 1, 1):
+            self.op.operation.attributes["lowbit.cluster"] = ints(cluster)
         block = self.op.body.blocks.append(*[kinds[kind] for kind in params.values()])
         self._arguments = dict(zip(params, block.arguments))
         self._point = ir.InsertionPoint(block)
@@ -245,6 +249,10 @@ class Program:
         type_ = Shared(element, shape, strides or row_major(shape))
         return Memory(ops.AllocSharedOp(type_.type).result, type_)
 
+    def peer(self, buffer: Memory, rank: Index) -> Memory:
+        """The same buffer of another block of the cluster."""
+        return Memory(ops.PeerOp(buffer.value, as_i32(rank), buffer.value.type).result, buffer.type)
+
     def free_shared(self, *buffers: Memory) -> None:
         for buffer in buffers:
             ops.FreeSharedOp(buffer.value)
@@ -291,8 +299,11 @@ class Program:
     def wait(self, pending: int = 0) -> None:
         ops.WaitOp(_i64(pending))
 
-    def barrier(self, scope: str = "block") -> None:
-        ops.BarrierOp(ir.StringAttr.get(scope))
+    def barrier(self, scope: str = "block", async_proxy: bool = False) -> None:
+        """async_proxy: for `warpgroup_mma`, which reads shared memory by itself."""
+        op = ops.BarrierOp(ir.StringAttr.get(scope))
+        if async_proxy:
+            op.operation.attributes["async_proxy"] = ir.UnitAttr.get()
 
     def load(
         self, source: Memory, offsets: Sequence[Index], layout: Layout, boundary: Sequence[str] | None = None
@@ -357,6 +368,13 @@ class Program:
 
     def mma(self, a: Tile, b: Tile, c: Tile) -> Tile:
         return Tile(ops.MmaOp(a.value, b.value, c.value, c.reg.type).result)
+
+    def warpgroup_mma(self, a: Tile, b: Memory, start: int, c: Tile) -> Tile:
+        """c + a b^T, with columns start .. of b [.., k / 8, n, 8] in shared memory."""
+        return Tile(ops.WarpgroupMmaOp(a.value, b.value, c.value, _i64(start), c.reg.type).result)
+
+    def warpgroup_row_sums(self, b: Memory, start: int, columns: int, layout: Layout) -> Tile:
+        return Tile(ops.WarpgroupRowSumsOp(b.value, _i64(start), _i64(columns), Reg("f32", layout).type).result)
 
     def row_sums(self, tile: Tile, layout: Layout) -> Tile:
         return Tile(ops.RowSumsOp(tile.value, Reg("f32", layout).type).result)

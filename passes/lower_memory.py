@@ -16,6 +16,9 @@ from passes.lower_mma import lower_load_matrix
 from passes.lowering import Lowering, int_attr, text_attr
 
 
+_WARPGROUP = 128  # threads
+
+
 class MemoryRules(Lowering):
     """One method per operation that touches memory."""
 
@@ -38,6 +41,11 @@ class MemoryRules(Lowering):
         step = arith.muli(self.values[op.index], emit.constant(stride))
         base = emit.offset_bytes(whole.base, dynamic=step)
         self.values[op.result] = Place(Shared.of(op.result.type), base, whole.sizes[1:])
+
+    def _peer(self, op: Any) -> None:
+        here: Place = self.values[op.buffer]
+        base = nvvm.mapa(emit.pointer(7), here.base, self.values[op.rank])
+        self.values[op.result] = Place(here.type, base, here.sizes)
 
     def _access(self, place: Place, layout: Layout, op: Any, limit: Sequence[int] = ()) -> Access:
         offsets = [self.values[v] for v in op.offsets]
@@ -117,8 +125,18 @@ class MemoryRules(Lowering):
 
     def _barrier(self, op: Any) -> None:
         self._finish_reads()
-        if text_attr(op, "scope") == "warp":
+        if "async_proxy" in op.operation.attributes:
+            nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=ir.Attribute.parse("#nvvm.shared_space<cta>"))
+        scope = text_attr(op, "scope")
+        if scope == "warp":
             nvvm.bar_warp_sync(emit.constant(-1))
+        elif scope == "warpgroup" and self.threads_per_block > _WARPGROUP:
+            warpgroup = self.threads.digit(self.threads_per_block // _WARPGROUP, _WARPGROUP, self.threads_per_block)
+            named = arith.addi(warpgroup, emit.constant(1))  # barrier 0 is the block's
+            nvvm.barrier(barrier_id=named, number_of_threads=emit.constant(_WARPGROUP))
+        elif scope == "cluster":
+            nvvm.cluster_arrive(aligned=True)
+            nvvm.cluster_wait(aligned=True)
         else:
             gpu.barrier()
 

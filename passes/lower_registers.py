@@ -15,6 +15,7 @@ from dialect.types import Reg, format_attr, ints, read_format
 from passes import emit
 from passes.fragment import Fragment, kind_of
 from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
+from passes.lower_wgmma import warpgroup_mma, warpgroup_row_sums
 from passes.lowering import Lowering, int_attr, text_attr
 
 
@@ -134,6 +135,18 @@ class TileRules(Lowering):
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
         self.values[op.result] = lower_mma(a, b, c)
 
+    def _warpgroup_mma(self, op: Any) -> None:
+        a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
+        product = warpgroup_mma(self.threads, a, b, int_attr(op, "start"), None if _is_zero(op.c) else c, c.reg)
+        self.reads.append(product)
+        self.values[op.result] = product
+
+    def _warpgroup_row_sums(self, op: Any) -> None:
+        reg, columns = Reg.of(op.result.type), int_attr(op, "columns")
+        sums = warpgroup_row_sums(self.threads, self.values[op.b], int_attr(op, "start"), columns, reg)
+        self.reads.append(sums)
+        self.values[op.result] = sums
+
     def _row_sums(self, op: Any) -> None:
         self.values[op.result] = lower_row_sums(self.values[op.source], Reg.of(op.result.type))
 
@@ -155,6 +168,16 @@ class TileRules(Lowering):
             return total
 
         self.values[op.result] = Fragment(reg, "scalar", make)
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a tile is the constant 0."""
+    owner = value.owner
+    return (
+        not isinstance(owner, ir.Block)
+        and owner.name == "lowbit.constant"
+        and ir.FloatAttr(owner.attributes["value"]).value == 0.0
+    )
 
 
 def _word_places(format_: DType, layout: Layout) -> list[list[tuple[int, int]]]:

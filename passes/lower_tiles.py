@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from dialect import ops
 from dialect.bindings import arith, gpu, ir, llvm, nvvm, scf
 from dialect.errors import PassError
+from dialect.types import read_ints
 from passes import emit
 from passes.addressing import Place, ThreadIndex
 from passes.fragment import Fragment
@@ -27,6 +28,7 @@ from passes.rewriting import at, each_op
 from passes.target import Target, parse_target
 
 SHARED_SYMBOL = "shared_memory"
+_CLUSTER = "lowbit.cluster"
 _RESERVED = 1024  # bytes of shared memory that every block takes for the system
 
 
@@ -55,6 +57,7 @@ class _Lowering(MemoryRules, TileRules):
             "lowbit.grid_launch_dependents": lambda op: self._grid_control(nvvm.GridDepActionKind.launch_dependents),
             "lowbit.global_view": self._global_view,
             "lowbit.alloc_shared": self._alloc_shared,
+            "lowbit.peer": self._peer,
             "lowbit.free_shared": lambda op: self.shared.free(op.buffer),
             "lowbit.stage": self._stage,
             "lowbit.copy_async": self._copy_async,
@@ -77,6 +80,8 @@ class _Lowering(MemoryRules, TileRules):
             "lowbit.mul": lambda op: self._elementwise(op, arith.mulf),
             "lowbit.fma": lambda op: self._elementwise(op, emit.fma),
             "lowbit.mma": self._mma,
+            "lowbit.warpgroup_mma": self._warpgroup_mma,
+            "lowbit.warpgroup_row_sums": self._warpgroup_row_sums,
             "lowbit.reduce": self._reduce,
             "lowbit.row_sums": self._row_sums,
             "lowbit.bias_sums": self._bias_sums,
@@ -121,6 +126,11 @@ class _Lowering(MemoryRules, TileRules):
                 f"lower-tiles: {name} needs {self.shared.bytes} bytes of shared memory, {self.target} allows "
                 f"{self.target.max_shared_per_block}; take fewer stages, warps_k or a smaller step_k"
             )
+        if _CLUSTER in program.operation.attributes:
+            if not self.target.has_tma:
+                raise PassError(f"lower-tiles: {name} needs clusters of blocks, {self.target} has none; take cluster=1")
+            blocks = list(read_ints(program.operation.attributes[_CLUSTER]))
+            function.operation.attributes["nvvm.cluster_dim"] = ir.DenseI32ArrayAttr.get(blocks)
         for attribute in ("grid", "threads", "params", "workspace"):
             function.operation.attributes[f"lowbit.{attribute}"] = program.operation.attributes[attribute]
         function.operation.attributes["lowbit.shared_bytes"] = ir.IntegerAttr.get(
@@ -229,12 +239,12 @@ class _Lowering(MemoryRules, TileRules):
         self._bind(old.arguments[1:], initial, loop.inner_iter_args)
         with ir.InsertionPoint(loop.body):
             self._block(old)
-            self._finish_reads()
             results: list[Any] = []
             for value, start in zip(
                 (self.values[v] for v in old.operations[len(old.operations) - 1].operands), initial
             ):
                 results += value.registers(start.kind) if isinstance(start, Fragment) else [value]
+            self._finish_reads()  # after the results, which took what they need in their own order
             scf.YieldOp(results)
         self._bind(op.operation.results, initial, loop.results)
 

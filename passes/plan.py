@@ -55,6 +55,6 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Partial sums of all splits and a counter per tile, when there are splits."""
+        """Partial sums of all splits and a counter per tile, where splits add up through device memory."""
         s = self.schedule
-        return 0 if s.splits == 1 else self.tiles * (s.splits * s.rows * s.columns + 1) * 4
+        return 0 if s.splits == s.cluster else self.tiles * (s.splits * s.rows * s.columns + 1) * 4

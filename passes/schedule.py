@@ -22,6 +22,8 @@ class Schedule:
     step_k: int = 128  # columns a warp takes per step: whole chunks
     stages: int = 3  # of the copy pipeline
     splits: int = 1
+    cluster: int = 1  # of these splits, those that add up through distributed shared memory: 1 or all (sm_90)
+    wgmma: int = 0  # 1: instructions of whole warpgroups, which read x from shared memory (sm_90a)
     max_blocks: int = 0  # on a multiprocessor at a time; 0: as many as fit
 
     def __post_init__(self) -> None:
@@ -30,9 +32,19 @@ class Schedule:
                 raise SpecError(f"schedule: {field.name}={value!r} must be an integer")
         if self.tokens not in (1, 8, 16, 32, 64):
             raise SpecError(f"schedule: tokens={self.tokens} must be 1, 8, 16, 32 or 64")
-        for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits"):
+        for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits", "cluster"):
             if getattr(self, name) < 1:
                 raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")
+        if self.cluster not in (1, self.splits) or self.cluster > 8 or self.rows % self.cluster:
+            raise SpecError(
+                f"schedule: cluster={self.cluster} must be 1, or splits={self.splits} where that is at most 8 and divides "
+                f"the {self.rows} rows of a block"
+            )
+        if self.wgmma not in (0, 1) or (self.wgmma and (self.warps_n % 4 or self.tokens < 8)):
+            raise SpecError(
+                f"schedule: wgmma={self.wgmma} must be 0, or 1 with warps_n={self.warps_n} a multiple of 4 and "
+                f"tokens={self.tokens} at least 8"
+            )
         if self.max_blocks < 0:
             raise SpecError(f"schedule: max_blocks={self.max_blocks} must be 0 (as many as fit) or more")
         if self.step_k < 16 or self.step_k % 16:

@@ -77,7 +77,7 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
             total += padded(s.stages * s.warps_k * rows * BYTES[kind])
-    sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 else 0
+    sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
     return max(total, sums) + 128
 
 

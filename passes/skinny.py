@@ -106,12 +106,15 @@ class _Kernel:
         self.compute = compute_element(spec.dtype, spec.act)
         # One mma per fragment of x, whatever the rows, instead of a subtraction per pair of weights.
         self.biased = (
-            spec.dtype.bits <= BIASED_BITS and schedule.row_blocks > 1 and can_be_biased(spec.dtype, self.compute)
+            spec.dtype.bits <= BIASED_BITS
+            and schedule.row_blocks > 1
+            and not schedule.wgmma
+            and can_be_biased(spec.dtype, self.compute)
         )
         names = ["x", "codes", "scales"]
         names += ["zeros"] if spec.zeros != "none" else []
         names += ["bias"] if spec.bias else []
-        names += ["y"] + (["workspace"] if schedule.splits > 1 else [])
+        names += ["y"] + (["workspace"] if self.plan.workspace_bytes else [])
         s = schedule
         self.p = Program(
             "matmul",
@@ -120,6 +123,7 @@ class _Kernel:
             dict.fromkeys(names, "pointer") | {"m": "i32"},
             self.plan.workspace_bytes,
             s.max_blocks,
+            (1, s.cluster, 1),
         )
         self.convert = Factors(self.p, spec)
         warps = spatial(s.warps_k, s.warps_n, 1)
@@ -151,8 +155,8 @@ class _Kernel:
                 self._copies(loop.index * s.warps_k)
                 p.commit()
                 p.wait()
-                scope = "warp" if s.warps_n == 1 else "block"
-                p.barrier(scope)
+                scope = {1: "warp", 4: "warpgroup"}.get(s.warps_n, "block")
+                p.barrier(scope, async_proxy=bool(s.wgmma))
                 loop.results = self._step(loop.carried)
                 p.barrier(scope)
             total = loop.carried[0]
@@ -160,7 +164,7 @@ class _Kernel:
                 total = self._scale_rows(*loop.carried)
             p.barrier()
             p.free_shared(*self.buffers)
-            self._finish(self._across_warps(total))
+            self._finish(total)
         return p.module
 
     # -- the copy side
@@ -174,11 +178,17 @@ class _Kernel:
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
         act, k, row = self.spec.act, self.spec.k, s.step_k + 8
-        self.x_buffer = p.alloc_shared(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
-        if self.plan.async_x:
+        if s.wgmma:
+            x_steps, pieces, piece = -(-k // s.step_k), s.step_k // 8, 8 * (s.tokens + 1)
+            strides = (pieces * piece, piece, 8, 1)
+            self.x_buffer = p.alloc_shared(act, (s.warps_k, pieces, s.tokens, 8), strides)
+            self.x = p.global_view(p["x"], act, (x_steps, pieces, -1, 8), (s.step_k, 8, k, 1), sizes=[p["m"]])
+        elif self.plan.async_x:
+            self.x_buffer = p.alloc_shared(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
             x_steps = -(-k // s.step_k)
             self.x = p.global_view(p["x"], act, (x_steps, -1, s.step_k), (s.step_k, k, 1), sizes=[p["m"]])
         else:
+            self.x_buffer = p.alloc_shared(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
             self.x = p.global_view(p["x"], act, (-1, k), sizes=[p["m"]])
         self.buffers = [self.codes_buffer, self.x_buffer]
         self.factors: dict[str, tuple[Memory, Memory, str]] = {}
@@ -221,7 +231,12 @@ class _Kernel:
             cut = (span, 0, ROWS, 1, total) if self.plan.groups > 1 and total % span else ()
             p.copy_async(view, buffer, (step, self.first_block, 0, 0), layout, (*boundary, "none"), cut)
         p.grid_wait()
-        if self.plan.async_x:
+        if s.wgmma:
+            lanes = spread((1, s.tokens, s.step_k // 8, 8), warps, 8).permute((0, 2, 1, 3))
+            layout = spatial(s.warps_k, 1, 1, 1) * lanes
+            limit = (s.step_k, 8, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
+            p.copy_async(self.x, self.x_buffer, (step, 0, 0, 0), layout, (self.step_boundary, "none", "skip", "none"), limit)
+        elif self.plan.async_x:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)
             limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
             p.copy_async(self.x, self.x_buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
@@ -238,6 +253,8 @@ class _Kernel:
         words = p.load(self.codes_buffer, (0, 0, 0), self.unit_layout)
         codes = p.view(words, self.spec.dtype, self.a_layout)
         a = p.decode(codes, self.compute, self.convert.exponent, self.biased)
+        if s.wgmma:
+            return self._warpgroup_step(carried, a)
         b = p.load_matrix(self.x_buffer, p["m"], self.b_layout)
         if not self.plan.groups:
             sums = [p.add(c, p.row_sums(b, self.sum_layout)) for c in carried[1:]]
@@ -256,6 +273,28 @@ class _Kernel:
                 shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
                 total = p.fma(shift, p.row_sums(b_group, self.sum_layout), total)
         return [total]
+
+    def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
+        """The same with x in shared memory."""
+        p, s = self.p, self.schedule
+        if not self.plan.groups:
+            sums = [p.add(c, self._sums_of_x(0, s.step_k)) for c in carried[1:]]
+            return [p.warpgroup_mma(a, self.x_buffer, 0, carried[0]), *sums]
+        (total,) = carried
+        width = s.step_k // self.plan.groups
+        for group in range(self.plan.groups):
+            start = group * width
+            zero = p.constant(0.0, "f32", self.d_layout)
+            product = p.warpgroup_mma(p.slice(a, 2, start, width), self.x_buffer, start, zero)
+            scale = self._group_factor("scales", group)
+            total = p.fma(product, self.convert.unfold(scale), total)
+            if "zeros" in self.factors:
+                shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
+                total = p.fma(shift, self._sums_of_x(start, width), total)
+        return [total]
+
+    def _sums_of_x(self, start: int, columns: int) -> Tile:
+        return self.p.warpgroup_row_sums(self.x_buffer, start, columns, self.sum_layout)
 
     def _unbiased(self, total: Tile, b: Tile) -> Tile:
         """An accumulator for a product with b."""
@@ -292,32 +331,64 @@ class _Kernel:
 
     # -- the end
 
+    def _finish(self, total: Tile) -> None:
+        """The sum over warps and splits that share rows, then bias, conversion, store."""
+        s = self.schedule
+        if s.cluster > 1:
+            rows = s.rows // s.cluster
+            rank = self.p.block_id(1)
+            self._store(self._across_cluster(total, rank), self.tile * s.rows + rank * rows)
+        elif s.splits > 1:
+            self._across_splits(self._across_warps(total))
+        else:
+            self._store(self._across_warps(total), self.tile * s.rows)
+
+    def _sums_buffer(self, total: Tile) -> Memory:
+        """Every warp's sums in shared memory: [warps_k, rows, tokens]."""
+        p, s = self.p, self.schedule
+        row = s.rows + 4  # keeps the lanes of a fragment in different banks
+        buffer = p.alloc_shared("f32", (s.warps_k, s.rows, s.tokens), (row * s.tokens, 1, row))
+        p.store(total, buffer, (0, 0, 0), ("none", "none", "none" if s.tokens == s.columns else "skip"))
+        return buffer
+
     def _across_warps(self, total: Tile) -> Tile:
         """The sum over the warps that split k: [rows, tokens] (or all columns, if there is one warp only)."""
         p, s = self.p, self.schedule
         if s.warps_k == 1:
             return p.reshape(total, (s.rows, s.columns))
-        row = s.rows + 4  # keeps the lanes of a fragment in different banks
-        buffer = p.alloc_shared("f32", (s.warps_k, s.rows, s.tokens), (row * s.tokens, 1, row))
-        p.store(total, buffer, (0, 0, 0), ("none", "none", "none" if s.tokens == s.columns else "skip"))
+        buffer = self._sums_buffer(total)
         p.barrier()
-        partial = p.load(buffer, (0, 0, 0), self._sum_up_layout(s.warps_k, s.tokens))
+        partial = p.load(buffer, (0, 0, 0), self._sum_up_layout(s.warps_k, s.rows, s.tokens))
         return p.reshape(p.reduce(partial, 0), (s.rows, s.tokens))
 
-    def _sum_up_layout(self, parts: int, columns: int) -> Layout:
+    def _across_cluster(self, total: Tile, rank: Scalar) -> Tile:
+        """The sum over warps and blocks of the cluster, of this block's part of the rows: [rows / cluster, tokens]."""
+        p, s = self.p, self.schedule
+        rows = s.rows // s.cluster
+        buffer = self._sums_buffer(total)
+        p.barrier("cluster")
+        layout = self._sum_up_layout(s.warps_k, rows, s.tokens)
+        parts: list[Tile] = []
+        for turn in range(s.cluster):  # each starts with another block's
+            peer = p.peer(buffer, (rank + turn) % s.cluster)
+            parts.append(p.reduce(p.load(peer, (0, rank * rows, 0), layout), 0))
+        total = parts[0]
+        for part in parts[1:]:
+            total = p.add(total, part)
+        p.barrier("cluster")  # nobody leaves while its sums are read
+        return p.reshape(total, (rows, s.tokens))
+
+    def _sum_up_layout(self, parts: int, rows: int, columns: int) -> Layout:
         """[parts, rows, columns]: all parts of an element in one thread, neighbours along the rows."""
         s = self.schedule
-        rows = math.gcd(s.rows, s.threads)
-        side = math.gcd(columns, s.threads // rows)
-        spare = s.threads // (rows * side)
-        return replicated(spare, 3) * (local(parts, s.rows // rows, columns // side) * column_spatial(1, rows, side))
+        across = math.gcd(rows, s.threads)
+        side = math.gcd(columns, s.threads // across)
+        spare = s.threads // (across * side)
+        return replicated(spare, 3) * (local(parts, rows // across, columns // side) * column_spatial(1, across, side))
 
-    def _finish(self, total: Tile) -> None:
-        """Sum over splits, then bias, conversion, store."""
+    def _across_splits(self, total: Tile) -> None:
+        """Through device memory: the last block of a tile to arrive adds up and stores."""
         p, s = self.p, self.schedule
-        if s.splits == 1:
-            self._store(total)
-            return
         tiles, columns = self.plan.tiles, total.shape[1]
         size = s.rows * columns
         partial = p.global_view(
@@ -328,20 +399,20 @@ class _Kernel:
         p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, here)
         last = p.last_arrival(counters, self.tile + s.splits * tiles * size, s.splits)
         with p.when(last):
-            layout = self._sum_up_layout(s.splits, columns).reshape((s.splits, 1, s.rows, columns))
+            layout = self._sum_up_layout(s.splits, s.rows, columns).reshape((s.splits, 1, s.rows, columns))
             parts = p.load(partial, (0, self.tile, 0, 0), layout)
-            self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)))
+            self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), self.tile * s.rows)
 
-    def _store(self, total: Tile) -> None:
-        p, s, spec = self.p, self.schedule, self.spec
-        first_row = self.tile * s.rows
+    def _store(self, total: Tile, first_row: Scalar) -> None:
+        p, spec = self.p, self.spec
+        rows = total.shape[0]
         if spec.bias:
             bias_view = p.global_view(p["bias"], spec.out_dtype, (spec.n, 1))
-            boundary = ("clamp" if spec.n % s.rows else "none", "none")
+            boundary = ("clamp" if spec.n % rows else "none", "none")
             bias = p.load(bias_view, (first_row, 0), total.layout.reduce((1,)), boundary)
             total = p.add(total, p.cast(bias, "f32"))
         y = p.global_view(p["y"], spec.out_dtype, (spec.n, -1), (1, spec.n), sizes=[p["m"]])
-        boundary = ("skip" if spec.n % s.rows else "none", "skip")
+        boundary = ("skip" if spec.n % rows else "none", "skip")
         p.store(p.cast(total, spec.out_dtype), y, (first_row, 0), boundary)
 
 
