@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.plots import plot
@@ -10,18 +10,32 @@ from benchmarks.results import Results
 from benchmarks.tables import summary, tables
 from dialect.errors import SpecError
 
-PLACES: dict[str, Callable[[Results], str]] = {"README.md": summary, "docs/benchmarks.md": tables}
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+FIRST = "formats_m1.svg"  # the one figure of README.md
+TEXTS = {
+    "formats": "Speed-ups over cuBLAS f16 by format",
+    "layers": "Speed-ups over cuBLAS f16 by layer of models",
+    "sweep": "Microseconds over the number of tokens",
+    "roofline": "TFLOP/s over operations per byte",
+}
 
 
 def publish(results: Results, root: Path) -> list[Path]:
     """The files that were written. Raises SpecError for a page without the marks."""
-    written = []
-    for name, make in PLACES.items():
-        path = root / name
-        path.write_text(between_marks(path, make(results)))
-        written.append(path)
-    return written + plot(results, root / "docs" / "img")
+    figures = plot(results, root / "docs" / "img")
+    first = [figure for figure in figures if figure.name == FIRST]
+    pages = {
+        root / "README.md": [summary(results), *_images(first, root)],
+        root / "docs" / "benchmarks.md": [*_images(figures, root / "docs"), tables(results)],
+    }
+    for page, parts in pages.items():
+        page.write_text(between_marks(page, "\n\n".join(parts)))
+    return [*pages, *figures]
+
+
+def _images(figures: Sequence[Path], folder: Path) -> list[str]:
+    """As markdown, for a page in `folder`."""
+    return [f"![{TEXTS[f.stem.partition('_')[0]]}]({f.relative_to(folder).as_posix()})" for f in figures]
 
 
 def between_marks(path: Path, text: str) -> str:

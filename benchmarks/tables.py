@@ -62,7 +62,7 @@ def summary(results: Results) -> str:
             ]
             rows.append([name, str(m), *cells])
             name = ""
-    head = ["n x k", "m", "lowbit", "torch f16", "times as fast", "best peer", "times as fast", "read floor"]
+    head = ["n x k", "m", "lowbit", "torch f16", "speed-up", "best peer", "speed-up", "read floor"]
     return f"{markdown(head, rows)}\n\n{title(weight)}; microseconds. {describe(results.environment)}."
 
 

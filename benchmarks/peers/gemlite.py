@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.peers.peer import Call, Job, Layer, Peer, cores, parameter_bytes
+from benchmarks.peers.peer import Call, Job, Layer, Peer, cores, finish, parameter_bytes
 from pylib.packed import TORCH
 
 DEVIATION = 2e-2  # it splits k over blocks, which add up their sums in the output's type by atomics
@@ -35,9 +35,7 @@ class GemLite(Peer):
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Fill Triton's disk cache with every kernel that tuning will try: 20 a job, one after the other."""
         with ProcessPoolExecutor(min(len(jobs), cores()), mp_context=get_context("spawn")) as pool:
-            futures = [pool.submit(_compile, case, m) for case, m in jobs]
-        for future in futures:
-            future.exception()
+            finish([pool.submit(_compile, case, m) for case, m in jobs])
 
     def layer(self, case: Case) -> Layer:
         from gemlite import DType, GemLiteLinear  # type: ignore[import-not-found]

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.peers.peer import ROUNDING, Call, Job, Layer, Peer, cores, parameter_bytes, random_dense
+from benchmarks.peers.peer import (
+    ROUNDING,
+    Call,
+    Job,
+    Layer,
+    Peer,
+    cores,
+    finish,
+    parameter_bytes,
+    random_dense,
+)
 from benchmarks.shapes import Shape
 from pylib.packed import TORCH
 
@@ -51,14 +61,9 @@ class Humming(Peer):
         small = {case: replace(case, shape=SMALL) for case, _ in jobs}
         with ThreadPoolExecutor(cores()) as pool:
             configs = {case: pool.submit(_config_of_small, case) for case in dict.fromkeys(small.values())}
-            made = {case: config.result() for case, config in configs.items() if config.exception() is None}
-            futures = [
-                pool.submit(compile_job, case, m, made[small[case]])
-                for case, m in jobs
-                if small[case] in made
-            ]
-        for future in futures:
-            future.exception()
+            made = {case: config.result() for case, config in configs.items() if not config.exception()}
+            kernels = [pool.submit(compile_job, case, m, made[small[case]]) for case, m in jobs if small[case] in made]
+            finish([*configs.values(), *kernels])
 
     def layer(self, case: Case) -> Layer:
         layer = _unpacked(case)

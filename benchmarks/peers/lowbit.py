@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pylib
 from benchmarks.cases import Case
-from benchmarks.peers.peer import DEVIATION, Call, Job, Layer, Peer, cores
+from benchmarks.peers.peer import DEVIATION, Call, Job, Layer, Peer, cores, finish
 from passes.target import parse_target
 from pylib import MatmulSpec, timing
 from pylib.matmul import Matmul, this_machine
@@ -45,12 +45,10 @@ class Lowbit(Peer):
 
 
 def compile_kernels(wanted: Iterable[tuple[MatmulSpec, int]], target: str) -> None:
-    """Fill the disk cache with the kernels for these numbers of tokens, in parallel. What fails is met again, and
-    reported, by whoever needs it."""
+    """Fill the disk cache with the kernels for these numbers of tokens, in parallel. Raises the first error at the
+    end."""
     with ProcessPoolExecutor(cores(), mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_compile_kernel, spec, m, target) for spec, m in wanted]
-    for future in futures:
-        future.exception()
+        finish([pool.submit(_compile_kernel, spec, m, target) for spec, m in wanted])
 
 
 def _compile_kernel(spec: MatmulSpec, m: int, target: str) -> None:

@@ -8,9 +8,11 @@ A peer that lacks the format asked for runs the nearest that it has, and its lab
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,11 +66,18 @@ class Peer:
         return None
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Compile what the jobs will need, on all cores at once. What fails here fails again, and is reported, when
-        it is measured."""
+        """Compile what the jobs will need, on all cores at once. Raises the first error when all else is done; what
+        fails here fails again, and is reported, when it is measured."""
 
     def layer(self, case: Case) -> Layer:
         raise NotImplementedError
+
+
+def finish(futures: Iterable[Future[Any]]) -> None:
+    """Wait for all of them, then raise the first error."""
+    errors = [error for future in list(futures) if (error := future.exception())]
+    if errors:
+        raise errors[0]
 
 
 def cores() -> int:
