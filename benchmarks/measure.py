@@ -226,10 +226,16 @@ def _measure_floor(case: Case, to: Run) -> None:
     from benchmarks.floor import floor  # which loads MLIR
 
     size = case.spec.bytes
-    found = floor(size)
-    to.log(f"read floor, {case}: {found.time.median:.2f} us for {size / 1e6:.2f} MB")
-    about = {"shape": case.shape.name, "label": str(found.reader), "bytes": size, "right": True}
-    to.results.add(key | about | _times(found.time))
+    about: Record = {"shape": case.shape.name, "bytes": size, "right": True}
+    try:
+        found = floor(size)
+    except Exception as error:  # the others are to be measured all the same
+        about |= _failed(error)
+        to.log(f"read floor, {case}: failed: {about['failed']}")
+    else:
+        about |= {"label": str(found.reader)} | _times(found.time)
+        to.log(f"read floor, {case}: {found.time.median:.2f} us for {size / 1e6:.2f} MB")
+    to.results.add(key | about)
 
 
 def _measure_peak(plan: Plan, to: Run) -> None:
