@@ -214,7 +214,7 @@ def roofline(results: Results, weight: Record) -> Any:
     n, k = max(plain_sizes(results, weight), key=lambda size: size[0] * size[1])
     tokens = tokens_of(results, weight, (n, k))
     peak = results.find(peer="peak", act=weight["act"])
-    floors = [r["bytes"] / r["us"] for r in results.all(peer="floor")]
+    floors = [r["bytes"] / r["us"] for r in results.all(peer="floor") if "us" in r]
     figure, (axis,) = _grid(1, 1, width=6.4, height=4.0)
     intensities: list[float] = []
     for method in sorted(methods(results, weight), key=list(COLOURS).index):

@@ -282,6 +282,7 @@ def test_plots(tmp_path: Path) -> None:
     results = made_up(("u8", "f6e3m2", "u4"), (1, 16, 64))
     results.path = tmp_path / "results.json"
     results.add(_record("bitsandbytes", "u4", 4096, 4096, 1) | {"failed": "RuntimeError"})
+    results.add(_record("floor", "u4", 4096, 4096, 0) | {"failed": "RuntimeError"})
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         done = CliRunner().invoke(app, ["plot", str(results.path), "--out", str(folder)])
