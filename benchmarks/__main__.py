@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,9 @@ def _log(line: str) -> None:
 
 @app.command()
 def run(
-    config: Annotated[Path | None, typer.Option(help="A TOML file with any of the options below.")] = None,
+    plan: Annotated[
+        str | None, typer.Argument(help="decode, smoke, or a TOML file: parts with any of the options below.")
+    ] = None,
     shapes: Annotated[
         str | None, typer.Option(help="issue, squares, a model, a layer, or sizes as 4096x11008.")
     ] = None,
@@ -38,11 +41,12 @@ def run(
     out: Annotated[
         Path, typer.Option(help="Results; if it exists, only what is not in it is measured.")
     ] = Path("results.json"),
+    budget: Annotated[float, typer.Option(help="Seconds after which nothing is begun.")] = math.inf,
     retry: Annotated[bool, typer.Option(help="Measure again what failed or was missing.")] = False,
     commit: Commit = None,
 ) -> None:
-    """Measure. Options beat the file; lists are separated by commas."""
-    from benchmarks.cases import Plan
+    """Measure. Options beat the plan; lists are separated by commas."""
+    from benchmarks.cases import PLANS, Plan
     from benchmarks.environment import environment
     from benchmarks.measure import run as measure
     from benchmarks.peers import PEERS
@@ -56,10 +60,11 @@ def run(
         given["m"] = [int(each) for each in m.split(",")]
     single = {"group_size": group_size, "zeros": zeros, "act": act, "eager": eager}
     given |= {name: value for name, value in single.items() if value is not None}
-    plan = Plan.of((Plan.read(config) if config else {}) | given)
-    plan.cases()  # raises for what is wrong with it, before anything is measured
+    plans = Plan.read(PLANS.get(plan, Path(plan)), given) if plan else [Plan.of(given)]
+    for part in plans:
+        part.cases()  # raises for what is wrong with it, before anything is measured
     results = Results.open(out, environment(commit), retry)
-    measure(plan, results, _log)
+    measure(plans, results, _log, budget)
     _log(f"wrote {out}")
 
 
@@ -74,13 +79,23 @@ def table(file: File) -> None:
 
 @app.command()
 def plot(
-    file: File, out: Annotated[Path, typer.Option(help="Folder for PNG and SVG files.")] = Path("docs/img")
+    file: File, out: Annotated[Path, typer.Option(help="Folder for the SVG files.")] = Path("docs/img")
 ) -> None:
-    """Results as figures: speed-ups per format, batch sweeps, a roofline."""
+    """Results as figures: speed-ups per format and per layer, batch sweeps, a roofline."""
     from benchmarks.plots import plot as draw
     from benchmarks.results import Results
 
     for path in draw(Results.read(file), out):
+        print(path)
+
+
+@app.command()
+def publish(file: File, root: Annotated[Path, typer.Option(help="The repository.")] = Path()) -> None:
+    """Write the tables into README.md and docs/benchmarks.md, between their marks, and the figures into docs/img."""
+    from benchmarks.publish import publish as write
+    from benchmarks.results import Results
+
+    for path in write(Results.read(file), root):
         print(path)
 
 

@@ -11,6 +11,8 @@ from benchmarks.shapes import Shape, shapes
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 
+PLANS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -76,9 +78,15 @@ class Plan:
         return Plan(**values)
 
     @staticmethod
-    def read(path: Path) -> dict[str, Any]:
-        """The choices in a TOML file."""
-        return tomllib.loads(path.read_text())
+    def read(path: Path, given: dict[str, Any]) -> list[Plan]:
+        """The plans in a TOML file: one per [[part]], with what stands above the parts as its defaults. What is
+        `given` beats the file. Raises SpecError for a file that can't be read and for an unknown key."""
+        try:
+            common = tomllib.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path} is no plan ({error}); give one of {', '.join(PLANS)} or a TOML file") from None
+        parts = common.pop("part", [{}])
+        return [Plan.of(common | part | given) for part in parts]
 
     def cases(self) -> list[Case]:
         """Shape by shape. Raises SpecError for an unknown shape, format or option."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from benchmarks.cases import Case, Plan
 from benchmarks.environment import clocks
-from benchmarks.peers import PEERS, Call, Layer, Peer
+from benchmarks.peers import PEERS, Layer, Peer
+from benchmarks.peers.peer import Call
+from benchmarks.prepare import prepare
 from benchmarks.results import Record, Results
 from benchmarks.shapes import Shape
 from dialect.errors import SpecError
@@ -31,22 +34,63 @@ from pylib.packed import TORCH
 ROWS_AT_ONCE = 4096  # of a weight that is multiplied in float64
 EAGER_SECONDS = 0.1
 PEAK = Case(Shape("peak", 8192, 8192), "u4")  # with m = 8192: what the tensor cores can do, as cuBLAS has it
+DIED = "the run ended while this was measured"
 
 Log = Callable[[str], None]
 
 
-def run(plan: Plan, results: Results, log: Log = lambda line: None) -> None:
-    """Measure what `results` does not have yet. Raises SpecError for an unknown peer; a peer's failure is a result."""
-    peers = [_peer(name) for name in dict.fromkeys(("torch", *plan.peers))]
-    _measure_peak(plan, results, log)
-    for case in plan.cases():
-        _measure_floor(case, results, log)
-        for peer in peers:
-            wanted = [m for m in plan.m if not results.has(_key(peer.name, case, m))]
-            if wanted:
-                _measure_peer(peer, case, wanted, plan.eager, results, log)
-                gc.collect()
-                torch.cuda.empty_cache()
+class OutOfTime(Exception):
+    """The time a run was given is over."""
+
+
+@dataclass
+class Run:
+    """Where measurements go. deadline: on `time.monotonic`'s clock; nothing is begun after it."""
+
+    results: Results
+    log: Log = lambda line: None
+    deadline: float = math.inf
+
+    def check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+
+
+def run(plans: Sequence[Plan], results: Results, log: Log = lambda line: None, seconds: float = math.inf) -> bool:
+    """Measure what `results` does not have yet, plan by plan; False if the seconds did not do.
+
+    Raises SpecError for an unknown peer; a peer's failure is a result.
+    """
+    peers = [[_peer(name) for name in dict.fromkeys(("torch", *plan.peers))] for plan in plans]
+    to = Run(results, log, time.monotonic() + seconds)
+    try:
+        for plan, each in zip(plans, peers):
+            _run_plan(plan, each, to)
+    except OutOfTime:
+        log(f"stopped after {seconds:.0f} s; the same command goes on from here")
+        return False
+    return True
+
+
+def _run_plan(plan: Plan, peers: Sequence[Peer], to: Run) -> None:
+    todo = {
+        (peer, case): [m for m in plan.m if not to.results.has(_key(peer.name, case, m))]
+        for case in plan.cases()
+        for peer in peers
+    }
+    jobs = {
+        peer: [(c, m) for (p, c), wanted in todo.items() if p is peer for m in wanted if not p.declines(c, m)]
+        for peer in peers
+    }
+    to.check_time()
+    prepare(jobs, to.log)
+    _measure_peak(plan, to)
+    for (peer, case), wanted in todo.items():
+        _measure_floor(case, to)
+        if wanted:
+            _measure_peer(peer, case, wanted, plan.eager, to)
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def _peer(name: str) -> Peer:
@@ -62,47 +106,60 @@ def _key(peer: str, case: Case, m: int) -> Record:
     return same | (dict.fromkeys(weight) if peer == "torch" else weight)
 
 
-def _measure_peer(
-    peer: Peer, case: Case, wanted: Sequence[int], eager: bool, results: Results, log: Log
-) -> None:
+def _measure_peer(peer: Peer, case: Case, wanted: Sequence[int], eager: bool, to: Run) -> None:
     """All numbers of tokens with one layer."""
     missing = peer.missing()
-    declined = {m: missing or peer.declines(case, m) for m in wanted}
-    for m, reason in declined.items():
-        if reason:
-            log(f"{peer.name}, {case}, m = {m}: {reason}")
-            results.add(_key(peer.name, case, m) | {"shape": case.shape.name, "skipped": reason})
-    wanted = [m for m in wanted if not declined[m]]
-    if not wanted:
-        return
-    try:
-        start = time.perf_counter()
-        bench = Bench(peer.layer(case), case)
-        torch.cuda.synchronize()
-        about = {"shape": case.shape.name, "prepare_s": time.perf_counter() - start}
-        measure: Callable[[int], Record] = partial(bench.measure, eager=eager)
-    except Exception as error:
-        about, measure = {"shape": case.shape.name}, partial(_failed, error)
+    bench: Bench | Exception | None = None
+    about: Record = {"shape": case.shape.name}
     for m in wanted:
-        try:
-            found = measure(m)
-        except Exception as error:
-            found = _failed(error, m)
-        log(f"{peer.name}, {case}, m = {m}: {_words(found)}")
-        results.add(_key(peer.name, case, m) | about | found)
+        to.check_time()
+        key = _key(peer.name, case, m)
+        if reason := missing or peer.declines(case, m):
+            to.results.add(key | about | {"skipped": reason})
+            continue
+        to.results.add(key | about | {"failed": DIED})
+        if bench is None:
+            start = time.perf_counter()
+            bench = _bench(peer, case)
+            about["prepare_s"] = time.perf_counter() - start
+        found = _failed(bench) if isinstance(bench, Exception) else _measure(bench, m, eager)
+        to.log(f"{peer.name}, {case}, m = {m}: {_words(found)}")
+        to.results.add(key | about | found)
         if "failed" in found:
             torch.cuda.synchronize()  # an error that the device keeps ends the run here: start it again
 
 
-def _failed(error: Exception, m: int) -> Record:
+def _bench(peer: Peer, case: Case) -> Bench | Exception:
+    try:
+        bench = Bench(peer.layer(case), case)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return error
+    return bench
+
+
+def _measure(bench: Bench, m: int, eager: bool) -> Record:
+    try:
+        return bench.measure(m, eager)
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Record:
+    """What went wrong, and where."""
     lines = str(error).strip().splitlines() or [""]
-    return {"failed": f"{type(error).__name__}: {lines[0][:200]}"}
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({each.filename.rpartition('/')[2]}:{each.lineno})" for each in place)
+    return {"failed": f"{type(error).__name__}: {lines[0][:200]}{where}"}
 
 
 def _words(found: Record) -> str:
     if "failed" in found:
         return f"failed: {found['failed']}"
-    return f"{found['us']:.2f} us" if found["right"] else f"wrong: relative error {found['error']}"
+    if not found["right"]:
+        return f"wrong: relative error {found['error']}"
+    eager = f", eager {found['eager_us']:.1f}" if "eager_us" in found else ""
+    return f"{found['us']:.2f} us{eager}"
 
 
 @dataclass
@@ -160,32 +217,39 @@ def eager_time(calls: Sequence[Call], x: Tensor) -> float:
     return least * 1e6
 
 
-def _measure_floor(case: Case, results: Results, log: Log) -> None:
+def _measure_floor(case: Case, to: Run) -> None:
     """The least time to read the packed weight. `floor` remembers it by size."""
     key = _key("floor", case, 0)
-    if results.has(key):
+    if to.results.has(key):
         return
+    to.check_time()
     from benchmarks.floor import floor  # which loads MLIR
 
     size = case.spec.bytes
-    found = floor(size)
-    log(f"read floor, {case}: {found.time.median:.2f} us for {size / 1e6:.2f} MB")
-    about = {"shape": case.shape.name, "label": str(found.reader), "bytes": size, "right": True}
-    results.add(key | about | _times(found.time))
+    about: Record = {"shape": case.shape.name, "bytes": size, "right": True}
+    try:
+        found = floor(size)
+    except Exception as error:  # the others are to be measured all the same
+        about |= _failed(error)
+        to.log(f"read floor, {case}: failed: {about['failed']}")
+    else:
+        about |= {"label": str(found.reader)} | _times(found.time)
+        to.log(f"read floor, {case}: {found.time.median:.2f} us for {size / 1e6:.2f} MB")
+    to.results.add(key | about)
 
 
-def _measure_peak(plan: Plan, results: Results, log: Log) -> None:
+def _measure_peak(plan: Plan, to: Run) -> None:
     """What the tensor cores can do, as cuBLAS has it, and the clocks while they do."""
     key = _key("peak", PEAK, PEAK.k) | {"act": plan.act}
-    if results.has(key):
+    if to.results.has(key):
         return
     size = PEAK.n
     a, b = (torch.randn(size, size, device="cuda").to(TORCH[plan.act]) for _ in range(2))
     found = timing.graph_time([partial(torch.nn.functional.linear, a, b)] * 4)
     tflops = 2e-6 * size**3 / found.median
-    log(f"cuBLAS {plan.act}, {size} x {size} x {size}: {tflops:.0f} TFLOP/s")
+    to.log(f"cuBLAS {plan.act}, {size} x {size} x {size}: {tflops:.0f} TFLOP/s")
     about = {"shape": PEAK.shape.name, "tflops": tflops, "clocks": clocks(), "right": True}
-    results.add(key | about | _times(found))
+    to.results.add(key | about | _times(found))
 
 
 def _times(found: timing.Timing) -> Record:

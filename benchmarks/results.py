@@ -10,6 +10,8 @@ The file is rewritten after every measurement, by a rename, so that it is whole 
     bytes                                             of the packed weight
     prepare_s, first_call_s                           making the layer; the first call with this m
     skipped, failed                                   instead of all that: why there is nothing
+
+What is being measured stands in the file as failed, so that a run which dies of it goes on behind it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from dialect.errors import SpecError
 
 Record = dict[str, Any]
+KEY = ("peer", "weight", "group_size", "zeros", "act", "n", "k", "m")
 SAME = ("gpu", "driver", "sources")  # what must not change within a file
 
 
@@ -67,14 +70,16 @@ class Results:
         return self.find(**key) is not None
 
     def find(self, **key: Any) -> Record | None:
-        """The measurement with these entries, the last if there are several."""
-        return next((r for r in reversed(self.measurements) if _matches(r, key)), None)
+        """The measurement with these entries, the first if there are several."""
+        return next((r for r in self.measurements if _matches(r, key)), None)
 
     def all(self, **key: Any) -> list[Record]:
         return [r for r in self.measurements if _matches(r, key)]
 
     def add(self, record: Record) -> None:
-        """Keep a measurement, on disk too."""
+        """Keep a measurement, on disk too, in place of an earlier one of the same."""
+        key = {name: record[name] for name in KEY}
+        self.measurements = [r for r in self.measurements if not _matches(r, key)]
         self.measurements.append(record)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

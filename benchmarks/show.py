@@ -10,10 +10,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import get_context
 from tempfile import TemporaryDirectory
 
 import torch
@@ -23,6 +21,7 @@ import pylib
 from benchmarks.environment import describe, environment
 from benchmarks.host_cost import microseconds
 from benchmarks.measure import relative_error
+from benchmarks.peers.lowbit import compile_kernels
 from benchmarks.tables import markdown
 from dialect.dtypes import all_names
 from passes.target import parse_target
@@ -46,7 +45,8 @@ def show(commit: str | None = None, on_step: Callable[[str], None] = lambda step
         rows += compile_rows(target)
         on_step("compiling all formats")
         specs = {act: [_spec(name, act) for name in all_names()] for act in ("f16", "bf16")}
-        compile_all([spec for each in specs.values() for spec in each], target)
+        with suppress(Exception):  # what fails is met again, and reported, below
+            compile_kernels(((spec, m) for each in specs.values() for spec in each for m in ROWS), target)
         for act, each in specs.items():
             on_step(f"checking all formats, {act}")
             rows.append(correct_row(act, each, target))
@@ -107,21 +107,6 @@ def _compile_times(spec: MatmulSpec, target: str) -> list[float]:
     middle = time.perf_counter()
     mm.kernel(16)
     return [middle - start, time.perf_counter() - middle]
-
-
-def compile_all(specs: Sequence[MatmulSpec], target: str) -> None:
-    """Fill the disk cache, in parallel. What fails is met again, and reported, by whoever needs it."""
-    workers = min(len(specs), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_compile_kernels, spec, target) for spec in specs]
-    for future in futures:
-        future.exception()
-
-
-def _compile_kernels(spec: MatmulSpec, target: str) -> None:
-    mm = Matmul(spec, parse_target(target), None)
-    for m in ROWS:
-        mm.kernel(m)
 
 
 def correct_row(act: str, specs: Sequence[MatmulSpec], target: str) -> Row:

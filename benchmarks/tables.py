@@ -1,4 +1,4 @@
-"""Results as markdown tables: one per format, with a row per shape and method and a column per number of tokens."""
+"""Results as markdown tables: sizes by numbers of tokens, all formats side by side, the layers of models."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.environment import describe
 from benchmarks.results import Record, Results
+from dialect.dtypes import dtype
+from pylib.models import MODELS
 
 WEIGHT = ("weight", "group_size", "zeros", "act")
 NOT_METHODS = ("floor", "peak")
+MAIN_TOKENS = (1, 8, 16, 32, 64)
+
+Size = tuple[int, int]  # n, k
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -19,12 +24,53 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: i
 
 def tables(results: Results) -> str:
     """All tables, with a line that says where they were measured and notes on what is not in them."""
-    parts = [describe(results.environment)]
-    parts += [f"{_title(weight)}\n\n{format_table(results, weight)}" for weight in formats(results)]
-    notes = sorted({_note(r) for r in results.measurements if "us" not in r})
-    if notes:
+    weights = formats(results)
+    parts = [describe(results.environment), "Microseconds per call; in brackets, times as fast as cuBLAS in f16."]
+    for weight in weights:
+        if len(tokens_of(results, weight)) > 2 or len(weights) == 1:
+            parts += [f"### {title(weight)}", token_table(results, weight)]
+    for (n, k), m in pivots(results):
+        parts += [f"### All formats, {n} x {k}, m = {m}", formats_table(results, (n, k), m)]
+    if weights and (layers := layers_table(results, weights[0])):
+        parts += [f"### Layers of models, {title(weights[0])}", layers]
+    if weights and (eager := eager_table(results, weights[0])):
+        parts += [f"### Eager calls, m = 1, {title(weights[0])}", eager]
+    if notes := _notes(results):
         parts.append("\n".join(["Not measured:", "", *(f"- {note}" for note in notes)]))
     return "\n\n".join(parts)
+
+
+def summary(results: Results) -> str:
+    """The first format on plain sizes, against cuBLAS, the best of the others, and the read floor."""
+    weight = formats(results)[0]
+    rows = []
+    for n, k in plain_sizes(results, weight):
+        name = f"{n} x {k}"
+        for m in MAIN_TOKENS:
+            ours, torch = (find(results, peer, weight, n=n, k=k, m=m) for peer in ("lowbit", "torch"))
+            if ours is None:
+                continue
+            floor = find(results, "floor", weight, n=n, k=k)
+            best = best_peer(results, weight, n, k, m)
+            cells = [
+                f"{ours['us']:.1f}",
+                f"{torch['us']:.1f}" if torch else "",
+                f"**{torch['us'] / ours['us']:.1f}**" if torch else "",
+                f"{best['us']:.1f} ({best['peer']})" if best else "",
+                f"{best['us'] / ours['us']:.2f}" if best else "",
+                f"{floor['us']:.1f}" if floor else "",
+            ]
+            rows.append([name, str(m), *cells])
+            name = ""
+    head = ["n x k", "m", "lowbit", "torch f16", "speed-up", "best peer", "speed-up", "read floor"]
+    return f"{markdown(head, rows)}\n\n{title(weight)}; microseconds. {describe(results.environment)}."
+
+
+def best_peer(results: Results, weight: Record, n: int, k: int, m: int) -> Record | None:
+    """The fastest but for this compiler and cuBLAS."""
+    others = [peer for peer in methods(results, weight) if peer not in ("lowbit", "torch")]
+    found = [r for peer in others if (r := find(results, peer, weight, n=n, k=k, m=m))]
+    return min(found, key=lambda r: r["us"], default=None)
 
 
 def formats(results: Results) -> list[Record]:
@@ -37,19 +83,47 @@ def formats(results: Results) -> list[Record]:
     return [weight for i, weight in enumerate(found) if weight not in found[:i]]
 
 
-def methods(results: Results, weight: Record) -> list[str]:
-    """Those with a time for this weight, in the order of measurement; torch is one for every weight."""
+def by_bits(weights: Iterable[Record]) -> list[Record]:
+    """The widest first."""
+    return sorted(weights, key=lambda w: (-dtype(w["weight"]).bits, w["weight"]))
+
+
+def methods(results: Results, *weights: Record) -> list[str]:
+    """Those with a time for one of these weights, in the order of measurement; torch is one for every weight."""
     found = [
         r["peer"]
         for r in results.measurements
-        if "us" in r and r["peer"] not in NOT_METHODS and _is(r, weight)
+        if "us" in r and r["peer"] not in NOT_METHODS and any(_is(r, weight) for weight in weights)
     ]
     return list(dict.fromkeys(found))
 
 
-def sizes(results: Results, weight: Record) -> list[tuple[int, int]]:
+def sizes(results: Results, weight: Record) -> list[Size]:
     """The (n, k) that were measured."""
     return list(dict.fromkeys((r["n"], r["k"]) for r in results.all(**weight) if r["peer"] != "peak"))
+
+
+def plain_sizes(results: Results, weight: Record) -> list[Size]:
+    """Those that were asked for as sizes, not as a model's layers."""
+    named = {(r["n"], r["k"]) for r in results.all(**weight) if r["shape"] == f"{r['n']} x {r['k']}"}
+    return [size for size in sizes(results, weight) if size in named]
+
+
+def tokens_of(results: Results, weight: Record, size: Size | None = None) -> list[int]:
+    """The numbers of tokens with a time."""
+    where = {} if size is None else {"n": size[0], "k": size[1]}
+    found = {r["m"] for r in results.all(**weight, **where) if r["peer"] not in NOT_METHODS and "us" in r}
+    return sorted(found)
+
+
+def pivots(results: Results) -> list[tuple[Size, int]]:
+    """(size, tokens) where several formats were measured."""
+    places: dict[tuple[Size, int], int] = {}
+    for weight in formats(results):
+        for size in plain_sizes(results, weight):
+            for m in tokens_of(results, weight, size):
+                places[size, m] = places.get((size, m), 0) + 1
+    return sorted(place for place, count in places.items() if count > 1)
 
 
 def find(results: Results, peer: str, weight: Record, **key: int) -> Record | None:
@@ -59,11 +133,11 @@ def find(results: Results, peer: str, weight: Record, **key: int) -> Record | No
     return record if record and "us" in record else None
 
 
-def format_table(results: Results, weight: Record) -> str:
-    """Microseconds; behind them how many times as fast as torch, and as long as the read floor."""
-    tokens = sorted({r["m"] for r in results.all(**weight) if r["peer"] not in NOT_METHODS})
+def token_table(results: Results, weight: Record) -> str:
+    """A row per size and method, a column per number of tokens."""
+    tokens = tokens_of(results, weight)
     rows: list[list[str]] = []
-    for n, k in sizes(results, weight):
+    for n, k in plain_sizes(results, weight):
         floor = find(results, "floor", weight, n=n, k=k)
         name = f"{n} x {k}" + (f", floor {floor['us']:.2f}" if floor else "")
         for peer in methods(results, weight):
@@ -74,19 +148,59 @@ def format_table(results: Results, weight: Record) -> str:
     return markdown(["n x k", "method", *(f"m = {m}" for m in tokens)], rows, text_columns=2)
 
 
+def formats_table(results: Results, size: Size, m: int) -> str:
+    """A row per format, a column per method."""
+    n, k = size
+    weights = [w for w in by_bits(formats(results)) if m in tokens_of(results, w, size)]
+    peers = methods(results, *weights)
+    rows = []
+    for weight in weights:
+        floor = find(results, "floor", weight, n=n, k=k)
+        cells = [_cell(results, peer, weight, n, k, m) for peer in peers]
+        rows.append([weight["weight"], f"{floor['us']:.2f}" if floor else "", *cells])
+    return markdown(["weight", "read floor", *peers], rows)
+
+
+def layers_table(results: Results, weight: Record) -> str | None:
+    """A row per layer of a model; None if fewer than two were measured."""
+    tokens = (1, 16)
+    peers = [p for p in methods(results, weight) if p in ("torch", "humming", "lowbit")]
+    rows: list[list[str]] = []
+    for model, sizes_ in MODELS.items():
+        name = model
+        for layer, (n, k) in sizes_.layers().items():
+            floor = find(results, "floor", weight, n=n, k=k)
+            cells = [_cell(results, peer, weight, n, k, m) for m in tokens for peer in peers]
+            if floor and any(cells):
+                rows.append([name, f"{layer}, {n} x {k}", f"{floor['us']:.2f}", *cells])
+                name = ""
+    head = ["model", "layer", "read floor", *(f"{peer}, m = {m}" for m in tokens for peer in peers)]
+    return markdown(head, rows, text_columns=2) if len(rows) > 1 else None
+
+
+def eager_table(results: Results, weight: Record) -> str | None:
+    """Microseconds of eager calls, a row per size and a column per method; None if none were timed."""
+    peers = methods(results, weight)
+    rows = []
+    for n, k in plain_sizes(results, weight):
+        found = [find(results, peer, weight, n=n, k=k, m=1) for peer in peers]
+        if any(r and "eager_us" in r for r in found):
+            rows.append([f"{n} x {k}", *(f"{r['eager_us']:.1f}" if r and "eager_us" in r else "" for r in found)])
+    return markdown(["n x k", *peers], rows) if rows else None
+
+
+def title(weight: Record) -> str:
+    group = f"groups of {weight['group_size']}" if weight["group_size"] else "one scale per row"
+    zeros = "" if weight["zeros"] == "none" else f", {weight['zeros']} zeros"
+    return f"{weight['weight']}, {group}{zeros}, {weight['act']}"
+
+
 def _cell(results: Results, peer: str, weight: Record, n: int, k: int, m: int) -> str:
     record = find(results, peer, weight, n=n, k=k, m=m)
     if record is None:
         return ""
-    time = f"{record['us']:.2f}"
-    if peer == "torch":
-        return time
-    ratios = [f"{ratio:.2f}{unit}" for ratio, unit in _ratios(results, record, weight) if ratio is not None]
-    return f"{time} ({', '.join(ratios)})" if ratios else time
-
-
-def _ratios(results: Results, record: Record, weight: Record) -> list[tuple[float | None, str]]:
-    return [(results.speedup(record), "x"), (results.over_floor(record), " floors")]
+    ratio = results.speedup(record)
+    return f"{record['us']:.2f}" + ("" if peer == "torch" or ratio is None else f" ({ratio:.2f}x)")
 
 
 def _is(record: Record, weight: Record) -> bool:
@@ -95,18 +209,17 @@ def _is(record: Record, weight: Record) -> bool:
     return all(record[name] == weight[name] for name in WEIGHT)
 
 
-def _title(weight: Record) -> str:
-    group = f"groups of {weight['group_size']}" if weight["group_size"] else "one scale per row"
-    zeros = "" if weight["zeros"] == "none" else f", {weight['zeros']} zeros"
-    return (
-        f"### {weight['weight']}, {group}{zeros}, {weight['act']}\n\n"
-        "Microseconds per call (times as fast as torch, times as long as reading the weight)"
-    )
-
-
-def _note(record: Record) -> str:
-    weight = f", {record['weight']}" if record["weight"] else ""
-    if "skipped" in record:
-        return f"{record['peer']}{weight}: {record['skipped']}"
-    reason = record.get("failed") or f"wrong result, relative error {record['error']}"
-    return f"{record['peer']}{weight}, {record['n']} x {record['k']}, m = {record['m']}: {reason}"
+def _notes(results: Results) -> list[str]:
+    """What has no time, and why; formats that a peer lacks for one reason together."""
+    lacking: dict[tuple[str, str], list[str]] = {}
+    notes = []
+    for r in results.measurements:
+        if "skipped" in r:
+            found = lacking.setdefault((r["peer"], r["skipped"]), [])
+            found += [r["weight"]] if r["weight"] not in found else []
+        elif "us" not in r:
+            reason = r.get("failed") or f"wrong result, relative error {r['error']}"
+            what = [r["peer"], *([r["weight"]] if r["weight"] else []), f"{r['n']} x {r['k']}, m = {r['m']}"]
+            notes.append(f"{', '.join(what)}: {reason}")
+    skipped = [f"{peer}, {', '.join(weights)}: {reason}" for (peer, reason), weights in lacking.items()]
+    return sorted(skipped) + notes

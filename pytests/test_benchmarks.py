@@ -12,15 +12,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import measure, peers, show
+from benchmarks import measure, show
 from benchmarks.__main__ import app
-from benchmarks.cases import Case, Plan
+from benchmarks.cases import PLANS, Case, Plan
 from benchmarks.floor import Reader, compile_reader, launch_for
-from benchmarks.measure import relative_error
-from benchmarks.peers import PEERS, decode
+from benchmarks.measure import Run, relative_error
+from benchmarks.peers import PEERS, Job
+from benchmarks.peers import peer as peer_module
+from benchmarks.peers.lowbit import decode
+from benchmarks.prepare import prepare
+from benchmarks.publish import BEGIN, END, publish
 from benchmarks.results import Record, Results
 from benchmarks.shapes import Shape, shapes
-from benchmarks.tables import tables
+from benchmarks.tables import summary, tables
 from dialect.errors import SpecError
 from pylib import MatmulSpec
 from pylib.emulator import Emulator
@@ -29,12 +33,13 @@ from pylib.reference import dequantize, random_problem
 
 ENVIRONMENT: dict[str, Any] = {
     "gpu": "NVIDIA H200",
-    "driver": "580.1",
+    "driver": "580.159.04",
     "versions": {"torch": "2.11.0"},
     "commit": "0123456789ab",
     "sources": "abc",
     "date": "2026-11-21T00:00:00+00:00",
 }
+SMALL = Case(Shape("small", 256, 256), "u4")
 SPEEDS = {"lowbit": 1.1, "humming": 1.35, "gemlite": 2.2}  # times as long as the floor
 BITS = {"u8": 8, "f6e3m2": 6, "u5": 5, "u4": 4, "i3": 3, "u2": 2, "i1": 1}
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -54,7 +59,7 @@ def made_up(formats: Sequence[str] = tuple(BITS), tokens: Sequence[int] = TOKENS
                     results.add(_record("torch", None, n, k, m, n * k / 2.1e6 + 3) | {"bytes": 2 * n * k})
                 for peer, factor in SPEEDS.items():
                     if peer == "gemlite" and weight not in ("u8", "u4", "u2", "i1"):
-                        results.add(_record(peer, weight, n, k, m) | {"skipped": "1, 2, 4 and 8 bits only"})
+                        results.add(_record(peer, weight, n, k, m) | {"skipped": "integers of 1, 2, 4 and 8 bits only"})
                         continue
                     slower = {"lowbit": 0.02, "humming": 0.03, "gemlite": 0.25}[peer]
                     time = (floor + 0.5) * factor * (1 + slower * m**0.75)
@@ -105,12 +110,24 @@ def test_plan() -> None:
         Plan.of({"formats": ["u44"]}).cases()
 
 
+def test_plans_in_files(tmp_path: Path) -> None:
+    for path in PLANS.values():
+        assert all(plan.cases() and set(plan.peers) <= PEERS.keys() for plan in Plan.read(path, {}))
+    file = tmp_path / "plan.toml"
+    file.write_text("group_size = 64\n[[part]]\nformats = ['u2']\n[[part]]\ngroup_size = 32\nm = [4]\n")
+    first, second = Plan.read(file, {"m": [16]})
+    assert (first.formats, first.group_size, first.m) == (("u2",), 64, (16,))  # what is given beats the file
+    assert (second.formats, second.group_size, second.m) == (("u4",), 32, (16,))
+    with pytest.raises(SpecError, match="decode"):
+        Plan.read(tmp_path / "none.toml", {})
+
+
 def test_missing_and_unfit_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(peer_module, "find_spec", lambda name: None)
     results = Results(None, ENVIRONMENT)
     case = Case(Shape("small", 256, 256), "nf4")
     for name in ("humming", "gemlite", "bitsandbytes", "tinygemm", "torch-fp8"):
-        measure._measure_peer(PEERS[name], case, [1, 8], False, results, lambda line: None)
+        measure._measure_peer(PEERS[name], case, [1, 8], False, Run(results))
     reasons = {r["peer"]: r["skipped"] for r in results.measurements}
     assert len(results.measurements) == 10
     assert reasons["humming"] == "not installed: pip install humming-kernels"
@@ -125,9 +142,39 @@ def test_a_failure_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PEERS["lowbit"], "layer", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     results = Results(None, ENVIRONMENT)
-    case = Case(Shape("small", 256, 256), "u4")
-    measure._measure_peer(PEERS["lowbit"], case, [1], False, results, lambda line: None)
-    assert results.measurements[0]["failed"] == "RuntimeError: no such kernel"
+    measure._measure_peer(PEERS["lowbit"], SMALL, [1, 8], False, Run(results))
+    assert [r["m"] for r in results.measurements] == [1, 8]
+    assert results.measurements[1]["failed"].startswith("RuntimeError: no such kernel (test_benchmarks.py:")
+
+
+def test_what_ends_the_run_stands_as_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def end(case: Case) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PEERS["lowbit"], "layer", end)
+    results = Results.open(tmp_path / "results.json", dict(ENVIRONMENT))
+    with pytest.raises(KeyboardInterrupt):
+        measure._measure_peer(PEERS["lowbit"], SMALL, [1, 8], False, Run(results))
+    again = Results.open(tmp_path / "results.json", ENVIRONMENT)
+    assert [(r["m"], r["failed"]) for r in again.measurements] == [(1, measure.DIED)]
+    assert not Results.open(tmp_path / "results.json", ENVIRONMENT, retry=True).measurements
+
+
+def test_a_run_stops_in_time() -> None:
+    results, lines = Results(None, ENVIRONMENT), []
+    plan = Plan.of({"shapes": ["256x256"]})
+    assert not measure.run([plan], results, lines.append, seconds=-1)
+    assert not results.measurements and lines == ["stopped after -1 s; the same command goes on from here"]
+
+
+def test_preparing_goes_wrong_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(jobs: Sequence[Job]) -> None:
+        raise RuntimeError("no compiler")
+
+    ours, lines = PEERS["lowbit"], []
+    monkeypatch.setattr(type(ours), "prepare", lambda self, jobs: fail(jobs))
+    prepare({ours: [(SMALL, 1)], PEERS["torch"]: [(SMALL, 1)], PEERS["gemlite"]: []}, lines.append)
+    assert len(lines) == 1 and lines[0].endswith("RuntimeError: no compiler")
 
 
 @pytest.mark.parametrize("weight", ["u4", "i3", "f6e3m2", "nf4"])
@@ -190,37 +237,62 @@ def test_results_survive_and_go_on(tmp_path: Path) -> None:
 
 def test_tables() -> None:
     results = made_up()
-    record = results.find(peer="lowbit", weight="u4", n=8192, k=8192, m=1)
-    floor, torch_ = (
-        results.find(peer="floor", weight="u4", n=8192, k=8192),
-        results.find(peer="torch", n=8192, k=8192, m=1),
-    )
-    assert record and floor and torch_
+    find = {"n": 8192, "k": 8192}
+    ours = results.find(peer="lowbit", weight="u4", m=1, **find)
+    torch_ = results.find(peer="torch", m=1, **find)
+    assert ours and torch_
     text = tables(results)
-    ours = f"{record['us']:.2f} ({torch_['us'] / record['us']:.2f}x, {record['us'] / floor['us']:.2f} floors)"
-    assert ours in text
-    assert text.count("### ") == len(BITS)
-    assert "NVIDIA H200" in text and "- gemlite, i3: 1, 2, 4 and 8 bits only" in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(line.count("|") == len(TOKENS) + 3 for line in rows)
+    cell = f"{ours['us']:.2f} ({torch_['us'] / ours['us']:.2f}x)"
+    assert text.count(cell) == 2  # by tokens, and among all formats
+    assert text.count("### ") == len(BITS) + 4 * len(TOKENS) + 1  # formats, places, eager calls none, layers
+    assert "NVIDIA H200" in text and "- gemlite, f6e3m2, u5, i3: integers" in text
+    for table in text.split("\n\n"):
+        columns = {line.count("|") for line in table.splitlines() if line.startswith("|")}
+        assert len(columns) <= 1
+
+
+def test_summary_names_the_best_peer() -> None:
+    results = made_up(("u4",))
+    peers = ("lowbit", "humming", "torch")
+    ours, best, torch_ = (results.all(peer=name, n=4096, k=4096, m=16)[0]["us"] for name in peers)
+    times = f"{ours:.1f} | {torch_:.1f} | **{torch_ / ours:.1f}** | {best:.1f} (humming) | {best / ours:.2f}"
+    assert f"| 16 | {times} |" in summary(results)
+
+
+def test_publish(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install '.[bench]'")
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/benchmarks.md"):
+        (tmp_path / page).write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    results = made_up(("u4",), (1, 8, 16))
+    files = publish(results, tmp_path)
+    assert {path.name for path in files} == {"README.md", "benchmarks.md", "sweep_u4.svg", "roofline_u4.svg"}
+    written = (tmp_path / "README.md").read_text()
+    assert written == f"before\n{BEGIN}\n{summary(results)}\n{END}\nafter\n"  # no figure of formats: there is one
+    assert "![" in (tmp_path / "docs/benchmarks.md").read_text()
+    publish(results, tmp_path)
+    assert (tmp_path / "README.md").read_text() == written
+    (tmp_path / "README.md").write_text("no marks")
+    with pytest.raises(SpecError, match="begin"):
+        publish(results, tmp_path)
 
 
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install '.[bench]'")
-    formats, tokens = ("u8", "f6e3m2", "u4"), (1, 16)
-    results = made_up(formats, tokens)
+    results = made_up(("u8", "f6e3m2", "u4"), (1, 16, 64))
     results.path = tmp_path / "results.json"
     results.add(_record("bitsandbytes", "u4", 4096, 4096, 1) | {"failed": "RuntimeError"})
-    done = CliRunner().invoke(app, ["plot", str(results.path), "--out", str(tmp_path / "img")])
-    assert done.exit_code == 0, done.output
-    names = {path.name for path in (tmp_path / "img").iterdir()}
-    expected = {"speedup_f16_m1", "speedup_f16_m16", "roofline_f16"} | {
-        f"sweep_f16_{w}_g128" for w in formats
-    }
-    assert names == {name + suffix for name in expected for suffix in (".png", ".svg")}
-    drawn = (tmp_path / "img" / "speedup_f16_m1.svg").read_text()
-    for word in ("lowbit", "Humming", "f6e3m2", "57344 × 8192", "NVIDIA H200"):
-        assert word in drawn
+    results.add(_record("floor", "u4", 4096, 4096, 0) | {"failed": "RuntimeError"})
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        done = CliRunner().invoke(app, ["plot", str(results.path), "--out", str(folder)])
+        assert done.exit_code == 0, done.output
+    first, second = ({path.name: path.read_text() for path in folder.iterdir()} for folder in folders)
+    assert first == second  # the same file for the same numbers
+    swept = {f"{what}_{w}.svg" for what in ("sweep", "roofline") for w in ("u8", "f6e3m2", "u4")}
+    assert first.keys() == swept | {f"formats_m{m}.svg" for m in (1, 16, 64)}
+    for word in ("lowbit", "Humming", "f6e3m2", "57344 × 8192", "NVIDIA H200, driver 580.159.04,"):
+        assert word in first["formats_m1.svg"]
 
 
 def test_command_line(tmp_path: Path) -> None:
@@ -228,7 +300,8 @@ def test_command_line(tmp_path: Path) -> None:
     results.path = tmp_path / "results.json"
     results.add(_record("lowbit", "u4", 64, 64, 1, 1.5))
     done = CliRunner().invoke(app, ["table", str(results.path)])
-    assert done.exit_code == 0 and "| 64 x 64 | lowbit | 1.50 |" in done.output
+    rows = ["".join(line.split()) for line in done.output.splitlines()]
+    assert done.exit_code == 0 and any(row.startswith("|64x64|lowbit|1.50|") for row in rows)
     wrong = CliRunner().invoke(app, ["run", "--shapes", "Llama-9"])
     assert wrong.exit_code and isinstance(wrong.exception, SpecError)
 

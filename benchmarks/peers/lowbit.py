@@ -1,0 +1,70 @@
+"""This compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor
+
+import pylib
+from benchmarks.cases import Case
+from benchmarks.peers.peer import DEVIATION, Call, Job, Layer, Peer, cores, finish
+from passes.target import parse_target
+from pylib import MatmulSpec, timing
+from pylib.matmul import Matmul, this_machine
+from pylib.packed import PackedWeight
+
+
+class Lowbit(Peer):
+    """Any spec."""
+
+    name = "lowbit"
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        compile_kernels(((case.spec, m) for case, m in jobs), this_machine())
+
+    def layer(self, case: Case) -> Layer:
+        spec = case.spec
+        mm = pylib.compile(spec)
+        w = timing.random_weight(spec)
+
+        def bind(w: PackedWeight) -> Call:
+            return lambda x: mm(x, w)
+
+        return Layer(
+            label=case.weight if case.zeros == "none" else f"{case.weight}, {case.zeros} zeros",
+            call=bind(w),
+            clone=lambda: bind(timing.copies(w, 0)[1]),
+            weight=lambda: decode(w),
+            bytes=w.nbytes,
+            deviation=DEVIATION[case.act],
+        )
+
+
+def compile_kernels(wanted: Iterable[tuple[MatmulSpec, int]], target: str) -> None:
+    """Fill the disk cache with the kernels for these numbers of tokens, in parallel. Raises the first error at the
+    end."""
+    with ProcessPoolExecutor(cores(), mp_context=get_context("spawn")) as pool:
+        finish([pool.submit(_compile_kernel, spec, m, target) for spec, m in wanted])
+
+
+def _compile_kernel(spec: MatmulSpec, m: int, target: str) -> None:
+    Matmul(spec, parse_target(target), None).kernel(m)
+
+
+def decode(w: PackedWeight) -> Tensor:
+    """W [n, k] in f32 by the definition, without the compiler: scale * (value of the code - zero)."""
+    spec = w.spec
+    values = torch.tensor(spec.dtype.values(), dtype=torch.float32).to(w.device)
+    codes = w.unpack().view(torch.uint8) & (spec.dtype.codes - 1)
+    numbers = values[codes.int()]
+
+    grouped = numbers.view(spec.n, spec.groups, -1)
+    zeros = w.unpack_zeros()
+    if zeros is not None:
+        grouped -= zeros.float()[..., None]
+    grouped *= w.unpack_scales().float()[..., None]
+    return numbers

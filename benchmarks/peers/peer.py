@@ -1,0 +1,94 @@
+"""What a method that is compared has to offer: a class that makes a layer of a weight of its own.
+
+A peer quantizes or draws a weight as its users do, and gives the numbers it stands for, W [n, k] in f32, so that its
+output can be checked. Packages are imported when a layer is made: one that is missing is reported and skipped.
+A peer that lacks the format asked for runs the nearest that it has, and its label says which.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Case
+from pylib.packed import TORCH
+
+Call = Callable[[Tensor], Tensor]
+Job = tuple[Case, int]  # a weight and a number of tokens
+DEVIATION = {"f16": 3e-3, "bf16": 2e-2}  # relative, in the Frobenius norm: outputs are rounded to act
+ROUNDING = {"f16": 1e-2, "bf16": 4e-2}  # where weights or parts of a sum are rounded to act, too
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A weight, ready to multiply.
+
+    label      what the peer runs, such as "int4, symmetric"
+    call       x [m, k] -> x W^T [m, n]
+    clone      the same call on a copy of the weight, elsewhere in memory
+    weight     makes W [n, k] in f32, the numbers that the packed weight stands for
+    bytes      of the packed weight
+    deviation  largest relative error of a correct output
+    encode     x in the type that `call` takes; not timed
+    """
+
+    label: str
+    call: Call
+    clone: Callable[[], Call]
+    weight: Callable[[], Tensor]
+    bytes: int
+    deviation: float
+    encode: Call = lambda x: x
+
+
+class Peer:
+    """A method. name: in plans and tables; package: what it imports, None if it is always there."""
+
+    name: str
+    package: str | None = None
+    install: str = ""
+
+    def missing(self) -> str | None:
+        """What to install; None if it is there."""
+        if self.package is None or find_spec(self.package) is not None:
+            return None
+        return f"not installed: pip install {self.install}"
+
+    def declines(self, case: Case, m: int) -> str | None:
+        """Why the peer has nothing to show for this; None if it has."""
+        return None
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Compile what the jobs will need, on all cores at once. Raises the first error when all else is done; what
+        fails here fails again, and is reported, when it is measured."""
+
+    def layer(self, case: Case) -> Layer:
+        raise NotImplementedError
+
+
+def finish(futures: Iterable[Future[Any]]) -> None:
+    """Wait for all of them, then raise the first error."""
+    errors = [error for future in list(futures) if (error := future.exception())]
+    if errors:
+        raise errors[0]
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def random_dense(case: Case) -> Tensor:
+    """W [n, k] to quantize, in the activations' type."""
+    return torch.randn(case.n, case.k, dtype=TORCH[case.act], device="cuda") * case.k**-0.5
+
+
+def parameter_bytes(module: torch.nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())

@@ -1,0 +1,47 @@
+"""Results into the documentation: tables between marks, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.plots import plot
+from benchmarks.results import Results
+from benchmarks.tables import summary, tables
+from dialect.errors import SpecError
+
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+FIRST = "formats_m1.svg"  # the one figure of README.md
+TEXTS = {
+    "formats": "Speed-ups over cuBLAS f16 by format",
+    "layers": "Speed-ups over cuBLAS f16 by layer of models",
+    "sweep": "Microseconds over the number of tokens",
+    "roofline": "TFLOP/s over operations per byte",
+}
+
+
+def publish(results: Results, root: Path) -> list[Path]:
+    """The files that were written. Raises SpecError for a page without the marks."""
+    figures = plot(results, root / "docs" / "img")
+    first = [figure for figure in figures if figure.name == FIRST]
+    pages = {
+        root / "README.md": [summary(results), *_images(first, root)],
+        root / "docs" / "benchmarks.md": [*_images(figures, root / "docs"), tables(results)],
+    }
+    for page, parts in pages.items():
+        page.write_text(between_marks(page, "\n\n".join(parts)))
+    return [*pages, *figures]
+
+
+def _images(figures: Sequence[Path], folder: Path) -> list[str]:
+    """As markdown, for a page in `folder`."""
+    return [f"![{TEXTS[f.stem.partition('_')[0]]}]({f.relative_to(folder).as_posix()})" for f in figures]
+
+
+def between_marks(path: Path, text: str) -> str:
+    """The page with `text` in place of what stands between its marks."""
+    before, begin, rest = path.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SpecError(f"{path} needs a line {BEGIN} and, below it, a line {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
