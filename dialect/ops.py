@@ -259,7 +259,7 @@ class StageOp(Lowbit.Operation, name="stage", traits=[ext.Pure]):
     def verify_invariants(op: Any) -> None:
         whole, part = Shared.of(op.buffer.type), Shared.of(op.result.type)
         expect(len(whole.shape) > 1, "buffer", "rank 2 or more", list(whole.shape))
-        expected = Shared(whole.element, whole.shape[1:], whole.strides[1:])
+        expected = Shared(whole.element, whole.shape[1:], whole.strides[1:], whole.swizzle)
         expect(part == expected, "result", expected, part)
 
 
@@ -342,18 +342,19 @@ class WaitOp(Lowbit.Operation, name="wait"):
 
 
 class BarrierOp(Lowbit.Operation, name="barrier"):
-    """All threads of the "warp", the "warpgroup" (four warps, from a multiple of four on), the "block" or the "cluster"
-    of blocks meet, and see each other's shared memory.
+    """All threads of `warps` warps side by side ("warps"), of the "block" or of the "cluster" of blocks meet, and see each
+    other's shared memory.
 
     With the unit attribute `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too.
     """
 
     scope: ir.StringAttr
+    warps: ir.IntegerAttr = ext.attribute(default_factory=lambda: ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 1))
 
     @verifier
     def verify_invariants(op: Any) -> None:
         scope = ir.StringAttr(op.scope).value
-        allowed = ("warp", "warpgroup", "block", "cluster")
+        allowed = ("warps", "block", "cluster")
         expect(scope in allowed, "scope", f"one of {', '.join(allowed)}", repr(scope))
 
 
@@ -424,6 +425,7 @@ class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
         *batch, rows, columns = source.shape
         expect([*tile.shape[:-2], tile.shape[-1]] == [*batch, columns], "shape of the tile", source.shape, tile.shape)
         expect(tile.shape[-2] >= rows, "rows of the tile", f"at least the {rows} of the buffer", tile.shape[-2])
+        expect(source.swizzle == 0, "swizzle", "none", source.swizzle)
         *outer, last = source.strides
         aligned = last == 1 and all(stride % 8 == 0 for stride in outer)
         expect(aligned, "strides", "multiples of 8 (16 bytes) and 1 for the last dim", list(source.strides))
@@ -649,17 +651,19 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
 
 
 def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
-    """b is [.., k / 8, n, 8] in shared memory, of which columns start .. start + columns are used: core matrices of
-    8 x 8, each 128 bytes in a row (PTX ISA 9.7.15.5.1, no swizzling). A warpgroup shares the leading dims."""
+    """b is [.., k / 64, n, 64] in shared memory, swizzled, of which columns start .. start + columns are used.
+
+    The leading dims are the same for all four warps.
+    """
     b = Shared.of(op.b.type)
     expect(b.element in ("f16", "bf16"), "element of b", "f16 or bf16", b.element)
+    expect(b.swizzle == 128, "swizzle of b", 128, b.swizzle)
     expect(len(b.shape) == layout.rank + 1, "rank of b", layout.rank + 1, len(b.shape))
-    *batch, steps, n, eight = b.shape
-    expect(eight == 8 and b.strides[-2:] == (8, 1), "b", "core matrices: [.., k / 8, n, 8] with strides 8, 1", op.b.type)
-    expect(all(stride % 8 == 0 for stride in b.strides[:-1]), "strides of b", "multiples of 8", list(b.strides))
+    *batch, panels, n, width = b.shape
+    expect(width == 64, "b", "rows of 64 columns: [.., k / 64, n, 64]", list(b.shape))
     expect(n % 8 == 0 and n <= 256, "n", "a multiple of 8 up to 256", n)
     expect([*layout.shape[:-2], layout.shape[-1]] == [*batch, n], "result", f"{[*batch, 'm', n]}", list(layout.shape))
-    start = in_range(op.start, "start", 0, 8 * steps - columns)
+    start = in_range(op.start, "start", 0, 64 * panels - columns)
     expect(start % 16 == 0 and columns % 16 == 0, "start and columns", "multiples of 16", (start, columns))
     for digit in layout.thread_digits():
         alone = digit.dim >= layout.rank - 2 or digit.divisor >= 128
@@ -669,7 +673,7 @@ def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
 class WarpgroupMmaOp(Lowbit.Operation, name="warpgroup_mma"):
     """c + a b^T by wgmma: a [.., m, k] in registers as for `mma`, b columns start .. start + k of shared memory.
 
-    Its four warps bring 16 rows each of a 64-row instruction and share b [.., k / 8, n, 8] (PTX ISA 9.7.15).
+    Its four warps bring 16 rows each of a 64-row instruction and share b [.., k / 64, n, 64] (PTX ISA 9.7.15).
     """
 
     a: ext.Operand[RegType]

@@ -2,7 +2,7 @@
 
     !lowbit.packed<shape, format, group, zeros, scale>   a weight in memory: codes, scales and zeros together
     !lowbit.global<shape, element, strides, divisors>    a view of device memory; -1: a size known at run time
-    !lowbit.shared<shape, element, strides>              a buffer in shared memory
+    !lowbit.shared<shape, element, strides, swizzle>     a buffer in shared memory
     !lowbit.reg<shape, element, layout>                  a tile spread over the registers of a block's threads
 
 MLIR hands types back as bags of attributes; code works on the dataclasses (`Packed`, `Global`, `Shared`,
@@ -23,6 +23,7 @@ from dialect.checks import Mismatch, expect
 from dialect.dtypes import DType, dtype
 from dialect.layout import Layout
 from dialect.packing import Packing
+from dialect.shared_memory import Swizzle
 from dialect.spec import MatmulSpec, Scale, Zeros
 
 Element = str | DType
@@ -56,6 +57,7 @@ class SharedType(Lowbit.Type, name="shared"):
     shape: ir.ArrayAttr
     element: Any
     strides: ir.ArrayAttr
+    swizzle: ir.IntegerAttr
 
 
 class RegType(Lowbit.Type, name="reg"):
@@ -126,6 +128,8 @@ def read_element(attribute: ir.Attribute) -> Element:
     expect(element in _BITS, "element", f"a #lowbit.format or one of {', '.join(_BITS)}", element)
     return element
 
+
+SWIZZLE_128 = Swizzle(bits=3, base=4, shift=3)  # of byte offsets in a buffer
 
 UNIT = "vector<4xi32>"  # 16 bytes of packed codes: what a lane loads at once
 
@@ -201,18 +205,30 @@ def _check_array(
 
 @dataclass(frozen=True)
 class Shared:
-    """A buffer in shared memory: element (i, j, ...) at i*strides[0] + j*strides[1] + ..., in elements."""
+    """A buffer in shared memory: element (i, j, ...) at i*strides[0] + j*strides[1] + ..., in elements.
+
+    swizzle 128: rows are 128 bytes, whose eight pieces of 16 bytes are permuted by the row's number, so that a column of
+    pieces meets all banks (`SWIZZLE_128`; PTX ISA 5.5.7, 128-byte mode). 0: none.
+    """
 
     element: Element
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    swizzle: int = 0
 
     def __post_init__(self) -> None:
         _check_array(self.element, self.shape, self.strides)
+        expect(self.swizzle in (0, 128), "swizzle", "0 or 128", self.swizzle)
+        if self.swizzle:
+            rows = 128 * 8 // element_bits(self.element)
+            whole = (rows, 1) == self.strides[-2:] and not any(s % (8 * rows) for s in self.strides[:-2])
+            expect(whole, "strides", f"[multiples of {8 * rows}, {rows}, 1] with swizzle 128", list(self.strides))
 
     @property
     def type(self) -> ir.Type:
-        return SharedType.get(ints(self.shape), element_attr(self.element), ints(self.strides))
+        i64 = ir.IntegerType.get_signless(64)
+        swizzle = ir.IntegerAttr.get(i64, self.swizzle)
+        return SharedType.get(ints(self.shape), element_attr(self.element), ints(self.strides), swizzle)
 
     @property
     def bytes(self) -> int:
@@ -221,8 +237,10 @@ class Shared:
 
     @staticmethod
     def of(type_: ir.Type) -> "Shared":
-        shape, element, strides = SharedType(type_).params
-        return Shared(read_element(element), read_ints(shape), read_ints(strides))
+        shape, element, strides, swizzle = SharedType(type_).params
+        return Shared(
+            read_element(element), read_ints(shape), read_ints(strides), int(ir.IntegerAttr(swizzle).value)
+        )
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@
 // to be skipped is not copied.
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
 !scale = !lowbit.global<[-1], f32, [1], [1]>
-!x_buffer = !lowbit.shared<[4, 64], f16, [72, 1]>
-!scale_buffer = !lowbit.shared<[32], f32, [1]>
+!x_buffer = !lowbit.shared<[4, 64], f16, [72, 1], 0>
+!scale_buffer = !lowbit.shared<[32], f32, [1], 0>
 // CHECK-LABEL: gpu.func @copies
 // CHECK-SAME:    %[[M:[^:]*]]: i32) kernel
 // CHECK-SAME:    lowbit.shared_bytes = 768 : i64
@@ -135,8 +135,8 @@
     operandSegmentSizes = array<i32: 1, 1, 1>} : (!scale, !scale_buffer, i32) -> ()
   "lowbit.commit"() : () -> ()
   "lowbit.wait"() {pending = 0} : () -> ()
-  "lowbit.barrier"() {scope = "warp"} : () -> ()
-  "lowbit.barrier"() {scope = "block"} : () -> ()
+  "lowbit.barrier"() {scope = "warps", warps = 1 : i64} : () -> ()
+  "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "copies", threads = 32, grid = [1, 1, 1], params = ["x", "scale", "m"], workspace = 0} : () -> ()
 
@@ -144,7 +144,7 @@
 
 // From packed words to the tensor core: two 16-byte loads, a decode_pair per register of A, ldmatrix for B.
 !codes = !lowbit.global<[2, 32], vector<4xi32>, [32, 1], [1, 1]>
-!x_buffer = !lowbit.shared<[8, 128], f16, [136, 1]>
+!x_buffer = !lowbit.shared<[8, 128], f16, [136, 1], 0>
 !units = !lowbit.reg<[2, 32], vector<4xi32>, "local(2, 1).spatial(1, 32)">
 !a_codes = !lowbit.reg<[16, 128], #lowbit.format<"u4", []>, "local(1, 8).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !a = !lowbit.reg<[16, 128], f16, "local(1, 8).column_local(2, 2).spatial(8, 4).local(1, 2)">
@@ -216,7 +216,7 @@
 
 // A loop carries the registers of its tiles, and is not unrolled. A freed buffer's place is taken by the next one.
 !d = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
-!buffer = !lowbit.shared<[16, 8], f32, [8, 1]>
+!buffer = !lowbit.shared<[16, 8], f32, [8, 1], 0>
 // CHECK:       #loop_unroll = #llvm.loop_unroll<disable = true>
 // CHECK-LABEL: gpu.func @loop
 // CHECK-SAME:    lowbit.shared_bytes = 512 : i64
@@ -237,7 +237,7 @@
   %first = "lowbit.alloc_shared"() : () -> !buffer
   "lowbit.store"(%sum, %first, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
     : (!d, !buffer, i32, i32) -> ()
-  "lowbit.barrier"() {scope = "block"} : () -> ()
+  "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   "lowbit.free_shared"(%first) : (!buffer) -> ()
   %second = "lowbit.alloc_shared"() : () -> !buffer
   "lowbit.store"(%one, %second, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
@@ -265,7 +265,7 @@
   %counters = "lowbit.global_view"(%pc) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[1], i32, [1], [1]>
   %last = "lowbit.last_arrival"(%counters, %c0) {count = 3} : (!lowbit.global<[1], i32, [1], [1]>, i32) -> i1
   scf.if %last {
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   }
   "lowbit.return"() : () -> ()
 }) {sym_name = "last", threads = 64, grid = [3, 1, 1], params = ["counters"], workspace = 4} : () -> ()

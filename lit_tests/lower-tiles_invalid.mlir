@@ -14,7 +14,7 @@
 // 200 KB of shared memory; the default target, sm_80, has 163 KB to a block.
 // expected-error @below {{lower-tiles: p needs 204800 bytes of shared memory, sm_80 allows 166912}}
 "lowbit.program"() ({
-  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[200, 512], f16, [512, 1]>
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[200, 512], f16, [512, 1], 0>
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
 
@@ -22,7 +22,7 @@
 
 // cp.async moves 4, 8 or 16 bytes: here neighbours in memory are in different threads, two bytes each.
 !x = !lowbit.global<[8, 32], f16, [32, 1], [1, 1]>
-!buffer = !lowbit.shared<[8, 32], f16, [32, 1]>
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
 "lowbit.program"() ({
 ^bb0(%p: !llvm.ptr<1>):
   %c0 = arith.constant 0 : i32
@@ -36,7 +36,7 @@
 
 // -----
 
-!buffer = !lowbit.shared<[8, 32], f16, [32, 1]>
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
 "lowbit.program"() ({
   %buffer = "lowbit.alloc_shared"() : () -> !buffer
   "lowbit.free_shared"(%buffer) : (!buffer) -> ()
@@ -63,7 +63,7 @@
 
 // -----
 
-!buffer = !lowbit.shared<[8, 32], f16, [32, 1]>
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
 "lowbit.program"() ({
 ^bb0(%n: i32):
   %c0 = arith.constant 0 : i32

@@ -3,12 +3,12 @@
 // Copies of a loop run ahead of its computation.
 
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 64], f16, [64, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 !tile = !lowbit.reg<[1, 64], f16, "spatial(1, 32).local(1, 2)">
 
 // Three stages: the buffer becomes three.
 // CHECK:       ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[N:.*]]: i32):
-// CHECK:         %[[BUFFERS:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[3, 1, 64], f16, [64, 64, 1]>
+// CHECK:         %[[BUFFERS:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[3, 1, 64], f16, [64, 64, 1], 0>
 // CHECK-NOT:     lowbit.alloc_shared
 
 // Prologue: the copies of the first two rounds, if there are so many, each a group of its own.
@@ -29,7 +29,7 @@
 // Steady state of round i: it has arrived when one group is left under way, ...
 // CHECK:         scf.for %[[I:.*]] = %c0_i32{{.*}} to %[[N]]
 // CHECK-NEXT:      "lowbit.wait"() {pending = 1 : i64}
-// CHECK-NEXT:      "lowbit.barrier"() {scope = "block"}
+// CHECK-NEXT:      "lowbit.barrier"() {scope = "block", warps = 1 : i64}
 // ... then round i + 2 is started, into the stage that round i - 1 has left, if there is such a round, ...
 // CHECK:           %[[MORE:.*]] = arith.cmpi slt
 // CHECK-NEXT:      scf.if %[[MORE]] {
@@ -56,12 +56,12 @@
       limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
     %tile = "lowbit.load"(%buffer, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
       : (!buffer, i32, i32) -> !tile
     "lowbit.store"(%tile, %x, %i, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
       : (!tile, !x, i32, i32) -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   } {lowbit.stages = 3}
   "lowbit.free_shared"(%buffer) : (!buffer) -> ()
   "lowbit.return"() : () -> ()
@@ -72,7 +72,7 @@
 // lowbit.grid_wait divides the copies: those before it (weights) start while the kernel before this one still runs,
 // those after it (activations) do not. So the prologue starts all the weights, waits once, then starts the rest.
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 64], f16, [64, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 
 // There are five rounds, so that nothing has to be asked before the first.
 // CHECK:       ^bb0(%{{.*}}: !llvm.ptr<1>, %{{.*}}: !llvm.ptr<1>):
@@ -111,8 +111,8 @@
       limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   } {lowbit.stages = 3}
   "lowbit.return"() : () -> ()
 }) {sym_name = "overlap", threads = 32, grid = [1, 1, 1], params = ["w", "x"], workspace = 0} : () -> ()
@@ -120,7 +120,7 @@
 // -----
 
 // One stage is the loop as it stands: copy, wait for it, two barriers a round.
-// CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 64], f16, [64, 1]>
+// CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 64], f16, [64, 1], 0>
 // CHECK:         scf.for
 // CHECK-NEXT:      "lowbit.copy_async"
 // CHECK-NEXT:      "lowbit.commit"
@@ -129,7 +129,7 @@
 // CHECK-NEXT:      "lowbit.barrier"
 // CHECK-NOT:     lowbit.stages
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 64], f16, [64, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 "lowbit.program"() ({
 ^bb0(%p: !llvm.ptr<1>, %n: i32):
   %c0 = arith.constant 0 : i32
@@ -141,8 +141,8 @@
       limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   } {lowbit.stages = 1}
   "lowbit.return"() : () -> ()
 }) {sym_name = "one", threads = 32, grid = [1, 1, 1], params = ["x", "n"], workspace = 0} : () -> ()

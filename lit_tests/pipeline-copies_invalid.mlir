@@ -34,8 +34,8 @@ func.func @step(%n: i32) {
   scf.for %i = %c0 to %n step %c2 : i32 {
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   } {lowbit.stages = 2}
   return
 }
@@ -44,7 +44,7 @@ func.func @step(%n: i32) {
 
 // ... buffers that cannot be made several, ...
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 64], f16, [64, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 func.func @buffer(%x: !x, %buffer: !buffer, %n: i32) {
   %c0 = arith.constant 0 : i32
   %c1 = arith.constant 1 : i32
@@ -54,8 +54,8 @@ func.func @buffer(%x: !x, %buffer: !buffer, %n: i32) {
       limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   } {lowbit.stages = 2}
   return
 }

@@ -16,7 +16,7 @@ import numpy as np
 
 from dialect.bindings import arith, ir
 from dialect.layout import Layout
-from dialect.types import Global, Shared, element_bits
+from dialect.types import SWIZZLE_128, Global, Shared, element_bits
 from passes import emit
 
 
@@ -165,8 +165,26 @@ class Access:
 
         return self._once(("bent", dim, int(self._coords[slot, dim])), make)
 
+    def _swizzled(self, static: int) -> Any:
+        """The address of thread offset + static in a swizzled buffer, whose base is a multiple of eight rows."""
+
+        def make() -> Any:
+            offset = emit.constant(static)
+            for dim, stride in enumerate(self.place.type.strides):
+                if stride and known(self._start(dim)) != 0:
+                    offset = arith.addi(offset, self._scaled(self._start(dim), stride))
+            s = SWIZZLE_128
+            moved = emit.mask(emit.shift_right(offset, s.shift), ((1 << s.bits) - 1) << s.base)
+            return emit.offset_bytes(self.place.base, dynamic=arith.xori(offset, moved))
+
+        return self._once(("swizzled", static), make)
+
     def address(self, slot: int) -> Any:
         """The address of a slot's element."""
+        if isinstance(self.place.type, Shared) and self.place.type.swizzle:
+            static = int(self._coords[slot] @ np.array(self.place.type.strides)) * self.bytes
+            period = 8 * self.place.type.swizzle  # whole periods are outside the permutation
+            return emit.offset_bytes(self._swizzled(static % period), static=static // period * period)
         static, pointer = 0, self._base
         for dim, stride in enumerate(self.place.type.strides):
             if self._linear(dim):

@@ -245,8 +245,10 @@ class Program:
         type_ = Global(element, shape, strides or row_major(shape), divisors or (1,) * len(shape))
         return Memory(ops.GlobalViewOp(pointer.value, [s.value for s in sizes], type_.type).result, type_)
 
-    def alloc_shared(self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Memory:
-        type_ = Shared(element, shape, strides or row_major(shape))
+    def alloc_shared(
+        self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, swizzle: int = 0
+    ) -> Memory:
+        type_ = Shared(element, shape, strides or row_major(shape), swizzle)
         return Memory(ops.AllocSharedOp(type_.type).result, type_)
 
     def peer(self, buffer: Memory, rank: Index) -> Memory:
@@ -299,9 +301,10 @@ class Program:
     def wait(self, pending: int = 0) -> None:
         ops.WaitOp(_i64(pending))
 
-    def barrier(self, scope: str = "block", async_proxy: bool = False) -> None:
-        """async_proxy: for `warpgroup_mma`, which reads shared memory by itself."""
-        op = ops.BarrierOp(ir.StringAttr.get(scope))
+    def barrier(self, scope: str = "block", warps: int = 1, async_proxy: bool = False) -> None:
+        """Of the "block", the "cluster" or every `warps` "warps". async_proxy: for `warpgroup_mma`, which reads shared
+        memory by itself."""
+        op = ops.BarrierOp(ir.StringAttr.get(scope), warps=_i64(warps))
         if async_proxy:
             op.operation.attributes["async_proxy"] = ir.UnitAttr.get()
 
@@ -370,7 +373,7 @@ class Program:
         return Tile(ops.MmaOp(a.value, b.value, c.value, c.reg.type).result)
 
     def warpgroup_mma(self, a: Tile, b: Memory, start: int, c: Tile) -> Tile:
-        """c + a b^T, with columns start .. of b [.., k / 8, n, 8] in shared memory."""
+        """c + a b^T, with columns start .. of b [.., k / 64, n, 64] in shared memory."""
         return Tile(ops.WarpgroupMmaOp(a.value, b.value, c.value, _i64(start), c.reg.type).result)
 
     def warpgroup_row_sums(self, b: Memory, start: int, columns: int, layout: Layout) -> Tile:

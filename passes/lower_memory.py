@@ -13,10 +13,11 @@ from passes import emit
 from passes.addressing import Access, Place
 from passes.fragment import Fragment
 from passes.lower_mma import lower_load_matrix
-from passes.lowering import Lowering, int_attr, text_attr
+from passes.lowering import ALIGN, Lowering, int_attr, text_attr
 
 
-_WARPGROUP = 128  # threads
+_NAMED_BARRIERS = 15  # beside the one of the whole block (PTX ISA 9.7.13.1)
+_SWIZZLE_ALIGN = 1024  # bytes: eight rows
 
 
 class MemoryRules(Lowering):
@@ -30,7 +31,7 @@ class MemoryRules(Lowering):
 
     def _alloc_shared(self, op: Any) -> None:
         buffer = Shared.of(op.result.type)
-        start = self.shared.allocate(op.result, buffer.bytes)
+        start = self.shared.allocate(op.result, buffer.bytes, _SWIZZLE_ALIGN if buffer.swizzle else ALIGN)
         sizes = tuple(emit.constant(n) for n in buffer.shape)
         base = emit.offset_bytes(self.shared_base, static=start)
         self.values[op.result] = Place(buffer, base, sizes)
@@ -128,12 +129,16 @@ class MemoryRules(Lowering):
         if "async_proxy" in op.operation.attributes:
             nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=ir.Attribute.parse("#nvvm.shared_space<cta>"))
         scope = text_attr(op, "scope")
-        if scope == "warp":
+        threads = 32 * int_attr(op, "warps")
+        if scope == "warps" and threads == 32:
             nvvm.bar_warp_sync(emit.constant(-1))
-        elif scope == "warpgroup" and self.threads_per_block > _WARPGROUP:
-            warpgroup = self.threads.digit(self.threads_per_block // _WARPGROUP, _WARPGROUP, self.threads_per_block)
-            named = arith.addi(warpgroup, emit.constant(1))  # barrier 0 is the block's
-            nvvm.barrier(barrier_id=named, number_of_threads=emit.constant(_WARPGROUP))
+        elif scope == "warps" and threads < self.threads_per_block:
+            count = self.threads_per_block // threads
+            if count > _NAMED_BARRIERS:
+                raise PassError(f"lower-tiles: {count} barriers of {threads} threads, a block has {_NAMED_BARRIERS}")
+            group = self.threads.digit(count, threads, self.threads_per_block)
+            named = arith.addi(group, emit.constant(1))  # barrier 0 is the block's
+            nvvm.barrier(barrier_id=named, number_of_threads=emit.constant(threads))
         elif scope == "cluster":
             nvvm.cluster_arrive(aligned=True)
             nvvm.cluster_wait(aligned=True)

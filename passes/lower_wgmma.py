@@ -23,7 +23,8 @@ from passes.addressing import Place, ThreadIndex
 from passes.fragment import Fragment
 from passes.lower_mma import fragment_blocks
 
-_CORE_BYTES = 128  # of 8 x 8 numbers
+# The upper word of a matrix descriptor: 1024 bytes from eight rows to the next, 128-byte swizzling (PTX ISA 9.7.15.5.1.2).
+_UPPER = 1 << 30 | 1024 // 16
 
 
 def warpgroup_mma(
@@ -75,21 +76,21 @@ def _once(make: Callable[[], Any]) -> Callable[[], Any]:
     return get
 
 
-def _core_stride(b: Place) -> int:
-    """Bytes from one core matrix to the next along k."""
-    return b.type.strides[-3] * 2
-
-
 def _descriptor(threads: ThreadIndex, b: Place, result: Reg) -> Any:
-    """The lower word of the matrix descriptor (PTX ISA 9.7.15.5.1.2): start address and "leading" offset, along k."""
+    """The lower word of a matrix descriptor: the start address."""
     address = llvm.ptrtoint(emit.integer(), b.base)
     layout = result.layout
     for size, divisor, dim, stride in layout.thread_digits():
         if dim < layout.rank - 2:
             step = emit.constant(stride * b.type.strides[dim] * 2)
             address = arith.addi(address, arith.muli(threads.digit(size, divisor, layout.threads), step))
-    start = emit.mask(emit.shift_right(address, 4), 0x3FFF)  # in a cluster, addresses have the block's rank above
-    return arith.ori(start, emit.constant(_core_stride(b) // 16 << 16))
+    return emit.mask(emit.shift_right(address, 4), 0x3FFF)  # in a cluster, addresses have the block's rank above
+
+
+def _offset(b: Place, column: int) -> int:
+    """Bytes from the start to a column, which inside a row are those without swizzling."""
+    panel, within = divmod(column, b.type.shape[-1])
+    return 2 * (panel * b.type.strides[-3] + within)
 
 
 def _wgmma(
@@ -105,14 +106,14 @@ def _wgmma(
     lines = [
         ".reg .b64 first, here;",
         ".reg .pred add;",
-        f"mov.b64 first, {{{lower}, {_CORE_BYTES // 16}}};",
+        f"mov.b64 first, {{{lower}, {_UPPER}}};",
         f"setp.ne.b32 add, {lower}, {lower};" if totals is None else f"setp.eq.b32 add, {lower}, {lower};",
         "wgmma.fence.sync.aligned;",
     ]
     for i in range(len(fragments)):
         a = ", ".join(f"${first + 4 * i + r}" for r in range(4))
         lines += [
-            f"add.s64 here, first, {(start // 8 + 2 * i) * _core_stride(b) // 16};",
+            f"add.s64 here, first, {_offset(b, start + BLOCK_K * i) // 16};",
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{d}}}, {{{a}}}, here, add, 1, 1, 0;",
         ]
         if i == 0 and totals is None:

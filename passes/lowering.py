@@ -29,13 +29,13 @@ class SharedMemory:
         self._live: dict[Any, tuple[int, int]] = {}
         self.bytes = 0
 
-    def allocate(self, key: Any, size: int) -> int:
+    def allocate(self, key: Any, size: int, align: int = ALIGN) -> int:
         size = -(-size // ALIGN) * ALIGN
         start = 0
         for low, high in sorted(self._live.values()):
             if start + size <= low:
                 break
-            start = max(start, high)
+            start = max(start, -(-high // align) * align)
         self._live[key] = (start, start + size)
         self.bytes = max(self.bytes, start + size)
         return start

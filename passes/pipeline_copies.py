@@ -79,7 +79,7 @@ class _Pipeline:
             buffer = op.target.owner.opview
             one = Shared.of(op.target.type)
             size = one.strides[0] * one.shape[0]
-            wide = Shared(one.element, (self.stages, *one.shape), (size, *one.strides))
+            wide = Shared(one.element, (self.stages, *one.shape), (size, *one.strides), one.swizzle)
             with ir.InsertionPoint(buffer), buffer.location:
                 result[op.target] = ops.AllocSharedOp(wide.type).result
         return result

@@ -14,6 +14,7 @@ from dataclasses import replace
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
 from passes.plan import Plan
+from passes.recipes import compute_element
 from passes.schedule import Schedule
 from passes.schedule_tables import Entry, Table, nearest, shipped_tables
 from passes.target import Target
@@ -73,7 +74,10 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     units = s.step_k // spec.packing.chunk * spec.packing.units * 512
     rows = plan.row_blocks * max(1, plan.groups) * 16
     total = padded(s.stages * s.warps_k * plan.row_blocks * units)
-    total += padded(s.stages * s.warps_k * s.tokens * (s.step_k + 8) * 2)
+    if s.wgmma:
+        total = -(-total // 1024) * 1024 + s.stages * s.warps_k * s.tokens * s.step_k * 2
+    else:
+        total += padded(s.stages * s.warps_k * s.tokens * (s.step_k + 8) * 2)
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
             total += padded(s.stages * s.warps_k * rows * BYTES[kind])
@@ -88,11 +92,27 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {chunk} for {spec.weight}; try {chunk}")
     if not group_fits(spec, s.step_k):
         raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
+    if s.wgmma:
+        _check_wgmma(spec, s, target)
+    if s.cluster > 1 and not target.has_tma:
+        raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
     needed = shared_bytes(spec, s)
     if needed > target.max_shared_per_block:
         raise SpecError(
             f"schedule: {s} needs {needed} bytes of shared memory, {target} allows {target.max_shared_per_block}; "
             "take fewer stages or warps_k, or a smaller step_k"
+        )
+
+
+def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
+    if not target.has_wgmma:
+        raise SpecError(f"schedule: wgmma needs sm_90a, the target is {target}; take wgmma=0")
+    if s.step_k % 64:
+        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of 64 for wgmma")
+    if compute_element(spec.dtype, spec.act) != spec.act or not Plan(spec, s).async_x:
+        raise SpecError(
+            f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "
+            f"k={spec.k} and groups of {spec.group_size} needs wgmma=0"
         )
 
 

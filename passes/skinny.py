@@ -48,6 +48,7 @@ from passes.recipes import can_be_biased, compute_element, exponent
 from passes.schedule import Schedule
 
 LANE_BYTES = 16
+PANEL = 64  # columns of x that wgmma finds side by side
 BIASED_BITS = 2  # formats up to which a subtraction per pair would be the bound (H200, 2026-11)
 
 
@@ -155,10 +156,9 @@ class _Kernel:
                 self._copies(loop.index * s.warps_k)
                 p.commit()
                 p.wait()
-                scope = {1: "warp", 4: "warpgroup"}.get(s.warps_n, "block")
-                p.barrier(scope, async_proxy=bool(s.wgmma))
+                p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
                 loop.results = self._step(loop.carried)
-                p.barrier(scope)
+                p.barrier("warps", s.warps_n)
             total = loop.carried[0]
             if not self.plan.groups:
                 total = self._scale_rows(*loop.carried)
@@ -179,10 +179,9 @@ class _Kernel:
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
         act, k, row = self.spec.act, self.spec.k, s.step_k + 8
         if s.wgmma:
-            x_steps, pieces, piece = -(-k // s.step_k), s.step_k // 8, 8 * (s.tokens + 1)
-            strides = (pieces * piece, piece, 8, 1)
-            self.x_buffer = p.alloc_shared(act, (s.warps_k, pieces, s.tokens, 8), strides)
-            self.x = p.global_view(p["x"], act, (x_steps, pieces, -1, 8), (s.step_k, 8, k, 1), sizes=[p["m"]])
+            x_steps, panels = -(-k // s.step_k), s.step_k // PANEL
+            self.x_buffer = p.alloc_shared(act, (s.warps_k, panels, s.tokens, PANEL), swizzle=128)
+            self.x = p.global_view(p["x"], act, (x_steps, panels, -1, PANEL), (s.step_k, PANEL, k, 1), sizes=[p["m"]])
         elif self.plan.async_x:
             self.x_buffer = p.alloc_shared(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
             x_steps = -(-k // s.step_k)
@@ -232,9 +231,8 @@ class _Kernel:
             p.copy_async(view, buffer, (step, self.first_block, 0, 0), layout, (*boundary, "none"), cut)
         p.grid_wait()
         if s.wgmma:
-            lanes = spread((1, s.tokens, s.step_k // 8, 8), warps, 8).permute((0, 2, 1, 3))
-            layout = spatial(s.warps_k, 1, 1, 1) * lanes
-            limit = (s.step_k, 8, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
+            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, s.step_k // PANEL, s.tokens, PANEL), warps, 8)
+            limit = (s.step_k, PANEL, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
             p.copy_async(self.x, self.x_buffer, (step, 0, 0, 0), layout, (self.step_boundary, "none", "skip", "none"), limit)
         elif self.plan.async_x:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)

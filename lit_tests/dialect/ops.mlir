@@ -22,8 +22,8 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
 // A program is what one block does: parameters, then memory, copies, tiles.
 
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
-!x_buffer = !lowbit.shared<[8, 64], f16, [72, 1]>
-!x_stages = !lowbit.shared<[2, 8, 64], f16, [576, 72, 1]>
+!x_buffer = !lowbit.shared<[8, 64], f16, [72, 1], 0>
+!x_stages = !lowbit.shared<[2, 8, 64], f16, [576, 72, 1], 0>
 !codes = !lowbit.global<[1, 32], vector<4xi32>, [32, 1], [1, 1]>
 !units = !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">
 !a_codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
@@ -122,13 +122,13 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
   // CHECK: "lowbit.return"
   "lowbit.barrier"() {scope = "block"} : () -> ()
   "lowbit.free_shared"(%stages) : (!x_stages) -> ()
-  %padded = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>
+  %padded = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
   "lowbit.copy_padded"(%x, %padded, %c0, %c0)
     {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32, operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!x, !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>, i32, i32) -> ()
-  %out = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 16, 8], f32, [128, 8, 1]>
+    : (!x, !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>, i32, i32) -> ()
+  %out = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 16, 8], f32, [128, 8, 1], 0>
   "lowbit.store"(%reduced, %out, %c0, %c0, %c0) {boundary = ["none", "skip", "none"], operandSegmentSizes = array<i32: 1, 1, 3>}
-    : (!d_flat, !lowbit.shared<[1, 16, 8], f32, [128, 8, 1]>, i32, i32, i32) -> ()
+    : (!d_flat, !lowbit.shared<[1, 16, 8], f32, [128, 8, 1], 0>, i32, i32, i32) -> ()
   %last = "lowbit.last_arrival"(%counters, %c0) {count = 3} : (!lowbit.global<[4], i32, [1], [1]>, i32) -> i1
   "lowbit.grid_launch_dependents"() : () -> ()
   "lowbit.return"() : () -> ()

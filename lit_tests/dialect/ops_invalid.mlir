@@ -163,17 +163,17 @@ func.func @view_without_size(%p: !llvm.ptr<1>) {
 
 // -----
 
-func.func @stage(%b: !lowbit.shared<[2, 8, 64], f16, [512, 64, 1]>, %i: i32) {
+func.func @stage(%b: !lowbit.shared<[2, 8, 64], f16, [512, 64, 1], 0>, %i: i32) {
   // expected-error @below {{'lowbit.stage' op result: expected Shared(element='f16', shape=(8, 64), strides=(64, 1)), got Shared(element='f16', shape=(8, 64), strides=(72, 1))}}
-  %0 = "lowbit.stage"(%b, %i) : (!lowbit.shared<[2, 8, 64], f16, [512, 64, 1]>, i32) -> !lowbit.shared<[8, 64], f16, [72, 1]>
+  %0 = "lowbit.stage"(%b, %i) : (!lowbit.shared<[2, 8, 64], f16, [512, 64, 1], 0>, i32) -> !lowbit.shared<[8, 64], f16, [72, 1], 0>
   return
 }
 
 // -----
 
-func.func @stage_of_a_vector(%b: !lowbit.shared<[2], f16, [1]>, %i: i32) {
+func.func @stage_of_a_vector(%b: !lowbit.shared<[2], f16, [1], 0>, %i: i32) {
   // expected-error @below {{buffer: expected rank 2 or more, got [2]}}
-  %0 = "lowbit.stage"(%b, %i) : (!lowbit.shared<[2], f16, [1]>, i32) -> !lowbit.shared<[2], f16, [1]>
+  %0 = "lowbit.stage"(%b, %i) : (!lowbit.shared<[2], f16, [1], 0>, i32) -> !lowbit.shared<[2], f16, [1], 0>
   return
 }
 
@@ -181,7 +181,7 @@ func.func @stage_of_a_vector(%b: !lowbit.shared<[2], f16, [1]>, %i: i32) {
 
 // Copies. The layout covers the target.
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[8, 64], f16, [72, 1]>
+!buffer = !lowbit.shared<[8, 64], f16, [72, 1], 0>
 func.func @copy_layout(%x: !x, %to: !buffer, %i: i32) {
   // expected-error @below {{'lowbit.copy_async' op shape of the layout: expected the target's, (8, 64), got (4, 64)}}
   "lowbit.copy_async"(%x, %to, %i, %i) {layout = "spatial(4, 8).local(1, 8)", boundary = ["zero", "none"], limit = [],
@@ -192,7 +192,7 @@ func.func @copy_layout(%x: !x, %to: !buffer, %i: i32) {
 // -----
 
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[8, 64], bf16, [72, 1]>
+!buffer = !lowbit.shared<[8, 64], bf16, [72, 1], 0>
 func.func @copy_element(%x: !x, %to: !buffer, %i: i32) {
   // expected-error @below {{element of the target: expected f16, got bf16}}
   "lowbit.copy_async"(%x, %to, %i, %i) {layout = "local(2, 1).spatial(4, 8).local(1, 8)", boundary = ["zero", "none"],
@@ -203,7 +203,7 @@ func.func @copy_element(%x: !x, %to: !buffer, %i: i32) {
 // -----
 
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[8, 64], f16, [72, 1]>
+!buffer = !lowbit.shared<[8, 64], f16, [72, 1], 0>
 func.func @copy_limit(%x: !x, %to: !buffer, %i: i32) {
   // expected-error @below {{limit: expected a factor per dim and the end, got [64, 1]}}
   "lowbit.copy_async"(%x, %to, %i, %i) {layout = "local(2, 1).spatial(4, 8).local(1, 8)", boundary = ["zero", "none"],
@@ -214,7 +214,7 @@ func.func @copy_limit(%x: !x, %to: !buffer, %i: i32) {
 // -----
 
 !x = !lowbit.global<[-1, 64], f32, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 8, 64], f32, [512, 64, 1]>
+!buffer = !lowbit.shared<[1, 8, 64], f32, [512, 64, 1], 0>
 func.func @padded_element(%x: !x, %to: !buffer, %i: i32) {
   // expected-error @below {{'lowbit.copy_padded' op element: expected f16 or bf16, got f32}}
   "lowbit.copy_padded"(%x, %to, %i, %i) {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32,
@@ -225,7 +225,7 @@ func.func @padded_element(%x: !x, %to: !buffer, %i: i32) {
 // -----
 
 !x = !lowbit.global<[64], f16, [1], [1]>
-!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>
+!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
 func.func @padded_source(%x: !x, %to: !buffer, %i: i32) {
   // expected-error @below {{source: expected rank 2 [rows, columns], got 1}}
   "lowbit.copy_padded"(%x, %to, %i, %i) {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32,
@@ -236,7 +236,7 @@ func.func @padded_source(%x: !x, %to: !buffer, %i: i32) {
 // -----
 
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[8, 64], f16, [64, 1]>
+!buffer = !lowbit.shared<[8, 64], f16, [64, 1], 0>
 func.func @padded_target(%x: !x, %to: !buffer, %i: i32) {
   // expected-error @below {{target: expected rank 3 [steps, rows, columns], got 2}}
   "lowbit.copy_padded"(%x, %to, %i, %i) {layout = "local(8, 2).spatial(1, 32)", group = 17, padded = 32,
@@ -247,7 +247,7 @@ func.func @padded_target(%x: !x, %to: !buffer, %i: i32) {
 // -----
 
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>
+!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
 func.func @padded_offsets(%x: !x, %to: !buffer, %i: i32) {
   // expected-error @below {{offsets: expected two: row, step, got 3}}
   "lowbit.copy_padded"(%x, %to, %i, %i, %i) {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32,
@@ -258,7 +258,7 @@ func.func @padded_offsets(%x: !x, %to: !buffer, %i: i32) {
 // -----
 
 !x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1]>
+!buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
 func.func @padded_group(%x: !x, %to: !buffer, %i: i32) {
   // expected-error @below {{group: expected 1..16, got 17}}
   "lowbit.copy_padded"(%x, %to, %i, %i) {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 16,
@@ -376,7 +376,7 @@ func.func @load_skip(%x: !x, %i: i32) {
 
 // -----
 
-!x = !lowbit.shared<[4, 4], f16, [4, 1]>
+!x = !lowbit.shared<[4, 4], f16, [4, 1], 0>
 func.func @load_too_much(%x: !x, %i: i32) {
   // expected-error @below {{size of dim 0 with boundary none: expected at most 4, got 8}}
   %0 = "lowbit.load"(%x, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
@@ -386,7 +386,7 @@ func.func @load_too_much(%x: !x, %i: i32) {
 
 // -----
 
-!x = !lowbit.shared<[8, 4], f16, [4, 1]>
+!x = !lowbit.shared<[8, 4], f16, [4, 1], 0>
 func.func @store_clamp(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %i: i32) {
   // expected-error @below {{'lowbit.store' op boundary: expected one of none, skip, got clamp}}
   "lowbit.store"(%t, %x, %i, %i) {boundary = ["clamp", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
@@ -396,7 +396,7 @@ func.func @store_clamp(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %i
 
 // -----
 
-!x = !lowbit.shared<[8, 4], bf16, [4, 1]>
+!x = !lowbit.shared<[8, 4], bf16, [4, 1], 0>
 func.func @store_element(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %i: i32) {
   // expected-error @below {{element of the tile: expected bf16, got f16}}
   "lowbit.store"(%t, %x, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
@@ -407,57 +407,57 @@ func.func @store_element(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, 
 // -----
 
 // ldmatrix reads rows of 16 bytes at addresses that are multiples of 16.
-func.func @load_matrix_element(%x: !lowbit.shared<[8, 16], f32, [24, 1]>, %m: i32) {
+func.func @load_matrix_element(%x: !lowbit.shared<[8, 16], f32, [24, 1], 0>, %m: i32) {
   // expected-error @below {{'lowbit.load_matrix' op element: expected of 16 bits, got f32}}
-  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f32, [24, 1]>, i32) -> !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f32, [24, 1], 0>, i32) -> !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
   return
 }
 
 // -----
 
-func.func @load_matrix_shape(%x: !lowbit.shared<[8, 32], f16, [40, 1]>, %m: i32) {
+func.func @load_matrix_shape(%x: !lowbit.shared<[8, 32], f16, [40, 1], 0>, %m: i32) {
   // expected-error @below {{shape of the tile: expected (8, 32), got (8, 16)}}
-  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 32], f16, [40, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 32], f16, [40, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
   return
 }
 
 // -----
 
-func.func @load_matrix_rows(%x: !lowbit.shared<[16, 16], f16, [24, 1]>, %m: i32) {
+func.func @load_matrix_rows(%x: !lowbit.shared<[16, 16], f16, [24, 1], 0>, %m: i32) {
   // expected-error @below {{rows of the tile: expected at least the 16 of the buffer, got 8}}
-  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
   return
 }
 
 // -----
 
-func.func @load_matrix_rank(%x: !lowbit.shared<[16], f16, [1]>, %m: i32) {
+func.func @load_matrix_rank(%x: !lowbit.shared<[16], f16, [1], 0>, %m: i32) {
   // expected-error @below {{rank of the buffer: expected at least 2, got 1}}
-  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16], f16, [1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16], f16, [1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
   return
 }
 
 // -----
 
-func.func @load_matrix_strides(%x: !lowbit.shared<[8, 16], f16, [20, 1]>, %m: i32) {
+func.func @load_matrix_strides(%x: !lowbit.shared<[8, 16], f16, [20, 1], 0>, %m: i32) {
   // expected-error @below {{strides: expected multiples of 8 (16 bytes) and 1 for the last dim, got [20, 1]}}
-  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [20, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [20, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
   return
 }
 
 // -----
 
-func.func @load_matrix_layout(%x: !lowbit.shared<[8, 16], f16, [24, 1]>, %m: i32) {
+func.func @load_matrix_layout(%x: !lowbit.shared<[8, 16], f16, [24, 1], 0>, %m: i32) {
   // expected-error @below {{layout of result: expected a multiple of local(1, 2).spatial(8, 4).local(1, 2), got spatial(8, 4).local(1, 4)}}
-  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [24, 1]>, i32) -> !lowbit.reg<[8, 16], f16, "spatial(8, 4).local(1, 4)">
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [24, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "spatial(8, 4).local(1, 4)">
   return
 }
 
 // -----
 
-func.func @load_matrix_warps(%x: !lowbit.shared<[16, 16], f16, [24, 1]>, %m: i32) {
+func.func @load_matrix_warps(%x: !lowbit.shared<[16, 16], f16, [24, 1], 0>, %m: i32) {
   // expected-error @below {{rows of the result: expected within each warp, got spread over warps: spatial(2, 1)}}
-  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1]>, i32) -> !lowbit.reg<[16, 16], f16, "spatial(2, 1).local(1, 2).spatial(8, 4).local(1, 2)">
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1], 0>, i32) -> !lowbit.reg<[16, 16], f16, "spatial(2, 1).local(1, 2).spatial(8, 4).local(1, 2)">
   return
 }
 

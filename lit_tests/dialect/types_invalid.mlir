@@ -62,7 +62,7 @@ func.func @f() {
 // Buffers and views.
 func.func @f() {
   // expected-error @below {{shape: expected sizes of at least 1, got [-1, 64]}}
-  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[-1, 64], f16, [64, 1]>
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[-1, 64], f16, [64, 1], 0>
   return
 }
 
@@ -70,7 +70,7 @@ func.func @f() {
 
 func.func @f() {
   // expected-error @below {{strides: expected one per dim (2), got 1}}
-  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], f16, [1]>
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], f16, [1], 0>
   return
 }
 
@@ -78,7 +78,7 @@ func.func @f() {
 
 func.func @f() {
   // expected-error @below {{strides: expected none below 0, got [-64, 1]}}
-  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], f16, [-64, 1]>
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], f16, [-64, 1], 0>
   return
 }
 
@@ -86,7 +86,7 @@ func.func @f() {
 
 func.func @f() {
   // expected-error @below {{element of memory: expected whole bytes (codes are viewed in registers)}}
-  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], #lowbit.format<"u4", []>, [64, 1]>
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], #lowbit.format<"u4", []>, [64, 1], 0>
   return
 }
 
