@@ -13,12 +13,13 @@ lanes, barriers that not all threads reach, non-coherent loads of what the launc
     ptx, lexer, parser          PTX text to values
     floats                      formats and rounding
     memory, copy_queue, races   device and shared memory; cp.async; happens-before
+    cluster                     distributed shared memory and the barrier of a cluster
     machine                     registers and the scheduler of a block
     decoder                     an instruction to a Python closure
     launch                      the Emulator
 
 The instructions are in integers, bits, float_arithmetic, conversions, comparisons, transfer, async_copy, atomics,
-warp, tensor_core and control.
+warp, tensor_core, warpgroup, distributed and control.
 """
 
 from dialect.errors import EmulatorError

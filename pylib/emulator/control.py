@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pylib.emulator.decoder import Op, instruction
+from pylib.emulator.distributed import cluster_barrier
 from pylib.emulator.faults import Fault, Unsupported, require
 from pylib.emulator.machine import WARP, Arrive, Exit, Jump, Mask, Scatter, Step
 from pylib.emulator.ptx import Label, Table
@@ -60,9 +61,11 @@ def _trap(op: Op) -> Step:
 
 @instruction("bar", "barrier")
 def _barrier(op: Op) -> Step:
-    """`bar.` is `barrier.aligned.`; `bar.warp.sync` orders the lanes of a warp."""
+    """`bar.` is `barrier.aligned.`; `bar.warp.sync` orders the lanes of a warp, `barrier.cluster` blocks."""
     if op.flag("warp"):
         return warp_barrier(op)
+    if op.flag("cluster"):
+        return cluster_barrier(op)
     op.flag("cta")
     kind = op.choice("sync", "arrive")
     aligned = bool(op.flag("aligned")) or op.instr.opcode == "bar"
@@ -110,7 +113,7 @@ def _fence(op: Op) -> Step:
     """Blocks run one after the other and stores are seen at once: fences have nothing to do."""
     if op.flag("proxy"):
         op.choice("alias", "async", "async.global", "async.shared::cta")
-        op.flag("global", "shared::cta")
+        op.flag("global", "shared::cta", "shared::cluster")
         return _nothing
     op.flag("sc", "acq_rel", "acquire", "release")
     op.choice(*_SCOPES)

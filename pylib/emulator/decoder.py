@@ -325,11 +325,19 @@ def special_register(block: Block, name: str) -> Array:
     x, y, _ = block.shape
     if axis:
         dim = "xyz".index(axis)
-        if stem == "ctaid":
-            return block.index[dim]
+        if stem in ("ctaid", "clusterid"):
+            return (block.index if stem == "ctaid" else block.cluster_index)[dim]
         if stem == "tid":
             return np.array([lane % x, lane // x % y, lane // (x * y)], np.uint32)[dim]
-        return np.array({"ntid": block.shape, "nctaid": block.grid}[stem][dim], np.uint32)
+        clusters = tuple(n // per for n, per in zip(block.grid, block.cluster.shape))
+        uniform = {
+            "ntid": block.shape,
+            "nctaid": block.grid,
+            "nclusterid": clusters,
+            "cluster_ctaid": block.cluster.place(block.rank),
+            "cluster_nctaid": block.cluster.shape,
+        }
+        return np.array(uniform[stem][dim], np.uint32)
     bit = (1 << lane % WARP).astype(np.uint64)
     masks = {"eq": bit, "lt": bit - 1, "le": 2 * bit - 1, "ge": 2**32 - bit, "gt": 2**32 - 2 * bit}
     if stem.startswith("lanemask_"):
@@ -338,6 +346,8 @@ def special_register(block: Block, name: str) -> Array:
         "laneid": lane % WARP,
         "warpid": lane // WARP,
         "nwarpid": np.array(block.warps),
+        "cluster_ctarank": np.array(block.rank),
+        "cluster_nctarank": np.array(block.cluster.size),
         "dynamic_smem_size": np.array(block.dynamic_shared_bytes),
     }[stem]
     return value.astype(np.uint32)

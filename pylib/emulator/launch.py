@@ -17,14 +17,17 @@ from pylib.emulator import (  # the instructions register themselves
     comparisons,  # noqa: F401
     control,  # noqa: F401
     conversions,  # noqa: F401
+    distributed,  # noqa: F401
     integers,  # noqa: F401
     tensor_core,  # noqa: F401
     transfer,  # noqa: F401
     warp,  # noqa: F401
+    warpgroup,  # noqa: F401
 )
+from pylib.emulator.cluster import MAX_CLUSTER, Cluster
 from pylib.emulator.decoder import decode
 from pylib.emulator.faults import Array
-from pylib.emulator.machine import WARP, Block
+from pylib.emulator.machine import WARP, Block, run_cluster
 from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
 from pylib.emulator.parser import parse
 from pylib.emulator.ptx import Kernel, Param, Variable
@@ -54,7 +57,7 @@ class Stats(Counter[str]):
 
 
 class Emulator:
-    """Runs the kernels of a PTX module, one block after the other, all threads of a block at once.
+    """Runs the kernels of a PTX module, one cluster after the other, all threads of a block at once.
 
     Raises EmulatorError, with the line of the PTX, for anything in it that is not understood, and `launch`
     for anything a kernel does that PTX leaves undefined (see the package's docstring).
@@ -70,7 +73,7 @@ class Emulator:
         self._globals = {v.name: _contents(v).copy() for v in variables if v.space == "global"}
         for kernel in kernels:
             # Decoding every instruction once finds all that is unknown before anything runs.
-            self._prepare(kernel, (WARP, 1, 1), (1, 1, 1), None)
+            self._prepare(kernel, (WARP, 1, 1), (1, 1, 1), (1, 1, 1), None)
 
     def launch(
         self,
@@ -92,43 +95,51 @@ class Emulator:
             the parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value.
         shared_bytes: dynamic shared memory, for `.extern .shared` arrays.
         racecheck: report conflicting accesses to shared memory that no barrier orders (slower).
-        blocks: the blocks to run, and in what order; by default all, x fastest.
+        blocks: the blocks to run, and in what order; by default all, x fastest. A cluster is run when its first
+            block comes, its blocks in this order.
         max_steps: block steps after which a block counts as an endless loop.
+
+        The size of the clusters is the kernel's `.reqnctapercluster`.
         """
         kernel = self.module.kernels.get(name)
         if kernel is None:
             raise EmulatorError(f"no kernel {name!r}; the module has {', '.join(self.module.kernels) or 'none'}")
         shape, extent = _dim3(block, "block"), _dim3(grid, "grid")
         _check_shape(kernel, shape, shared_bytes)
+        cluster = _cluster_shape(kernel, extent)
         if len(args) != len(kernel.params):
             raise EmulatorError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
-        machine = self._prepare(kernel, shape, extent, args, shared_bytes, racecheck, max_steps)
-        every = itertools.product(*(range(n) for n in reversed(extent)))
+        machines = self._prepare(kernel, shape, extent, cluster, args, shared_bytes, racecheck, max_steps)
+        every = (xyz[::-1] for xyz in itertools.product(*(range(n) for n in reversed(extent))))
+        order = [_dim3(index, "block index", least=0) for index in (every if blocks is None else blocks)]
+        device = machines[0].device
         try:
             with np.errstate(all="ignore"):
-                for index in blocks if blocks is not None else (xyz[::-1] for xyz in every):
-                    x, y, z = _dim3(index, "block index", least=0)
-                    machine.run((x, y, z))
+                for indices in _clusters(order, cluster):
+                    run_cluster([machines[_rank(index, cluster)] for index in indices], indices)
         finally:
-            machine.device.copy_back()
-            device = machine.device
-            self.stats = Stats(machine.opcode_counts(), device.bytes_loaded, device.bytes_stored)
+            device.copy_back()
+            counts = sum((machine.opcode_counts() for machine in machines), Counter[str]())
+            self.stats = Stats(counts, device.bytes_loaded, device.bytes_stored)
 
     def _prepare(
         self,
         kernel: Kernel,
         shape: tuple[int, int, int],
         grid: tuple[int, int, int],
+        cluster_shape: tuple[int, int, int],
         args: Sequence[object] | None,
         shared_bytes: int = 0,
         racecheck: bool = False,
         max_steps: int = 1,
-    ) -> Block:
-        """Lay out all memories and decode the kernel; `args` None: just to decode."""
+    ) -> list[Block]:
+        """The blocks of a cluster, by rank: lay out all memories and decode the kernel; `args` None: just to decode."""
         lanes = -(-shape[0] * shape[1] * shape[2] // WARP) * WARP
         symbols: dict[str, tuple[str, int]] = {}
         device, constant = DeviceMemory(), DeviceMemory(_CONST_BASE, _CONST_STRIDE)
-        shared = SharedMemory(RaceDetector(lanes) if racecheck else None)
+        cluster = Cluster(cluster_shape, lanes)
+        # All blocks lay out their shared memory alike.
+        cluster.memories = [SharedMemory(RaceDetector(lanes) if racecheck else None, i) for i in range(cluster.size)]
         local_size, dynamic = 0, list[Variable]()
         for variable in [*self.module.variables, *kernel.variables]:
             if variable.size is None:
@@ -136,7 +147,7 @@ class Emulator:
                 continue
             match variable.space:
                 case "shared":
-                    address = shared.add(variable.size, variable.align)
+                    (address,) = {memory.add(variable.size, variable.align) for memory in cluster.memories}
                 case "local":
                     address = -(-local_size // variable.align) * variable.align
                     local_size = address + variable.size
@@ -147,7 +158,8 @@ class Emulator:
             symbols[variable.name] = (variable.space, address)
         if dynamic:
             # Dynamic shared memory comes last, and all `extern` arrays are names for it.
-            address = shared.add(shared_bytes, max(variable.align for variable in dynamic))
+            align = max(variable.align for variable in dynamic)
+            (address,) = {memory.add(shared_bytes, align) for memory in cluster.memories}
             symbols.update((variable.name, ("shared", address)) for variable in dynamic)
 
         params = bytearray()
@@ -155,24 +167,30 @@ class Emulator:
             params.extend(bytes(-len(params) % param.align))
             symbols[param.name] = ("param", len(params))
             params.extend(bytes(param.size) if args is None else _argument(device, param, args[number], number))
-        for memory in (device, constant, shared):
+        for memory in (device, constant, *cluster.memories):
             memory.allocate()
 
-        block = Block(
-            kernel=kernel,
-            shape=shape,
-            grid=grid,
-            device=device,
-            constant=constant,
-            shared=shared,
-            local=LocalMemory(local_size, lanes),
-            symbols=symbols,
-            params=np.frombuffer(bytes(params), np.uint8),
-            dynamic_shared_bytes=shared_bytes,
-            max_steps=max_steps,
-        )
-        block.steps = [decode(instruction, block) for instruction in kernel.instructions]
-        return block
+        blocks = [
+            Block(
+                kernel=kernel,
+                shape=shape,
+                grid=grid,
+                device=device,
+                constant=constant,
+                shared=shared,
+                local=LocalMemory(local_size, lanes),
+                cluster=cluster,
+                rank=rank,
+                symbols=symbols,
+                params=np.frombuffer(bytes(params), np.uint8),
+                dynamic_shared_bytes=shared_bytes,
+                max_steps=max_steps,
+            )
+            for rank, shared in enumerate(cluster.memories)
+        ]
+        for block in blocks:
+            block.steps = [decode(instruction, block) for instruction in kernel.instructions]
+        return blocks
 
 
 def _contents(variable: Variable) -> Array:
@@ -198,6 +216,38 @@ def _check_shape(kernel: Kernel, shape: tuple[int, int, int], shared_bytes: int)
         raise EmulatorError(f"block={shape} has {threads} threads; at most {MAX_THREADS} are allowed")
     if not 0 <= shared_bytes <= MAX_SHARED:
         raise EmulatorError(f"shared_bytes={shared_bytes} must be 0 to {MAX_SHARED}")
+
+
+def _cluster_shape(kernel: Kernel, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    if kernel.cluster is None:
+        if kernel.explicit_cluster:
+            raise EmulatorError(f"{kernel.name} is .explicitcluster and does not say its size: add .reqnctapercluster")
+        return 1, 1, 1
+    shape = _dim3(kernel.cluster, ".reqnctapercluster")
+    if any(n % per for n, per in zip(grid, shape)):
+        raise EmulatorError(f"grid={grid} must be a multiple of the cluster {shape} that {kernel.name} requires")
+    if int(np.prod(shape)) > MAX_CLUSTER:
+        raise EmulatorError(f"{kernel.name} requires clusters of {shape}; at most {MAX_CLUSTER} blocks are allowed")
+    return shape
+
+
+def _rank(index: tuple[int, int, int], shape: tuple[int, int, int]) -> int:
+    x, y, z = (i % n for i, n in zip(index, shape))
+    return x + shape[0] * (y + shape[1] * z)
+
+
+def _clusters(order: list[tuple[int, int, int]], shape: tuple[int, int, int]) -> Iterable[list[tuple[int, int, int]]]:
+    """The blocks in `order` by cluster."""
+    size = int(np.prod(shape))
+    if size == 1:
+        return [[index] for index in order]
+    clusters: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+    for index in order:
+        clusters.setdefault(tuple(i // n for i, n in zip(index, shape)), []).append(index)
+    for at, members in clusters.items():
+        if len(set(members)) != size or len(members) != size:
+            raise EmulatorError(f"blocks={members} must name each of the {size} blocks of cluster {at} once")
+    return clusters.values()
 
 
 def _argument(device: DeviceMemory, param: Param, value: object, number: int) -> bytes:

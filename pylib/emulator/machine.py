@@ -4,7 +4,8 @@ All threads that stand at the same instruction take it together, as NumPy vector
 Threads that part at a branch form groups; always the group at the lowest instruction runs, so that groups
 meet again where the code joins. A group that reaches another's instruction merges with it. Threads wait in
 two places: at a barrier, and at a warp-level instruction whose other lanes have not come yet. When nobody can
-run and somebody waits, that is a deadlock, and an error.
+run and somebody waits, that is a deadlock, and an error; unless they wait for the other blocks of the cluster, which
+run then (`run_cluster`).
 
 The block is padded to whole warps; the padding lanes have exited before the start.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pylib.emulator.cluster import Cluster, ClusterMemory
 from pylib.emulator.copy_queue import CopyQueue
 from pylib.emulator.faults import Array, Fault
 from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
@@ -49,9 +51,13 @@ class Exit:
 
 @dataclass(frozen=True)
 class Converge:
-    """These threads wait for others of their warps at this instruction; the rest of the step is done."""
+    """These threads wait for others of their warps at this instruction; the rest of the step is done.
+
+    `cluster`: they wait for the other blocks of the cluster.
+    """
 
     threads: Array
+    cluster: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ class Block:
     constant: DeviceMemory
     shared: SharedMemory
     local: LocalMemory
+    cluster: Cluster
+    rank: int  # in the cluster
     symbols: dict[str, tuple[str, int]]  # name -> (space, address)
     params: Array
     dynamic_shared_bytes: int
@@ -130,7 +138,9 @@ class Block:
         self.everyone = np.arange(self.lanes)
         self.registers = [Register(reg, self.lanes) for reg in self.kernel.registers]
         self.copies = CopyQueue(self.lanes, self.shared)
+        self.cluster_memory = ClusterMemory(self.cluster, self.rank)
         self.index = np.zeros((3, self.lanes), np.uint32)  # %ctaid
+        self.cluster_index = np.zeros((3, self.lanes), np.uint32)  # %clusterid
         self.counts = np.zeros(len(self.kernel.instructions) + 1, np.int64)
         self.exited = np.zeros(self.lanes, np.bool_)
 
@@ -143,9 +153,10 @@ class Block:
 
     # Running
 
-    def run(self, index: tuple[int, int, int]) -> None:
-        """Run all threads of block `index` to their end. Raises EmulatorError at the first mistake."""
+    def start(self, index: tuple[int, int, int]) -> None:
+        """Put all threads at the start of the kernel, as block `index` of the grid."""
         self.index[:] = np.array(index)[:, None]
+        self.cluster_index[:] = (np.array(index) // self.cluster.shape)[:, None]
         self.shared.reset()
         self.local.reset()
         self.copies.reset()
@@ -156,13 +167,22 @@ class Block:
         self.groups: dict[int, Array] = {0: ~self.exited}
         self.parked: dict[int, Array] = {}
         self.barriers: dict[int, Barrier] = {}
-        budget = self.max_steps
+        self.at_cluster_barrier: set[int] = set()  # instructions where threads may wait for other blocks
+        self.budget = self.max_steps
+        self.cluster.exit(self.rank, self.exited)
+
+    def advance(self) -> bool:
+        """Run all threads until they have exited or can only wait for another block; whether all have exited.
+
+        Raises EmulatorError at the first mistake.
+        """
         while self.groups or self._resume():
             at = min(self.groups)
             mask = self.groups.pop(at)
-            budget -= self._run_group(at, mask, min(self.groups, default=len(self.steps)))
-            if budget < 0:
+            self.budget -= self._run_group(at, mask, min(self.groups, default=len(self.steps)))
+            if self.budget < 0:
                 raise self._error(at, f"no end after {self.max_steps} steps", None)
+        return not self.parked
 
     def _run_group(self, at: int, group: Array, limit: int) -> int:
         """Run until the group splits, waits, jumps or comes to `limit`; the number of steps."""
@@ -183,7 +203,7 @@ class Block:
             if at < len(steps):
                 self._join(at, group)
             else:
-                self._exit(group)
+                self._exit(group, at - 1)
         else:
             self._apply(outcome, at, group)
         return at - start + 1
@@ -204,8 +224,10 @@ class Block:
                     self._join(target, some & (targets == target))
             case Exit():
                 self._join(at + 1, group & ~some)
-                self._exit(some)
+                self._exit(some, at)
             case Converge():
+                if outcome.cluster:
+                    self.at_cluster_barrier.add(at)
                 self._join(at + 1, group & ~some)
                 together = some | self.parked.pop(at) if at in self.parked else some
                 if together is some:
@@ -216,8 +238,12 @@ class Block:
                 self._join(at + 1, group & ~some if outcome.wait else group)
                 self._arrive(outcome, at, some)
 
-    def _exit(self, some: Array) -> None:
+    def _exit(self, some: Array, at: int) -> None:
         self.exited = self.exited | some
+        try:
+            self.cluster.exit(self.rank, some)
+        except Fault as fault:
+            raise self._error(at, fault.message, fault.lane) from None
         for number in list(self.barriers):
             self._open(number)
 
@@ -231,17 +257,23 @@ class Block:
             self._run_group(at, group, at + 1)
         if self.groups:
             return True
+        if not self.at_cluster_barrier.isdisjoint(self.parked):
+            return False
+        self.deadlock()
+        return False
+
+    def deadlock(self) -> None:
         if self.parked:
             at = min(self.parked)
             lane = int(np.flatnonzero(self.parked[at])[0])
-            raise self._error(at, f"deadlock: the other threads of the warp never come here{self._waiting()}", lane)
+            others = "blocks of the cluster" if at in self.at_cluster_barrier else "threads of the warp"
+            raise self._error(at, f"deadlock: the other {others} never come here{self._waiting()}", lane)
         if self.barriers:
             number = min(self.barriers)
             barrier = self.barriers[number]
             lanes = np.flatnonzero(barrier.waiting if barrier.waiting.any() else barrier.arrived)
             at = int(barrier.resume[lanes[0]]) - 1
             raise self._error(at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0]))
-        return False
 
     def _waiting(self) -> str:
         places = [(f"line {self._line(at)}", group) for at, group in self.parked.items()]
@@ -331,3 +363,19 @@ class Block:
             if count:
                 counter[instruction.name] += count
         return counter
+
+
+def run_cluster(blocks: list[Block], indices: list[tuple[int, int, int]]) -> None:
+    """Run the blocks of a cluster, as blocks `indices` of the grid, in turns: the first until it waits for the others
+    or ends, then the next."""
+    cluster = blocks[0].cluster
+    cluster.reset()
+    for block, index in zip(blocks, indices):
+        block.start(index)
+    running = blocks
+    while running:
+        phase = cluster.phase
+        left = [block for block in running if not block.advance()]
+        if len(left) == len(running) and cluster.phase == phase:
+            left[0].deadlock()
+        running = left

@@ -141,10 +141,11 @@ READABLE, EMPTY, LANDED, IN_FLIGHT, OUTSIDE = range(5)
 class SharedMemory:
     """The shared memory of one block, from `SHARED_BASE` on; knows of every byte whether it may be read."""
 
-    def __init__(self, races: RaceDetector | None = None) -> None:
+    def __init__(self, races: RaceDetector | None = None, rank: int = 0) -> None:
         self.end = SHARED_BASE
         self.spans: list[tuple[int, int]] = []
         self.races = races
+        self.rank = rank  # of the block in its cluster
 
     def add(self, size: int, align: int) -> int:
         start = -(-self.end // align) * align
@@ -182,39 +183,42 @@ class SharedMemory:
             )
         return offset // size
 
-    def read(self, lanes: Array, address: Array, size: int, atomic: bool = False) -> Array:
+    def read(self, lanes: Array, address: Array, size: int, atomic: bool = False, by: int | None = None) -> Array:
+        """`by`: the rank of the block whose `lanes` read; by default this one."""
+        own = by is None or by == self.rank
         row = self.locate(lanes, address, size)
         state = self.state.reshape(-1, size)[row]
         if state.any():  # not READABLE
-            self._refuse_read(lanes, row, size, state)
-        if self.races and not atomic:
+            self._refuse_read(lanes, row, size, state, own)
+        if self.races and own and not atomic:
             self.races.read(lanes, row, size)
         return self.data.reshape(-1, size)[row]
 
-    def _refuse_read(self, lanes: Array, row: Array, size: int, state: Array) -> None:
+    def _refuse_read(self, lanes: Array, row: Array, size: int, state: Array, own_block: bool) -> None:
         require(state != OUTSIDE, lanes, "read outside every shared variable")
         require(state != EMPTY, lanes, "read of shared memory that was never written")
         require(state != IN_FLIGHT, lanes, "read of the target of a cp.async that its thread has not waited for")
-        own = self.copier.reshape(-1, size)[row] == lanes[:, None]
+        own = (self.copier.reshape(-1, size)[row] == lanes[:, None]) & own_block
         require(
             (state != LANDED) | own,
             lanes,
             "read of another thread's cp.async without a barrier after its wait",
         )
 
-    def write(self, lanes: Array, address: Array, rows: Array, atomic: bool = False) -> None:
+    def write(self, lanes: Array, address: Array, rows: Array, atomic: bool = False, by: int | None = None) -> None:
+        """`by`: the rank of the block whose `lanes` write; by default this one."""
         size = rows.shape[1]
         row = self.locate(lanes, address, size)
-        self._check_write(lanes, row, size, atomic)
+        self._check_write(lanes, row, size, atomic, by is None or by == self.rank)
         self.data.reshape(-1, size)[row] = rows
         self.state.reshape(-1, size)[row] = READABLE
 
-    def _check_write(self, lanes: Array, row: Array, size: int, atomic: bool = False) -> None:
+    def _check_write(self, lanes: Array, row: Array, size: int, atomic: bool = False, own: bool = True) -> None:
         state = self.state.reshape(-1, size)[row]
         if len(lanes) and state.max() > LANDED:
             require(state != OUTSIDE, lanes, "write outside every shared variable")
             require(state != IN_FLIGHT, lanes, "write to the target of a cp.async that is still in flight")
-        if self.races:
+        if self.races and own:
             self.races.write(lanes, row, size, atomic)
 
     # cp.async: begin at issue, land when the issuing thread waits, publish at a barrier.

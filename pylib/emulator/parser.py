@@ -32,7 +32,10 @@ from pylib.emulator.ptx import (
     Vector,
 )
 
-_SPECIAL = re.compile(r"%(?:(?:n?tid|n?ctaid)\.[xyz]|laneid|n?warpid|lanemask_(?:eq|le|lt|ge|gt)|dynamic_smem_size)")
+_SPECIAL = re.compile(
+    r"%(?:(?:n?tid|n?ctaid|n?clusterid|cluster_n?ctaid)\.[xyz]|cluster_n?ctarank|laneid|n?warpid"
+    r"|lanemask_(?:eq|le|lt|ge|gt)|dynamic_smem_size)"
+)
 _LINKING = {".visible", ".weak", ".extern", ".common"}
 _SPACES = {".shared", ".global", ".const", ".local"}
 #: Hints to the code generator; a launch needs none of them.
@@ -196,6 +199,9 @@ class Parser(TokenStream):
             self.integer()
 
     def bound(self) -> None:
+        if self.accept(".explicitcluster"):
+            self.kernel.explicit_cluster = True
+            return
         token = self.take()
         values = [self.integer()]
         while self.accept(","):
@@ -204,8 +210,8 @@ class Parser(TokenStream):
             self.kernel.reqntid = tuple(values)
         elif token.text == ".maxntid":
             self.kernel.maxntid = tuple(values)
-        elif token.text == ".reqnctapercluster" and all(value == 1 for value in values):
-            pass
+        elif token.text == ".reqnctapercluster":
+            self.kernel.cluster = tuple(values)
         elif token.text not in _IGNORED_BOUNDS:
             raise self.error(f"unknown directive `{token.text}`", token)
 

@@ -157,6 +157,8 @@ class Kernel:
     instructions: list[Instruction] = field(default_factory=list)
     reqntid: tuple[int, ...] | None = None
     maxntid: tuple[int, ...] | None = None
+    cluster: tuple[int, ...] | None = None  # .reqnctapercluster
+    explicit_cluster: bool = False
 
 
 @dataclass

@@ -26,10 +26,10 @@ from pylib.emulator.machine import WARP, Mask, Step
 from pylib.emulator.ptx import Operand
 from pylib.emulator.warp import collective, mask_of
 
-_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4}
-_INTEGERS = ("s8", "u8", "s4", "u4")
+ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4}
+INTEGERS = ("s8", "u8", "s4", "u4")
 #: Which types may be the other factor.
-_MIXES = (("f16",), ("bf16",), ("tf32",), ("e4m3", "e5m2"), ("s8", "u8"), ("s4", "u4"))
+MIXES = (("f16",), ("bf16",), ("tf32",), ("e4m3", "e5m2"), ("s8", "u8"), ("s4", "u4"))
 
 
 @instruction("mma")
@@ -46,13 +46,13 @@ def _mma(op: Op) -> Step:
         raise Unsupported(f"mma shape .{shape}")
     op.choice("row")
     op.choice("col")
-    integer = a_type in _INTEGERS
+    integer = a_type in INTEGERS
     saturate = bool(integer and op.flag("satfinite"))
     halves = _check_types(int(match[1]), result, a_type, b_type, c_type)
 
     dest = _accumulator_dest(op, result)
-    a = _fragment(op, op.vector(2 * halves), a_type)
-    b = _fragment(op, op.vector(halves), b_type)
+    a = fragment(op, op.vector(2 * halves), a_type)
+    b = fragment(op, op.vector(halves), b_type)
     c = _accumulator(op, c_type)
     warps = op.block.warps
 
@@ -72,10 +72,10 @@ def _mma(op: Op) -> Step:
 
 def _check_types(k: int, result: str, a: str, b: str, c: str) -> int:
     """The number of k halves: 1 or 2 times 16 bytes of a row."""
-    if a not in _BITS or not any(a in mix and b in mix for mix in _MIXES):
+    if a not in ELEMENT_BITS or not any(a in mix and b in mix for mix in MIXES):
         raise Unsupported(f"mma of .{a} and .{b}")
-    halves, rest = divmod(k * _BITS[a], 128)
-    sums = ("s32",) if a in _INTEGERS else ("f32", "f16") if a == "f16" else ("f32",)
+    halves, rest = divmod(k * ELEMENT_BITS[a], 128)
+    sums = ("s32",) if a in INTEGERS else ("f32", "f16") if a == "f16" else ("f32",)
     if rest or halves not in (1, 2) or (halves == 1 and a in ("e4m3", "e5m2")):
         raise Unsupported(f"mma .m16n8k{k} of .{a}")
     if result not in sums or c != result:
@@ -96,37 +96,48 @@ def _stack(op: Op, items: tuple[Operand, ...]) -> Callable[[], Array]:
     return read
 
 
-def _fragment(op: Op, items: tuple[Operand, ...], kind: str) -> Callable[[], Array]:
-    """The registers of A or B as float64 values [register, lane, element]; float64 holds them all."""
-    stacked, bits = _stack(op, items), _BITS[kind]
+def fragment(op: Op, items: tuple[Operand, ...], kind: str) -> Callable[[], Array]:
+    """The registers of A or B as float64 values [register, lane, element]."""
+    stacked = _stack(op, items)
+    return lambda: elements(stacked(), kind)
 
-    def read() -> Array:
-        words = stacked()
-        if bits == 8 and kind in _INTEGERS:
-            return words[..., None].view(np.int8 if kind == "s8" else np.uint8).astype(np.float64)
-        if bits == 4:
-            fields = (words[..., None] << np.arange(28, -4, -4, dtype=np.uint32)).view(np.int32)
-            return ((fields if kind == "s4" else fields.view(np.uint32)) >> 28).astype(np.float64)
-        fmt = FLOATS[kind]
-        if kind == "tf32":
-            words &= np.uint32(0xFFFFE000)  # the lower bits do not count
-        return fmt.decode(words[..., None].view(fmt.raw))
 
-    return read
+def elements(words: Array, kind: str) -> Array:
+    """32-bit words of a factor as float64 values, which hold them all: an axis more, of the elements of a word."""
+    bits = ELEMENT_BITS[kind]
+    if bits == 8 and kind in INTEGERS:
+        return words[..., None].view(np.int8 if kind == "s8" else np.uint8).astype(np.float64)
+    if bits == 4:
+        fields = (words[..., None] << np.arange(28, -4, -4, dtype=np.uint32)).view(np.int32)
+        return ((fields if kind == "s4" else fields.view(np.uint32)) >> 28).astype(np.float64)
+    fmt = FLOATS[kind]
+    if kind == "tf32":
+        words = words & np.uint32(0xFFFFE000)  # the lower bits do not count
+    return fmt.decode(words[..., None].view(fmt.raw))
 
 
 def _accumulator(op: Op, kind: str) -> Callable[[], Array]:
     """C as float64 [4, lane]."""
-    stacked, lanes = _stack(op, op.vector(2 if kind == "f16" else 4)), op.block.lanes
+    stacked = _stack(op, op.vector(2 if kind == "f16" else 4))
+    return lambda: accumulator_values(stacked(), kind)
 
-    def read() -> Array:
-        words = stacked()
-        if kind == "s32":
-            return words.view(np.int32).astype(np.float64)
-        values = FLOATS[kind].decode(words[..., None].view(FLOATS[kind].raw))
-        return values.transpose(0, 2, 1).reshape(4, lanes)
 
-    return read
+def accumulator_values(words: Array, kind: str) -> Array:
+    """The accumulator registers [register, lane] as float64 [element, lane]."""
+    if kind == "s32":
+        return words.view(np.int32).astype(np.float64)
+    values = FLOATS[kind].decode(words[..., None].view(FLOATS[kind].raw))
+    return values.transpose(0, 2, 1).reshape(-1, words.shape[1])
+
+
+def accumulator_words(total: Array, kind: str) -> Array:
+    """The reverse of `accumulator_values`, rounding once."""
+    if kind == "s32":
+        return total.astype(np.int64).astype(np.uint32)  # wraps
+    fmt = FLOATS[kind]
+    per_word = 32 // fmt.bits
+    code = fmt.encode(total).reshape(len(total) // per_word, per_word, -1)
+    return np.ascontiguousarray(code.transpose(0, 2, 1)).view(np.uint32)[..., 0]
 
 
 def _accumulator_dest(op: Op, kind: str) -> Callable[[Array, Mask], None]:
@@ -134,13 +145,7 @@ def _accumulator_dest(op: Op, kind: str) -> Callable[[Array, Mask], None]:
     dests: list[Dest] = [op.dest("b32", item) for item in items]
 
     def write(total: Array, mask: Mask) -> None:
-        if kind == "s32":
-            words = total.astype(np.int64).astype(np.uint32)  # wraps
-        else:
-            fmt = FLOATS[kind]
-            code = fmt.encode(total).reshape(len(dests), -1, total.shape[1])
-            words = np.ascontiguousarray(code.transpose(0, 2, 1)).view(np.uint32)[..., 0]
-        for dest, word in zip(dests, words):
+        for dest, word in zip(dests, accumulator_words(total, kind)):
             dest.write(word, mask)
 
     return write

@@ -114,9 +114,11 @@ def _cvta(op: Op) -> Step:
 
 
 def _space(op: Op, named: str | None) -> str:
-    space = op.flag("global", "shared::cta", "shared", "const", "local", "param::entry", "param") or "generic"
-    space = space.partition("::")[0]
-    if named and space not in (named, "generic"):
+    spaces = ("global", "shared::cta", "shared::cluster", "shared", "const", "local", "param::entry", "param")
+    space = op.flag(*spaces) or "generic"
+    if space != "shared::cluster":
+        space = space.partition("::")[0]
+    if named and space.partition("::")[0] not in (named, "generic"):
         raise Unsupported(f"the variable lies in .{named}, not in .{space}")
     if named and space == "generic":
         raise Unsupported("a generic address is a 64-bit register, not a variable's name")
@@ -128,6 +130,7 @@ def _memory(op: Op, space: str) -> Any:
         "global": op.block.device,
         "const": op.block.constant,
         "shared": op.block.shared,
+        "shared::cluster": op.block.cluster_memory,
         "local": op.block.local,
         "generic": _Generic(op),
     }[space]
@@ -138,6 +141,7 @@ class _Generic:
 
     def __init__(self, op: Op) -> None:
         self.block = op.block
+        self.memories = {"shared": op.block.cluster_memory, "const": op.block.constant, "local": op.block.local}
 
     def _resolve(self, lanes: Array, address: Array) -> tuple[Any, Array]:
         if not len(address):
@@ -145,7 +149,7 @@ class _Generic:
         for space, start in _WINDOWS.items():
             inside = (address >= start) & (address < start + _WINDOW_SIZE)
             if inside.all():
-                return getattr(self.block, {"const": "constant"}.get(space, space)), address - start
+                return self.memories[space], address - start
             if inside.any():
                 raise Fault("generic addresses that differ in their memory between threads", int(lanes[0]))
         return self.block.device, address

@@ -28,17 +28,23 @@ def spread(words: Array) -> Array:
     return (words[:, None].astype(np.uint64) & _BITS != 0).reshape(-1)
 
 
-def together(block: Block, mask: Mask, members: Array | None) -> tuple[Mask, Array | None]:
-    """The threads whose warp is complete, and those that have to wait; no `members`: whole warps."""
-    if mask is None and (members is None or (members.ndim == 0 and int(members) == 2**WARP - 1)):
+def together(block: Block, mask: Mask, members: Array | None, width: int = WARP) -> tuple[Mask, Array | None]:
+    """The threads whose warp is complete, and those that have to wait; no `members`: whole warps, or groups of
+    `width` threads."""
+    whole = block.lanes % width == 0
+    if mask is None and whole and (members is None or (members.ndim == 0 and int(members) == 2**WARP - 1)):
         return None, None
     active = np.ones(block.lanes, np.bool_) if mask is None else mask
     if members is None:
-        come = active.reshape(-1, WARP)
-        if (come.any(axis=1) & block.exited.reshape(-1, WARP).any(axis=1)).any():
-            lane = int(np.flatnonzero(active)[0])
-            raise Fault("an .aligned instruction in a warp of which some threads have exited", lane)
-        ready = np.repeat(come.all(axis=1), WARP) & active
+        rest = -block.lanes % width
+        come = np.pad(active, (0, rest)).reshape(-1, width)
+        absent = np.pad(block.exited, (0, rest), constant_values=True).reshape(-1, width)
+        incomplete = np.repeat(come.any(axis=1) & absent.any(axis=1), width)[: block.lanes]
+        if incomplete.any():
+            lane = int(np.flatnonzero(active & incomplete)[0])
+            group = "warp" if width == WARP else "warpgroup"
+            raise Fault(f"an .aligned instruction in a {group} of which some threads have exited", lane)
+        ready = np.repeat(come.all(axis=1), width)[: block.lanes] & active
     else:
         members = np.broadcast_to(members, (block.lanes,))
         wanted = members.reshape(-1, WARP)
@@ -59,13 +65,14 @@ def together(block: Block, mask: Mask, members: Array | None) -> tuple[Mask, Arr
     return ready, waiting if waiting.any() else None
 
 
-def collective(op: Op, members: Array | None, step: Callable[[Array], None]) -> Step:
-    """A step that runs `step(active)` for the complete warps and makes the other threads wait."""
+def collective(op: Op, members: Array | None, step: Callable[[Array], None], width: int = WARP) -> Step:
+    """A step that runs `step(active)` for the complete warps, or groups of `width` threads, and makes the other
+    threads wait."""
     block = op.block
     everyone = np.ones(block.lanes, np.bool_)
 
     def run(mask: Mask) -> Outcome | None:
-        ready, waiting = together(block, mask, members)
+        ready, waiting = together(block, mask, members, width)
         if ready is None:
             step(everyone)
         elif ready.any():
