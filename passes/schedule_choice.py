@@ -33,6 +33,11 @@ def schedule_for(
     check_tile(tile)
     tables = [t for t in (*user, *shipped_tables()) if t.capability == target.capability]
     tables.sort(key=lambda t: t.gpu != gpu)  # stable: the user's stay first among equals
+    return choose(spec, tile, target, tables)
+
+
+def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Schedule:
+    """The schedule from these tables, the most trusted first, or by the rule."""
     found = nearest(tables, spec, tile, lambda entry: _suits(spec, entry, target))
     return found or default_schedule(spec, tile, target)
 

@@ -3,7 +3,8 @@
 An entry says which schedule was the fastest for one matmul:
 
     {"weight": "u4", "n": 4096, "k": 4096, "group_size": 128, "zeros": "none", "scale": "f16", "act": "f16",
-     "tokens": 1, "schedule": {"row_blocks": 1, ...}, "microseconds": 3.2, "date": "2026-11-21", "version": "0.1.0"}
+     "tokens": 1, "schedule": {"row_blocks": 1, ...}, "microseconds": 3.2, "date": "2026-11-21",
+     "version": "0.1.0+5bd2c1f0", "kernel": "1e8d3aad6b2c"}
 
 A matmul that is not in a table is served by its nearest neighbour: of the same token tile, and decoded in the same way
 (so many bits of an integer, a float or a table). How far apart two are is a number of octaves: |log2| of the ratio of
@@ -28,6 +29,7 @@ from passes.recipes import compute_element
 from passes.schedule import Schedule
 
 REACH = 1.0  # octaves
+ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "stages", "splits")  # of a schedule, in a file
 OTHERWISE = 0.25  # for another format of the same class, group size, kind of zeros or scales, or act
 
 
@@ -47,6 +49,14 @@ class Key:
     @staticmethod
     def of(spec: MatmulSpec, tile: int) -> Key:
         return Key(spec.weight, spec.n, spec.k, spec.group_size, spec.zeros, spec.scale, spec.act, tile)
+
+    @property
+    def spec(self) -> MatmulSpec:
+        """A matmul with this key; of a codebook's the values are made up."""
+        about = {name: getattr(self, name) for name in ("group_size", "zeros", "scale", "act")}
+        if self.weight.startswith("lut"):
+            about["table"] = tuple(map(float, range(2 ** int(self.weight[3:]))))
+        return MatmulSpec(self.n, self.k, self.weight, **about)
 
     @property
     def family(self) -> tuple[object, ...]:
@@ -71,19 +81,34 @@ def _decoding(weight: str, act: str) -> tuple[str, int, bool]:
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest schedule for one matmul, the time of a call, and when and by which lowbit it was measured."""
+    """The fastest schedule for one matmul, and what is known of its measurement.
+
+    microseconds  of a call
+    date          as 2026-11-21
+    version       of lowbit, to the source: "0.1.0+1e8d3aad"
+    kernel        a hash of its PTX, or "": if the schedule now makes another kernel, the measurement is stale
+    """
 
     key: Key
     schedule: Schedule
     microseconds: float
     date: str
     version: str
+    kernel: str = ""
+
+    def supersedes(self, other: Entry) -> bool:
+        """Whether to take this of two measurements of one matmul, of which this came later if on the same day: with
+        the same compiler the faster, else the newer, however fast the kernels of the older compiler were."""
+        if self.version == other.version:
+            return self.microseconds < other.microseconds
+        return self.date >= other.date
 
     def to_json(self) -> dict[str, Any]:
-        usual = {"tokens": max(8, self.key.tokens), "max_blocks": 0}  # goes without saying
-        schedule = {k: v for k, v in asdict(self.schedule).items() if v != usual.get(k)}
+        schedule = spelled_out(self.schedule)
+        if schedule["tokens"] == max(8, self.key.tokens):
+            del schedule["tokens"]  # goes without saying
         about = {"microseconds": round(self.microseconds, 3), "date": self.date, "version": self.version}
-        return asdict(self.key) | {"schedule": schedule} | about
+        return asdict(self.key) | {"schedule": schedule} | about | ({"kernel": self.kernel} if self.kernel else {})
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Entry:
@@ -92,7 +117,14 @@ class Entry:
         schedule = Schedule(**({"tokens": max(8, key.tokens)} | values["schedule"]))
         if not (key.n > 0 < key.k and key.family):
             raise ValueError(f"n={key.n}, k={key.k}")
-        return Entry(key, schedule, float(values["microseconds"]), values["date"], values["version"])
+        about = values["date"], values["version"], values.get("kernel", "")
+        return Entry(key, schedule, float(values["microseconds"]), *about)
+
+
+def spelled_out(s: Schedule) -> dict[str, int]:
+    """The fields of a schedule, but for rare choices that it does not make."""
+    usual = {f.name: f.default for f in fields(Schedule) if f.name not in ALWAYS}
+    return {name: value for name, value in asdict(s).items() if value != usual.get(name)}
 
 
 @dataclass(frozen=True)
@@ -117,11 +149,11 @@ class Table:
         return found
 
     def with_entries(self, entries: Iterable[Entry]) -> Table:
-        """This table and these: of two for one matmul the faster."""
+        """This table and these; of two for one matmul, the one that `supersedes` the other."""
         merged = dict(self.entries)
         for entry in entries:
             known = merged.get(entry.key)
-            if known is None or entry.microseconds < known.microseconds:
+            if known is None or entry.supersedes(known):
                 merged[entry.key] = entry
         return Table(self.gpu, self.capability, self.made, merged)
 
@@ -144,7 +176,8 @@ def _orderly(value: object) -> tuple[bool, float, str]:
 
 
 def merge(tables: Sequence[Table]) -> Table:
-    """One table of several for the same GPU. Raises SpecError where they are not."""
+    """One table of several for the same GPU, the latest last (`Entry.supersedes`). Raises SpecError where they are
+    not for the same."""
     first = tables[0]
     others = sorted({t.gpu for t in tables} - {first.gpu})
     if others:

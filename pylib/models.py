@@ -1,4 +1,5 @@
 """Linear layers of well-known models by name, as inference engines run them: the shapes worth being fast on.
+And presets: what `lowbit tune` measures for the tables that come with lowbit.
 
 Engines merge the projections to query, key and value into one layer, and the two of the gated feed-forward network into
 another.
@@ -6,6 +7,7 @@ another.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dialect.errors import SpecError
@@ -41,7 +43,36 @@ MODELS = {
 }
 
 
-def shapes(names: list[str]) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Part:
+    """All of these shapes in all of these formats, with groups of 128, for all of these token tiles."""
+
+    shapes: tuple[str, ...]
+    weights: tuple[str, ...]
+    tiles: tuple[int, ...]
+
+
+TILES = (1, 16, 8, 32, 64)
+LARGE = ("57344x8192", "8192x8192")
+FORMATS = ("u8", "f8e4m3", "u6", "f6e3m2", "u5", "u3", "u2", "u1", "nf4", "f4e2m1")
+PRESETS = {  # the most important first: a session may be short
+    "decode": (
+        Part((*LARGE, "4096x4096", "8192x28672"), ("u4",), TILES),
+        Part(("Llama-3.1-8B", "Llama-3.1-70B"), ("u4",), TILES),
+        Part(LARGE, FORMATS, (1, 16)),
+        Part(("Qwen2.5-32B", "Gemma-2-9B", "Llama-2-7B"), ("u4",), TILES),
+    )
+}
+
+
+def preset(name: str) -> tuple[Part, ...]:
+    """What a name stands for. Raises SpecError for an unknown one."""
+    if name not in PRESETS:
+        raise SpecError(f"--preset {name!r} must be one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def shapes(names: Iterable[str]) -> list[tuple[int, int]]:
     """The (n, k) that names stand for: a model ("Llama-3.1-8B", in any case), one of its layers ("Llama-3.1-8B/qkv"),
     or a size ("4096x11008"); each once. Raises SpecError for an unknown name."""
     return list(dict.fromkeys(shape for name in names for shape in _shapes(name)))

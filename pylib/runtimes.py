@@ -148,7 +148,7 @@ class CudaRuntime(_GpuRuntime):
             check_device(self._target, device)
             artifact = self.kernel(tile)
             with self._lock:
-                function = self._by_tile.get((device, tile)) or _load(artifact, self._target, device)
+                function = self._by_tile.get((device, tile)) or load(artifact, self._target, device)
                 self._by_tile[device, tile] = function
             self._several_devices = torch.cuda.device_count() > 1
         return function
@@ -200,7 +200,8 @@ def _capability(device: int) -> int:
     return 10 * major + minor
 
 
-def _load(artifact: Artifact, target: Target, device: int) -> Function:
+def load(artifact: Artifact, target: Target, device: int) -> Function:
+    """A kernel on a device. Raises TargetError if the driver refuses it."""
     # A cubin runs on its own major architecture; for a later one the driver compiles the PTX.
     same_major = target.capability // 10 == _capability(device) // 10
     image = artifact.cubin if same_major and artifact.cubin else artifact.ptx.encode() + b"\0"

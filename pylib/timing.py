@@ -30,7 +30,12 @@ class Timing:
     worst: float
 
 
-def graph_time(calls: Sequence[Callable[[], object]], replays: int = 15, least_us: float = 2000.0) -> Timing:
+def graph_time(
+    calls: Sequence[Callable[[], object]],
+    replays: int = 15,
+    least_us: float = 2000.0,
+    warm_seconds: float = WARM_SECONDS,
+) -> Timing:
     """Time per call of `calls`, captured in order into one graph, as often as makes `least_us` of work."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -42,7 +47,7 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int = 15, least_u
         for call in calls:
             call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    warm_until = time.perf_counter() + WARM_SECONDS
+    warm_until = time.perf_counter() + warm_seconds
     while time.perf_counter() < warm_until:  # an idle GPU has low clocks
         graph.replay()
         torch.cuda.synchronize()

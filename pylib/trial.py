@@ -1,7 +1,6 @@
 """A matmul on random data: is it right, and how fast is it? What `lowbit run` and the demo report.
 
-Every output is checked. The weight repeats itself every 1009 rows, so that float64 has little to do; 1009 is
-a prime, so no tile of a kernel repeats.
+Every output is checked. The weight repeats itself every `PERIOD` rows, so that float64 has little to do.
 
 On a GPU the time is what `pylib.timing` says; on a CPU it is from call to return.
 """
@@ -20,13 +19,13 @@ from torch import Tensor
 
 from dialect.spec import MatmulSpec
 from passes.schedule import Schedule
-from pylib import reference, timing
+from pylib import packed, reference, timing
 from pylib.artifact import token_tile
 from pylib.matmul import Matmul, compile
 from pylib.packed import PackedWeight
 from pylib.runtimes import check_device
 
-PERIOD = 1009  # rows
+PERIOD = 1009  # rows; a prime, so that no tile of a kernel repeats
 CPU_REPEATS = 15
 CPU_SECONDS = 2.0  # at most, about
 
@@ -53,6 +52,46 @@ class Trial:
         return 2 * self.m * self.matmul.spec.n * self.matmul.spec.k
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A matmul on random data, and what must come out.
+
+    x         [m, k]
+    weight    [n, k], whose rows repeat themselves
+    expected  [m, rows] of one period, by the definition in float64
+    allowed   [m, rows]: how far a right result may be off
+    """
+
+    x: Tensor
+    weight: PackedWeight
+    expected: reference.F64
+    allowed: reference.F64
+
+    def errors(self, y: Tensor) -> tuple[float, float]:
+        """How far y [up to m, n] is off: relative, in the Frobenius norm; and at worst, as a share of what is allowed
+        there (inf where NaN or inf was not met)."""
+        m, n = y.shape
+        at = np.ix_(np.arange(m), np.arange(n) % self.expected.shape[1])
+        expected = self.expected[at]
+        error = y.double().cpu().numpy() - expected
+        worst = np.nan_to_num(np.abs(error) / self.allowed[at], nan=np.inf).max()
+        return float(np.linalg.norm(error) / np.linalg.norm(expected)), float(worst)
+
+
+def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, *, dequantized: bool = False) -> Sample:
+    """Random data on a device, where the weight is packed. The period should be a prime.
+
+    dequantized: for a kernel that rounds whole weights (`reference.tolerance`)
+    """
+    part = replace(spec, n=min(spec.n, period))
+    x, codes, scales, zeros, bias = reference.random_problem(part, m)
+    expected = reference.matmul(part, x, codes, scales, zeros, bias)
+    allowed = reference.tolerance(part, x, codes, scales, zeros, bias, dequantized=dequantized)
+    rows = torch.arange(spec.n, device=device) % part.n
+    whole = (None if t is None else _take(t.to(device), rows) for t in (codes, scales, zeros, bias))
+    return Sample(x.to(device), packed.pack(spec, *whole), expected, allowed)
+
+
 def run_trial(
     spec: MatmulSpec,
     m: int,
@@ -70,33 +109,25 @@ def run_trial(
     if mm.target.kind == "cuda" and not torch.cuda.is_available():
         check_device(mm.target, -1)
     on_step("packing random data")
-    part = replace(spec, n=min(spec.n, PERIOD))
-    x, codes, scales, zeros, bias = reference.random_problem(part, m)
-    rows = torch.arange(spec.n) % part.n
     device = "cuda" if mm.target.kind == "cuda" else "cpu"
-    whole = (None if t is None else _take(t, rows) for t in (zeros, bias))
-    w = mm.pack(_take(codes, rows), _take(scales, rows), *whole).to(device)
-    moved = x.to(device)
+    data = sample(spec, m, device, dequantized=mm.target.is_gpu and token_tile(m) is None)
 
     on_step("multiplying")
-    y = mm(moved, w).cpu()
+    y = mm(data.x, data.weight)
 
     on_step("checking")
-    expected = reference.matmul(part, x, codes, scales, zeros, bias)[:, rows]
-    dequantized = mm.target.is_gpu and token_tile(m) is None
-    allowed = reference.tolerance(part, x, codes, scales, zeros, bias, dequantized=dequantized)[:, rows]
-    error = y.double().numpy() - expected
+    error, worst = data.errors(y)
 
     on_step("timing")
     return Trial(
         matmul=mm,
         m=m,
         schedule=chosen,
-        error=float(np.linalg.norm(error) / np.linalg.norm(expected)),
-        worst=float(np.nan_to_num(np.abs(error) / allowed, nan=np.inf).max()),
+        error=error,
+        worst=worst,
         compile_time=compile_time,
-        time=None if mm.target.kind == "emulator" else time_call(mm, moved, w),
-        bytes=w.nbytes + x.nbytes + y.nbytes,
+        time=None if mm.target.kind == "emulator" else time_call(mm, data.x, data.weight),
+        bytes=data.weight.nbytes + data.x.nbytes + y.nbytes,
     )
 
 

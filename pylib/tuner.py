@@ -1,53 +1,46 @@
 """`lowbit tune`: measures schedules and writes the fastest into a table.
 
-For every matmul and token tile: the candidates of `pylib.search_space` are compiled by other processes, which hand the
-kernels over through the disk cache; each is timed shortly, and the best third at length; the winner's output is
-checked against the definition before it is recorded. Every measurement is a line of a log, so that a session that was
-interrupted goes on where it stopped. Measurements of other sources of the compiler do not count.
+For every matmul and token tile, in two passes: the candidates of `pylib.search_space` are timed shortly; then their
+neighbours, for the best few of them. The best of all are timed at length, and the output of the winner is checked
+against the definition before it is recorded. Other processes compile meanwhile, one matmul ahead, and the neighbours
+are compiled while the next matmul's candidates are timed.
+
+Every measurement is a line of a log, so that a session that was interrupted goes on where it stopped. Measurements of
+other sources of the compiler do not count.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from dialect.errors import LowbitError, SpecError, TargetError
+from dialect.errors import SpecError, TargetError
 from dialect.spec import MatmulSpec
 from passes.schedule import Schedule
 from passes.schedule_choice import check_tile
 from passes.schedule_tables import Entry, Key
 from passes.target import Target, parse_target
-from pylib import cache, knobs
-from pylib.search_space import KEEP, candidates
+from pylib import cache
+from pylib.search_space import candidates, neighbours
+from pylib.tune_processes import Failed, Problem
 
+CANDIDATES = 60  # per matmul and token tile
+FIRST_PASS = 2 / 3  # of them
+PARENTS = 3  # whose neighbours are the second pass
+FINALISTS = 8
 SHORT, LONG = 3, 15  # replays of a timing
-FINALISTS = 1 / 3
+AHEAD = 1  # matmuls that are being compiled for, beyond the one that is timed
+LEAST_SECONDS = 1.0  # of timing for a matmul, however little time there is
 MADE = "lowbit tune: the fastest of the candidates of pylib.search_space, in CUDA graphs over 400 MB of weights"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What to find a schedule for: a matmul and a token tile."""
-
-    spec: MatmulSpec
-    tile: int
-
-    @property
-    def key(self) -> Key:
-        return Key.of(self.spec, self.tile)
-
-    def __str__(self) -> str:
-        return f"{self.spec}, m = {self.tile}"
 
 
 def problems(
@@ -82,7 +75,7 @@ def problems(
 
 class Log:
     """Measurements by (matmul, schedule, what was done), each a line of a file: microseconds, 1 or 0 for a check;
-    null, which reads as infinity, for what could not be compiled or run."""
+    null, which reads as infinity, for what could not be compiled or run, and why."""
 
     def __init__(self, path: Path, gpu: str) -> None:
         self._path = path
@@ -101,164 +94,192 @@ class Log:
     def get(self, key: Key, schedule: Schedule, what: str) -> float | None:
         return self._known.get((key, schedule, what))
 
-    def add(self, key: Key, schedule: Schedule, what: str, value: float) -> None:
+    def add(self, key: Key, schedule: Schedule, what: str, value: float, why: str = "") -> None:
         self._known[key, schedule, what] = value
         about = {"key": asdict(key), "schedule": asdict(schedule), "what": what}
-        line = json.dumps(self._of | about | {"value": value if math.isfinite(value) else None})
+        about |= {"value": value if math.isfinite(value) else None} | ({"why": why} if why else {})
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(self._of | about) + "\n")
 
 
 class Progress(Protocol):
     """Who wants to know how far it is."""
 
-    def start(self, compilations: int, timings: int) -> None: ...
+    def start(self, problems: int) -> None: ...
 
-    def compiled(self) -> None: ...
+    def timed(self, problem: Problem, count: int) -> None: ...
 
-    def timed(self) -> None: ...
+    def finished(self, problem: Problem, entry: Entry | None, first: float, timed: int) -> None:
+        """first: microseconds with the rule's schedule"""
+        ...
 
-    def finished(self, problem: Problem, entry: Entry | None) -> None: ...
+
+class Measures(Protocol):
+    """What needs a GPU. Raises Failed for a schedule that can't be measured."""
+
+    def time(self, problem: Problem, schedule: Schedule, replays: int) -> float: ...
+
+    def check(self, problem: Problem, schedule: Schedule) -> bool: ...
 
 
-Timer = Callable[[Problem, Schedule, int], float]  # replays -> microseconds per call
-Check = Callable[[Problem, Schedule], bool]
-Submit = Callable[[MatmulSpec, Schedule], "Future[str]"]  # compile it: "" or what is wrong
+Submit = Callable[[Problem, Schedule], "Future[str]"]  # compile it; the kernel's id, or Failed
+
+
+@dataclass
+class Search:
+    """One matmul's: what is being compiled, and what was found. Microseconds, inf for what can't run."""
+
+    problem: Problem
+    compiling: dict[Schedule, Future[str] | None]  # None: measured in an earlier session
+    times: dict[Schedule, float] = field(default_factory=dict)
+    kernels: dict[Schedule, str] = field(default_factory=dict)
+    share: float = math.inf  # seconds that timing may take
+    spent: float = 0.0  # and has taken
+
+    def best(self, count: int) -> list[Schedule]:
+        """Of those that run, the fastest first."""
+        return sorted((s for s, t in self.times.items() if math.isfinite(t)), key=lambda s: self.times[s])[:count]
 
 
 @dataclass
 class Tuner:
-    """The search, apart from what needs a GPU: `timer` and `check`."""
+    """The search, apart from what needs a GPU.
+
+    candidates  how many schedules are timed per matmul and token tile
+    seconds     that the session may take, about. Every matmul gets an equal share of what is left, so that it has
+                fewer candidates rather than none; after that, no other is begun
+    """
 
     target: Target
     version: str
     log: Log
-    timer: Timer
-    check: Check
+    gpu: Measures
     submit: Submit
     progress: Progress
-    keep: int = KEEP
+    candidates: int = CANDIDATES
+    seconds: float = math.inf
+    now: Callable[[], float] = time.monotonic
 
     def run(self, work: Sequence[Problem]) -> Iterator[Entry]:
-        """The fastest right schedule of each problem, as soon as it is known. Raises LowbitError if a process that
-        compiles dies."""
-        plan = [(problem, candidates(problem.spec, problem.tile, self.target, self.keep)) for problem in work]
-        missing = [(p, [s for s in each if self.log.get(p.key, s, "short") is None]) for p, each in plan]
-        finalists = sum(self._finalists(len(each)) for _, each in plan)
-        self.progress.start(sum(len(each) for _, each in missing), sum(len(each) for _, each in plan) + finalists)
-        compiling = [{s: self._compile(p, s) for s in each} for p, each in missing]
-        for (problem, each), futures in zip(plan, compiling):
-            entry = self._best(problem, each, futures)
-            self.progress.finished(problem, entry)
-            if entry:
-                yield entry
-
-    def _compile(self, problem: Problem, schedule: Schedule) -> Future[str]:
-        future = self.submit(problem.spec, schedule)
-        future.add_done_callback(lambda _: self.progress.compiled())
-        return future
-
-    @staticmethod
-    def _finalists(count: int) -> int:
-        return math.ceil(count * FINALISTS)
-
-    def _best(self, problem: Problem, each: list[Schedule], compiling: dict[Schedule, Future[str]]) -> Entry | None:
-        key = problem.key
-        for schedule, future in compiling.items():
-            if self._result(problem, future):
-                self.log.add(key, schedule, "short", math.inf)
-        short = {s: self._time(problem, s, SHORT, "short") for s in each}
-        best = sorted(short, key=lambda s: short[s])[: self._finalists(len(each))]
-        long = {s: self._time(problem, s, LONG, "long") if math.isfinite(short[s]) else math.inf for s in best}
-        for schedule in sorted(long, key=lambda s: long[s]):
-            if not math.isfinite(long[schedule]):
+        """The fastest right schedule of each problem, as soon as it is known."""
+        self.progress.start(len(work))
+        end = self.now() + self.seconds
+        waiting = iter(work)
+        begun: list[Search] = []  # compiling for the first pass
+        last: Search | None = None  # compiling for the second
+        left = len(work)
+        while True:
+            if self.now() < end:
+                begun += [self._begin(p) for _, p in zip(range(1 + AHEAD - len(begun)), waiting)]
+            if self.now() >= end or not begun:
                 break
-            right = self.log.get(key, schedule, "right")
-            if right is None:
-                right = float(self.check(problem, schedule))
-                self.log.add(key, schedule, "right", right)
-            if right:
-                return Entry(key, schedule, long[schedule], date.today().isoformat(), self.version)
-        return None
+            search = begun.pop(0)
+            search.share = max(LEAST_SECONDS, (end - self.now()) / left)
+            left -= 1
+            self._time_all(search, search.share * FIRST_PASS)
+            self._begin_second_pass(search)
+            if last:
+                yield from self._finish(last)
+            last = search
+        for search in begun:
+            _cancel(search)
+        if last:
+            yield from self._finish(last)
 
-    def _result(self, problem: Problem, future: Future[str]) -> str:
+    def _begin(self, problem: Problem) -> Search:
+        count = math.ceil(self.candidates * FIRST_PASS)
+        search = Search(problem, {})
+        self._compile(search, candidates(problem.spec, problem.tile, self.target, count))
+        return search
+
+    def _begin_second_pass(self, search: Search) -> None:
+        p = search.problem
+        near = [s for parent in search.best(PARENTS) for s in neighbours(p.spec, p.tile, self.target, parent)]
+        new = [s for s in dict.fromkeys(near) if s not in search.times]
+        self._compile(search, new[: max(0, self.candidates - len(search.times))])
+
+    def _compile(self, search: Search, schedules: Sequence[Schedule]) -> None:
+        for s in schedules:
+            known = self.log.get(search.problem.key, s, "short") is not None
+            search.compiling[s] = None if known else self.submit(search.problem, s)
+
+    def _time_all(self, search: Search, seconds: float) -> None:
+        """Time what is being compiled; what does not get its turn within so many seconds of timing is dropped."""
+        for schedule in list(search.compiling):
+            if search.spent >= seconds:
+                _cancel(search)
+                return
+            if self._compiled(search, schedule):
+                search.times[schedule] = self._time(search, schedule, SHORT, "short")
+            else:
+                search.times[schedule] = math.inf
+            search.compiling.pop(schedule)
+            self.progress.timed(search.problem, len(search.times))
+
+    def _compiled(self, search: Search, schedule: Schedule) -> bool:
+        future = search.compiling[schedule]
+        if future is None:
+            return True
         try:
-            return future.result()
-        except BrokenProcessPool:
-            raise LowbitError(
-                f"a process died while it compiled kernels of ({problem}), perhaps for want of memory; start again "
-                "with fewer --jobs: what has been measured is kept"
-            ) from None
+            try:
+                kernel = future.result()
+            except BrokenProcessPool:  # perhaps on account of another: once more, in a new pool
+                kernel = self.submit(search.problem, schedule).result()
+        except (BrokenProcessPool, Failed) as error:
+            why = str(error) if isinstance(error, Failed) else "the compiler crashed"
+            self.log.add(search.problem.key, schedule, "short", math.inf, why)
+            return False
+        search.kernels[schedule] = kernel
+        return True
 
-    def _time(self, problem: Problem, schedule: Schedule, replays: int, what: str) -> float:
-        known = self.log.get(problem.key, schedule, what)
+    def _time(self, search: Search, schedule: Schedule, replays: int, what: str) -> float:
+        known = self.log.get(search.problem.key, schedule, what)
         if known is None:
-            known = self.timer(problem, schedule, replays)
-            self.log.add(problem.key, schedule, what, known)
-        self.progress.timed()
+            known = self._measure(search, schedule, what, lambda p, s: self.gpu.time(p, s, replays))
         return known
 
-
-@contextmanager
-def compile_pool(target: Target, jobs: int | None = None) -> Generator[Submit]:
-    """Processes that compile into the disk cache, one per core unless told otherwise. Raises SpecError if there is no
-    cache."""
-    import multiprocessing
-
-    if knobs.no_cache():
-        raise SpecError("tuning hands kernels over through the disk cache; unset LOWBIT_NO_CACHE")
-    # Not forked: this process may hold a CUDA context, which a fork would break.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    def _measure(
+        self, search: Search, schedule: Schedule, what: str, measure: Callable[[Problem, Schedule], float]
+    ) -> float:
+        start, why = self.now(), ""
         try:
-            yield lambda spec, schedule: pool.submit(_compile, spec, target.name, schedule)
-        finally:
-            pool.shutdown(cancel_futures=True)
+            value = float(measure(search.problem, schedule))
+        except Failed as error:
+            value, why = math.inf, str(error)
+        search.spent += self.now() - start
+        self.log.add(search.problem.key, schedule, what, value, why)
+        return value
+
+    def _finish(self, search: Search) -> Iterator[Entry]:
+        """The second pass, the final, and the check."""
+        first = next(iter(search.times.values()), math.inf)
+        self._time_all(search, search.share)
+        entry = self._winner(search)
+        self.progress.finished(search.problem, entry, first, len(search.times))
+        if entry:
+            yield entry
+
+    def _winner(self, search: Search) -> Entry | None:
+        problem = search.problem
+        long = {s: self._time(search, s, LONG, "long") for s in search.best(FINALISTS)}
+        for s in sorted(long, key=lambda s: long[s]):
+            if math.isfinite(long[s]) and self._right(search, s):
+                kernel = search.kernels.get(s) or self.submit(problem, s).result()
+                return Entry(problem.key, s, long[s], date.today().isoformat(), self.version, kernel)
+        return None
+
+    def _right(self, search: Search, schedule: Schedule) -> bool:
+        known = self.log.get(search.problem.key, schedule, "right")
+        if known is None:
+            known = self._measure(search, schedule, "right", self.gpu.check)
+        return known == 1
 
 
-def _compile(spec: MatmulSpec, target: str, schedule: Schedule) -> str:
-    from pylib.artifact import Artifacts
-
-    try:
-        Artifacts(spec, parse_target(target), schedule).kernel(schedule.tokens)
-    except LowbitError as error:
-        return str(error)
-    return ""
-
-
-class GraphTimer:
-    """Times on this machine's GPU, with the weights of one matmul kept from call to call."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._spec: MatmulSpec | None = None
-        self._weights: list[Any] = []
-
-    def __call__(self, problem: Problem, schedule: Schedule, replays: int) -> float:
-        import torch
-
-        from pylib import timing
-        from pylib.matmul import Matmul
-        from pylib.packed import TORCH
-
-        spec = problem.spec
-        if spec is not self._spec:
-            self._weights.clear()
-            torch.cuda.empty_cache()
-            self._spec, self._weights = spec, timing.copies(timing.random_weight(spec))
-        try:
-            mm = Matmul(spec, self._target, schedule)
-            x = torch.randn(problem.tile, spec.k, device="cuda").to(TORCH[spec.act])
-            calls = [partial(mm, x, w) for w in self._weights]
-            return timing.graph_time(calls, replays, least_us=1000.0 if replays == SHORT else 2000.0).median
-        except LowbitError:  # such as more registers than a block may have
-            return math.inf
-
-
-def check_on_gpu(problem: Problem, schedule: Schedule) -> bool:
-    """Whether every output is within what rounding explains."""
-    from pylib.trial import run_trial
-
-    return run_trial(problem.spec, problem.tile, schedule=schedule).right
+def _cancel(search: Search) -> None:
+    for future in search.compiling.values():
+        if future:
+            future.cancel()
+    search.compiling.clear()
 
 
 def this_gpu() -> tuple[str, Target]:

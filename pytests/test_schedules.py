@@ -125,6 +125,7 @@ def test_distance_is_in_octaves() -> None:
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
     some = [entry(replace(SPEC, group_size=g), ODD, 1.25) for g in (None, 16, 128)]
+    some.append(replace(entry(replace(SPEC, n=64), replace(ODD, max_blocks=2)), kernel="1e8d3aad6b2c"))
     file = tmp_path / "a.json"
     file.write_text(table(*some).to_text())
     assert read_table(file) == table(*some)
@@ -146,14 +147,25 @@ def test_a_damaged_table_is_named(tmp_path: Path, damage: str) -> None:
         read_table(file)
 
 
-def test_merge_keeps_the_faster() -> None:
+def test_merge_keeps_the_faster_of_one_version_and_the_newer_of_two() -> None:
     other = replace(ODD, stages=4)
     a = table(entry(SPEC, ODD, 5.0), entry(replace(SPEC, n=64), ODD))
     b = table(entry(SPEC, other, 4.0), entry(replace(SPEC, n=32), ODD))
     for both in (merge([a, b]), merge([b, a])):
         assert len(both.entries) == 3 and both.entries[Key.of(SPEC, 16)].schedule == other
+    slower = replace(entry(SPEC, ODD, 6.0), version="0.1.0+2", kernel="1e8d3aad6b2c")
+    assert merge([a, b, table(slower)]).entries[Key.of(SPEC, 16)] == slower  # of the same day: the last
+    assert merge([table(slower), b]).entries[Key.of(SPEC, 16)].schedule == other
+    newer = replace(slower, date="2026-11-22")
+    for both in (merge([a, table(newer)]), merge([table(newer), a])):
+        assert both.entries[Key.of(SPEC, 16)] == newer
     with pytest.raises(SpecError, match="one GPU, but these are for NVIDIA H200 and NVIDIA A100"):
         merge([a, table(gpu="NVIDIA A100")])
+
+
+def test_a_key_names_its_matmul() -> None:
+    for spec in (SPEC, *NEAR.values(), replace(SPEC, weight="lut3", table=tuple(range(8)))):
+        assert Key.of(Key.of(spec, 16).spec, 16) == Key.of(spec, 16)
 
 
 def test_the_choice_takes_no_time() -> None:

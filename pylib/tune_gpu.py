@@ -1,0 +1,90 @@
+"""What the GPU process of a tuning session does: keeps weights, times kernels, checks what they give."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dialect.spec import MatmulSpec
+from passes.schedule import Schedule
+from passes.schedule_choice import TOKEN_TILES
+from passes.target import Target
+from pylib import timing, trial
+from pylib.artifact import Artifacts
+from pylib.cuda import current_stream
+from pylib.packed import TORCH, PackedWeight
+from pylib.runtimes import load
+from pylib.tune_processes import PERIOD, Problem
+
+KEPT = 3  # specs whose weights stay on the GPU: the second pass over one meets the first pass over the next
+FEW = 5  # replays up to which a timing is a coarse one
+LEAST_US = {True: 1000.0, False: 2000.0}  # of work per replay, coarse or not
+WARM_SECONDS = {True: 0.004, False: 0.02}  # the GPU has just been at work
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of one spec: a sample with its answer, and copies of its weight that no cache holds."""
+
+    data: trial.Sample
+    copies: list[PackedWeight]
+
+
+class Stand:
+    """A test stand for kernels on this machine's GPU."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._device = torch.cuda.current_device()
+        self._weights: OrderedDict[MatmulSpec, Weights] = OrderedDict()
+        torch.zeros(1, device="cuda")  # makes the context
+
+    def time(self, problem: Problem, schedule: Schedule, replays: int) -> float:
+        """Microseconds per call, in a CUDA graph."""
+        call, _ = self._kernel(problem, schedule)
+        calls = [partial(call, weight) for weight in self._of(problem.spec).copies]
+        coarse = replays <= FEW
+        return timing.graph_time(calls, replays, LEAST_US[coarse], WARM_SECONDS[coarse]).median
+
+    def check(self, problem: Problem, schedule: Schedule) -> bool:
+        """Whether all outputs are right, of a launch that had the GPU to itself and of one among others."""
+        call, y = self._kernel(problem, schedule)
+        weights = self._of(problem.spec)
+        for calls in (1, 8):
+            y.fill_(float("nan"))
+            for i in range(calls):
+                call(weights.copies[-i % len(weights.copies)])
+            if not weights.data.errors(y)[1] <= 1:
+                return False
+        return True
+
+    def _of(self, spec: MatmulSpec) -> Weights:
+        """A spec's weights, made where they are not there."""
+        if spec not in self._weights:
+            while len(self._weights) >= KEPT:
+                self._weights.popitem(last=False)
+            torch.cuda.empty_cache()
+            data = trial.sample(spec, TOKEN_TILES[-1], "cuda", PERIOD)
+            self._weights[spec] = Weights(data, timing.copies(data.weight))
+            torch.cuda.synchronize()  # kernels read weights ahead of their turn in the stream
+        self._weights.move_to_end(spec)
+        return self._weights[spec]
+
+    def _kernel(self, problem: Problem, schedule: Schedule) -> tuple[Callable[[PackedWeight], None], Tensor]:
+        """A launch on a weight, and the tensor that it writes."""
+        spec, tile = problem.spec, problem.tile
+        function = load(Artifacts(spec, self._target, schedule).kernel(tile), self._target, self._device)
+        x = self._of(spec).data.x[:tile]
+        y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
+
+        def call(w: PackedWeight) -> None:
+            tensors = x, w.codes, w.scales, w.zeros, w.bias, y
+            addresses = (0 if t is None else t.data_ptr() for t in tensors)
+            function(current_stream(self._device), True, *addresses, tile)
+
+        return call, y
