@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -159,11 +159,12 @@ class Tuner:
     candidates: int = CANDIDATES
     seconds: float = math.inf
     now: Callable[[], float] = time.monotonic
+    _end: float = math.inf
 
     def run(self, work: Sequence[Problem]) -> Iterator[Entry]:
         """The fastest right schedule of each problem, as soon as it is known."""
         self.progress.start(len(work))
-        end = self.now() + self.seconds
+        self._end = end = self.now() + self.seconds
         waiting = iter(work)
         begun: list[Search] = []  # compiling for the first pass
         last: Search | None = None  # compiling for the second
@@ -205,8 +206,8 @@ class Tuner:
 
     def _time_all(self, search: Search, seconds: float) -> None:
         """Time what is being compiled; what does not get its turn within so many seconds of timing is dropped."""
-        for schedule in list(search.compiling):
-            if search.spent >= seconds:
+        for schedule, future in list(search.compiling.items()):
+            if search.spent >= seconds or not self._waited_for(future):
                 _cancel(search)
                 return
             if self._compiled(search, schedule):
@@ -215,6 +216,11 @@ class Tuner:
                 search.times[schedule] = math.inf
             search.compiling.pop(schedule)
             self.progress.timed(search.problem, len(search.times))
+
+    def _waited_for(self, future: Future[str] | None) -> bool:
+        """Whether a compilation ended before the session has to."""
+        left = self._end - self.now()
+        return left > 0 and (not future or bool(wait([future], None if math.isinf(left) else left).done))
 
     def _compiled(self, search: Search, schedule: Schedule) -> bool:
         future = search.compiling[schedule]
