@@ -83,8 +83,11 @@ class Stand:
         y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
 
         def call(w: PackedWeight) -> None:
-            tensors = x, w.codes, w.scales, w.zeros, w.bias, y
-            addresses = (0 if t is None else t.data_ptr() for t in tensors)
-            function(current_stream(self._device), True, *addresses, tile)
+            weight = w.codes.data_ptr(), w.scales.data_ptr(), _address(w.zeros), _address(w.bias)
+            function(current_stream(self._device), True, x.data_ptr(), *weight, y.data_ptr(), tile)
 
         return call, y
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
