@@ -7,16 +7,15 @@ schedule that turned out well.
 The prediction is a roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the
 weight and x, which every block reads for itself, through the L2 cache; and decoding, fragments and mma, slower where
 there are few warps. On top come the rounds of the pipeline, the start and end of a block, multiprocessors that the
-last blocks leave idle, and sums over splits. For the 46 matmuls of the H200's table (2026-11) it is within 20 % of what
-was measured, nf4 aside, and the shape of the winner is among its first 24 for all but two; but those two are what
-the rule chooses, and that goes first.
+last blocks leave idle, and sums over splits. For the 46 matmuls of the H200's table (2026-11) it is within 20 % or so
+of what was measured, nf4 aside. The shape of the winner is among the first 40 for 42 of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import asdict
 
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
@@ -25,7 +24,7 @@ from passes.schedule import Schedule
 from passes.schedule_choice import check_schedule, default_schedule, multiprocessors, schedule_for, shared_bytes
 from passes.target import Target
 
-SHAPE = ("row_blocks", "warps_n", "warps_k", "splits")
+SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma")
 SECOND = ("max_blocks",)  # choices that only the second pass makes
 
 # Of an H200: bytes per microsecond, clocks per microsecond.
@@ -33,7 +32,8 @@ MEMORY, L2, CLOCK = 4.1e6, 6.0e6, 1800.0
 IN_FLIGHT = 24e3  # bytes of the weight that must be on their way to a multiprocessor for its share of the memory
 WARPS = 7.0  # on a multiprocessor, to hide the latency of arithmetic
 SHARPNESS = 3.5  # of the corner of the roofline
-ROUND, BLOCK, SPLIT = 0.03, 0.4, 2.0  # microseconds: of a round; to start and end a block; until all splits are there
+ROUND, BLOCK = 0.03, 0.4  # microseconds: of a round; to start and end a block
+SPLIT, CLUSTER = 2.0, 0.7  # microseconds until all splits are there: through device memory; within a cluster (a guess)
 BARRIER = 1.05  # what it costs that warps share x, and wait for one another
 IDLE = 0.4  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
 MOST_WARPS = 16  # of a block
@@ -43,8 +43,8 @@ DECODE = {1: 1.5, 2: 1.7, 3: 4.0, 4: 3.0, 5: 4.5, 6: 4.5, 7: 6.0, 8: 3.5}
 DECODE_FLOAT, DECODE_TABLE = 1.4, 9.0  # times as many; clocks whatever the bits
 
 
-def space(spec: MatmulSpec, tile: int) -> dict[str, tuple[int, ...]]:
-    """What each field of a `Schedule` may be, in order."""
+def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, ...]]:
+    """What each field of a `Schedule` may be, in order; but for `cluster`, which follows from splits."""
     chunk = spec.packing.chunk
     return {
         "tokens": (1, 8) if tile == 1 else (tile,),
@@ -53,41 +53,46 @@ def space(spec: MatmulSpec, tile: int) -> dict[str, tuple[int, ...]]:
         "warps_k": (1, 2, 4, 8, 16),
         "step_k": (chunk, 2 * chunk) if chunk < 128 else (chunk,),
         "stages": (2, 3, 4, 6),
-        "splits": (1, 2, 4),
+        "splits": (1, 2, 4, 8) if target.has_tma else (1, 2, 4),
+        "wgmma": (0, 1) if target.has_wgmma and tile >= 8 else (0,),
         "max_blocks": (0, 2) if tile == 1 else (0,),
     }
 
 
 def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[Schedule]:
     """At most `count` schedules for m up to `tile`, the most promising first; but before them what is chosen without
-    a search, by the rule and from the tables."""
+    a search, by the rule and from the tables. Kinds of kernels (with splits, with wgmma) take turns: how the prediction
+    compares them is a guess."""
     chosen = [default_schedule(spec, tile, target), schedule_for(spec, tile, target)]
     ordered = sorted(all_schedules(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
     shapes: dict[tuple[int, ...], Schedule] = {}
     for s in ordered:
         shapes.setdefault(tuple(getattr(s, name) for name in SHAPE), s)
-    return list(dict.fromkeys([*chosen, *shapes.values(), *ordered]))[: max(count, len(chosen))]
+    kinds: dict[tuple[bool, int], list[Schedule]] = {}
+    for s in shapes.values():
+        kinds.setdefault((s.splits > 1, s.wgmma), []).append(s)
+    in_turn = [s for row in itertools.zip_longest(*kinds.values()) for s in row if s]
+    return list(dict.fromkeys([*chosen, *in_turn, *ordered]))[: max(count, len(chosen))]
 
 
 def neighbours(spec: MatmulSpec, tile: int, target: Target, around: Schedule) -> list[Schedule]:
     """The schedules one step of one field away from another, the most promising first."""
     found: list[Schedule] = []
-    for name, values in space(spec, tile).items():
+    for name, values in space(spec, tile, target).items():
         now = getattr(around, name)
-        near = [v for v in values if v < now][-1:] + [v for v in values if v > now][:1]
-        found += [replace(around, **{name: value}) for value in near]
-    return sorted((s for s in found if _worth(spec, s, target)), key=lambda s: predict(spec, tile, s, target))
+        for value in [v for v in values if v < now][-1:] + [v for v in values if v > now][:1]:
+            found += _schedules(asdict(around) | {name: value}, spec, target)
+    found = [s for s in dict.fromkeys(found) if s != around]
+    return sorted(found, key=lambda s: predict(spec, tile, s, target))
 
 
 def all_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
     """Every schedule of the first pass that is allowed, gives every warp two steps or more of work, and leaves no
     more than half of the multiprocessors idle if another does not."""
-    fields = {name: values for name, values in space(spec, tile).items() if name not in SECOND}
+    fields = {name: values for name, values in space(spec, tile, target).items() if name not in SECOND}
     found: list[Schedule] = []
     for values in itertools.product(*fields.values()):
-        choice = dict(zip(fields, values))
-        if choice["warps_n"] * choice["warps_k"] <= MOST_WARPS and _worth(spec, s := Schedule(**choice), target):
-            found.append(s)
+        found += _schedules(dict(zip(fields, values)), spec, target)[:1]
     most = max((_blocks(spec, s) for s in found), default=0)
     return [s for s in found if 2 * _blocks(spec, s) >= min(most, multiprocessors(target))]
 
@@ -96,9 +101,22 @@ def _blocks(spec: MatmulSpec, s: Schedule) -> int:
     return Plan(spec, s).tiles * s.splits
 
 
+def _schedules(choice: dict[str, int], spec: MatmulSpec, target: Target) -> list[Schedule]:
+    """Those of these fields that are worth trying: with splits in a cluster, where there are, and without."""
+    if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS or (choice.get("wgmma") and choice["warps_n"] % 4):
+        return []
+    splits = choice["splits"]
+    clusters = [splits, 1] if target.has_tma and splits > 1 else [1]
+    try:
+        made = [Schedule(**choice | {"cluster": cluster}) for cluster in clusters]
+    except SpecError:
+        return []
+    return [s for s in made if _worth(spec, s, target)]
+
+
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
     """Whether a schedule is allowed, and no other is plainly better."""
-    if not 2 <= s.threads // 32 <= MOST_WARPS or s.row_blocks * (s.columns // 8) > MOST_ACCUMULATORS:
+    if s.row_blocks * (s.columns // 8) > MOST_ACCUMULATORS:
         return False
     if s.rows >= spec.n + 16 * s.row_blocks or Plan(spec, s).rounds < 2:
         return False
@@ -123,7 +141,9 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
     mma = 2 * s.columns / 8
-    pipes = mma, bits / 2 + mma / (4 * s.row_blocks), _decode_clocks(spec)
+    # wgmma takes half as long for its products, and reads x from shared memory by itself.
+    mma, fragments = (mma / 2, 0.0) if s.wgmma else (mma, mma / (4 * s.row_blocks))
+    pipes = mma, bits / 2 + fragments, _decode_clocks(spec)
     clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part
     arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK
     arithmetic *= max(1.0, WARPS / (side_by_side * s.threads / 32)) * (BARRIER if s.warps_n > 1 else 1.0)
@@ -133,7 +153,8 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     work += ROUND * plan.rounds * waves / side_by_side
     work *= 1 + IDLE * (math.ceil(waves) / waves - 1)
     ends = BLOCK * max(1.0, waves / side_by_side) * (1.0 if resident == 1 else 2 / 3)
-    sums = SPLIT + 2 * plan.workspace_bytes / L2 if s.splits > 1 else 0.0
+    sums = 2 * plan.tiles * s.splits * s.rows * s.columns * 4 / L2 if s.splits > 1 else 0.0
+    sums += 0.0 if s.splits == 1 else SPLIT if s.cluster == 1 else CLUSTER
     return work + ends + sums
 
 

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -164,14 +164,22 @@ class Tuner:
     def run(self, work: Sequence[Problem]) -> Iterator[Entry]:
         """The fastest right schedule of each problem, as soon as it is known."""
         self.progress.start(len(work))
+        with ThreadPoolExecutor(1) as planner:  # while the GPU works
+            plans = [(p, planner.submit(self._first_pass, p)) for p in work]
+            try:
+                yield from self._run(plans)
+            finally:
+                planner.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, plans: Sequence[tuple[Problem, Future[list[Schedule]]]]) -> Iterator[Entry]:
         self._end = end = self.now() + self.seconds
-        waiting = iter(work)
+        waiting = iter(plans)
         begun: list[Search] = []  # compiling for the first pass
         last: Search | None = None  # compiling for the second
-        left = len(work)
+        left = len(plans)
         while True:
             if self.now() < end:
-                begun += [self._begin(p) for _, p in zip(range(1 + AHEAD - len(begun)), waiting)]
+                begun += [self._begin(p, plan.result()) for _, (p, plan) in zip(range(1 + AHEAD - len(begun)), waiting)]
             if self.now() >= end or not begun:
                 break
             search = begun.pop(0)
@@ -187,10 +195,12 @@ class Tuner:
         if last:
             yield from self._finish(last)
 
-    def _begin(self, problem: Problem) -> Search:
-        count = math.ceil(self.candidates * FIRST_PASS)
+    def _first_pass(self, p: Problem) -> list[Schedule]:
+        return candidates(p.spec, p.tile, self.target, math.ceil(self.candidates * FIRST_PASS))
+
+    def _begin(self, problem: Problem, schedules: Sequence[Schedule]) -> Search:
         search = Search(problem, {})
-        self._compile(search, candidates(problem.spec, problem.tile, self.target, count))
+        self._compile(search, schedules)
         return search
 
     def _begin_second_pass(self, search: Search) -> None:

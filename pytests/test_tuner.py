@@ -233,7 +233,7 @@ def test_candidates(weight: str, tile: int, n: int) -> None:
     assert found[0] == default_schedule(spec, tile, HOPPER) and schedule_for(spec, tile, HOPPER) in found
     every = search_space.candidates(spec, tile, HOPPER, 10**6)
     assert len(every) == len(set(every)) and found == every[:30]
-    assert len(every) > (30 if tile < 64 else 10)
+    assert len(every) > (20 if tile < 64 else 10)
     for s in every:
         check_schedule(spec, s, HOPPER)
         assert s.tokens in (tile, max(8, tile)) and (Plan(spec, s).rounds >= 2 or s == found[0])
@@ -241,7 +241,9 @@ def test_candidates(weight: str, tile: int, n: int) -> None:
     shapes = {_shape(s) for s in every}
     assert {_shape(s) for s in every[: chosen + len(shapes)]} == shapes  # each, before any comes twice
     times = [search_space.predict(spec, tile, s, HOPPER) for s in every]
-    assert 0.1 < times[chosen] == min(times[chosen:])
+    assert 0.1 < min(times[chosen : chosen + 4]) == min(times[chosen:])
+    kinds = {(s.splits > 1, s.wgmma) for s in every}
+    assert {(s.splits > 1, s.wgmma) for s in every[: chosen + 4]} == kinds  # they take turns
 
 
 def test_candidates_of_a_small_matmul() -> None:
@@ -250,18 +252,17 @@ def test_candidates_of_a_small_matmul() -> None:
         assert search_space.candidates(spec, 64, parse_target("sm_86"), 30)
 
 
-def test_the_prediction_knows_what_was_the_fastest() -> None:
+def test_the_prediction_knows_what_was_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the matmuls in the shipped table: the times about, and the shape of the winner among the first."""
+    monkeypatch.setattr(search_space, "schedule_for", default_schedule)  # as the latter has seen the table
     found: list[bool] = []
     errors: list[float] = []
     for key, entry in list(shipped_tables()[0].entries.items())[::3]:
-        space = search_space.all_schedules(key.spec, key.tokens, HOPPER)
-        space.sort(key=lambda s: search_space.predict(key.spec, key.tokens, s, HOPPER))
-        shapes = list(dict.fromkeys(map(_shape, space)))
-        found.append(_shape(entry.schedule) in shapes[:24])
+        each = search_space.candidates(key.spec, key.tokens, HOPPER, 40)
+        found.append(_shape(entry.schedule) in map(_shape, each))
         predicted = search_space.predict(key.spec, key.tokens, entry.schedule, HOPPER)
         errors.append(abs(math.log(predicted / entry.microseconds)))
-    assert sum(found) >= 0.85 * len(found) and sorted(errors)[len(errors) // 2] < 0.2
+    assert sum(found) >= 0.8 * len(found) and sorted(errors)[len(errors) // 2] < 0.25
 
 
 def _shape(s: Schedule) -> tuple[int, ...]:
@@ -275,9 +276,20 @@ def test_neighbours(tile: int) -> None:
     assert len(found) == len(set(found)) >= 5 and around not in found
     for s in found:
         check_schedule(SPEC, s, HOPPER)
-        changed = [name for name in search_space.space(SPEC, tile) if getattr(s, name) != getattr(around, name)]
-        assert len(changed) == 1
+        space = search_space.space(SPEC, tile, HOPPER)
+        assert len([name for name in space if getattr(s, name) != getattr(around, name)]) == 1
+        assert s.cluster in (1, s.splits)
     assert any(s.max_blocks for s in found) == (tile == 1)
+    assert any(s.cluster > 1 for s in found) or tile == 1  # which has no work for more splits
+
+
+def test_clusters_and_wgmma_where_there_are() -> None:
+    found = search_space.all_schedules(SPEC, 16, HOPPER)
+    assert {s.splits for s in found} == {1, 2, 4, 8} and {s.wgmma for s in found} == {0, 1}
+    assert all(s.cluster == s.splits for s in found)
+    assert not any(s.wgmma for s in search_space.all_schedules(SPEC, 16, parse_target("sm_90")))
+    older = search_space.all_schedules(SPEC, 16, parse_target("sm_80"))
+    assert {(s.cluster, s.wgmma) for s in older} == {(1, 0)} and any(s.splits > 1 for s in older)
 
 
 def test_problems() -> None:
