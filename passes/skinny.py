@@ -402,15 +402,14 @@ class _Kernel:
             self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), self.tile * s.rows)
 
     def _store(self, total: Tile, first_row: Scalar) -> None:
-        p, spec = self.p, self.spec
-        rows = total.shape[0]
+        p, s, spec = self.p, self.schedule, self.spec
         if spec.bias:
             bias_view = p.global_view(p["bias"], spec.out_dtype, (spec.n, 1))
-            boundary = ("clamp" if spec.n % rows else "none", "none")
+            boundary = ("clamp" if spec.n % s.rows else "none", "none")
             bias = p.load(bias_view, (first_row, 0), total.layout.reduce((1,)), boundary)
             total = p.add(total, p.cast(bias, "f32"))
         y = p.global_view(p["y"], spec.out_dtype, (spec.n, -1), (1, spec.n), sizes=[p["m"]])
-        boundary = ("skip" if spec.n % rows else "none", "skip")
+        boundary = ("skip" if spec.n % s.rows else "none", "skip")
         p.store(p.cast(total, spec.out_dtype), y, (first_row, 0), boundary)
 
 
