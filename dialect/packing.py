@@ -63,7 +63,7 @@ def run_of(bits: int) -> tuple[tuple[Piece, ...], ...]:
     divisor = math.gcd(bits, 8)
     registers, words = 16 // divisor, bits // divisor
     whole, spare = divmod(16, bits)
-    result = [(Piece(word, i * bits, 0, bits),) for word in range(words) for i in range(whole)]
+    result: list[tuple[Piece, ...]] = [(Piece(word, i * bits, 0, bits),) for word in range(words) for i in range(whole)]
     for left in range(registers - len(result)):
         pieces: list[Piece] = []
         low = 0

@@ -87,10 +87,13 @@ class _Decoder:
         return bits * 0x10001 if self.packed else bits
 
     def _fields(self, fields: tuple[Field, ...], half: int, base: Any = None) -> Any:
-        """All fields in their places, or-ed with each other and with `base`."""
+        """All fields in their places, or-ed with each other and with `base`; those that move alike as one."""
+        masks: dict[tuple[int, int], int] = {}
         for f in fields:
-            word = emit.shift_right(self.words[f.piece], f.shift + 16 * half)
-            bits = self._both(f.mask)
+            masks[f.piece, f.shift] = masks.get((f.piece, f.shift), 0) | f.mask
+        for (piece, shift), bits in masks.items():
+            word = emit.shift_right(self.words[piece], shift + 16 * half)
+            bits = self._both(bits)
             base = emit.mask(word, bits) if base is None else emit.mask_or(word, bits, base)
         return base
 
@@ -118,11 +121,15 @@ class _Decoder:
 
     def _float(self, half: int) -> Any:
         p = float_places(self.format, self.real, self.number)
-        magnitude = self._fields(p.rest, half)
-        value = emit.bitcast(self.register, self._fields(p.sign, half, magnitude))
+        if p.unit:
+            magnitude = self._fields(p.rest, half)
+            bits = self._fields(p.sign, half, magnitude)
+        else:
+            magnitude, bits = None, self._fields((*p.rest, *p.sign), half)
+        value = emit.bitcast(self.register, bits)
         if p.factor != 1.0:
             value = self._multiply(value, p.factor)
-        if not p.unit:
+        if magnitude is None:
             return value
         carried, bit = arith.addi(magnitude, emit.constant(self._both(p.unit))), self._both(1 << p.carry)
         if p.factor == 1.0 and p.carry == self.real.bits - 2:
