@@ -34,7 +34,7 @@ from dialect.checks import (
 from dialect.dtypes import DType
 from dialect.errors import LowbitError
 from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
-from dialect.packing import BLOCK_K, ROWS, Packing, plane_bits
+from dialect.packing import BLOCK_K, ROWS, Packing, run_of
 from dialect.types import (
     UNIT,
     FormatAttr,
@@ -784,25 +784,22 @@ class BiasSumsOp(Lowbit.Operation, name="bias_sums", traits=[ext.Pure]):
 class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
-    Operand i holds the fields of plane i, from bits shifts[i] and 16 + shifts[i] of a word on. The result is a
-    vector of two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`.
+    Operand i is the word with piece i of register `register` of a run (`dialect.packing`). The result is a vector of
+    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`.
     """
 
     words: Sequence[ext.Operand[I32]]
     format: FormatAttr
-    shifts: ir.ArrayAttr
+    register: ir.IntegerAttr
     exponent: ir.IntegerAttr
     result: ext.Result[Any]
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        bits = plane_bits(read_format(op.format).bits)
+        run = run_of(read_format(op.format).bits)
         in_range(op.exponent, "exponent", -1022, 1023)
-        shifts = read_ints(op.shifts)
-        expect(len(op.words) == len(bits), "words", f"one per plane ({len(bits)})", len(op.words))
-        expect(len(shifts) == len(bits), "shifts", f"one per plane ({len(bits)})", len(shifts))
-        for shift, width in zip(shifts, bits):
-            expect(0 <= shift <= 16 - width, "shift", f"0..{16 - width} for a field of {width} bits", shift)
+        pieces = run[in_range(op.register, "register", 0, len(run) - 1)]
+        expect(len(op.words) == len(pieces), "words", f"one per piece ({len(pieces)})", len(op.words))
         allowed = [f"vector<2x{real}>" for real in REALS]
         expect(str(op.result.type) in allowed, "result", " or ".join(allowed), op.result.type)
 

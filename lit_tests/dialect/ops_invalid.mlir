@@ -879,26 +879,18 @@ func.func @sums_layout(%b: !b) {
 
 // -----
 
-// Registers: a word for every plane.
+// Registers: a word for every piece.
 func.func @pair_words(%w: i32) {
-  // expected-error @below {{'lowbit.decode_pair' op words: expected one per plane (2), got 1}}
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u6", []>, shifts = [0, 0], exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  // expected-error @below {{'lowbit.decode_pair' op words: expected one per piece (2), got 1}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u6", []>, register = 7, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return
 }
 
 // -----
 
-func.func @pair_shifts(%w: i32) {
-  // expected-error @below {{shifts: expected one per plane (1), got 2}}
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, shifts = [0, 4], exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
-  return
-}
-
-// -----
-
-func.func @pair_shift(%w: i32) {
-  // expected-error @below {{shift: expected 0..12 for a field of 4 bits, got 14}}
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, shifts = [14], exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+func.func @pair_register(%w: i32) {
+  // expected-error @below {{register: expected 0..3, got 4}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 4, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return
 }
 
@@ -906,7 +898,7 @@ func.func @pair_shift(%w: i32) {
 
 func.func @pair_exponent(%w: i32) {
   // expected-error @below {{exponent: expected -1022..1023, got -2000}}
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, shifts = [0], exponent = -2000, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = -2000, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return
 }
 
@@ -914,6 +906,6 @@ func.func @pair_exponent(%w: i32) {
 
 func.func @pair_result(%w: i32) {
   // expected-error @below {{result: expected vector<2xf16> or vector<2xbf16> or vector<2xf32>, got vector<4xf16>}}
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, shifts = [0], exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<4xf16>
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<4xf16>
   return
 }
