@@ -12,7 +12,9 @@ lanes, barriers that not all threads reach, non-coherent loads of what the launc
 
     ptx, lexer, parser          PTX text to values
     floats                      formats and rounding
-    memory, copy_queue, races   device and shared memory; cp.async; happens-before
+    memory, shared_memory       device, local and shared memory
+    copy_queue, races           cp.async; happens-before
+    wgmma_queue, async_proxy    registers and shared memory that a wgmma in flight uses
     cluster                     distributed shared memory and the barrier of a cluster
     machine                     registers and the scheduler of a block
     decoder                     an instruction to a Python closure

@@ -110,11 +110,13 @@ def _membar(op: Op) -> Step:
 
 @instruction("fence")
 def _fence(op: Op) -> Step:
-    """Blocks run one after the other and stores are seen at once: fences have nothing to do."""
+    """Stores are seen at once: only the fence between what writes shared memory and wgmma has something to do."""
     if op.flag("proxy"):
-        op.choice("alias", "async", "async.global", "async.shared::cta")
-        op.flag("global", "shared::cta", "shared::cluster")
-        return _nothing
+        kind = op.choice("alias", "async")
+        if kind == "alias" or op.flag("global", "shared::cta", "shared::cluster") == "global":
+            return _nothing
+        block = op.block
+        return lambda mask: block.shared.fence_proxy(block.lanes_of(mask))
     op.flag("sc", "acq_rel", "acquire", "release")
     op.choice(*_SCOPES)
     return _nothing

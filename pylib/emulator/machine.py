@@ -21,8 +21,10 @@ import numpy as np
 from pylib.emulator.cluster import Cluster, ClusterMemory
 from pylib.emulator.copy_queue import CopyQueue
 from pylib.emulator.faults import Array, Fault
-from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
+from pylib.emulator.memory import DeviceMemory, LocalMemory
 from pylib.emulator.ptx import BITS, Instruction, Kernel, Reg
+from pylib.emulator.shared_memory import SharedMemory
+from pylib.emulator.wgmma_queue import Flight, WgmmaQueue, wgmma_registers
 
 #: The threads that take a step: a bool per lane, or None for every lane of the block (the fast path).
 Mask = Array | None
@@ -78,7 +80,7 @@ Step = Callable[[Mask], Outcome | None]
 class Register:
     """A register of every lane: raw bits, and which lanes have set it."""
 
-    __slots__ = ("complete", "defined", "name", "type", "value")
+    __slots__ = ("complete", "defined", "flight", "name", "type", "value")
 
     def __init__(self, reg: Reg, lanes: int) -> None:
         self.name, self.type = reg.name, reg.type
@@ -86,6 +88,7 @@ class Register:
         self.value = np.zeros(lanes, dtype)
         self.defined = np.zeros(lanes, np.bool_)
         self.complete = False
+        self.flight: Flight | None = None  # for registers of a wgmma
 
     def define(self, mask: Mask) -> None:
         if mask is None:
@@ -138,6 +141,9 @@ class Block:
         self.everyone = np.arange(self.lanes)
         self.registers = [Register(reg, self.lanes) for reg in self.kernel.registers]
         self.copies = CopyQueue(self.lanes, self.shared)
+        self.wgmmas = WgmmaQueue(self.lanes, self.shared)
+        for reg in wgmma_registers(self.kernel):
+            self.registers[reg.index].flight = self.wgmmas.flight(reg)
         self.cluster_memory = ClusterMemory(self.cluster, self.rank)
         self.index = np.zeros((3, self.lanes), np.uint32)  # %ctaid
         self.cluster_index = np.zeros((3, self.lanes), np.uint32)  # %clusterid
@@ -160,6 +166,7 @@ class Block:
         self.shared.reset()
         self.local.reset()
         self.copies.reset()
+        self.wgmmas.reset()
         for register in self.registers:
             register.defined[:] = False
             register.complete = False
@@ -266,7 +273,8 @@ class Block:
         if self.parked:
             at = min(self.parked)
             lane = int(np.flatnonzero(self.parked[at])[0])
-            others = "blocks of the cluster" if at in self.at_cluster_barrier else "threads of the warp"
+            group = "warpgroup" if self.kernel.instructions[at].opcode == "wgmma" else "warp"
+            others = "blocks of the cluster" if at in self.at_cluster_barrier else f"threads of the {group}"
             raise self._error(at, f"deadlock: the other {others} never come here{self._waiting()}", lane)
         if self.barriers:
             number = min(self.barriers)
@@ -374,8 +382,8 @@ def run_cluster(blocks: list[Block], indices: list[tuple[int, int, int]]) -> Non
         block.start(index)
     running = blocks
     while running:
-        phase = cluster.phase
+        phase = cluster.clock.phase
         left = [block for block in running if not block.advance()]
-        if len(left) == len(running) and cluster.phase == phase:
+        if len(left) == len(running) and cluster.clock.phase == phase:
             left[0].deadlock()
         running = left
