@@ -382,6 +382,16 @@ def test_writes_while_a_wgmma_reads() -> None:
         fails("race: writes shared byte 0 that the wgmma of warp 1 read", f"{DONE} {write}", racecheck=True)
 
 
-def test_nothing_written() -> None:
-    empty = ".shared .align 16 .b8 empty[1024]; fence.proxy.async; bar.sync 0;"
-    fails("never written", f"add.u64 %rd10, %rd10, 64; {DONE}", proxy=empty)
+def test_rows_that_nobody_wrote() -> None:
+    """Their columns of the result are NaN: here 8 of 16, for threads 0 to 7 and 16 to 23 write a row's halves."""
+    ones, d = Matrix(f16(np.ones((16, 16)))), np.zeros((128, 8), np.float32)
+    half = """.shared .align 1024 .b8 part[1024]; mov.u32 %r1, 0x3C003C00; mad.lo.u32 %r2, %r0, 16, %r3;
+    and.b32 %r8, %r0, 8; setp.eq.u32 %p2, %r8, 0; setp.lt.and.u32 %p2, %r0, 32, %p2;
+    @%p2 st.shared.v4.b32 [%r2+1024], {%r1, %r1, %r1, %r1}; fence.proxy.async; bar.sync 0;"""
+    source = program(8, f"{MMA} {COMMIT} {WAIT}", 1024, proxy=half, fence=f"add.u64 %rd10, %rd10, 64; {FENCE}")
+    arguments = [a_registers(f16(np.ones((64, 16)))), ones.image, np.zeros(0, np.uint8), d, ones.descriptor, 0]
+    Emulator(source).launch("k", block=128, args=arguments)
+    np.testing.assert_array_equal(d, np.tile(np.repeat([16.0, np.nan], 4).astype(np.float32), (128, 1)))
+    integers = MMA.replace("k16.f32.f16.f16", "k32.s32.s8.s8").replace("1, 1, 1, 0", "1")
+    empty = ".shared .align 1024 .b8 empty[1024]; fence.proxy.async; bar.sync 0;"
+    fails("never written", f"add.u64 %rd10, %rd10, 64; {integers} {COMMIT} {WAIT}", proxy=empty)

@@ -7,8 +7,9 @@ It is a checker as much as an interpreter. Unknown directives, instructions and 
 module is read. While a kernel runs, whatever PTX leaves undefined is an EmulatorError with the line, the
 block and the thread: accesses out of bounds or misaligned, registers read before they are set, shared memory
 read before it is written or while a cp.async may still write it, warp-level instructions without all their
-lanes, barriers that not all threads reach, non-coherent loads of what the launch has written; with
-`racecheck=True` also races.
+lanes, barriers that not all threads reach, non-coherent loads of what the launch has written, registers and
+shared memory that a wgmma in flight uses, missing fences before one, shared memory of a block of the cluster that
+has exited or may not have started; with `racecheck=True` also races.
 
     ptx, lexer, parser          PTX text to values
     floats                      formats and rounding

@@ -69,7 +69,7 @@ def _barrier(op: Op) -> Step:
     op.flag("cta")
     kind = op.choice("sync", "arrive")
     aligned = bool(op.flag("aligned")) or op.instr.opcode == "bar"
-    number = _uniform(op)
+    number = op.source("u32")
     count = _uniform(op) if op.operands else None
     if kind == "arrive" and count is None:
         raise Unsupported("bar.arrive needs a thread count")
@@ -78,10 +78,10 @@ def _barrier(op: Op) -> Step:
         threads = count(mask) if count else None
         if threads is not None and (threads % WARP or threads <= 0):
             raise Fault(f"a barrier's thread count is a multiple of {WARP}, not {threads}")
-        at = number(mask)
-        if not 0 <= at < 16:
-            raise Fault(f"barrier {at}: there are 16")
-        return Arrive(mask, at, threads, kind == "sync", aligned)
+        lanes = op.block.lanes_of(mask)
+        numbers = np.broadcast_to(number, (op.block.lanes,))[lanes]
+        require(numbers < 16, lanes, f"barrier {numbers.max()}: there are 16")
+        return Arrive(mask, number.copy(), threads, kind == "sync", aligned)
 
     return step
 
@@ -96,7 +96,7 @@ def _uniform(op: Op) -> Callable[[Mask], int]:
     def read(mask: Mask) -> int:
         some = np.unique(values[op.block.lanes_of(mask)])
         if len(some) > 1:
-            raise Fault(f"threads that come to a barrier together name different ones: {some.tolist()}")
+            raise Fault(f"threads that come to a barrier together name different thread counts: {some.tolist()}")
         return int(some[0])
 
     return read

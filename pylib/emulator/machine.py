@@ -64,10 +64,10 @@ class Converge:
 
 @dataclass(frozen=True)
 class Arrive:
-    """At barrier `number`, which opens when `count` threads (None: all) have come."""
+    """At barrier `number` (one, or one per lane), which opens when `count` threads (None: all) have come."""
 
     threads: Mask
-    number: int
+    number: Array
     count: int | None
     wait: bool
     aligned: bool
@@ -243,7 +243,9 @@ class Block:
                     self.groups[at] = together  # again, with those who came before
             case Arrive():
                 self._join(at + 1, group & ~some if outcome.wait else group)
-                self._arrive(outcome, at, some)
+                numbers = np.broadcast_to(outcome.number, some.shape)
+                for number in np.unique(numbers[some]).tolist():
+                    self._arrive(outcome, number, at, some & (numbers == number))
 
     def _exit(self, some: Array, at: int) -> None:
         self.exited = self.exited | some
@@ -294,17 +296,17 @@ class Block:
 
     # Barriers
 
-    def _arrive(self, arrival: Arrive, at: int, some: Array) -> None:
-        barrier = self.barriers.get(arrival.number)
+    def _arrive(self, arrival: Arrive, number: int, at: int, some: Array) -> None:
+        barrier = self.barriers.get(number)
         if barrier is None:
             nobody = np.zeros(self.lanes, np.bool_)
             barrier = Barrier(arrival.count, nobody, nobody, np.zeros(self.lanes, np.int64))
-            self.barriers[arrival.number] = barrier
+            self.barriers[number] = barrier
         lane = int(np.flatnonzero(some)[0])
         if barrier.count != arrival.count:
-            raise self._error(at, f"barrier {arrival.number} is used with two thread counts at a time", lane)
+            raise self._error(at, f"barrier {number} is used with two thread counts at a time", lane)
         if (barrier.arrived & some).any():
-            raise self._error(at, f"a thread comes to barrier {arrival.number} twice before it opens", lane)
+            raise self._error(at, f"a thread comes to barrier {number} twice before it opens", lane)
         barrier.arrived = barrier.arrived | some
         barrier.known = self.shared.release(some, barrier.known)
         if arrival.wait:
@@ -313,7 +315,7 @@ class Block:
             self.shared.publish(some)
         barrier.aligned |= arrival.aligned
         barrier.resume[some] = at + 1
-        self._open(arrival.number)
+        self._open(number)
 
     def _open(self, number: int) -> None:
         """Open the barrier if all have come."""

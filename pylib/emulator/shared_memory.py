@@ -138,20 +138,21 @@ class SharedMemory:
 
     # wgmma: begin at issue, end when the warpgroup (that starts at lane `first`) waits. Rows of 16 bytes.
 
-    def begin_async_read(self, first: int, address: Array) -> tuple[Array, Array]:
-        """The rows' numbers, for `end_async_read`, and their bytes."""
+    def begin_async_read(self, first: int, address: Array) -> tuple[Array, Array, Array]:
+        """The rows' numbers, for `end_async_read`, their bytes, and which of them were never written."""
         lanes = np.full(len(address), first)
         row = self.locate(lanes, address, 16)
         state = self.state.reshape(-1, 16)[row]
-        if state.any():
-            self._refuse_read(lanes, row, 16, state, False)
+        empty = state == EMPTY
+        if state[~empty].any():
+            self._refuse_read(lanes, row, 16, np.where(empty, READABLE, state), False)
         if self.races:
             self.races.begin_async_read(first, row, 16)
         if self.cluster_races:
             self.cluster_races.read(self.rank, lanes, row, 16)
         if self.proxy:
             self.proxy.begin_read(lanes, row, 16)
-        return row, self.data.reshape(-1, 16)[row]
+        return row, self.data.reshape(-1, 16)[row], empty.any(axis=1)
 
     def end_async_read(self, first: int, row: Array) -> None:
         if self.races:

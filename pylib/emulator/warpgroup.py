@@ -2,6 +2,9 @@
 
 Warp w of the warpgroup has rows 16 w .. 16 w + 15 of A and D. Its registers hold them as mma.sync's do
 (tensor_core.py), D as one accumulator of 16 x 8 after the other.
+
+A kernel may let it read rows of B that nobody has written, as long as it uses nothing of their columns of D: these
+rows count as NaN.
 """
 
 from __future__ import annotations
@@ -182,8 +185,13 @@ def _matrix(op: Op, rows: int, kind: str) -> _Factor:
         if (bits != bits[0]).any():
             raise Fault("matrix descriptors that differ within the warpgroup", first)
         address = Descriptor.decode(int(bits[0])).addresses(rows)
-        row, chunks = block.shared.begin_async_read(first, address.ravel())
-        return elements(chunks.view(np.uint32).reshape(rows, -1), kind).reshape(rows, -1), [row]
+        row, chunks, empty = block.shared.begin_async_read(first, address.ravel())
+        values = elements(chunks.view(np.uint32).reshape(rows, -1), kind).reshape(rows, -1)
+        if empty.any():
+            if kind in INTEGERS:
+                raise Fault("wgmma reads shared memory that was never written", first)
+            values[empty.reshape(rows, -1).any(axis=1)] = np.nan
+        return values, [row]
 
     return matrix
 
