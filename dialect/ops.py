@@ -61,6 +61,12 @@ else:
     I1, I32 = ir.IntegerType[1], ir.IntegerType[32]  # indices are i32
 
 BOUNDARIES = ("none", "clamp", "zero", "skip")
+CLUSTER = "lowbit.cluster"
+MOST_BLOCKS = 8  # of a cluster, on any GPU that has them (CUDA C++ Programming Guide, "Thread Block Clusters")
+
+
+def _one() -> ir.IntegerAttr:
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 1)
 
 
 def _memory(value: Any) -> Global | Shared:
@@ -73,6 +79,8 @@ def _check_access(
     op: Any, memory: Global | Shared, tile: tuple[int, ...], allowed: Sequence[str], limited: bool = False
 ) -> None:
     rank = len(memory.shape)
+    if isinstance(memory, Shared) and memory.swizzle:
+        allowed = [word for word in allowed if word != "clamp"]
     expect(len(tile) == rank, "rank of the tile", f"{rank} as the memory", len(tile))
     expect(len(op.offsets) == rank, "offsets", f"one per dim ({rank})", len(op.offsets))
     words = read_strings(op.boundary)
@@ -144,7 +152,11 @@ class PrepackOp(Lowbit.Operation, name="prepack"):
 
 
 class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAboveTrait]):
-    """One block's program. The region's arguments are the kernel's parameters, named by `params`."""
+    """One block's program. The region's arguments are the kernel's parameters, named by `params`.
+
+    Two attributes may be added: `lowbit.cluster`, how many blocks along each axis of the grid run side by side and see
+    each other's shared memory (PTX ISA 5.2.2), and `lowbit.max_blocks`, how many fit on a multiprocessor.
+    """
 
     sym_name: ir.StringAttr
     threads: ir.IntegerAttr
@@ -160,6 +172,11 @@ class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAbove
         grid = read_ints(op.grid)
         expect(len(grid) == 3 and min(grid) >= 1, "grid", "three sizes of at least 1", list(grid))
         in_range(op.workspace, "workspace", 0)
+        if CLUSTER in op.operation.attributes:
+            cluster = read_ints(op.operation.attributes[CLUSTER])
+            whole = len(cluster) == 3 and min(cluster) >= 1 and not any(n % c for n, c in zip(grid, cluster))
+            expect(whole, CLUSTER, f"three divisors of the grid's {list(grid)}", list(cluster))
+            expect(math.prod(cluster) <= MOST_BLOCKS, CLUSTER, f"at most {MOST_BLOCKS} blocks", math.prod(cluster))
         expect(len(op.body.blocks) == 1, "body", "one block", len(op.body.blocks))
         names, arguments = read_strings(op.params), op.body.blocks[0].arguments
         expect(len(names) == len(arguments), "params", f"names of {len(arguments)} arguments", len(names))
@@ -169,22 +186,24 @@ class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAbove
 
 
 def _check_threads(program: Any, threads: int) -> None:
-    """All tiles must be spread over the threads of the block."""
+    """All tiles must be spread over the threads of the block, whose warps its barriers divide."""
     wrong: list[Mismatch] = []
 
     def visit(op: Any) -> Any:
         texts = [RegType(r.type).params[2] for r in op.results if isinstance(r.type, RegType)]
         texts += [op.attributes["layout"]] if "layout" in op.attributes else []
-        for text in texts:
-            try:
-                layout = read_layout(text)
+        try:
+            for layout in map(read_layout, texts):
                 what = f"layout {layout} in {op.name}"
                 expect(layout.threads == threads, what, f"{threads} threads", layout.threads)
-            except Mismatch as error:
-                error.location = op.location
-                wrong.append(error)
-            except LowbitError:
-                pass  # the operation's own verifier says it better
+            if op.name == "lowbit.barrier" and "warps" in op.attributes:
+                warps = in_range(op.attributes["warps"], "warps", 1)
+                expect(threads // 32 % warps == 0, f"warps of {op.name}", f"a divisor of {threads // 32}", warps)
+        except Mismatch as error:
+            error.location = op.location
+            wrong.append(error)
+        except LowbitError:
+            pass  # the operation's own verifier says it better
         return ir.WalkResult.INTERRUPT if wrong else ir.WalkResult.ADVANCE
 
     program.operation.walk(visit)
@@ -264,7 +283,7 @@ class StageOp(Lowbit.Operation, name="stage", traits=[ext.Pure]):
 
 
 class PeerOp(Lowbit.Operation, name="peer", traits=[ext.Pure]):
-    """The same buffer in the shared memory of block `rank` of the cluster (PTX mapa): for loads only.
+    """The same buffer in the shared memory of block `rank` of the cluster (PTX mapa), for loads only.
 
     A barrier of the cluster must come between the writes and the loads, and another before any block ends.
     """
@@ -276,6 +295,8 @@ class PeerOp(Lowbit.Operation, name="peer", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         expect(op.result.type == op.buffer.type, "result", op.buffer.type, op.result.type)
+        for use in op.result.uses:
+            expect(use.owner.name == "lowbit.load", "use of the result", "lowbit.load", use.owner.name)
 
 
 class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
@@ -342,20 +363,21 @@ class WaitOp(Lowbit.Operation, name="wait"):
 
 
 class BarrierOp(Lowbit.Operation, name="barrier"):
-    """All threads of `warps` warps side by side ("warps"), of the "block" or of the "cluster" of blocks meet, and see each
-    other's shared memory.
+    """All threads of `warps` warps side by side ("warps"), of the "block" or of the "cluster" of blocks meet, and see
+    each other's shared memory.
 
     With the unit attribute `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too.
     """
 
     scope: ir.StringAttr
-    warps: ir.IntegerAttr = ext.attribute(default_factory=lambda: ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 1))
+    warps: ir.IntegerAttr = ext.attribute(default_factory=_one)
 
     @verifier
     def verify_invariants(op: Any) -> None:
         scope = ir.StringAttr(op.scope).value
         allowed = ("warps", "block", "cluster")
         expect(scope in allowed, "scope", f"one of {', '.join(allowed)}", repr(scope))
+        in_range(op.warps, "warps", 1, 32)
 
 
 class LastArrivalOp(Lowbit.Operation, name="last_arrival"):
@@ -653,7 +675,7 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
 def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
     """b is [.., k / 64, n, 64] in shared memory, swizzled, of which columns start .. start + columns are used.
 
-    The leading dims are the same for all four warps.
+    All four warps of a warpgroup have the same index, and one only, along the leading dims.
     """
     b = Shared.of(op.b.type)
     expect(b.element in ("f16", "bf16"), "element of b", "f16 or bf16", b.element)
@@ -665,9 +687,9 @@ def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
     expect([*layout.shape[:-2], layout.shape[-1]] == [*batch, n], "result", f"{[*batch, 'm', n]}", list(layout.shape))
     start = in_range(op.start, "start", 0, 64 * panels - columns)
     expect(start % 16 == 0 and columns % 16 == 0, "start and columns", "multiples of 16", (start, columns))
-    for digit in layout.thread_digits():
-        alone = digit.dim >= layout.rank - 2 or digit.divisor >= 128
-        expect(alone, f"dim {digit.dim} of the result", "the same for all warps of a warpgroup", layout)
+    inside = [digit for digit in layout.thread_digits() if digit.divisor < 128] + list(layout.local_digits())
+    for digit in inside:
+        expect(digit.dim >= layout.rank - 2, f"dim {digit.dim} of the result", "the same in all of a warpgroup", layout)
 
 
 class WarpgroupMmaOp(Lowbit.Operation, name="warpgroup_mma"):

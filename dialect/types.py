@@ -207,8 +207,8 @@ def _check_array(
 class Shared:
     """A buffer in shared memory: element (i, j, ...) at i*strides[0] + j*strides[1] + ..., in elements.
 
-    swizzle 128: rows are 128 bytes, whose eight pieces of 16 bytes are permuted by the row's number, so that a column of
-    pieces meets all banks (`SWIZZLE_128`; PTX ISA 5.5.7, 128-byte mode). 0: none.
+    swizzle 128: rows are 128 bytes, whose eight pieces of 16 bytes are permuted by the row's number, so that a column
+    of pieces meets all banks (`SWIZZLE_128`; PTX ISA 5.5.7, 128-byte mode). 0: none.
     """
 
     element: Element

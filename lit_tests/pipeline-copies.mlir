@@ -8,7 +8,7 @@
 
 // Three stages: the buffer becomes three.
 // CHECK:       ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[N:.*]]: i32):
-// CHECK:         %[[BUFFERS:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[3, 1, 64], f16, [64, 64, 1], 0>
+// CHECK:         %[[BUFFERS:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[3, 1, 64], f16, [64, 64, 1], 0 : i64>
 // CHECK-NOT:     lowbit.alloc_shared
 
 // Prologue: the copies of the first two rounds, if there are so many, each a group of its own.
@@ -120,7 +120,7 @@
 // -----
 
 // One stage is the loop as it stands: copy, wait for it, two barriers a round.
-// CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 64], f16, [64, 1], 0>
+// CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 64], f16, [64, 1], 0 : i64>
 // CHECK:         scf.for
 // CHECK-NEXT:      "lowbit.copy_async"
 // CHECK-NEXT:      "lowbit.commit"

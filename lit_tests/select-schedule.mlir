@@ -4,7 +4,7 @@
 // Choices given as options go to every matmul that has none. Dashes and underscores mean the same.
 // CHECK-LABEL: func.func @free
 // CHECK:         lowbit.schedule = {
-// CHECK-SAME:      row_blocks = 1 : i64, splits = 3 : i64, stages = 2 : i64, step_k = 64 : i64, tokens = 16 : i64, warps_k = 4 : i64, warps_n = 2 : i64}
+// CHECK-SAME:      row_blocks = 1 : i64, splits = 3 : i64, stages = 2 : i64, step_k = 64 : i64, tokens = 16 : i64, warps_k = 4 : i64, warps_n = 2 : i64, wgmma = 0 : i64}
 
 // Without options the pass chooses.
 // DEFAULT-LABEL: func.func @free

@@ -162,7 +162,7 @@ class Program:
         if max_blocks:
             self.op.operation.attributes["lowbit.max_blocks"] = _i64(max_blocks)
         if cluster != (1, 1, 1):
-            self.op.operation.attributes["lowbit.cluster"] = ints(cluster)
+            self.op.operation.attributes[ops.CLUSTER] = ints(cluster)
         block = self.op.body.blocks.append(*[kinds[kind] for kind in params.values()])
         self._arguments = dict(zip(params, block.arguments))
         self._point = ir.InsertionPoint(block)

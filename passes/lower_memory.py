@@ -15,7 +15,6 @@ from passes.fragment import Fragment
 from passes.lower_mma import lower_load_matrix
 from passes.lowering import ALIGN, Lowering, int_attr, text_attr
 
-
 _NAMED_BARRIERS = 15  # beside the one of the whole block (PTX ISA 9.7.13.1)
 _SWIZZLE_ALIGN = 1024  # bytes: eight rows
 
@@ -44,6 +43,7 @@ class MemoryRules(Lowering):
         self.values[op.result] = Place(Shared.of(op.result.type), base, whole.sizes[1:])
 
     def _peer(self, op: Any) -> None:
+        self._require(self.target.has_clusters, "lowbit.peer", "sm_90")
         here: Place = self.values[op.buffer]
         base = nvvm.mapa(emit.pointer(7), here.base, self.values[op.rank])
         self.values[op.result] = Place(here.type, base, here.sizes)
@@ -127,6 +127,7 @@ class MemoryRules(Lowering):
     def _barrier(self, op: Any) -> None:
         self._finish_reads()
         if "async_proxy" in op.operation.attributes:
+            self._require(self.target.has_clusters, "a barrier for the async proxy", "sm_90")
             nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=ir.Attribute.parse("#nvvm.shared_space<cta>"))
         scope = text_attr(op, "scope")
         threads = 32 * int_attr(op, "warps")
@@ -140,6 +141,7 @@ class MemoryRules(Lowering):
             named = arith.addi(group, emit.constant(1))  # barrier 0 is the block's
             nvvm.barrier(barrier_id=named, number_of_threads=emit.constant(threads))
         elif scope == "cluster":
+            self._require(self.target.has_clusters, "a barrier of a cluster", "sm_90")
             nvvm.cluster_arrive(aligned=True)
             nvvm.cluster_wait(aligned=True)
         else:

@@ -136,12 +136,14 @@ class TileRules(Lowering):
         self.values[op.result] = lower_mma(a, b, c)
 
     def _warpgroup_mma(self, op: Any) -> None:
+        self._require(self.target.has_wgmma, "lowbit.warpgroup_mma", "sm_90a")
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
         product = warpgroup_mma(self.threads, a, b, int_attr(op, "start"), None if _is_zero(op.c) else c, c.reg)
         self.reads.append(product)
         self.values[op.result] = product
 
     def _warpgroup_row_sums(self, op: Any) -> None:
+        self._require(self.target.has_wgmma, "lowbit.warpgroup_row_sums", "sm_90a")
         reg, columns = Reg.of(op.result.type), int_attr(op, "columns")
         sums = warpgroup_row_sums(self.threads, self.values[op.b], int_attr(op, "start"), columns, reg)
         self.reads.append(sums)

@@ -29,7 +29,6 @@ from passes.rewriting import at, each_op
 from passes.target import Target, parse_target
 
 SHARED_SYMBOL = "shared_memory"
-_CLUSTER = "lowbit.cluster"
 _RESERVED = 1024  # bytes of shared memory that every block takes for the system
 
 
@@ -129,10 +128,9 @@ class _Lowering(MemoryRules, TileRules):
                 f"lower-tiles: {name} needs {self.shared.bytes} bytes of shared memory, {self.target} allows "
                 f"{self.target.max_shared_per_block}; take fewer stages, warps_k or a smaller step_k"
             )
-        if _CLUSTER in program.operation.attributes:
-            if not self.target.has_tma:
-                raise PassError(f"lower-tiles: {name} needs clusters of blocks, {self.target} has none; take cluster=1")
-            blocks = list(read_ints(program.operation.attributes[_CLUSTER]))
+        if ops.CLUSTER in program.operation.attributes:
+            self._require(self.target.has_clusters, f"{name} in clusters", "sm_90")
+            blocks = list(read_ints(program.operation.attributes[ops.CLUSTER]))
             function.operation.attributes["nvvm.cluster_dim"] = ir.DenseI32ArrayAttr.get(blocks)
         for attribute in ("grid", "threads", "params", "workspace"):
             function.operation.attributes[f"lowbit.{attribute}"] = program.operation.attributes[attribute]

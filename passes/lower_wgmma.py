@@ -1,12 +1,12 @@
 """wgmma, for `lower-tiles`: a's fragments from registers, b from shared memory, the accumulators in f32.
 
 A warp's A fragment of m64nNk16 is that of mma.m16n8k16, and its accumulators are those of m16n8, side by side along N
-(PTX ISA 9.7.15.5.1): so layouts, packed weights and all that is done with accumulators stay the same. What changes is that
-b needs no fragments, and that an instruction has up to 256 columns.
+(PTX ISA 9.7.15.5.1): so layouts, packed weights and all that is done with accumulators stay the same. What changes is
+that b needs no fragments, and that an instruction has up to 256 columns.
 
-wgmma works on while the warp goes on. Registers that it still needs may not be touched, and no compiler in between knows;
-so accumulators are registers of PTX that LLVM never sees (`declare_sums`) until they are waited for, and the fragments of
-a are new ones for every instruction: the next is decoded while the tensor core works on the last.
+wgmma works on while the warp goes on. Registers that it still needs may not be touched, and no compiler in between
+knows; so accumulators are registers of PTX that LLVM never sees (`declare_sums`) until they are waited for, and the
+fragments of a are new ones for every instruction: the next is decoded while the tensor core works on the last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from passes.addressing import Place, ThreadIndex
 from passes.fragment import Fragment
 from passes.lower_mma import fragment_blocks
 
-# The upper word of a matrix descriptor: 1024 bytes from eight rows to the next, 128-byte swizzling (PTX ISA 9.7.15.5.1.2).
+# The upper word of a matrix descriptor: 1024 bytes from eight rows to the next, 128-byte swizzling
+# (PTX ISA 9.7.15.5.1.2).
 _UPPER = 1 << 30 | 1024 // 16
 _SUM = "wgmma_sum"
 _MOST_COLUMNS = 256
@@ -103,7 +104,7 @@ def _wgmma(
     totals: list[Any] | None,
     element: str,
 ) -> list[Any]:
-    """The accumulators of one row of fragments, which are made one by one while the tensor core works on the one before."""
+    """The accumulators of one row of fragments, each made while the tensor core works on the one before."""
     n = b.type.shape[-2]
     count = n // 2
     sums = [f"{_SUM}{i}" for i in range(count)]

@@ -60,6 +60,10 @@ class Lowering:
         self.reads: list[Fragment] = []  # fragments whose registers are loads
         self.shared = SharedMemory()
 
+    def _require(self, there: bool, what: str, since: str) -> None:
+        if not there:
+            raise PassError(f"lower-tiles: {what} needs {since}, the target is {self.target}")
+
     def _finish_reads(self) -> None:
         """Write down all loads: memory may change after this point."""
         for fragment in self.reads:

@@ -37,8 +37,8 @@ class Schedule:
                 raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")
         if self.cluster not in (1, self.splits) or self.cluster > 8 or self.rows % self.cluster:
             raise SpecError(
-                f"schedule: cluster={self.cluster} must be 1, or splits={self.splits} where that is at most 8 and divides "
-                f"the {self.rows} rows of a block"
+                f"schedule: cluster={self.cluster} must be 1, or splits={self.splits} where that is at most 8 and "
+                f"divides the {self.rows} rows of a block"
             )
         if self.wgmma not in (0, 1) or (self.wgmma and (self.warps_n % 4 or self.tokens < 8)):
             raise SpecError(

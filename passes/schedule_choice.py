@@ -99,7 +99,7 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
     if s.wgmma:
         _check_wgmma(spec, s, target)
-    if s.cluster > 1 and not target.has_tma:
+    if s.cluster > 1 and not target.has_clusters:
         raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
     needed = shared_bytes(spec, s)
     if needed > target.max_shared_per_block:

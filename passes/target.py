@@ -64,8 +64,8 @@ class Target:
         return self.capability >= 90
 
     @property
-    def has_tma(self) -> bool:
-        """Bulk and tensor copies, clusters, griddepcontrol, transaction barriers (PTX ISA 9.7.9.27)."""
+    def has_clusters(self) -> bool:
+        """Blocks that see each other's shared memory (PTX ISA 5.2.2); griddepcontrol; the async proxy's fences."""
         return self.capability >= 90
 
     @property

@@ -53,7 +53,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "warps_k": (1, 2, 4, 8, 16),
         "step_k": (chunk, 2 * chunk) if chunk < 128 else (chunk,),
         "stages": (2, 3, 4, 6),
-        "splits": (1, 2, 4, 8) if target.has_tma else (1, 2, 4),
+        "splits": (1, 2, 4, 8) if target.has_clusters else (1, 2, 4),
         "wgmma": (0, 1) if target.has_wgmma and tile >= 8 else (0,),
         "max_blocks": (0, 2) if tile == 1 else (0,),
     }
@@ -106,7 +106,7 @@ def _schedules(choice: dict[str, int], spec: MatmulSpec, target: Target) -> list
     if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS or (choice.get("wgmma") and choice["warps_n"] % 4):
         return []
     splits = choice["splits"]
-    clusters = [splits, 1] if target.has_tma and splits > 1 else [1]
+    clusters = [splits, 1] if target.has_clusters and splits > 1 else [1]
     try:
         made = [Schedule(**choice | {"cluster": cluster}) for cluster in clusters]
     except SpecError:

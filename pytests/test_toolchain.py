@@ -82,7 +82,7 @@ def test_gpu_targets(name: str, shared_kb: int) -> None:
     assert (target.kind, target.arch, str(target)) == ("cuda", name, name)
     assert target.capability == int(name[3:5])
     assert target.max_shared_per_block == shared_kb * 1024 == target.shared_per_sm - 1024
-    assert (target.has_wgmma, target.has_tma) == (name == "sm_90a", name.startswith("sm_90"))
+    assert (target.has_wgmma, target.has_clusters) == (name == "sm_90a", name.startswith("sm_90"))
     assert target.has_fp8_mma == (name in ("sm_89", "sm_90", "sm_90a"))
     assert (emulated.kind, emulated.arch, emulated.features) == ("emulator", name, target.features)
     assert emulated.is_gpu

@@ -419,7 +419,7 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
 
     for name, value in (("current_device", lambda: 0), ("synchronize", lambda: None), ("empty_cache", lambda: None)):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, z=torch.zeros, **kw: z(*a, **kw))
     monkeypatch.setattr(torch, "empty", lambda *a, device, e=torch.empty, **kw: e(*a, **kw))
     monkeypatch.setattr(trial, "sample", cpu_sample)
     monkeypatch.setattr(timing, "graph_time", graph_time)

@@ -22,7 +22,7 @@ func.func private @activations(!lowbit.global<[-1, 256], f16, [256, 1], [1, 1]>)
 func.func private @every_row_twice(!lowbit.global<[8, 16], bf16, [16, 1], [2, 1]>)
 
 // A buffer in shared memory; a stride beyond the dense one spreads rows over banks.
-// CHECK: !lowbit.shared<[8, 64], f16, [72, 1], 0>
+// CHECK: !lowbit.shared<[8, 64], f16, [72, 1], 0 : i64>
 func.func private @padded_rows(!lowbit.shared<[8, 64], f16, [72, 1], 0>)
 
 // A tile in registers. The layout says which thread holds what: here the accumulator of mma.m16n8k16.
