@@ -29,6 +29,8 @@ def verifier(check: Callable[[Any], None]) -> Any:
         try:
             _check_segments(op)
             check(op)
+        except KeyError:
+            pass  # an attribute is missing: IRDL, which comes next, says which
         except LowbitError as error:
             location = error.location or op.location
             location.emit_error(f"'{op.operation.name}' op {error}")

@@ -75,3 +75,73 @@
   }
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = ["n"], workspace = 0} : () -> ()
+
+// -----
+
+// What the target has not got; the default one is sm_80.
+// expected-error @below {{lower-tiles: p in clusters needs sm_90, the target is sm_80}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [2, 1, 1], params = [], workspace = 0, lowbit.cluster = [2, 1, 1]} : () -> ()
+
+// -----
+
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
+"lowbit.program"() ({
+^bb0(%rank: i32):
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  // expected-error @below {{lower-tiles: lowbit.peer needs sm_90, the target is sm_80}}
+  %peer = "lowbit.peer"(%buffer, %rank) : (!buffer, i32) -> !buffer
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [2, 1, 1], params = ["rank"], workspace = 0} : () -> ()
+
+// -----
+
+"lowbit.program"() ({
+  // expected-error @below {{lower-tiles: a barrier of a cluster needs sm_90, the target is sm_80}}
+  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [2, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+"lowbit.program"() ({
+  // expected-error @below {{lower-tiles: a barrier for the async proxy needs sm_90, the target is sm_80}}
+  "lowbit.barrier"() {scope = "block", warps = 1, async_proxy} : () -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [2, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!a = !lowbit.reg<[64, 64], f16, "spatial(4, 1).column_local(2, 8).spatial(8, 4).local(1, 2)">
+!d = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+"lowbit.program"() ({
+  %b = "lowbit.alloc_shared"() : () -> !b
+  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
+  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
+  // expected-error @below {{lower-tiles: lowbit.warpgroup_mma needs sm_90a, the target is sm_80}}
+  %d = "lowbit.warpgroup_mma"(%a, %b, %zero) {start = 0} : (!a, !b, !d) -> !d
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 128, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!sums = !lowbit.reg<[1, 8], f32, "replicated(32, rank=2).spatial(1, 4).local(1, 2)">
+"lowbit.program"() ({
+  %b = "lowbit.alloc_shared"() : () -> !b
+  // expected-error @below {{lower-tiles: lowbit.warpgroup_row_sums needs sm_90a, the target is sm_80}}
+  %sums = "lowbit.warpgroup_row_sums"(%b) {start = 0, columns = 64} : (!b) -> !sums
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 128, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// A block has sixteen barriers, one of which is that of all its threads. A single warp needs none of them.
+"lowbit.program"() ({
+  "lowbit.barrier"() {scope = "warps", warps = 1} : () -> ()
+  // expected-error @below {{lower-tiles: 16 barriers of 64 threads, a block has 15}}
+  "lowbit.barrier"() {scope = "warps", warps = 2} : () -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 1024, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()

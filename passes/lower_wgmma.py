@@ -109,6 +109,7 @@ def _wgmma(
     n = b.type.shape[-2]
     count = n // 2
     sums = [f"{_SUM}{i}" for i in range(count)]
+    multiply = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{', '.join(sums)}}}"
     if totals is not None:
         moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(sums)]
         _assembly(None, totals, moves, ["f"] * count)
@@ -124,8 +125,7 @@ def _wgmma(
                 f"mov.b64 at, {{{lower}, {_UPPER}}};",
                 f"add.s64 at, at, {_offset(b, start + BLOCK_K * (first + i)) // 16};",
                 f"setp.{relation}.b32 add, {lower}, {lower};",
-                f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{', '.join(sums)}}}, "
-                f"{{{registers}}}, at, add, 1, 1, 0;",
+                f"{multiply}, {{{registers}}}, at, add, 1, 1, 0;",
             ]
         _assembly(None, [*words, descriptor], ["{", *lines, "}"], ["r"] * (len(words) + 1))
     moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(sums)]

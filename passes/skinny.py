@@ -233,7 +233,8 @@ class _Kernel:
         if s.wgmma:
             layout = spatial(s.warps_k, 1, 1, 1) * spread((1, s.step_k // PANEL, s.tokens, PANEL), warps, 8)
             limit = (s.step_k, PANEL, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
-            p.copy_async(self.x, self.x_buffer, (step, 0, 0, 0), layout, (self.step_boundary, "none", "skip", "none"), limit)
+            boundary = (self.step_boundary, "none", "skip", "none")
+            p.copy_async(self.x, self.x_buffer, (step, 0, 0, 0), layout, boundary, limit)
         elif self.plan.async_x:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)
             limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()

@@ -558,7 +558,7 @@ def test_what_a_branch_uses_is_there_after_it() -> None:
         np.testing.assert_array_equal(y, np.stack([(x + 1.0) * times, x + 1.0]))
 
 
-@pytest.mark.parametrize("scope", ["block", "warp"])
+@pytest.mark.parametrize("scope", ["block", "warps"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_pipeline_copies(stages: int, scope: str) -> None:
     """Horner's sum of w[i] and x[i] for 0 to 5 rounds. Two copies a round, one of which waits for the kernel before:

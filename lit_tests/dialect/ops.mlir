@@ -68,10 +68,10 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
      operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !x_buffer, i32, i32) -> ()
   // CHECK: "lowbit.commit"
   // CHECK: "lowbit.wait"() {pending = 0 : i64}
-  // CHECK: "lowbit.barrier"() {scope = "warp"}
+  // CHECK: "lowbit.barrier"() {scope = "warps", warps = 1 : i64}
   "lowbit.commit"() : () -> ()
   "lowbit.wait"() {pending = 0} : () -> ()
-  "lowbit.barrier"() {scope = "warp"} : () -> ()
+  "lowbit.barrier"() {scope = "warps", warps = 1} : () -> ()
 
   // Tiles: packed codes become an operand of the tensor core.
   // CHECK: "lowbit.load"
@@ -120,7 +120,7 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
   // CHECK: "lowbit.last_arrival"
   // CHECK: "lowbit.grid_launch_dependents"
   // CHECK: "lowbit.return"
-  "lowbit.barrier"() {scope = "block"} : () -> ()
+  "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
   "lowbit.free_shared"(%stages) : (!x_stages) -> ()
   %padded = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
   "lowbit.copy_padded"(%x, %padded, %c0, %c0)
@@ -133,6 +133,46 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
   "lowbit.grid_launch_dependents"() : () -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "everything", threads = 32, grid = [1, 1, 1], params = ["x", "w", "counters", "m"], workspace = 0} : () -> ()
+
+// -----
+
+// A warpgroup multiplies with what is in shared memory, in swizzled rows that its instructions read by themselves; the
+// blocks of a cluster read each other's sums.
+
+!x_buffer = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!a = !lowbit.reg<[64, 64], f16, "spatial(4, 1).column_local(2, 8).spatial(8, 4).local(1, 2)">
+!d = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+!sums = !lowbit.reg<[1, 8], f32, "replicated(32, rank=2).spatial(1, 4).local(1, 2)">
+!partial = !lowbit.shared<[64, 8], f32, [1, 68], 0>
+
+// CHECK: "lowbit.program"() ({
+"lowbit.program"() ({
+  %c0 = arith.constant 0 : i32
+  %x = "lowbit.alloc_shared"() : () -> !x_buffer
+  // CHECK: "lowbit.barrier"() {async_proxy, scope = "warps", warps = 4 : i64}
+  "lowbit.barrier"() {scope = "warps", warps = 4, async_proxy} : () -> ()
+  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
+  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
+  // CHECK: "lowbit.warpgroup_mma"(%{{.*}}, %{{.*}}, %{{.*}}) {start = 0 : i64}
+  %d = "lowbit.warpgroup_mma"(%a, %x, %zero) {start = 0} : (!a, !x_buffer, !d) -> !d
+  // CHECK: "lowbit.warpgroup_row_sums"(%{{.*}}) {columns = 32 : i64, start = 16 : i64}
+  %sums = "lowbit.warpgroup_row_sums"(%x) {start = 16, columns = 32} : (!x_buffer) -> !sums
+  %partial = "lowbit.alloc_shared"() : () -> !partial
+  "lowbit.store"(%d, %partial, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!d, !partial, i32, i32) -> ()
+  // CHECK: "lowbit.barrier"() {scope = "cluster", warps = 1 : i64}
+  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
+  // CHECK: %[[PEER:.*]] = "lowbit.peer"
+  // CHECK-NEXT: "lowbit.load"(%[[PEER]],
+  %rank = "lowbit.block_id"() {axis = 1} : () -> i32
+  %peer = "lowbit.peer"(%partial, %rank) : (!partial, i32) -> !partial
+  %theirs = "lowbit.load"(%peer, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!partial, i32, i32) -> !d
+  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
+  "lowbit.return"() : () -> ()
+// CHECK: grid = [6, 2, 1], lowbit.cluster = [1, 2, 1], lowbit.max_blocks = 1 : i64
+}) {sym_name = "warpgroup", threads = 128, grid = [6, 2, 1], params = [], workspace = 0, lowbit.cluster = [1, 2, 1],
+    lowbit.max_blocks = 1} : () -> ()
 
 // -----
 

@@ -139,6 +139,37 @@ func.func @isolated(%m: i32) {
 
 // -----
 
+// Barriers of some warps split the block evenly.
+"lowbit.program"() ({
+  // expected-error @below {{'lowbit.program' op warps of lowbit.barrier: expected a divisor of 8, got 3}}
+  "lowbit.barrier"() {scope = "warps", warps = 3} : () -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 256, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// Clusters divide the grid.
+// expected-error @below {{'lowbit.program' op lowbit.cluster: expected three divisors of the grid's [8, 4, 1], got [1, 3, 1]}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, lowbit.cluster = [1, 3, 1]} : () -> ()
+
+// -----
+
+// expected-error @below {{lowbit.cluster: expected three divisors of the grid's [8, 4, 1], got [2, 2]}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, lowbit.cluster = [2, 2]} : () -> ()
+
+// -----
+
+// expected-error @below {{lowbit.cluster: expected at most 8 blocks, got 16}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, lowbit.cluster = [4, 4, 1]} : () -> ()
+
+// -----
+
 func.func @block_id() {
   // expected-error @below {{'lowbit.block_id' op axis: expected 0..2, got 3}}
   %0 = "lowbit.block_id"() {axis = 3} : () -> i32
@@ -164,7 +195,7 @@ func.func @view_without_size(%p: !llvm.ptr<1>) {
 // -----
 
 func.func @stage(%b: !lowbit.shared<[2, 8, 64], f16, [512, 64, 1], 0>, %i: i32) {
-  // expected-error @below {{'lowbit.stage' op result: expected Shared(element='f16', shape=(8, 64), strides=(64, 1)), got Shared(element='f16', shape=(8, 64), strides=(72, 1))}}
+  // expected-error @below {{'lowbit.stage' op result: expected Shared(element='f16', shape=(8, 64), strides=(64, 1), swizzle=0), got Shared(element='f16', shape=(8, 64), strides=(72, 1), swizzle=0)}}
   %0 = "lowbit.stage"(%b, %i) : (!lowbit.shared<[2, 8, 64], f16, [512, 64, 1], 0>, i32) -> !lowbit.shared<[8, 64], f16, [72, 1], 0>
   return
 }
@@ -277,8 +308,46 @@ func.func @wait() {
 // -----
 
 func.func @barrier() {
-  // expected-error @below {{'lowbit.barrier' op scope: expected 'block' or 'warp', got 'grid'}}
-  "lowbit.barrier"() {scope = "grid"} : () -> ()
+  // expected-error @below {{'lowbit.barrier' op scope: expected one of warps, block, cluster, got 'grid'}}
+  "lowbit.barrier"() {scope = "grid", warps = 1} : () -> ()
+  return
+}
+
+// -----
+
+func.func @barrier_warps() {
+  // expected-error @below {{'lowbit.barrier' op warps: expected 1..32, got 0}}
+  "lowbit.barrier"() {scope = "warps", warps = 0} : () -> ()
+  return
+}
+
+// -----
+
+// What IRDL itself looks after.
+func.func @barrier_of_how_many() {
+  // expected-error @below {{'lowbit.barrier' op attribute "warps" is expected but not provided}}
+  "lowbit.barrier"() {scope = "block"} : () -> ()
+  return
+}
+
+// -----
+
+// Another block's memory is read and no more.
+!buffer = !lowbit.shared<[8, 64], f16, [64, 1], 0>
+func.func @peer_type(%b: !buffer, %rank: i32) {
+  // expected-error @below {{'lowbit.peer' op result: expected !lowbit.shared<[8, 64], f16, [64, 1], 0 : i64>, got !lowbit.shared<[8, 64], f16, [72, 1], 0 : i64>}}
+  %0 = "lowbit.peer"(%b, %rank) : (!buffer, i32) -> !lowbit.shared<[8, 64], f16, [72, 1], 0>
+  return
+}
+
+// -----
+
+!buffer = !lowbit.shared<[8, 4], f16, [4, 1], 0>
+func.func @peer_store(%b: !buffer, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %i: i32) {
+  // expected-error @below {{'lowbit.peer' op use of the result: expected lowbit.load, got lowbit.store}}
+  %0 = "lowbit.peer"(%b, %i) : (!buffer, i32) -> !buffer
+  "lowbit.store"(%t, %0, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !buffer, i32, i32) -> ()
   return
 }
 
@@ -406,6 +475,17 @@ func.func @store_element(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, 
 
 // -----
 
+// In swizzled rows, the last element is not where strides say.
+!x = !lowbit.shared<[8, 64], f16, [64, 1], 128>
+func.func @load_clamped_swizzle(%x: !x, %i: i32) {
+  // expected-error @below {{boundary: expected one of none, zero, got clamp}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["clamp", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
 // ldmatrix reads rows of 16 bytes at addresses that are multiples of 16.
 func.func @load_matrix_element(%x: !lowbit.shared<[8, 16], f32, [24, 1], 0>, %m: i32) {
   // expected-error @below {{'lowbit.load_matrix' op element: expected of 16 bits, got f32}}
@@ -442,6 +522,14 @@ func.func @load_matrix_rank(%x: !lowbit.shared<[16], f16, [1], 0>, %m: i32) {
 func.func @load_matrix_strides(%x: !lowbit.shared<[8, 16], f16, [20, 1], 0>, %m: i32) {
   // expected-error @below {{strides: expected multiples of 8 (16 bytes) and 1 for the last dim, got [20, 1]}}
   %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [20, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_swizzle(%x: !lowbit.shared<[8, 64], f16, [64, 1], 128>, %m: i32) {
+  // expected-error @below {{swizzle: expected none, got 128}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 64], f16, [64, 1], 128>, i32) -> !lowbit.reg<[8, 64], f16, "local(1, 8).spatial(8, 4).local(1, 2)">
   return
 }
 
@@ -874,6 +962,234 @@ func.func @sums_shape(%b: !b) {
 func.func @sums_layout(%b: !b) {
   // expected-error @below {{layout of the result: expected replicated(8, rank=2).spatial(1, 4).local(1, 2), got spatial(1, 8).replicated(4)}}
   %0 = "lowbit.row_sums"(%b) : (!b) -> !lowbit.reg<[1, 8], f32, "spatial(1, 8).replicated(4)">
+  return
+}
+
+// -----
+
+// Warpgroups. a [64, 32] in registers, b [1, 8, 64] in shared memory: 64 columns of k, of which some are taken; c [64, 8].
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+!d = !lowbit.reg<[64, 8], f16, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_result(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{'lowbit.warpgroup_mma' op result: expected Reg(element='f32'}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !d
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f16, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_accumulator(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{element of c: expected f32, got f16}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], bf16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_a(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{element of a: expected f16, got bf16}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f32, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 32], f32, [256, 32, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_b(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{element of b: expected f16 or bf16, got f32}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_swizzle(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{swizzle of b: expected 128, got 0}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[8, 64], f16, [64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_rank(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{rank of b: expected 3, got 2}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 32], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_width(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{b: expected rows of 64 columns: [.., k / 64, n, 64], got [1, 8, 32]}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 4, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_n(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{n: expected a multiple of 8 up to 256, got 4}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 16, 64], f16, [1024, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_columns(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{result: expected ['m', 16], got [64, 8]}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_start(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{start: expected 0..32, got 48}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 48} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_between_fragments(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{start and columns: expected multiples of 16, got (8, 32)}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 8} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[128, 32], f16, "local(2, 1).spatial(4, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_rows(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{a: expected [64, 'k'], got [128, 32]}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_layout(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{layout of a: expected a multiple of column_local(2, 2).spatial(8, 4).local(1, 2)}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[32, 32], f16, "spatial(2, 1).replicated(2).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 16, 64], f16, [1024, 64, 1], 128>
+!c = !lowbit.reg<[32, 16], f32, "spatial(2, 2).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_split_columns(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{columns of c: expected within each warp, got spread over warps}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[32, 32], f16, "spatial(2, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[32, 8], f32, "spatial(2, 1).replicated(2).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_split_k(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{k of a: expected within each warp, got spread over warps}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "column_spatial(2, 1).replicated(2).local(2, 1).column_local(2, 4).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @warpgroup_warps(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{warps of a: expected the result's}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+// Four warps take part in an instruction and read the same b: two steps are work for two warpgroups.
+!a = !lowbit.reg<[2, 32, 32], f16, "spatial(2, 2, 1).column_local(1, 2, 4).spatial(1, 8, 4).local(1, 1, 2)">
+!b = !lowbit.shared<[2, 1, 8, 64], f16, [512, 512, 64, 1], 128>
+!c = !lowbit.reg<[2, 32, 8], f32, "spatial(2, 2, 1).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+func.func @warpgroup_halves(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{dim 0 of the result: expected the same in all of a warpgroup, got spatial(2, 2, 1)}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[2, 64, 32], f16, "local(2, 1, 1).spatial(1, 4, 1).column_local(1, 2, 4).spatial(1, 8, 4).local(1, 1, 2)">
+!b = !lowbit.shared<[2, 1, 8, 64], f16, [512, 512, 64, 1], 128>
+!c = !lowbit.reg<[2, 64, 8], f32, "local(2, 1, 1).spatial(1, 4, 1).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+func.func @warpgroup_two_steps(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{dim 0 of the result: expected the same in all of a warpgroup, got spatial(1, 4, 1).local(2, 2, 1)}}
+  %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+func.func @warpgroup_sums_element(%b: !b) {
+  // expected-error @below {{'lowbit.warpgroup_row_sums' op element of the result: expected f32, got f16}}
+  %0 = "lowbit.warpgroup_row_sums"(%b) {start = 0, columns = 32} : (!b) -> !lowbit.reg<[1, 8], f16, "replicated(32, rank=2).spatial(1, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+func.func @warpgroup_sums_columns(%b: !b) {
+  // expected-error @below {{columns: expected at least 16, got 0}}
+  %0 = "lowbit.warpgroup_row_sums"(%b) {start = 0, columns = 0} : (!b) -> !lowbit.reg<[1, 8], f32, "replicated(32, rank=2).spatial(1, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+func.func @warpgroup_sums_end(%b: !b) {
+  // expected-error @below {{start: expected 0..32, got 48}}
+  %0 = "lowbit.warpgroup_row_sums"(%b) {start = 48, columns = 32} : (!b) -> !lowbit.reg<[1, 8], f32, "replicated(32, rank=2).spatial(1, 4).local(1, 2)">
   return
 }
 

@@ -25,6 +25,10 @@ func.func private @every_row_twice(!lowbit.global<[8, 16], bf16, [16, 1], [2, 1]
 // CHECK: !lowbit.shared<[8, 64], f16, [72, 1], 0 : i64>
 func.func private @padded_rows(!lowbit.shared<[8, 64], f16, [72, 1], 0>)
 
+// Or rows of 128 bytes have their 16-byte pieces permuted, as wgmma reads them.
+// CHECK: !lowbit.shared<[2, 8, 64], bf16, [512, 64, 1], 128 : i64>
+func.func private @swizzled_rows(!lowbit.shared<[2, 8, 64], bf16, [512, 64, 1], 128>)
+
 // A tile in registers. The layout says which thread holds what: here the accumulator of mma.m16n8k16.
 // CHECK: !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
 func.func private @accumulator(!lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">)

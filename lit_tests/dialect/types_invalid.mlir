@@ -13,7 +13,7 @@ func.func private @f(!lowbit.packed<[64, 256], "u4", 128, "int", "f16">)
 
 // -----
 
-// expected-error @below {{expected 3 type arguments, but had 2}}
+// expected-error @below {{expected 4 type arguments, but had 2}}
 func.func private @f(!lowbit.shared<[8, 64], f16>)
 
 // -----
@@ -87,6 +87,31 @@ func.func @f() {
 func.func @f() {
   // expected-error @below {{element of memory: expected whole bytes (codes are viewed in registers)}}
   %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], #lowbit.format<"u4", []>, [64, 1], 0>
+  return
+}
+
+// -----
+
+// Swizzled rows are 128 bytes, eight of them the smallest piece that can be moved.
+func.func @f() {
+  // expected-error @below {{swizzle: expected 0 or 128, got 64}}
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], f16, [64, 1], 64>
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{strides: expected [multiples of 512, 64, 1] with swizzle 128, got [72, 1]}}
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[8, 64], f16, [72, 1], 128>
+  return
+}
+
+// -----
+
+func.func @f() {
+  // expected-error @below {{strides: expected [multiples of 512, 64, 1] with swizzle 128, got [256, 64, 1]}}
+  %0 = "lowbit.alloc_shared"() : () -> !lowbit.shared<[2, 4, 64], bf16, [256, 64, 1], 128>
   return
 }
 

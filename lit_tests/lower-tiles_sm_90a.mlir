@@ -1,0 +1,171 @@
+// RUN: %lowbit-opt %s --split-input-file --lower-tiles=target=sm_90a --canonicalize --cse | %filecheck %s
+
+// What Hopper has: clusters of blocks, and instructions of whole warpgroups that read shared memory by themselves.
+
+!sums = !lowbit.shared<[128], f32, [1], 0>
+!tile = !lowbit.reg<[128], f32, "spatial(128)">
+!y = !lowbit.global<[128], f32, [1], [1]>
+
+// CHECK-LABEL: gpu.func @cluster
+// CHECK-SAME:    nvvm.cluster_dim = array<i32: 1, 3, 1>
+// CHECK:         %[[MINE:.*]] = llvm.mlir.addressof @shared_memory : !llvm.ptr<3>
+// CHECK:         %[[THREAD:.*]] = arith.index_cast
+// CHECK-DAG:     %[[PAIR:.*]] = arith.divui %[[THREAD]], %c64_i32
+// CHECK-DAG:     %[[OFFSET:.*]] = arith.muli %[[THREAD]], %c4_i32
+// CHECK:         llvm.store %{{.*}}, %{{.*}} : f32, !llvm.ptr<3>
+
+// Two warps of four meet at a barrier of their own, 1 or 2: number 0 is the block's. All four are the block.
+// CHECK-NEXT:    %[[NUMBER:.*]] = arith.addi %[[PAIR]], %c1_i32
+// CHECK-NEXT:    nvvm.barrier id = %[[NUMBER]] number_of_threads = %c64_i32
+// CHECK-NEXT:    gpu.barrier
+// CHECK-NEXT:    nvvm.cluster.arrive {aligned}
+// CHECK-NEXT:    nvvm.cluster.wait {aligned}
+
+// The same offset from where the next block of the cluster has what this one has at its base.
+// CHECK:         %[[RANK:.*]] = arith.remui %{{.*}}, %c3_i32
+// CHECK-NEXT:    %[[THEIRS:.*]] = nvvm.mapa %[[MINE]], %[[RANK]] : !llvm.ptr<3> -> !llvm.ptr<7>
+// CHECK-NEXT:    %[[ADDRESS:.*]] = llvm.getelementptr %[[THEIRS]][%[[OFFSET]]]
+// CHECK-NEXT:    %[[LOADED:.*]] = llvm.load %[[ADDRESS]] {alignment = 4 : i64} : !llvm.ptr<7> -> f32
+// The load is done before this block tells the others that they may go.
+// CHECK-NEXT:    nvvm.cluster.arrive {aligned}
+// CHECK-NEXT:    nvvm.cluster.wait {aligned}
+// CHECK:         llvm.store %[[LOADED]], %{{.*}} !llvm.ptr<1>
+"lowbit.program"() ({
+^bb0(%py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %c3 = arith.constant 3 : i32
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
+  %mine = "lowbit.alloc_shared"() : () -> !sums
+  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !tile
+  "lowbit.store"(%one, %mine, %c0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!tile, !sums, i32) -> ()
+  "lowbit.barrier"() {scope = "warps", warps = 2} : () -> ()
+  "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
+  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
+  %rank = "lowbit.block_id"() {axis = 1} : () -> i32
+  %next = arith.addi %rank, %c1 : i32
+  %peer = arith.remui %next, %c3 : i32
+  %theirs = "lowbit.peer"(%mine, %peer) : (!sums, i32) -> !sums
+  %loaded = "lowbit.load"(%theirs, %c0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1>}
+    : (!sums, i32) -> !tile
+  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
+  "lowbit.store"(%loaded, %y, %c0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!tile, !y, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "cluster", threads = 128, grid = [4, 3, 1], params = ["y"], workspace = 0,
+    lowbit.cluster = [1, 3, 1]} : () -> ()
+
+// -----
+
+// Swizzled rows: bits 4 to 6 of the byte offset, the number of a 16-byte piece in its row of 128 bytes, are xored with
+// bits 7 to 9, the row's number modulo eight. Buffers start at whole periods of it: 1024 bytes.
+!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!x_buffer = !lowbit.shared<[16, 64], f16, [64, 1], 128>
+// CHECK-LABEL: gpu.func @swizzle
+// CHECK-SAME:    lowbit.shared_bytes = 3072 : i64
+// CHECK:         %[[SHARED:.*]] = llvm.mlir.addressof
+// CHECK-DAG:     %[[ROW:.*]] = arith.divui %[[THREAD:.*]], %c8_i32
+// CHECK-DAG:     %[[PIECE:.*]] = arith.remui %[[THREAD]], %c8_i32
+// CHECK:         %[[BASE:.*]] = llvm.getelementptr %[[SHARED]][1024]
+// CHECK-DAG:     %[[ROW_BYTES:.*]] = arith.muli %[[ROW]], %c128_i32
+// CHECK-DAG:     %[[PIECE_BYTES:.*]] = arith.muli %[[PIECE]], %c16_i32
+// CHECK:         %[[BYTES:.*]] = arith.addi %[[ROW_BYTES]], %[[PIECE_BYTES]]
+// CHECK-NEXT:    %[[SHIFTED:.*]] = arith.shrui %[[BYTES]], %c3_i32
+// CHECK-NEXT:    %[[MASKED:.*]] = arith.andi %[[SHIFTED]], %c112_i32
+// CHECK-NEXT:    %[[SWIZZLED:.*]] = arith.xori %[[BYTES]], %[[MASKED]]
+// CHECK-NEXT:    %[[TO:.*]] = llvm.getelementptr %[[BASE]][%[[SWIZZLED]]]
+// CHECK:         nvvm.cp.async.shared.global %[[TO]], %{{.*}}, 16
+// Eight rows on, the permutation is the same: a constant 1024 bytes.
+// CHECK-NOT:     arith.xori
+// CHECK:         %[[TO_8:.*]] = llvm.getelementptr %[[TO]][1024]
+// CHECK:         nvvm.cp.async.shared.global %[[TO_8]], %{{.*}}, 16
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %small = "lowbit.alloc_shared"() : () -> !lowbit.shared<[32], f32, [1], 0>
+  %x_buffer = "lowbit.alloc_shared"() : () -> !x_buffer
+  "lowbit.copy_async"(%x, %x_buffer, %c0, %c0) {layout = "local(2, 1).spatial(8, 8).local(1, 8)",
+    boundary = ["none", "none"], limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !x_buffer, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "swizzle", threads = 64, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
+
+// -----
+
+// wgmma. Its accumulators are registers that LLVM never sees, declared at the head of the kernel.
+!x_buffer = !lowbit.shared<[2, 1, 8, 64], f16, [512, 512, 64, 1], 128>
+!codes = !lowbit.global<[8, 32], vector<4xi32>, [32, 1], [1, 1]>
+!units = !lowbit.reg<[8, 32], vector<4xi32>, "spatial(8, 32)">
+!units3 = !lowbit.reg<[2, 4, 32], vector<4xi32>, "spatial(2, 4, 32)">
+!a_codes = !lowbit.reg<[2, 64, 64], #lowbit.format<"u4", []>, "spatial(2, 4, 1).column_local(1, 2, 8).spatial(1, 8, 4).local(1, 1, 2)">
+!a = !lowbit.reg<[2, 64, 64], f16, "spatial(2, 4, 1).column_local(1, 2, 8).spatial(1, 8, 4).local(1, 1, 2)">
+!d = !lowbit.reg<[2, 64, 8], f32, "spatial(2, 4, 1).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+!sums = !lowbit.reg<[2, 1, 8], f32, "spatial(2, 1, 1).replicated(32).spatial(1, 1, 4).local(1, 1, 2)">
+// CHECK-LABEL: gpu.func @warpgroups
+// CHECK:         %[[SHARED:.*]] = llvm.mlir.addressof
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}".reg .f32 wgmma_sum<128>;"
+
+// What was written to shared memory is shown to the asynchronous proxy, by those who wrote it, before the barrier. Each
+// of the two warpgroups has its own.
+// CHECK:         nvvm.fence.proxy {kind = #nvvm.proxy_kind<async.shared>, space = #nvvm.shared_space<cta>}
+// CHECK:         nvvm.barrier id = %{{.*}} number_of_threads = %c128_i32
+
+// A descriptor starts with the address / 16 of a warpgroup's own x; the upper word is that of swizzled rows.
+// CHECK:         %[[X:.*]] = llvm.ptrtoint %[[SHARED]]
+// CHECK:         %[[ADDRESS:.*]] = arith.addi %[[X]], %{{.*}}
+// CHECK:         %[[UNITS:.*]] = arith.shrui %[[ADDRESS]], %c4_i32
+// CHECK-NEXT:    %[[LOWER:.*]] = arith.andi %[[UNITS]], %c16383_i32
+
+// Four fragments of a, then four instructions. A sum from zero starts with one that does not add, $16 != $16; 16 columns
+// are 32 bytes, 2 units of the descriptor.
+// CHECK-COUNT-16: lowbit.decode_pair
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.fence.sync.aligned;
+// CHECK-SAME:      mov.b64 at, {$16, 1073741888};
+// CHECK-SAME:      add.s64 at, at, 0;
+// CHECK-SAME:      setp.ne.b32 add, $16, $16;
+// CHECK-SAME:      wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {wgmma_sum0, wgmma_sum1, wgmma_sum2, wgmma_sum3}, {$0, $1, $2, $3}, at, add, 1, 1, 0;
+// CHECK-SAME:      add.s64 at, at, 2;
+// CHECK-SAME:      setp.eq.b32 add, $16, $16;
+// CHECK-SAME:      {$4, $5, $6, $7}, at, add, 1, 1, 0;
+// CHECK-SAME:      add.s64 at, at, 6;
+// CHECK-SAME:      {$12, $13, $14, $15}, at, add, 1, 1, 0;
+// CHECK-SAME:      "r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,~{memory}" {{.*}}, %[[LOWER]] :
+// CHECK-NEXT:    %[[SUMS:.*]] = llvm.inline_asm has_side_effects {{.*}}"wgmma.commit_group.sync.aligned;
+// CHECK-SAME:      wgmma.wait_group.sync.aligned 0;
+// CHECK-SAME:      mov.f32 $3, wgmma_sum3;
+// CHECK-NEXT:    %[[FIRST:.*]] = llvm.extractvalue %[[SUMS]][0]
+
+// From there another one goes on: all of its instructions add.
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}"mov.f32 wgmma_sum0, $0;{{.*}}" %[[FIRST]], %
+// CHECK-NOT:     setp.ne
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}setp.eq.b32 add, $16, $16;
+
+// Sums of x over columns 16 to 47: two instructions with ones.
+// CHECK:         %[[ONES:.*]] = llvm.bitcast %{{.*}} : vector<2xf16> to i32
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}add.s64 at, at, 2;
+// CHECK-SAME:      setp.ne.b32 add, $8, $8;
+// CHECK-SAME:      add.s64 at, at, 4;
+// CHECK-SAME:      %[[ONES]], %[[ONES]],
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>}
+    : (!llvm.ptr<1>) -> !lowbit.global<[2, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  %x = "lowbit.alloc_shared"() : () -> !x_buffer
+  "lowbit.barrier"() {scope = "warps", warps = 4, async_proxy} : () -> ()
+  %words = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!codes, i32, i32) -> !units
+  %units = "lowbit.reshape"(%words) : (!units) -> !units3
+  %a_codes = "lowbit.view"(%units) : (!units3) -> !a_codes
+  %a = "lowbit.decode"(%a_codes) {exponent = 0} : (!a_codes) -> !a
+  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
+  %d = "lowbit.warpgroup_mma"(%a, %x, %zero) {start = 0} : (!a, !x_buffer, !d) -> !d
+  %twice = "lowbit.warpgroup_mma"(%a, %x, %d) {start = 0} : (!a, !x_buffer, !d) -> !d
+  %sums = "lowbit.warpgroup_row_sums"(%x) {start = 16, columns = 32} : (!x_buffer) -> !sums
+  %total = "lowbit.add"(%twice, %sums) : (!d, !sums) -> !d
+  "lowbit.store"(%total, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
+    operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[2, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "warpgroups", threads = 256, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
