@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from passes.pipeline import CompiledKernel
 
 
-_MOST_LAUNCHES = 4  # of the widest tile, before writing the weight out is faster (8192 x 8192 on an H200, 2026-11)
+_MOST_LAUNCHES = 3  # of the widest tile, before writing the weight out is as fast (H200, 2026-11)
 
 
 def token_tile(m: int) -> int | None:
     """The rule that picks a kernel: the least tile of 1, 8, 16, 32 or 64 tokens that holds m; the widest, launched
-    for every 64 rows of x, up to 256.
+    for every 64 rows of x, up to 192.
 
     None above: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so
     many is bound by arithmetic, not by reading the weight.
