@@ -79,15 +79,14 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     units = s.step_k // spec.packing.chunk * spec.packing.units * 512
     rows = plan.row_blocks * max(1, plan.groups) * 16
     total = padded(s.stages * s.warps_k * plan.row_blocks * units)
-    if s.wgmma:
-        total = -(-total // 1024) * 1024 + s.stages * s.warps_k * s.tokens * s.step_k * 2
-    else:
-        total += padded(s.stages * s.warps_k * s.tokens * (s.step_k + 8) * 2)
+    row = s.step_k if s.wgmma else s.step_k + 8
+    total += padded(s.stages * s.warps_k * s.tokens * row * 2)  # swizzled if wgmma, from a multiple of 1024 anyway
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
             total += padded(s.stages * s.warps_k * rows * BYTES[kind])
     sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
-    return max(total, sums) + 128
+    flag = 128 if s.splits > s.cluster else 0  # of the last block to arrive
+    return max(total, sums + flag)
 
 
 def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:

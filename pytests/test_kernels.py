@@ -1,7 +1,7 @@
 """Kernels from spec to result: pack, compile, run the PTX in the emulator, compare with the definition in float64.
 
-Three sweeps: all codes of all formats; shapes, types and schedules such that every two choices meet in some case; and,
-marked slow, random ones. Shapes are small, since the emulator's time is the limit, and few are multiples of anything.
+Four sweeps: all codes of all formats; shapes, types and schedules such that every two choices meet in some case; the
+same for what only Hopper has, clusters and wgmma; and, marked slow, random ones. Shapes are small, since the emulator's time is the limit, and few are multiples of anything.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Case:
         s, p = self.spec, self.schedule
         parts = [s.weight, f"{s.n}x{s.k}", f"g{s.group_size}", f"z{s.zeros}", s.scale, s.act, s.out_dtype]
         parts += [f"m{self.m}", f"r{p.row_blocks}n{p.warps_n}k{p.warps_k}", f"step{p.step_k}"]
-        return "-".join([*parts, f"stages{p.stages}", f"splits{p.splits}", self.target, *["bias"] * s.bias])
+        parts += [f"stages{p.stages}", f"splits{p.splits}", *["cluster"] * (p.cluster > 1), *["wgmma"] * p.wgmma]
+        return "-".join([*parts, self.target, *["bias"] * s.bias])
 
 
 def fit(choice: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +114,7 @@ def fit(choice: dict[str, Any]) -> dict[str, Any]:
     group = packing.padded_group
     if group is not None and (packing.chunk * c["step"]) % group and group % (packing.chunk * c["step"]):
         c["step"] = 1
-    blocks = packing.chunk // 16 * _tokens(c["m"]) // 8
-    while c["row_blocks"] * c["step"] * blocks > MOST_WORK and c["row_blocks"] * c["step"] > 1:
+    while _work(_schedule(c)) > MOST_WORK and c["row_blocks"] * c["step"] > 1:
         c["step" if c["step"] > 1 else "row_blocks"] //= 2
     while not _is_allowed(spec, _schedule(c), c["target"]):
         name = max(("stages", "warps_k", "warps_n"), key=lambda name: c[name])
@@ -140,6 +140,11 @@ def _schedule(c: dict[str, Any]) -> Schedule:
     names = ("row_blocks", "warps_n", "warps_k", "stages", "splits")
     step = _spec(c).packing.chunk * c["step"]
     return Schedule(tokens=_tokens(c["m"]), step_k=step, **{name: c[name] for name in names})
+
+
+def _work(schedule: Schedule) -> int:
+    """mma instructions per warp and step."""
+    return schedule.row_blocks * schedule.step_k // 16 * schedule.columns // 8
 
 
 def _tokens(m: int) -> int:
@@ -200,6 +205,85 @@ def test_choices(case: Case) -> None:
     racecheck = case.schedule.threads <= 128 and len(kernel.ptx) < 60_000  # it is slow
     y = run_matmul(kernel, spec, problem, launches=2 if case.schedule.splits > 1 else 1, racecheck=racecheck)
     assert matmul_is_right(y, spec, problem)
+
+
+# -- clusters and wgmma
+
+HOPPER: dict[str, Sequence[Any]] = {
+    "wgmma": (0, 1),
+    "sharing": ((1, 1), (2, 1), (2, 2), (3, 3), (4, 4), (8, 8)),  # splits of k, of them in a cluster
+    "weight": ("u2", "u3", "u4", "u8", "f6e3m2", "nf4"),
+    "group": (None, 32, 128),
+    "length": (1, 3, 11),  # groups in k, or which k: 11 are no whole steps
+    "n": (24, 72, 100),  # no whole tile
+    "zeros": ("none", "int", "float"),
+    "act": ("f16", "bf16"),
+    "bias": (False, True),
+    "m": (3, 8, 13, 16, 50),
+    "row_blocks": (1, 2),
+    "warps": (1, 2),  # along n; warpgroups with wgmma
+    "warps_k": (1, 2),
+    "stages": (1, 2, 3),
+    "step": (1, 2),  # chunks, or 64 columns for wgmma
+}
+HOPPER_K = {1: 64, 3: 328, 11: 1000}  # without groups
+
+
+def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
+    """The nearest choice that is a kernel."""
+    c = integer_zeros(choice)
+    if c["sharing"][1] == 3:
+        c["row_blocks"] = 3  # 48 rows are three equal parts
+    if _work(_hopper(c).schedule) > MOST_WORK or not _hopper_is_allowed(c):
+        c["step"] = 1
+    if _work(_hopper(c).schedule) > MOST_WORK and c["row_blocks"] == 2:
+        c["row_blocks"] = 1
+    while not _hopper_is_allowed(c):
+        name = max(("stages", "warps_k"), key=lambda name: c[name])
+        c[name] -= 1
+    return c
+
+
+def _hopper(c: dict[str, Any]) -> Case:
+    group, length = c["group"], c["length"]
+    k = group * length if group else HOPPER_K[length]
+    others = {name: c[name] for name in ("zeros", "act", "bias")}
+    spec = spec_of(c["weight"], c["n"], k, group_size=group, **others)
+    (splits, cluster), wgmma = c["sharing"], c["wgmma"]
+    step = c["step"] * max(spec.packing.chunk, 64 if wgmma else 0)
+    warps_n = c["warps"] * (4 if wgmma else 1)
+    schedule = Schedule(
+        _tokens(c["m"]), c["row_blocks"], warps_n, c["warps_k"], step, c["stages"], splits, cluster, wgmma
+    )
+    return Case(spec, schedule, "sm_90a", c["m"])
+
+
+def _hopper_is_allowed(c: dict[str, Any]) -> bool:
+    case = _hopper(c)
+    return _is_allowed(case.spec, case.schedule, case.target)
+
+
+HOPPER_CASES = [_hopper(c) for c in covering(HOPPER, fit_hopper)]
+
+
+def test_hopper_has_cases() -> None:
+    """Clusters of every size with and without wgmma, reaching beyond the weight's rows and with m below the tile."""
+    for wgmma, cluster in itertools.product((0, 1), (1, 2, 3, 4, 8)):
+        found = [case for case in HOPPER_CASES if (case.schedule.wgmma, case.schedule.cluster) == (wgmma, cluster)]
+        assert any(case.spec.n % case.schedule.rows for case in found)
+        assert any(case.m < case.schedule.tokens for case in found)
+    assert {case.schedule.warps_n for case in HOPPER_CASES if case.schedule.wgmma} == {4, 8}
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper(case: Case) -> None:
+    """With the race check: of threads, of the blocks of a cluster, and of the proxy by which wgmma reads x."""
+    problem = random_problem(case.spec, case.m, seed=1, finite=False)
+    kernel = compile_matmul(case.spec, parse_target(case.target), case.schedule)
+    racecheck = len(kernel.ptx) < 60_000  # it is slow
+    launches = 2 if kernel.launch.workspace_bytes else 1
+    y = run_matmul(kernel, case.spec, problem, launches=launches, racecheck=racecheck)
+    assert matmul_is_right(y, case.spec, problem)
 
 
 # -- random choices
