@@ -11,8 +11,10 @@ from dialect.dtypes import DType
 from dialect.errors import PassError
 from dialect.layout import MMA_M16N8K16_A, Layout
 from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing
+from dialect.shared_memory import BANK_BYTES, BANKS
 from dialect.types import Reg, format_attr, ints, read_format
 from passes import emit
+from passes.addressing import Place
 from passes.fragment import Fragment, kind_of
 from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
 from passes.lower_wgmma import warpgroup_mma, warpgroup_row_sums
@@ -46,19 +48,30 @@ class TileRules(Lowering):
         reg, format_ = Reg.of(op.result.type), codes.reg.element
         if not isinstance(format_, DType):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
-        places = _word_places(format_, reg.layout)
-        vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
         biased = "biased" in op.operation.attributes
 
-        def make(i: int) -> Any:
-            words = [codes.register(word) for word, _ in places[i]]
-            shifts = ints([shift for _, shift in places[i]])
+        def decode(words: list[Any], shifts: Any, vector: Any) -> Any:
             pair = ops.DecodePairOp(words, format_attr(format_), shifts, op.exponent, vector)
             if biased:
                 pair.operation.attributes["biased"] = ir.UnitAttr.get()
             return pair.result
 
-        self.values[op.result] = Fragment(reg, "pair", make)
+        self.values[op.result] = _pairs_of_words(codes, reg, format_, decode)
+
+    def _lookup(self, op: Any) -> None:
+        """The same from a table in shared memory."""
+        codes: Fragment = self.values[op.source]
+        reg, format_ = Reg.of(op.result.type), codes.reg.element
+        if not isinstance(format_, DType):
+            raise PassError(f"lower-tiles: nothing to look up in {format_}")
+        table: Place = self.values[op.table]
+
+        def look_up(words: list[Any], shifts: Any, vector: Any) -> Any:
+            lane = self.threads.digit(BANKS, 1, self.threads_per_block)
+            column = arith.muli(lane, emit.constant(BANK_BYTES))
+            return ops.LookupPairOp(table.base, column, words, format_attr(format_), shifts, vector).result
+
+        self.values[op.result] = _pairs_of_words(codes, reg, format_, look_up)
 
     def _encode(self, op: Any) -> None:
         """Words of a lane from its codes: the inverse of where `_decode` looks for them."""
@@ -178,6 +191,19 @@ def _is_zero(value: Any) -> bool:
         and owner.name == "lowbit.constant"
         and ir.FloatAttr(owner.attributes["value"]).value == 0.0
     )
+
+
+def _pairs_of_words(
+    codes: Fragment, reg: Reg, format_: DType, make: Callable[[list[Any], Any, Any], Any]
+) -> Fragment:
+    """Registers of A fragments: make(words, shifts, type) of a register, from the words that hold its codes."""
+    places = _word_places(format_, reg.layout)
+    vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
+
+    def pair(i: int) -> Any:
+        return make([codes.register(word) for word, _ in places[i]], ints([s for _, s in places[i]]), vector)
+
+    return Fragment(reg, "pair", pair)
 
 
 def _word_places(format_: DType, layout: Layout) -> list[list[tuple[int, int]]]:

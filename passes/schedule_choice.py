@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dialect.decode_table import DecodeTable
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
 from passes.plan import Plan
@@ -86,6 +87,8 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
             total += padded(s.stages * s.warps_k * rows * BYTES[kind])
+    if spec.dtype.kind == "table":
+        total += DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes
     sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
     return max(total, sums) + 128
 
