@@ -345,7 +345,7 @@ class FillTableOp(Lowbit.Operation, name="fill_table"):
     @verifier
     def verify_invariants(op: Any) -> None:
         element = ir.StringAttr(op.element).value
-        real(element, "element")
+        real(element, "table")
         in_range(op.exponent, "exponent", -1022, 1023)
         _check_table(op.buffer, read_format(op.format), element)
 
@@ -542,10 +542,11 @@ class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        expect(isinstance(a.element, DType), "source", "codes of a low-bit format", a.element)
+        if not isinstance(a.element, DType):
+            raise Mismatch(f"source: expected codes of a low-bit format, got {a.element}")
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
-        _check_table(op.table, a.element, b.element)
+        _check_table(op.table, a.element, str(b.element))
 
 
 class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):

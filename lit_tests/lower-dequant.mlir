@@ -152,11 +152,60 @@ func.func @f8e5m2_bf16(%w: i32) -> vector<2xbf16> {
 
 // -----
 
-// nf4: both codes together are an index into a constant array of pairs.
+// nf4, from the table of pairs in shared memory. The word, and itself rotated by 12 bits, each give every other field:
+// the codes of pairs 1 and 3 (shifts 4 and 12) come to lie side by side, at bits 4..11 and 12..19. A shift and a lop3
+// bring them to bits 7..14 of an address, beside the lane's column.
+// CHECK-LABEL: func.func @nf4_lookup
+// CHECK-SAME:    (%[[TABLE:.*]]: !llvm.ptr<3>, %[[COLUMN:.*]]: i32, %[[WORD:.*]]: i32)
+// CHECK-DAG:     %[[INDEX:.*]] = arith.constant 32640 : i32
+// CHECK-DAG:     %[[ODD:.*]] = arith.constant -252645136 : i32
+// CHECK:         %[[ROTATED:.*]] = llvm.intr.fshr(%[[WORD]], %[[WORD]], %c12_i32)
+// CHECK-NEXT:    %[[MIXED:.*]] = llvm.inline_asm asm_dialect = att "lop3.b32 $0, $1, $2, $3, 226;", "=r,r,n,r" %[[WORD]], %[[ODD]], %[[ROTATED]]
+// CHECK-NEXT:    %[[FIRST:.*]] = arith.shli %[[MIXED]], %c3_i32
+// CHECK-NEXT:    %[[OFFSET:.*]] = llvm.inline_asm {{.*}}, 234;", "=r,r,n,r" %[[FIRST]], %[[INDEX]], %[[COLUMN]]
+// CHECK-NEXT:    %[[ADDRESS:.*]] = llvm.getelementptr %[[TABLE]][%[[OFFSET]]]
+// CHECK-NEXT:    %[[PAIR:.*]] = llvm.load %[[ADDRESS]] {alignment = 4 : i64} : !llvm.ptr<3> -> i32
+// CHECK-NEXT:    llvm.bitcast %[[PAIR]] : i32 to vector<2xf16>
+// The next pair of the same parity has the very same mixed word, which LLVM sees.
+// CHECK:         %[[AGAIN:.*]] = llvm.inline_asm {{.*}} 226;", "=r,r,n,r" %[[WORD]], %[[ODD]],
+// CHECK-NEXT:    arith.shrui %[[AGAIN]], %c5_i32
+func.func @nf4_lookup(%table: !llvm.ptr<3>, %column: i32, %w: i32) -> (vector<2xf16>, vector<2xf16>) {
+  %0 = "lowbit.lookup_pair"(%table, %column, %w) {format = #lowbit.format<"nf4", []>, shifts = [4],
+    operandSegmentSizes = array<i32: 1, 1, 1>} : (!llvm.ptr<3>, i32, i32) -> vector<2xf16>
+  %1 = "lowbit.lookup_pair"(%table, %column, %w) {format = #lowbit.format<"nf4", []>, shifts = [12],
+    operandSegmentSizes = array<i32: 1, 1, 1>} : (!llvm.ptr<3>, i32, i32) -> vector<2xf16>
+  return %0, %1 : vector<2xf16>, vector<2xf16>
+}
+
+// -----
+
+// Above four bits the pairs would be too many: two lookups, here of planes of 4 and 1 bits, in bf16. An entry has its number
+// in both halves, so that one lop3 joins them.
+// CHECK-LABEL: func.func @lut5_lookup
+// CHECK-SAME:    (%[[TABLE:.*]]: !llvm.ptr<3>,
+// CHECK:         %[[LOW:.*]] = arith.andi
+// CHECK-NEXT:    %[[CODES:.*]] = llvm.inline_asm {{.*}}, %[[LOW]]
+// CHECK:         %[[FIRST:.*]] = llvm.load {{.*}} : !llvm.ptr<3> -> i32
+// CHECK:         arith.shrui %[[CODES]]
+// CHECK:         %[[SECOND:.*]] = llvm.load {{.*}} : !llvm.ptr<3> -> i32
+// CHECK-NEXT:    %[[BOTH:.*]] = llvm.inline_asm {{.*}} 226;", "=r,r,n,r" %[[FIRST]], %c65535_i32, %[[SECOND]]
+// CHECK-NEXT:    llvm.bitcast %[[BOTH]] : i32 to vector<2xbf16>
+func.func @lut5_lookup(%table: !llvm.ptr<3>, %column: i32, %low: i32, %high: i32) -> vector<2xbf16> {
+  %0 = "lowbit.lookup_pair"(%table, %column, %low, %high) {format = #lowbit.format<"lut5", [
+      -8.0, -7.5, -7.0, -6.5, -6.0, -5.5, -5.0, -4.5, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5,
+      0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5]>,
+    shifts = [0, 4], operandSegmentSizes = array<i32: 1, 1, 2>} : (!llvm.ptr<3>, i32, i32, i32) -> vector<2xbf16>
+  return %0 : vector<2xbf16>
+}
+
+// -----
+
+// Without a table in shared memory: the same index into a constant array of pairs in device memory.
 // CHECK:         llvm.mlir.global internal constant @lowbit_table_nf4_f16_pairs(dense<{{.*}}> : tensor<256xi32>) {addr_space = 1 : i32, alignment = 16 : i64}
 // CHECK-LABEL: func.func @nf4_f16
-// CHECK:         %[[INDEX:.*]] = arith.andi %{{.*}}, %c255_i32
-// CHECK:         %[[ADDRESS:.*]] = llvm.getelementptr
+// CHECK:         %[[OFFSET:.*]] = llvm.inline_asm {{.*}}, %c1020_i32
+// CHECK:         arith.extui %[[OFFSET]]
+// CHECK-NEXT:    %[[ADDRESS:.*]] = llvm.getelementptr
 // CHECK-NEXT:    %[[PAIR:.*]] = llvm.load %[[ADDRESS]] invariant {alignment = 4 : i64} : !llvm.ptr<1> -> i32
 // CHECK-NEXT:    llvm.bitcast %[[PAIR]] : i32 to vector<2xf16>
 func.func @nf4_f16(%w: i32) -> vector<2xf16> {
@@ -167,22 +216,25 @@ func.func @nf4_f16(%w: i32) -> vector<2xf16> {
 
 // -----
 
-// Above four bits the pairs would be too many: two loads from an array of the 2^bits entries, here lut5 (planes of 4
-// and 1 bits). The table is there once, whoever asks.
-// CHECK-COUNT-1: llvm.mlir.global internal constant @lowbit_table_lut5_f16(dense<{{.*}}> : tensor<32xi16>)
+// Above four bits an array of numbers (planes of 4 and 1 bits), once for all who ask for the same; another table of
+// the same format, or the same times another power of two, is another array.
+// CHECK-COUNT-1: llvm.mlir.global internal constant @lowbit_table_lut5_f16_(dense<{{.*}}> : tensor<32xi32>)
+// CHECK-COUNT-1: llvm.mlir.global internal constant @lowbit_table_lut5_f16(dense<{{.*}}> : tensor<32xi32>)
 // CHECK-LABEL: func.func @lut5_f16
-// CHECK-COUNT-4: llvm.load %{{.*}} invariant {alignment = 2 : i64} : !llvm.ptr<1> -> i16
+// CHECK-COUNT-6: llvm.load %{{.*}} invariant {alignment = 4 : i64} : !llvm.ptr<1> -> i32
 // CHECK-NOT:     llvm.load
-func.func @lut5_f16(%low: i32, %high: i32) -> (vector<2xf16>, vector<2xf16>) {
-  %0 = "lowbit.decode_pair"(%low, %high) {format = #lowbit.format<"lut5", [
-      -8.0, -7.5, -7.0, -6.5, -6.0, -5.5, -5.0, -4.5, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5,
-      0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5]>,
-    shifts = [0, 1], exponent = 0, operandSegmentSizes = array<i32: 2>} : (i32, i32) -> vector<2xf16>
-  %1 = "lowbit.decode_pair"(%low, %high) {format = #lowbit.format<"lut5", [
-      -8.0, -7.5, -7.0, -6.5, -6.0, -5.5, -5.0, -4.5, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5,
-      0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5]>,
-    shifts = [4, 2], exponent = 0, operandSegmentSizes = array<i32: 2>} : (i32, i32) -> vector<2xf16>
-  return %0, %1 : vector<2xf16>, vector<2xf16>
+!pair = vector<2xf16>
+#lut5 = #lowbit.format<"lut5", [
+  -8.0, -7.5, -7.0, -6.5, -6.0, -5.5, -5.0, -4.5, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5,
+  0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5]>
+func.func @lut5_f16(%low: i32, %high: i32) -> (!pair, !pair, !pair) {
+  %0 = "lowbit.decode_pair"(%low, %high) {format = #lut5, shifts = [0, 1], exponent = 0,
+    operandSegmentSizes = array<i32: 2>} : (i32, i32) -> !pair
+  %1 = "lowbit.decode_pair"(%low, %high) {format = #lut5, shifts = [4, 2], exponent = 0,
+    operandSegmentSizes = array<i32: 2>} : (i32, i32) -> !pair
+  %2 = "lowbit.decode_pair"(%low, %high) {format = #lut5, shifts = [4, 2], exponent = 1,
+    operandSegmentSizes = array<i32: 2>} : (i32, i32) -> !pair
+  return %0, %1, %2 : !pair, !pair, !pair
 }
 
 // -----

@@ -100,14 +100,15 @@ def offset_bytes(base: Any, *, dynamic: Any = None, static: int = 0) -> Any:
     return base
 
 
-def read_constant(symbol: str, offset: Any, bits: int) -> Any:
-    """An integer of `bits` bits in the constant array `symbol` in device memory, `offset` bytes from its start."""
-    address = offset_bytes(llvm.mlir_addressof(pointer(1), symbol), dynamic=arith.extui(integer(64), offset))
+def read_constant(symbol: str, offset: Any, bits: int, static: int = 0) -> Any:
+    """An integer of `bits` bits, `offset` + `static` bytes into the constant array `symbol` in device memory."""
+    array, dynamic = llvm.mlir_addressof(pointer(1), symbol), arith.extui(integer(64), offset)
+    address = offset_bytes(array, dynamic=dynamic, static=static)
     return llvm.load(integer(bits), address, invariant=True, alignment=bits // 8)
 
 
 def constant_array(module_body: Any, name: str, entries: Sequence[int], bits: int) -> str:
-    """The symbol of a constant array: that in a module's block, or a new one at its head, called `name` if it can be."""
+    """The symbol of a constant array: that in a module's block, or a new one at its head, `name` if it is free."""
     values = ", ".join(str(e - (1 << bits) if e >> (bits - 1) else e) for e in entries)
     attribute = ir.Attribute.parse(f"dense<[{values}]> : tensor<{len(entries)}xi{bits}>")
     globals_ = [op for op in module_body.operations if op.operation.name == "llvm.mlir.global"]

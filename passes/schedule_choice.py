@@ -143,12 +143,13 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     """A good schedule without search, for m up to `tile` (one of TOKEN_TILES)."""
     check_tile(tile)
     processors = multiprocessors(target)
-    packing = spec.packing
+    packing, has_table = spec.packing, spec.dtype.kind == "table"
     step = max(packing.chunk, min(128, 2 * packing.chunk))
     step = step if group_fits(spec, step) else packing.chunk
 
     def shaped(row_blocks: int, warps_n: int, warps_k: int, stages: int) -> Schedule:
-        return Schedule(max(8, tile), row_blocks, warps_n, warps_k, step, stages)
+        tokens = tile if has_table else max(8, tile)  # a table leaves little room for rows of x that are not there
+        return Schedule(tokens, row_blocks, warps_n, warps_k, step, stages)
 
     def tiles(s: Schedule) -> int:
         return Plan(spec, s).tiles
@@ -162,6 +163,8 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
         s = tall
         if tile == 1 and packing.bits <= 2:
             s = replace(s, row_blocks=4, stages=2)  # decoding is the bound: more work for every fragment of x
+        if tile == 1 and has_table and packing.bits <= 4:
+            s = replace(s, row_blocks=4, warps_k=8, stages=2)  # few blocks have room, and each fills a table
     elif tile == 16 and tile * spec.k >= _LONG_X:
         s = replace(s, row_blocks=8)
     if tile == 1 and packing.bits == 8:

@@ -19,8 +19,9 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
 Zero points never touch a weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
-step_k + 8] (the 8 spread ldmatrix over all banks); scales and zeros [warps_k, row blocks, groups, 16]. Beside the stages
-is the table of a format that has one (`dialect.decode_table`). After the loop its place is taken by partial sums [warps_k, tokens, rows + 4] in f32.
+step_k + 8] (the 8 spread ldmatrix over all banks); scales and zeros [warps_k, row blocks, groups, 16]. Beside the
+stages is the table of a format that has one (`dialect.decode_table`). After the loop all their place is taken by
+partial sums [warps_k, tokens, rows + 4] in f32.
 """
 
 from __future__ import annotations

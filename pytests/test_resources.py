@@ -15,10 +15,10 @@ from passes.emit_cubin import resource_usage
 from passes.pipeline import CompiledKernel, compile_matmul
 from passes.target import parse_target
 
-# What decoding is made of: operations on bits and on pairs of 16-bit reals, and table reads. A few percent are the
-# arithmetic of addresses.
+# What decoding is made of: operations on bits and on pairs of 16-bit reals, and lookups in tables. A few percent are
+# the arithmetic of addresses.
 DECODING = re.compile(
-    r"(lop3|and|or|xor|shl|shr|shf|prmt|bfe|bfi|ld\.global)\.\S*b?\d+|(add|sub|mul|fma)\.\S*(f16x2|bf16x2)"
+    r"(lop3|and|or|xor|shl|shr|shf|prmt|bfe|bfi|ld\.shared(?=\.b32))\.\S*b?\d+|(add|sub|mul|fma)\.\S*(f16x2|bf16x2)"
 )
 
 
@@ -39,7 +39,11 @@ BOUNDS = {
     "f6e3m2": (2.5, 3.55),
     "f8e4m3": (2.4, 4.4),
     "f7e6m0": (6.1, 3.6),  # f16 has too few exponent bits: decoded to f32
-    "nf4": (2.6, 2.6),
+    "nf4": (1.9, 1.9),
+    "lut2": (1.75, 1.75),
+    "lut3": (2.8, 2.8),
+    "lut5": (4.9, 4.9),
+    "lut8": (3.6, 3.6),
 }
 SPILLS = {("u1", 64), ("u2", 32), ("u2", 64), ("u3", 64), ("f7e6m0", 64)}  # to be cured
 
@@ -73,7 +77,8 @@ def cases() -> Iterator[tuple[str, str, int, str]]:
 
 
 def compiled(weight: str, act: str, tokens: int, target: str) -> CompiledKernel:
-    spec = MatmulSpec(weight=weight, act=act, **SPEC)  # type: ignore[arg-type]
+    table = tuple(range(1 << int(weight[3:]))) if weight.startswith("lut") else None
+    spec = MatmulSpec(weight=weight, act=act, table=table, **SPEC)  # type: ignore[arg-type]
     return compile_matmul(spec, parse_target(target), tokens=tokens)
 
 
