@@ -279,7 +279,7 @@
 !units = !lowbit.reg<[1, 4, 32], vector<4xi32>, "spatial(1, 4, 32)">
 !weight = !lowbit.global<[1, 4, 32], vector<4xi32>, [128, 32, 1], [1, 1, 1]>
 !out = !lowbit.global<[64, 64], bf16, [64, 1], [1, 1]>
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 
 // CHECK-LABEL: gpu.module @numbers_module
 // CHECK:         llvm.mlir.global internal constant @[[ENTRIES:lowbit_table_nf4_bf16_pairs]](

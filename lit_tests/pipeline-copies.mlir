@@ -121,8 +121,8 @@
 
 // A table is filled once, in front of the loop: while the first copies are under way, before the wait.
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 64], f16, [64, 1]>
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 // CHECK:         "lowbit.copy_async"
 // CHECK:         "lowbit.copy_async"
 // CHECK-NEXT:    }
@@ -155,7 +155,7 @@
 // -----
 
 // With one stage in front of it, too.
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 // CHECK:         "lowbit.fill_table"
 // CHECK-NEXT:    scf.for
 // CHECK-NEXT:      "lowbit.commit"

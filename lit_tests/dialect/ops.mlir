@@ -158,7 +158,7 @@ func.func @register_lookup(%table: !llvm.ptr<3>, %column: i32, %word: i32) -> ve
 // A table of values in shared memory: an entry per pair of codes of up to 4 bits, a column per lane.
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"nf4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !numbers = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 // CHECK-LABEL: func.func @tables
 func.func @tables(%codes: !codes, %table: !table) -> !numbers {
   // CHECK: "lowbit.fill_table"(%{{.*}}) {element = "f16", exponent = 0 : i64, format = #lowbit.format<"nf4", []>}

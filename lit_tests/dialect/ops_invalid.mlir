@@ -921,7 +921,7 @@ func.func @pair_result(%w: i32) {
 // -----
 
 // Tables.
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 func.func @table_of_integers(%table: !table) {
   // expected-error @below {{'lowbit.fill_table' op format: expected one with a table of values, got u4}}
   "lowbit.fill_table"(%table) {format = #lowbit.format<"u4", []>, element = "f16", exponent = 0} : (!table) -> ()
@@ -930,7 +930,7 @@ func.func @table_of_integers(%table: !table) {
 
 // -----
 
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 func.func @table_element(%table: !table) {
   // expected-error @below {{element of the table: expected f16 or bf16 or f32, got i8}}
   "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "i8", exponent = 0} : (!table) -> ()
@@ -939,7 +939,7 @@ func.func @table_element(%table: !table) {
 
 // -----
 
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 func.func @table_exponent(%table: !table) {
   // expected-error @below {{exponent: expected -1022..1023, got 1024}}
   "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 1024} : (!table) -> ()
@@ -949,9 +949,9 @@ func.func @table_exponent(%table: !table) {
 // -----
 
 // In f32 an entry is one number.
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 func.func @table_shape(%table: !table) {
-  // expected-error @below {{table from nf4 to f32: expected !lowbit.shared<[16, 32], i32, [32, 1]>, got !lowbit.shared<[256, 32], i32, [32, 1]>}}
+  // expected-error @below {{table from nf4 to f32: expected !lowbit.shared<[16, 32], i32, [32, 1], 0>, got !lowbit.shared<[256, 32], i32, [32, 1], 0>}}
   "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f32", exponent = 0} : (!table) -> ()
   return
 }
@@ -960,16 +960,16 @@ func.func @table_shape(%table: !table) {
 
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"nf4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !numbers = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
-!table = !lowbit.shared<[16, 32], i32, [32, 1]>
+!table = !lowbit.shared<[16, 32], i32, [32, 1], 0>
 func.func @lookup_table(%codes: !codes, %table: !table) {
-  // expected-error @below {{table from nf4 to f16: expected !lowbit.shared<[256, 32], i32, [32, 1]>, got !lowbit.shared<[16, 32], i32, [32, 1]>}}
+  // expected-error @below {{table from nf4 to f16: expected !lowbit.shared<[256, 32], i32, [32, 1], 0>, got !lowbit.shared<[16, 32], i32, [32, 1], 0>}}
   %0 = "lowbit.lookup"(%codes, %table) : (!codes, !table) -> !numbers
   return
 }
 
 // -----
 
-!table = !lowbit.shared<[256, 32], i32, [32, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 func.func @lookup_numbers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %table: !table) {
   // expected-error @below {{'lowbit.lookup' op source: expected codes of a low-bit format, got f16}}
   %0 = "lowbit.lookup"(%t, %table) : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !table) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
