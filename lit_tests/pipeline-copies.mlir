@@ -146,8 +146,8 @@
     "lowbit.grid_wait"() : () -> ()
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
   } {lowbit.stages = 3}
   "lowbit.return"() : () -> ()
 }) {sym_name = "filled", threads = 32, grid = [1, 1, 1], params = ["w"], workspace = 0} : () -> ()
@@ -170,8 +170,8 @@
     "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : (!table) -> ()
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
-    "lowbit.barrier"() {scope = "block"} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
   } {lowbit.stages = 1}
   "lowbit.return"() : () -> ()
 }) {sym_name = "filled_once", threads = 32, grid = [1, 1, 1], params = ["n"], workspace = 0} : () -> ()
