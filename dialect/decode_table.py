@@ -4,9 +4,8 @@ A table has an entry of 32 bits per index, and every entry 32 times, once per la
 32 i + l, in bank l. So lanes that look up different entries never meet in a bank, and a lookup is one pass through
 shared memory (without copies, 32 random lanes would take about three and a half).
 
-Up to four bits an entry is a pair of 16-bit numbers, and its index the codes of both: per plane (`dialect.packing`) the
-field of the first code, then that of the second. With more bits, or in f32, an entry is one number, in both halves of
-the word if it has 16 bits, and its index is the code.
+Up to four bits an entry is a pair of 16-bit numbers, and its index the codes of both, the second above the first. With
+more bits, or in f32, an entry is one number, in both halves of the word if it has 16 bits, and its index is the code.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dialect.dtypes import DType
-from dialect.packing import plane_bits
 from dialect.shared_memory import BANK_BYTES, BANKS
 
 PAIRED_BITS = 4  # the table of pairs takes 32 KiB then; with another bit it would take 128
@@ -49,10 +47,4 @@ class DecodeTable:
         index = np.arange(self.shape[0])
         if not self.paired:
             return index[:, None]
-        codes = np.zeros((len(index), 2), np.int64)
-        low = 0
-        for width in plane_bits(self.format.bits):
-            for half in range(2):
-                codes[:, half] |= (index >> (2 * low + half * width) & ((1 << width) - 1)) << low
-            low += width
-        return codes
+        return np.stack([index % self.format.codes, index // self.format.codes], axis=1)

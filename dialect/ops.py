@@ -36,7 +36,7 @@ from dialect.decode_table import DecodeTable
 from dialect.dtypes import DType
 from dialect.errors import LowbitError
 from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
-from dialect.packing import BLOCK_K, ROWS, Packing, plane_bits
+from dialect.packing import BLOCK_K, ROWS, Packing, run_of
 from dialect.types import (
     UNIT,
     FormatAttr,
@@ -835,13 +835,13 @@ class BiasSumsOp(Lowbit.Operation, name="bias_sums", traits=[ext.Pure]):
 class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
-    Operand i holds the fields of plane i, from bits shifts[i] and 16 + shifts[i] of a word on. The result is a
-    vector of two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`.
+    Operand i is the word with piece i of register `register` of a run (`dialect.packing`). The result is a vector of
+    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`.
     """
 
     words: Sequence[ext.Operand[I32]]
     format: FormatAttr
-    shifts: ir.ArrayAttr
+    register: ir.IntegerAttr
     exponent: ir.IntegerAttr
     result: ext.Result[Any]
 
@@ -854,7 +854,7 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
 class LookupPairOp(Lowbit.Operation, name="lookup_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, from a table in shared memory (`fill_table`).
 
-    `table` points to it, `column` is the place of this lane in an entry, in bytes; `words` and `shifts` are as in
+    `table` points to it, `column` is the place of this lane in an entry, in bytes; `words` and `register` are as in
     `decode_pair`.
     """
 
@@ -862,7 +862,7 @@ class LookupPairOp(Lowbit.Operation, name="lookup_pair", traits=[ext.Pure]):
     column: ext.Operand[I32]
     words: Sequence[ext.Operand[I32]]
     format: FormatAttr
-    shifts: ir.ArrayAttr
+    register: ir.IntegerAttr
     result: ext.Result[Any]
 
     @verifier
@@ -874,12 +874,10 @@ class LookupPairOp(Lowbit.Operation, name="lookup_pair", traits=[ext.Pure]):
 
 
 def _check_pair(op: Any) -> None:
-    """The words and shifts of a pair of codes, and its numbers."""
-    bits, shifts = plane_bits(read_format(op.format).bits), read_ints(op.shifts)
-    expect(len(op.words) == len(bits), "words", f"one per plane ({len(bits)})", len(op.words))
-    expect(len(shifts) == len(bits), "shifts", f"one per plane ({len(bits)})", len(shifts))
-    for shift, width in zip(shifts, bits):
-        expect(0 <= shift <= 16 - width, "shift", f"0..{16 - width} for a field of {width} bits", shift)
+    """The words and the register of a pair of codes, and its numbers."""
+    run = run_of(read_format(op.format).bits)
+    pieces = run[in_range(op.register, "register", 0, len(run) - 1)]
+    expect(len(op.words) == len(pieces), "words", f"one per piece ({len(pieces)})", len(op.words))
     allowed = [f"vector<2x{real}>" for real in REALS]
     expect(str(op.result.type) in allowed, "result", " or ".join(allowed), op.result.type)
 

@@ -4,17 +4,17 @@ Rows are cut into *row blocks* of 16 and columns into *mma blocks* of 16. A lane
 every 16 x 16 block, the A fragment of mma.m16n8k16 (PTX ISA 9.7.14.5.8; `layout.MMA_M16N8K16_A`): four
 *registers*, each a pair of codes. Three rules turn that into bytes.
 
-*Planes.* A b-bit code is the sum of fields of 8, 4, 2 or 1 bits (6 = 4 + 2, 7 = 4 + 2 + 1), low bits first; each
-field goes to a plane of its own, so that no field straddles a word.
+*Pairs.* A register has its first code in the lower half of a 32-bit word and its second 16 bits above, so one mask,
+and one shift at most, extract both halves of an f16x2 register.
 
-*Pairs.* A 32-bit word of a p-bit plane holds 16/p registers. A register has its first code in the lower half of the
-word and its second 16 bits above, so one shift and one mask extract both halves of an f16x2 register. In the widest
-plane pair j is at bit j*p. A narrower plane has its field where it is wanted, right above the wider ones' (modulo 16;
-words of the widest plane that share a narrower word take turns): one shift amount then serves all planes.
+*Runs.* A 16-bit half holds 16 // b codes of b bits side by side, lowest first, and has 16 % b bits to spare at its
+top. In a *run* of words, b of them for 16 registers (of both numbers half, a quarter, an eighth as many where 2, 4, 8
+divides b), the spare bits of all words, strung together, hold the registers that are left: 3 words of 3 bits have
+15 registers in one *piece* each and one in three pieces of a bit. Even widths that divide 16 spare nothing.
 
 *Units.* Four consecutive words of a lane make 16 bytes, and the 32 lanes of a warp a *unit* of 512 contiguous
-bytes, which one instruction loads. A *chunk* is the smallest stretch of k that fills whole units in every
-plane: 32 columns for 8 bits, 64 for 4, 128 for 2 and 6, 256 for 1, 3, 5 and 7.
+bytes, which one instruction loads. A *chunk* is four runs, one after the other, and the smallest stretch of k that
+fills whole units: 32 columns for 8 bits, 64 for 4, 128 for 2 and 6, 256 for 1, 3, 5 and 7.
 
 The packed codes are therefore an int32 array [row blocks, chunks, units, 32 lanes, 4 words]. Scales and zeros
 are [row blocks, groups, 16 rows].
@@ -26,8 +26,9 @@ is read through `k_source`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +40,6 @@ BLOCK_K = 16  # of an mma block: its K
 UNIT_BYTES = 512
 WORDS_PER_UNIT = 4  # 32-bit words per lane
 
-_PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
-
-
-def plane_bits(bits: int) -> tuple[int, ...]:
-    """Widths of the fields that a code of `bits` bits is cut into, low bits first."""
-    return _PLANES[bits]
-
 
 def round_up(x: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least x."""
@@ -53,27 +47,33 @@ def round_up(x: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plane:
-    """A field of the code: `bits` bits from bit `low` on, in units first_unit .. first_unit+units-1 of a chunk."""
+class Piece:
+    """Bits `low` .. low + bits - 1 of a register's two codes: at bits `shift` and 16 + `shift` of word `word` of
+    the run, and on."""
 
-    bits: int
-    low: int
-    first_unit: int
-    units: int
-
-    @property
-    def pairs_per_word(self) -> int:
-        return 16 // self.bits
-
-
-@dataclass(frozen=True)
-class WordSlot:
-    """Where a register of a chunk finds its field in one plane: word `word` of unit `unit`, codes at bits
-    `shift` and 16 + `shift`."""
-
-    unit: int
     word: int
     shift: int
+    low: int
+    bits: int
+
+
+@lru_cache(maxsize=None)
+def run_of(bits: int) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces of every register of a run, low bits first."""
+    divisor = math.gcd(bits, 8)
+    registers, words = 16 // divisor, bits // divisor
+    whole, spare = divmod(16, bits)
+    result: list[tuple[Piece, ...]] = [(Piece(word, i * bits, 0, bits),) for word in range(words) for i in range(whole)]
+    for left in range(registers - len(result)):
+        pieces: list[Piece] = []
+        low = 0
+        while low < bits:
+            word, within = divmod(left * bits + low, spare)  # of the spare bits, strung together
+            size = min(spare - within, bits - low)
+            pieces.append(Piece(word, whole * bits + within, low, size))
+            low += size
+        result.append(tuple(pieces))
+    return tuple(result)
 
 
 @dataclass(frozen=True)
@@ -85,25 +85,15 @@ class Packing:
     k: int
     group: int | None = None
 
-    @cached_property
-    def chunk(self) -> int:
-        """Columns of k that fill whole units in every plane."""
-        return 256 // min(_PLANES[self.bits])
-
-    @cached_property
-    def planes(self) -> tuple[Plane, ...]:
-        result: list[Plane] = []
-        low = unit = 0
-        for bits in _PLANES[self.bits]:
-            units = self.chunk * bits // 256
-            result.append(Plane(bits, low, unit, units))
-            low, unit = low + bits, unit + units
-        return tuple(result)
-
     @property
     def units(self) -> int:
-        """Units of 512 bytes per row block and chunk."""
-        return self.chunk * self.bits // 256
+        """Units of 512 bytes per row block and chunk: the words of a run."""
+        return self.bits // math.gcd(self.bits, 8)
+
+    @property
+    def chunk(self) -> int:
+        """Columns of k in four runs, which fill whole units."""
+        return 256 // math.gcd(self.bits, 8)
 
     @property
     def row_blocks(self) -> int:
@@ -156,17 +146,11 @@ class Packing:
         source = group * self.group + within
         return np.where((within < self.group) & (source < self.k), source, -1)
 
-    def slots(self, block: int, register: int) -> tuple[WordSlot, ...]:
-        """Where register 0..3 of mma block `block` of a chunk lies: one slot per plane."""
-        index = block * 4 + register
-        widest = self.planes[0]
-        wide_word, pair = divmod(index, widest.pairs_per_word)
-        result: list[WordSlot] = []
-        for p in self.planes:
-            unit, word = divmod(index // p.pairs_per_word, WORDS_PER_UNIT)
-            turn = wide_word % (widest.bits // p.bits)  # which of the wide words that share this one
-            result.append(WordSlot(p.first_unit + unit, word, (pair * widest.bits + p.low + turn * p.bits) % 16))
-        return tuple(result)
+    def place(self, block: int, register: int) -> tuple[int, int]:
+        """Of register 0..3 of mma block `block` of a chunk: the first of the lane's words in the chunk (word % 4 of
+        unit word // 4) that belongs to its run, and its number in the run, for which `run_of` has its pieces."""
+        run, number = divmod(block * 4 + register, len(run_of(self.bits)))
+        return run * self.units, number
 
     @staticmethod
     def fragment_order() -> NDArray[np.int64]:

@@ -157,10 +157,10 @@
 // CHECK-DAG:     %[[MATRIX_ROW:.*]] = arith.remui %[[LANE:.*]], %c8_i32
 // CHECK:         %[[UNIT:.*]] = llvm.load %{{.*}} {alignment = 16 : i64} : !llvm.ptr<1> -> vector<4xi32>
 // CHECK:         %[[WORD:.*]] = llvm.extractelement %[[UNIT]][%c0_i32 : i32]
-// CHECK:         %[[A0:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}shifts = [0]{{.*}} -> vector<2xf16>
-// CHECK:         %[[A1:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}shifts = [4]
-// CHECK:         %[[A2:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}shifts = [8]
-// CHECK:         %[[A3:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}shifts = [12]
+// CHECK:         %[[A0:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}register = 0 : i64{{.*}} -> vector<2xf16>
+// CHECK:         %[[A1:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}register = 1 : i64
+// CHECK:         %[[A2:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}register = 2 : i64
+// CHECK:         %[[A3:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}register = 3 : i64
 
 // ldmatrix: lane l points at row l % 8, or the last one of %m, of matrix l / 8.
 // CHECK:         %[[ROW:.*]] = arith.minsi %[[MATRIX_ROW]], %{{.*}} : i32
@@ -292,7 +292,7 @@
 // CHECK-COUNT-16: llvm.store %{{.*}} {alignment = 16 : i64} : vector<4xi32>, !llvm.ptr<3>
 // CHECK-NEXT:    gpu.barrier
 // CHECK:         %[[COLUMN:.*]] = arith.muli %[[LANE]], %c4_i32
-// CHECK:         "lowbit.lookup_pair"(%{{.*}}, %[[COLUMN]], %{{.*}}) {{.*}}shifts = [0]{{.*}} -> vector<2xbf16>
+// CHECK:         "lowbit.lookup_pair"(%{{.*}}, %[[COLUMN]], %{{.*}}) {{.*}}register = 0 : i64{{.*}} -> vector<2xbf16>
 "lowbit.program"() ({
 ^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
   %c0 = arith.constant 0 : i32

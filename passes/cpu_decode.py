@@ -1,10 +1,10 @@
 """From packed words to f32 on the host: which codes a vector of words holds, and how to decode them.
 
-The 64 bytes of a unit that belong to lanes g*4 .. g*4+3 are sixteen words, a vector<16xi32>. Element e is
-word e % 4 of lane e // 4, and all of its codes lie in two rows: those of even pairs in row g, those of odd
-pairs in row g + 8. A shift by one pair turns row g + 8 into row g, so one program serves both.
+The 64 bytes of a unit that belong to lanes g*4 .. g*4+3 are sixteen words, a vector<16xi32>. Brought into the order
+of words of a run (which they are in where a run is one word), element e is of lane e // 4 and run e % 4: all elements
+have the same registers at the same places. Even registers are of row g, odd ones of row g + 8, in the same columns.
 
-`ChunkMap` says where every decoded element comes from; it is read off `Packing.slots`, nothing is restated.
+`ChunkMap` says where every decoded element comes from; it is read off `dialect.packing`, nothing is restated.
 The activation is brought into that order once per call, so that a decoded vector meets its activations in one
 contiguous vector. A decoder may return a code times a power of two (an integer left in place in its word, a
 float with another format's bias): the activation takes the opposite power, which costs nothing per weight and
@@ -13,7 +13,6 @@ is exact where the result is a normal f32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -23,13 +22,12 @@ from numpy.typing import NDArray
 
 from dialect.bindings import arith, ir, llvm, vector
 from dialect.dtypes import DType, dtype
-from dialect.packing import BLOCK_K, UNIT_BYTES, WORDS_PER_UNIT, Packing, Plane
+from dialect.packing import BLOCK_K, UNIT_BYTES, WORDS_PER_UNIT, Packing, run_of
 from passes.cpu_ops import (
     LANES,
     Value,
     at,
     bits_and,
-    broadcast,
     constant,
     constants,
     f32,
@@ -84,20 +82,21 @@ def container(t: DType) -> Container:
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """Where the decoded vectors of a chunk come from. A *step* (unit, pair) of the widest plane, with an even
-    pair, yields two vectors of 16."""
+    """Where the decoded vectors of a chunk come from. A *step* is a register of a run for row g, the next one for
+    row g + 8, and yields two vectors of 16."""
 
     packing: Packing
     type: DType
 
     @property
-    def wide(self) -> Plane:
-        return self.packing.planes[0]
+    def steps(self) -> int:
+        return len(run_of(self.packing.bits)) // 2
 
-    @cached_property
-    def steps(self) -> tuple[tuple[int, int], ...]:
-        """(unit, pair), in the order of use."""
-        return tuple((u, j) for u in range(self.wide.units) for j in range(0, self.wide.pairs_per_word, 2))
+    def position(self, step: int) -> int:
+        """The bit that the codes of a step are brought to in both halves of their words, so that one factor serves
+        both rows: where the even register has them, which the odd one follows closely."""
+        pieces = run_of(self.packing.bits)[2 * step]
+        return pieces[0].shift if len(pieces) == 1 else 0
 
     @property
     def interleaved(self) -> bool:
@@ -109,25 +108,23 @@ class ChunkMap:
     def columns(self) -> NDArray[np.int64]:
         """Column in the chunk of every element: int64 [steps, 2, 16]."""
         fragment = Packing.fragment_order() % BLOCK_K
-        result = np.empty((self.wide.units, self.wide.pairs_per_word // 2, LANES, 2), np.int64)
-        for block in range(self.packing.chunk // BLOCK_K):
-            for register in (0, 2):
-                slot = self.packing.slots(block, register)[0]
-                pair = slot.shift // self.wide.bits
-                for lane in range(LANES // WORDS_PER_UNIT):
-                    element = lane * WORDS_PER_UNIT + slot.word
-                    codes = fragment[lane, 2 * register : 2 * register + 2]
-                    result[slot.unit, pair // 2, element] = block * BLOCK_K + codes
+        result = np.empty((self.steps, LANES, 2), np.int64)
+        for block, register in np.ndindex(self.packing.chunk // BLOCK_K, 4):
+            word, number = self.packing.place(block, register)
+            run = word // self.packing.units
+            for lane in range(LANES // WORDS_PER_UNIT):
+                codes = fragment[lane, 2 * register : 2 * register + 2]
+                result[number // 2, lane * WORDS_PER_UNIT + run] = block * BLOCK_K + codes
         if not self.interleaved:
             result = np.moveaxis(result, -1, -2)
-        return result.reshape(len(self.steps), 2, LANES)
+        return result.reshape(self.steps, 2, LANES)
 
     @cached_property
     def exponents(self) -> NDArray[np.int64]:
         """The power of two by which a vector must be multiplied to be the codes' values: [steps, 2]."""
-        t, result = self.type, np.zeros((len(self.steps), 2), np.int64)
+        t, result = self.type, np.zeros((self.steps, 2), np.int64)
         if t.kind in ("uint", "int"):
-            result[:] = [(-j * self.wide.bits, -j * self.wide.bits - 16) for _, j in self.steps]
+            result[:] = [(-self.position(step), -self.position(step) - 16) for step in range(self.steps)]
         elif self.interleaved:
             result[:] = F16.bias - t.bias
         return result
@@ -138,71 +135,49 @@ class ChunkMap:
         size = self.packing.chunk if g is None else min(g, self.packing.chunk)
         return tuple(int(c) // size for c in self.columns[step, which])
 
-    def alignment(self, plane: int, unit: int) -> tuple[int, list[int], list[int]]:
-        """Where the fields of a plane lie that go with wide unit `unit`: their unit, the element each of the
-        16 words comes from, and by how many bits its fields are above their places. The widest: in place."""
-        found: dict[int, tuple[int, int, int]] = {}
-        for block in range(self.packing.chunk // BLOCK_K):
-            for register in range(4):
-                slots = self.packing.slots(block, register)
-                if slots[0].unit == unit and slots[0].shift == 0:
-                    turn = slots[plane].shift - self.packing.planes[plane].low
-                    found[slots[0].word] = (slots[plane].unit, slots[plane].word, turn)
-        words = [found[e % WORDS_PER_UNIT] for e in range(LANES)]
-        elements = [e - e % WORDS_PER_UNIT + word for e, (_, word, _) in enumerate(words)]
-        return words[0][0], elements, [shift for _, _, shift in words]
-
 
 class ChunkReader:
     """Decodes one row of one chunk. `base` is the address of the words of lanes g*4 .. g*4+3 in its unit 0;
-    `odd` is 1 for row g + 8, else 0: a constant or an i32."""
+    `odd` is 1 for row g + 8, else 0."""
 
-    def __init__(self, chunk_map: ChunkMap, isa: Isa, base: Value, odd: Value | int) -> None:
+    def __init__(self, chunk_map: ChunkMap, isa: Isa, base: Value, odd: int) -> None:
         self.map = chunk_map
         self.isa: Isa = isa
         self._base = base
         self._odd = odd
-        self._words: dict[int, list[Value]] = {}
+        self._units: dict[int, Value] = {}
+        self._words: dict[int, Value] = {}
 
     def vectors(self, step: int) -> list[Value]:
         """The two vectors of a step: vector<16xf32>, to be multiplied by 2**exponents."""
-        unit, pair = self.map.steps[step]
-        if unit not in self._words:
-            self._words[unit] = [self._load(plane, unit) for plane in range(len(self.map.packing.planes))]
-        position = pair * self.map.wide.bits
-        return decode(self.map.type, self._assemble(self._words[unit], pair), position, self.isa)
+        position, result = self.map.position(step), constant(vec(i(32)), 0)
+        for piece in run_of(self.map.packing.bits)[2 * step + self._odd]:
+            place = position + piece.low
+            moved = shift_right(self._run_word(piece.word), piece.shift - place)
+            field = bits_and(moved, (((1 << piece.bits) - 1) << place) * _HALVES)
+            result = arith.ori(result, field)
+        return decode(self.map.type, result, position, self.isa)
 
-    def _load(self, plane: int, unit: int) -> Value:
-        """The words of a plane for a unit of the widest: both halves turned right until the row's first pair is where
-        pair 0 of the first word that shares this one is."""
-        source, elements, turns = self.map.alignment(plane, unit)
-        wide = self.map.wide.bits
-        if isinstance(self._odd, int):
-            shift = constants(i(32), [s + self._odd * wide for s in turns])
-        else:
-            shift = arith.addi(broadcast(arith.muli(self._odd, constant(i(32), wide))), constants(i(32), turns))
-        words = take(self._load_unit(source), elements)
-        low = arith.shrui(words, shift)
-        if plane == 0:  # what is turned out at the right is not wanted any more
-            return low
-        ones = arith.shrui(constant(vec(i(32)), 0xFFFF), shift)
-        kept = arith.ori(ones, shift_left(ones, 16))
-        back = arith.shli(words, arith.subi(constant(vec(i(32)), 16), shift))
-        return arith.ori(arith.andi(low, kept), arith.andi(back, arith.xori(kept, constant(vec(i(32)), -1))))
+    def _run_word(self, number: int) -> Value:
+        """Word `number` of sixteen runs."""
+        if number not in self._words:
+            sources = [divmod(run * self.map.packing.units + number, WORDS_PER_UNIT) for run in range(WORDS_PER_UNIT)]
+            result = self._unit(sources[0][0])
+            for unit in dict(sources):
+                # Of the four elements of a lane those whose word is in this unit; the others as they are.
+                order = [LANES + word if source == unit else run for run, (source, word) in enumerate(sources)]
+                lanes = range(0, LANES, WORDS_PER_UNIT)
+                result = vector.shuffle(result, self._unit(unit), [lane + e for lane in lanes for e in order])
+            self._words[number] = result
+        return self._words[number]
 
-    def _load_unit(self, unit: int) -> Value:
-        address = at(self._base, byte=unit * UNIT_BYTES)
-        llvm.intr_prefetch(at(address, byte=_PREFETCH), rw=0, hint=3, cache=1)
-        return load(vec(i(32)), address)
-
-    def _assemble(self, words: Sequence[Value], pair: int) -> Value:
-        """The code of `pair` in both halves of every word, at bit pair * wide.bits, all other bits zero."""
-        result: Value = None
-        for plane, word in zip(self.map.packing.planes, words):
-            place = pair * self.map.wide.bits + plane.low  # below 16, as steps have even pairs
-            field = bits_and(word, (((1 << plane.bits) - 1) << place) * _HALVES)
-            result = field if result is None else arith.ori(result, field)
-        return result
+    def _unit(self, unit: int) -> Value:
+        """The words of a unit, loaded once."""
+        if unit not in self._units:
+            address = at(self._base, byte=unit * UNIT_BYTES)
+            llvm.intr_prefetch(at(address, byte=_PREFETCH), rw=0, hint=3, cache=1)
+            self._units[unit] = load(vec(i(32)), address)
+        return self._units[unit]
 
 
 def decode(t: DType, word: Value, position: int, isa: Isa) -> list[Value]:

@@ -89,7 +89,10 @@ def shift_left(x: Value, by: int) -> Value:
 
 
 def shift_right(x: Value, by: int, *, signed: bool = False) -> Value:
-    return (arith.shrsi if signed else arith.shrui)(x, constant(x.type, by)) if by else x
+    """x >> by, or x << -by."""
+    if by <= 0:
+        return shift_left(x, -by)
+    return (arith.shrsi if signed else arith.shrui)(x, constant(x.type, by))
 
 
 def bits_and(x: Value, mask: int) -> Value:

@@ -17,7 +17,6 @@ from passes.cpu_ops import (
     at,
     broadcast,
     constant,
-    divmod_,
     f32,
     i,
     load,
@@ -73,17 +72,11 @@ class Tiling:
 
 
 class Row(NamedTuple):
-    """Row `index` = g + 8 * odd of a block; `odd` is a constant or an i32."""
+    """Row `index` = g + 8 * odd of a block."""
 
     index: Value
     g: Value
-    odd: Value | int
-
-    @classmethod
-    def of(cls, index: Value) -> Row:
-        """A row of which nothing is known when compiling."""
-        odd, g = divmod_(index, ROWS // 2)
-        return cls(index, g, arith.trunci(i(32), odd))
+    odd: int
 
     @classmethod
     def pair(cls, g: Value) -> tuple[Row, Row]:

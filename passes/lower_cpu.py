@@ -220,12 +220,10 @@ class _Matmul:
                         span.carried[t] = fma(scaled, broadcast(total), span.carried[t])
             with loop(0, self.tiling.tiles) as tile:
                 chunk = mul(add(mul(span.index, self.tiling.tiles), tile.index), self.tiling.chunks)
-                if count == 1:
-                    with loop(0, ROWS // 2) as g:
-                        self._rows(xs, block, chunk, Row.pair(g.index), count)
-                else:
-                    with loop(0, ROWS) as row:
-                        self._rows(xs, block, chunk, [Row.of(row.index)], count)
+                with loop(0, ROWS // 2) as g:
+                    rows = Row.pair(g.index)
+                    for together in [rows] if count == 1 else [[row] for row in rows]:
+                        self._rows(xs, block, chunk, together, count)
         for t, offset in enumerate(span.carried):
             store(offset, at(self.offsets, byte=t * VECTOR_BYTES))
         self._finish(block, token, count)
@@ -247,7 +245,7 @@ class _Matmul:
     def _vectors_by_group(self) -> dict[tuple[int, ...], list[tuple[int, int]]]:
         """The decoded vectors (step, which) of a chunk, by the groups of their elements."""
         result: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for step in range(len(self.weight.map.steps)):
+        for step in range(self.weight.map.steps):
             for which in (0, 1):
                 result.setdefault(self.weight.map.groups(step, which), []).append((step, which))
         return result
@@ -331,12 +329,14 @@ def _dequantize(spec: MatmulSpec, isa: Isa) -> None:
                     row_scales.put(g, weight.scales(block.index, add(group, g)))
                     if row_zeros:
                         row_zeros.put(g, weight.zeros(block.index, add(group, g)))
-                with loop(0, span_chunks) as c, loop(0, rows) as row:
+                with loop(0, span_chunks) as c, loop(0, ROWS // 2) as g:
                     chunk = add(mul(span.index, span_chunks), c.index)
-                    reader = weight.chunk(block.index, chunk, Row.of(row.index))
-                    _dequantize_chunk(weight, reader, row_scales, row_zeros, row.index, values)
-                    target = at(w, mul(add(start, row.index), BYTES[spec.act] * spec.k))
-                    _copy_chunk(spec, values, target, group, mul(c.index, spec.packing.chunk))
+                    for row in Row.pair(g.index):
+                        with when(less(row.index, rows)):
+                            reader = weight.chunk(block.index, chunk, row)
+                            _dequantize_chunk(weight, reader, row_scales, row_zeros, row.index, values)
+                            target = at(w, mul(add(start, row.index), BYTES[spec.act] * spec.k))
+                            _copy_chunk(spec, values, target, group, mul(c.index, spec.packing.chunk))
 
 
 def _dequantize_chunk(
@@ -344,7 +344,7 @@ def _dequantize_chunk(
 ) -> None:
     """A row of a chunk as f32, in decoded order."""
     exponents = weight.map.exponents
-    for step in range(len(weight.map.steps)):
+    for step in range(weight.map.steps):
         for which, value in enumerate(reader.vectors(step)):
             groups = weight.map.groups(step, which)
             factor = constant(vec(f32()), 2.0 ** int(exponents[step, which]))

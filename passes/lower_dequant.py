@@ -14,7 +14,7 @@ from dialect import ops
 from dialect.bindings import arith, ir
 from dialect.dtypes import DType
 from dialect.errors import PassError
-from dialect.types import read_format, read_ints
+from dialect.types import read_format
 from passes import emit
 from passes.lower_table import lower_decode_pair, lower_lookup_pair
 from passes.recipes import (
@@ -60,7 +60,7 @@ class _Decoder:
     def __init__(self, op: Any) -> None:
         self.op = op
         self.format: DType = read_format(op.format)
-        self.shifts = read_ints(op.shifts)
+        self.number = int(ir.IntegerAttr(op.register).value)
         self.words = list(op.words)
         self.vector = ir.VectorType(op.result.type)
         self.real: Real = REALS[str(self.vector.element_type)]
@@ -93,10 +93,13 @@ class _Decoder:
         return bits * 0x10001 if self.packed else bits
 
     def _fields(self, fields: tuple[Field, ...], half: int, base: Any = None) -> Any:
-        """All fields in their places, or-ed with each other and with `base`."""
+        """All fields in their places, or-ed with each other and with `base`; those that move alike as one."""
+        masks: dict[tuple[int, int], int] = {}
         for f in fields:
-            word = emit.shift_right(self.words[f.plane], f.shift + 16 * half)
-            bits = self._both(f.mask)
+            masks[f.piece, f.shift] = masks.get((f.piece, f.shift), 0) | f.mask
+        for (piece, shift), bits in masks.items():
+            word = emit.shift_right(self.words[piece], shift + 16 * half)
+            bits = self._both(bits)
             base = emit.mask(word, bits) if base is None else emit.mask_or(word, bits, base)
         return base
 
@@ -114,21 +117,25 @@ class _Decoder:
         t = self.format
         zero = zero_code(t)
         if self.biased:
-            return self._magic(magic(t, self.real, self.shifts, 0, t.bits, biased=True), half)
+            return self._magic(magic(t, self.real, self.number, 0, t.bits, biased=True), half)
         if t.bits <= self.real.mantissa:
-            m = magic(t, self.real, self.shifts, 0, t.bits)
+            m = magic(t, self.real, self.number, 0, t.bits)
             return self._add(self._magic(m, half), self._number(-m.offset - zero))
-        low, high = magic(t, self.real, self.shifts, 0, 4), magic(t, self.real, self.shifts, 4, t.bits - 4)
+        low, high = magic(t, self.real, self.number, 0, 4), magic(t, self.real, self.number, 4, t.bits - 4)
         upper = self._add(self._magic(high, half), self._number(-high.offset - low.offset - zero))
         return self._add(upper, self._magic(low, half))
 
     def _float(self, half: int) -> Any:
-        p = float_places(self.format, self.real, self.shifts)
-        magnitude = self._fields(p.rest, half)
-        value = emit.bitcast(self.register, self._fields(p.sign, half, magnitude))
+        p = float_places(self.format, self.real, self.number)
+        if p.unit:
+            magnitude = self._fields(p.rest, half)
+            bits = self._fields(p.sign, half, magnitude)
+        else:
+            magnitude, bits = None, self._fields((*p.rest, *p.sign), half)
+        value = emit.bitcast(self.register, bits)
         if p.factor != 1.0:
             value = self._multiply(value, p.factor)
-        if not p.unit:
+        if magnitude is None:
             return value
         carried, bit = arith.addi(magnitude, emit.constant(self._both(p.unit))), self._both(1 << p.carry)
         if p.factor == 1.0 and p.carry == self.real.bits - 2:

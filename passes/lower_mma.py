@@ -116,8 +116,8 @@ def lower_bias_sums(b: Fragment, result: Reg, format_: DType, start: int) -> Fra
     blocks = fragment_blocks(b.reg.layout, MMA_M16N8K16_B_NK)
     for j, (column, k) in sorted(enumerate(blocks), key=lambda item: item[1][1]):
         block = (start // BLOCK_K + k) % (packing.chunk // BLOCK_K)
-        shifts = [tuple(s.shift for s in packing.slots(block, register)) for register in range(4)]
-        biases = [emit.real(-bias(format_, real, s), vector) for s in shifts]
+        numbers = [packing.place(block, register)[1] for register in range(4)]
+        biases = [emit.real(-bias(format_, real, number), vector) for number in numbers]
         pairs = [b.pair(2 * j + r) for r in range(2)]
         totals[column] = mma_sync(biases, pairs, totals.get(column, [zero] * 4), real.name)
     places = fragment_blocks(result.layout, MMA_M16N8_D)

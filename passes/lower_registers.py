@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ from dialect.bindings import arith, ir
 from dialect.dtypes import DType
 from dialect.errors import PassError
 from dialect.layout import MMA_M16N8K16_A, Layout
-from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing
+from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, Piece, run_of
 from dialect.shared_memory import BANK_BYTES, BANKS
-from dialect.types import Reg, format_attr, ints, read_format
+from dialect.types import Reg, format_attr, read_format
 from passes import emit
 from passes.addressing import Place
 from passes.fragment import Fragment, kind_of
@@ -43,15 +44,15 @@ class TileRules(Lowering):
             raise PassError(f"lower-tiles: no view of {source.reg.element} as {reg.element}")
 
     def _decode(self, op: Any) -> None:
-        """Registers of A fragments from the words of a lane: `Packing.slots` says where each is."""
+        """Registers of A fragments from the words of a lane: `dialect.packing` says where each is."""
         codes: Fragment = self.values[op.source]
         reg, format_ = Reg.of(op.result.type), codes.reg.element
         if not isinstance(format_, DType):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
         biased = "biased" in op.operation.attributes
 
-        def decode(words: list[Any], shifts: Any, vector: Any) -> Any:
-            pair = ops.DecodePairOp(words, format_attr(format_), shifts, op.exponent, vector)
+        def decode(words: list[Any], register: Any, vector: Any) -> Any:
+            pair = ops.DecodePairOp(words, format_attr(format_), register, op.exponent, vector)
             if biased:
                 pair.operation.attributes["biased"] = ir.UnitAttr.get()
             return pair.result
@@ -66,10 +67,10 @@ class TileRules(Lowering):
             raise PassError(f"lower-tiles: nothing to look up in {format_}")
         table: Place = self.values[op.table]
 
-        def look_up(words: list[Any], shifts: Any, vector: Any) -> Any:
+        def look_up(words: list[Any], register: Any, vector: Any) -> Any:
             lane = self.threads.digit(BANKS, 1, self.threads_per_block)
             column = arith.muli(lane, emit.constant(BANK_BYTES))
-            return ops.LookupPairOp(table.base, column, words, format_attr(format_), shifts, vector).result
+            return ops.LookupPairOp(table.base, column, words, format_attr(format_), register, vector).result
 
         self.values[op.result] = _pairs_of_words(codes, reg, format_, look_up)
 
@@ -80,22 +81,20 @@ class TileRules(Lowering):
         format_ = reg.element
         if not isinstance(format_, DType):
             raise PassError(f"lower-tiles: {format_} is no low-bit format to encode in")
-        planes = Packing(format_.bits, ROWS, BLOCK_K).planes
-        fields: dict[int, list[tuple[int, int, int]]] = {}  # word -> slot of the code, its plane, bit in the word
-        for register, slots in enumerate(_word_places(format_, reg.layout)):
-            for plane, (word, shift) in enumerate(slots):
-                fields.setdefault(word, []).extend((2 * register + h, plane, shift + 16 * h) for h in range(2))
+        held: dict[int, list[tuple[int, Piece]]] = {}  # word -> registers with a piece in it
+        for i, (first, register) in enumerate(_places(format_, reg.layout)):
+            for piece in run_of(format_.bits)[register]:
+                held.setdefault(first + piece.word, []).append((i, piece))
         sign = 1 << (format_.bits - 1) if format_.kind == "int" else 0  # to offset binary
 
         def make(word: int) -> Any:
             total = emit.constant(0)
-            for slot, number, bit in fields[word]:
-                plane = planes[number]
-                code = arith.extui(emit.integer(), numbers.scalar(slot))
+            for (i, piece), half in itertools.product(held[word], range(2)):
+                code = arith.extui(emit.integer(), numbers.scalar(2 * i + half))
                 if sign:
                     code = arith.xori(code, emit.constant(sign))
-                field = emit.mask(emit.shift_right(code, plane.low), (1 << plane.bits) - 1)
-                total = arith.ori(total, emit.shift_right(field, -bit))
+                bits = emit.mask(emit.shift_right(code, piece.low), (1 << piece.bits) - 1)
+                total = arith.ori(total, emit.shift_right(bits, -(piece.shift + 16 * half)))
             return total
 
         self.values[op.result] = Fragment(reg, "word", make)
@@ -193,30 +192,29 @@ def _is_zero(value: Any) -> bool:
     )
 
 
-def _pairs_of_words(
-    codes: Fragment, reg: Reg, format_: DType, make: Callable[[list[Any], Any, Any], Any]
-) -> Fragment:
-    """Registers of A fragments: make(words, shifts, type) of a register, from the words that hold its codes."""
-    places = _word_places(format_, reg.layout)
+def _pairs_of_words(codes: Fragment, reg: Reg, format_: DType, make: Callable[[list[Any], Any, Any], Any]) -> Fragment:
+    """Registers of A fragments: make(words, number in the run, type) of a register, from the words of its pieces."""
+    places, run = _places(format_, reg.layout), run_of(format_.bits)
     vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
 
     def pair(i: int) -> Any:
-        return make([codes.register(word) for word, _ in places[i]], ints([s for _, s in places[i]]), vector)
+        first, register = places[i]
+        words = [codes.register(first + piece.word) for piece in run[register]]
+        return make(words, ir.IntegerAttr.get(emit.integer(64), register), vector)
 
     return Fragment(reg, "pair", pair)
 
 
-def _word_places(format_: DType, layout: Layout) -> list[list[tuple[int, int]]]:
-    """For every register (a pair of codes) of a thread, per plane: which of the thread's words, and the bit there."""
+def _places(format_: DType, layout: Layout) -> list[tuple[int, int]]:
+    """For every register (a pair of codes) of a thread: which of the thread's words begins its run, and its
+    number in the run."""
     blocks = fragment_blocks(layout, MMA_M16N8K16_A)
     packing = Packing(format_.bits, ROWS, BLOCK_K * (1 + max(column for _, column in blocks)))  # of one warp
-    blocks_per_chunk = packing.chunk // BLOCK_K
-    words_per_chunk = packing.units * WORDS_PER_UNIT
-    places: list[list[tuple[int, int]]] = []
+    places: list[tuple[int, int]] = []
     for row_block, k_block in blocks:
-        chunk, block = divmod(k_block, blocks_per_chunk)
-        first = (row_block * packing.chunks + chunk) * words_per_chunk
+        chunk, block = divmod(k_block, packing.chunk // BLOCK_K)
+        first = (row_block * packing.chunks + chunk) * packing.units * WORDS_PER_UNIT
         for register in range(4):
-            slots = packing.slots(block, register)
-            places.append([(first + s.unit * WORDS_PER_UNIT + s.word, s.shift) for s in slots])
+            word, number = packing.place(block, register)
+            places.append((first + word, number))
     return places

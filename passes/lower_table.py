@@ -11,8 +11,10 @@ of a field and mixed with itself, every other field from each, it has the two fi
     mixed          a A c C  ...        and with the mask inverted: . b B d  D ...
 
 One rotation and two lop3 serve all pairs of the word (LLVM sees that they are the same), and a pair then takes a shift
-and a lop3, which also puts in the lane's column. Lookups by prmt in registers would need 2.6 instructions per weight of
-four bits on the ALU pipe, against 1.2 here, and with two and three bits about as many as this.
+and a lop3, which also puts in the lane's column. The spare bit of a half word of three-bit codes is the lowest of a
+sixth field, cut off: where it lands, its partner is as far away as in any pair, and so the codes made of spare bits
+take a shift and a lop3 per word. Lookups by prmt in registers would need 2.6 instructions per weight of four bits on
+the ALU pipe, against 1.2 here, and with two and three bits about as many as this.
 
 Without a table in shared memory (`decode_pair`: the dequantize kernel, whose blocks are too short to fill one) the same
 indices go to a constant array in device memory.
@@ -28,9 +30,9 @@ import numpy as np
 from dialect.bindings import arith, gpu, ir, llvm
 from dialect.decode_table import DecodeTable
 from dialect.dtypes import DType
-from dialect.packing import plane_bits
+from dialect.packing import run_of
 from dialect.shared_memory import BANK_BYTES
-from dialect.types import read_format, read_ints
+from dialect.types import read_format
 from passes import emit
 from passes.addressing import Place
 from passes.lowering import Lowering, int_attr, text_attr
@@ -97,44 +99,41 @@ def _numbers(op: Any, read: Callable[[Any], Any], at: int, base: Any) -> Any:
     """`read` gets the addresses in bytes: an index from bit `at` on, or-ed with `base`."""
     vector = ir.VectorType(op.result.type)
     table = DecodeTable(read_format(op.format), str(vector.element_type))
-    sources, shifts = list(op.words), read_ints(op.shifts)
+    sources, register = list(op.words), int_attr(op, "register")
     if table.paired:
-        return emit.bitcast(vector, read(_pair_address(table.format, sources, shifts, at, base)))
-    both, low = _both_codes(table.format, sources, shifts)
+        return emit.bitcast(vector, read(_pair_address(table.format.bits, sources, register, at, base)))
+    both, low = _both_codes(table.format, sources, register)
     mask = (table.shape[0] - 1) << at
-    first, second = (
-        read(emit.mask_or(emit.shift_right(both, low + 16 * half - at), mask, base)) for half in range(2)
-    )
+    first, second = (read(emit.mask_or(emit.shift_right(both, low + 16 * half - at), mask, base)) for half in range(2))
     if table.element == "f32":
         return emit.pair(*(emit.bitcast(vector.element_type, number) for number in (first, second)))
     return emit.bitcast(vector, emit.select_bits(first, 0xFFFF, second))
 
 
-def _pair_address(t: DType, sources: list[Any], shifts: tuple[int, ...], at: int, address: Any) -> Any:
+def _pair_address(bits: int, sources: list[Any], register: int, at: int, address: Any) -> Any:
     """Or-s the index of a pair into an address, from bit `at` on."""
-    low = 0
-    for word, shift, width in zip(sources, shifts, plane_bits(t.bits)):
-        mixed = emit.select_bits(word, _every_other(width, shift), emit.rotate_right(word, 16 - width))
-        target = at + 2 * low
-        address = emit.mask_or(emit.shift_right(mixed, shift - target), ((1 << 2 * width) - 1) << target, address)
-        low += width
+    for word, piece in zip(sources, run_of(bits)[register]):
+        mixed = emit.select_bits(word, _every_other(bits, piece.shift), emit.rotate_right(word, 16 - bits))
+        target = at + piece.low
+        both = ((1 << piece.bits) - 1) * (1 | 1 << bits)
+        address = emit.mask_or(emit.shift_right(mixed, piece.shift - target), both << target, address)
     return address
 
 
-def _every_other(width: int, shift: int) -> int:
-    """A mask of 32 bits: `width` ones, as many zeros, and so on, with ones from bit `shift` on."""
-    return sum(((1 << width) - 1) << (at + shift) % 32 for at in range(0, 32, 2 * width))
+def _every_other(bits: int, shift: int) -> int:
+    """A mask of the field at bit `shift` of a word's lower half and every other one from it, up and down."""
+    return sum(((1 << bits) - 1) << at for at in range(shift % (2 * bits), 16, 2 * bits))
 
 
-def _both_codes(t: DType, sources: list[Any], shifts: tuple[int, ...]) -> tuple[Any, int]:
-    """A word with both codes, 16 bits apart, and where the first begins: where the planes need the fewest shifts."""
+def _both_codes(t: DType, sources: list[Any], register: int) -> tuple[Any, int]:
+    """A word with both codes, 16 bits apart, and where the first begins: where the pieces need the fewest shifts."""
     if len(sources) == 1:
-        return sources[0], shifts[0]
-    low = min(range(17 - t.bits), key=lambda low: sum(f.shift != 0 for f in place(t, shifts, 0, t.bits, low)))
+        return sources[0], run_of(t.bits)[register][0].shift
+    low = min(range(17 - t.bits), key=lambda low: sum(f.shift != 0 for f in place(t, register, 0, t.bits, low)))
     both: Any = None
-    for field in place(t, shifts, 0, t.bits, low):
-        word, bits = emit.shift_right(sources[field.plane], field.shift), field.mask * 0x10001
-        both = emit.mask(word, bits) if both is None else emit.mask_or(word, bits, both)
+    for field in place(t, register, 0, t.bits, low):
+        word, mask = emit.shift_right(sources[field.piece], field.shift), field.mask * 0x10001
+        both = emit.mask(word, mask) if both is None else emit.mask_or(word, mask, both)
     return both, low
 
 

@@ -24,6 +24,7 @@ from passes.fragment import Fragment
 from passes.lower_memory import MemoryRules
 from passes.lower_registers import TileRules
 from passes.lower_table import TableRules
+from passes.lower_wgmma import declare_sums
 from passes.lowering import ALIGN, int_attr, text_attr
 from passes.rewriting import at, each_op
 from passes.target import Target, parse_target
@@ -122,6 +123,8 @@ class _Lowering(MemoryRules, TableRules, TileRules):
             thread = arith.index_cast(emit.integer(), gpu.thread_id(gpu.Dimension.x))
             self.shared_base = llvm.mlir_addressof(emit.pointer(3), SHARED_SYMBOL)
             self.threads = ThreadIndex(thread, ir.InsertionPoint(self.shared_base.owner))
+            if self._has_wgmma():
+                declare_sums()
             self._block(source)
             gpu.return_([])
         if self.shared.bytes > self.target.max_shared_per_block:
@@ -180,6 +183,9 @@ class _Lowering(MemoryRules, TableRules, TileRules):
 
         self.program.operation.walk(visit)
         return found
+
+    def _has_wgmma(self) -> bool:
+        return any(op.operation.name.startswith("lowbit.warpgroup_") for op in self._all_ops())
 
     def _block(self, block: Any) -> None:
         for op in block.operations:

@@ -4,14 +4,14 @@ A warp's A fragment of m64nNk16 is that of mma.m16n8k16, and its accumulators ar
 (PTX ISA 9.7.15.5.1): so layouts, packed weights and all that is done with accumulators stay the same. What changes is that
 b needs no fragments, and that an instruction has up to 256 columns.
 
-All instructions of a row of fragments are one piece of inline assembly that also waits for them. Registers that wgmma is
-still working on may not be touched, and no compiler in between knows; so none are alive outside. Other warpgroups fill
-the time of the wait.
+wgmma works on while the warp goes on. Registers that it still needs may not be touched, and no compiler in between knows;
+so accumulators are registers of PTX that LLVM never sees (`declare_sums`) until they are waited for, and the fragments of
+a are new ones for every instruction: the next is decoded while the tensor core works on the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dialect.bindings import arith, ir, llvm
@@ -25,6 +25,8 @@ from passes.lower_mma import fragment_blocks
 
 # The upper word of a matrix descriptor: 1024 bytes from eight rows to the next, 128-byte swizzling (PTX ISA 9.7.15.5.1.2).
 _UPPER = 1 << 30 | 1024 // 16
+_SUM = "wgmma_sum"
+_MOST_COLUMNS = 256
 
 
 def warpgroup_mma(
@@ -41,7 +43,7 @@ def warpgroup_mma(
 
     def registers(row: int) -> list[Any]:
         if row not in rows:
-            fragments = [[a.pair(4 * a_at[row, k] + r) for r in range(4)] for k in blocks]
+            fragments = [lambda k=k: [a.pair(4 * a_at[row, k] + r) for r in range(4)] for k in blocks]
             totals = None if c is None else [c.scalar(4 * i + j) for i in of_row[row] for j in range(4)]
             rows[row] = _wgmma(fragments, descriptor(), b, start, totals, str(a.reg.element))
         return rows[row]
@@ -59,7 +61,7 @@ def warpgroup_row_sums(threads: ThreadIndex, b: Place, start: int, columns: int,
     ones = [emit.real(1.0, ir.VectorType.get([2], element))] * 4
     made = _once(
         lambda: _wgmma(
-            [ones] * (columns // BLOCK_K), _descriptor(threads, b, result), b, start, None, str(b.type.element)
+            [lambda: ones] * (columns // BLOCK_K), _descriptor(threads, b, result), b, start, None, str(b.type.element)
         )
     )
     return Fragment(result, "scalar", lambda i: made()[4 * (i // 2) + i % 2])
@@ -94,42 +96,52 @@ def _offset(b: Place, column: int) -> int:
 
 
 def _wgmma(
-    fragments: list[list[Any]], descriptor: Any, b: Place, start: int, totals: list[Any] | None, element: str
+    fragments: Sequence[Callable[[], list[Any]]],
+    descriptor: Any,
+    b: Place,
+    start: int,
+    totals: list[Any] | None,
+    element: str,
 ) -> list[Any]:
-    """The accumulators of one row of fragments, after all its instructions."""
-    i32, f32 = emit.integer(), ir.F32Type.get()
+    """The accumulators of one row of fragments, which are made one by one while the tensor core works on the one before."""
     n = b.type.shape[-2]
     count = n // 2
-    d = ", ".join(f"${i}" for i in range(count))
-    first = count if totals is None else 2 * count
-    lower = f"${first + 4 * len(fragments)}"
-    lines = [
-        ".reg .b64 first, here;",
-        ".reg .pred add;",
-        f"mov.b64 first, {{{lower}, {_UPPER}}};",
-        f"setp.ne.b32 add, {lower}, {lower};" if totals is None else f"setp.eq.b32 add, {lower}, {lower};",
-        "wgmma.fence.sync.aligned;",
-    ]
-    for i in range(len(fragments)):
-        a = ", ".join(f"${first + 4 * i + r}" for r in range(4))
-        lines += [
-            f"add.s64 here, first, {_offset(b, start + BLOCK_K * i) // 16};",
-            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{d}}}, {{{a}}}, here, add, 1, 1, 0;",
+    sums = [f"{_SUM}{i}" for i in range(count)]
+    if totals is not None:
+        moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(sums)]
+        _assembly(None, totals, moves, ["f"] * count)
+    for i, fragment in enumerate(fragments):
+        words = [emit.bitcast(emit.integer(), x) for x in fragment()]
+        relation = "ne" if i == 0 and totals is None else "eq"  # the first of a sum from zero does not add
+        lines = [
+            ".reg .b64 start;",
+            ".reg .pred add;",
+            f"mov.b64 start, {{$4, {_UPPER}}};",
+            f"add.s64 start, start, {_offset(b, start + BLOCK_K * i) // 16};",
+            f"setp.{relation}.b32 add, $4, $4;",
+            "wgmma.fence.sync.aligned;",
+            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{', '.join(sums)}}}, "
+            "{$0, $1, $2, $3}, start, add, 1, 1, 0;",
         ]
-        if i == 0 and totals is None:
-            lines.append(f"setp.eq.b32 add, {lower}, {lower};")
-    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
-    words = [emit.bitcast(i32, x) for fragment in fragments for x in fragment]
-    operands = [*(totals or []), *words, descriptor]
-    ties = [] if totals is None else [str(i) for i in range(count)]
-    constraints = ["=&f" if totals is None else "=f"] * count + ties + ["r"] * (len(words) + 1) + ["~{memory}"]
+        _assembly(None, [*words, descriptor], ["{", *lines, "}"], ["r"] * 5)
+    moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(sums)]
+    done = ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", *moves]
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
-    result = llvm.inline_asm(
-        struct,
+    result = _assembly(struct, [], done, ["=f"] * count)
+    return [llvm.extractvalue(ir.F32Type.get(), result, [i]) for i in range(count)]
+
+
+def declare_sums() -> None:
+    """The registers of the accumulators, for all instructions of a kernel; at its head."""
+    _assembly(None, [], [f".reg .f32 {_SUM}<{_MOST_COLUMNS // 2}>;"], [])
+
+
+def _assembly(result: Any, operands: list[Any], lines: list[str], constraints: list[str]) -> Any:
+    return llvm.inline_asm(
+        result,
         operands,
-        "{\n" + "\n".join(lines) + "\n}",
-        ",".join(constraints),
+        "\n".join(lines),
+        ",".join([*constraints, "~{memory}"]),
         has_side_effects=True,
         asm_dialect=0,
     )
-    return [llvm.extractvalue(f32, result, [i]) for i in range(count)]

@@ -1,7 +1,7 @@
 """plan-packing: writes on every operation with a packed weight how that sits in memory.
 
 `dialect.packing` decides; the attribute `lowbit.packing` lays the decision open to the reader of the IR and to the
-passes after this one: planes and their units, columns per chunk, padding, and the shapes of the arrays.
+passes after this one: columns and units per chunk, padding, and the shapes of the arrays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def packing_attr(packing: Packing) -> Any:
         "padded_group": packing.padded_group or packing.padded_k,
     }
     plan: dict[str, Any] = {name: ir.IntegerAttr.get(i64, value) for name, value in numbers.items()}
-    plan["planes"] = ints([plane.bits for plane in packing.planes])
     plan["codes"] = ints(packing.codes_shape)
     plan["factors"] = ints(packing.scales_shape)
     return ir.DictAttr.get(plan)

@@ -1,11 +1,12 @@
 """Recipes: how a pair of low-bit codes becomes a pair of numbers, derived from the format and the target type.
 
-A thread has its codes as fields of 32-bit words, one word per plane, the two codes of a pair 16 bits apart
+A thread has its codes in registers of a run, pieces of 32-bit words with the two codes of a pair 16 bits apart
 (`dialect.packing`). Everything works on both at once:
 
 *Integers* are put into the low bits of a mantissa under a fixed ("magic") exponent, which makes the number
-2^j + u, and 2^j is subtracted: exact, and signed codes, stored in offset binary, cost nothing more. Where the field
-may sit in the mantissa is free, so it is chosen to spare the shift. Eight bits do not fit bf16's seven: two
+2^j + u, and 2^j is subtracted: exact, and signed codes, stored in offset binary, cost nothing more. Where a code may
+sit in the mantissa is free (another place, another exponent), so many need no shift, and those that do share it
+with their neighbours in the word: `aims` finds the fewest shifts for a run. Eight bits do not fit bf16's seven: two
 nibbles, each under its own exponent, are added.
 
 Where the subtraction is too dear, for the narrowest formats, it is left out (`biased`): the numbers are too large by a
@@ -24,11 +25,13 @@ exponents; here derived for every format and type.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dialect.dtypes import DType
-from dialect.packing import plane_bits
+from dialect.packing import run_of
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,10 @@ def exponent(t: DType, element: str) -> int:
 
 @dataclass(frozen=True)
 class Field:
-    """Bits of a word, `width` wide, to be moved right by `shift` (left if negative) and kept at `low`."""
+    """Bits of the word that holds a register's piece `piece`, `width` wide, to be moved right by `shift` (left if
+    negative) and kept at `low`."""
 
-    plane: int
+    piece: int
     shift: int
     low: int
     width: int
@@ -84,30 +88,54 @@ class Field:
         return ((1 << self.width) - 1) << self.low
 
 
-def place(t: DType, shifts: tuple[int, ...], first: int, count: int, low: int) -> tuple[Field, ...]:
-    """Where bits first .. first+count-1 of the code come from so that they land at `low` and up.
-
-    shifts[i] is the place of plane i's field in its word.
-    """
+def place(t: DType, register: int, first: int, count: int, low: int) -> tuple[Field, ...]:
+    """Where bits first .. first+count-1 of the code of a register of a run come from, to land at `low` and up."""
     fields: list[Field] = []
-    start = 0
-    for plane, width in enumerate(plane_bits(t.bits)):
-        a, b = max(first, start), min(first + count, start + width)
+    for number, piece in enumerate(run_of(t.bits)[register]):
+        a, b = max(first, piece.low), min(first + count, piece.low + piece.bits)
         if a < b:
             target = low + a - first
-            fields.append(Field(plane, shifts[plane] + a - start - target, target, b - a))
-        start += width
+            fields.append(Field(number, piece.shift + a - piece.low - target, target, b - a))
     return tuple(fields)
 
 
-_SHARED_SHIFTS = (8,)  # that serve several registers of a word
-_SHARED_SHIFTS_BIASED = (6, -4)  # the same where fields go to the upper half of the mantissa
+@lru_cache(maxsize=None)
+def aims(bits: int, count: int, least: int, most: int) -> dict[tuple[int, int], int]:
+    """Where codes go that may go anywhere: (register, first bit) -> lowest bit, for every register of a run and every
+    part of `count` bits of its code, from `least` to `most`, with as few shifts of words as there can be.
+
+    A code in several pieces forces a shift upon the word of each piece, for every place that it may have. Then a word
+    needs more shifts only for the codes that neither it as it is nor a forced shift brings to their places.
+    """
+    run = run_of(bits)
+    parts = [(r, first) for r in range(len(run)) for first in range(0, bits, count)]
+    split = [part for part in parts if len(run[part[0]]) > 1]
+    single = [part for part in parts if part not in split]
+    plans: list[tuple[int, dict[int, set[int]], dict[tuple[int, int], int]]] = []
+    for lows in itertools.product(range(most, least - 1, -1), repeat=len(split)):
+        found = dict(zip(split, lows))
+        shifts: dict[int, set[int]] = {piece.word: {0} for pieces in run for piece in pieces}
+        for (register, first), low in found.items():
+            for piece in run[register]:
+                shifts[piece.word].add(piece.shift - (low + piece.low - first))
+        for register, first in single:
+            (piece,) = run[register]
+            at = piece.shift + first
+            if not any(least <= at - shift <= most for shift in shifts[piece.word]):
+                # The largest serves the next code, too, and one by whole codes puts them where others are in place:
+                # fewer exponents, each of which takes a register.
+                by_codes = (at - least) // count * count
+                shifts[piece.word].add(by_codes if by_codes >= at - most else at - least)
+        plans.append((sum(map(len, shifts.values())), shifts, found))
+    _, shifts, found = min(plans, key=lambda plan: plan[0])
+    for register, first in single:
+        (piece,) = run[register]
+        places = (piece.shift + first - shift for shift in sorted(shifts[piece.word], key=abs))
+        found[register, first] = next(low for low in places if least <= low <= most)
+    return found
+
+
 _LARGEST_BIAS = 128.0  # costs 7 of f32's 24 bits
-
-
-def _cost(fields: tuple[Field, ...], shared: tuple[int, ...]) -> int:
-    """Shifts needed: none is best, and one shared with other registers is nearly none."""
-    return sum(0 if f.shift == 0 else 1 if f.shift in shared else 2 for f in fields)
 
 
 @dataclass(frozen=True)
@@ -119,19 +147,16 @@ class Magic:
     offset: float
 
 
-def magic(t: DType, real: Real, shifts: tuple[int, ...], first: int, count: int, biased: bool = False) -> Magic:
+def magic(t: DType, real: Real, register: int, first: int, count: int, biased: bool = False) -> Magic:
     """Bits first .. first+count-1 of the code, u of weight 2^first each, as the number offset + u * 2^first.
 
     biased: keep the offset small, as it will not be subtracted right away.
     """
-    lows = range(real.mantissa - count + 1)
-    if biased:
-        lows = [low for low in lows if 2.0 ** (real.mantissa - low) <= _LARGEST_BIAS]
-    shared = _SHARED_SHIFTS_BIASED if biased else _SHARED_SHIFTS
-    # Few shifts first; then a high place, where 2^j is small.
-    low = min(lows, key=lambda low: (_cost(place(t, shifts, first, count, low), shared), -low))
+    least = max(0, real.mantissa - int(math.log2(_LARGEST_BIAS))) if biased else 0
+    low = aims(t.bits, count, least, real.mantissa - count)[register, first]
     exponent_ = real.mantissa - low + first
-    return Magic(place(t, shifts, first, count, low), (real.bias + exponent_) << real.mantissa, 2.0**exponent_)
+    fields = place(t, register, first, count, low)
+    return Magic(fields, (real.bias + exponent_) << real.mantissa, 2.0**exponent_)
 
 
 def zero_code(t: DType) -> float:
@@ -145,9 +170,9 @@ def can_be_biased(t: DType, element: str) -> bool:
     return t.kind in ("uint", "int") and real is not F32 and 2.0**t.bits <= _LARGEST_BIAS and t.bits < real.mantissa
 
 
-def bias(t: DType, real: Real, shifts: tuple[int, ...]) -> float:
-    """What biased decoding adds to a number whose fields are at `shifts`."""
-    return magic(t, real, shifts, 0, t.bits, biased=True).offset + zero_code(t)
+def bias(t: DType, real: Real, register: int) -> float:
+    """What biased decoding adds to the numbers of a register of a run."""
+    return magic(t, real, register, 0, t.bits, biased=True).offset + zero_code(t)
 
 
 @dataclass(frozen=True)
@@ -161,11 +186,11 @@ class FloatPlaces:
     carry: int  # the bit they carry into
 
 
-def float_places(t: DType, real: Real, shifts: tuple[int, ...]) -> FloatPlaces:
+def float_places(t: DType, real: Real, register: int) -> FloatPlaces:
     """Sign to the top bit, exponent and mantissa to the mantissa's top and above."""
     low = real.mantissa - t.mantissa
-    sign = place(t, shifts, t.bits - 1, 1, real.bits - 1)
-    rest = place(t, shifts, 0, t.bits - 1, low)
+    sign = place(t, register, t.bits - 1, 1, real.bits - 1)
+    rest = place(t, register, 0, t.bits - 1, low)
     factor = 1.0 if real is F16 else 2.0 ** (real.bias - t.bias)
     # f8e4m3: only S.1111.111 is NaN, so one unit in the last place carries; f8e5m2: every code with all exponent
     # bits set is inf or NaN, so one unit of the exponent does. In f16, e5m2 is f16's own upper byte.

@@ -1,30 +1,30 @@
 """The codes and scales of a weight between [n, k] and the kernels' memory order, both ways, in torch.
 
-`dialect.packing.Packing` says where every field of every code lies. Here that becomes, per plane, one
-permutation of a tile of 16 rows by a chunk of columns (`_planes`): packing is a gather along it and a few
-shifts on bytes, unpacking the gather along its inverse. Both take a few row blocks at a time, so that the
-work stays in cache and the memory they need does not grow with the weight. Words are little-endian, as on
-every machine that CUDA runs on.
+One permutation brings a tile of 16 rows by a chunk of columns into the order of registers (`_register_order`); then
+the halves of words are put together from the pieces that `dialect.packing.run_of` says are in them, and taken apart
+again. Both take a few row blocks at a time, so that the work stays in cache and the memory they need does not grow
+with the weight. Words are little-endian, as on every machine that CUDA runs on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dialect.packing import BLOCK_K, ROWS, UNIT_BYTES, WORDS_PER_UNIT, Packing, Plane
+from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, run_of
 
 SLICE = 1 << 20  # codes per step: the working set stays in cache
+RUNS = 4  # of a chunk
+HALVES = 64  # of 16 bits: of one word of every lane of a warp
 
 
 def pack_codes(packing: Packing, codes: Tensor, offset: int = 0) -> Tensor:
     """Integers [n, k] to int32 [packing.codes_shape] of (code + offset) modulo 256; padding is 0."""
-    planes = list(_planes(packing, codes.device))
+    order = _register_order(packing).to(codes.device)
     source = torch.from_numpy(packing.k_source).to(codes.device)
     result = torch.empty(packing.codes_shape, dtype=torch.int32, device=codes.device)
     for blocks, rows in _slices(packing):
@@ -35,23 +35,35 @@ def pack_codes(packing: Packing, codes: Tensor, offset: int = 0) -> Tensor:
         part = F.pad(part, (0, 0, 0, len(out) * ROWS - len(part)))
         tile = part.view(-1, ROWS, packing.chunks, packing.chunk).transpose(1, 2)
         tile = tile.reshape(-1, ROWS * packing.chunk)
-        stored = out.view(torch.uint8).view(-1, packing.units * UNIT_BYTES)
-        for plane, index in planes:
-            _pack_plane(stored, tile, plane, index)
+        registers = tile.gather(1, order.expand(tile.shape)).view(len(tile), RUNS, -1, HALVES)
+        words = torch.zeros(len(tile), RUNS, packing.units, HALVES, dtype=torch.int16, device=codes.device)
+        for number, pieces in enumerate(run_of(packing.bits)):
+            for p in pieces:
+                bits = (registers[:, :, number] >> p.low) & ((1 << p.bits) - 1)
+                words[:, :, p.word] |= bits.to(torch.int16) << p.shift
+        words = words.view(-1, packing.units, WORDS_PER_UNIT, 32, 2)
+        out.view(torch.int16).view(-1, packing.units, 32, WORDS_PER_UNIT, 2)[:] = words.transpose(2, 3)
     return result
 
 
 def unpack_codes(packing: Packing, packed: Tensor, offset: int = 0) -> Tensor:
     """The inverse of `pack_codes`: uint8 [n, k], modulo 256."""
-    planes = [(plane, index.argsort()) for plane, index in _planes(packing, packed.device)]
+    order = _register_order(packing).argsort().to(packed.device)
+    run = run_of(packing.bits)
     source = torch.from_numpy(packing.k_source).to(packed.device)
     inside = (source >= 0).nonzero()[:, 0]
     column = torch.empty_like(inside)  # in memory, of every column of the weight
     column[source[inside]] = inside
     result = torch.empty(packing.n, packing.k, dtype=torch.uint8, device=packed.device)
     for blocks, rows in _slices(packing):
-        stored = packed[blocks].view(torch.uint8).view(-1, packing.units * UNIT_BYTES)
-        tile = reduce(torch.bitwise_or, (_unpack_plane(stored, *plane) for plane in planes))
+        words = packed[blocks].view(torch.int16).view(-1, packing.units, 32, WORDS_PER_UNIT, 2).transpose(2, 3)
+        words = words.reshape(-1, RUNS, packing.units, HALVES)
+        registers = torch.zeros(len(words), RUNS, len(run), HALVES, dtype=torch.uint8, device=packed.device)
+        for number, pieces in enumerate(run):
+            for p in pieces:
+                bits = (words[:, :, p.word] >> p.shift) & ((1 << p.bits) - 1)
+                registers[:, :, number] |= bits.to(torch.uint8) << p.low
+        tile = registers.view(len(words), -1).gather(1, order.expand(len(words), -1))
         tile = tile.view(-1, packing.chunks, ROWS, packing.chunk).transpose(1, 2)
         part = tile.reshape(-1, packing.padded_k)[: rows.stop - rows.start]
         if packing.padded_k != packing.k:
@@ -74,44 +86,15 @@ def unpack_groups(packing: Packing, table: Tensor) -> Tensor:
     return _fresh(rows[: packing.n, :groups]).view(table.dtype)
 
 
-def _planes(packing: Packing, device: torch.device) -> Iterator[tuple[Plane, Tensor]]:
-    """Each plane with its permutation: int64 [16 * chunk], for the fields of the plane's bytes (the lowest of
-    all bytes first, then the next of all) the flat position of their code in a tile [16, chunk]."""
-    order = packing.fragment_order().reshape(32, 4, 2)  # lane, register, half
-    row, column = np.divmod(order, BLOCK_K)
-    lane = np.arange(32)
-    for number, plane in enumerate(packing.planes):
-        # Axes: field of the byte, unit, lane, word of the lane, byte of the word.
-        index = np.empty((8 // plane.bits, plane.units, 32, WORDS_PER_UNIT, 4), dtype=np.int64)
-        for block in range(packing.chunk // BLOCK_K):
-            for register in range(4):
-                slot = packing.slots(block, register)[number]
-                for half in range(2):
-                    byte, bit = divmod(slot.shift + 16 * half, 8)
-                    k = block * BLOCK_K + column[:, register, half]
-                    position = row[:, register, half] * packing.chunk + k
-                    index[bit // plane.bits, slot.unit - plane.first_unit, lane, slot.word, byte] = position
-        yield plane, torch.from_numpy(index.reshape(-1)).to(device)
-
-
-def _pack_plane(stored: Tensor, tile: Tensor, plane: Plane, index: Tensor) -> None:
-    """Write the plane's bytes of `stored` [tiles, bytes] from codes `tile` [tiles, 16 * chunk] (uint8)."""
-    field = tile if plane.bits == 8 else (tile >> plane.low) & ((1 << plane.bits) - 1)
-    fields = field.gather(1, index.expand(tile.shape)).view(tile.shape[0], 8 // plane.bits, -1)
-    shifted = (fields[:, i] << (i * plane.bits) for i in range(fields.shape[1]))
-    stored[:, _bytes(plane)] = reduce(torch.bitwise_or, shifted)
-
-
-def _unpack_plane(stored: Tensor, plane: Plane, inverse: Tensor) -> Tensor:
-    """The plane's share of the codes, uint8 [tiles, 16 * chunk]: the inverse of `_pack_plane`."""
-    packed = stored[:, _bytes(plane)]
-    mask = (1 << plane.bits) - 1
-    fields = torch.cat([(packed >> shift) & mask for shift in range(0, 8, plane.bits)], dim=1)
-    return fields.gather(1, inverse.expand(fields.shape)) << plane.low
-
-
-def _bytes(plane: Plane) -> slice:
-    return slice(plane.first_unit * UNIT_BYTES, (plane.first_unit + plane.units) * UNIT_BYTES)
+def _register_order(packing: Packing) -> Tensor:
+    """int64 [16 * chunk]: for every run of a chunk, register of the run, lane and half the flat position of the code
+    in a tile [16, chunk]."""
+    row, column = np.divmod(packing.fragment_order().reshape(32, 4, 2), BLOCK_K)  # lane, register of a block, half
+    order = np.empty((RUNS, len(run_of(packing.bits)), 32, 2), dtype=np.int64)
+    for block, register in np.ndindex(packing.chunk // BLOCK_K, 4):
+        word, number = packing.place(block, register)
+        order[word // packing.units, number] = row[:, register] * packing.chunk + block * BLOCK_K + column[:, register]
+    return torch.from_numpy(order.reshape(-1))
 
 
 def _slices(packing: Packing) -> Iterator[tuple[slice, slice]]:

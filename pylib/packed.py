@@ -27,7 +27,7 @@ TORCH = {
     "u8": torch.uint8,
 }
 E4M3_OVERFLOW = 464.0  # the tie between 448, the largest, and 480, the first that is not there
-FORMAT = 1  # of state_dict; goes up when the memory order changes
+FORMAT = 2  # of state_dict; goes up when the memory order changes
 CHECKED = 1 << 24  # codes per step of the range check
 ALIGNMENT = 16  # bytes; what cp.async and 16-byte loads ask of a base address
 

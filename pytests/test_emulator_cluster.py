@@ -202,3 +202,35 @@ def test_use_before_any_cluster_barrier() -> None:
 
 def test_never_written() -> None:
     fails("never written", f"{START} {ALL} {NEXT} {READ} {ALL}")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{ALL} {WRITE} {NEXT} {READ} {ALL}",
+        f"{WRITE} {ALL} {NEXT} {READ} {WRITE} {ALL}",
+        f"{WRITE} {ALL} {NEXT} barrier.cluster.arrive; {READ} barrier.cluster.wait; {WRITE} {ALL}",
+        f"{WRITE} {ALL} barrier.cluster.arrive; {WRITE} barrier.cluster.wait; {NEXT} {READ} {ALL}",
+        f"{WRITE} barrier.cluster.arrive.relaxed; barrier.cluster.wait; {NEXT} {READ} {ALL}",
+        f"{WRITE} {ALL} {NEXT} st.shared::cluster.b32 [%r8], %r5; bar.sync 0; ld.shared.b32 %r10, [%r4]; {ALL}",
+        f"{ALL} mov.u32 %r7, 0; mapa.shared::cluster.u32 %r8, %r4, %r7; st.shared::cluster.b32 [%r8], %r5; {ALL}",
+    ],
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_races_between_blocks(body: str, order: int) -> None:
+    """In whatever order the blocks run."""
+    blocks = [(i,) for i in range(8)][::order]
+    message = r"race: (reads|writes) byte \d+ of the shared memory of block \d .* without a cluster barrier between"
+    fails(f"{message}|never written", f"{START} {body}", blocks=blocks, racecheck=True)
+
+
+def test_no_races_between_blocks() -> None:
+    """A barrier's ends apart, a relaxed arrival where nothing is told, and turns of writing and reading."""
+    apart = f"{WRITE} barrier.cluster.arrive; mov.u32 %r20, 1; barrier.cluster.wait; {NEXT} {READ}"
+    turns = f"{ALL} {WRITE} {ALL} {READ} barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
+    np.testing.assert_array_equal(run(f"{START} {apart} {turns}", racecheck=True), neighbours())
+    # A relaxed arrival of a thread that has exited counts for its own phase only.
+    meet = "barrier.cluster.arrive; barrier.cluster.wait;"
+    leave = "setp.ge.u32 %p1, %r0, 16; @%p1 barrier.cluster.arrive.relaxed; @%p1 exit;"
+    out = run(f"{START} {leave} {meet} {WRITE} {meet} {NEXT} {READ} {meet}", racecheck=True)
+    np.testing.assert_array_equal(out, np.where(np.arange(32) < 16, neighbours(), 0))

@@ -248,6 +248,17 @@ def test_divergent_barrier() -> None:
     run(branch.format("bar.sync 0;").replace("16;", "32;"), [np.zeros(64, np.uint32)], block=64)  # whole warps: allowed
 
 
+def test_barriers_with_numbers_of_their_own() -> None:
+    """One instruction, several barriers: warps 0 and 1 meet at barrier 1, warps 2 and 3 at barrier 2."""
+    out = np.zeros(128, np.uint32)
+    body = f"""{START} st.shared.b32 [%r9], %r0; shr.u32 %r4, %r0, {{}}; add.u32 %r4, %r4, 1; bar.sync %r4, {{}};
+    xor.b32 %r5, %r0, 32; mad.lo.u32 %r5, %r5, 4, %r8; ld.shared.b32 %r10, [%r5]; {STORE}"""
+    run(body.format(6, 64), [out], block=128, racecheck=True)
+    np.testing.assert_array_equal(out, np.arange(128) ^ 32)
+    fails("race", body.format(5, 32), out, block=128, racecheck=True)
+    fails("divergent|deadlock", body.format(4, 32), out, block=128)
+
+
 def test_deadlocks() -> None:
     out = np.zeros(64, np.uint32)
     fails(

@@ -347,3 +347,126 @@ def test_tables_and_stacks(level: int) -> None:
     )
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(count, np.bincount(codes, minlength=8))
+
+
+def warpgroup_kernel() -> str:
+    """y [64, 16] = A [64, k] B [16, k]^T with k split over the two blocks of a cluster, A from registers."""
+    many, eight = ", ".join(["float"] * 8), range(8)
+    asm = (
+        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
+        + ", ".join(f"${i}" for i in eight)
+        + "}, {$16, $17, $18, $19}, $20, p, 1, 1, 0; }"
+    )
+    constraints = ",".join(["=f"] * 8 + [str(i) for i in eight] + ["r"] * 4 + ["l"])
+    partial = "getelementptr float, ptr addrspace(3) getelementptr (i8, ptr addrspace(3) @smem, i32 512), i32 %at{}"
+    lines = [
+        "@smem = external addrspace(3) global [0 x i8], align 128",
+        "declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()",
+        "declare i32 @llvm.nvvm.read.ptx.sreg.cluster.ctarank()",
+        "declare ptr addrspace(7) @llvm.nvvm.mapa.shared.cluster(ptr addrspace(3), i32)",
+        "declare void @llvm.nvvm.barrier0()",
+        *(f"declare void @llvm.nvvm.wgmma.{name}.sync.aligned()" for name in ("fence", "commit_group")),
+        "declare void @llvm.nvvm.wgmma.wait_group.sync.aligned(i64)",
+        *(f"declare void @llvm.nvvm.barrier.cluster.{name}.aligned()" for name in ("arrive", "wait")),
+        "define ptx_kernel void @k(ptr addrspace(1) %a, ptr addrspace(1) %b, ptr addrspace(1) %y, i32 %steps)",
+        '    "nvvm.cluster_dim"="2,1,1" "nvvm.reqntid"="128" {',
+        "entry:",
+        "%tid = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()",
+        "%rank = call i32 @llvm.nvvm.read.ptx.sreg.cluster.ctarank()",
+        "%first = mul i32 %rank, %steps",
+        "%copies = icmp ult i32 %tid, 32",
+        "%start = ptrtoint ptr addrspace(3) @smem to i64",
+        "%start4 = lshr i64 %start, 4",
+        f"%descriptor = or i64 %start4, {256 >> 4 << 16 | 128 >> 4 << 32}",
+        "br label %loop",
+        "loop:",
+        "%i = phi i32 [ 0, %entry ], [ %i1, %multiply ]",
+        *(f"%c{i} = phi float [ 0.0, %entry ], [ %d{i}, %multiply ]" for i in eight),
+        "%step = add i32 %first, %i",
+        "br i1 %copies, label %copy, label %multiply",
+        "copy:",
+        "%b32 = mul i32 %step, 32",
+        "%bat = add i32 %b32, %tid",
+        "%bp = getelementptr <4 x i32>, ptr addrspace(1) %b, i32 %bat",
+        "%bv = load <4 x i32>, ptr addrspace(1) %bp",
+        "%sp = getelementptr <4 x i32>, ptr addrspace(3) @smem, i32 %tid",
+        "store <4 x i32> %bv, ptr addrspace(3) %sp",
+        "br label %multiply",
+        "multiply:",
+        'call void asm sideeffect "fence.proxy.async.shared::cta;", "~{memory}"()',
+        "call void @llvm.nvvm.barrier0()",
+        "%a128 = mul i32 %step, 128",
+        "%aat = add i32 %a128, %tid",
+        "%ap = getelementptr <4 x i32>, ptr addrspace(1) %a, i32 %aat",
+        "%av = load <4 x i32>, ptr addrspace(1) %ap",
+        *(f"%a{i} = extractelement <4 x i32> %av, i32 {i}" for i in range(4)),
+        "call void @llvm.nvvm.wgmma.fence.sync.aligned()",
+        f'%d = call {{ {many} }} asm sideeffect "{asm}", "{constraints}"('
+        + ", ".join([*(f"float %c{i}" for i in eight), *(f"i32 %a{i}" for i in range(4)), "i64 %descriptor)"]),
+        *(f"%d{i} = extractvalue {{ {many} }} %d, {i}" for i in eight),
+        "call void @llvm.nvvm.wgmma.commit_group.sync.aligned()",
+        "call void @llvm.nvvm.wgmma.wait_group.sync.aligned(i64 0)",
+        "call void @llvm.nvvm.barrier0()",
+        "%i1 = add i32 %i, 1",
+        "%more = icmp ult i32 %i1, %steps",
+        "br i1 %more, label %loop, label %tell",
+        "tell:",
+        *(f"%at{i} = add i32 {'%tid' if i == 0 else f'%at{i - 1}'}, {0 if i == 0 else 128}" for i in eight),
+        *(f"%own{i} = {partial.format(i)}" for i in eight),
+        *(f"store float %d{i}, ptr addrspace(3) %own{i}" for i in eight),
+        "call void @llvm.nvvm.barrier.cluster.arrive.aligned()",
+        "call void @llvm.nvvm.barrier.cluster.wait.aligned()",
+        "%leads = icmp eq i32 %rank, 0",
+        "br i1 %leads, label %sum, label %end",
+        "sum:",
+    ]
+    for i in eight:
+        lines += [
+            f"%other{i} = call ptr addrspace(7) @llvm.nvvm.mapa.shared.cluster(ptr addrspace(3) %own{i}, i32 1)",
+            f"%o{i} = load float, ptr addrspace(7) %other{i}",
+            f"%s{i} = fadd float %d{i}, %o{i}",
+            f"%yp{i} = getelementptr float, ptr addrspace(1) %y, i32 %at{i}",
+            f"store float %s{i}, ptr addrspace(1) %yp{i}",
+        ]
+    lines += [
+        "br label %end",
+        "end:",
+        "call void @llvm.nvvm.barrier.cluster.arrive.aligned()",
+        "call void @llvm.nvvm.barrier.cluster.wait.aligned()",
+        "ret void",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+def test_wgmma_in_a_cluster() -> None:
+    """k is split over two blocks; the sums of one come to the other through distributed shared memory.
+
+    Optimized only: without, LLVM copies the accumulators between the wgmma.fence and the wgmma.
+    """
+    steps = 3
+    a, b = (RNG.integers(-8, 8, (2 * steps, rows, 16)) / 4 for rows in (64, 16))
+    # A fragments (PTX ISA 9.7.14.5.8): axes step, warp, row half, g, k half, t, j. Core matrices of B: k half, row.
+    fragments = a.reshape(-1, 4, 2, 8, 2, 4, 2).transpose(0, 1, 3, 5, 4, 2, 6).astype(np.float16)
+    cores = b.reshape(-1, 16, 2, 8).transpose(0, 2, 1, 3).astype(np.float16)
+    y = np.zeros((8, 4, 8, 4), np.float32)  # element, warp, g, t
+    options: dict[str, Any] = {"grid": 2, "block": 128, "shared_bytes": 512 + 4096, "racecheck": True}
+    args = [np.ascontiguousarray(fragments), np.ascontiguousarray(cores), y, steps]
+    launch(warpgroup_kernel(), args, **options)
+    got = y.reshape(2, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(64, 16)
+    np.testing.assert_array_equal(got, np.einsum("smk,snk->mn", a, b))
+    barrier = "call void @llvm.nvvm.barrier0()"
+    meet = "".join(f"call void @llvm.nvvm.barrier.cluster.{name}.aligned()\n" for name in ("arrive", "wait"))
+    for text, message in {
+        'call void asm sideeffect "fence.proxy.async.shared::cta;", "~{memory}"()': "without a fence.proxy.async",
+        f"{barrier}\n%a128": "race",
+        f"{barrier}\n%i1": "race",
+        "call void @llvm.nvvm.wgmma.fence.sync.aligned()": "no wgmma.fence",
+        "call void @llvm.nvvm.wgmma.wait_group.sync.aligned(i64 0)": "in flight",
+        f"{meet}%leads": "before any cluster barrier",
+        f"{meet}ret": "which has exited",
+    }.items():
+        assert text in warpgroup_kernel()
+        broken = warpgroup_kernel().replace(text, text.rpartition("\n")[2] if "\n" in text else "")
+        with pytest.raises(ValueError, match=message):
+            launch(broken, args, **options)

@@ -71,14 +71,13 @@ def program(
     bytes_b: int,
     bytes_a: int = 0,
     *,
-    fence: str = "fence.proxy.async;",
     copy: str = "",
-    before: str = "",
-    after: str = "",
+    proxy: str = "fence.proxy.async; bar.sync 0;",
+    fence: str = FENCE,
 ) -> str:
     """Threads 0 to 127 copy B (p1) and A (p2) to shared memory, load A's registers (p0) into %r4 .. %r7 and the
     accumulators %r100.. from p3, run `instructions` with descriptors %rd10 (B) and %rd11 (A), and store the
-    accumulators to p3."""
+    accumulators to p3. `copy` waits for cp.async, which are used then."""
     copies = ""
     for param, target, size in (("p1", "smem", bytes_b), ("p2", f"smem+{bytes_b}", bytes_a)):
         for start in range(0, size, 2048):
@@ -90,7 +89,7 @@ def program(
                 copies += f"@%p1 ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%rd1+{start}];"
                 copies += f"@%p1 st.shared.v4.b32 [%r2+{start}], {{%r10, %r11, %r12, %r13}};"
     body = f""".shared .align 1024 .b8 smem[{bytes_a + bytes_b}]; mov.u32 %r0, %tid.x;
-    {copies} {copy} {fence} bar.sync 0;
+    {copies} {copy} {proxy}
     ld.param.u64 %rd0, [p0]; mad.wide.u32 %rd0, %r0, 16, %rd0; ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%rd0];
     ld.param.u64 %rd3, [p3]; mad.wide.u32 %rd3, %r0, {4 * registers}, %rd3;
     {"".join(f"ld.global.b32 %r{100 + i}, [%rd3+{4 * i}];" for i in range(registers))}
@@ -98,7 +97,7 @@ def program(
     ld.param.u64 %rd10, [p4]; or.b64 %rd10, %rd10, %rd9;
     add.u32 %r3, %r3, {bytes_b}; shr.u32 %r8, %r3, 4; cvt.u64.u32 %rd9, %r8;
     ld.param.u64 %rd11, [p5]; or.b64 %rd11, %rd11, %rd9;
-    {before} {FENCE} {instructions} {after}
+    {fence} {instructions}
     {"".join(f"st.global.b32 [%rd3+{4 * i}], %r{100 + i};" for i in range(registers))}"""
     return kernel(body, ["u64"] * 6)
 
@@ -254,7 +253,10 @@ def test_descriptor_and_scale_are_the_warpgroup_s() -> None:
 
 
 def test_whole_warpgroups_only() -> None:
-    fails("deadlock", f"setp.lt.u32 %p2, %r0, 32; @!%p2 bar.sync 1; {MMA} {COMMIT} {WAIT}")
+    fails(
+        "deadlock: the other threads of the warpgroup",
+        f"setp.lt.u32 %p2, %r0, 32; @!%p2 bar.sync 1; {MMA} {COMMIT} {WAIT}",
+    )
     fails("warpgroup of which some threads have exited", f"setp.lt.u32 %p2, %r0, 32; @%p2 exit; {MMA} {COMMIT} {WAIT}")
 
 
@@ -279,3 +281,117 @@ def test_whole_warpgroups_only() -> None:
 def test_wgmma_that_does_not_exist(text: str) -> None:
     with pytest.raises(EmulatorError, match=r"PTX line \d+: `wgmma"):
         Emulator(kernel(text))
+
+
+# Registers between issue and wait
+
+OTHER = MMA.replace(accumulators(8), "{" + ", ".join(f"%r{120 + i}" for i in range(8)) + "}").replace(
+    "1, 1, 1, 0", "0, 1, 1, 0"
+)
+
+
+def test_groups_are_waited_for_in_order() -> None:
+    """`wait_group 1` frees the registers of all groups but the last."""
+    groups = f"{MMA} {COMMIT} {OTHER} {COMMIT} wgmma.wait_group.sync.aligned 1;"
+    launch(f"{groups} mov.b32 %r20, %r100;")
+    fails(r"%r120 is used while a wgmma with it is in flight", f"{groups} mov.b32 %r20, %r120;")
+    fails(r"%r100 is used while a wgmma with it is in flight", groups.replace("aligned 1", "aligned 2"))
+
+
+@pytest.mark.parametrize(
+    ("instructions", "register"),
+    [
+        (f"{MMA} {COMMIT}", "%r100"),
+        (f"{MMA} {WAIT}", "%r100"),  # not committed
+        (f"{MMA} {COMMIT} {MMA} {COMMIT} wgmma.wait_group.sync.aligned 1;", "%r100"),
+        (f"{MMA} {COMMIT} mov.u32 %r107, 0; {WAIT}", "%r107"),
+        (f"{MMA} {COMMIT} mov.u32 %r6, 0; {WAIT}", "%r6"),
+        (f"{MMA} {COMMIT} setp.eq.u32 %p2, %r0, 77; @%p2 mov.u32 %r6, 0; {WAIT}", "%r6"),
+        (f"{MMA} {COMMIT} mov.b32 %r20, %r6; {WAIT}", "%r6"),
+    ],
+)
+def test_registers_in_flight(instructions: str, register: str) -> None:
+    fails(f"{register} is used while a wgmma with it is in flight", instructions)
+
+
+def test_registers_that_may_be_used() -> None:
+    launch(f"{MMA} {COMMIT} setp.eq.u32 %p2, %r0, 200; @%p2 mov.u32 %r6, 0; mov.u32 %r20, %r8; {WAIT} mov.u32 %r6, 0;")
+    launch(f"{MMA} {COMMIT} {WAIT} {MMA} {OTHER} {COMMIT} {WAIT} {OTHER} {COMMIT} {WAIT}")
+    launch(MMA.replace(A4, "{%r4, %r4, %r4, %r4}") + COMMIT + WAIT)
+
+
+def test_fence_before_the_first_wgmma() -> None:
+    fails("no wgmma.fence before the first wgmma", f"{MMA} {COMMIT} {WAIT}", fence="")
+    fails("no wgmma.fence since %r5 was used", f"mov.u32 %r5, 0; {MMA} {COMMIT} {WAIT}")
+    fails("no wgmma.fence since %r105 was used", f"{MMA} {COMMIT} {WAIT} mov.b32 %r20, %r105; {MMA} {COMMIT} {WAIT}")
+    launch(f"{MMA} {COMMIT} {WAIT} mov.b32 %r20, %r105; {FENCE} {MMA} {COMMIT} {WAIT}")
+
+
+def test_registers_of_two_wgmma() -> None:
+    """Only products of one shape may follow on the same accumulators."""
+    smaller = MMA.replace("m64n16", "m64n8").replace(accumulators(8), accumulators(4))
+    fails("%r100 is in use as accumulator of m64n16k16.f32 by a wgmma", f"{MMA} {smaller} {COMMIT} {WAIT}")
+    launch(f"{MMA} {COMMIT} {WAIT} {smaller} {COMMIT} {WAIT}")
+    as_factor = OTHER.replace(A4, accumulators(4))
+    fails("%r100 is in use as accumulator", f"{MMA} {as_factor} {COMMIT} {WAIT}")
+    fails("%r100 is in use as A", f"{as_factor} {MMA} {COMMIT} {WAIT}")
+    with pytest.raises(EmulatorError, match="comes twice"):
+        Emulator(kernel(MMA.replace("%r107", "%r100")))
+
+
+def test_accumulators_are_set_if_they_count() -> None:
+    launch(f"{OTHER} {COMMIT} {WAIT}")
+    fails("%r120 is read before it is set", f"{OTHER.replace('0, 1, 1, 0', '1, 1, 1, 0')} {COMMIT} {WAIT}")
+
+
+# Shared memory between write, wgmma and the next write
+
+ARRIVED = "cp.async.commit_group; cp.async.wait_group 0;"
+DONE = f"{MMA} {COMMIT} {WAIT}"
+
+
+@pytest.mark.parametrize("copy", ["", ARRIVED])
+def test_proxy_fence(copy: str) -> None:
+    """By the writers, or after the barrier by others."""
+    launch(DONE, copy=copy, racecheck=True)
+    launch(DONE, copy=copy, proxy="fence.proxy.async.shared::cta; bar.sync 0;", racecheck=True)
+    launch(DONE, copy=copy, proxy="bar.sync 0; fence.proxy.async;", racecheck=True)
+    message = "written without a fence.proxy.async since"
+    fails(message, DONE, copy=copy, proxy="bar.sync 0;")
+    fails(message, DONE, copy=copy, proxy="fence.proxy.async.global; bar.sync 0;")
+    fails(message, DONE, copy=copy, proxy="setp.lt.u32 %p2, %r0, 16; @%p2 fence.proxy.async; bar.sync 0;")
+    again = "fence.proxy.async; bar.sync 0; mov.u32 %r3, smem; st.shared.b32 [%r3], 0; bar.sync 0;"
+    fails(message, DONE, copy=copy, proxy=again)
+    message = "without a barrier"
+    fails(message, DONE, copy=copy, proxy="fence.proxy.async;", racecheck=True)
+
+
+def test_copies_have_to_arrive() -> None:
+    fails("has not waited for", DONE, copy="cp.async.commit_group;")
+    fails("cp.async without a barrier", DONE, copy=ARRIVED, proxy="fence.proxy.async;")
+    early = "cp.async.commit_group; fence.proxy.async; cp.async.wait_group 0; bar.sync 0;"
+    fails("written without a fence.proxy.async since", DONE, copy=early, proxy="")
+
+
+def test_writes_while_a_wgmma_reads() -> None:
+    start = "mov.u32 %r3, smem; ld.param.u64 %rd1, [p1]; setp.eq.u32 %p2, %r0, 0; @%p2"
+    for write in (f"{start} st.shared.b32 [%r3], 0;", f"{start} cp.async.ca.shared.global [%r3], [%rd1], 4;"):
+        fails("write to shared memory that a wgmma in flight reads", f"{MMA} {COMMIT} bar.sync 0; {write} {WAIT}")
+        launch(f"{MMA} {COMMIT} {WAIT} bar.sync 0; {write}", racecheck=True)
+        # The thread's own warp has read, the others of the warpgroup may not have.
+        fails("race: writes shared byte 0 that the wgmma of warp 1 read", f"{DONE} {write}", racecheck=True)
+
+
+def test_rows_that_nobody_wrote() -> None:
+    """Their columns of the result are NaN: here 8 of 16, for threads 0 to 7 and 16 to 23 write a row's halves."""
+    ones, d = Matrix(f16(np.ones((16, 16)))), np.zeros((128, 8), np.float32)
+    half = """.shared .align 1024 .b8 part[1024]; mov.u32 %r1, 0x3C003C00; mad.lo.u32 %r2, %r0, 16, %r3;
+    and.b32 %r8, %r0, 8; setp.eq.u32 %p2, %r8, 0; setp.lt.and.u32 %p2, %r0, 32, %p2;
+    @%p2 st.shared.v4.b32 [%r2+1024], {%r1, %r1, %r1, %r1}; fence.proxy.async; bar.sync 0;"""
+    source = program(8, f"{MMA} {COMMIT} {WAIT}", 1024, proxy=half, fence=f"add.u64 %rd10, %rd10, 64; {FENCE}")
+    arguments = [a_registers(f16(np.ones((64, 16)))), ones.image, np.zeros(0, np.uint8), d, ones.descriptor, 0]
+    Emulator(source).launch("k", block=128, args=arguments)
+    np.testing.assert_array_equal(d, np.tile(np.repeat([16.0, np.nan], 4).astype(np.float32), (128, 1)))
+    integers = MMA.replace("k16.f32.f16.f16", "k32.s32.s8.s8").replace("1, 1, 1, 0", "1")
+    empty = ".shared .align 1024 .b8 empty[1024]; fence.proxy.async; bar.sync 0;"
+    fails("never written", f"add.u64 %rd10, %rd10, 64; {integers} {COMMIT} {WAIT}", proxy=empty)

@@ -42,7 +42,7 @@ def ask(tool: str, question: str) -> str:
 
 @pytest.fixture(scope="module")
 def stages() -> dict[str, str]:
-    """A kernel with all that the dialect has for one: groups, zeros, planes, a bias, splits."""
+    """A kernel with all that the dialect has for one: groups, zeros, codes in pieces, a bias, splits."""
     spec = MatmulSpec(40, 1024, "f6e3m2", group_size=128, zeros="float", scale="e8m0", bias=True)
     return compile_matmul(spec, parse_target("sm_90a"), tokens=8, keep=True).stages
 

@@ -78,6 +78,11 @@ def registers(*order: int) -> Wrap:
     return with_argument(0, lambda a: [a[i] for i in order])
 
 
+def swapped(right: Any) -> Any:
+    """The first two things that a function lists change places."""
+    return lambda *a: (right(*a)[1], right(*a)[0], *right(*a)[2:])
+
+
 def constant(number: float) -> Wrap:
     """Instead of a tile of factors, this number."""
     return lambda right: lambda self, tile, *_: self.p.constant(number, "f32", tile.layout)
@@ -123,9 +128,9 @@ WRONG_NUMBERS = [
     Mutation("rows of the fragment swapped", U4, lower_mma, "mma_sync", registers(1, 0, 3, 2)),
     Mutation("columns of the fragment swapped", U4, lower_mma, "mma_sync", registers(2, 3, 0, 1)),
     Mutation("fragment transposed", U4, lower_mma, "mma_sync", registers(0, 2, 1, 3)),
-    Mutation("registers stored otherwise", U4, Packing, "slots", with_argument(2, lambda r: r ^ 1)),
-    Mutation("blocks stored otherwise", U4, Packing, "slots", with_argument(1, lambda b: b ^ 1)),
-    Mutation("planes swapped", U6, recipes, "plane_bits", lambda right: lambda bits: right(bits)[::-1]),
+    Mutation("registers stored otherwise", U4, Packing, "place", with_argument(2, lambda r: r ^ 1)),
+    Mutation("blocks stored otherwise", U4, Packing, "place", with_argument(1, lambda b: b ^ 1)),
+    Mutation("registers of a run swapped", U6, recipes, "run_of", swapped),
     Mutation(
         "mask a bit too wide", U6, recipes.Field, "mask", lambda right: property(lambda f: right.fget(f) << 1 | 1)
     ),

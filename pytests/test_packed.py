@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dialect.dtypes import all_names
 from dialect.errors import PackError
+from dialect.packing import run_of
 from dialect.spec import MatmulSpec
 from pylib import memory_order
 from pylib.packed import PackedWeight, pack
@@ -90,9 +91,11 @@ def test_every_bit_lies_where_the_packing_says(bits: int, group: int | None) -> 
         for lane in range(32):
             for i in range(8):
                 code = 0
-                for plane, slot in zip(p.planes, p.slots(block, i // 2)):
-                    word = int(words[row_block, chunk, slot.unit, lane, slot.word])
-                    code |= (word >> (slot.shift + 16 * (i % 2)) & (1 << plane.bits) - 1) << plane.low
+                first, number = p.place(block, i // 2)
+                for piece in run_of(bits)[number]:
+                    unit, index = divmod(first + piece.word, 4)
+                    word = int(words[row_block, chunk, unit, lane, index])
+                    code |= (word >> (piece.shift + 16 * (i % 2)) & (1 << piece.bits) - 1) << piece.low
                 row, column = fragment(lane, i)
                 found[row_block * 16 + row, chunk * p.chunk + block * 16 + column] = code
     expected = np.zeros_like(found)  # padding is 0

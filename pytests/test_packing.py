@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dialect.packing import BLOCK_K, UNIT_BYTES, Packing, WordSlot, round_up
+from dialect.packing import BLOCK_K, UNIT_BYTES, Packing, Piece, round_up, run_of
 
 BITS = range(1, 9)
 
@@ -21,51 +21,61 @@ def packings(draw: st.DrawFn) -> Packing:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_planes_cut_the_code_and_the_chunk(bits: int) -> None:
+def test_pieces_make_up_the_code(bits: int) -> None:
+    for pieces in run_of(bits):
+        assert [b for piece in pieces for b in range(piece.low, piece.low + piece.bits)] == list(range(bits))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_run_fills_every_bit_of_its_words_once(bits: int) -> None:
     p = Packing(bits, 16, 256)
-    assert [b for plane in p.planes for b in range(plane.low, plane.low + plane.bits)] == list(range(bits))
-    assert [u for plane in p.planes for u in range(plane.first_unit, plane.first_unit + plane.units)] == list(
-        range(p.units)
-    )
-    assert all(plane.bits in (1, 2, 4, 8) for plane in p.planes)
+    used = np.zeros((p.units, 16), dtype=int)  # word, bit of a half
+    for pieces in run_of(bits):
+        for piece in pieces:
+            used[piece.word, piece.shift : piece.shift + piece.bits] += 1
+            assert piece.shift + piece.bits <= 16
+    assert (used == 1).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_as_many_codes_as_can_be_are_whole(bits: int) -> None:
+    whole = [pieces for pieces in run_of(bits) if len(pieces) == 1]
+    assert len(whole) == Packing(bits, 16, 256).units * (16 // bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_chunk_is_four_runs(bits: int) -> None:
+    p, run = Packing(bits, 16, 256), run_of(bits)
+    places = [p.place(block, register) for block in range(p.chunk // BLOCK_K) for register in range(4)]
+    assert places == [(i * p.units, number) for i in range(4) for number in range(len(run))]
     assert p.units * UNIT_BYTES * 8 == 16 * p.chunk * bits  # no bit is wasted
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_chunk_is_the_smallest(bits: int) -> None:
-    p = Packing(bits, 16, 256)
-    halves = [plane.bits * 16 * p.chunk // 2 for plane in p.planes]
-    assert any(bits_of_half % (8 * UNIT_BYTES) for bits_of_half in halves)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_slots_fill_every_bit_of_a_chunk_once(bits: int) -> None:
-    p = Packing(bits, 16, 256)
-    used = np.zeros((p.units, 4, 32), dtype=int)  # unit, word, bit
-    for block in range(p.chunk // BLOCK_K):
-        for register in range(4):
-            for plane, slot in zip(p.planes, p.slots(block, register)):
-                for first in (slot.shift, 16 + slot.shift):
-                    used[slot.unit, slot.word, first : first + plane.bits] += 1
-                assert plane.first_unit <= slot.unit < plane.first_unit + plane.units
-    assert (used == 1).all()
+def test_a_run_is_the_smallest(bits: int) -> None:
+    assert any(len(run_of(bits)) // d * bits % 16 for d in (2, 4, 8, 16)) or Packing(bits, 16, 256).units == 1
 
 
 @pytest.mark.parametrize(
-    "bits, block, register, slots",
+    "bits, block, register, first, pieces",
     [
-        (4, 0, 0, [(0, 0, 0)]),
-        (4, 1, 2, [(0, 1, 8)]),  # four registers to a word
-        (8, 1, 3, [(0, 3, 8)]),  # two
-        (2, 7, 3, [(0, 3, 14)]),  # eight
-        (1, 15, 1, [(0, 3, 13)]),  # sixteen
-        (6, 5, 1, [(1, 1, 4), (2, 2, 10)]),  # 4 bits in units 0 and 1, 2 in unit 2
-        (7, 15, 3, [(3, 3, 12), (5, 3, 2), (6, 3, 5)]),  # right above each other, modulo 16
+        (4, 0, 0, 0, [(0, 0, 0, 4)]),
+        (4, 1, 2, 1, [(0, 8, 0, 4)]),  # four registers to a word
+        (8, 1, 3, 3, [(0, 8, 0, 8)]),  # two
+        (2, 7, 3, 3, [(0, 14, 0, 2)]),  # eight
+        (1, 15, 1, 3, [(0, 13, 0, 1)]),  # sixteen
+        (3, 14, 1, 9, [(1, 12, 0, 3)]),  # five, and a third of one
+        (3, 11, 3, 6, [(0, 15, 0, 1), (1, 15, 1, 1), (2, 15, 2, 1)]),
+        (6, 5, 3, 6, [(1, 14, 0, 2), (2, 12, 2, 4)]),
+        (7, 15, 3, 21, [(3, 15, 0, 1), (4, 14, 1, 2), (5, 14, 3, 2), (6, 14, 5, 2)]),
     ],
 )
-def test_slots_of_saved_weights(bits: int, block: int, register: int, slots: list[tuple[int, ...]]) -> None:
+def test_places_of_saved_weights(
+    bits: int, block: int, register: int, first: int, pieces: list[tuple[int, ...]]
+) -> None:
     """The format on disk: whoever changes it has to raise `pylib.packed.FORMAT`."""
-    assert Packing(bits, 16, 256).slots(block, register) == tuple(WordSlot(*slot) for slot in slots)
+    word, number = Packing(bits, 16, 256).place(block, register)
+    assert (word, run_of(bits)[number]) == (first, tuple(Piece(*piece) for piece in pieces))
 
 
 def test_fragment_order_is_ptxs_table() -> None:

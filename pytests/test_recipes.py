@@ -1,6 +1,6 @@
 """Every code of every format, in every register position and both halves, decodes to exactly its value.
 
-One kernel per format: a thread has a word per plane for every position, decodes each to every type, and stores the
+One kernel per format: a thread has the words of a run, decodes every register of it to every type, and stores the
 pairs; values of a table come from a constant array and from a table in shared memory. Bits of the words that do not
 belong to the codes are random, so that a mask too wide shows.
 """
@@ -17,15 +17,15 @@ from dialect import ops
 from dialect.bindings import arith, gpu, ir, llvm, new_context
 from dialect.decode_table import DecodeTable
 from dialect.dtypes import DType, all_names, dtype
-from dialect.packing import BLOCK_K, Packing, plane_bits
+from dialect.packing import Piece, run_of
 from dialect.shared_memory import BANKS, wavefronts
-from dialect.types import format_attr, ints
+from dialect.types import format_attr
 from passes import emit
 from passes.emit_ptx import emit_ptx, translate
 from passes.lower_dequant import LowerDequant
 from passes.lower_table import words as table_words
 from passes.lower_to_llvm import LowerToLLVM
-from passes.recipes import compute_element, exponent
+from passes.recipes import REALS, bias, can_be_biased, compute_element, exponent, magic
 from passes.target import parse_target
 from pylib.emulator import Emulator
 from pylib.packed import TORCH
@@ -71,17 +71,9 @@ def variants(t: DType) -> list[Variant]:
     return found
 
 
-def positions(t: DType) -> list[tuple[int, ...]]:
-    """The distinct places of a pair in its words: one shift per plane."""
-    packing = Packing(t.bits, 16, 256)
-    registers = range(packing.chunk // BLOCK_K * 4)
-    slots = (packing.slots(*divmod(index, 4)) for index in registers)
-    return sorted({tuple(slot.shift for slot in slots_) for slots_ in slots})
-
-
 def decode_module(t: DType) -> ir.Module:
-    """@decode(words, tables, out0, out1, ...): words int32 [positions, planes, threads], tables as they shall be in
-    shared memory; an output per variant, [positions, threads, 2]."""
+    """@decode(words, tables, out0, out1, ...): words int32 [registers, pieces, threads], each register with its own;
+    tables as they shall be in shared memory; an output per variant, [registers, threads, 2]."""
     module = ir.Module.create()
     outputs = variants(t)
     space = emit.pointer(1)
@@ -95,7 +87,7 @@ def decode_module(t: DType) -> ir.Module:
         function = gpu.GPUFuncOp(ir.TypeAttr.get(type_), sym_name="decode", kernel=True)
     block = function.operation.regions[0].blocks.append(*type_.inputs)
     words, source, *results = block.arguments
-    planes = len(plane_bits(t.bits))
+    integer = emit.integer(64)
     with ir.InsertionPoint(block):
         thread = arith.index_cast(emit.integer(), gpu.thread_id(gpu.Dimension.x))
         column = arith.muli(arith.remui(thread, emit.constant(BANKS)), emit.constant(4))
@@ -105,23 +97,26 @@ def decode_module(t: DType) -> ir.Module:
             llvm.store(word, emit.offset_bytes(memory, dynamic=place, static=start), alignment=4)
         gpu.barrier()
         tables = [v for v in outputs if v.shared]
-        for number, shifts in enumerate(positions(t)):
+        row = 0
+        for register, pieces in enumerate(run_of(t.bits)):
             read = emit.offset_bytes(words, dynamic=arith.muli(thread, emit.constant(4)))
-            pair = [
-                llvm.load(emit.integer(), emit.offset_bytes(read, static=4 * THREADS * (number * planes + plane)))
-                for plane in range(planes)
+            given = [
+                llvm.load(emit.integer(), emit.offset_bytes(read, static=4 * THREADS * (row + i)))
+                for i in range(len(pieces))
             ]
+            row += len(pieces)
+            number = ir.IntegerAttr.get(integer, register)
             for variant, result in zip(outputs, results):
                 vector = ir.VectorType.get([2], ir.Type.parse(variant.element))
-                power = ir.IntegerAttr.get(emit.integer(64), variant.exponent)
+                power = ir.IntegerAttr.get(integer, variant.exponent)
                 if variant.shared:
                     table = emit.offset_bytes(memory, static=4 * tables_of(t)[: tables.index(variant)].size)
-                    value = ops.LookupPairOp(table, column, pair, format_attr(t), ints(shifts), vector).result
+                    value = ops.LookupPairOp(table, column, given, format_attr(t), number, vector).result
                 else:
-                    value = ops.DecodePairOp(pair, format_attr(t), ints(shifts), power, vector).result
+                    value = ops.DecodePairOp(given, format_attr(t), number, power, vector).result
                 size = 8 if variant.element == "f32" else 4
                 write = emit.offset_bytes(result, dynamic=arith.muli(thread, emit.constant(size)))
-                llvm.store(value, emit.offset_bytes(write, static=size * THREADS * number), alignment=size)
+                llvm.store(value, emit.offset_bytes(write, static=size * THREADS * register), alignment=size)
         gpu.return_([])
     return module
 
@@ -155,18 +150,16 @@ def pairs_of_codes(t: DType) -> np.ndarray:
     return np.stack([low, (thread // t.codes + 37 * low) % t.codes], axis=1)
 
 
-def words_of_codes(t: DType, pairs: np.ndarray, shifts: tuple[int, ...]) -> np.ndarray:
-    """The words [planes, threads] that hold the pairs at these shifts."""
+def words_of_codes(t: DType, pairs: np.ndarray, pieces: tuple[Piece, ...]) -> np.ndarray:
+    """The words [pieces, threads] that hold the pairs in these pieces."""
     rng = np.random.default_rng(0)
     stored = pairs ^ (t.codes // 2) if t.kind == "int" else pairs  # offset binary
-    words = rng.integers(0, 1 << 32, (len(shifts), THREADS), dtype=np.uint64)
-    low = 0
-    for plane, (bits, shift) in enumerate(zip(plane_bits(t.bits), shifts)):
+    words = rng.integers(0, 1 << 32, (len(pieces), THREADS), dtype=np.uint64)
+    for word, piece in zip(words, pieces):
         for half in range(2):
-            at, mask = shift + 16 * half, (1 << bits) - 1
-            field = (stored[:, half] >> low) & mask
-            words[plane] = words[plane] & ~np.uint64(mask << at) | field.astype(np.uint64) << np.uint64(at)
-        low += bits
+            at, mask = piece.shift + 16 * half, (1 << piece.bits) - 1
+            field = (stored[:, half] >> piece.low) & mask
+            word[:] = word & ~np.uint64(mask << at) | field.astype(np.uint64) << np.uint64(at)
     return words.astype(np.uint32)
 
 
@@ -176,11 +169,11 @@ def rounded(values: np.ndarray, element: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("t", FORMATS, ids=lambda t: f"{t.name}-{t.max:.2g}" if t.kind == "table" else t.name)
 def test_every_code_decodes_to_its_value(t: DType) -> None:
-    llvm_ir, pairs, places = decode_llvm(t), pairs_of_codes(t), positions(t)
+    llvm_ir, pairs, run = decode_llvm(t), pairs_of_codes(t), run_of(t.bits)
     assert all(len(np.unique(pairs[:, half])) == t.codes for half in range(2))
-    words = np.stack([words_of_codes(t, pairs, shifts) for shifts in places])
+    words = np.concatenate([words_of_codes(t, pairs, pieces) for pieces in run])
     for target in TARGETS:
-        outputs = [torch.zeros(len(places), THREADS, 2, dtype=TORCH[v.element]) for v in variants(t)]
+        outputs = [torch.zeros(len(run), THREADS, 2, dtype=TORCH[v.element]) for v in variants(t)]
         memory = [output.view(-1).view(torch.uint8).numpy() for output in outputs]
         emulator = Emulator(emit_ptx(llvm_ir, parse_target(target)))
         tables = tables_of(t)
@@ -194,10 +187,11 @@ def test_every_code_decodes_to_its_value(t: DType) -> None:
             same = (output == wanted) & (output.signbit() == wanted.signbit())
             wrong = ~(same | output.isnan() & wanted.isnan())
             if wrong.any():
-                place, thread, half = wrong.nonzero()[0].tolist()
+                register, thread, half = wrong.nonzero()[0].tolist()
                 pytest.fail(
-                    f"{target} {variant}: code {pairs[thread, half]:#x} at shifts {places[place]}, half {half} "
-                    f"gave {output[place, thread, half]}, not {wanted[place, thread, half]} ({int(wrong.sum())} wrong)"
+                    f"{target} {variant}: code {pairs[thread, half]:#x} in register {register}, half {half} "
+                    f"gave {output[register, thread, half]}, not {wanted[register, thread, half]} "
+                    f"({int(wrong.sum())} wrong)"
                 )
 
 
@@ -213,8 +207,37 @@ def test_lookups_have_no_bank_conflicts(t: DType, element: str) -> None:
     assert wavefronts(4 * (lanes * indices + np.arange(BANKS)), width=4) == 1
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_positions_are_all_there(bits: int) -> None:
-    """As many as the narrowest plane has pairs in a word: no position of a chunk escapes the test above."""
-    t = dtype(f"u{bits}")
-    assert len(positions(t)) == 16 // min(plane_bits(bits))
+def shifts_of(t: DType, element: str, biased: bool = False) -> int:
+    """Shifts of words for a run decoded by magic exponents."""
+    fields = [
+        (piece.word, f.shift)
+        for register, pieces in enumerate(run_of(t.bits))
+        for f in magic(t, REALS[element], register, 0, t.bits, biased).fields
+        for piece in [pieces[f.piece]]
+    ]
+    return len({(word, shift) for word, shift in fields if shift})
+
+
+@pytest.mark.parametrize(
+    ("weight", "element", "shifts"),
+    [
+        ("u1", "f16", 1),  # ten codes of sixteen as they are, six in a word shifted once
+        ("u2", "f16", 1),
+        ("u3", "f16", 3),  # one a word: its spare bit comes with it to where the sixteenth code has it
+        ("u3", "bf16", 6),
+        ("u4", "f16", 1),
+        ("u5", "f16", 5),
+        ("u7", "f16", 12),
+        ("u8", "f16", 1),
+    ],
+)
+def test_shifts_are_shared(weight: str, element: str, shifts: int) -> None:
+    assert shifts_of(dtype(weight), element) == shifts
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_biases_are_small(bits: int, element: str) -> None:
+    t, real = dtype(f"u{bits}"), REALS[element]
+    assert can_be_biased(t, element)
+    assert all(1 << bits <= bias(t, real, register) <= 128 for register in range(len(run_of(bits))))

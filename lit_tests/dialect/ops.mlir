@@ -136,19 +136,19 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
 
 // -----
 
-// What is left of a format where tiles are gone: planes of 4 and 2 bits of two codes of 6.
+// What is left of a format where tiles are gone: two codes of 6 bits, in a piece of 4 bits and one of 2.
 // CHECK-LABEL: func.func @registers
-func.func @registers(%plane4: i32, %plane2: i32) -> vector<2xf16> {
-  // CHECK: "lowbit.decode_pair"(%{{.*}}, %{{.*}}) {exponent = 0 : i64, format = #lowbit.format<"u6", []>, {{.*}}shifts = [8, 2]
-  %0 = "lowbit.decode_pair"(%plane4, %plane2) {format = #lowbit.format<"u6", []>, shifts = [8, 2], exponent = 0, operandSegmentSizes = array<i32: 2>}
+func.func @registers(%low: i32, %high: i32) -> vector<2xf16> {
+  // CHECK: "lowbit.decode_pair"(%{{.*}}, %{{.*}}) {exponent = 0 : i64, format = #lowbit.format<"u6", []>, {{.*}}register = 6 : i64
+  %0 = "lowbit.decode_pair"(%low, %high) {format = #lowbit.format<"u6", []>, register = 6, exponent = 0, operandSegmentSizes = array<i32: 2>}
     : (i32, i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
 
 // CHECK-LABEL: func.func @register_lookup
 func.func @register_lookup(%table: !llvm.ptr<3>, %column: i32, %word: i32) -> vector<2xbf16> {
-  // CHECK: "lowbit.lookup_pair"(%{{.*}}, %{{.*}}, %{{.*}}) {format = #lowbit.format<"nf4", []>, {{.*}}shifts = [8]
-  %0 = "lowbit.lookup_pair"(%table, %column, %word) {format = #lowbit.format<"nf4", []>, shifts = [8], operandSegmentSizes = array<i32: 1, 1, 1>}
+  // CHECK: "lowbit.lookup_pair"(%{{.*}}, %{{.*}}, %{{.*}}) {format = #lowbit.format<"nf4", []>, {{.*}}register = 2
+  %0 = "lowbit.lookup_pair"(%table, %column, %word) {format = #lowbit.format<"nf4", []>, register = 2, operandSegmentSizes = array<i32: 1, 1, 1>}
     : (!llvm.ptr<3>, i32, i32) -> vector<2xbf16>
   return %0 : vector<2xbf16>
 }

@@ -7,12 +7,15 @@ It is a checker as much as an interpreter. Unknown directives, instructions and 
 module is read. While a kernel runs, whatever PTX leaves undefined is an EmulatorError with the line, the
 block and the thread: accesses out of bounds or misaligned, registers read before they are set, shared memory
 read before it is written or while a cp.async may still write it, warp-level instructions without all their
-lanes, barriers that not all threads reach, non-coherent loads of what the launch has written; with
-`racecheck=True` also races.
+lanes, barriers that not all threads reach, non-coherent loads of what the launch has written, registers and
+shared memory that a wgmma in flight uses, missing fences before one, shared memory of a block of the cluster that
+has exited or may not have started; with `racecheck=True` also races.
 
     ptx, lexer, parser          PTX text to values
     floats                      formats and rounding
-    memory, copy_queue, races   device and shared memory; cp.async; happens-before
+    memory, shared_memory       device, local and shared memory
+    copy_queue, races           cp.async; happens-before
+    wgmma_queue, async_proxy    registers and shared memory that a wgmma in flight uses
     cluster                     distributed shared memory and the barrier of a cluster
     machine                     registers and the scheduler of a block
     decoder                     an instruction to a Python closure

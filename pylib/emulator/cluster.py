@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from pylib.emulator.faults import Array, Fault, require
-from pylib.emulator.memory import SharedMemory
+from pylib.emulator.races import ClusterClock
+from pylib.emulator.shared_memory import SharedMemory
 
 #: Largest cluster; above 8 blocks it takes a launch attribute.
 MAX_CLUSTER = 16
@@ -27,14 +28,14 @@ class Cluster:
         self.shape = shape
         self.size = shape[0] * shape[1] * shape[2]
         self.memories: list[SharedMemory] = []  # by rank
-        self.arrivals = np.zeros((self.size, lanes), np.int64)  # of each thread at the barrier
-        self.waits = np.zeros((self.size, lanes), np.int64)  # how many of these it has waited for
+        self.clock = ClusterClock(self.size, lanes)
+        self.relaxed = np.zeros((self.size, lanes), np.bool_)  # the thread's last arrival
         self.exited = np.zeros((self.size, lanes), np.bool_)
         self.touched = np.zeros(self.size, np.int64)  # last stamp of another block on a rank's memory, or -1
 
     def reset(self) -> None:
-        self.phase = 0  # how often the barrier has opened
-        self.arrivals[:] = self.waits[:] = 0
+        self.clock.reset()
+        self.relaxed[:] = False
         self.exited[:] = False
         self.touched[:] = -1
         self.known: list[dict[int, Array | None]] = [{} for _ in range(self.size)]  # rank, phase: see RaceDetector
@@ -47,39 +48,43 @@ class Cluster:
     # The barrier. A thread's arrival number n is for the phase n, which ends when all threads that live have arrived.
 
     def arrive(self, rank: int, threads: Array, relaxed: bool) -> None:
-        twice = threads & (self.arrivals[rank] > self.waits[rank])
+        arrivals = self.clock.arrivals[rank]
+        twice = threads & (arrivals > self.clock.waits[rank])
         if twice.any():
             lane = int(np.flatnonzero(twice)[0])
             raise Fault("a thread arrives at the cluster's barrier again before it has waited", lane)
-        self.arrivals[rank, threads] += 1
+        arrivals[threads] += 1
+        self.relaxed[rank, threads] = relaxed
         if not relaxed:
             shared, known = self.memories[rank], self.known[rank]
-            phase = int(self.arrivals[rank, threads].max())
+            phase = int(arrivals[threads].max())
             known[phase] = shared.release(threads, known.get(phase))
             shared.publish(threads)
         self.open()
 
     def open(self) -> None:
         """End the phase if all threads that live have arrived."""
-        if not self.exited.all() and ((self.arrivals > self.phase) | self.exited).all():
-            self.phase += 1
+        if not self.exited.all() and ((self.clock.arrivals > self.clock.phase) | self.exited).all():
+            relaxed = self.relaxed & (self.clock.arrivals > self.clock.phase)
+            self.clock.advance(np.logical_not(relaxed.any(axis=1)))
 
     def wait(self, rank: int, threads: Array) -> Array:
         """Those of `threads` that may go on."""
-        idle = threads & (self.arrivals[rank] == self.waits[rank])
+        arrivals, waits = self.clock.arrivals[rank], self.clock.waits[rank]
+        idle = threads & (arrivals == waits)
         if idle.any():
             lane = int(np.flatnonzero(idle)[0])
             raise Fault("a thread waits at the cluster's barrier and has not arrived there", lane)
-        ready = threads & (self.arrivals[rank] <= self.phase)
-        self.waits[rank, ready] = self.arrivals[rank, ready]
-        for phase in np.unique(self.waits[rank, ready]).tolist():
-            some = ready & (self.waits[rank] == phase)
+        ready = threads & (arrivals <= self.clock.phase)
+        waits[ready] = arrivals[ready]
+        for phase in np.unique(waits[ready]).tolist():
+            some = ready & (waits == phase)
             self.memories[rank].acquire(some, self.known[rank].get(phase))
         return ready
 
     def exit(self, rank: int, threads: Array) -> None:
         self.exited[rank] |= threads
-        if self.exited[rank].all() and self.touched[rank] >= self.waits[rank].max():
+        if self.exited[rank].all() and self.touched[rank] >= self.clock.waits[rank].max():
             raise Fault("the block exits while another may still use its shared memory: no cluster barrier between")
         self.open()
 
@@ -97,10 +102,12 @@ class Cluster:
         """The memory of block `target`, which `lanes` of block `rank` are about to use."""
         if target != rank:
             what = f"use of the shared memory of block {target} of the cluster"
-            require(self.waits[rank, lanes] > 0, lanes, f"{what} before any cluster barrier: it may not have started")
+            require(
+                self.clock.waits[rank, lanes] > 0, lanes, f"{what} before any cluster barrier: it may not have started"
+            )
             if self.exited[target].all():
                 raise Fault(f"{what}, which has exited", int(lanes[0]))
-            self.touched[target] = max(int(self.touched[target]), int(self.arrivals[rank, lanes].max()))
+            self.touched[target] = max(int(self.touched[target]), int(self.clock.arrivals[rank, lanes].max()))
         return self.memories[target]
 
 

@@ -69,7 +69,7 @@ def _barrier(op: Op) -> Step:
     op.flag("cta")
     kind = op.choice("sync", "arrive")
     aligned = bool(op.flag("aligned")) or op.instr.opcode == "bar"
-    number = _uniform(op)
+    number = op.source("u32")
     count = _uniform(op) if op.operands else None
     if kind == "arrive" and count is None:
         raise Unsupported("bar.arrive needs a thread count")
@@ -78,10 +78,10 @@ def _barrier(op: Op) -> Step:
         threads = count(mask) if count else None
         if threads is not None and (threads % WARP or threads <= 0):
             raise Fault(f"a barrier's thread count is a multiple of {WARP}, not {threads}")
-        at = number(mask)
-        if not 0 <= at < 16:
-            raise Fault(f"barrier {at}: there are 16")
-        return Arrive(mask, at, threads, kind == "sync", aligned)
+        lanes = op.block.lanes_of(mask)
+        numbers = np.broadcast_to(number, (op.block.lanes,))[lanes]
+        require(numbers < 16, lanes, f"barrier {numbers.max()}: there are 16")
+        return Arrive(mask, number.copy(), threads, kind == "sync", aligned)
 
     return step
 
@@ -96,7 +96,7 @@ def _uniform(op: Op) -> Callable[[Mask], int]:
     def read(mask: Mask) -> int:
         some = np.unique(values[op.block.lanes_of(mask)])
         if len(some) > 1:
-            raise Fault(f"threads that come to a barrier together name different ones: {some.tolist()}")
+            raise Fault(f"threads that come to a barrier together name different thread counts: {some.tolist()}")
         return int(some[0])
 
     return read
@@ -110,11 +110,13 @@ def _membar(op: Op) -> Step:
 
 @instruction("fence")
 def _fence(op: Op) -> Step:
-    """Blocks run one after the other and stores are seen at once: fences have nothing to do."""
+    """Stores are seen at once: only the fence between what writes shared memory and wgmma has something to do."""
     if op.flag("proxy"):
-        op.choice("alias", "async", "async.global", "async.shared::cta")
-        op.flag("global", "shared::cta", "shared::cluster")
-        return _nothing
+        kind = op.choice("alias", "async")
+        if kind == "alias" or op.flag("global", "shared::cta", "shared::cluster") == "global":
+            return _nothing
+        block = op.block
+        return lambda mask: block.shared.fence_proxy(block.lanes_of(mask))
     op.flag("sc", "acq_rel", "acquire", "release")
     op.choice(*_SCOPES)
     return _nothing

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pylib.emulator.faults import Array
-from pylib.emulator.memory import SharedMemory
+from pylib.emulator.shared_memory import SharedMemory
 
 
 @dataclass

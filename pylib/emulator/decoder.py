@@ -99,6 +99,8 @@ class Op:
         self.modifiers = list(instr.modifiers)
         self.operands = list(instr.operands)
         self.reads: list[Register] = []
+        self.writes: list[Register] = []
+        self.asynchronous = False  # a wgmma, which sees to its registers itself
 
     # Modifiers
 
@@ -150,6 +152,7 @@ class Op:
         if wider and itemsize > dtype.itemsize:
             dtype = np.dtype(f"{dtype.kind if dtype.kind == 'i' else 'u'}{itemsize}")
         self.fits(operand, itemsize, dtype.itemsize)
+        self.writes.append(register)
         return Dest(register, register.value.view(dtype))
 
     def float_dest(self, fmt: Float, packed: bool = False, operand: Operand | None = None) -> Dest:
@@ -306,13 +309,17 @@ class Op:
 
     def checked(self, step: Step) -> Step:
         registers = list(dict.fromkeys(self.reads))
-        if not registers:
+        used = dict.fromkeys([] if self.asynchronous else [*self.reads, *self.writes])
+        flights = [register.flight for register in used if register.flight]
+        if not registers and not flights:
             return step
 
         def checking(mask: Mask) -> Outcome | None:
             for register in registers:
                 if not register.complete:
                     register.check(mask)
+            for flight in flights:
+                flight.touch(mask)
             return step(mask)
 
         return checking

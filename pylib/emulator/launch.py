@@ -24,14 +24,16 @@ from pylib.emulator import (  # the instructions register themselves
     warp,  # noqa: F401
     warpgroup,  # noqa: F401
 )
+from pylib.emulator.async_proxy import AsyncProxy
 from pylib.emulator.cluster import MAX_CLUSTER, Cluster
 from pylib.emulator.decoder import decode
 from pylib.emulator.faults import Array
 from pylib.emulator.machine import WARP, Block, run_cluster
-from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
+from pylib.emulator.memory import DeviceMemory, LocalMemory
 from pylib.emulator.parser import parse
 from pylib.emulator.ptx import Kernel, Param, Variable
-from pylib.emulator.races import RaceDetector
+from pylib.emulator.races import ClusterRaceDetector, RaceDetector
+from pylib.emulator.shared_memory import SharedMemory
 
 Dim3 = int | Sequence[int]
 
@@ -139,7 +141,14 @@ class Emulator:
         device, constant = DeviceMemory(), DeviceMemory(_CONST_BASE, _CONST_STRIDE)
         cluster = Cluster(cluster_shape, lanes)
         # All blocks lay out their shared memory alike.
-        cluster.memories = [SharedMemory(RaceDetector(lanes) if racecheck else None, i) for i in range(cluster.size)]
+        cluster.memories = [SharedMemory(rank) for rank in range(cluster.size)]
+        for shared in cluster.memories:
+            if racecheck:
+                shared.races = RaceDetector(lanes)
+            if racecheck and cluster.size > 1:
+                shared.cluster_races = ClusterRaceDetector(cluster.clock, shared.rank)
+            if any(instruction.opcode == "wgmma" for instruction in kernel.instructions):
+                shared.proxy = AsyncProxy()
         local_size, dynamic = 0, list[Variable]()
         for variable in [*self.module.variables, *kernel.variables]:
             if variable.size is None:

@@ -21,8 +21,10 @@ import numpy as np
 from pylib.emulator.cluster import Cluster, ClusterMemory
 from pylib.emulator.copy_queue import CopyQueue
 from pylib.emulator.faults import Array, Fault
-from pylib.emulator.memory import DeviceMemory, LocalMemory, SharedMemory
+from pylib.emulator.memory import DeviceMemory, LocalMemory
 from pylib.emulator.ptx import BITS, Instruction, Kernel, Reg
+from pylib.emulator.shared_memory import SharedMemory
+from pylib.emulator.wgmma_queue import Flight, WgmmaQueue, wgmma_registers
 
 #: The threads that take a step: a bool per lane, or None for every lane of the block (the fast path).
 Mask = Array | None
@@ -62,10 +64,10 @@ class Converge:
 
 @dataclass(frozen=True)
 class Arrive:
-    """At barrier `number`, which opens when `count` threads (None: all) have come."""
+    """At barrier `number` (one, or one per lane), which opens when `count` threads (None: all) have come."""
 
     threads: Mask
-    number: int
+    number: Array
     count: int | None
     wait: bool
     aligned: bool
@@ -78,7 +80,7 @@ Step = Callable[[Mask], Outcome | None]
 class Register:
     """A register of every lane: raw bits, and which lanes have set it."""
 
-    __slots__ = ("complete", "defined", "name", "type", "value")
+    __slots__ = ("complete", "defined", "flight", "name", "type", "value")
 
     def __init__(self, reg: Reg, lanes: int) -> None:
         self.name, self.type = reg.name, reg.type
@@ -86,6 +88,7 @@ class Register:
         self.value = np.zeros(lanes, dtype)
         self.defined = np.zeros(lanes, np.bool_)
         self.complete = False
+        self.flight: Flight | None = None  # for registers of a wgmma
 
     def define(self, mask: Mask) -> None:
         if mask is None:
@@ -138,6 +141,9 @@ class Block:
         self.everyone = np.arange(self.lanes)
         self.registers = [Register(reg, self.lanes) for reg in self.kernel.registers]
         self.copies = CopyQueue(self.lanes, self.shared)
+        self.wgmmas = WgmmaQueue(self.lanes, self.shared)
+        for reg in wgmma_registers(self.kernel):
+            self.registers[reg.index].flight = self.wgmmas.flight(reg)
         self.cluster_memory = ClusterMemory(self.cluster, self.rank)
         self.index = np.zeros((3, self.lanes), np.uint32)  # %ctaid
         self.cluster_index = np.zeros((3, self.lanes), np.uint32)  # %clusterid
@@ -160,6 +166,7 @@ class Block:
         self.shared.reset()
         self.local.reset()
         self.copies.reset()
+        self.wgmmas.reset()
         for register in self.registers:
             register.defined[:] = False
             register.complete = False
@@ -236,7 +243,9 @@ class Block:
                     self.groups[at] = together  # again, with those who came before
             case Arrive():
                 self._join(at + 1, group & ~some if outcome.wait else group)
-                self._arrive(outcome, at, some)
+                numbers = np.broadcast_to(outcome.number, some.shape)
+                for number in np.unique(numbers[some]).tolist():
+                    self._arrive(outcome, number, at, some & (numbers == number))
 
     def _exit(self, some: Array, at: int) -> None:
         self.exited = self.exited | some
@@ -266,7 +275,8 @@ class Block:
         if self.parked:
             at = min(self.parked)
             lane = int(np.flatnonzero(self.parked[at])[0])
-            others = "blocks of the cluster" if at in self.at_cluster_barrier else "threads of the warp"
+            group = "warpgroup" if self.kernel.instructions[at].opcode == "wgmma" else "warp"
+            others = "blocks of the cluster" if at in self.at_cluster_barrier else f"threads of the {group}"
             raise self._error(at, f"deadlock: the other {others} never come here{self._waiting()}", lane)
         if self.barriers:
             number = min(self.barriers)
@@ -286,17 +296,17 @@ class Block:
 
     # Barriers
 
-    def _arrive(self, arrival: Arrive, at: int, some: Array) -> None:
-        barrier = self.barriers.get(arrival.number)
+    def _arrive(self, arrival: Arrive, number: int, at: int, some: Array) -> None:
+        barrier = self.barriers.get(number)
         if barrier is None:
             nobody = np.zeros(self.lanes, np.bool_)
             barrier = Barrier(arrival.count, nobody, nobody, np.zeros(self.lanes, np.int64))
-            self.barriers[arrival.number] = barrier
+            self.barriers[number] = barrier
         lane = int(np.flatnonzero(some)[0])
         if barrier.count != arrival.count:
-            raise self._error(at, f"barrier {arrival.number} is used with two thread counts at a time", lane)
+            raise self._error(at, f"barrier {number} is used with two thread counts at a time", lane)
         if (barrier.arrived & some).any():
-            raise self._error(at, f"a thread comes to barrier {arrival.number} twice before it opens", lane)
+            raise self._error(at, f"a thread comes to barrier {number} twice before it opens", lane)
         barrier.arrived = barrier.arrived | some
         barrier.known = self.shared.release(some, barrier.known)
         if arrival.wait:
@@ -305,7 +315,7 @@ class Block:
             self.shared.publish(some)
         barrier.aligned |= arrival.aligned
         barrier.resume[some] = at + 1
-        self._open(arrival.number)
+        self._open(number)
 
     def _open(self, number: int) -> None:
         """Open the barrier if all have come."""
@@ -374,8 +384,8 @@ def run_cluster(blocks: list[Block], indices: list[tuple[int, int, int]]) -> Non
         block.start(index)
     running = blocks
     while running:
-        phase = cluster.phase
+        phase = cluster.clock.phase
         left = [block for block in running if not block.advance()]
-        if len(left) == len(running) and cluster.phase == phase:
+        if len(left) == len(running) and cluster.clock.phase == phase:
             left[0].deadlock()
         running = left

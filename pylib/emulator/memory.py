@@ -1,4 +1,4 @@
-"""The memories of a kernel: device memory made of separate arrays, and a block's shared (or local) memory.
+"""The memories of a kernel: device memory made of separate arrays, and the local memory of a block's threads.
 
 All accesses are bulk: `lanes[i]` reads or writes `size` bytes at `address[i]` (int64), as a row of uint8. Every
 access is checked for alignment and bounds. Device arrays lie gigabytes apart, so that an index that leaves
@@ -12,14 +12,10 @@ from bisect import bisect_right
 import numpy as np
 
 from pylib.emulator.faults import Array, Fault, require
-from pylib.emulator.races import RaceDetector
 
 #: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
 #: and no more.
 GLOBAL_BASE, GLOBAL_STRIDE, GLOBAL_ALIGN = 0x7000_0000_0000, 1 << 33, 256
-#: Shared memory starts above 0, so that a forgotten base address is found out (sm_90 also reserves the first
-#: KiB).
-SHARED_BASE = 1024
 #: Where generic addresses see the shared, constant and local memories.
 SHARED_WINDOW, CONST_WINDOW, LOCAL_WINDOW = 0x6000_0000_0000, 0x6100_0000_0000, 0x6200_0000_0000
 
@@ -130,140 +126,6 @@ class DeviceMemory:
         self.data.reshape(-1, size)[offset // size] = rows
         self.written.reshape(-1, size)[offset // size] = True
         self.bytes_stored += rows.size
-
-
-#: What a byte of shared memory is: READABLE after a store; IN_FLIGHT while a cp.async may still write it; LANDED
-#: once the thread that issued the copy has waited for it, and no barrier has shown it to the others yet. Up to
-#: LANDED it may be written.
-READABLE, EMPTY, LANDED, IN_FLIGHT, OUTSIDE = range(5)
-
-
-class SharedMemory:
-    """The shared memory of one block, from `SHARED_BASE` on; knows of every byte whether it may be read."""
-
-    def __init__(self, races: RaceDetector | None = None, rank: int = 0) -> None:
-        self.end = SHARED_BASE
-        self.spans: list[tuple[int, int]] = []
-        self.races = races
-        self.rank = rank  # of the block in its cluster
-
-    def add(self, size: int, align: int) -> int:
-        start = -(-self.end // align) * align
-        self.end = start + size
-        self.spans.append((start - SHARED_BASE, self.end - SHARED_BASE))
-        return start
-
-    def allocate(self) -> None:
-        size = -(-(self.end - SHARED_BASE) // 16) * 16
-        self.data = np.zeros(size, np.uint8)
-        self.state = np.zeros(size, np.uint8)
-        self.copier = np.zeros(size, np.int32)
-        self.reset()
-
-    def reset(self) -> None:
-        self.state[:] = OUTSIDE
-        for start, end in self.spans:
-            self.state[start:end] = EMPTY
-        self._landed = False
-        if self.races:
-            self.races.reset(len(self.data))
-
-    def locate(self, lanes: Array, address: Array, size: int) -> Array:
-        """Row numbers in `data.reshape(-1, size)`."""
-        offset = address - SHARED_BASE
-        if not len(offset):
-            return offset
-        require(offset & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
-        if offset.min() < 0 or offset.max() + size > len(self.data):
-            first = int(np.flatnonzero((offset < 0) | (offset + size > len(self.data)))[0])
-            raise Fault(
-                f"out of bounds: {size} bytes at {int(address[first])} = offset {int(offset[first])} "
-                f"of {self.end - SHARED_BASE} bytes of shared memory",
-                int(lanes[first]),
-            )
-        return offset // size
-
-    def read(self, lanes: Array, address: Array, size: int, atomic: bool = False, by: int | None = None) -> Array:
-        """`by`: the rank of the block whose `lanes` read; by default this one."""
-        own = by is None or by == self.rank
-        row = self.locate(lanes, address, size)
-        state = self.state.reshape(-1, size)[row]
-        if state.any():  # not READABLE
-            self._refuse_read(lanes, row, size, state, own)
-        if self.races and own and not atomic:
-            self.races.read(lanes, row, size)
-        return self.data.reshape(-1, size)[row]
-
-    def _refuse_read(self, lanes: Array, row: Array, size: int, state: Array, own_block: bool) -> None:
-        require(state != OUTSIDE, lanes, "read outside every shared variable")
-        require(state != EMPTY, lanes, "read of shared memory that was never written")
-        require(state != IN_FLIGHT, lanes, "read of the target of a cp.async that its thread has not waited for")
-        own = (self.copier.reshape(-1, size)[row] == lanes[:, None]) & own_block
-        require(
-            (state != LANDED) | own,
-            lanes,
-            "read of another thread's cp.async without a barrier after its wait",
-        )
-
-    def write(self, lanes: Array, address: Array, rows: Array, atomic: bool = False, by: int | None = None) -> None:
-        """`by`: the rank of the block whose `lanes` write; by default this one."""
-        size = rows.shape[1]
-        row = self.locate(lanes, address, size)
-        self._check_write(lanes, row, size, atomic, by is None or by == self.rank)
-        self.data.reshape(-1, size)[row] = rows
-        self.state.reshape(-1, size)[row] = READABLE
-
-    def _check_write(self, lanes: Array, row: Array, size: int, atomic: bool = False, own: bool = True) -> None:
-        state = self.state.reshape(-1, size)[row]
-        if len(lanes) and state.max() > LANDED:
-            require(state != OUTSIDE, lanes, "write outside every shared variable")
-            require(state != IN_FLIGHT, lanes, "write to the target of a cp.async that is still in flight")
-        if self.races and own:
-            self.races.write(lanes, row, size, atomic)
-
-    # cp.async: begin at issue, land when the issuing thread waits, publish at a barrier.
-
-    def begin_copy(self, lanes: Array, address: Array, size: int) -> Array:
-        row = self.locate(lanes, address, size)
-        self._check_write(lanes, row, size)
-        self.state.reshape(-1, size)[row] = IN_FLIGHT
-        copier = self.copier.reshape(-1, size)
-        copier[row] = lanes[:, None]
-        require(copier[row, 0] == lanes, lanes, "cp.async to the same bytes as another thread's")
-        return row
-
-    def land_copy(self, lanes: Array, row: Array, rows: Array) -> None:
-        size = rows.shape[1]
-        if self.races:
-            self.races.write(lanes, row, size)
-        self.data.reshape(-1, size)[row] = rows
-        self.state.reshape(-1, size)[row] = LANDED
-        self._landed = True
-
-    # Barriers: what arriving threads did is told to waiting ones.
-
-    def release(self, members: Array, known: Array | None) -> Array | None:
-        """`members` (a mask) come to a barrier; gives what it knows, to be handed on to `acquire`."""
-        return self.races.release(members, known) if self.races else None
-
-    def acquire(self, members: Array, known: Array | None) -> None:
-        if self.races and known is not None:
-            self.races.acquire(members, known)
-
-    def publish(self, members: Array) -> None:
-        """Copies that `members` have waited for become readable for all."""
-        if self._landed:
-            landed = self.state == LANDED
-            self.state[landed & members[self.copier]] = READABLE
-            self._landed = bool((self.state == LANDED).any())
-
-    def synchronize(self) -> None:
-        """A barrier of the whole block."""
-        if self._landed:
-            self.state[self.state == LANDED] = READABLE
-            self._landed = False
-        if self.races:
-            self.races.synchronize()
 
 
 class LocalMemory:

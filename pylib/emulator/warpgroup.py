@@ -2,6 +2,9 @@
 
 Warp w of the warpgroup has rows 16 w .. 16 w + 15 of A and D. Its registers hold them as mma.sync's do
 (tensor_core.py), D as one accumulator of 16 x 8 after the other.
+
+A kernel may let it read rows of B that nobody has written, as long as it uses nothing of their columns of D: these
+rows count as NaN.
 """
 
 from __future__ import annotations
@@ -9,14 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from pylib.emulator.decoder import Op, instruction
 from pylib.emulator.faults import Array, Fault, Unsupported
-from pylib.emulator.machine import WARP, Step
-from pylib.emulator.memory import SharedMemory
-from pylib.emulator.ptx import Vector
+from pylib.emulator.machine import Step
+from pylib.emulator.ptx import Operand, Reg, Vector
 from pylib.emulator.tensor_core import (
     ELEMENT_BITS,
     INTEGERS,
@@ -27,8 +30,8 @@ from pylib.emulator.tensor_core import (
     fragment,
 )
 from pylib.emulator.warp import collective, mask_of
+from pylib.emulator.wgmma_queue import WARPGROUP, Flight
 
-WARPGROUP = 4 * WARP
 #: Bytes of a row of A or B that one instruction takes.
 _ROW_BYTES = 32
 
@@ -65,39 +68,45 @@ class Descriptor:
         address = address + chunk * (self.leading if self.span == 16 else 16)
         return address ^ (address >> 7 & self.span // 16 - 1) << 4
 
-    def read(self, memory: SharedMemory, lane: int, rows: int, kind: str) -> Array:
-        """The matrix as float64 [rows, k], read for the warpgroup of `lane`."""
-        address = self.addresses(rows).ravel()
-        chunks = memory.read(np.full(len(address), lane), address, 16)
-        return elements(chunks.view(np.uint32).reshape(rows, -1), kind).reshape(rows, -1)
-
 
 @instruction("wgmma")
 def _wgmma(op: Op) -> Step:
     name = op.choice("mma_async", "fence", "commit_group", "wait_group")
     op.choice("sync")
     op.choice("aligned")
-    if name == "mma_async":
-        return _mma_async(op)
-    if name == "wait_group":
-        op.immediate()
-    return collective(op, None, lambda active: None, WARPGROUP)
+    queue = op.block.wgmmas
+    match name:
+        case "mma_async":
+            return _mma_async(op)
+        case "fence":
+            step = queue.fence
+        case "commit_group":
+            step = queue.commit
+        case _:
+            step = partial(queue.wait, pending=op.immediate())
+    return collective(op, None, step, WARPGROUP)
 
 
 def _mma_async(op: Op) -> Step:
+    op.asynchronous = True
     if len(op.modifiers) < 4:
         raise Unsupported("wgmma needs a shape and three types")
     result, a_type, b_type = op.modifiers[-3:]
     del op.modifiers[-3:]
-    columns = _columns(op.modifiers.pop(0), result, a_type, b_type)
+    shape = op.modifiers.pop(0)
+    columns = _columns(shape, result, a_type, b_type)
     saturate = bool(a_type in INTEGERS and op.flag("satfinite"))
-    block = op.block
-    dests = [op.dest("b32", item) for item in op.vector(columns // (4 if result == "f16" else 2))]
-    a_in_registers = isinstance(op.operands[0], Vector)
-    a = _registers(op, a_type) if a_in_registers else _matrix(op, 64, a_type)
+    block, queue = op.block, op.block.wgmmas
+    items = op.vector(columns // (4 if result == "f16" else 2))
+    if len(set(items)) < len(items):
+        raise Unsupported("an accumulator register that comes twice")
+    dests, accumulators = [op.dest("b32", item) for item in items], _flights(op, items)
+    a_items = op.vector(4) if isinstance(op.operands[0], Vector) else ()
+    a = _registers(op, a_items, a_type) if a_items else _matrix(op, 64, a_type)
     b = _matrix(op, columns, b_type)
+    inputs = _flights(op, a_items)
     accumulates = op.predicate()
-    sign = _scales(op, a_type, trans=2 - a_in_registers)
+    sign = _scales(op, a_type, trans=1 if a_items else 2)
 
     def multiply(active: Array) -> None:
         adds = accumulates() & active
@@ -112,9 +121,10 @@ def _mma_async(op: Op) -> Step:
             lanes = slice(first, first + WARPGROUP)
             if adds[lanes].any() != adds[lanes].all():
                 raise Fault("scale-d differs within the warpgroup", first)
-            product = sign * (a(first) @ b(first).T)
+            (x, x_rows), (y, y_rows) = a(first), b(first)
+            queue.issue(first, f"{shape}.{result}", accumulators, inputs, x_rows + y_rows)
             # Axes: warp, row half, g, column block, t, column.
-            product = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+            product = (sign * x @ y.T).reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
             total[:, lanes] += product.reshape(columns // 2, WARPGROUP)
         if saturate:
             total = np.clip(total, -(2**31), 2**31 - 1)
@@ -141,27 +151,47 @@ def _columns(shape: str, result: str, a: str, b: str) -> int:
     return n
 
 
-def _registers(op: Op, kind: str) -> Callable[[int], Array]:
-    """A in registers: the matrix [64, k] of the warpgroup that starts at a lane."""
-    read = fragment(op, op.vector(4), kind)
+def _flights(op: Op, items: tuple[Operand, ...]) -> list[Flight]:
+    """The state of the registers `items`."""
+    if not all(isinstance(item, Reg) for item in items):
+        raise Unsupported("wgmma takes registers, and no constants or `_`")
+    flights = [op.register(item).flight for item in dict.fromkeys(items) if isinstance(item, Reg)]
+    return [flight for flight in flights if flight is not None]
 
-    def matrix(first: int) -> Array:
+
+#: Gives the matrix [rows, k] in float64 of the warpgroup that starts at a lane, and the rows of 16 bytes of shared
+#: memory that it reads for that.
+_Factor = Callable[[int], tuple[Array, list[Array]]]
+
+
+def _registers(op: Op, items: tuple[Operand, ...], kind: str) -> _Factor:
+    """A in registers."""
+    read = fragment(op, items, kind)
+
+    def matrix(first: int) -> tuple[Array, list[Array]]:
         # Axes: k half, row half, warp, g, t, j.
         parts = read()[:, first : first + WARPGROUP].reshape(2, 2, 4, 8, 4, -1)
-        return parts.transpose(2, 1, 3, 0, 4, 5).reshape(64, -1)
+        return parts.transpose(2, 1, 3, 0, 4, 5).reshape(64, -1), []
 
     return matrix
 
 
-def _matrix(op: Op, rows: int, kind: str) -> Callable[[int], Array]:
+def _matrix(op: Op, rows: int, kind: str) -> _Factor:
     """A matrix by its descriptor."""
     descriptors, block = op.source("b64"), op.block
 
-    def matrix(first: int) -> Array:
+    def matrix(first: int) -> tuple[Array, list[Array]]:
         bits = np.broadcast_to(descriptors, (block.lanes,))[first : first + WARPGROUP]
         if (bits != bits[0]).any():
             raise Fault("matrix descriptors that differ within the warpgroup", first)
-        return Descriptor.decode(int(bits[0])).read(block.shared, first, rows, kind)
+        address = Descriptor.decode(int(bits[0])).addresses(rows)
+        row, chunks, empty = block.shared.begin_async_read(first, address.ravel())
+        values = elements(chunks.view(np.uint32).reshape(rows, -1), kind).reshape(rows, -1)
+        if empty.any():
+            if kind in INTEGERS:
+                raise Fault("wgmma reads shared memory that was never written", first)
+            values[empty.reshape(rows, -1).any(axis=1)] = np.nan
+        return values, [row]
 
     return matrix
 

@@ -1,0 +1,195 @@
+"""The shared memory of a block, which knows of every byte whether it may be read (see memory.py for accesses)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pylib.emulator.async_proxy import AsyncProxy
+from pylib.emulator.faults import Array, Fault, require
+from pylib.emulator.races import ClusterRaceDetector, RaceDetector
+
+#: Shared memory starts above 0, so that a forgotten base address is found out (sm_90 also reserves the first
+#: KiB).
+SHARED_BASE = 1024
+
+#: What a byte of shared memory is: READABLE after a store; IN_FLIGHT while a cp.async may still write it; LANDED
+#: once the thread that issued the copy has waited for it, and no barrier has shown it to the others yet. Up to
+#: LANDED it may be written.
+READABLE, EMPTY, LANDED, IN_FLIGHT, OUTSIDE = range(5)
+
+
+class SharedMemory:
+    """The shared memory of one block, from `SHARED_BASE` on; knows of every byte whether it may be read."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.end = SHARED_BASE
+        self.spans: list[tuple[int, int]] = []
+        self.rank = rank  # of the block in its cluster
+        self.races: RaceDetector | None = None
+        self.cluster_races: ClusterRaceDetector | None = None
+        self.proxy: AsyncProxy | None = None  # if there are wgmma
+
+    def add(self, size: int, align: int) -> int:
+        start = -(-self.end // align) * align
+        self.end = start + size
+        self.spans.append((start - SHARED_BASE, self.end - SHARED_BASE))
+        return start
+
+    def allocate(self) -> None:
+        size = -(-(self.end - SHARED_BASE) // 16) * 16
+        self.data = np.zeros(size, np.uint8)
+        self.state = np.zeros(size, np.uint8)
+        self.copier = np.zeros(size, np.int32)
+        self.reset()
+
+    def reset(self) -> None:
+        self.state[:] = OUTSIDE
+        for start, end in self.spans:
+            self.state[start:end] = EMPTY
+        self._landed = False
+        for tracker in (self.races, self.cluster_races, self.proxy):
+            if tracker:
+                tracker.reset(len(self.data))
+
+    def locate(self, lanes: Array, address: Array, size: int) -> Array:
+        """Row numbers in `data.reshape(-1, size)`."""
+        offset = address - SHARED_BASE
+        if not len(offset):
+            return offset
+        require(offset & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
+        if offset.min() < 0 or offset.max() + size > len(self.data):
+            first = int(np.flatnonzero((offset < 0) | (offset + size > len(self.data)))[0])
+            raise Fault(
+                f"out of bounds: {size} bytes at {int(address[first])} = offset {int(offset[first])} "
+                f"of {self.end - SHARED_BASE} bytes of shared memory",
+                int(lanes[first]),
+            )
+        return offset // size
+
+    def read(self, lanes: Array, address: Array, size: int, atomic: bool = False, by: int | None = None) -> Array:
+        """`by`: the rank of the block whose `lanes` read; by default this one."""
+        by = self.rank if by is None else by
+        row = self.locate(lanes, address, size)
+        state = self.state.reshape(-1, size)[row]
+        if state.any():  # not READABLE
+            self._refuse_read(lanes, row, size, state, by == self.rank)
+        if self.races and by == self.rank and not atomic:
+            self.races.read(lanes, row, size)
+        if self.cluster_races and not atomic:
+            self.cluster_races.read(by, lanes, row, size)
+        return self.data.reshape(-1, size)[row]
+
+    def _refuse_read(self, lanes: Array, row: Array, size: int, state: Array, own_block: bool) -> None:
+        require(state != OUTSIDE, lanes, "read outside every shared variable")
+        require(state != EMPTY, lanes, "read of shared memory that was never written")
+        require(state != IN_FLIGHT, lanes, "read of the target of a cp.async that its thread has not waited for")
+        own = (self.copier.reshape(-1, size)[row] == lanes[:, None]) & own_block
+        require(
+            (state != LANDED) | own,
+            lanes,
+            "read of another thread's cp.async without a barrier after its wait",
+        )
+
+    def write(self, lanes: Array, address: Array, rows: Array, atomic: bool = False, by: int | None = None) -> None:
+        """`by`: the rank of the block whose `lanes` write; by default this one."""
+        size = rows.shape[1]
+        row = self.locate(lanes, address, size)
+        by = self.rank if by is None else by
+        self._check_write(lanes, row, size, atomic, by)
+        self.data.reshape(-1, size)[row] = rows
+        self.state.reshape(-1, size)[row] = READABLE
+        if self.proxy:
+            self.proxy.write(lanes, row, size, by == self.rank)
+
+    def _check_write(self, lanes: Array, row: Array, size: int, atomic: bool, by: int) -> None:
+        state = self.state.reshape(-1, size)[row]
+        if len(lanes) and state.max() > LANDED:
+            require(state != OUTSIDE, lanes, "write outside every shared variable")
+            require(state != IN_FLIGHT, lanes, "write to the target of a cp.async that is still in flight")
+        if self.proxy:
+            self.proxy.check_write(lanes, row, size)
+        self._note_write(lanes, row, size, atomic, by)
+
+    def _note_write(self, lanes: Array, row: Array, size: int, atomic: bool, by: int) -> None:
+        if self.races and by == self.rank:
+            self.races.write(lanes, row, size, atomic)
+        if self.cluster_races:
+            self.cluster_races.write(by, lanes, row, size)
+
+    # cp.async: begin at issue, land when the issuing thread waits, publish at a barrier.
+
+    def begin_copy(self, lanes: Array, address: Array, size: int) -> Array:
+        row = self.locate(lanes, address, size)
+        self._check_write(lanes, row, size, False, self.rank)
+        self.state.reshape(-1, size)[row] = IN_FLIGHT
+        copier = self.copier.reshape(-1, size)
+        copier[row] = lanes[:, None]
+        require(copier[row, 0] == lanes, lanes, "cp.async to the same bytes as another thread's")
+        return row
+
+    def land_copy(self, lanes: Array, row: Array, rows: Array) -> None:
+        size = rows.shape[1]
+        self._note_write(lanes, row, size, False, self.rank)
+        self.data.reshape(-1, size)[row] = rows
+        self.state.reshape(-1, size)[row] = LANDED
+        self._landed = True
+        if self.proxy:
+            self.proxy.write(lanes, row, size, True)
+
+    # wgmma: begin at issue, end when the warpgroup (that starts at lane `first`) waits. Rows of 16 bytes.
+
+    def begin_async_read(self, first: int, address: Array) -> tuple[Array, Array, Array]:
+        """The rows' numbers, for `end_async_read`, their bytes, and which of them were never written."""
+        lanes = np.full(len(address), first)
+        row = self.locate(lanes, address, 16)
+        state = self.state.reshape(-1, 16)[row]
+        empty = state == EMPTY
+        if state[~empty].any():
+            self._refuse_read(lanes, row, 16, np.where(empty, READABLE, state), False)
+        if self.races:
+            self.races.begin_async_read(first, row, 16)
+        if self.cluster_races:
+            self.cluster_races.read(self.rank, lanes, row, 16)
+        if self.proxy:
+            self.proxy.begin_read(lanes, row, 16)
+        return row, self.data.reshape(-1, 16)[row], empty.any(axis=1)
+
+    def end_async_read(self, first: int, row: Array) -> None:
+        if self.races:
+            self.races.end_async_read(first, row, 16)
+        if self.proxy:
+            self.proxy.end_read(row, 16)
+
+    def fence_proxy(self, lanes: Array) -> None:
+        """fence.proxy.async."""
+        if self.proxy:
+            self.proxy.fence(lanes)
+
+    # Barriers: what arriving threads did is told to waiting ones.
+
+    def release(self, members: Array, known: Array | None) -> Array | None:
+        """`members` (a mask) come to a barrier; gives what it knows, to be handed on to `acquire`."""
+        return self.races.release(members, known) if self.races else None
+
+    def acquire(self, members: Array, known: Array | None) -> None:
+        if self.races and known is not None:
+            self.races.acquire(members, known)
+
+    def publish(self, members: Array) -> None:
+        """Copies that `members` have waited for become readable for all."""
+        if self._landed:
+            landed = self.state == LANDED
+            self.state[landed & members[self.copier]] = READABLE
+            self._landed = bool((self.state == LANDED).any())
+        if self.proxy:
+            self.proxy.publish(members)
+
+    def synchronize(self) -> None:
+        """A barrier of the whole block."""
+        if self._landed:
+            self.state[self.state == LANDED] = READABLE
+            self._landed = False
+        if self.races:
+            self.races.synchronize()
+        if self.proxy:
+            self.proxy.publish(None)
