@@ -112,12 +112,17 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         )
 
 
+def has_wgmma(spec: MatmulSpec, target: Target) -> bool:
+    """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
+    return target.has_wgmma and compute_element(spec.dtype, spec.act) == spec.act and Plan(spec, Schedule()).async_x
+
+
 def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
     if not target.has_wgmma:
         raise SpecError(f"schedule: wgmma needs sm_90a, the target is {target}; take wgmma=0")
     if s.step_k % 64:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of 64 for wgmma")
-    if compute_element(spec.dtype, spec.act) != spec.act or not Plan(spec, s).async_x:
+    if not has_wgmma(spec, target):
         raise SpecError(
             f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "
             f"k={spec.k} and groups of {spec.group_size} needs wgmma=0"
@@ -142,6 +147,8 @@ _LONG_X = 1 << 18  # tokens * k from which splitting k is cheaper than every blo
 def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     """A good schedule without search, for m up to `tile` (one of TOKEN_TILES)."""
     check_tile(tile)
+    if has_wgmma(spec, target) and (tile > 8 or (tile == 8 and spec.n >= 64 * multiprocessors(target) * 0.9)):
+        return _warpgroup_schedule(spec, tile, target)
     processors = multiprocessors(target)
     packing, has_table = spec.packing, spec.dtype.kind == "table"
     step = max(packing.chunk, min(128, 2 * packing.chunk))
@@ -186,6 +193,30 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     while shared_bytes(spec, s) > limit and (smaller := _smaller(s, packing.chunk)):
         s = smaller
     return replace(s, splits=splits(s, min(_MOST_SPLITS, -(-9 * processors // (10 * tiles(s))))))
+
+
+def _warpgroup_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
+    """With wgmma, by measurement on an H200 (2026-11): four warpgroups on a multiprocessor, each with k of its own; or,
+    where there are rows for many blocks, small blocks, and x shared by as many rows as its size demands."""
+    processors, chunk = multiprocessors(target), spec.packing.chunk
+    steps = [s for s in (256, 128, 64) if s % chunk == 0 and group_fits(spec, s)]
+    wide, narrow = steps[0], steps[min(1, len(steps) - 1)]
+    if spec.n >= 64 * 4 * processors:
+        rows, stages, splits = {8: ((1, 4), 8, 1), 16: ((1, 4), 6, 1), 32: ((2, 4), 3, 2), 64: ((1, 8), 4, 2)}[tile]
+        s = Schedule(tile, *rows, 1, narrow, stages, splits, splits, wgmma=1)
+    else:
+        s = Schedule(tile, 1, 4, 4, narrow if tile == 64 else wide, 2, wgmma=1)
+        splits = 1
+        while splits < 8 and Plan(spec, s).tiles * splits < 0.9 * processors and Plan(spec, s).rounds >= 4 * splits:
+            splits *= 2
+        s = replace(s, splits=splits, cluster=splits)
+    while s.warps_k > 1 and Plan(spec, s).rounds < 2:
+        s = replace(s, warps_k=s.warps_k // 2)
+    while shared_bytes(spec, s) > target.max_shared_per_block and (smaller := _smaller(s, max(64, chunk))):
+        s = smaller
+    # An SM that finishes early would take more than its share of the next kernel's blocks.
+    blocks = -(-Plan(spec, s).tiles * s.splits // processors)
+    return replace(s, max_blocks=blocks if blocks <= 2 else 0)
 
 
 def _smaller(s: Schedule, chunk: int) -> Schedule | None:

@@ -15,31 +15,40 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.plan import Plan
 from passes.schedule import Schedule
-from passes.schedule_choice import check_schedule, default_schedule, multiprocessors, schedule_for, shared_bytes
+from passes.schedule_choice import (
+    check_schedule,
+    default_schedule,
+    has_wgmma,
+    multiprocessors,
+    schedule_for,
+    shared_bytes,
+)
 from passes.target import Target
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma")
 SECOND = ("max_blocks",)  # choices that only the second pass makes
 
 # Of an H200: bytes per microsecond, clocks per microsecond.
-MEMORY, L2, CLOCK = 4.1e6, 6.0e6, 1800.0
-IN_FLIGHT = 24e3  # bytes of the weight that must be on their way to a multiprocessor for its share of the memory
-WARPS = 7.0  # on a multiprocessor, to hide the latency of arithmetic
-SHARPNESS = 3.5  # of the corner of the roofline
-ROUND, BLOCK = 0.03, 0.4  # microseconds: of a round; to start and end a block
-SPLIT, CLUSTER = 2.0, 0.7  # microseconds until all splits are there: through device memory; within a cluster (a guess)
-BARRIER = 1.05  # what it costs that warps share x, and wait for one another
-IDLE = 0.4  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
+MEMORY, L2, CLOCK = 3.9e6, 6.5e6, 1800.0
+IN_FLIGHT = 26e3  # bytes of the weight that must be on their way to a multiprocessor for its share of the memory
+WARPS = 5.5  # on a multiprocessor, to hide the latency of arithmetic
+SHARPNESS = 32.0  # of the corner of the roofline
+ROUND, BLOCK = 0.07, 0.5  # microseconds: of a round; to start and end a block
+SPLIT, CLUSTER = 2.7, 2.4  # microseconds until all splits are there: through device memory; within a cluster
+WGMMA = 0.6  # of the time that mma.sync takes
+CROWD = 0.15  # of the time, where as many blocks again fit as are needed
+BARRIER = 1.5  # what it costs that warps share x, and wait for one another
+IDLE = 0.3  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 # Clocks of a multiprocessor to decode 256 codes, by bits.
-DECODE = {1: 1.5, 2: 1.7, 3: 4.0, 4: 3.0, 5: 4.5, 6: 4.5, 7: 6.0, 8: 3.5}
+DECODE = {1: 2.5, 2: 2.8, 3: 4.6, 4: 4.9, 5: 5.0, 6: 6.0, 7: 6.0, 8: 5.8}
 DECODE_FLOAT, DECODE_TABLE = 1.4, 9.0  # times as many; clocks whatever the bits
 
 
@@ -49,13 +58,13 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
     return {
         "tokens": (1, 8) if tile == 1 else (tile,),
         "row_blocks": (1, 2, 4, 8),
-        "warps_n": (1, 2, 4),
-        "warps_k": (1, 2, 4, 8, 16),
-        "step_k": (chunk, 2 * chunk) if chunk < 128 else (chunk,),
-        "stages": (2, 3, 4, 6),
+        "warps_n": (1, 2, 4, 8),
+        "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
+        "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
+        "stages": (2, 3, 4, 6, 8),
         "splits": (1, 2, 4, 8) if target.has_tma else (1, 2, 4),
-        "wgmma": (0, 1) if target.has_wgmma and tile >= 8 else (0,),
-        "max_blocks": (0, 2) if tile == 1 else (0,),
+        "wgmma": ((0, 1) if tile == 8 else (1,)) if tile >= 8 and has_wgmma(spec, target) else (0,),
+        "max_blocks": (0, 1, 2),
     }
 
 
@@ -109,6 +118,9 @@ def _schedules(choice: dict[str, int], spec: MatmulSpec, target: Target) -> list
     clusters = [splits, 1] if target.has_tma and splits > 1 else [1]
     try:
         made = [Schedule(**choice | {"cluster": cluster}) for cluster in clusters]
+        if "max_blocks" not in choice and made[0].wgmma:  # as many as there are; see `default_schedule`
+            blocks = -(-_blocks(spec, made[0]) // multiprocessors(target))
+            made = [replace(s, max_blocks=blocks if blocks <= 2 else 0) for s in made]
     except SpecError:
         return []
     return [s for s in made if _worth(spec, s, target)]
@@ -142,7 +154,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
     mma = 2 * s.columns / 8
     # wgmma takes half as long for its products, and reads x from shared memory by itself.
-    mma, fragments = (mma / 2, 0.0) if s.wgmma else (mma, mma / (4 * s.row_blocks))
+    mma, fragments = (mma * WGMMA, 0.0) if s.wgmma else (mma, mma / (4 * s.row_blocks))
     pipes = mma, bits / 2 + fragments, _decode_clocks(spec)
     clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part
     arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK
@@ -151,6 +163,8 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     work = sum(t**SHARPNESS for t in (memory, cache, arithmetic)) ** (1 / SHARPNESS)
     work *= plan.rounds * s.warps_k * s.splits / plan.steps  # steps beyond the last
     work += ROUND * plan.rounds * waves / side_by_side
+    # Blocks of the next kernel that start early crowd some multiprocessors, where more fit than are needed.
+    work *= 1 + CROWD * (min(2.0, resident / math.ceil(waves)) - 1 if resident > waves else 0.0)
     work *= 1 + IDLE * (math.ceil(waves) / waves - 1)
     ends = BLOCK * max(1.0, waves / side_by_side) * (1.0 if resident == 1 else 2 / 3)
     sums = 2 * plan.tiles * s.splits * s.rows * s.columns * 4 / L2 if s.splits > 1 else 0.0
@@ -160,7 +174,10 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
 
 def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     """Blocks that a multiprocessor holds at a time, about."""
-    registers = min(255, 60 + 9 * s.row_blocks * s.columns // 8, target.registers_per_sm // s.threads)
+    used = 60 + 9 * s.row_blocks * s.columns // 8
+    if s.wgmma:
+        used = 40 + s.step_k // 8 + s.tokens // 2 * (1 + s.row_blocks)
+    registers = min(255, used, target.registers_per_sm // s.threads)
     fitting = min(
         target.shared_per_sm // (shared_bytes(spec, s) + 1024),
         target.max_threads_per_sm // s.threads,
