@@ -23,13 +23,18 @@ if TYPE_CHECKING:
     from passes.pipeline import CompiledKernel
 
 
-def token_tile(m: int) -> int | None:
-    """The rule that picks a kernel: the least tile of 1, 8, 16, 32 or 64 tokens that holds m.
+_MOST_LAUNCHES = 3  # of the widest tile, before writing the weight out is as fast (H200, 2026-11)
 
-    None above 64: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which
-    for so many is bound by arithmetic, not by reading the weight.
+
+def token_tile(m: int) -> int | None:
+    """The rule that picks a kernel: the least tile of 1, 8, 16, 32 or 64 tokens that holds m; the widest, launched
+    for every 64 rows of x, up to 192.
+
+    None above: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so
+    many is bound by arithmetic, not by reading the weight.
     """
-    return next((tile for tile in TOKEN_TILES if m <= tile), None)
+    widest = TOKEN_TILES[-1]
+    return next((tile for tile in TOKEN_TILES if m <= tile), widest if m <= _MOST_LAUNCHES * widest else None)
 
 
 @dataclass(frozen=True)

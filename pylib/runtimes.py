@@ -95,6 +95,8 @@ class CudaRuntime(_GpuRuntime):
             tile = token_tile(m)
             if tile is None or m == 0:
                 return self._vendor_matmul(x, codes, scales, zeros, bias)
+            if m > tile:
+                return self._in_tiles(tile, x, codes, scales, zeros, bias)
             function = self._by_rows[device, m] = self._function(device, tile)
         if self._several_devices and torch.cuda.current_device() != device:
             with torch.cuda.device(device):
@@ -117,6 +119,22 @@ class CudaRuntime(_GpuRuntime):
             y.data_ptr(),
             m,
         )
+        return y
+
+    def _in_tiles(
+        self, tile: int, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """One launch for every `tile` rows of x; the first brings the weight, or much of it, into the L2 cache."""
+        device, function = x.get_device(), self._function(x.get_device(), tile)
+        y = x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
+        rows = x.reshape(-1, self._k)
+        if not rows.is_contiguous() or rows.data_ptr() % 16:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        pointers = codes.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (zeros, bias))
+        with torch.cuda.device(device):
+            for part, out in zip(rows.split(tile), y.view(-1, self._n).split(tile)):
+                settled = _settled(codes, pointers[0])
+                function(current_stream(device), settled, part.data_ptr(), *pointers, out.data_ptr(), len(part))
         return y
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
@@ -226,8 +244,9 @@ class EmulatorRuntime(_GpuRuntime):
             y = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
             return y.to(self._out)
         y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
-        if m:
-            self._launch(tile, m, x=x.contiguous(), codes=codes, scales=scales, zeros=zeros, bias=bias, y=y)
+        parts = x.reshape(-1, self._k).contiguous().split(tile)
+        for part, out in zip(parts, y.view(-1, self._n).split(tile)) if m else ():
+            self._launch(tile, len(part), x=part, codes=codes, scales=scales, zeros=zeros, bias=bias, y=out)
         return y
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:

@@ -34,7 +34,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_token_tile() -> None:
     """The least tile that holds m, by its definition."""
     assert [token_tile(m) for m in TOKEN_TILES] == list(TOKEN_TILES)
-    assert [token_tile(m + 1) for m in TOKEN_TILES] == [*TOKEN_TILES[1:], None]
+    assert [token_tile(m + 1) for m in TOKEN_TILES] == [*TOKEN_TILES[1:], TOKEN_TILES[-1]]
+    assert token_tile(192) == TOKEN_TILES[-1] and token_tile(193) is None
     assert token_tile(0) == TOKEN_TILES[0] and token_tile(4096) is None
 
 

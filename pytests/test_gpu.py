@@ -54,10 +54,10 @@ def test_numbers(spec: pylib.MatmulSpec) -> None:
     w = mm.pack(*weight).to("cuda")
     expected = matmul(spec, x, *weight)
     bounds = {large: tolerance(spec, x, *weight, dequantized=large) for large in (False, True)}
-    for m in (1, 8, 16, 33, 64, 200):
+    for m in (1, 8, 16, 33, 64, 150, 200):
         y = mm(x[:m].cuda(), w)
         assert y.is_cuda and y.shape == (m, spec.n)
-        assert agrees(y, expected[:m], bounds[m > 64][:m]).all(), f"m = {m}"
+        assert agrees(y, expected[:m], bounds[m > 192][:m]).all(), f"m = {m}"
 
 
 def test_packing_on_the_gpu_gives_the_same_weight() -> None:
