@@ -202,6 +202,21 @@ def test_choices(case: Case) -> None:
     assert matmul_is_right(y, spec, problem)
 
 
+# -- tables in shared memory
+
+
+@pytest.mark.parametrize(("weight", "warps"), [("lut1", 3), ("lut3", 1), ("nf4", 3), ("lut8", 5)])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_tables(weight: str, warps: int, stages: int) -> None:
+    """Filled by threads that do not divide it, or of which some have nothing to do; one row of x."""
+    chunk = spec_of(weight, 16, 16).packing.chunk
+    spec = spec_of(weight, n=25, k=3 * chunk * warps, group_size=chunk, out="f32")
+    problem = exhaustive_problem(spec, m=1)
+    schedule = Schedule(tokens=1, row_blocks=1, warps_k=warps, step_k=chunk, stages=stages)
+    kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
+    assert matmul_is_right(run_matmul(kernel, spec, problem, racecheck=True), spec, problem)
+
+
 # -- random choices
 
 

@@ -223,7 +223,10 @@ def test_a_tile_that_is_none() -> None:
             choose(SPEC, 5, HOPPER)
 
 
-@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, weight="u3", group_size=32, zeros="int"), NEAR["rows"]])
+LOOKUPS = (replace(SPEC, weight="nf4"), replace(SPEC, weight="lut6", table=tuple(range(64)), act="bf16", scale="bf16"))
+
+
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, weight="u3", group_size=32, zeros="int"), NEAR["rows"], *LOOKUPS])
 @pytest.mark.parametrize("tile", [1, 16])
 def test_shared_memory_is_what_the_kernel_takes(spec: MatmulSpec, tile: int) -> None:
     from passes.pipeline import compile_matmul
