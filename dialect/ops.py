@@ -1,8 +1,9 @@
 """The operations of the `lowbit` dialect.
 
 Tensor level: `matmul`, `dequantize`, `prepack`. Tile level: a `program` is what one block does with tiles in device
-memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair`
-turns the words of a thread into a pair of numbers, and is all that is left of a format when tiles are gone.
+memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair` and
+`lookup_pair` turn the words of a thread into a pair of numbers, and are all that is left of a format when tiles are
+gone.
 
 Verifiers say what was expected and what came. Accesses carry a `boundary`, one word per dim of the tile:
 
@@ -31,6 +32,7 @@ from dialect.checks import (
     verifier,
     within_warp,
 )
+from dialect.decode_table import DecodeTable
 from dialect.dtypes import DType
 from dialect.errors import LowbitError
 from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
@@ -52,6 +54,7 @@ from dialect.types import (
     read_ints,
     read_layout,
     read_strings,
+    row_major,
 )
 
 if TYPE_CHECKING:
@@ -348,6 +351,34 @@ class CopyPaddedOp(Lowbit.Operation, name="copy_padded"):
         in_range(op.group, "group", 1, in_range(op.padded, "padded", 1))
 
 
+class FillTableOp(Lowbit.Operation, name="fill_table"):
+    """Fills a buffer with the table of `dialect.decode_table` that decodes `format` to `element`, times 2^-exponent.
+
+    All threads of the block take part, and see the table afterwards. In a loop that `pipeline-copies` rewrites it is
+    done once, while the first copies are under way.
+    """
+
+    buffer: ext.Operand[SharedType]
+    format: FormatAttr
+    element: ir.StringAttr
+    exponent: ir.IntegerAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        element = ir.StringAttr(op.element).value
+        real(element, "table")
+        in_range(op.exponent, "exponent", -1022, 1023)
+        _check_table(op.buffer, read_format(op.format), element)
+
+
+def _check_table(buffer: Any, format_: DType, element: str) -> None:
+    """A buffer must be a table that decodes a format to an element."""
+    expect(format_.kind == "table", "format", "one with a table of values", format_.name)
+    shape = DecodeTable(format_, element).shape
+    expected = Shared("i32", shape, row_major(shape))
+    expect(Shared.of(buffer.type) == expected, f"table from {format_.name} to {element}", expected.type, buffer.type)
+
+
 class CommitOp(Lowbit.Operation, name="commit"):
     """Makes a group of the copies started since the last one."""
 
@@ -518,6 +549,26 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
         in_range(op.exponent, "exponent", -1022, 1023)
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
+
+
+class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
+    """What the table that `fill_table` made says of every code: decode(code) * 2^-exponent, rounded to the element.
+
+    The table must not be freed before the numbers have been used.
+    """
+
+    source: ext.Operand[RegType]
+    table: ext.Operand[SharedType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        if not isinstance(a.element, DType):
+            raise Mismatch(f"source: expected codes of a low-bit format, got {a.element}")
+        real(b.element, "result")
+        expect(a.layout == b.layout, "layout", a.layout, b.layout)
+        _check_table(op.table, a.element, str(b.element))
 
 
 class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
@@ -818,12 +869,39 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        run = run_of(read_format(op.format).bits)
         in_range(op.exponent, "exponent", -1022, 1023)
-        pieces = run[in_range(op.register, "register", 0, len(run) - 1)]
-        expect(len(op.words) == len(pieces), "words", f"one per piece ({len(pieces)})", len(op.words))
-        allowed = [f"vector<2x{real}>" for real in REALS]
-        expect(str(op.result.type) in allowed, "result", " or ".join(allowed), op.result.type)
+        _check_pair(op)
+
+
+class LookupPairOp(Lowbit.Operation, name="lookup_pair", traits=[ext.Pure]):
+    """Two codes of one thread as numbers, from a table in shared memory (`fill_table`).
+
+    `table` points to it, `column` is the place of this lane in an entry, in bytes; `words` and `register` are as in
+    `decode_pair`.
+    """
+
+    table: ext.Operand[Any]
+    column: ext.Operand[I32]
+    words: Sequence[ext.Operand[I32]]
+    format: FormatAttr
+    register: ir.IntegerAttr
+    result: ext.Result[Any]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        expect(str(op.table.type) == "!llvm.ptr<3>", "table", "!llvm.ptr<3>", op.table.type)
+        format_ = read_format(op.format)
+        expect(format_.kind == "table", "format", "one with a table of values", format_.name)
+        _check_pair(op)
+
+
+def _check_pair(op: Any) -> None:
+    """The words and the register of a pair of codes, and its numbers."""
+    run = run_of(read_format(op.format).bits)
+    pieces = run[in_range(op.register, "register", 0, len(run) - 1)]
+    expect(len(op.words) == len(pieces), "words", f"one per piece ({len(pieces)})", len(op.words))
+    allowed = [f"vector<2x{real}>" for real in REALS]
+    expect(str(op.result.type) in allowed, "result", " or ".join(allowed), op.result.type)
 
 
 def register(context: ir.Context) -> None:

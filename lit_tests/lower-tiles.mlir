@@ -269,3 +269,42 @@
   }
   "lowbit.return"() : () -> ()
 }) {sym_name = "last", threads = 64, grid = [3, 1, 1], params = ["counters"], workspace = 4} : () -> ()
+
+// -----
+
+// A table in shared memory: 32 lanes of 256 pairs are 2048 vectors of 16 bytes. The 128 threads write 16 each, four
+// copies of an entry (eight threads share one), once all the entries are on their way from device memory.
+!codes = !lowbit.reg<[64, 64], #lowbit.format<"nf4", []>, "spatial(4, 1).local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!numbers = !lowbit.reg<[64, 64], bf16, "spatial(4, 1).local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!units = !lowbit.reg<[1, 4, 32], vector<4xi32>, "spatial(1, 4, 32)">
+!weight = !lowbit.global<[1, 4, 32], vector<4xi32>, [128, 32, 1], [1, 1, 1]>
+!out = !lowbit.global<[64, 64], bf16, [64, 1], [1, 1]>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+
+// CHECK-LABEL: gpu.module @numbers_module
+// CHECK:         llvm.mlir.global internal constant @[[ENTRIES:lowbit_table_nf4_bf16_pairs]](
+// CHECK:         lowbit.shared_bytes = 32768 : i64
+// CHECK:         %[[THREAD:.*]] = arith.index_cast
+// CHECK-DAG:     %[[LANE:.*]] = arith.remui %[[THREAD]], %c32_i32
+// CHECK-DAG:     %[[ENTRY:.*]] = arith.divui %[[THREAD]], %c8_i32
+// CHECK-COUNT-16: llvm.load %{{.*}} invariant {alignment = 4 : i64} : !llvm.ptr<1> -> i32
+// CHECK-NOT:     llvm.load
+// CHECK-COUNT-16: llvm.store %{{.*}} {alignment = 16 : i64} : vector<4xi32>, !llvm.ptr<3>
+// CHECK-NEXT:    gpu.barrier
+// CHECK:         %[[COLUMN:.*]] = arith.muli %[[LANE]], %c4_i32
+// CHECK:         "lowbit.lookup_pair"(%{{.*}}, %[[COLUMN]], %{{.*}}) {{.*}}register = 0 : i64{{.*}} -> vector<2xbf16>
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %w = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !weight
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
+  %table = "lowbit.alloc_shared"() : () -> !table
+  "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "bf16", exponent = 0} : (!table) -> ()
+  %words = "lowbit.load"(%w, %c0, %c0, %c0) {boundary = ["none", "none", "none"], operandSegmentSizes = array<i32: 1, 3>}
+    : (!weight, i32, i32, i32) -> !units
+  %codes = "lowbit.view"(%words) : (!units) -> !codes
+  %numbers = "lowbit.lookup"(%codes, %table) : (!codes, !table) -> !numbers
+  "lowbit.store"(%numbers, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!numbers, !out, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "numbers", threads = 128, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()

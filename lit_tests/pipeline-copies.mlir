@@ -119,6 +119,65 @@
 
 // -----
 
+// A table is filled once, in front of the loop: while the first copies are under way, before the wait.
+!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+// CHECK:         "lowbit.copy_async"
+// CHECK:         "lowbit.copy_async"
+// CHECK-NEXT:    }
+// CHECK-NEXT:    "lowbit.fill_table"
+// CHECK-NEXT:    "lowbit.grid_wait"
+// CHECK:         scf.for
+// CHECK-NOT:     lowbit.fill_table
+// CHECK:         "lowbit.return"
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %c5 = arith.constant 5 : i32
+  %w = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %table = "lowbit.alloc_shared"() : () -> !table
+  scf.for %i = %c0 to %c5 step %c1 : i32 {
+    "lowbit.copy_async"(%w, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : (!table) -> ()
+    "lowbit.grid_wait"() : () -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
+  } {lowbit.stages = 3}
+  "lowbit.return"() : () -> ()
+}) {sym_name = "filled", threads = 32, grid = [1, 1, 1], params = ["w"], workspace = 0} : () -> ()
+
+// -----
+
+// With one stage in front of it, too.
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+// CHECK:         "lowbit.fill_table"
+// CHECK-NEXT:    scf.for
+// CHECK-NEXT:      "lowbit.commit"
+// CHECK-NOT:     lowbit.fill_table
+// CHECK:         "lowbit.return"
+"lowbit.program"() ({
+^bb0(%n: i32):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %table = "lowbit.alloc_shared"() : () -> !table
+  scf.for %i = %c0 to %n step %c1 : i32 {
+    "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : (!table) -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
+  } {lowbit.stages = 1}
+  "lowbit.return"() : () -> ()
+}) {sym_name = "filled_once", threads = 32, grid = [1, 1, 1], params = ["n"], workspace = 0} : () -> ()
+
+// -----
+
 // One stage is the loop as it stands: copy, wait for it, two barriers a round.
 // CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 64], f16, [64, 1], 0 : i64>
 // CHECK:         scf.for

@@ -295,6 +295,9 @@ class Program:
             _i64(padded),
         )
 
+    def fill_table(self, buffer: Memory, format: DType, element: str, exponent: int = 0) -> None:
+        ops.FillTableOp(buffer.value, format_attr(format), ir.StringAttr.get(element), _i64(exponent))
+
     def commit(self) -> None:
         ops.CommitOp()
 
@@ -338,6 +341,9 @@ class Program:
         if biased:
             op.operation.attributes["biased"] = ir.UnitAttr.get()
         return Tile(op.result)
+
+    def lookup(self, codes: Tile, table: Memory, element: str) -> Tile:
+        return Tile(ops.LookupOp(codes.value, table.value, Reg(element, codes.layout).type).result)
 
     def encode(self, numbers: Tile, format: DType) -> Tile:
         return Tile(ops.EncodeOp(numbers.value, Reg(format, numbers.layout).type).result)

@@ -11,6 +11,7 @@ from typing import Any
 from dialect.bindings import arith, ir, llvm
 
 AND_OR = 0xEA  # lop3's truth table of (a & b) | c
+SELECT = 0xE2  # of (a & b) | (c & ~b)
 _DYNAMIC = -(1 << 31)  # llvm.getelementptr's mark of an index that is an operand
 
 
@@ -49,10 +50,24 @@ def mask(x: Any, bits: int) -> Any:
     return arith.andi(x, constant(bits))
 
 
+def rotate_right(x: Any, by: int) -> Any:
+    return llvm.intr_fshr(x, x, constant(by))
+
+
 def mask_or(x: Any, bits: int, y: Any) -> Any:
-    """(x & bits) | y as one lop3.b32; LLVM would make two operations of it."""
+    """(x & bits) | y."""
+    return _lop3(x, bits, y, AND_OR)
+
+
+def select_bits(x: Any, bits: int, y: Any) -> Any:
+    """The given bits of x, the others of y."""
+    return _lop3(x, bits, y, SELECT)
+
+
+def _lop3(x: Any, bits: int, y: Any, truth_table: int) -> Any:
+    """One lop3.b32; LLVM would make two operations of it."""
     return llvm.inline_asm(
-        integer(), [x, constant(bits), y], f"lop3.b32 $0, $1, $2, $3, {AND_OR};", "=r,r,n,r", asm_dialect=0
+        integer(), [x, constant(bits), y], f"lop3.b32 $0, $1, $2, $3, {truth_table};", "=r,r,n,r", asm_dialect=0
     )
 
 
@@ -85,28 +100,30 @@ def offset_bytes(base: Any, *, dynamic: Any = None, static: int = 0) -> Any:
     return base
 
 
-def read_constant(symbol: str, index: Any, bits: int) -> Any:
-    """Element `index` of the constant array `symbol` of integers of `bits` bits in device memory."""
-    space = pointer(1)
-    address = offset_bytes(
-        llvm.mlir_addressof(space, symbol),
-        dynamic=arith.extui(integer(64), arith.muli(index, constant(bits // 8))),
-    )
+def read_constant(symbol: str, offset: Any, bits: int, static: int = 0) -> Any:
+    """An integer of `bits` bits, `offset` + `static` bytes into the constant array `symbol` in device memory."""
+    array, dynamic = llvm.mlir_addressof(pointer(1), symbol), arith.extui(integer(64), offset)
+    address = offset_bytes(array, dynamic=dynamic, static=static)
     return llvm.load(integer(bits), address, invariant=True, alignment=bits // 8)
 
 
-def constant_array(module_body: Any, symbol: str, entries: Sequence[int], bits: int) -> None:
-    """Define `symbol` at the head of a module's block, unless it is there."""
-    for op in module_body.operations:
-        if "sym_name" in op.attributes and ir.StringAttr(op.attributes["sym_name"]).value == symbol:
-            return
+def constant_array(module_body: Any, name: str, entries: Sequence[int], bits: int) -> str:
+    """The symbol of a constant array: that in a module's block, or a new one at its head, `name` if it is free."""
     values = ", ".join(str(e - (1 << bits) if e >> (bits - 1) else e) for e in entries)
-    text = (
-        f"llvm.mlir.global internal constant @{symbol}(dense<[{values}]> : tensor<{len(entries)}xi{bits}>)"
-        f" {{addr_space = 1 : i32, alignment = 16 : i64}} : !llvm.array<{len(entries)} x i{bits}>"
-    )
+    attribute = ir.Attribute.parse(f"dense<[{values}]> : tensor<{len(entries)}xi{bits}>")
+    globals_ = [op for op in module_body.operations if op.operation.name == "llvm.mlir.global"]
+    there = {ir.StringAttr(op.attributes["sym_name"]).value: op.attributes for op in globals_}
+    symbol = name
+    while symbol in there:
+        if "value" in there[symbol] and there[symbol]["value"] == attribute:
+            return symbol
+        symbol += "_"
     with ir.InsertionPoint.at_block_begin(module_body):
-        define(text)
+        define(
+            f"llvm.mlir.global internal constant @{symbol}({attribute})"
+            f" {{addr_space = 1 : i32, alignment = 16 : i64}} : !llvm.array<{len(entries)} x i{bits}>"
+        )
+    return symbol
 
 
 def define(text: str) -> None:

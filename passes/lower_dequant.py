@@ -1,6 +1,7 @@
 """lower-dequant: `lowbit.decode_pair` becomes shifts, lop3, and at most two packed floating-point operations.
 
-What to do is derived in `passes.recipes`; here it is written down as arith and llvm operations.
+What to do is derived in `passes.recipes`; here it is written down as arith and llvm operations. Formats with a table
+are in `passes.lower_table`, and so is `lowbit.lookup_pair`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from dialect import ops
 from dialect.bindings import arith, ir
 from dialect.dtypes import DType
 from dialect.errors import PassError
 from dialect.types import read_format
 from passes import emit
+from passes.lower_table import lower_decode_pair, lower_lookup_pair
 from passes.recipes import (
     BF16,
     REALS,
@@ -28,7 +28,6 @@ from passes.recipes import (
     exponent,
     float_places,
     magic,
-    place,
     zero_code,
 )
 from passes.rewriting import at, each_op
@@ -36,16 +35,23 @@ from passes.rewriting import at, each_op
 
 @dataclass(frozen=True)
 class LowerDequant:
-    """Expand lowbit.decode_pair into bit operations and packed arithmetic."""
+    """Expand lowbit.decode_pair and lookup_pair into bit operations, packed arithmetic, and table lookups."""
 
     name: ClassVar[str] = "lower-dequant"
 
     def run(self, module: ir.Module) -> None:
         for op in each_op(module, ops.DecodePairOp):
-            with ir.InsertionPoint(op), at(op):
-                result = _Decoder(op).result()
-            op.result.replace_all_uses_with(result)
-            op.operation.erase()
+            table = read_format(op.format).kind == "table"
+            _replace(op, lower_decode_pair if table else lambda op: _Decoder(op).result())
+        for op in each_op(module, ops.LookupPairOp):
+            _replace(op, lower_lookup_pair)
+
+
+def _replace(op: Any, lower: Callable[[Any], Any]) -> None:
+    with ir.InsertionPoint(op), at(op):
+        result = lower(op)
+    op.result.replace_all_uses_with(result)
+    op.operation.erase()
 
 
 class _Decoder:
@@ -70,7 +76,7 @@ class _Decoder:
         self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)
 
     def result(self) -> Any:
-        kinds = {"uint": self._integer, "int": self._integer, "float": self._float, "table": self._table}
+        kinds = {"uint": self._integer, "int": self._integer, "float": self._float}
         make: Callable[[int], Any] = kinds[self.format.kind]
         value = make(0) if self.packed else emit.pair(make(0), make(1))
         if self.rest:
@@ -146,41 +152,3 @@ class _Decoder:
         if self.real is not BF16:
             return arith.mulf(a, self._number(factor))
         return emit.fma(a, self._number(factor), self._number(-0.0))  # -0.0 keeps the sign of a zero
-
-    def _table(self, half: int) -> Any:
-        t = self.format
-        fields = place(t, self.number, 0, t.bits, 0)
-        if not self.packed:
-            return emit.bitcast(self.register, self._lookup(self._fields(fields, half)))
-        codes = self._fields(fields, 0)
-        if t.bits <= 4:  # both at once, from a table of pairs
-            index = emit.mask(arith.ori(codes, emit.shift_right(codes, 16 - t.bits)), (1 << 2 * t.bits) - 1)
-            return emit.bitcast(self.register, self._lookup(index, pairs=True))
-        low, high = self._lookup(emit.mask(codes, 0xFFFF)), self._lookup(emit.shift_right(codes, 16))
-        element = self.vector.element_type
-        return emit.pair(emit.bitcast(element, low), emit.bitcast(element, high))
-
-    def _lookup(self, index: Any, pairs: bool = False) -> Any:
-        entries, bits = table_bits(self.format, self.real), self.real.bits
-        if pairs:
-            entries, bits = [low | high << 16 for high in entries for low in entries], 32
-        symbol = f"lowbit_table_{self.format.name}_{self.real.name}{'_pairs' if pairs else ''}"
-        emit.constant_array(_enclosing_module(self.op), symbol, entries, bits)
-        return emit.read_constant(symbol, index, bits)
-
-
-def table_bits(t: DType, real: Real) -> list[int]:
-    """The entries of a table times 2^-exponent, rounded to nearest even, as bit patterns of the type."""
-    values = np.array(t.table) * 2.0 ** -exponent(t, real.name)
-    if real.name == "f16":
-        return [int(v) for v in values.astype(np.float16).view(np.uint16)]
-    words = [int(v) for v in values.astype(np.float32).view(np.uint32)]
-    return words if real.bits == 32 else [(w + 0x7FFF + (w >> 16 & 1)) >> 16 for w in words]
-
-
-def _enclosing_module(op: Any) -> Any:
-    """The block of the innermost module around an operation."""
-    parent = op.operation.parent
-    while parent.operation.name not in ("gpu.module", "builtin.module"):
-        parent = parent.operation.parent
-    return parent.operation.regions[0].blocks[0]

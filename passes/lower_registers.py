@@ -12,8 +12,10 @@ from dialect.dtypes import DType
 from dialect.errors import PassError
 from dialect.layout import MMA_M16N8K16_A, Layout
 from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, Piece, run_of
+from dialect.shared_memory import BANK_BYTES, BANKS
 from dialect.types import Reg, format_attr, read_format
 from passes import emit
+from passes.addressing import Place
 from passes.fragment import Fragment, kind_of
 from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
 from passes.lower_wgmma import warpgroup_mma, warpgroup_row_sums
@@ -47,20 +49,30 @@ class TileRules(Lowering):
         reg, format_ = Reg.of(op.result.type), codes.reg.element
         if not isinstance(format_, DType):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
-        places = _places(format_, reg.layout)
-        vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
         biased = "biased" in op.operation.attributes
 
-        def make(i: int) -> Any:
-            first, register = places[i]
-            words = [codes.register(first + p.word) for p in run_of(format_.bits)[register]]
-            number = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), register)
-            pair = ops.DecodePairOp(words, format_attr(format_), number, op.exponent, vector)
+        def decode(words: list[Any], register: Any, vector: Any) -> Any:
+            pair = ops.DecodePairOp(words, format_attr(format_), register, op.exponent, vector)
             if biased:
                 pair.operation.attributes["biased"] = ir.UnitAttr.get()
             return pair.result
 
-        self.values[op.result] = Fragment(reg, "pair", make)
+        self.values[op.result] = _pairs_of_words(codes, reg, format_, decode)
+
+    def _lookup(self, op: Any) -> None:
+        """The same from a table in shared memory."""
+        codes: Fragment = self.values[op.source]
+        reg, format_ = Reg.of(op.result.type), codes.reg.element
+        if not isinstance(format_, DType):
+            raise PassError(f"lower-tiles: nothing to look up in {format_}")
+        table: Place = self.values[op.table]
+
+        def look_up(words: list[Any], register: Any, vector: Any) -> Any:
+            lane = self.threads.digit(BANKS, 1, self.threads_per_block)
+            column = arith.muli(lane, emit.constant(BANK_BYTES))
+            return ops.LookupPairOp(table.base, column, words, format_attr(format_), register, vector).result
+
+        self.values[op.result] = _pairs_of_words(codes, reg, format_, look_up)
 
     def _encode(self, op: Any) -> None:
         """Words of a lane from its codes: the inverse of where `_decode` looks for them."""
@@ -180,6 +192,19 @@ def _is_zero(value: Any) -> bool:
         and owner.name == "lowbit.constant"
         and ir.FloatAttr(owner.attributes["value"]).value == 0.0
     )
+
+
+def _pairs_of_words(codes: Fragment, reg: Reg, format_: DType, make: Callable[[list[Any], Any, Any], Any]) -> Fragment:
+    """Registers of A fragments: make(words, number in the run, type) of a register, from the words of its pieces."""
+    places, run = _places(format_, reg.layout), run_of(format_.bits)
+    vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
+
+    def pair(i: int) -> Any:
+        first, register = places[i]
+        words = [codes.register(first + piece.word) for piece in run[register]]
+        return make(words, ir.IntegerAttr.get(emit.integer(64), register), vector)
+
+    return Fragment(reg, "pair", pair)
 
 
 def _places(format_: DType, layout: Layout) -> list[tuple[int, int]]:

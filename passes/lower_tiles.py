@@ -2,10 +2,10 @@
 
 The pass walks the program once and writes the function anew. Every tile is a `Fragment` whose registers are written
 down when a consumer asks for them; what reads memory is finished before the next barrier, store or region. What is
-left of formats are `lowbit.decode_pair` operations, for `lower-dequant`.
+left of formats are `lowbit.decode_pair` and `lookup_pair` operations, for `lower-dequant`.
 
-Here are the function around a program, its scalars, loops and branches; `passes.lower_memory` and
-`passes.lower_registers` have the rules for the other operations.
+Here are the function around a program, its scalars, loops and branches; `passes.lower_memory`,
+`passes.lower_table` and `passes.lower_registers` have the rules for the other operations.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from passes.addressing import Place, ThreadIndex
 from passes.fragment import Fragment
 from passes.lower_memory import MemoryRules
 from passes.lower_registers import TileRules
+from passes.lower_table import TableRules
 from passes.lower_wgmma import declare_sums
 from passes.lowering import ALIGN, int_attr, text_attr
 from passes.rewriting import at, each_op
@@ -46,7 +47,7 @@ class LowerTiles:
             program.operation.erase()
 
 
-class _Lowering(MemoryRules, TileRules):
+class _Lowering(MemoryRules, TableRules, TileRules):
     """Rewrites one program."""
 
     def __init__(self, program: Any, target: Target) -> None:
@@ -62,6 +63,7 @@ class _Lowering(MemoryRules, TileRules):
             "lowbit.stage": self._stage,
             "lowbit.copy_async": self._copy_async,
             "lowbit.copy_padded": self._copy_padded,
+            "lowbit.fill_table": self._fill_table,
             "lowbit.commit": lambda op: nvvm.cp_async_commit_group(),
             "lowbit.wait": self._wait,
             "lowbit.barrier": self._barrier,
@@ -72,6 +74,7 @@ class _Lowering(MemoryRules, TileRules):
             "lowbit.store": self._store,
             "lowbit.view": self._view,
             "lowbit.decode": self._decode,
+            "lowbit.lookup": self._lookup,
             "lowbit.encode": self._encode,
             "lowbit.slice": self._slice,
             "lowbit.reshape": self._reshape,

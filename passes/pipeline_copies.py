@@ -7,7 +7,8 @@ A loop marked `lowbit.stages = S` has the form
 Its buffers get S stages, the copies of round i+S-1 are started while round i computes, and one barrier a round is
 left: it tells that round i has arrived, and that everybody is done with round i-1, whose stage is filled next.
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
-(weights) and those that may not; in front of the loop, all of the first come before the wait.
+(weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
+is nothing to do but wait, tables are filled (`lowbit.fill_table`), once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,18 @@ class PipelineCopies:
                 if stages > 1:
                     _Pipeline(loop, stages).run()
                 else:
+                    _move_before(loop, _fills(loop))
                     del loop.operation.attributes[STAGES]
+
+
+def _fills(loop: Any) -> list[Any]:
+    """What a loop does in every round alike, so that once is enough."""
+    return [op for op in loop.body.operations if op.operation.name == "lowbit.fill_table"]
+
+
+def _move_before(loop: Any, body: Sequence[Any]) -> None:
+    for op in body:
+        op.operation.move_before(loop.operation)
 
 
 class _Pipeline:
@@ -52,7 +64,8 @@ class _Pipeline:
 
     def __init__(self, loop: Any, stages: int) -> None:
         self.loop, self.stages = loop, stages
-        self.body = list(loop.body.operations)
+        self.fills = _fills(loop)
+        self.body = [op for op in loop.body.operations if op not in self.fills]
         names = [op.operation.name for op in self.body]
         expected = ["lowbit.commit", "lowbit.wait", "lowbit.barrier"]
         commit = names.index("lowbit.commit") if "lowbit.commit" in names else -1
@@ -164,6 +177,7 @@ class _Pipeline:
 
         for slot, index in enumerate(rounds):
             start(self.produce[: self.cut], slot, index)
+        _move_before(self.loop, self.fills)
         if self.cut < len(self.produce):
             ops.GridWaitOp()
         for slot, index in enumerate(rounds):

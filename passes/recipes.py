@@ -17,7 +17,7 @@ kernel folds into its scale (f16), or one multiplication (bf16, f32, whose range
 Subnormal codes come out right by themselves: the target's subnormals have the same spacing. NaN and inf, where the
 format has them, are the codes that carry into the next bit when one unit is added.
 
-*Tables* are read from a constant array: both codes at once up to four bits, one at a time above.
+*Tables* are looked up (`passes.lower_table`): both codes at once up to four bits, one at a time above.
 
 Method: FP6-LLM (Xia et al., 2024), section 5.2, and Kim et al., "Who Says Elephants Can't Run" (2022), for the magic
 exponents; here derived for every format and type.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dialect.decode_table import DecodeTable
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
 from passes.plan import Plan
@@ -84,6 +85,8 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
             total += padded(s.stages * s.warps_k * rows * BYTES[kind])
+    if spec.dtype.kind == "table":
+        total += DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes
     sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
     flag = 128 if s.splits > s.cluster else 0  # of the last block to arrive
     return max(total, sums + flag)
@@ -146,12 +149,13 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     if has_wgmma(spec, target) and (tile > 8 or (tile == 8 and spec.n >= 64 * multiprocessors(target) * 0.9)):
         return _warpgroup_schedule(spec, tile, target)
     processors = multiprocessors(target)
-    packing = spec.packing
+    packing, has_table = spec.packing, spec.dtype.kind == "table"
     step = max(packing.chunk, min(128, 2 * packing.chunk))
     step = step if group_fits(spec, step) else packing.chunk
 
     def shaped(row_blocks: int, warps_n: int, warps_k: int, stages: int) -> Schedule:
-        return Schedule(max(8, tile), row_blocks, warps_n, warps_k, step, stages)
+        tokens = tile if has_table else max(8, tile)  # a table leaves little room for rows of x that are not there
+        return Schedule(tokens, row_blocks, warps_n, warps_k, step, stages)
 
     def tiles(s: Schedule) -> int:
         return Plan(spec, s).tiles
@@ -165,6 +169,8 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
         s = tall
         if tile == 1 and packing.bits <= 2:
             s = replace(s, row_blocks=4, stages=2)  # decoding is the bound: more work for every fragment of x
+        if tile == 1 and has_table and packing.bits <= 4:
+            s = replace(s, row_blocks=4, warps_k=8, stages=2)  # few blocks have room, and each fills a table
     elif tile == 16 and tile * spec.k >= _LONG_X:
         s = replace(s, row_blocks=8)
     if tile == 1 and packing.bits == 8:

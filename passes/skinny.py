@@ -19,8 +19,9 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
 Zero points never touch a weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
-step_k + 8] (the 8 spread ldmatrix over all banks); scales and zeros [warps_k, row blocks, groups, 16]. After the loop
-its place is taken by partial sums [warps_k, tokens, rows + 4] in f32.
+step_k + 8] (the 8 spread ldmatrix over all banks); scales and zeros [warps_k, row blocks, groups, 16]. Beside the
+stages is the table of a format that has one (`dialect.decode_table`). After the loop all their place is taken by
+partial sums [warps_k, tokens, rows + 4] in f32.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import math
 from typing import Any
 
 from dialect.bindings import ir
+from dialect.decode_table import DecodeTable
 from dialect.layout import (
     MMA_M16N8_D,
     MMA_M16N8K16_A,
@@ -195,6 +197,10 @@ class _Kernel:
             self._factor("scales", self.spec.scale)
             if self.spec.zero_kind:
                 self._factor("zeros", self.spec.zero_kind)
+        self.table: Memory | None = None
+        if self.spec.dtype.kind == "table":
+            self.table = p.alloc_shared("i32", DecodeTable(self.spec.dtype, self.compute).shape)
+            self.buffers.append(self.table)
 
     def _factor(self, name: str, kind: str) -> None:
         """Scales or zeros [row blocks, groups, 16], by step."""
@@ -229,6 +235,8 @@ class _Kernel:
             total = packing.groups * ROWS
             cut = (span, 0, ROWS, 1, total) if self.plan.groups > 1 and total % span else ()
             p.copy_async(view, buffer, (step, self.first_block, 0, 0), layout, (*boundary, "none"), cut)
+        if self.table:
+            p.fill_table(self.table, self.spec.dtype, self.compute, self.convert.exponent)
         p.grid_wait()
         if s.wgmma:
             layout = spatial(s.warps_k, 1, 1, 1) * spread((1, s.step_k // PANEL, s.tokens, PANEL), warps, 8)
@@ -251,7 +259,10 @@ class _Kernel:
         p, s = self.p, self.schedule
         words = p.load(self.codes_buffer, (0, 0, 0), self.unit_layout)
         codes = p.view(words, self.spec.dtype, self.a_layout)
-        a = p.decode(codes, self.compute, self.convert.exponent, self.biased)
+        if self.table:
+            a = p.lookup(codes, self.table, self.compute)
+        else:
+            a = p.decode(codes, self.compute, self.convert.exponent, self.biased)
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = p.load_matrix(self.x_buffer, p["m"], self.b_layout)

@@ -1,7 +1,8 @@
 """Kernels from spec to result: pack, compile, run the PTX in the emulator, compare with the definition in float64.
 
-Four sweeps: all codes of all formats; shapes, types and schedules such that every two choices meet in some case; the
-same for what only Hopper has, clusters and wgmma; and, marked slow, random ones. Shapes are small, since the emulator's time is the limit, and few are multiples of anything.
+Sweeps: all codes of all formats; shapes, types and schedules such that every two choices meet in some case; the same
+for what only Hopper has, clusters and wgmma; tables in shared memory; and, marked slow, random ones. Shapes are small,
+since the emulator's time is the limit, and few are multiples of anything.
 """
 
 from __future__ import annotations
@@ -284,6 +285,21 @@ def test_hopper(case: Case) -> None:
     launches = 2 if kernel.launch.workspace_bytes else 1
     y = run_matmul(kernel, case.spec, problem, launches=launches, racecheck=racecheck)
     assert matmul_is_right(y, case.spec, problem)
+
+
+# -- tables in shared memory
+
+
+@pytest.mark.parametrize(("weight", "warps"), [("lut1", 3), ("lut3", 1), ("nf4", 3), ("lut8", 5)])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_tables(weight: str, warps: int, stages: int) -> None:
+    """Filled by threads that do not divide it, or of which some have nothing to do; one row of x."""
+    chunk = spec_of(weight, 16, 16).packing.chunk
+    spec = spec_of(weight, n=25, k=3 * chunk * warps, group_size=chunk, out="f32")
+    problem = exhaustive_problem(spec, m=1)
+    schedule = Schedule(tokens=1, row_blocks=1, warps_k=warps, step_k=chunk, stages=stages)
+    kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
+    assert matmul_is_right(run_matmul(kernel, spec, problem, racecheck=True), spec, problem)
 
 
 # -- random choices

@@ -19,7 +19,7 @@ from dialect.bindings import arith, nvvm
 from dialect.errors import EmulatorError
 from dialect.packing import Packing
 from dialect.spec import MatmulSpec
-from passes import emit, lower_dequant, lower_memory, lower_mma, lower_tiles, recipes
+from passes import emit, lower_dequant, lower_memory, lower_mma, lower_table, lower_tiles, recipes
 from passes.addressing import Access
 from passes.builder import Program
 from passes.lower_tiles import _Lowering
@@ -138,7 +138,7 @@ WRONG_NUMBERS = [
     Mutation("sign lost", F6, lower_dequant, "float_places", with_fields(sign=lambda _: ())),
     Mutation("exponent off by one", F8, lower_dequant, "float_places", with_fields(factor=lambda x: 2 * x)),
     Mutation("nan lost", F8, lower_dequant, "float_places", with_fields(unit=lambda _: 0)),
-    Mutation("table entry lost", NF4, lower_dequant, "table_bits", lambda right: lambda *a: [*right(*a)[:-1], 0]),
+    Mutation("table entry lost", NF4, lower_table, "words", lambda right: lambda *a: [*right(*a)[:-1], 0]),
     Mutation("scale dropped", NF4, Factors, "as_f32", constant(0.25)),
     Mutation("power of two dropped", F6, Factors, "unfold", lambda right: lambda self, scale: scale),
     Mutation("zero dropped", U4, Factors, "minus_zero", constant(0.0)),

@@ -1,7 +1,8 @@
 """Every code of every format, in every register position and both halves, decodes to exactly its value.
 
 One kernel per format: a thread has the words of a run, decodes every register of it to every type, and stores the
-pairs. Bits of the words that do not belong to the codes are random, so that a mask too wide shows.
+pairs; values of a table come from a constant array and from a table in shared memory. Bits of the words that do not
+belong to the codes are random, so that a mask too wide shows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import torch
 
 from dialect import ops
 from dialect.bindings import arith, gpu, ir, llvm, new_context
+from dialect.decode_table import DecodeTable
 from dialect.dtypes import DType, all_names, dtype
 from dialect.packing import Piece, run_of
+from dialect.shared_memory import BANKS, wavefronts
 from dialect.types import format_attr
 from passes import emit
 from passes.emit_ptx import emit_ptx, translate
 from passes.lower_dequant import LowerDequant
+from passes.lower_table import words as table_words
 from passes.lower_to_llvm import LowerToLLVM
 from passes.recipes import REALS, bias, can_be_biased, compute_element, exponent, magic
 from passes.target import parse_target
@@ -50,6 +54,7 @@ class Variant:
 
     element: str
     exponent: int
+    shared: bool = False  # looked up in shared memory
 
 
 def variants(t: DType) -> list[Variant]:
@@ -59,27 +64,39 @@ def variants(t: DType) -> list[Variant]:
         if element == "f16" and compute_element(t, "f16") != "f16":
             continue
         found.append(Variant(element, exponent(t, element)))
-        if exponent(t, element) and t.kind != "table":
+        if t.kind == "table":
+            found.append(Variant(element, exponent(t, element), shared=True))
+        elif exponent(t, element):
             found.append(Variant(element, 0))
     return found
 
 
 def decode_module(t: DType) -> ir.Module:
-    """@decode(words, out0, out1, ...): words int32 [registers, pieces, threads], each register with words of its own;
-    an output per variant, [registers, threads, 2]."""
+    """@decode(words, tables, out0, out1, ...): words int32 [registers, pieces, threads], each register with its own;
+    tables as they shall be in shared memory; an output per variant, [registers, threads, 2]."""
     module = ir.Module.create()
     outputs = variants(t)
     space = emit.pointer(1)
     with ir.InsertionPoint(module.body):
         inner = gpu.GPUModuleOp("decode_module").regions[0].blocks.append()
     with ir.InsertionPoint(inner):
-        type_ = ir.FunctionType.get([space] * (1 + len(outputs)), [])
+        emit.define(
+            "llvm.mlir.global external @memory() {addr_space = 3 : i32, alignment = 1024 : i64} : !llvm.array<0 x i8>"
+        )
+        type_ = ir.FunctionType.get([space] * (2 + len(outputs)), [])
         function = gpu.GPUFuncOp(ir.TypeAttr.get(type_), sym_name="decode", kernel=True)
     block = function.operation.regions[0].blocks.append(*type_.inputs)
-    words, *results = block.arguments
+    words, source, *results = block.arguments
     integer = emit.integer(64)
     with ir.InsertionPoint(block):
         thread = arith.index_cast(emit.integer(), gpu.thread_id(gpu.Dimension.x))
+        column = arith.muli(arith.remui(thread, emit.constant(BANKS)), emit.constant(4))
+        memory, place = llvm.mlir_addressof(emit.pointer(3), "memory"), arith.muli(thread, emit.constant(4))
+        for start in range(0, 4 * tables_of(t).size, 4 * THREADS):
+            word = llvm.load(emit.integer(), emit.offset_bytes(source, dynamic=place, static=start))
+            llvm.store(word, emit.offset_bytes(memory, dynamic=place, static=start), alignment=4)
+        gpu.barrier()
+        tables = [v for v in outputs if v.shared]
         row = 0
         for register, pieces in enumerate(run_of(t.bits)):
             read = emit.offset_bytes(words, dynamic=arith.muli(thread, emit.constant(4)))
@@ -92,12 +109,26 @@ def decode_module(t: DType) -> ir.Module:
             for variant, result in zip(outputs, results):
                 vector = ir.VectorType.get([2], ir.Type.parse(variant.element))
                 power = ir.IntegerAttr.get(integer, variant.exponent)
-                value = ops.DecodePairOp(given, format_attr(t), number, power, vector).result
+                if variant.shared:
+                    table = emit.offset_bytes(memory, static=4 * tables_of(t)[: tables.index(variant)].size)
+                    value = ops.LookupPairOp(table, column, given, format_attr(t), number, vector).result
+                else:
+                    value = ops.DecodePairOp(given, format_attr(t), number, power, vector).result
                 size = 8 if variant.element == "f32" else 4
                 write = emit.offset_bytes(result, dynamic=arith.muli(thread, emit.constant(size)))
                 llvm.store(value, emit.offset_bytes(write, static=size * THREADS * register), alignment=size)
         gpu.return_([])
     return module
+
+
+def tables_of(t: DType) -> np.ndarray:
+    """The tables of the variants that have one, int32 [tables, words]: every entry 32 times, and zeros to fill up."""
+    tables = [(DecodeTable(t, v.element), v.exponent) for v in variants(t) if v.shared]
+    size = max((table.bytes // 4 for table, _ in tables), default=0)
+    result = np.zeros((len(tables), -(-size // THREADS) * THREADS), np.uint32)
+    for row, (table, power) in zip(result, tables):
+        row[: table.bytes // 4] = np.repeat(table_words(table, power), BANKS)
+    return result
 
 
 def decode_llvm(t: DType) -> str:
@@ -145,7 +176,8 @@ def test_every_code_decodes_to_its_value(t: DType) -> None:
         outputs = [torch.zeros(len(run), THREADS, 2, dtype=TORCH[v.element]) for v in variants(t)]
         memory = [output.view(-1).view(torch.uint8).numpy() for output in outputs]
         emulator = Emulator(emit_ptx(llvm_ir, parse_target(target)))
-        emulator.launch("decode", block=THREADS, args=[words, *memory])
+        tables = tables_of(t)
+        emulator.launch("decode", block=THREADS, args=[words, tables, *memory], shared_bytes=tables.nbytes)
         for variant, output in zip(variants(t), outputs):
             values = t.values() * 2.0**-variant.exponent
             expected = rounded(values, variant.element)
@@ -161,6 +193,18 @@ def test_every_code_decodes_to_its_value(t: DType) -> None:
                     f"gave {output[register, thread, half]}, not {wanted[register, thread, half]} "
                     f"({int(wrong.sum())} wrong)"
                 )
+
+
+@pytest.mark.parametrize("t", [t for t in FORMATS if t.kind == "table"], ids=lambda t: t.name)
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_lookups_have_no_bank_conflicts(t: DType, element: str) -> None:
+    """Whatever the codes of a warp's lanes, their words are in different banks; and every code has an entry."""
+    table = DecodeTable(t, element)
+    entries, lanes = table.shape
+    assert table.bytes <= 32768 and len({tuple(codes) for codes in table.codes().tolist()}) == entries
+    assert {codes for row in table.codes().tolist() for codes in row} == set(range(t.codes))
+    indices = np.random.default_rng(0).integers(0, entries, BANKS)
+    assert wavefronts(4 * (lanes * indices + np.arange(BANKS)), width=4) == 1
 
 
 def shifts_of(t: DType, element: str, biased: bool = False) -> int:

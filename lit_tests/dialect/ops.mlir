@@ -184,3 +184,26 @@ func.func @registers(%low: i32, %high: i32) -> vector<2xf16> {
     : (i32, i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
+
+// CHECK-LABEL: func.func @register_lookup
+func.func @register_lookup(%table: !llvm.ptr<3>, %column: i32, %word: i32) -> vector<2xbf16> {
+  // CHECK: "lowbit.lookup_pair"(%{{.*}}, %{{.*}}, %{{.*}}) {format = #lowbit.format<"nf4", []>, {{.*}}register = 2
+  %0 = "lowbit.lookup_pair"(%table, %column, %word) {format = #lowbit.format<"nf4", []>, register = 2, operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!llvm.ptr<3>, i32, i32) -> vector<2xbf16>
+  return %0 : vector<2xbf16>
+}
+
+// -----
+
+// A table of values in shared memory: an entry per pair of codes of up to 4 bits, a column per lane.
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"nf4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!numbers = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+// CHECK-LABEL: func.func @tables
+func.func @tables(%codes: !codes, %table: !table) -> !numbers {
+  // CHECK: "lowbit.fill_table"(%{{.*}}) {element = "f16", exponent = 0 : i64, format = #lowbit.format<"nf4", []>}
+  "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : (!table) -> ()
+  // CHECK: "lowbit.lookup"
+  %numbers = "lowbit.lookup"(%codes, %table) : (!codes, !table) -> !numbers
+  return %numbers : !numbers
+}

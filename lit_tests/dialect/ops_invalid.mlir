@@ -1225,3 +1225,88 @@ func.func @pair_result(%w: i32) {
   %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<4xf16>
   return
 }
+
+// -----
+
+// Tables.
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+func.func @table_of_integers(%table: !table) {
+  // expected-error @below {{'lowbit.fill_table' op format: expected one with a table of values, got u4}}
+  "lowbit.fill_table"(%table) {format = #lowbit.format<"u4", []>, element = "f16", exponent = 0} : (!table) -> ()
+  return
+}
+
+// -----
+
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+func.func @table_element(%table: !table) {
+  // expected-error @below {{element of the table: expected f16 or bf16 or f32, got i8}}
+  "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "i8", exponent = 0} : (!table) -> ()
+  return
+}
+
+// -----
+
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+func.func @table_exponent(%table: !table) {
+  // expected-error @below {{exponent: expected -1022..1023, got 1024}}
+  "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 1024} : (!table) -> ()
+  return
+}
+
+// -----
+
+// In f32 an entry is one number.
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+func.func @table_shape(%table: !table) {
+  // expected-error @below {{table from nf4 to f32: expected !lowbit.shared<[16, 32], i32, [32, 1]}}
+  "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f32", exponent = 0} : (!table) -> ()
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"nf4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!numbers = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!table = !lowbit.shared<[16, 32], i32, [32, 1], 0>
+func.func @lookup_table(%codes: !codes, %table: !table) {
+  // expected-error @below {{table from nf4 to f16: expected !lowbit.shared<[256, 32], i32, [32, 1]}}
+  %0 = "lowbit.lookup"(%codes, %table) : (!codes, !table) -> !numbers
+  return
+}
+
+// -----
+
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+func.func @lookup_numbers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %table: !table) {
+  // expected-error @below {{'lowbit.lookup' op source: expected codes of a low-bit format, got f16}}
+  %0 = "lowbit.lookup"(%t, %table) : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !table) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @lookup_pointer(%table: !llvm.ptr<1>, %column: i32, %word: i32) {
+  // expected-error @below {{table: expected !llvm.ptr<3>, got !llvm.ptr<1>}}
+  %0 = "lowbit.lookup_pair"(%table, %column, %word) {format = #lowbit.format<"nf4", []>, register = 2, operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!llvm.ptr<1>, i32, i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+func.func @lookup_format(%table: !llvm.ptr<3>, %column: i32, %word: i32) {
+  // expected-error @below {{'lowbit.lookup_pair' op format: expected one with a table of values, got u4}}
+  %0 = "lowbit.lookup_pair"(%table, %column, %word) {format = #lowbit.format<"u4", []>, register = 2, operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!llvm.ptr<3>, i32, i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+func.func @lookup_register(%table: !llvm.ptr<3>, %column: i32, %word: i32) {
+  // expected-error @below {{register: expected 0..3, got 4}}
+  %0 = "lowbit.lookup_pair"(%table, %column, %word) {format = #lowbit.format<"nf4", []>, register = 4, operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!llvm.ptr<3>, i32, i32) -> vector<2xf16>
+  return
+}
