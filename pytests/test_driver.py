@@ -126,7 +126,8 @@ def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
     mm = pylib.compile(SPEC, "sm_90a")
     assert mm.ir("tile") == f"sm_90a {ONE}"
     assert mm.ir("tile", m=33) == "sm_90a 64"
-    assert mm.ir("tile", m=65) == "sm_90a None"
+    assert mm.ir("tile", m=192) == "sm_90a 64"  # launched for every 64 rows
+    assert mm.ir("tile", m=193) == "sm_90a None"
     with pytest.raises(pylib.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
         mm.ir("asm")
 

@@ -279,14 +279,15 @@ def test_neighbours(tile: int) -> None:
         space = search_space.space(SPEC, tile, HOPPER)
         assert len([name for name in space if getattr(s, name) != getattr(around, name)]) == 1
         assert s.cluster in (1, s.splits)
-    assert any(s.max_blocks for s in found) == (tile == 1)
+    assert len({s.max_blocks for s in found}) > 1
     assert any(s.cluster > 1 for s in found) or tile == 1  # which has no work for more splits
 
 
 def test_clusters_and_wgmma_where_there_are() -> None:
-    found = search_space.all_schedules(SPEC, 16, HOPPER)
+    found = search_space.all_schedules(SPEC, 8, HOPPER)
     assert {s.splits for s in found} == {1, 2, 4, 8} and {s.wgmma for s in found} == {0, 1}
     assert all(s.cluster == s.splits for s in found)
+    assert {s.wgmma for s in search_space.all_schedules(SPEC, 16, HOPPER)} == {1}
     assert not any(s.wgmma for s in search_space.all_schedules(SPEC, 16, parse_target("sm_90")))
     older = search_space.all_schedules(SPEC, 16, parse_target("sm_80"))
     assert {(s.cluster, s.wgmma) for s in older} == {(1, 0)} and any(s.splits > 1 for s in older)
