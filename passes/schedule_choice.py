@@ -213,9 +213,14 @@ def _warpgroup_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule
         s = replace(s, warps_k=s.warps_k // 2)
     while shared_bytes(spec, s) > target.max_shared_per_block and (smaller := _smaller(s, max(64, chunk))):
         s = smaller
-    # An SM that finishes early would take more than its share of the next kernel's blocks.
-    blocks = -(-Plan(spec, s).tiles * s.splits // processors)
-    return replace(s, max_blocks=blocks if blocks <= 2 else 0)
+    return replace(s, max_blocks=enough_blocks(spec, s, target))
+
+
+def enough_blocks(spec: MatmulSpec, s: Schedule, target: Target) -> int:
+    """The `max_blocks` with which all blocks run at a time and no more would, or 0 where that takes many: a
+    multiprocessor that finishes early would take more than its share of the next kernel's."""
+    blocks = -(-Plan(spec, s).tiles * s.splits // multiprocessors(target))
+    return blocks if blocks <= 2 else 0
 
 
 def _smaller(s: Schedule, chunk: int) -> Schedule | None:

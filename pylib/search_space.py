@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from dialect.errors import SpecError
@@ -24,6 +25,7 @@ from passes.schedule import Schedule
 from passes.schedule_choice import (
     check_schedule,
     default_schedule,
+    enough_blocks,
     has_wgmma,
     multiprocessors,
     schedule_for,
@@ -38,7 +40,6 @@ SECOND = ("max_blocks",)  # choices that only the second pass makes
 MEMORY, L2, CLOCK = 3.9e6, 6.5e6, 1800.0
 IN_FLIGHT = 26e3  # bytes of the weight that must be on their way to a multiprocessor for its share of the memory
 WARPS = 5.5  # on a multiprocessor, to hide the latency of arithmetic
-SHARPNESS = 32.0  # of the corner of the roofline
 ROUND, BLOCK = 0.07, 0.5  # microseconds: of a round; to start and end a block
 SPLIT, CLUSTER = 2.7, 2.4  # microseconds until all splits are there: through device memory; within a cluster
 WGMMA = 0.6  # of the time that mma.sync takes
@@ -101,7 +102,7 @@ def all_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]
     fields = {name: values for name, values in space(spec, tile, target).items() if name not in SECOND}
     found: list[Schedule] = []
     for values in itertools.product(*fields.values()):
-        found += _schedules(dict(zip(fields, values)), spec, target)[:1]
+        found += itertools.islice(_schedules(dict(zip(fields, values)), spec, target), 1)
     most = max((_blocks(spec, s) for s in found), default=0)
     return [s for s in found if 2 * _blocks(spec, s) >= min(most, multiprocessors(target))]
 
@@ -110,20 +111,24 @@ def _blocks(spec: MatmulSpec, s: Schedule) -> int:
     return Plan(spec, s).tiles * s.splits
 
 
-def _schedules(choice: dict[str, int], spec: MatmulSpec, target: Target) -> list[Schedule]:
-    """Those of these fields that are worth trying: with splits in a cluster, where there are, and without."""
-    if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS or (choice.get("wgmma") and choice["warps_n"] % 4):
-        return []
-    splits = choice["splits"]
-    clusters = [splits, 1] if target.has_clusters and splits > 1 else [1]
-    try:
-        made = [Schedule(**choice | {"cluster": cluster}) for cluster in clusters]
-        if "max_blocks" not in choice and made[0].wgmma:  # as many as there are; see `default_schedule`
-            blocks = -(-_blocks(spec, made[0]) // multiprocessors(target))
-            made = [replace(s, max_blocks=blocks if blocks <= 2 else 0) for s in made]
-    except SpecError:
-        return []
-    return [s for s in made if _worth(spec, s, target)]
+def _usual_blocks(spec: MatmulSpec, s: Schedule, target: Target) -> int:
+    """What `max_blocks` is, as long as only the first pass was made."""
+    return enough_blocks(spec, s, target) if s.wgmma else 0
+
+
+def _schedules(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Iterator[Schedule]:
+    """Those of these fields that are worth trying: with splits in a cluster, where there are, then without."""
+    if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS:
+        return
+    for cluster in dict.fromkeys((choice["splits"] if target.has_clusters else 1, 1)):
+        try:
+            s = Schedule(**choice | {"cluster": cluster})
+        except SpecError:
+            continue
+        if "max_blocks" not in choice:
+            s = replace(s, max_blocks=_usual_blocks(spec, s, target))
+        if _worth(spec, s, target):
+            yield s
 
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
@@ -158,9 +163,9 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     pipes = mma, bits / 2 + fragments, _decode_clocks(spec)
     clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part
     arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK
-    arithmetic *= max(1.0, WARPS / (side_by_side * s.threads / 32)) * (BARRIER if s.warps_n > 1 else 1.0)
+    arithmetic *= max(1.0, WARPS / (side_by_side * s.threads / 32)) * (BARRIER if s.warps_n > 1 and tile > 1 else 1.0)
 
-    work = sum(t**SHARPNESS for t in (memory, cache, arithmetic)) ** (1 / SHARPNESS)
+    work = max(memory, cache, arithmetic)
     work *= plan.rounds * s.warps_k * s.splits / plan.steps  # steps beyond the last
     work += ROUND * plan.rounds * waves / side_by_side
     # Blocks of the next kernel that start early crowd some multiprocessors, where more fit than are needed.
