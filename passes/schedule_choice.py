@@ -8,15 +8,23 @@ that fit beside them. docs/tuning.md says how far each is from the best.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dialect.decode_table import DecodeTable
 from dialect.errors import SpecError
-from dialect.spec import BYTES, MatmulSpec
+from dialect.spec import MatmulSpec
+from passes.cost_model import predict, registers
 from passes.plan import Plan
-from passes.recipes import compute_element
 from passes.schedule import Schedule
+from passes.schedule_check import (
+    check_schedule,
+    enough_blocks,
+    group_fits,
+    has_wgmma,
+    multiprocessors,
+    shared_bytes,
+)
 from passes.schedule_tables import Entry, Table, nearest, shipped_tables
 from passes.target import Target
 
@@ -59,79 +67,10 @@ def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
     return s.warps_k * s.splits <= Plan(spec, s).steps and filled(spec.n) >= 0.9 * filled(entry.key.n)
 
 
-def multiprocessors(target: Target) -> int:
-    """Of the usual GPU of an architecture: A100, A40, Orin, L40S, H100."""
-    return {86: 84, 87: 16, 89: 142, 90: 132}.get(target.capability, 108)
-
-
 def check_tile(tile: int) -> None:
     """Raises SpecError unless there is a kernel for up to `tile` tokens."""
     if tile not in TOKEN_TILES:
         raise SpecError(f"tokens={tile} must be one of {', '.join(map(str, TOKEN_TILES))}")
-
-
-def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
-    """Shared memory of the skinny kernel, as `lower-tiles` will lay it out (buffers are multiples of 128 bytes)."""
-    plan = Plan(spec, s)
-
-    def padded(size: int) -> int:
-        return -(-size // 128) * 128
-
-    units = s.step_k // spec.packing.chunk * spec.packing.units * 512
-    rows = plan.row_blocks * max(1, plan.groups) * 16
-    total = padded(s.stages * s.warps_k * plan.row_blocks * units)
-    row = s.step_k if s.wgmma else s.step_k + 8
-    total += padded(s.stages * s.warps_k * s.tokens * row * 2)  # swizzled if wgmma, from a multiple of 1024 anyway
-    if plan.groups:
-        for kind in filter(None, (spec.scale, spec.zero_kind)):
-            total += padded(s.stages * s.warps_k * rows * BYTES[kind])
-    if spec.dtype.kind == "table":
-        total += DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes
-    sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
-    flag = 128 if s.splits > s.cluster else 0  # of the last block to arrive
-    return max(total, sums + flag)
-
-
-def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
-    """Raises SpecError where a schedule does not fit a spec or a target."""
-    chunk, group = spec.packing.chunk, spec.packing.padded_group
-    if s.step_k % chunk:
-        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {chunk} for {spec.weight}; try {chunk}")
-    if not group_fits(spec, s.step_k):
-        raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
-    if s.wgmma:
-        _check_wgmma(spec, s, target)
-    if s.cluster > 1 and not target.has_clusters:
-        raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
-    needed = shared_bytes(spec, s)
-    if needed > target.max_shared_per_block:
-        raise SpecError(
-            f"schedule: {s} needs {needed} bytes of shared memory, {target} allows {target.max_shared_per_block}; "
-            "take fewer stages or warps_k, or a smaller step_k"
-        )
-
-
-def has_wgmma(spec: MatmulSpec, target: Target) -> bool:
-    """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
-    return target.has_wgmma and compute_element(spec.dtype, spec.act) == spec.act and Plan(spec, Schedule()).async_x
-
-
-def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
-    if not target.has_wgmma:
-        raise SpecError(f"schedule: wgmma needs sm_90a, the target is {target}; take wgmma=0")
-    if s.step_k % 64:
-        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of 64 for wgmma")
-    if not has_wgmma(spec, target):
-        raise SpecError(
-            f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "
-            f"k={spec.k} and groups of {spec.group_size} needs wgmma=0"
-        )
-
-
-def group_fits(spec: MatmulSpec, step: int) -> bool:
-    """Whether steps and groups divide one another."""
-    group = spec.packing.padded_group
-    return group is None or step % group == 0 or group % step == 0
 
 
 # (row blocks, warps along n, warps along k, stages) for m up to a token tile, by measurement on an H200 (2026-11;
@@ -146,8 +85,9 @@ _LONG_X = 1 << 18  # tokens * k from which splitting k is cheaper than every blo
 def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     """A good schedule without search, for m up to `tile` (one of TOKEN_TILES)."""
     check_tile(tile)
-    if has_wgmma(spec, target) and (tile > 8 or (tile == 8 and spec.n >= 64 * multiprocessors(target) * 0.9)):
-        return _warpgroup_schedule(spec, tile, target)
+    if tile > 1 and has_wgmma(spec, target):
+        if candidates := list(_warpgroup_schedules(spec, tile, target)):
+            return min(candidates, key=lambda s: predict(spec, tile, s, target))
     processors = multiprocessors(target)
     packing, has_table = spec.packing, spec.dtype.kind == "table"
     step = max(packing.chunk, min(128, 2 * packing.chunk))
@@ -194,33 +134,24 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     return replace(s, splits=splits(s, min(_MOST_SPLITS, -(-9 * processors // (10 * tiles(s))))))
 
 
-def _warpgroup_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
-    """With wgmma, by measurement on an H200 (2026-11): four warpgroups on a multiprocessor, each with k of its own; or,
-    where there are rows for many blocks, small blocks, and x shared by as many rows as its size demands."""
-    processors, chunk = multiprocessors(target), spec.packing.chunk
-    steps = [s for s in (256, 128, 64) if s % chunk == 0 and group_fits(spec, s)]
-    wide, narrow = steps[0], steps[min(1, len(steps) - 1)]
-    if spec.n >= 64 * 4 * processors:
-        rows, stages, splits = {8: ((1, 4), 8, 1), 16: ((1, 4), 6, 1), 32: ((2, 4), 3, 2), 64: ((1, 8), 4, 2)}[tile]
-        s = Schedule(tile, *rows, 1, narrow, stages, splits, splits, wgmma=1)
-    else:
-        s = Schedule(tile, 1, 4, 4, narrow if tile == 64 else wide, 2, wgmma=1)
-        splits = 1
-        while splits < 8 and Plan(spec, s).tiles * splits < 0.9 * processors and Plan(spec, s).rounds >= 4 * splits:
-            splits *= 2
-        s = replace(s, splits=splits, cluster=splits)
-    while s.warps_k > 1 and Plan(spec, s).rounds < 2:
-        s = replace(s, warps_k=s.warps_k // 2)
-    while shared_bytes(spec, s) > target.max_shared_per_block and (smaller := _smaller(s, max(64, chunk))):
-        s = smaller
-    return replace(s, max_blocks=enough_blocks(spec, s, target))
+# (row blocks, warps along n, warps along k) with wgmma: what won for some matmul when an H200's table was tuned.
+_WARPGROUP_SHAPES = ((1, 4, 4), (1, 4, 2), (1, 4, 1), (2, 4, 4), (2, 4, 1), (4, 4, 2), (1, 8, 2), (1, 8, 1))
 
 
-def enough_blocks(spec: MatmulSpec, s: Schedule, target: Target) -> int:
-    """The `max_blocks` with which all blocks run at a time and no more would, or 0 where that takes many: a
-    multiprocessor that finishes early would take more than its share of the next kernel's."""
-    blocks = -(-Plan(spec, s).tiles * s.splits // multiprocessors(target))
-    return blocks if blocks <= 2 else 0
+def _warpgroup_schedules(spec: MatmulSpec, tile: int, target: Target) -> Iterator[Schedule]:
+    """Schedules with wgmma, few enough to predict them all in a few milliseconds."""
+    processors = multiprocessors(target)
+    steps = [step for step in (256, 128, 64) if step % spec.packing.chunk == 0 and group_fits(spec, step)]
+    for (row_blocks, warps_n, warps_k), splits, step, stages in itertools.product(
+        _WARPGROUP_SHAPES, (1, 2, 4, 8), steps[:2], (2, 4)
+    ):
+        s = Schedule(tile, row_blocks, warps_n, warps_k, step, stages, splits, splits, wgmma=1)
+        plan = Plan(spec, s)
+        spills = registers(s) * s.threads > target.registers_per_sm
+        if spills or plan.rounds < 2 or (splits > 1 and plan.tiles * splits > 6 * processors):
+            continue
+        if shared_bytes(spec, s) <= target.max_shared_per_block:
+            yield replace(s, max_blocks=enough_blocks(spec, s, target))
 
 
 def _smaller(s: Schedule, chunk: int) -> Schedule | None:

@@ -10,7 +10,8 @@ from dialect.bindings import ir
 from dialect.errors import PassError
 from passes.rewriting import at, each_op
 from passes.schedule import Schedule
-from passes.schedule_choice import check_schedule, schedule_for
+from passes.schedule_check import check_schedule
+from passes.schedule_choice import schedule_for
 from passes.target import Target, parse_target
 
 SCHEDULE = "lowbit.schedule"

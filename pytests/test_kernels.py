@@ -32,7 +32,7 @@ from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.pipeline import compile_dequantize, compile_matmul
 from passes.schedule import Schedule
-from passes.select_schedule import check_schedule
+from passes.schedule_check import check_schedule
 from passes.target import parse_target
 from pylib.reference import agrees, matmul, random_problem, tolerance
 

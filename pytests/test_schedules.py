@@ -17,7 +17,8 @@ from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.plan import Plan
 from passes.schedule import Schedule
-from passes.schedule_choice import TOKEN_TILES, check_schedule, default_schedule, schedule_for, shared_bytes
+from passes.schedule_check import check_schedule, shared_bytes
+from passes.schedule_choice import TOKEN_TILES, default_schedule, schedule_for
 from passes.schedule_tables import Entry, Key, Table, merge, parse_table, read_table, shipped_tables
 from passes.target import parse_target
 from pylib import knobs, schedules

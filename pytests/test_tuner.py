@@ -21,7 +21,8 @@ from dialect.errors import LowbitError, SpecError, TargetError
 from dialect.spec import MatmulSpec
 from passes.plan import Plan
 from passes.schedule import Schedule
-from passes.schedule_choice import check_schedule, default_schedule, schedule_for
+from passes.schedule_check import check_schedule
+from passes.schedule_choice import default_schedule, schedule_for
 from passes.schedule_tables import Entry, Key, Table, parse_table, read_table, shipped_tables
 from passes.target import parse_target
 from pylib import models, schedules, search_space, tune_check, tune_processes, tuner

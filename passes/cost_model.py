@@ -1,0 +1,139 @@
+"""About how long a schedule takes: to choose one where none was measured, and to put candidates for tuning in order.
+
+A roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the weight and x, which
+A roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the weight and x, which every
+top come the rounds of the pipeline, the start and end of a block, multiprocessors that the last blocks leave idle,
+those that blocks of the next kernel crowd, and sums over splits.
+
+The constants are fitted to an H200 (2026-11): those of wgmma to 7400 timings of 81 matmuls. Times are only as right as
+comparing needs; docs/tuning.md says how good the choices are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dialect.spec import MatmulSpec
+from passes.plan import Plan
+from passes.schedule import Schedule
+from passes.schedule_check import multiprocessors, shared_bytes
+from passes.target import Target
+
+CLOCK = 1800.0  # of a multiprocessor, per microsecond
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one kind of kernel. Bytes per microsecond, microseconds, clocks."""
+
+    memory: float
+    l2: float
+    in_flight: float  # bytes of the weight that must be on their way to a multiprocessor for its share of the memory
+    warps: float  # on a multiprocessor, to hide the latency of arithmetic
+    round: float  # microseconds of a round,
+    block: float  # to start and end a block,
+    split: float  # until all splits are there: through device memory,
+    cluster: float  # and within a cluster of two; twice for four, three times for eight
+    tensor: float  # of two clocks per 16 x 16 weights and 8 tokens
+    crowd: float  # of the time, where as many blocks again fit as are needed
+    barrier: float  # times as long where warps share x and wait for one another
+    idle: float  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
+    decode: tuple[float, ...]  # clocks of a multiprocessor for 256 codes of 1 to 8 bits
+    decode_float: float  # times as many
+    decode_table: float  # clocks, whatever the bits
+
+
+MMA = Costs(
+    memory=3.9e6,
+    l2=6.5e6,
+    in_flight=26e3,
+    warps=5.5,
+    round=0.07,
+    block=0.5,
+    split=2.7,
+    cluster=2.4,
+    tensor=1.0,
+    crowd=0.15,
+    barrier=1.5,
+    idle=0.3,
+    decode=(2.5, 2.8, 4.6, 4.9, 5.0, 6.0, 6.0, 5.8),
+    decode_float=1.4,
+    decode_table=9.0,
+)
+WGMMA = Costs(
+    memory=4.1e6,
+    l2=9.0e6,
+    in_flight=21e3,
+    warps=9.1,
+    round=0.019,
+    block=0.4,
+    split=5.1,
+    cluster=2.56,
+    tensor=0.58,
+    crowd=0.1,
+    barrier=1.36,
+    idle=0.6,
+    decode=(3.7, 3.7, 4.1, 2.8, 2.4, 2.4, 2.4, 2.4),
+    decode_float=1.8,
+    decode_table=6.3,
+)
+
+
+def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
+    """About how many microseconds a call takes; good for comparing schedules, not for more."""
+    costs = WGMMA if s.wgmma else MMA
+    plan, processors, bits = Plan(spec, s), multiprocessors(target), spec.packing.bits
+    resident = _resident(spec, s, target)
+    blocks = plan.tiles * s.splits
+    waves = blocks / processors
+    side_by_side = min(resident, waves)
+
+    in_flight = side_by_side * s.rows * s.warps_k * s.step_k * bits / 8 * (s.stages - 1)
+    memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight)
+    cache = (spec.bytes + plan.tiles * tile * spec.k * 2) / costs.l2
+
+    # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
+    mma = 2 * s.columns / 8
+    mma, fragments = mma * costs.tensor, 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
+    pipes = mma, bits / 2 + fragments, _decode_clocks(spec, costs)
+    clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part
+    arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK
+    arithmetic *= max(1.0, costs.warps / (side_by_side * s.threads / 32))
+    if s.warps_n > 1 and tile > 1:
+        arithmetic *= costs.barrier
+
+    work = max(memory, cache, arithmetic)
+    work *= plan.rounds * s.warps_k * s.splits / plan.steps  # steps beyond the last
+    work += costs.round * plan.rounds * waves / side_by_side
+    # Blocks of the next kernel that start early crowd some multiprocessors, where more fit than are needed.
+    work *= 1 + costs.crowd * (min(2.0, resident / math.ceil(waves)) - 1 if resident > waves else 0.0)
+    work *= 1 + (costs.idle if waves > 1 else 1.0) * (math.ceil(waves) / waves - 1)
+    ends = costs.block * max(1.0, waves / side_by_side) * (1.0 if resident == 1 else 2 / 3)
+    sums = 2 * plan.tiles * s.splits * s.rows * s.columns * 4 / costs.l2 if s.splits > 1 else 0.0
+    sums += 0.0 if s.splits == 1 else costs.split if s.cluster == 1 else costs.cluster * math.log2(s.cluster)
+    return work + ends + sums
+
+
+def registers(s: Schedule) -> int:
+    """Of a thread, about."""
+    if s.wgmma:
+        return 40 + s.step_k // 8 + s.tokens // 2 * (1 + s.row_blocks)
+    return 60 + 9 * s.row_blocks * s.columns // 8
+
+
+def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
+    """Blocks that a multiprocessor holds at a time, about."""
+    used = min(255, registers(s), target.registers_per_sm // s.threads)
+    fitting = min(
+        target.shared_per_sm // (shared_bytes(spec, s) + 1024),
+        target.max_threads_per_sm // s.threads,
+        target.registers_per_sm // (s.threads * used),
+    )
+    return max(1, min(fitting, s.max_blocks or fitting))
+
+
+def _decode_clocks(spec: MatmulSpec, costs: Costs) -> float:
+    if spec.dtype.kind == "table":
+        return costs.decode_table
+    return costs.decode[spec.packing.bits - 1] * (costs.decode_float if spec.dtype.kind == "float" else 1.0)

@@ -1,0 +1,87 @@
+"""What a schedule must obey for a spec on a target, and what it takes of a multiprocessor, without MLIR."""
+
+from __future__ import annotations
+
+from dialect.decode_table import DecodeTable
+from dialect.errors import SpecError
+from dialect.spec import BYTES, MatmulSpec
+from passes.plan import Plan
+from passes.recipes import compute_element
+from passes.schedule import Schedule
+from passes.target import Target
+
+
+def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
+    """Shared memory of the skinny kernel, as `lower-tiles` will lay it out (buffers are multiples of 128 bytes)."""
+    plan = Plan(spec, s)
+
+    def padded(size: int) -> int:
+        return -(-size // 128) * 128
+
+    units = s.step_k // spec.packing.chunk * spec.packing.units * 512
+    rows = plan.row_blocks * max(1, plan.groups) * 16
+    total = padded(s.stages * s.warps_k * plan.row_blocks * units)
+    row = s.step_k if s.wgmma else s.step_k + 8
+    total += padded(s.stages * s.warps_k * s.tokens * row * 2)  # swizzled if wgmma, from a multiple of 1024 anyway
+    if plan.groups:
+        for kind in filter(None, (spec.scale, spec.zero_kind)):
+            total += padded(s.stages * s.warps_k * rows * BYTES[kind])
+    if spec.dtype.kind == "table":
+        total += DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes
+    sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
+    flag = 128 if s.splits > s.cluster else 0  # of the last block to arrive
+    return max(total, sums + flag)
+
+
+def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
+    """Raises SpecError where a schedule does not fit a spec or a target."""
+    chunk, group = spec.packing.chunk, spec.packing.padded_group
+    if s.step_k % chunk:
+        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {chunk} for {spec.weight}; try {chunk}")
+    if not group_fits(spec, s.step_k):
+        raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
+    if s.wgmma:
+        _check_wgmma(spec, s, target)
+    if s.cluster > 1 and not target.has_clusters:
+        raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
+    needed = shared_bytes(spec, s)
+    if needed > target.max_shared_per_block:
+        raise SpecError(
+            f"schedule: {s} needs {needed} bytes of shared memory, {target} allows {target.max_shared_per_block}; "
+            "take fewer stages or warps_k, or a smaller step_k"
+        )
+
+
+def has_wgmma(spec: MatmulSpec, target: Target) -> bool:
+    """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
+    return target.has_wgmma and compute_element(spec.dtype, spec.act) == spec.act and Plan(spec, Schedule()).async_x
+
+
+def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
+    if not target.has_wgmma:
+        raise SpecError(f"schedule: wgmma needs sm_90a, the target is {target}; take wgmma=0")
+    if s.step_k % 64:
+        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of 64 for wgmma")
+    if not has_wgmma(spec, target):
+        raise SpecError(
+            f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "
+            f"k={spec.k} and groups of {spec.group_size} needs wgmma=0"
+        )
+
+
+def group_fits(spec: MatmulSpec, step: int) -> bool:
+    """Whether steps and groups divide one another."""
+    group = spec.packing.padded_group
+    return group is None or step % group == 0 or group % step == 0
+
+
+def multiprocessors(target: Target) -> int:
+    """Of the usual GPU of an architecture: A100, A40, Orin, L40S, H100."""
+    return {86: 84, 87: 16, 89: 142, 90: 132}.get(target.capability, 108)
+
+
+def enough_blocks(spec: MatmulSpec, s: Schedule, target: Target) -> int:
+    """The `max_blocks` with which all blocks run at a time and no more would, or 0 where that takes many: a
+    multiprocessor that finishes early would take more than its share of the next kernel's."""
+    blocks = -(-Plan(spec, s).tiles * s.splits // multiprocessors(target))
+    return blocks if blocks <= 2 else 0
