@@ -1,8 +1,8 @@
 """About how long a schedule takes: to choose one where none was measured, and to put candidates for tuning in order.
 
-A roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the weight and x, which
-A roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the weight and x, which every
-top come the rounds of the pipeline, the start and end of a block, multiprocessors that the last blocks leave idle,
+A roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the weight and x,
+which every block reads for itself, through the L2 cache; and decoding, fragments and mma, slower where there are few
+warps. On top come the rounds of the pipeline, the start and end of a block, multiprocessors that the last blocks leave idle,
 those that blocks of the next kernel crowd, and sums over splits.
 
 The constants are fitted to an H200 (2026-11): those of wgmma to 7400 timings of 81 matmuls. Times are only as right as
