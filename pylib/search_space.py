@@ -40,7 +40,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
         "stages": (2, 3, 4, 6, 8),
         "splits": (1, 2, 4, 8) if target.has_clusters else (1, 2, 4),
-        "wgmma": ((0, 1) if tile == 8 else (1,)) if tile >= 8 and has_wgmma(spec, target) else (0,),
+        "wgmma": ((0, 1) if tile <= 8 else (1,)) if has_wgmma(spec, target) else (0,),
         "max_blocks": (0, 1, 2),
     }
 
