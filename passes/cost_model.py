@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dialect.spec import MatmulSpec
 from passes.plan import Plan
 from passes.schedule import Schedule
-from passes.schedule_check import multiprocessors, shared_bytes
+from passes.schedule_check import multiprocessors, shared_room
 from passes.target import Target
 
 CLOCK = 1800.0  # of a multiprocessor, per microsecond
@@ -126,7 +126,7 @@ def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     """Blocks that a multiprocessor holds at a time, about."""
     used = min(255, registers(s), target.registers_per_sm // s.threads)
     fitting = min(
-        target.shared_per_sm // (shared_bytes(spec, s) + 1024),
+        shared_room(spec, s, target),
         target.max_threads_per_sm // s.threads,
         target.registers_per_sm // (s.threads * used),
     )

@@ -33,6 +33,11 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     return max(total, sums + flag)
 
 
+def shared_room(spec: MatmulSpec, s: Schedule, target: Target) -> int:
+    """Blocks for which a multiprocessor has shared memory; the system takes 1 KB for each."""
+    return target.shared_per_sm // (shared_bytes(spec, s) + 1024)
+
+
 def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
     chunk, group = spec.packing.chunk, spec.packing.padded_group

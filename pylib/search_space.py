@@ -4,13 +4,12 @@
 predicted to be best for it, before any comes twice. `neighbours` is the second: what differs in one choice from a
 schedule that turned out well.
 
-What is predicted is `passes.cost_model`'s.
+The prediction is that of `passes.cost_model`; docs/tuning.md says how early winners come.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from dialect.errors import SpecError
@@ -18,20 +17,20 @@ from dialect.spec import MatmulSpec
 from passes.cost_model import predict
 from passes.plan import Plan
 from passes.schedule import Schedule
-from passes.schedule_check import check_schedule, enough_blocks, has_wgmma, multiprocessors
+from passes.schedule_check import check_schedule, enough_blocks, has_wgmma, multiprocessors, shared_room
 from passes.schedule_choice import default_schedule, schedule_for
 from passes.target import Target
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma")
-SECOND = ("max_blocks",)  # choices that only the second pass makes
-
+SECOND = ("cluster", "max_blocks")  # what only the second pass varies; in the first it follows from the rest
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
 
 def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, ...]]:
-    """What each field of a `Schedule` may be, in order; but for `cluster`, which follows from splits."""
+    """What each field of a `Schedule` may be, in order."""
     chunk = spec.packing.chunk
+    splits = (1, 2, 4, 8) if target.has_clusters else (1, 2, 4)
     return {
         "tokens": (1, 8) if tile == 1 else (tile,),
         "row_blocks": (1, 2, 4, 8),
@@ -39,7 +38,8 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
         "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
         "stages": (2, 3, 4, 6, 8),
-        "splits": (1, 2, 4, 8) if target.has_clusters else (1, 2, 4),
+        "splits": splits,
+        "cluster": splits if target.has_clusters else (1,),
         "wgmma": ((0, 1) if tile <= 8 else (1,)) if has_wgmma(spec, target) else (0,),
         "max_blocks": (0, 1, 2),
     }
@@ -62,23 +62,34 @@ def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[
 
 
 def neighbours(spec: MatmulSpec, tile: int, target: Target, around: Schedule) -> list[Schedule]:
-    """The schedules one step of one field away from another, the most promising first."""
-    found: list[Schedule] = []
+    """The schedules one step of one field away from another, or any in a field of `SECOND`, the most promising first.
+    A field of `SECOND` that is as in the first pass follows the others, as it did there."""
+
+    def limited(s: Schedule) -> Schedule:
+        """Alike for schedules that make the same kernel, as a limit to what shared memory has no room for is none."""
+        room = shared_room(spec, s, target)
+        return replace(s, max_blocks=min(s.max_blocks or room, room))
+
+    fields = asdict(around)
+    first = _completed({name: value for name, value in fields.items() if name not in SECOND}, spec, target)
+    fields = {name: value for name, value in fields.items() if name not in SECOND or value != getattr(first, name)}
+    found: list[Schedule | None] = []
     for name, values in space(spec, tile, target).items():
         now = getattr(around, name)
-        for value in [v for v in values if v < now][-1:] + [v for v in values if v > now][:1]:
-            found += _schedules(asdict(around) | {name: value}, spec, target)
-    found = [s for s in dict.fromkeys(found) if s != around]
-    return sorted(found, key=lambda s: predict(spec, tile, s, target))
+        near = [v for v in values if v < now][-1:] + [v for v in values if v > now][:1]
+        found += [_schedule(fields | {name: v}, spec, target) for v in (values if name in SECOND else near)]
+    kernels = {limited(around): around}
+    for s in filter(None, found):
+        kernels.setdefault(limited(s), s)
+    return sorted(list(kernels.values())[1:], key=lambda s: predict(spec, tile, s, target))
 
 
 def all_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
     """Every schedule of the first pass that is allowed, gives every warp two steps or more of work, and leaves no
     more than half of the multiprocessors idle if another does not."""
     fields = {name: values for name, values in space(spec, tile, target).items() if name not in SECOND}
-    found: list[Schedule] = []
-    for values in itertools.product(*fields.values()):
-        found += itertools.islice(_schedules(dict(zip(fields, values)), spec, target), 1)
+    every = (_schedule(dict(zip(fields, values)), spec, target) for values in itertools.product(*fields.values()))
+    found = [s for s in every if s]
     most = max((_blocks(spec, s) for s in found), default=0)
     return [s for s in found if 2 * _blocks(spec, s) >= min(most, multiprocessors(target))]
 
@@ -87,24 +98,25 @@ def _blocks(spec: MatmulSpec, s: Schedule) -> int:
     return Plan(spec, s).tiles * s.splits
 
 
-def _usual_blocks(spec: MatmulSpec, s: Schedule, target: Target) -> int:
-    """What `max_blocks` is, as long as only the first pass was made."""
-    return enough_blocks(spec, s, target) if s.wgmma else 0
-
-
-def _schedules(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Iterator[Schedule]:
-    """Those of these fields that are worth trying: with splits in a cluster, where there are, then without."""
+def _schedule(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Schedule | None:
+    """The schedule with these fields, if it is worth trying."""
     if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS:
-        return
-    for cluster in dict.fromkeys((choice["splits"] if target.has_clusters else 1, 1)):
-        try:
-            s = Schedule(**choice | {"cluster": cluster})
-        except SpecError:
-            continue
-        if "max_blocks" not in choice:
-            s = replace(s, max_blocks=_usual_blocks(spec, s, target))
-        if _worth(spec, s, target):
-            yield s
+        return None
+    try:
+        s = _completed(choice, spec, target)
+    except SpecError:
+        return None
+    return s if _worth(spec, s, target) else None
+
+
+def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Schedule:
+    """The schedule with these fields; those of `SECOND` that are not there as in the first pass: splits in a cluster,
+    and no more blocks of warpgroups at a time than there are."""
+    splits = choice["splits"]
+    s = Schedule(**{"cluster": splits if target.has_clusters and splits <= 8 else 1} | choice)
+    if "max_blocks" in choice or not s.wgmma:
+        return s
+    return replace(s, max_blocks=enough_blocks(spec, s, target))
 
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
