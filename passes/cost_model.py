@@ -2,8 +2,8 @@
 
 A roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the weight and x,
 which every block reads for itself, through the L2 cache; and decoding, fragments and mma, slower where there are few
-warps. On top come the rounds of the pipeline, the start and end of a block, multiprocessors that the last blocks leave idle,
-those that blocks of the next kernel crowd, and sums over splits.
+warps. On top come the rounds of the pipeline, the start and end of a block, multiprocessors that the last blocks leave
+idle, those that blocks of the next kernel crowd, and sums over splits.
 
 The constants are fitted to an H200 (2026-11): those of wgmma to 7400 timings of 81 matmuls. Times are only as right as
 comparing needs; docs/tuning.md says how good the choices are.
