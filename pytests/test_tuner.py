@@ -334,7 +334,7 @@ def test_the_first_pass_has_as_many_blocks_of_warpgroups_as_are_needed() -> None
 
 
 def test_clusters_and_wgmma_where_there_are() -> None:
-    for tile, wgmma in ((1, {0}), (8, {0, 1}), (16, {1}), (64, {1})):
+    for tile, wgmma in ((1, {0, 1}), (8, {0, 1}), (16, {1}), (64, {1})):
         found = search_space.all_schedules(SPEC, tile, HOPPER)
         assert {s.wgmma for s in found} == wgmma and {s.splits for s in found} >= {2, 4, 8}
         assert all(s.cluster == s.splits for s in found)
