@@ -40,7 +40,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "stages": (2, 3, 4, 6, 8),
         "splits": splits,
         "cluster": splits if target.has_clusters else (1,),
-        "wgmma": ((0, 1) if tile <= 8 else (1,)) if has_wgmma(spec, target) else (0,),
+        "wgmma": ((0, 1) if tile == 8 else (1,)) if tile >= 8 and has_wgmma(spec, target) else (0,),
         "max_blocks": (0, 1, 2),
     }
 
