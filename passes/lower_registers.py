@@ -139,9 +139,10 @@ class TileRules(Lowering):
         reg = Reg.of(op.result.type)
         operands: list[Fragment] = [self.values[v] for v in op.operation.operands]
         slots = [f.reg.layout.slots_for(reg.layout) for f in operands]
-        self.values[op.result] = Fragment(
-            reg, "scalar", lambda i: make(*[f.scalar(s[i]) for f, s in zip(operands, slots)])
-        )
+        result = Fragment(reg, "scalar", lambda i: make(*[f.scalar(s[i]) for f, s in zip(operands, slots)]))
+        if self.sum in operands:
+            self.sum = result
+        self.values[op.result] = result
 
     def _mma(self, op: Any) -> None:
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
@@ -149,13 +150,16 @@ class TileRules(Lowering):
 
     def _warpgroup_mma(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_mma", "sm_90a")
+        self._finish_sums()
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
         product = warpgroup_mma(self.threads, a, b, int_attr(op, "start"), None if _is_zero(op.c) else c, c.reg)
+        self.sum = product
         self.reads.append(product)
         self.values[op.result] = product
 
     def _warpgroup_row_sums(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_row_sums", "sm_90a")
+        self._finish_sums()
         reg, columns = Reg.of(op.result.type), int_attr(op, "columns")
         sums = warpgroup_row_sums(self.threads, self.values[op.b], int_attr(op, "start"), columns, reg)
         self.reads.append(sums)

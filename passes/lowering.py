@@ -58,6 +58,7 @@ class Lowering:
         self.target = target
         self.values: dict[Any, Any] = {}  # SSA value of the program -> SSA value, Fragment or Place
         self.reads: list[Fragment] = []  # fragments whose registers are loads
+        self.sum: Fragment | None = None  # of the last wgmma, with what was done to it since
         self.shared = SharedMemory()
 
     def _require(self, there: bool, what: str, since: str) -> None:
@@ -69,6 +70,12 @@ class Lowering:
         for fragment in self.reads:
             fragment.force()
         self.reads.clear()
+
+    def _finish_sums(self) -> None:
+        """Write down what becomes of the last wgmma's accumulators, so that they need not live beside the next one's."""
+        if self.sum is not None:
+            self.sum.force()
+        self.sum = None
 
     def _when(self, condition: Any | None, action: Callable[[], Any]) -> None:
         if condition is None:
