@@ -259,7 +259,7 @@ def test_candidates_of_a_small_matmul() -> None:
 
 
 def test_the_prediction_knows_what_was_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of matmuls for one token in the shipped table: the times about, and the shape of the winner among the first few."""
+    """Of matmuls for one token in the shipped table: the times about, and the winner's shape among the first few."""
     monkeypatch.setattr(search_space, "schedule_for", default_schedule)  # as the latter has seen the table
     ranks: list[int] = []
     errors: list[float] = []
