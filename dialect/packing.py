@@ -85,17 +85,17 @@ class Packing:
     k: int
     group: int | None = None
 
-    @property
+    @cached_property
     def units(self) -> int:
         """Units of 512 bytes per row block and chunk: the words of a run."""
         return self.bits // math.gcd(self.bits, 8)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Columns of k in four runs, which fill whole units."""
         return 256 // math.gcd(self.bits, 8)
 
-    @property
+    @cached_property
     def row_blocks(self) -> int:
         return round_up(self.n, ROWS) // ROWS
 
@@ -107,7 +107,7 @@ class Packing:
             return g
         return round_up(g, c) if g > c else max(BLOCK_K, 1 << (g - 1).bit_length())
 
-    @property
+    @cached_property
     def padded_k(self) -> int:
         if self.group is None or self.padded_group is None:
             return round_up(self.k, self.chunk)

@@ -81,17 +81,21 @@ WGMMA = Costs(
 
 
 def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
-    """About how many microseconds a call takes; good for comparing schedules, not for more."""
+    """About how many microseconds a call takes, inf where there is no room for a block: good for comparing schedules,
+    not for more."""
     costs = WGMMA if s.wgmma else MMA
-    plan, processors, bits = Plan(spec, s), multiprocessors(target), spec.packing.bits
     resident = _resident(spec, s, target)
-    blocks = plan.tiles * s.splits
-    waves = blocks / processors
+    if not resident:
+        return math.inf
+    plan, processors, bits = Plan(spec, s), multiprocessors(target), spec.packing.bits
+    tiles, rounds, rows = plan.tiles, plan.rounds, s.rows
+    waves = tiles * s.splits / processors
+    whole_waves = math.ceil(waves)
     side_by_side = min(resident, waves)
 
-    in_flight = side_by_side * s.rows * s.warps_k * s.step_k * bits / 8 * (s.stages - 1)
+    in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * (s.stages - 1)
     memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight)
-    cache = (spec.bytes + plan.tiles * tile * spec.k * 2) / costs.l2
+    cache = (spec.bytes + tiles * tile * spec.k * 2) / costs.l2
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
     mma = 2 * s.columns / 8
@@ -104,15 +108,21 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
         arithmetic *= costs.barrier
 
     work = max(memory, cache, arithmetic)
-    work *= plan.rounds * s.warps_k * s.splits / plan.steps  # steps beyond the last
-    work += costs.round * plan.rounds * waves / side_by_side
+    work *= rounds * s.warps_k * s.splits / plan.steps  # steps beyond the last
+    work += costs.round * rounds * waves / side_by_side
     # Blocks of the next kernel that start early crowd some multiprocessors, where more fit than are needed.
-    work *= 1 + costs.crowd * (min(2.0, resident / math.ceil(waves)) - 1 if resident > waves else 0.0)
-    work *= 1 + (costs.idle if waves > 1 else 1.0) * (math.ceil(waves) / waves - 1)
+    work *= 1 + costs.crowd * (min(2.0, resident / whole_waves) - 1 if resident > waves else 0.0)
+    work *= 1 + (costs.idle if waves > 1 else 1.0) * (whole_waves / waves - 1)
     ends = costs.block * max(1.0, waves / side_by_side) * (1.0 if resident == 1 else 2 / 3)
-    sums = 2 * plan.tiles * s.splits * s.rows * s.columns * 4 / costs.l2 if s.splits > 1 else 0.0
-    sums += 0.0 if s.splits == 1 else costs.split if s.cluster == 1 else costs.cluster * math.log2(s.cluster)
-    return work + ends + sums
+    if s.splits == 1:
+        return work + ends
+    sums = 2 * tiles * s.splits * rows * s.columns * 4 / costs.l2
+    return work + ends + sums + (costs.split if s.cluster == 1 else costs.cluster * math.log2(s.cluster))
+
+
+def spills(s: Schedule, target: Target) -> bool:
+    """Whether a block has fewer registers than its threads want."""
+    return registers(s) * s.threads > target.registers_per_sm
 
 
 def registers(s: Schedule) -> int:
@@ -123,14 +133,15 @@ def registers(s: Schedule) -> int:
 
 
 def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
-    """Blocks that a multiprocessor holds at a time, about."""
-    used = min(255, registers(s), target.registers_per_sm // s.threads)
+    """Blocks that a multiprocessor holds at a time, about; 0 if none has room."""
+    threads = s.threads
+    used = min(target.max_registers_per_thread, registers(s), target.registers_per_sm // threads)
     fitting = min(
         shared_room(spec, s, target),
-        target.max_threads_per_sm // s.threads,
-        target.registers_per_sm // (s.threads * used),
+        target.max_threads_per_sm // threads,
+        target.registers_per_sm // (threads * used),
     )
-    return max(1, min(fitting, s.max_blocks or fitting))
+    return min(fitting, s.max_blocks or fitting)
 
 
 def _decode_clocks(spec: MatmulSpec, costs: Costs) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from dialect.errors import SpecError
 
@@ -27,9 +27,9 @@ class Schedule:
     max_blocks: int = 0  # on a multiprocessor at a time; 0: as many as fit
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if type(value := getattr(self, field.name)) is not int:
-                raise SpecError(f"schedule: {field.name}={value!r} must be an integer")
+        for name, value in vars(self).items():
+            if type(value) is not int:
+                raise SpecError(f"schedule: {name}={value!r} must be an integer")
         if self.tokens not in (1, 8, 16, 32, 64):
             raise SpecError(f"schedule: tokens={self.tokens} must be 1, 8, 16, 32 or 64")
         for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits", "cluster"):

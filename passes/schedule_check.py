@@ -85,8 +85,8 @@ def multiprocessors(target: Target) -> int:
     return {86: 84, 87: 16, 89: 142, 90: 132}.get(target.capability, 108)
 
 
-def enough_blocks(spec: MatmulSpec, s: Schedule, target: Target) -> int:
-    """The `max_blocks` with which all blocks run at a time and no more would, or 0 where that takes many: a
+def enough_blocks(blocks: int, target: Target) -> int:
+    """The `max_blocks` with which so many blocks run at a time and no more would, or 0 where that takes many: a
     multiprocessor that finishes early would take more than its share of the next kernel's."""
-    blocks = -(-Plan(spec, s).tiles * s.splits // multiprocessors(target))
-    return blocks if blocks <= 2 else 0
+    each = -(-blocks // multiprocessors(target))
+    return each if each <= 2 else 0

@@ -1,9 +1,10 @@
 """Which schedule a matmul gets, without MLIR: this runs before the disk cache is asked for a kernel.
 
 `schedule_for` takes, in this order: what was measured for the very same matmul; what was measured for one like it
-(`passes.schedule_tables`); a rule of thumb. The rule comes from what bounds the kernel: enough bytes in flight (three
-stages of 8 warps), enough blocks for all multiprocessors (fewer row blocks each, then k split over blocks), activations
-that fit beside them. docs/tuning.md says how far each is from the best.
+(`passes.schedule_tables`); a rule. With wgmma the rule is the least predicted (`passes.cost_model`) of some dozens of
+schedules. Without, it comes from what bounds the kernel: enough bytes in flight (three stages of 8 warps), enough
+blocks for all multiprocessors (fewer row blocks each, then k split over blocks), activations that fit beside them.
+docs/tuning.md says how far each is from the best.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
-from passes.cost_model import predict, registers
+from passes.cost_model import predict, spills
 from passes.plan import Plan
 from passes.schedule import Schedule
 from passes.schedule_check import (
@@ -86,8 +87,9 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     """A good schedule without search, for m up to `tile` (one of TOKEN_TILES)."""
     check_tile(tile)
     if tile > 1 and has_wgmma(spec, target):
-        if candidates := list(_warpgroup_schedules(spec, tile, target)):
-            return min(candidates, key=lambda s: predict(spec, tile, s, target))
+        best = min(_warpgroup_schedules(spec, tile, target), key=lambda s: predict(spec, tile, s, target), default=None)
+        if best and shared_bytes(spec, best) <= target.max_shared_per_block:
+            return best
     processors = multiprocessors(target)
     packing, has_table = spec.packing, spec.dtype.kind == "table"
     step = max(packing.chunk, min(128, 2 * packing.chunk))
@@ -119,39 +121,40 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     if packing.chunk == 256:
         s = replace(s, stages=2)  # a stage is large as it is
 
-    # One token leaves room for two blocks on a multiprocessor, whose phases then overlap. Wide tiles and long rows
-    # would rather split k than share x among fewer rows.
-    blocks, most = (2 if tile == 1 else 1), (2 if tile >= 32 or tile * spec.k >= _LONG_X else 1)
-    while s.rows > 16 and tiles(s) * splits(s, most) < 0.9 * blocks * processors:
+    # One token leaves room for two blocks on a multiprocessor, whose phases then overlap; one and a half for each were
+    # still better (6144 x 4096, 7168 x 5120) than twice as many of half the rows. Wide tiles and long rows would rather
+    # split k than share x among fewer rows.
+    room, least = (2, 1.4) if tile == 1 else (1, 0.9)
+    most = 2 if tile >= 32 or tile * spec.k >= _LONG_X else 1
+    while s.rows > 16 and tiles(s) * splits(s, most) < least * processors:
         s = replace(s, row_blocks=s.row_blocks // 2) if s.row_blocks > 1 else replace(s, warps_n=s.warps_n // 2)
     if tile == 1 and s.row_blocks == 1 and packing.bits < 8:
         s = replace(s, warps_k=16, stages=2)
     while s.warps_k > 1 and Plan(spec, s).steps <= s.warps_k // 2:  # idle warps
         s = replace(s, warps_k=s.warps_k // 2)
-    limit = min(target.max_shared_per_block, target.shared_per_sm // blocks - 1024)
+    limit = min(target.max_shared_per_block, target.shared_per_sm // room - 1024)
     while shared_bytes(spec, s) > limit and (smaller := _smaller(s, packing.chunk)):
         s = smaller
     return replace(s, splits=splits(s, min(_MOST_SPLITS, -(-9 * processors // (10 * tiles(s))))))
 
 
-# (row blocks, warps along n, warps along k) with wgmma: what won for some matmul when an H200's table was tuned.
-_WARPGROUP_SHAPES = ((1, 4, 4), (1, 4, 2), (1, 4, 1), (2, 4, 4), (2, 4, 1), (4, 4, 2), (1, 8, 2), (1, 8, 1))
+# (row blocks, warps along n, warps along k) with wgmma: what won most often when an H200's table was tuned. More shapes
+# do not make the choice better.
+_WARPGROUP_SHAPES = ((1, 4, 4), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1))
 
 
 def _warpgroup_schedules(spec: MatmulSpec, tile: int, target: Target) -> Iterator[Schedule]:
-    """Schedules with wgmma, few enough to predict them all in a few milliseconds."""
-    processors = multiprocessors(target)
+    """Schedules with wgmma, few enough to predict them all in about two milliseconds."""
     steps = [step for step in (256, 128, 64) if step % spec.packing.chunk == 0 and group_fits(spec, step)]
-    for (row_blocks, warps_n, warps_k), splits, step, stages in itertools.product(
-        _WARPGROUP_SHAPES, (1, 2, 4, 8), steps[:2], (2, 4)
-    ):
-        s = Schedule(tile, row_blocks, warps_n, warps_k, step, stages, splits, splits, wgmma=1)
-        plan = Plan(spec, s)
-        spills = registers(s) * s.threads > target.registers_per_sm
-        if spills or plan.rounds < 2 or (splits > 1 and plan.tiles * splits > 6 * processors):
+    for (row_blocks, warps_n, warps_k), splits in itertools.product(_WARPGROUP_SHAPES, (1, 2, 4, 8)):
+        blocks = -(-spec.n // (16 * row_blocks * warps_n)) * splits
+        if splits > 1 and blocks > 6 * multiprocessors(target):
             continue
-        if shared_bytes(spec, s) <= target.max_shared_per_block:
-            yield replace(s, max_blocks=enough_blocks(spec, s, target))
+        most = enough_blocks(blocks, target)
+        for step, stages in itertools.product(steps[:2], (2, 4)):
+            s = Schedule(tile, row_blocks, warps_n, warps_k, step, stages, splits, splits, 1, most)
+            if not spills(s, target) and Plan(spec, s).rounds >= 2:
+                yield s
 
 
 def _smaller(s: Schedule, chunk: int) -> Schedule | None:

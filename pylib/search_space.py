@@ -46,19 +46,14 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
 
 
 def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[Schedule]:
-    """At most `count` schedules for m up to `tile`, the most promising first; but before them what is chosen without
-    a search, by the rule and from the tables. Kinds of kernels (with splits, with wgmma) take turns: how the prediction
-    compares them is a guess."""
+    """At most `count` schedules for m up to `tile`: what is chosen without a search, by the rule and from the tables;
+    then the best of every shape; then the rest. Each of them the least predicted time first."""
     chosen = [default_schedule(spec, tile, target), schedule_for(spec, tile, target)]
     ordered = sorted(all_schedules(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
     shapes: dict[tuple[int, ...], Schedule] = {}
     for s in ordered:
         shapes.setdefault(tuple(getattr(s, name) for name in SHAPE), s)
-    kinds: dict[tuple[bool, int], list[Schedule]] = {}
-    for s in shapes.values():
-        kinds.setdefault((s.splits > 1, s.wgmma), []).append(s)
-    in_turn = [s for row in itertools.zip_longest(*kinds.values()) for s in row if s]
-    return list(dict.fromkeys([*chosen, *in_turn, *ordered]))[: max(count, len(chosen))]
+    return list(dict.fromkeys([*chosen, *shapes.values(), *ordered]))[: max(count, len(chosen))]
 
 
 def neighbours(spec: MatmulSpec, tile: int, target: Target, around: Schedule) -> list[Schedule]:
@@ -116,7 +111,7 @@ def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sche
     s = Schedule(**{"cluster": splits if target.has_clusters and splits <= 8 else 1} | choice)
     if "max_blocks" in choice or not s.wgmma:
         return s
-    return replace(s, max_blocks=enough_blocks(spec, s, target))
+    return replace(s, max_blocks=enough_blocks(_blocks(spec, s), target))
 
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
