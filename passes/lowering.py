@@ -72,7 +72,7 @@ class Lowering:
         self.reads.clear()
 
     def _finish_sums(self) -> None:
-        """Write down what becomes of the last wgmma's accumulators, so that they need not live beside the next one's."""
+        """Write down what becomes of the last wgmma's accumulators: they need not live beside the next one's."""
         if self.sum is not None:
             self.sum.force()
         self.sum = None

@@ -6,10 +6,11 @@ An entry says which schedule was the fastest for one matmul:
      "tokens": 1, "schedule": {"row_blocks": 1, ...}, "microseconds": 3.2, "date": "2026-11-21",
      "version": "0.1.0+5bd2c1f0", "kernel": "1e8d3aad6b2c"}
 
-A matmul that is not in a table is served by its nearest neighbour: of the same token tile, and decoded in the same way
-(so many bits of an integer, a float or a table). How far apart two are is a number of octaves: |log2| of the ratio of
-their n plus that of their k, and a quarter for everything else that differs. Beyond an octave the rule of thumb is the
-better guess: on an H200 (2026-11) neighbours 1.8 to 2 octaves away cost up to 28 %, the rule up to 8 %.
+A matmul that is not in a table is served by its nearest neighbour: of the same token tile, both with zeros or both
+without, and decoded in the same way (so many bits of an integer, a float or a table). How far apart two are is a number
+of octaves: |log2| of the ratio of their n plus that of their k, and a quarter for everything else that differs. Beyond
+an octave the rule of thumb is the better guess: on an H200 (2026-11) neighbours 1.8 to 2 octaves away cost up to 28 %,
+the rule up to 8 %.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Key:
     @property
     def family(self) -> tuple[object, ...]:
         """What neighbours have in common."""
-        return (*_decoding(self.weight, self.act), self.tokens)
+        return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens)
 
     def distance(self, other: Key) -> float:
         """Octaves between two of a family."""

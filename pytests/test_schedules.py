@@ -70,7 +70,6 @@ def test_what_was_measured_is_taken() -> None:
 
 NEAR = {
     "act": replace(SPEC, act="bf16"),
-    "zeros": replace(SPEC, zeros="float"),
     "group": replace(SPEC, group_size=64),
     "rows": replace(SPEC, group_size=None),
     "format": replace(SPEC, weight="i4"),
@@ -80,6 +79,7 @@ NEAR = {
 FAR = {
     "decoding": replace(SPEC, weight="nf4"),
     "bits": replace(SPEC, weight="u5"),
+    "zeros": replace(SPEC, zeros="float"),
     "n": replace(SPEC, n=16384),
     "k": replace(SPEC, k=512),
     "half filled": replace(SPEC, n=8704),  # 136 blocks for 132 multiprocessors, as it was 96
