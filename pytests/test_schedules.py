@@ -74,7 +74,7 @@ NEAR = {
     "rows": replace(SPEC, group_size=None),
     "format": replace(SPEC, weight="i4"),
     "n": replace(SPEC, n=5888),
-    "k": replace(SPEC, k=2048),
+    "k": replace(SPEC, k=1792),
 }
 FAR = {
     "decoding": replace(SPEC, weight="nf4"),
