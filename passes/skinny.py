@@ -13,13 +13,18 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
         for group in step:             a step has several groups, or a group several steps
             p   = decode(codes) x^T    f32, from zero
             acc = acc + scale * p      scale late: once per group and accumulator, not per weight
-    reduce acc over the warps_k warps through shared memory; over splits through device memory
+    reduce acc over the warps_k warps through shared memory; over splits through that of a cluster's blocks, each of
+        which adds up its part of the rows, or through device memory, where the last to arrive does
     add the bias, convert, store y[t, n]
+
+With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
+reads the activations from shared memory by itself.
 
 Zero points never touch a weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
-step_k + 8] (the 8 spread ldmatrix over all banks); scales and zeros [warps_k, row blocks, groups, 16]. Beside the
+step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
+zeros [warps_k, row blocks, groups, 16]. Beside the
 stages is the table of a format that has one (`dialect.decode_table`). After the loop all their place is taken by
 partial sums [warps_k, tokens, rows + 4] in f32.
 """
