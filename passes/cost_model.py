@@ -98,7 +98,9 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     cache = (spec.bytes + tiles * tile * spec.k * 2) / costs.l2
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
-    mma = 2 * s.columns / 8 * (1 + 1 / s.row_blocks if spec.zero_kind else 1)  # zeros: one more for all row blocks
+    mma = 2 * s.columns / 8
+    if spec.zeros == "float" or (spec.zeros == "int" and not s.wgmma):
+        mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
     mma, fragments = mma * costs.tensor, 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
     pipes = mma, bits / 2 + fragments, _decode_clocks(spec, costs)
     clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part

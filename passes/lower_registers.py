@@ -140,6 +140,9 @@ class TileRules(Lowering):
         operands: list[Fragment] = [self.values[v] for v in op.operation.operands]
         slots = [f.reg.layout.slots_for(reg.layout) for f in operands]
         result = Fragment(reg, "scalar", lambda i: make(*[f.scalar(s[i]) for f, s in zip(operands, slots)]))
+        if kind_of(reg) == "pair" and all(_pairs_up(s) for s in slots):
+            pairs = [_pairs(f, s) for f, s in zip(operands, slots)]
+            result = Fragment(reg, "pair", lambda i: make(*[pair(i) for pair in pairs]))
         if self.sum in operands:
             self.sum = result
         self.values[op.result] = result
@@ -186,6 +189,26 @@ class TileRules(Lowering):
             return total
 
         self.values[op.result] = Fragment(reg, "scalar", make)
+
+
+def _pairs_up(slots: Sequence[int]) -> bool:
+    """Whether every two slots are a pair of the source, or the same element twice."""
+    return all(b == a or (a % 2 == 0 and b == a + 1) for a, b in zip(slots[::2], slots[1::2], strict=True))
+
+
+def _pairs(source: Fragment, slots: Sequence[int]) -> Callable[[int], Any]:
+    """Pair i of these slots; an element that stands for many is written down twice over once."""
+    doubled: dict[int, Any] = {}
+
+    def pair(i: int) -> Any:
+        a, b = slots[2 * i], slots[2 * i + 1]
+        if a != b:
+            return source.pair(a // 2)
+        if a not in doubled:
+            doubled[a] = emit.pair(source.scalar(a), source.scalar(a))
+        return doubled[a]
+
+    return pair
 
 
 def _is_zero(value: Any) -> bool:

@@ -20,7 +20,8 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
 With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
 reads the activations from shared memory by itself.
 
-Zero points never touch a weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones.
+Zero points touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But for
+integer ones with wgmma, where that mma would cost as much as 64 rows: q - z is exact in f16 and bf16.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
@@ -300,10 +301,15 @@ class _Kernel:
         for group in range(self.plan.groups):
             start = group * width
             zero = p.constant(0.0, "f32", self.d_layout)
-            product = p.warpgroup_mma(p.slice(a, 2, start, width), self.x_buffer, start, zero)
+            weights = p.slice(a, 2, start, width)
+            early = self.spec.zeros == "int"  # q - z is exact
+            if early:
+                minus = self.convert.minus_zero(self._group_factor("zeros", group))
+                weights = p.add(weights, p.cast(minus, self.compute))
+            product = p.warpgroup_mma(weights, self.x_buffer, start, zero)
             scale = self._group_factor("scales", group)
             total = p.fma(product, self.convert.unfold(scale), total)
-            if "zeros" in self.factors:
+            if "zeros" in self.factors and not early:
                 shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
                 total = p.fma(shift, self._sums_of_x(start, width), total)
         return [total]
