@@ -130,11 +130,12 @@ class CudaRuntime(_GpuRuntime):
         rows = x.reshape(-1, self._k)
         if not rows.is_contiguous() or rows.data_ptr() % 16:
             rows = rows.clone(memory_format=torch.contiguous_format)
-        pointers = codes.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (zeros, bias))
+        weight, scale = codes.data_ptr(), scales.data_ptr()
+        zero, extra = (0 if t is None else t.data_ptr() for t in (zeros, bias))
         with torch.cuda.device(device):
             for part, out in zip(rows.split(tile), y.view(-1, self._n).split(tile)):
-                settled = _settled(codes, pointers[0])
-                function(current_stream(device), settled, part.data_ptr(), *pointers, out.data_ptr(), len(part))
+                stream, settled = current_stream(device), _settled(codes, weight)
+                function(stream, settled, part.data_ptr(), weight, scale, zero, extra, out.data_ptr(), len(part))
         return y
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:

@@ -88,8 +88,12 @@ def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, *, dequa
     expected = reference.matmul(part, x, codes, scales, zeros, bias)
     allowed = reference.tolerance(part, x, codes, scales, zeros, bias, dequantized=dequantized)
     rows = torch.arange(spec.n, device=device) % part.n
-    whole = (None if t is None else _take(t.to(device), rows) for t in (codes, scales, zeros, bias))
-    return Sample(x.to(device), packed.pack(spec, *whole), expected, allowed)
+
+    def whole(t: Tensor) -> Tensor:
+        return _take(t.to(device), rows)
+
+    weight = packed.pack(spec, whole(codes), whole(scales), *(None if t is None else whole(t) for t in (zeros, bias)))
+    return Sample(x.to(device), weight, expected, allowed)
 
 
 def run_trial(
