@@ -40,8 +40,8 @@ def warpgroup_mma(
     blocks = sorted({column for _, column in a_at})
     descriptor = _once(lambda: _descriptor(threads, b, result))
     rows: dict[int, list[Any]] = {}
-    of_row = {row: sorted(i for i, place in enumerate(d_at) if place[0] == row) for row, _ in d_at}
-    of_row = {row: sorted(found, key=lambda i: d_at[i][1]) for row, found in of_row.items()}
+    by_column = sorted(range(len(d_at)), key=lambda i: d_at[i][1])
+    of_row = {row: [i for i in by_column if d_at[i][0] == row] for row, _ in d_at}
 
     def registers(row: int) -> list[Any]:
         if row not in rows:

@@ -33,6 +33,8 @@ partial sums [warps_k, tokens, rows + 4] in f32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dialect.bindings import ir
@@ -283,11 +285,10 @@ class _Kernel:
             if self.biased:
                 zero = p.bias_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
             product = p.mma(a_group, b_group, zero)
-            scale = self._group_factor("scales", group)
-            total = p.fma(product, self.convert.unfold(scale), total)
-            if "zeros" in self.factors:
-                shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
-                total = p.fma(shift, p.row_sums(b_group, self.sum_layout), total)
+            zeros = "zeros" in self.factors
+            total = self._add_scaled(
+                total, product, group, partial(p.row_sums, b_group, self.sum_layout) if zeros else None
+            )
         return [total]
 
     def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
@@ -307,12 +308,19 @@ class _Kernel:
                 minus = self.convert.minus_zero(self._group_factor("zeros", group))
                 weights = p.add(weights, p.cast(minus, self.compute))
             product = p.warpgroup_mma(weights, self.x_buffer, start, zero)
-            scale = self._group_factor("scales", group)
-            total = p.fma(product, self.convert.unfold(scale), total)
-            if "zeros" in self.factors and not early:
-                shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
-                total = p.fma(shift, self._sums_of_x(start, width), total)
+            zeros = "zeros" in self.factors and not early
+            total = self._add_scaled(total, product, group, partial(self._sums_of_x, start, width) if zeros else None)
         return [total]
+
+    def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Callable[[], Tile] | None) -> Tile:
+        """total + s * product, and - s * z * (sums of x) where there are zeros still to be had."""
+        p = self.p
+        scale = self._group_factor("scales", group)
+        total = p.fma(product, self.convert.unfold(scale), total)
+        if sums_of_x is None:
+            return total
+        shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
+        return p.fma(shift, sums_of_x(), total)
 
     def _sums_of_x(self, start: int, columns: int) -> Tile:
         return self.p.warpgroup_row_sums(self.x_buffer, start, columns, self.sum_layout)
