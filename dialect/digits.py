@@ -1,0 +1,44 @@
+"""Codes as bytes and activations as digits: how mma.m16n8k32 of 8-bit integers multiplies a packed weight by one token.
+
+*Codes.* Of `dialect.packing`'s words, those of 1, 2 and 4 bits have codes 8 bits apart that belong to one row: one mask
+takes four of them, a register of an A fragment of bytes. Two such registers, for rows g and g + 8 of lane 4 g + q, are
+a *half* of a fragment, with 16 columns. Nothing is shifted: row g has its codes times 2^shift, row g + 8 another
+2^bits times as large.
+
+*Digits.* x is a fixed-point number, the same unit for a *piece* of 128 columns: X = round(x / unit), below 2^30, as four
+signed digits to the base of 256, each a column of B. A code that is 2^shift too large meets X / 2^shift instead, so that
+all products of a row come in the same unit. In shared memory, word [digit, q, half] has the digits that lane q needs for
+a half; the sums of digits of a piece fit 23 bits, so that they can be had as f32 without a conversion.
+
+A unit in which the largest of a piece is 2^29 to 2^30 makes X / 2^6, the coarsest, as fine as f32 next to that largest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+PIECE = 128  # columns
+HALVES = 8  # of a piece
+DIGITS = 4
+ROW = HALVES + 4  # words from lane to lane in shared memory: loads of 16 bytes meet all banks
+TOP = 29  # the largest X of a piece is from 2^TOP up, below 2^(TOP + 1): rounding and carries stay within 32 bits
+BITS = (1, 2, 4)  # of codes that are side by side in bytes
+
+
+@dataclass(frozen=True)
+class Half:
+    """The codes (word >> shift) & mask of row g, at shift + bits of row g + 8, are of columns column + 2 q + (0, 32 / bits,
+    1, 32 / bits + 1), from the lowest byte up. `word` counts in a lane's words of a piece."""
+
+    word: int
+    shift: int
+    column: int
+
+
+@lru_cache(maxsize=None)
+def halves(bits: int) -> tuple[Half, ...]:
+    """Of a piece, for codes of 1, 2 or 4 bits."""
+    per_word = 4 // bits
+    places = (divmod(number, per_word) for number in range(HALVES))
+    return tuple(Half(word, 2 * bits * within, 64 // bits * word + 8 * within) for word, within in places)
