@@ -1,16 +1,18 @@
 """Codes as bytes and activations as digits: how mma.m16n8k32 of 8-bit integers multiplies a packed weight by one token.
 
-*Codes.* Of `dialect.packing`'s words, those of 1, 2 and 4 bits have codes 8 bits apart that belong to one row: one mask
-takes four of them, a register of an A fragment of bytes. Two such registers, for rows g and g + 8 of lane 4 g + q, are
-a *half* of a fragment, with 16 columns. Nothing is shifted: row g has its codes times 2^shift, row g + 8 another
+*Codes.* In a word of `dialect.packing` with 1, 2 or 4 bits to a code, codes 8 bits apart belong to one row: one mask
+takes four of them, a register of an A fragment of bytes. Two such registers, for rows g and g + 8 of lane 4 g + q,
+are a *half* of a fragment, with 16 columns. Nothing is shifted: row g has its codes times 2^shift, row g + 8 another
 2^bits times as large.
 
-*Digits.* x is a fixed-point number, the same unit for a *piece* of 128 columns: X = round(x / unit), below 2^30, as four
-signed digits to the base of 256, each a column of B. A code that is 2^shift too large meets X / 2^shift instead, so that
-all products of a row come in the same unit. In shared memory, word [digit, q, half] has the digits that lane q needs for
-a half; the sums of digits of a piece fit 23 bits, so that they can be had as f32 without a conversion.
+*Digits.* x is a fixed-point number, the same unit for a *piece* of 128 columns: X = round(x / unit), below 2^30, as
+four signed digits to the base of 256, each a column of B. A code that is 2^shift too large meets round(x / unit /
+2^shift) instead, so that all products of a row come in the same unit. In shared memory, word [digit, q, half] has the
+digits that lane q needs for a half. The sums of a piece's digits are below 2^22, so that they can be had as f32
+without a conversion.
 
-A unit in which the largest of a piece is 2^29 to 2^30 makes X / 2^6, the coarsest, as fine as f32 next to that largest.
+The largest of a piece is 2^29 to 2^30 units. With the coarsest shift, 6, x is wrong by 2^5 units at most, which is
+2^-24 of that largest: what f32 loses when it adds the two.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ BITS = (1, 2, 4)  # of codes that are side by side in bytes
 
 @dataclass(frozen=True)
 class Half:
-    """The codes (word >> shift) & mask of row g, at shift + bits of row g + 8, are of columns column + 2 q + (0, 32 / bits,
-    1, 32 / bits + 1), from the lowest byte up. `word` counts in a lane's words of a piece."""
+    """The codes (word >> shift) & mask are of row g, those at shift + bits of row g + 8, in columns column + 2 q + (0,
+    32 / bits, 1, 32 / bits + 1) from the lowest byte up. `word` counts in a lane's words of a piece."""
 
     word: int
     shift: int

@@ -882,10 +882,10 @@ def _check_pieces(op: Any, columns: int) -> None:
 
 
 class SplitDigitsOp(Lowbit.Operation, name="split_digits"):
-    """Writes x [warps, 1, k] as digits for codes of `format`, every warp its own row, and gives the units: x is about unit
-    times its digits' number, wrong by no more than f32 is for the largest of the piece.
+    """Writes x [warps, 1, k] as digits for codes of `format`, every warp its own row, and gives the unit of every
+    piece.
 
-    A piece with an infinity or a NaN has a unit that is none, so what is made of it is no number either.
+    A piece with an infinity or a NaN has NaN for a unit, and so has all that is made of it.
     """
 
     x: ext.Operand[SharedType]
@@ -907,8 +907,8 @@ class SplitDigitsOp(Lowbit.Operation, name="split_digits"):
 class DigitMmaOp(Lowbit.Operation, name="digit_mma"):
     """Columns start .. start + columns of codes [warps, m, k] times as many of x in digits: [warps, m, 2] in f32.
 
-    Codes are as they lie in memory: signed ones are 2^(b-1) too large. Column 0 is what the two lower digits of x bring,
-    column 1 what the upper bring, in units 2^16 times as large; `join_digits` adds them up.
+    Codes are as they lie in memory: signed ones are 2^(b-1) too large. Column 0 is what the two lower digits of x
+    bring, column 1 what the upper two bring, 2^16 times too small; `join_digits` adds them up.
     """
 
     a: ext.Operand[RegType]
@@ -935,7 +935,7 @@ class DigitMmaOp(Lowbit.Operation, name="digit_mma"):
 
 
 class DigitSumsOp(Lowbit.Operation, name="digit_sums"):
-    """Sums of x over columns start .. start + columns, as `digit_mma` would make them with all codes 1: [warps, 1, 2]."""
+    """Sums of x over columns start .. start + columns, as of a row of `digit_mma` with all codes 1: [warps, 1, 2]."""
 
     digits: ext.Operand[SharedType]
     unit: ext.Operand[RegType]

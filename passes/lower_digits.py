@@ -1,14 +1,15 @@
-"""One token in integers, for `lower-tiles`: x to digits in shared memory, codes to bytes, products with mma.m16n8k32 of
-u8 and s8 (`dialect.digits` has the idea).
+"""One token in integers, for `lower-tiles`: x to digits in shared memory, codes to bytes, their products by
+mma.m16n8k32 of u8 and s8 (`dialect.digits` has the idea).
 
-The accumulators of a piece start from the bits of the f32 1.5 * 2^23 instead of 0. Read as f32, they then are that number
-plus the sum, exactly, and two fused multiply-adds make of two digits' sums one number in units of x: no conversion from
-integers, which runs at a quarter of the rate.
+The accumulators of a piece start from the bits of the f32 1.5 * 2^23 instead of 0. Read as f32, they then are that
+number plus the sum, exactly, and two fused multiply-adds make of two digits' sums one number in units of x: no
+conversion from integers, which runs at a quarter of the rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 from dialect.bindings import arith, ir, llvm, nvvm
@@ -39,17 +40,17 @@ class DigitRules(Lowering):
         self._finish_reads()
         reg, bits = Reg.of(op.unit.type), read_format(op.format).bits
         x, digits = self.values[op.x], self.values[op.digits]
-        q, half = self._lane_digit(4, 1), self._lane_digit(8, 4)
+        q, half = self.lane_digit(4, 1), self.lane_digit(8, 4)
         per_word = 4 // bits
         word = arith.divui(half, emit.constant(per_word))
         within = arith.remui(half, emit.constant(per_word))
         shift = arith.muli(within, emit.constant(2 * bits))
         column = arith.addi(arith.muli(word, emit.constant(64 // bits)), arith.muli(within, emit.constant(8)))
         column = arith.addi(column, arith.muli(q, emit.constant(2)))
-        source = emit.offset_bytes(self._of_warp(x), dynamic=arith.muli(column, emit.constant(2)))
-        *_, piece_words, digit_words, lane_words, _ = (4 * stride for stride in digits.type.strides)
-        place = arith.addi(arith.muli(q, emit.constant(lane_words)), arith.muli(half, emit.constant(4)))
-        target = emit.offset_bytes(self._of_warp(digits), dynamic=place)
+        source = emit.offset_bytes(self.of_warp(x), dynamic=arith.muli(column, emit.constant(2)))
+        *_, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in digits.type.strides)
+        place = arith.addi(arith.muli(q, emit.constant(lane_bytes)), arith.muli(half, emit.constant(4)))
+        target = emit.offset_bytes(self.of_warp(digits), dynamic=place)
         pair = ir.VectorType.get([2], ir.Type.parse(str(x.type.element)))
         units: list[Any] = []
         for piece in range(reg.shape[-1]):
@@ -59,7 +60,7 @@ class DigitRules(Lowering):
             unit, factor = _scale(values, shift)
             units.append(unit)
             for digit, word_of_digit in enumerate(_digits([_round(arith.mulf(v, factor)) for v in values])):
-                static = piece * piece_words + digit * digit_words
+                static = piece * piece_bytes + digit * digit_bytes
                 llvm.store(word_of_digit, emit.offset_bytes(target, static=static), alignment=4)
         self.values[op.unit] = Fragment(reg, "scalar", units.__getitem__)
 
@@ -76,18 +77,16 @@ class DigitRules(Lowering):
 
         def product(row_block: int) -> list[Any]:
             """Of rows g and g + 8."""
-            total: list[Any] | None = None
-            for piece in terms.pieces:
+
+            def of_piece(piece: int) -> list[Any]:
                 first = row_block * per_row + piece * per_piece
                 words = [codes.register(first + i) for i in range(per_piece)]
-                a: list[Any] = []
-                for half in halves(bits):
-                    for shift in (half.shift, half.shift + bits):
-                        a.append(emit.mask(words[half.word], ((1 << bits) - 1) * _BYTES << shift))
-                found = terms.product(piece, a)
-                total = [arith.addf(t, f) for t, f in zip(total, found)] if total else found
-            assert total is not None
-            return total
+                places = [(half.word, half.shift + more) for half in halves(bits) for more in (0, bits)]
+                a = [emit.mask(words[word], ((1 << bits) - 1) * _BYTES << shift) for word, shift in places]
+                return terms.product(piece, a)
+
+            by_row = zip(*map(of_piece, terms.pieces), strict=True)
+            return [_sum(row) for row in by_row]
 
         def make(slot: int) -> Any:
             row_block, row = divmod(slot, 2)
@@ -104,11 +103,7 @@ class DigitRules(Lowering):
         def make(_: int) -> Any:
             zero = emit.constant(0)
             ones = [a for half in halves(bits) for a in (emit.constant(_BYTES << half.shift), zero)]
-            sums = [terms.product(piece, ones)[0] for piece in terms.pieces]
-            total = sums[0]
-            for more in sums[1:]:
-                total = arith.addf(total, more)
-            return total
+            return _sum([terms.product(piece, ones)[0] for piece in terms.pieces])
 
         self._read(op, Fragment(Reg.of(op.result.type), "scalar", make))
 
@@ -120,7 +115,7 @@ class DigitRules(Lowering):
             all_lanes, whole = emit.constant(_ALL_LANES), emit.constant(31)
             kind = ir.Attribute.parse("#nvvm<shfl_kind bfly>")
             other = nvvm.shfl_sync(all_lanes, mine, emit.constant(1), whole, kind)
-            is_upper = arith.cmpi(arith.CmpIPredicate.ne, self._lane_digit(2, 1), emit.constant(0))
+            is_upper = arith.cmpi(arith.CmpIPredicate.ne, self.lane_digit(2, 1), emit.constant(0))
             lower, upper = arith.select(is_upper, other, mine), arith.select(is_upper, mine, other)
             return emit.fma(upper, emit.real(2.0**16, ir.F32Type.get()), lower)
 
@@ -131,16 +126,16 @@ class DigitRules(Lowering):
         self.reads.append(fragment)
         self.values[op.result] = fragment
 
-    def _lane_digit(self, size: int, divisor: int) -> Any:
+    def lane_digit(self, size: int, divisor: int) -> Any:
         return self.threads.digit(size, divisor, self.threads_per_block)
 
-    def _of_warp(self, place: Place) -> Any:
+    def of_warp(self, place: Place) -> Any:
         """The part of a buffer [warps, ..] that is this warp's."""
         warps = place.type.shape[0]
         if warps == 1:
             return place.base
         size = place.type.strides[0] * (2 if place.type.element in ("f16", "bf16") else 4)
-        return emit.offset_bytes(place.base, dynamic=arith.muli(self._lane_digit(warps, 32), emit.constant(size)))
+        return emit.offset_bytes(place.base, dynamic=arith.muli(self.lane_digit(warps, 32), emit.constant(size)))
 
 
 class _Terms:
@@ -173,21 +168,20 @@ class _Terms:
     def _fragments(self, piece: int) -> list[Any]:
         """Lane 4 g + q loads what it needs of digit g % 4: columns 4 to 7 of B are columns 0 to 3 again."""
         if piece not in self._words:
-            _, piece_words, digit_words, lane_words, _ = (4 * stride for stride in self._digits.type.strides)
+            _, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in self._digits.type.strides)
             if self._base is None:
-                digit, q = self._lowering._lane_digit(DIGITS, 4), self._lowering._lane_digit(4, 1)
-                place = arith.addi(
-                    arith.muli(digit, emit.constant(digit_words)), arith.muli(q, emit.constant(lane_words))
-                )
-                self._base = emit.offset_bytes(self._lowering._of_warp(self._digits), dynamic=place)
+                digit, q = self._lowering.lane_digit(DIGITS, 4), self._lowering.lane_digit(4, 1)
+                lane = arith.muli(q, emit.constant(lane_bytes))
+                place = arith.addi(arith.muli(digit, emit.constant(digit_bytes)), lane)
+                self._base = emit.offset_bytes(self._lowering.of_warp(self._digits), dynamic=place)
             vector = ir.VectorType.get([4], emit.integer())
-            at = [emit.offset_bytes(self._base, static=piece * piece_words + 4 * i) for i in range(0, HALVES, 4)]
+            at = [emit.offset_bytes(self._base, static=piece * piece_bytes + 4 * i) for i in range(0, HALVES, 4)]
             loaded = [llvm.load(vector, address, alignment=16) for address in at]
             self._words[piece] = [emit.element(v, i) for v in loaded for i in range(4)]
         return self._words[piece]
 
     def _scales(self, piece: int) -> list[tuple[Any, Any, Any]]:
-        """Of rows g and g + 8: 256 units, minus 257 origins, and a unit, which is smaller where codes were too large."""
+        """Of rows g and g + 8: 256 units, minus 257 origins, and a unit, smaller where codes are too large."""
         if piece not in self._factors:
             unit = self._units.scalar(piece)
 
@@ -201,8 +195,8 @@ class _Terms:
 
 
 def _scale(values: Sequence[Any], shift: Any) -> tuple[Any, Any]:
-    """The unit of a piece, of which each lane has some values, and what to multiply this lane's by, which meet codes that
-    are 2^shift too large."""
+    """The unit of a piece, of which each lane has some values, and what to multiply this lane's by, which meet codes
+    that are 2^shift too large."""
     f32 = ir.F32Type.get()
     top = None
     for value in values:
@@ -219,6 +213,10 @@ def _scale(values: Sequence[Any], shift: Any) -> tuple[Any, Any]:
     return emit.bitcast(f32, unit), emit.bitcast(f32, emit.shift_right(factor, -23))
 
 
+def _sum(terms: Sequence[Any]) -> Any:
+    return reduce(arith.addf, terms)
+
+
 def _round(x: Any) -> Any:
     """To the nearest integer."""
     return llvm.inline_asm(emit.integer(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f", asm_dialect=0)
@@ -228,9 +226,9 @@ def _digits(numbers: Sequence[Any]) -> list[Any]:
     """Word d: digit d of four numbers, the first in the lowest byte."""
     carries = emit.constant(_CARRIES)
     x = [arith.xori(arith.addi(number, carries), carries) for number in numbers]
-    lower = [_permute(x[i], x[i + 1], 0x5140) for i in (0, 2)]  # digits 0 and 1 of two numbers
-    upper = [_permute(x[i], x[i + 1], 0x7362) for i in (0, 2)]
-    return [_permute(*pair, selector) for pair in (lower, upper) for selector in (0x5410, 0x7632)]
+    # Digits 0 and 1 of two numbers, and digits 2 and 3
+    halves_of_pairs = [[_permute(x[i], x[i + 1], selector) for i in (0, 2)] for selector in (0x5140, 0x7362)]
+    return [_permute(a, b, selector) for a, b in halves_of_pairs for selector in (0x5410, 0x7632)]
 
 
 def _permute(a: Any, b: Any, selector: int) -> Any:

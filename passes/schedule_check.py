@@ -88,13 +88,10 @@ def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         )
 
 
-DIGIT_BITS = (1, 2)  # with more, memory is the bound
-
-
 def has_digits(spec: MatmulSpec) -> bool:
     """Whether one token can be multiplied in integers: narrow ones, whose groups are whole pieces of 128 columns."""
     group = spec.packing.padded_group
-    narrow = spec.dtype.kind in ("uint", "int") and spec.dtype.bits in DIGIT_BITS
+    narrow = spec.dtype.kind in ("uint", "int") and spec.dtype.bits <= 2  # with more, memory is the bound
     return narrow and (group is None or group % PIECE == 0)
 
 
@@ -103,8 +100,8 @@ def _check_digits(spec: MatmulSpec, s: Schedule) -> None:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {PIECE} for digits=1")
     if not has_digits(spec):
         raise SpecError(
-            f"schedule: digits=1 multiplies integers of {' or '.join(map(str, DIGIT_BITS))} bits in groups of multiples "
-            f"of {PIECE} columns; {spec.weight} in groups of {spec.group_size} needs digits=0"
+            f"schedule: digits=1 multiplies integers of 1 or 2 bits in groups of multiples of {PIECE} columns; "
+            f"{spec.weight} in groups of {spec.group_size} needs digits=0"
         )
 
 

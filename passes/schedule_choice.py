@@ -3,7 +3,8 @@
 `schedule_for` takes, in this order: what was measured for the very same matmul; what was measured for one like it
 (`passes.schedule_tables`); a rule. With wgmma the rule is the least predicted (`passes.cost_model`) of some dozens of
 schedules. Without, it comes from what bounds the kernel: enough bytes in flight (three stages of 8 warps), enough
-blocks for all multiprocessors (fewer row blocks each, then k split over blocks), activations that fit beside them.
+blocks for all multiprocessors (fewer row blocks each, then k split over blocks), activations that fit beside them; and
+for one token of a narrow weight it is weighed against doing so in integers, again by what is predicted.
 docs/tuning.md says how far each is from the best.
 """
 

@@ -1,7 +1,8 @@
 """The matmul kernel for one token in integers: `passes.skinny` with another compute side (`Schedule.digits`).
 
-The idea. With narrow codes and one token, decoding to f16 and a tensor core that has seven of its eight columns idle are
-the bound, not memory. Codes cost half as much as bytes; x takes four of the columns, a digit each (`dialect.digits`).
+The idea. With narrow codes and one token, decoding to f16 and a tensor core with seven of its eight columns idle are
+the bound, not memory. As bytes, codes cost half as much; x takes four of the columns, a digit each
+(`dialect.digits`).
 
     for round:                         copies as ever
         split x of the step into digits, in shared memory, every warp for itself
@@ -10,10 +11,11 @@ the bound, not memory. Codes cost half as much as bytes; x takes four of the col
             acc = acc + scale * p      two columns: what the lower and the upper digits bring
     acc[0] + 2^16 acc[1], then sums over warps and splits
 
-Signed codes are multiplied as they lie in memory, in offset binary: too large by a number that is treated as a zero point.
+Signed codes are multiplied as they lie in memory, in offset binary: too large by a number that is taken for a zero
+point.
 
-Shared memory: beside the stages of `passes.skinny` one buffer of digits [warps_k, pieces, 4 digits, 4 lanes, 8 halves] of 32
-bits; 12 words from lane to lane spread loads of 16 bytes over all banks.
+Shared memory: beside the stages of `passes.skinny` one buffer of digits [warps_k, pieces, 4 digits, 4 lanes, 8 halves]
+in 32-bit words.
 """
 
 from __future__ import annotations
@@ -67,8 +69,9 @@ class _DigitKernel(Kernel):
         (total,) = carried
         width = s.step_k // self.plan.groups
         for group in range(self.plan.groups):
-            of_group = group * width, width
-            total = self._add_scaled(total, product(*of_group), group, partial(sums, *of_group) if self.shifted else None)
+            start = group * width
+            sums_of_x = partial(sums, start, width) if self.shifted else None
+            total = self._add_scaled(total, product(start, width), group, sums_of_x)
         return [total]
 
     def _whole(self, total: Tile) -> Tile:
