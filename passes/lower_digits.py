@@ -119,7 +119,9 @@ class DigitRules(Lowering):
             lower, upper = arith.select(is_upper, other, mine), arith.select(is_upper, mine, other)
             return emit.fma(upper, emit.real(2.0**16, ir.F32Type.get()), lower)
 
-        self.values[op.result] = Fragment(Reg.of(op.result.type), "scalar", make)
+        joined = Fragment(Reg.of(op.result.type), "scalar", make)
+        joined.force()  # here, where all lanes are: they shuffle
+        self.values[op.result] = joined
 
     def _read(self, op: Any, fragment: Fragment) -> None:
         """The result of an operation, which reads digits that may be overwritten after the next barrier."""
