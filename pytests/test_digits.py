@@ -10,12 +10,15 @@ import pytest
 import torch
 from emulated import Problem, matmul_is_right, run_matmul
 from test_kernels import covering
+from test_mutations import without_barrier
 
 from dialect.digits import BITS, HALVES, PIECE, halves
-from dialect.errors import SpecError
+from dialect.errors import EmulatorError, SpecError
 from dialect.packing import BLOCK_K, ROWS, Packing, run_of
 from dialect.spec import MatmulSpec
-from passes.pipeline import compile_matmul
+from passes import emit, lower_digits, skinny_digits
+from passes.lower_tiles import _Lowering
+from passes.pipeline import CompiledKernel, compile_matmul
 from passes.schedule import Schedule
 from passes.schedule_check import check_schedule
 from passes.target import parse_target
@@ -165,6 +168,54 @@ def test_range(largest: float) -> None:
     problem = _problem(spec, x / np.abs(x).max() * largest)
     kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 1, 256, 2, digits=1))
     assert matmul_is_right(run_matmul(kernel, spec, problem), spec, problem)
+
+
+# -- broken compilers
+
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "no carries": (lower_digits, "_CARRIES", 0),
+    "one carry less": (lower_digits, "_CARRIES", 0x00008080),
+    "another origin": (lower_digits, "_ORIGIN", 2.0**23),
+    "shifts not taken from x": (lower_digits, "_scale", lambda values, shift: SCALE(values, emit.constant(0))),
+    "digits in another order": (lower_digits, "_digits", lambda numbers: DIGITS_OF(numbers)[::-1]),
+    "columns in another order": (lower_digits, "_digits", lambda numbers: DIGITS_OF(numbers[::-1])),
+    "coarser digits": (lower_digits, "TOP", 21),
+    "excess forgotten": (skinny_digits, "zero_code", lambda format_: 0.0),
+}
+SCALE, DIGITS_OF = lower_digits._scale, lower_digits._digits
+I2 = MatmulSpec(40, 1024, "i2", group_size=256, zeros="float", out="f32", scale="f32")
+
+
+def _is_right(kernel: CompiledKernel, racecheck: bool = False) -> bool:
+    """With x of which most are small next to a few."""
+    x = np.where(np.arange(I2.k) % PIECE == 5, 1000.0, 2.0**-12)
+    problem = _problem(I2, x)
+    y = run_matmul(kernel, I2, problem, racecheck=racecheck).double().numpy()
+    bound = 2.0**-24 * 4 * np.abs(problem[0].double().numpy()) @ np.abs(dequantize(I2, *problem[1:4])).T
+    return bool((np.abs(y - matmul(I2, *problem)) <= bound).all())
+
+
+def _compiled(stages: int = 2) -> CompiledKernel:
+    return compile_matmul(I2, parse_target("sm_80"), Schedule(1, 1, 1, 2, 256, stages, digits=1))
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BROKEN[what])
+    assert not _is_right(_compiled())
+
+
+@pytest.mark.parametrize(("stages", "number"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0), (3, 1)])
+def test_no_barrier_can_go(stages: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrived, split, (consumed): every one keeps digits or weights from being read too early, or overwritten."""
+    monkeypatch.setattr(_Lowering, "_barrier", without_barrier(number)(_Lowering._barrier))
+    with pytest.raises(EmulatorError):
+        _is_right(_compiled(stages), racecheck=True)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_nothing_broken(stages: int) -> None:
+    assert _is_right(_compiled(stages), racecheck=True)
 
 
 # -- what is refused
