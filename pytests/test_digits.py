@@ -12,6 +12,7 @@ from emulated import Problem, matmul_is_right, run_matmul
 from test_kernels import covering
 from test_mutations import without_barrier
 
+import pylib
 from dialect.digits import BITS, HALVES, PIECE, halves
 from dialect.errors import EmulatorError, SpecError
 from dialect.packing import BLOCK_K, ROWS, Packing, run_of
@@ -21,6 +22,7 @@ from passes.lower_tiles import _Lowering
 from passes.pipeline import CompiledKernel, compile_matmul
 from passes.schedule import Schedule
 from passes.schedule_check import check_schedule
+from passes.schedule_choice import default_schedule
 from passes.target import parse_target
 from pylib.packed import TORCH
 from pylib.reference import dequantize, matmul, random_problem
@@ -110,6 +112,19 @@ def test_choices(spec: MatmulSpec, schedule: Schedule, target: str) -> None:
     y = run_matmul(kernel, spec, problem, launches=launches, racecheck=len(kernel.ptx) < 60_000)
     assert "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" in kernel.ptx
     assert matmul_is_right(y, spec, problem)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_rule_takes_digits(target: str) -> None:
+    """Through the door, for one token; more have a kernel with reals."""
+    spec = MatmulSpec(256, 4096, "u2", group_size=128, zeros="int")
+    assert default_schedule(spec, 1, parse_target(target)).digits == 1
+    mm = pylib.compile(spec, f"emulator:{target}")
+    problem = random_problem(spec, 3)
+    x, *weight = problem
+    w = mm.pack(*weight)
+    for m in (1, 3):
+        assert matmul_is_right(mm(x[:m], w), spec, (x[:m], *weight))
 
 
 # -- how fine x is
