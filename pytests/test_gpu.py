@@ -78,7 +78,7 @@ def test_one_token_in_integers(weight: str, act: str, zeros: str, row_blocks: in
     with_reals = other(x.cuda(), other.pack(*weights).to("cuda"))
     exact = matmul(spec, x, *weights)
     off, off_with_reals = (abs(each.double().cpu().numpy() - exact).max() for each in (y, with_reals))
-    assert off <= 2 * off_with_reals
+    assert off <= 4 * off_with_reals
 
 
 def test_packing_on_the_gpu_gives_the_same_weight() -> None:
