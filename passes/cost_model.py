@@ -79,7 +79,7 @@ WGMMA = Costs(
     decode_table=6.3,
 )
 # As MMA, with half the instructions (counted, not fitted); a row block's share of making digits of x comes on top.
-DIGITS = replace(MMA, tensor=0.5, decode=(1.0, 1.0))
+DIGITS = replace(MMA, tensor=0.5, decode=(1.0,) * 8)
 SPLIT_DIGITS = 1.7  # clocks for 256 codes, divided by the row blocks
 
 

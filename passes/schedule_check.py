@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dialect.decode_table import DecodeTable
-from dialect.digits import DIGITS, PIECE, ROW
+from dialect.digits import BITS, DIGITS, PIECE, ROW
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
 from passes.plan import Plan
@@ -89,10 +89,11 @@ def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
 
 
 def has_digits(spec: MatmulSpec) -> bool:
-    """Whether one token can be multiplied in integers: narrow ones, whose groups are whole pieces of 128 columns."""
+    """Whether one token can be multiplied in integers: codes must be some, and groups whole pieces of 128 columns."""
     group = spec.packing.padded_group
-    narrow = spec.dtype.kind in ("uint", "int") and spec.dtype.bits <= 2  # with more, memory is the bound
-    return narrow and (group is None or group % PIECE == 0)
+    return (
+        spec.dtype.kind in ("uint", "int") and spec.dtype.bits in BITS and (group is None or group % PIECE == 0)
+    )
 
 
 def _check_digits(spec: MatmulSpec, s: Schedule) -> None:
@@ -100,7 +101,7 @@ def _check_digits(spec: MatmulSpec, s: Schedule) -> None:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {PIECE} for digits=1")
     if not has_digits(spec):
         raise SpecError(
-            f"schedule: digits=1 multiplies integers of 1 or 2 bits in groups of multiples of {PIECE} columns; "
+            f"schedule: digits=1 multiplies integers of 1, 2 or 4 bits in groups of multiples of {PIECE} columns; "
             f"{spec.weight} in groups of {spec.group_size} needs digits=0"
         )
 

@@ -136,7 +136,7 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     while shared_bytes(spec, s) > limit and (smaller := _smaller(s, packing.chunk)):
         s = smaller
     s = replace(s, splits=splits(s, min(_MOST_SPLITS, -(-9 * processors // (10 * tiles(s))))))
-    if tile == 1 and has_digits(spec):
+    if tile == 1 and has_digits(spec) and packing.bits <= 2:  # with more, memory is the bound
         return min([s, *_digit_schedules(spec, target)], key=lambda s: predict(spec, tile, s, target))
     return s
 

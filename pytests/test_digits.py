@@ -54,7 +54,7 @@ def test_halves(bits: int) -> None:
 # -- choices, pair by pair
 
 FACTORS: dict[str, Any] = {
-    "weight": ("u1", "u2", "i1", "i2"),
+    "weight": ("u1", "u2", "u4", "i1", "i2", "i4"),
     "group": (None, 100, 128, 256, 384, "k"),
     "length": (1, 2, 5),  # groups in k, or which k
     "n": (1, 16, 40, 72),
@@ -149,7 +149,7 @@ def _problem(spec: MatmulSpec, x: np.ndarray) -> Problem:
 
 
 @pytest.mark.parametrize("kind", ["outliers", "decades", "tiny", "huge", "zero"])
-@pytest.mark.parametrize("weight", ["u1", "i2"])
+@pytest.mark.parametrize("weight", ["u1", "i2", "u4"])
 @pytest.mark.parametrize("act", ["f16", "bf16"])
 def test_precision(weight: str, kind: str, act: str) -> None:
     """Far finer than the tolerance of f16's kernels: a few roundings of f32, of terms and of the largest of a piece."""
@@ -162,6 +162,17 @@ def test_precision(weight: str, kind: str, act: str) -> None:
     scale = np.abs(dequantize(spec, np.full((24, 1024), 1), *weights[1:3]))
     bound = 2.0**-24 * ((largest + 16 * size) @ scale.T) * spec.dtype.codes
     assert (np.abs(y - matmul(spec, *problem)) <= bound).all()
+
+
+@pytest.mark.parametrize("weight", ["u1", "u2", "u4"])
+def test_largest_sums(weight: str) -> None:
+    """All codes the largest, and of all x the third digit -128: sums of digits still fit a mantissa."""
+    spec = MatmulSpec(16, 256, weight, group_size=128, out="f32", scale="f32")
+    codes = torch.full((16, 256), spec.dtype.codes - 1, dtype=torch.uint8)
+    x = torch.full((1, 256), 1 + 2.0**-6, dtype=torch.float16)
+    problem = x, codes, torch.ones(16, 2), None, None
+    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 1, 1, 1, 256, 2, digits=1))
+    assert (run_matmul(kernel, spec, problem) == 256 * (1 + 2.0**-6) * (spec.dtype.codes - 1)).all()
 
 
 @pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
@@ -240,7 +251,7 @@ def test_nothing_broken(stages: int) -> None:
     ("weight", "group", "schedule", "message"),
     [
         ("u1", 128, Schedule(1, step_k=128, digits=1), "step_k=128 must be a multiple of 256"),
-        ("u4", 128, Schedule(1, digits=1), "digits=1 multiplies integers of 1 or 2 bits in groups of multiples of 128"),
+        ("u3", 128, Schedule(1, step_k=256, digits=1), "digits=1 multiplies integers of 1, 2 or 4 bits in groups of"),
         ("lut2", 128, Schedule(1, digits=1), "lut2 in groups of 128 needs digits=0"),
         ("u2", 64, Schedule(1, digits=1), "u2 in groups of 64 needs digits=0"),
     ],

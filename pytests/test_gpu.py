@@ -63,7 +63,7 @@ def test_numbers(spec: pylib.MatmulSpec) -> None:
 
 @pytest.mark.parametrize("zeros", ["none", "int", "float"])
 @pytest.mark.parametrize("act", ["f16", "bf16"])
-@pytest.mark.parametrize("weight", ["u1", "u2", "i1", "i2"])
+@pytest.mark.parametrize("weight", ["u1", "u2", "u4", "i1", "i2", "i4"])
 @pytest.mark.parametrize("row_blocks", [1, 4, 8])
 def test_one_token_in_integers(weight: str, act: str, zeros: str, row_blocks: int) -> None:
     """Next to float64, and next to the same with f16: as fine, with an x far larger than others."""
