@@ -492,6 +492,8 @@ MMA_M16N8K16_B = local(2, 1).column_spatial(4, 8).local(2, 1)
 MMA_M16N8K16_B_NK = MMA_M16N8K16_B.permute((1, 0))
 # The accumulators C and D are the same for every k.
 MMA_M16N8K16_D = MMA_M16N8_D = local(2, 1).spatial(8, 4).local(1, 2)
+# Columns 0 to 3 of it, neighbours added up, where columns 4 to 7 are the same again (`dialect.digits`)
+MMA_M16N8_PAIRS = local(2, 1).spatial(8, 1).replicated(2).spatial(1, 2)
 
 # 9.7.14.5.7, .f16 and .bf16, then .tf32
 MMA_M16N8K8_A = local(2, 1).spatial(8, 4).local(1, 2)

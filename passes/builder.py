@@ -24,7 +24,7 @@ from dialect import ops
 from dialect.bindings import arith, ext, ir, scf
 from dialect.dtypes import DType
 from dialect.errors import PassError
-from dialect.layout import Layout
+from dialect.layout import Layout, spatial
 from dialect.types import Element, Global, Reg, Shared, element_attr, format_attr, ints, row_major, strings
 
 
@@ -387,6 +387,28 @@ class Program:
 
     def row_sums(self, tile: Tile, layout: Layout) -> Tile:
         return Tile(ops.RowSumsOp(tile.value, Reg("f32", layout).type).result)
+
+    def split_digits(self, x: Memory, digits: Memory, format: DType) -> Tile:
+        """Write x [warps, 1, k] as digits; the units of its pieces."""
+        warps, pieces = digits.type.shape[:2]
+        reg = Reg("f32", spatial(warps, 1, 1).local(1, 1, pieces).replicated(32))
+        return Tile(ops.SplitDigitsOp(x.value, digits.value, format_attr(format), reg.type).result)
+
+    def digit_mma(self, a: Tile, digits: Memory, unit: Tile, start: int, columns: int, layout: Layout) -> Tile:
+        """Columns start .. of codes times those of x; see `join_digits`."""
+        place = _i64(start), _i64(columns)
+        return Tile(ops.DigitMmaOp(a.value, digits.value, unit.value, *place, Reg("f32", layout).type).result)
+
+    def digit_sums(
+        self, digits: Memory, unit: Tile, format: DType, start: int, columns: int, layout: Layout
+    ) -> Tile:
+        about = format_attr(format), _i64(start), _i64(columns)
+        return Tile(ops.DigitSumsOp(digits.value, unit.value, *about, Reg("f32", layout).type).result)
+
+    def join_digits(self, tile: Tile) -> Tile:
+        """The number that the two columns of a sum of `digit_mma` stand for."""
+        reg = Reg("f32", tile.layout.reduce((tile.layout.rank - 1,)))
+        return Tile(ops.JoinDigitsOp(tile.value, reg.type).result)
 
     def reduce(self, tile: Tile, dim: int) -> Tile:
         reg = Reg(tile.reg.element, tile.layout.reduce((dim,)))

@@ -12,7 +12,7 @@ comparing needs; docs/tuning.md says how good the choices are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dialect.spec import MatmulSpec
 from passes.plan import Plan
@@ -78,12 +78,15 @@ WGMMA = Costs(
     decode_float=1.8,
     decode_table=6.3,
 )
+# As MMA, with half the instructions (counted, not fitted); a row block's share of making digits of x comes on top.
+DIGITS = replace(MMA, tensor=0.5, decode=(1.0,) * 8)
+SPLIT_DIGITS = 1.7  # clocks for 256 codes, divided by the row blocks
 
 
 def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     """About how many microseconds a call takes, inf where there is no room for a block: good for comparing schedules,
     not for more."""
-    costs = WGMMA if s.wgmma else MMA
+    costs = WGMMA if s.wgmma else DIGITS if s.digits else MMA
     resident = _resident(spec, s, target)
     if not resident:
         return math.inf
@@ -98,11 +101,12 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     cache = (spec.bytes + tiles * tile * spec.k * 2) / costs.l2
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
-    mma = 2 * s.columns / 8
+    mma = 2 * max(8, s.tokens) / 8
     if spec.zeros == "float" or (spec.zeros == "int" and not s.wgmma):
         mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
     mma, fragments = mma * costs.tensor, 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
-    pipes = mma, bits / 2 + fragments, _decode_clocks(spec, costs)
+    decode = _decode_clocks(spec, costs) + (SPLIT_DIGITS / s.row_blocks if s.digits else 0.0)
+    pipes = mma, bits / 2 + fragments, decode
     clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part
     arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK
     arithmetic *= max(1.0, costs.warps / (side_by_side * s.threads / 32))
@@ -131,6 +135,8 @@ def registers(s: Schedule) -> int:
     """Of a thread, about."""
     if s.wgmma:
         return 40 + s.step_k // 8 + s.tokens // 2 * (1 + s.row_blocks)
+    if s.digits:
+        return 62 + 11 * s.row_blocks
     return 60 + 9 * s.row_blocks * s.columns // 8
 
 

@@ -1,7 +1,7 @@
 """expand-matmul: `lowbit.matmul`, `lowbit.dequantize` and `lowbit.prepack` become tile programs.
 
-The kernels are functions from a spec (and a schedule) to a program: `passes.skinny`, `passes.dequantize`,
-`passes.prepack`.
+The kernels are functions from a spec (and a schedule) to a program: `passes.skinny`, `passes.skinny_digits`,
+`passes.dequantize`, `passes.prepack`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from passes.prepack import prepack
 from passes.rewriting import at, each_op
 from passes.select_schedule import SCHEDULE, read_schedule
 from passes.skinny import skinny
+from passes.skinny_digits import skinny_digits
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class ExpandMatmul:
                 if SCHEDULE not in op.operation.attributes:
                     raise PassError("expand-matmul: a lowbit.matmul has no schedule; run select-schedule first")
                 schedule = read_schedule(op.operation.attributes[SCHEDULE])
-                _replace_function(op, skinny(spec_of(op), schedule))
+                program = skinny_digits if schedule.digits else skinny
+                _replace_function(op, program(spec_of(op), schedule))
         for kind, kernel in ((ops.DequantizeOp, dequantize), (ops.PrepackOp, prepack)):
             for op in each_op(module, kind):
                 with at(op):

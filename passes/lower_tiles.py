@@ -4,8 +4,8 @@ The pass walks the program once and writes the function anew. Every tile is a `F
 down when a consumer asks for them; what reads memory is finished before the next barrier, store or region. What is
 left of formats are `lowbit.decode_pair` and `lookup_pair` operations, for `lower-dequant`.
 
-Here are the function around a program, its scalars, loops and branches; `passes.lower_memory`,
-`passes.lower_table` and `passes.lower_registers` have the rules for the other operations.
+Here are the function around a program, its scalars, loops and branches; `passes.lower_memory`, `passes.lower_table`,
+`passes.lower_registers` and `passes.lower_digits` have the rules for the other operations.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dialect.types import read_ints
 from passes import emit
 from passes.addressing import Place, ThreadIndex
 from passes.fragment import Fragment
+from passes.lower_digits import DigitRules
 from passes.lower_memory import MemoryRules
 from passes.lower_registers import TileRules
 from passes.lower_table import TableRules
@@ -47,7 +48,7 @@ class LowerTiles:
             program.operation.erase()
 
 
-class _Lowering(MemoryRules, TableRules, TileRules):
+class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
     """Rewrites one program."""
 
     def __init__(self, program: Any, target: Target) -> None:
@@ -88,6 +89,10 @@ class _Lowering(MemoryRules, TableRules, TileRules):
             "lowbit.reduce": self._reduce,
             "lowbit.row_sums": self._row_sums,
             "lowbit.bias_sums": self._bias_sums,
+            "lowbit.split_digits": self._split_digits,
+            "lowbit.digit_mma": self._digit_mma,
+            "lowbit.digit_sums": self._digit_sums,
+            "lowbit.join_digits": self._join_digits,
             "lowbit.return": lambda op: None,
             "scf.for": self._for,
             "scf.if": self._if,

@@ -25,6 +25,7 @@ class Schedule:
     cluster: int = 1  # of these splits, those that add up through distributed shared memory: 1 or all (sm_90)
     wgmma: int = 0  # 1: instructions of whole warpgroups, which read x from shared memory (sm_90a)
     max_blocks: int = 0  # on a multiprocessor at a time; 0: as many as fit
+    digits: int = 0  # 1: one token as digits times codes as bytes, in integers (`dialect.digits`)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -45,6 +46,11 @@ class Schedule:
                 f"schedule: wgmma={self.wgmma} must be 0, or 1 with warps_n={self.warps_n} a multiple of 4 and "
                 f"tokens={self.tokens} at least 8"
             )
+        if self.digits not in (0, 1) or (self.digits and (self.tokens, self.warps_n, self.wgmma) != (1, 1, 0)):
+            raise SpecError(
+                f"schedule: digits={self.digits} must be 0, or 1 with tokens=1, warps_n=1 and wgmma=0, not "
+                f"tokens={self.tokens}, warps_n={self.warps_n} and wgmma={self.wgmma}"
+            )
         if self.max_blocks < 0:
             raise SpecError(f"schedule: max_blocks={self.max_blocks} must be 0 (as many as fit) or more")
         if self.step_k < 16 or self.step_k % 16:
@@ -58,8 +64,8 @@ class Schedule:
 
     @property
     def columns(self) -> int:
-        """Of the accumulators: an mma has eight, of which a single token uses one."""
-        return max(8, self.tokens)
+        """Of the sums a block ends with: an mma has eight, of which a single token uses one; digits leave but that."""
+        return 1 if self.digits else max(8, self.tokens)
 
     @property
     def rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dialect.decode_table import DecodeTable
+from dialect.digits import BITS, DIGITS, PIECE, ROW
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
 from passes.plan import Plan
@@ -26,6 +27,8 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
             total += padded(s.stages * s.warps_k * rows * BYTES[kind])
+    if s.digits:
+        total += s.warps_k * (s.step_k // PIECE) * DIGITS * 4 * ROW * 4
     if spec.dtype.kind == "table":
         total += DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes
     sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
@@ -47,6 +50,8 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
     if s.wgmma:
         _check_wgmma(spec, s, target)
+    if s.digits:
+        _check_digits(spec, s)
     if s.cluster > 1 and not target.has_clusters:
         raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
     needed = shared_bytes(spec, s)
@@ -55,6 +60,15 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
             f"schedule: {s} needs {needed} bytes of shared memory, {target} allows {target.max_shared_per_block}; "
             "take fewer stages or warps_k, or a smaller step_k"
         )
+
+
+def is_allowed(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
+    """Whether a schedule fits a spec and a target."""
+    try:
+        check_schedule(spec, s, target)
+    except SpecError:
+        return False
+    return True
 
 
 def has_wgmma(spec: MatmulSpec, target: Target) -> bool:
@@ -71,6 +85,24 @@ def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         raise SpecError(
             f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "
             f"k={spec.k} and groups of {spec.group_size} needs wgmma=0"
+        )
+
+
+def has_digits(spec: MatmulSpec) -> bool:
+    """Whether one token can be multiplied in integers: codes must be some, and groups whole pieces of 128 columns."""
+    group = spec.packing.padded_group
+    return (
+        spec.dtype.kind in ("uint", "int") and spec.dtype.bits in BITS and (group is None or group % PIECE == 0)
+    )
+
+
+def _check_digits(spec: MatmulSpec, s: Schedule) -> None:
+    if s.step_k % PIECE:
+        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {PIECE} for digits=1")
+    if not has_digits(spec):
+        raise SpecError(
+            f"schedule: digits=1 multiplies integers of 1, 2 or 4 bits in groups of multiples of {PIECE} columns; "
+            f"{spec.weight} in groups of {spec.group_size} needs digits=0"
         )
 
 

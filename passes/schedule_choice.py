@@ -3,7 +3,8 @@
 `schedule_for` takes, in this order: what was measured for the very same matmul; what was measured for one like it
 (`passes.schedule_tables`); a rule. With wgmma the rule is the least predicted (`passes.cost_model`) of some dozens of
 schedules. Without, it comes from what bounds the kernel: enough bytes in flight (three stages of 8 warps), enough
-blocks for all multiprocessors (fewer row blocks each, then k split over blocks), activations that fit beside them.
+blocks for all multiprocessors (fewer row blocks each, then k split over blocks), activations that fit beside them; and
+for one token of a narrow weight it is weighed against doing so in integers, again by what is predicted.
 docs/tuning.md says how far each is from the best.
 """
 
@@ -19,10 +20,11 @@ from passes.cost_model import predict, spills
 from passes.plan import Plan
 from passes.schedule import Schedule
 from passes.schedule_check import (
-    check_schedule,
     enough_blocks,
     group_fits,
+    has_digits,
     has_wgmma,
+    is_allowed,
     multiprocessors,
     shared_bytes,
 )
@@ -56,9 +58,7 @@ def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
     """Whether a schedule does here what it did where it was measured: it is allowed, every warp has work, and its
     blocks fill the multiprocessors about as well."""
     s, processors = entry.schedule, multiprocessors(target)
-    try:
-        check_schedule(spec, s, target)
-    except SpecError:
+    if not is_allowed(spec, s, target):
         return False
 
     def filled(n: int) -> float:
@@ -135,7 +135,10 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     limit = min(target.max_shared_per_block, target.shared_per_sm // room - 1024)
     while shared_bytes(spec, s) > limit and (smaller := _smaller(s, packing.chunk)):
         s = smaller
-    return replace(s, splits=splits(s, min(_MOST_SPLITS, -(-9 * processors // (10 * tiles(s))))))
+    s = replace(s, splits=splits(s, min(_MOST_SPLITS, -(-9 * processors // (10 * tiles(s))))))
+    if tile == 1 and has_digits(spec) and packing.bits <= 2:  # with more, memory is the bound
+        return min([s, *_digit_schedules(spec, target)], key=lambda s: predict(spec, tile, s, target))
+    return s
 
 
 # (row blocks, warps along n, warps along k) with wgmma: what won most often when an H200's table was tuned. More shapes
@@ -155,6 +158,18 @@ def _warpgroup_schedules(spec: MatmulSpec, tile: int, target: Target) -> Iterato
             s = Schedule(tile, row_blocks, warps_n, warps_k, step, stages, splits, splits, 1, most)
             if not spills(s, target) and Plan(spec, s).rounds >= 2:
                 yield s
+
+
+def _digit_schedules(spec: MatmulSpec, target: Target) -> Iterator[Schedule]:
+    """Schedules with one token in integers."""
+    step = 256 if group_fits(spec, 256) else 128
+    for row_blocks, warps_k, splits, stages in itertools.product((8, 4, 2, 1), (4, 8), (1, 2, 4), (2, 3)):
+        cluster = splits if target.has_clusters else 1
+        blocks = -(-spec.n // (16 * row_blocks)) * splits
+        most = enough_blocks(blocks, target)
+        s = Schedule(1, row_blocks, 1, warps_k, step, stages, splits, cluster, max_blocks=most, digits=1)
+        if Plan(spec, s).rounds >= 2 and not spills(s, target) and is_allowed(spec, s, target):
+            yield s
 
 
 def _smaller(s: Schedule, chunk: int) -> Schedule | None:

@@ -81,8 +81,9 @@ def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
 class Factors:
     """Scales and zeros as f32 tiles."""
 
-    def __init__(self, p: Program, spec: MatmulSpec) -> None:
-        self.p, self.spec = p, spec
+    def __init__(self, p: Program, spec: MatmulSpec, excess: float = 0.0) -> None:
+        """excess: by how much the codes are too large that are multiplied."""
+        self.p, self.spec, self.excess = p, spec, excess
         self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act))
 
     @staticmethod
@@ -100,14 +101,15 @@ class Factors:
         return self.p.mul(scale, self.p.constant(2.0**self.exponent, "f32", scale.layout))
 
     def minus_zero(self, stored: Tile) -> Tile:
-        """-z; integer zeros are stored from the format's least value up."""
+        """-z, and minus the excess; integer zeros are stored from the format's least value up."""
         p, layout = self.p, stored.layout
         minus = p.mul(stored, p.constant(-1.0, "f32", layout))
         least = float(self.spec.dtype.values().min()) if self.spec.zeros == "int" else 0.0
-        return p.add(minus, p.constant(-least, "f32", layout)) if least else minus
+        more = -least - self.excess
+        return p.add(minus, p.constant(more, "f32", layout)) if more else minus
 
 
-class _Kernel:
+class Kernel:
     """Builds the program."""
 
     def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
@@ -137,8 +139,9 @@ class _Kernel:
             (1, s.cluster, 1),
         )
         self.convert = Factors(self.p, spec)
+        self.shifted = spec.zeros != "none"  # sums of x are asked for
         warps = spatial(s.warps_k, s.warps_n, 1)
-        step_blocks = s.step_k // BLOCK_K
+        step_blocks, columns = s.step_k // BLOCK_K, max(8, s.tokens) // 8
         self.units = s.step_k // self.packing.chunk * self.packing.units * 32
 
         def batched(fragment: Layout) -> Layout:
@@ -147,8 +150,8 @@ class _Kernel:
         self.unit_layout = warps.local(1, s.row_blocks, self.units // 32).spatial(1, 1, 32)
         self.a_layout = warps.local(1, s.row_blocks, step_blocks) * batched(MMA_M16N8K16_A)
         replicas = spatial(s.warps_k, 1, 1).replicated(s.warps_n)
-        self.b_layout = replicas.local(1, s.columns // 8, step_blocks) * batched(MMA_M16N8K16_B_NK)
-        self.d_layout = warps.local(1, s.row_blocks, s.columns // 8) * batched(MMA_M16N8_D)
+        self.b_layout = replicas.local(1, columns, step_blocks) * batched(MMA_M16N8K16_B_NK)
+        self.d_layout = warps.local(1, s.row_blocks, columns) * batched(MMA_M16N8_D)
         self.row_layout = self.d_layout.reduce((2,))
         self.sum_layout = self.d_layout.reduce((1,))
 
@@ -158,7 +161,7 @@ class _Kernel:
             self.tile = p.block_id(0)
             self.first_block = self.tile * self.plan.row_blocks
             carried = [p.constant(0.0, "f32", self.d_layout)]
-            if spec.zeros != "none" and not self.plan.groups:
+            if self.shifted and not self.plan.groups:
                 carried.append(p.constant(0.0, "f32", self.sum_layout))
             self._make_views()
             p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
@@ -169,9 +172,7 @@ class _Kernel:
                 p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
                 loop.results = self._step(loop.carried)
                 p.barrier("warps", s.warps_n)
-            total = loop.carried[0]
-            if not self.plan.groups:
-                total = self._scale_rows(*loop.carried)
+            total = self._whole(loop.carried[0] if self.plan.groups else self._scale_rows(*loop.carried))
             p.barrier()
             p.free_shared(*self.buffers)
             Epilogue(p, spec, s, self.tile).finish(total)
@@ -285,11 +286,13 @@ class _Kernel:
             if self.biased:
                 zero = p.bias_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
             product = p.mma(a_group, b_group, zero)
-            zeros = "zeros" in self.factors
-            total = self._add_scaled(
-                total, product, group, partial(p.row_sums, b_group, self.sum_layout) if zeros else None
-            )
+            sums = partial(p.row_sums, b_group, self.sum_layout) if self.shifted else None
+            total = self._add_scaled(total, product, group, sums)
         return [total]
+
+    def _whole(self, total: Tile) -> Tile:
+        """[warps_k, rows, columns] of what a warp ends with."""
+        return total
 
     def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
         """The same with x in shared memory."""
@@ -308,8 +311,8 @@ class _Kernel:
                 minus = self.convert.minus_zero(self._group_factor("zeros", group))
                 weights = p.add(weights, p.cast(minus, self.compute))
             product = p.warpgroup_mma(weights, self.x_buffer, start, zero)
-            zeros = "zeros" in self.factors and not early
-            total = self._add_scaled(total, product, group, partial(self._sums_of_x, start, width) if zeros else None)
+            sums = partial(self._sums_of_x, start, width) if self.shifted and not early else None
+            total = self._add_scaled(total, product, group, sums)
         return [total]
 
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Callable[[], Tile] | None) -> Tile:
@@ -319,8 +322,14 @@ class _Kernel:
         total = p.fma(product, self.convert.unfold(scale), total)
         if sums_of_x is None:
             return total
-        shift = p.mul(scale, self.convert.minus_zero(self._group_factor("zeros", group)))
+        shift = p.mul(scale, self._minus_zero(partial(self._group_factor, "zeros", group)))
         return p.fma(shift, sums_of_x(), total)
+
+    def _minus_zero(self, stored: Callable[[], Tile]) -> Tile:
+        """What is added to codes before they are scaled."""
+        if self.spec.zeros == "none":
+            return self.p.constant(-self.convert.excess, "f32", self.row_layout)
+        return self.convert.minus_zero(stored())
 
     def _sums_of_x(self, start: int, columns: int) -> Tile:
         return self.p.warpgroup_row_sums(self.x_buffer, start, columns, self.sum_layout)
@@ -353,12 +362,13 @@ class _Kernel:
         p = self.p
         scale = self._row_factor("scales", self.spec.scale)
         result = p.mul(total, self.convert.unfold(scale))
-        if sums and self.spec.zero_kind:
-            shift = p.mul(scale, self.convert.minus_zero(self._row_factor("zeros", self.spec.zero_kind)))
+        if sums:
+            zero = partial(self._row_factor, "zeros", self.spec.zero_kind or "")
+            shift = p.mul(scale, self._minus_zero(zero))
             result = p.fma(shift, sums[0], result)
         return result
 
 
 def skinny(spec: MatmulSpec, schedule: Schedule) -> Any:
     """The tile program of a matmul, in a module of its own."""
-    return _Kernel(spec, schedule).build()
+    return Kernel(spec, schedule).build()

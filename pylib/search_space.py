@@ -17,11 +17,11 @@ from dialect.spec import MatmulSpec
 from passes.cost_model import predict
 from passes.plan import Plan
 from passes.schedule import Schedule
-from passes.schedule_check import check_schedule, enough_blocks, has_wgmma, multiprocessors, shared_room
+from passes.schedule_check import enough_blocks, has_digits, has_wgmma, is_allowed, multiprocessors, shared_room
 from passes.schedule_choice import default_schedule, schedule_for
 from passes.target import Target
 
-SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma")
+SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits")
 SECOND = ("cluster", "max_blocks")  # what only the second pass varies; in the first it follows from the rest
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
@@ -42,6 +42,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "cluster": splits if target.has_clusters else (1,),
         "wgmma": ((0, 1) if tile == 8 else (1,)) if tile >= 8 and has_wgmma(spec, target) else (0,),
         "max_blocks": (0, 1, 2),
+        "digits": (0, 1) if tile == 1 and has_digits(spec) else (0,),
     }
 
 
@@ -120,8 +121,4 @@ def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
         return False
     if s.rows >= spec.n + 16 * s.row_blocks or Plan(spec, s).rounds < 2:
         return False
-    try:
-        check_schedule(spec, s, target)
-    except SpecError:
-        return False
-    return True
+    return is_allowed(spec, s, target)

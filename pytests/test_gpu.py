@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,26 @@ def test_numbers(spec: pylib.MatmulSpec) -> None:
         y = mm(x[:m].cuda(), w)
         assert y.is_cuda and y.shape == (m, spec.n)
         assert agrees(y, expected[:m], bounds[m > 192][:m]).all(), f"m = {m}"
+
+
+@pytest.mark.parametrize("zeros", ["none", "int", "float"])
+@pytest.mark.parametrize("act", ["f16", "bf16"])
+@pytest.mark.parametrize("weight", ["u1", "u2", "u4", "i1", "i2", "i4"])
+@pytest.mark.parametrize("row_blocks", [1, 4, 8])
+def test_one_token_in_integers(weight: str, act: str, zeros: str, row_blocks: int) -> None:
+    """Next to float64, and next to the same with f16: as fine, with an x far larger than others."""
+    spec = pylib.MatmulSpec(2000, 4096, weight, group_size=256, act=act, zeros=zeros, out="f32")  # type: ignore[arg-type]
+    x, *weights = random_problem(spec, 1)
+    x[0, 7] = 2000.0
+    schedule = pylib.Schedule(tokens=1, row_blocks=row_blocks, warps_k=4, step_k=256, stages=2, digits=1)
+    mm = pylib.compile(spec, schedule=schedule)
+    y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
+    assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
+    other = pylib.compile(spec, schedule=replace(schedule, digits=0))
+    with_reals = other(x.cuda(), other.pack(*weights).to("cuda"))
+    exact = matmul(spec, x, *weights)
+    off, off_with_reals = (abs(each.double().cpu().numpy() - exact).max() for each in (y, with_reals))
+    assert off <= 4 * off_with_reals
 
 
 def test_packing_on_the_gpu_gives_the_same_weight() -> None:

@@ -461,6 +461,7 @@ FRAGMENTS = {
     "MMA_M16N8K16_B_NK": ((8, 16), 4, lambda g, q, i: (g, 2 * q + (i & 1) + (8 if i >= 2 else 0))),
     "MMA_M16N8K16_D": ((16, 8), 4, lambda g, q, i: (g if i < 2 else g + 8, 2 * q + (i & 1))),
     "MMA_M16N8_D": ((16, 8), 4, lambda g, q, i: (g if i < 2 else g + 8, 2 * q + (i & 1))),
+    "MMA_M16N8_PAIRS": ((16, 2), 2, lambda g, q, i: (g + 8 * i, q % 2)),
     "MMA_M16N8K8_A": ((16, 8), 4, lambda g, q, i: (g if i < 2 else g + 8, 2 * q + (i & 1))),
     "MMA_M16N8K8_B": ((8, 8), 2, lambda g, q, i: (2 * q + i, g)),
     "MMA_M16N8K8_B_NK": ((8, 8), 2, lambda g, q, i: (g, 2 * q + i)),

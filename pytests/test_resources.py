@@ -13,6 +13,7 @@ import pytest
 from dialect.spec import MatmulSpec
 from passes.emit_cubin import resource_usage
 from passes.pipeline import CompiledKernel, compile_matmul
+from passes.schedule import Schedule
 from passes.target import parse_target
 
 # What decoding is made of: operations on bits and on pairs of 16-bit reals, and lookups in tables. A few percent are
@@ -23,6 +24,7 @@ DECODING = re.compile(
 
 
 SPEC = {"n": 8192, "k": 8192, "group_size": 128}
+DIGITS = {"u1": 0.34, "u2": 0.34, "i2": 0.34}  # one token in integers, 64 rows to a warp
 REGISTER_FILE = 65536  # 32-bit registers of a multiprocessor, all architectures here
 # Decoding instructions per weight: f16 with mma.sync, bf16 with wgmma (which leaves no subtraction out).
 BOUNDS = {
@@ -89,6 +91,17 @@ def test_resources(weight: str, act: str, tokens: int, target: str) -> None:
     assert kernel.launch.shared_bytes + used.shared <= limit
     assert per_weight(kernel) <= BOUNDS[weight][act == "bf16"]
     assert (used.spill_stores, used.spill_loads) == (0, 0), kernel.schedule
+
+
+@pytest.mark.parametrize("weight", DIGITS)
+def test_resources_of_digits(weight: str) -> None:
+    schedule = Schedule(1, 4, 1, 8, 256, 2, digits=1)
+    kernel = compile_matmul(MatmulSpec(weight=weight, **SPEC), parse_target("sm_90a"), schedule)  # type: ignore[arg-type]
+    used = resource_usage(kernel.ptx, kernel.target)
+    assert per_weight(kernel) <= DIGITS[weight]
+    products = 4 + weight.startswith("i")  # of row blocks, and with ones
+    assert sum(line.startswith("mma.sync") for line in main_loop(kernel.ptx)) == products * 256 // 32
+    assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
 def test_main_loop_is_found() -> None:

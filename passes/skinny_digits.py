@@ -1,0 +1,83 @@
+"""The matmul kernel for one token in integers: `passes.skinny` with another compute side (`Schedule.digits`).
+
+The idea. With narrow codes and one token, decoding to f16 and a tensor core with seven of its eight columns idle are
+the bound, not memory. As bytes, codes cost half as much; x takes four of the columns, a digit each
+(`dialect.digits`).
+
+    for round:                         copies as ever
+        split x of the step into digits, in shared memory, every warp for itself
+        for group in step:
+            p   = codes * digits       exact sums in integers, f32 once per piece of 128 columns, from zero
+            acc = acc + scale * p      two columns: what the lower and the upper digits bring
+    acc[0] + 2^16 acc[1], then sums over warps and splits
+
+Signed codes are multiplied as they lie in memory, in offset binary: too large by a number that is taken for a zero
+point.
+
+Shared memory: beside the stages of `passes.skinny` one buffer of digits [warps_k, pieces, 4 digits, 4 lanes, 8 halves]
+in 32-bit words.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from dialect.bindings import ir
+from dialect.digits import DIGITS, HALVES, PIECE, ROW
+from dialect.layout import MMA_M16N8_PAIRS, spatial
+from dialect.spec import MatmulSpec
+from dialect.types import row_major
+from passes.builder import Tile
+from passes.recipes import zero_code
+from passes.schedule import Schedule
+from passes.skinny import Factors, Kernel
+
+
+class _DigitKernel(Kernel):
+    """Builds the program."""
+
+    def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
+        super().__init__(spec, schedule)
+        warps = spatial(schedule.warps_k, 1, 1)
+        self.d_layout = warps.local(1, schedule.row_blocks, 1) * MMA_M16N8_PAIRS.unsqueeze(0)
+        self.row_layout, self.sum_layout = self.d_layout.reduce((2,)), self.d_layout.reduce((1,))
+        self.convert = Factors(self.p, spec, excess=zero_code(spec.dtype))
+        self.shifted = spec.zeros != "none" or self.convert.excess != 0.0
+
+    def _make_views(self) -> None:
+        super()._make_views()
+        shape = (self.schedule.warps_k, self.schedule.step_k // PIECE, DIGITS, 4, HALVES)
+        *strides, _ = row_major((*shape[:-1], ROW))
+        self.digits = self.p.alloc_shared("i32", shape, (*strides, 1))
+        self.buffers.append(self.digits)
+
+    def _step(self, carried: list[Tile]) -> list[Tile]:
+        p, s, format_ = self.p, self.schedule, self.spec.dtype
+        unit = p.split_digits(self.x_buffer, self.digits, format_)
+        p.barrier("warps", 1)
+        codes = p.view(p.load(self.codes_buffer, (0, 0, 0), self.unit_layout), format_, self.a_layout)
+
+        def product(start: int, width: int) -> Tile:
+            return p.digit_mma(codes, self.digits, unit, start, width, self.d_layout)
+
+        def sums(start: int, width: int) -> Tile:
+            return p.digit_sums(self.digits, unit, format_, start, width, self.sum_layout)
+
+        if not self.plan.groups:
+            total, *rest = carried
+            return [p.add(total, product(0, s.step_k)), *(p.add(c, sums(0, s.step_k)) for c in rest)]
+        (total,) = carried
+        width = s.step_k // self.plan.groups
+        for group in range(self.plan.groups):
+            start = group * width
+            sums_of_x = partial(sums, start, width) if self.shifted else None
+            total = self._add_scaled(total, product(start, width), group, sums_of_x)
+        return [total]
+
+    def _whole(self, total: Tile) -> Tile:
+        return self.p.join_digits(total)
+
+
+def skinny_digits(spec: MatmulSpec, schedule: Schedule) -> ir.Module:
+    """The tile program of a matmul with one token, in a module of its own."""
+    return _DigitKernel(spec, schedule).build()
