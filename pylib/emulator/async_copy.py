@@ -8,6 +8,7 @@ from pylib.emulator.copy_queue import CopyQueue
 from pylib.emulator.decoder import Op, instruction
 from pylib.emulator.faults import Unsupported, require
 from pylib.emulator.machine import Mask, Step
+from pylib.emulator.mbarrier import arrive_after_copies
 from pylib.emulator.ptx import Imm, Not, Reg
 from pylib.emulator.transfer import cache_policy
 
@@ -28,7 +29,9 @@ def _cp(op: Op) -> Step:
             queue.wait(block.lanes_of(mask), 0)
 
         return wait_all
-    if "bulk" in op.modifiers or "mbarrier" in op.modifiers:
+    if op.flag("mbarrier"):
+        return arrive_after_copies(op)
+    if "bulk" in op.modifiers:
         raise Unsupported(f"`{op.instr.name}`")
     return _copy(op, queue)
 

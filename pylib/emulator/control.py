@@ -110,13 +110,23 @@ def _membar(op: Op) -> Step:
 
 @instruction("fence")
 def _fence(op: Op) -> Step:
-    """Stores are seen at once: only the fence between what writes shared memory and wgmma has something to do."""
+    """Stores are seen at once: only fences for the async proxy and for mbarriers have something to do."""
+    barriers = op.block.shared.barriers
+    if op.flag("mbarrier_init"):
+        op.choice("release")
+        op.choice("cluster")
+        return lambda mask: barriers.fence()
     if op.flag("proxy"):
         kind = op.choice("alias", "async")
         if kind == "alias" or op.flag("global", "shared::cta", "shared::cluster") == "global":
             return _nothing
         block = op.block
-        return lambda mask: block.shared.fence_proxy(block.lanes_of(mask))
+
+        def fence(mask: Mask) -> None:
+            block.shared.fence_proxy(block.lanes_of(mask))
+            barriers.fence()
+
+        return fence
     op.flag("sc", "acq_rel", "acquire", "release")
     op.choice(*_SCOPES)
     return _nothing

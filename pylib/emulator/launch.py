@@ -19,6 +19,7 @@ from pylib.emulator import (  # the instructions register themselves
     conversions,  # noqa: F401
     distributed,  # noqa: F401
     integers,  # noqa: F401
+    mbarrier,  # noqa: F401
     tensor_core,  # noqa: F401
     transfer,  # noqa: F401
     warp,  # noqa: F401
@@ -32,7 +33,7 @@ from pylib.emulator.machine import WARP, Block, run_cluster
 from pylib.emulator.memory import DeviceMemory, LocalMemory
 from pylib.emulator.parser import parse
 from pylib.emulator.ptx import Kernel, Param, Variable
-from pylib.emulator.races import ClusterRaceDetector, RaceDetector
+from pylib.emulator.races import ClusterRaceDetector, RaceClock, RaceDetector
 from pylib.emulator.shared_memory import SharedMemory
 
 Dim3 = int | Sequence[int]
@@ -141,13 +142,14 @@ class Emulator:
         device, constant = DeviceMemory(), DeviceMemory(_CONST_BASE, _CONST_STRIDE)
         cluster = Cluster(cluster_shape, lanes)
         # All blocks lay out their shared memory alike.
-        cluster.memories = [SharedMemory(rank) for rank in range(cluster.size)]
+        cluster.memories = [SharedMemory(lanes, rank) for rank in range(cluster.size)]
+        cluster.races = RaceClock(cluster.size, lanes) if racecheck else None
         for shared in cluster.memories:
-            if racecheck:
-                shared.races = RaceDetector(lanes)
-            if racecheck and cluster.size > 1:
-                shared.cluster_races = ClusterRaceDetector(cluster.clock, shared.rank)
-            if any(instruction.opcode == "wgmma" for instruction in kernel.instructions):
+            if cluster.races:
+                shared.races = RaceDetector(cluster.races, shared.rank)
+            if cluster.races and cluster.size > 1:
+                shared.cluster_races = ClusterRaceDetector(cluster.clock, cluster.races, shared.rank)
+            if any(i.opcode == "wgmma" or "bulk" in i.modifiers for i in kernel.instructions):
                 shared.proxy = AsyncProxy()
         local_size, dynamic = 0, list[Variable]()
         for variable in [*self.module.variables, *kernel.variables]:
