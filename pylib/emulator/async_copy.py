@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pylib.emulator.bulk_copy import bulk_copy
 from pylib.emulator.copy_queue import CopyQueue
 from pylib.emulator.decoder import Op, instruction
 from pylib.emulator.faults import Unsupported, require
@@ -31,8 +32,8 @@ def _cp(op: Op) -> Step:
         return wait_all
     if op.flag("mbarrier"):
         return arrive_after_copies(op)
-    if "bulk" in op.modifiers:
-        raise Unsupported(f"`{op.instr.name}`")
+    if op.flag("bulk"):
+        return bulk_copy(op)
     return _copy(op, queue)
 
 

@@ -110,6 +110,10 @@ class Cluster:
         """Whether these are .shared::cta addresses."""
         return address >> _RANK_SHIFT == 0
 
+    def offset(self, address: int) -> int:
+        """Where a .shared::cluster address is in its block's memory."""
+        return address & (1 << _RANK_SHIFT) - 1
+
     def map(self, address: Array, rank: Array) -> Array:
         """mapa: the .shared::cluster address of the own address `address` in block `rank`."""
         return (rank.astype(np.int64) + 1 << _RANK_SHIFT) | address.astype(np.int64)

@@ -116,9 +116,10 @@ class RaceDetector:
     # Bulk copies. One starts with what the thread that issues it knows and has done; its mbarrier tells that it has
     # written.
 
-    def begin_transfer(self, issuer: int, row: Array, size: int) -> int:
-        """Thread `issuer` of the clock starts a bulk copy; the time of its write."""
+    def begin_transfer(self, rank: int, lane: int, row: Array, size: int) -> int:
+        """Thread `lane` of block `rank` starts a bulk copy; the time of its write."""
         clock, copies = self.clock, self.first + self.copies
+        issuer = rank * self.threads + lane
         clock.seen[copies] = clock.seen[issuer]
         clock.seen[copies, issuer] = self.now
         self.write(np.full(len(row), self.copies), row, size, floor=0)

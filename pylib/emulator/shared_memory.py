@@ -163,10 +163,9 @@ class SharedMemory:
 
     # Bulk copies: begin at issue, land when they count at their mbarrier, published at a barrier after its wait.
 
-    def begin_transfer(self, issuer: int, lane: int, address: Array, size: int) -> tuple[Array, int]:
-        """A copy of rows of `size` bytes to `address`, which thread `issuer` (of the cluster; `lane` of its block)
-        issues: the rows' numbers, and the time for `land_transfer`."""
-        lanes = np.full(len(address), lane)
+    def begin_transfer(self, by: int, lanes: Array, address: Array, size: int) -> tuple[Array, int]:
+        """A copy of rows of `size` bytes to `address`, which `lanes` of the block of rank `by` issue: the rows'
+        numbers, and the time for `land_transfer`."""
         row = self.locate(lanes, address, size)
         state = self.state.reshape(-1, size)[row]
         require(state != OUTSIDE, lanes, "a bulk copy writes outside every shared variable")
@@ -175,7 +174,10 @@ class SharedMemory:
         if self.proxy:
             self.proxy.check_write(lanes, row, size)
             self.proxy.begin_write(lanes, row, size)
-        time = self.races.begin_transfer(issuer, row, size) if self.races else 0
+        time = 0
+        if self.races:
+            for lane in np.unique(lanes).tolist():
+                time = self.races.begin_transfer(by, lane, row[lanes == lane], size)
         self.state.reshape(-1, size)[row] = IN_FLIGHT
         self.copier.reshape(-1, size)[row] = BULK
         return row, time

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pylib.emulator.bulk_copy import async_store
 from pylib.emulator.decoder import Dest, Op, dtype_of, instruction
 from pylib.emulator.faults import Array, Fault, Unsupported, require
 from pylib.emulator.machine import Mask, Step
@@ -239,6 +240,8 @@ def _ld_param(op: Op, kind: str, dests: list[Dest]) -> Step:
 
 @instruction("st")
 def _st(op: Op) -> Step:
+    if op.flag("async"):
+        return async_store(op)
     kind = op.type(*_TYPES)
     count = _vector(op, kind)
     hinted = _access(op, load=False)
