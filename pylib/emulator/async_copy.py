@@ -11,6 +11,7 @@ from pylib.emulator.faults import Unsupported, require
 from pylib.emulator.machine import Mask, Step
 from pylib.emulator.mbarrier import arrive_after_copies
 from pylib.emulator.ptx import Imm, Not, Reg
+from pylib.emulator.tensor_copy import tensor_copy
 from pylib.emulator.transfer import cache_policy
 
 
@@ -33,7 +34,7 @@ def _cp(op: Op) -> Step:
     if op.flag("mbarrier"):
         return arrive_after_copies(op)
     if op.flag("bulk"):
-        return bulk_copy(op)
+        return tensor_copy(op) if op.flag("tensor") else bulk_copy(op)
     return _copy(op, queue)
 
 

@@ -35,6 +35,8 @@ from pylib.emulator.parser import parse
 from pylib.emulator.ptx import Kernel, Param, Variable
 from pylib.emulator.races import ClusterRaceDetector, RaceClock, RaceDetector
 from pylib.emulator.shared_memory import SharedMemory
+from pylib.emulator.tensor_copy import tensor_argument
+from pylib.tensor_map import ALIGN, SIZE, TensorMap
 
 Dim3 = int | Sequence[int]
 
@@ -95,7 +97,8 @@ class Emulator:
         grid, block: numbers of blocks and of threads, each an int or (x, y, z).
         args: one per parameter. A C-contiguous NumPy array is device memory: the kernel gets its address, and
             what it stores is in the array afterwards. None is a null pointer. Ints and floats are taken in
-            the parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value.
+            the parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value, and with n = 128
+            and .align 64 a TensorMap of an array.
         shared_bytes: dynamic shared memory, for `.extern .shared` arrays.
         racecheck: report conflicting accesses to shared memory that no barrier orders (slower).
         blocks: the blocks to run, and in what order; by default all, x fastest. A cluster is run when its first
@@ -264,6 +267,12 @@ def _clusters(order: list[tuple[int, int, int]], shape: tuple[int, int, int]) ->
 def _argument(device: DeviceMemory, param: Param, value: object, number: int) -> bytes:
     """The bytes of an argument; arrays are put into device memory."""
     what = f"argument {number} ({param.name}, .{param.type}{f'[{param.size}]' if param.array else ''})"
+    if isinstance(value, TensorMap):
+        if not param.array or param.size != SIZE or param.align < ALIGN:
+            raise EmulatorError(f"{what}: a tensor map is passed as `.param .align {ALIGN} .b8 name[{SIZE}]`")
+        if isinstance(value.address, int):
+            raise EmulatorError(f"{what}: the tensor map needs the array in place of its address")
+        return tensor_argument(device, value, _device_array(device, param.name, value.address, what))
     if param.array:
         data = value if isinstance(value, bytes) else np.asarray(value).tobytes() if _is_array(value) else None
         if data is None or len(data) != param.size:

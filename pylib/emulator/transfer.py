@@ -14,6 +14,7 @@ from pylib.emulator.machine import Mask, Step
 from pylib.emulator.memory import (
     CONST_WINDOW,
     LOCAL_WINDOW,
+    PARAM_WINDOW,
     SHARED_WINDOW,
 )
 from pylib.emulator.ptx import BITS, Address, Reg, Sink, Symbol, Vector
@@ -23,7 +24,7 @@ _SCOPES = ("cta", "cluster", "gpu", "sys")
 _EVICTION = tuple(f"L1::evict_{kind}" for kind in ("normal", "unchanged", "first", "last")) + ("L1::no_allocate",)
 _L2_EVICTION = tuple(f"L2::evict_{kind}" for kind in ("normal", "first", "last"))
 _PREFETCH = ("L2::64B", "L2::128B", "L2::256B")
-_WINDOWS = {"shared": SHARED_WINDOW, "const": CONST_WINDOW, "local": LOCAL_WINDOW}
+_WINDOWS = {"shared": SHARED_WINDOW, "const": CONST_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}
 _WINDOW_SIZE = 1 << 32
 
 
@@ -86,7 +87,9 @@ def _unpack(op: Op, kind: str) -> Step:
 def _cvta(op: Op) -> Step:
     """Global addresses are generic ones; the other spaces are seen through a window."""
     to = op.flag("to")
-    space = op.choice("global", "shared::cta", "shared", "const", "local").partition("::")[0]
+    space = op.choice("global", "shared::cta", "shared::cluster", "shared", "const", "local", "param").partition("::")[
+        0
+    ]
     kind = op.type("u64")
     dest = op.dest(kind)
     operand = op.next()
@@ -149,6 +152,8 @@ class _Generic:
             return self.block.device, address
         for space, start in _WINDOWS.items():
             inside = (address >= start) & (address < start + _WINDOW_SIZE)
+            if inside.all() and space == "param":
+                raise Fault("a parameter by its generic address, which is emulated for tensor maps only", int(lanes[0]))
             if inside.all():
                 return self.memories[space], address - start
             if inside.any():
