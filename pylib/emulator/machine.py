@@ -192,10 +192,11 @@ class Block:
                 raise self._error(at, f"no end after {self.max_steps} steps", None)
         return not self.parked
 
-    def _run_group(self, at: int, group: Array, limit: int) -> int:
-        """Run until the group splits, waits, jumps or comes to `limit`; the number of steps."""
+    def _run_group(self, at: int, group: Array, limit: int, again: bool = False) -> int:
+        """Run until the group splits, waits, jumps or comes to `limit`; the number of steps. `again`: an instruction
+        that is counted already."""
         mask = None if group.all() else group
-        warps = int(group.reshape(-1, WARP).any(axis=1).sum())
+        warps = 0 if again else int(group.reshape(-1, WARP).any(axis=1).sum())
         steps, counts, start = self.steps, self.counts, at
         outcome = None
         try:
@@ -264,7 +265,7 @@ class Block:
         waiting = dict(self.parked)
         self.parked.clear()
         for at, group in sorted(waiting.items()):
-            self._run_group(at, group, at + 1)
+            self._run_group(at, group, at + 1, again=True)
         if self.groups:
             return True
         if not self.parked.keys().isdisjoint(self.awaits):
@@ -287,13 +288,17 @@ class Block:
             raise self._error(at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0]))
 
     def _waiting(self) -> str:
-        places = [(f"line {self._line(at)}", group) for at, group in self.parked.items()]
+        places = [(f"line {self._line(at)}{self._awaited(at)}", group) for at, group in sorted(self.parked.items())]
         places += [
             (f"barrier {number} (needs {barrier.count or 'all'})", barrier.arrived)
             for number, barrier in sorted(self.barriers.items())
         ]
         text = "; ".join(f"{int(group.sum())} threads wait at {name}" for name, group in places)
         return f" ({text}; {int(self.exited[: self.threads].sum())} have exited)"
+
+    def _awaited(self, at: int) -> str:
+        lane = int(np.flatnonzero(self.parked[at])[0])
+        return f": {self.awaits[at](lane)}" if at in self.awaits else ""
 
     # Barriers
 
