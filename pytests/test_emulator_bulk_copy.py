@@ -239,3 +239,52 @@ def test_copy_to_one_other_block() -> None:
         body.replace("256, [%r17]", "256, [%r2]"),
         cluster=2,
     )
+
+
+# Who knows that a copy has come
+
+#: Lets a copy come and makes warp 1 go on after it, which orders nothing.
+RELAXED = f"""@!%p2 bra LATER; {wait("%r2", 0)} @%p1 mbarrier.arrive.relaxed.cta.shared.b64 _, [%r3]; bra KNOWN;
+    LATER: {wait("%r3", 0, "try_wait.parity.relaxed.cta")} {{}} KNOWN:"""
+
+
+@pytest.mark.parametrize("racecheck", [False, True])
+def test_waits_of_others(racecheck: bool) -> None:
+    early = "before a wait for the mbarrier's phase"
+    fails(early, copied(waits=RELAXED.format("")), racecheck=racecheck)
+    fails(early, copied(waits=RELAXED.format("bar.warp.sync -1;")), racecheck=racecheck)
+    # An arrival that is not relaxed tells those who wait for it.
+    told = (
+        RELAXED.format("")
+        .replace("relaxed.cta.shared", "shared")
+        .replace("try_wait.parity.relaxed.cta", "try_wait.parity")
+    )
+    out, _ = run(copied(waits=told), racecheck=racecheck)
+    np.testing.assert_array_equal(out[0], np.arange(64))
+
+
+def test_a_barrier_of_some_after_one_of_all() -> None:
+    """Warps 0 and 1 have waited, or met one who has; warp 2 has not since."""
+    waits = f"""bar.sync 0; setp.ge.u32 %p4, %r0, 64; @%p4 bra THIRD; @!%p2 bra MET; {wait("%r2", 0)} MET:
+    bar.sync 1, 64; @%p1 mbarrier.arrive.relaxed.cta.shared.b64 _, [%r3]; bra KNOWN;
+    THIRD: {wait("%r3", 0, "try_wait.parity.relaxed.cta")} and.b32 %r20, %r0, 31;
+    mad.lo.u32 %r4, %r20, 4, %r5; KNOWN:"""
+    fails("race: reads shared byte 0 that a bulk copy wrote", copied(waits=waits), block=96)
+
+
+def test_a_thread_knows_what_it_did_itself() -> None:
+    twice = f"{EXPECT.format(256)} {COPY}"
+    alone = f"""{start(barrier=FENCED)} @!%p1 bra END; {twice} {wait("%r2", 0)} ld.shared.b32 %r10, [%r4]; {twice}
+    {wait("%r2", 1)} ld.shared.b32 %r10, [%r4+8]; {OUT} END:"""
+    assert run(alone)[0][0, 0] == 2
+
+
+#: Another copy, which counts at `empty`.
+SECOND = EXPECT.replace("%r2", "%r3").format(64) + f"@%p1 {BULK} [%r5+512], [%rd1], 64, [%r3];"
+
+
+def test_copies_that_came_and_nobody_waited_for() -> None:
+    fails("has not waited for a copy that counts at", copied(COPY + SECOND, waits=wait("%r3", 0), read=""))
+    # The barrier shows what the first copy has brought, but not what the next one has to the same place.
+    again = f"{EXPECT.format(256)} {COPY} {SECOND} {wait('%r3', 0)} bar.sync 0;"
+    fails("before a wait for the mbarrier's phase", copied(waits=wait("%r2", 0) + again))

@@ -233,3 +233,18 @@ def test_arrival_when_copies_have_landed(suffix: str, count: int) -> None:
         else body.replace("arrive.shared.b64 [%r2]", "arrive.noinc.shared.b64 [%r2]")
     )
     fails("missing|has not waited for", other)
+
+
+def test_arrivals_after_copies_are_of_their_thread() -> None:
+    """And of the copies before: what another warp copies, or the same one afterwards, is not there."""
+    copy = "cp.async.cg.shared.global [{0}], [%rd1], 16;"
+    arrival = "cp.async.mbarrier.arrive.noinc.shared.b64 [{0}];"
+    place = f"{start(32, 32)} mad.lo.u32 %r12, %r0, 16, %r5; setp.ge.u32 %p4, %r0, 32;"
+    read = f"{wait('%r2', 0)} ld.shared.b32 %r10, [{{0}}]; {OUT}"
+    own = f"{place} {copy.format('%r12')} @!%p4 {arrival.format('%r2')} @%p4 {arrival.format('%r3')}"
+    wait_too = wait("%r3", 0)
+    out, _ = run(f"{own} {wait_too} {read.format('%r12+4')}")
+    np.testing.assert_array_equal(out[0], 4 * np.arange(64) + 1)
+    fails("of a cp.async that its thread has not waited for", f"{own} {read.format('%r4+512')}")
+    later = f"{place} @%p4 bra END; {arrival.format('%r2')} {copy.format('%r12')} {read.format('%r12')} END:"
+    fails("of a cp.async that its thread has not waited for", later)

@@ -145,6 +145,10 @@ def test_wgmma_reads_a_swizzled_box() -> None:
     for thread in range(128):
         columns = [i // 4 * 8 + thread % 4 * 2 + i % 2 for i in range(8)]
         np.testing.assert_array_equal(out[thread], sums[columns])
+    # All its threads have to wait for the copy.
+    some = before.replace("WAIT", "setp.ge.u32 %p3, %r0, 32; @%p3 bra MEET; WAIT", 1) + "MEET:" + product
+    with pytest.raises(EmulatorError, match="bulk copy before a wait for the mbarrier's phase"):
+        Emulator(some).launch("k", block=128, args=[tensor, out])
 
 
 def test_copies_that_are_wrong() -> None:
