@@ -11,7 +11,7 @@ class LowbitError(ValueError):
 
 
 class SpecError(LowbitError):
-    """A `MatmulSpec`, format name or schedule that does not describe a matmul."""
+    """A `MatmulSpec`, format name or schedule that does not describe a matmul, or a `TensorMap` that cannot be."""
 
 
 class PackError(LowbitError):

@@ -84,6 +84,11 @@ def _driver() -> _Driver:
     return _Driver()
 
 
+def driver_call(name: str, *arguments: object) -> None:
+    """Call a function of libcuda. Raises TargetError with the driver's words for what went wrong."""
+    _driver().call(name, *arguments)
+
+
 @cache
 def _primary_context(device: int) -> ctypes.c_void_p:
     """The context that torch uses on `device`."""

@@ -298,6 +298,23 @@ def test_groups_are_waited_for_in_order() -> None:
     fails(r"%r100 is used while a wgmma with it is in flight", groups.replace("aligned 1", "aligned 2"))
 
 
+def test_accumulators_stay_in_flight() -> None:
+    """Group after group adds to the same registers, one always in flight; scale-d is a predicate, false at first."""
+    a, b = RNG.integers(-8, 8, (64, 16)), Matrix(f16(np.eye(16)))
+    start = "mov.u32 %r30, 0;"
+    step = f"setp.ne.u32 %p3, %r30, 0; {MMA.replace('1, 1, 1, 0', '%p3, 1, 1, 0')} {COMMIT} mov.u32 %r30, 1;"
+    steps = f"{start} {step} " + f"{step} wgmma.wait_group.sync.aligned 1;" * 6
+    d = np.full((128, 8), np.nan, np.float32)
+    source = program(8, f"{steps} {WAIT}", len(b.image))
+    Emulator(source).launch(
+        "k", block=128, args=[a_registers(f16(a)), b.image, np.zeros(0, np.uint8), d, b.descriptor, 0]
+    )
+    for thread in range(128):
+        for i in range(8):
+            assert d[thread, i] == 7 * a[d_place(thread, i)]
+    fails("%r100 is used while a wgmma with it is in flight", f"{steps} mov.b32 %r20, %r100; {WAIT}")
+
+
 @pytest.mark.parametrize(
     ("instructions", "register"),
     [

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from pylib.emulator.bulk_copy import bulk_copy
 from pylib.emulator.copy_queue import CopyQueue
 from pylib.emulator.decoder import Op, instruction
 from pylib.emulator.faults import Unsupported, require
 from pylib.emulator.machine import Mask, Step
+from pylib.emulator.mbarrier import arrive_after_copies
 from pylib.emulator.ptx import Imm, Not, Reg
+from pylib.emulator.tensor_copy import tensor_copy
 from pylib.emulator.transfer import cache_policy
 
 
@@ -28,8 +31,10 @@ def _cp(op: Op) -> Step:
             queue.wait(block.lanes_of(mask), 0)
 
         return wait_all
-    if "bulk" in op.modifiers or "mbarrier" in op.modifiers:
-        raise Unsupported(f"`{op.instr.name}`")
+    if op.flag("mbarrier"):
+        return arrive_after_copies(op)
+    if op.flag("bulk"):
+        return tensor_copy(op) if op.flag("tensor") else bulk_copy(op)
     return _copy(op, queue)
 
 

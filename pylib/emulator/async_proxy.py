@@ -1,8 +1,9 @@
-"""What shared memory has to remember because wgmma reads it through the async proxy (PTX ISA 8.5, 9.7.15.4).
+"""What shared memory has to remember because wgmma reads it through the async proxy, and bulk copies write it (PTX ISA
+8.5, 9.7.15.4).
 
-Ordinary stores and cp.async write through the generic proxy. Before a wgmma reads such bytes, a fence.proxy.async has
-to come between: by the thread that wrote them, or by another one after a barrier with it. While a wgmma is in flight,
-nobody may write what it reads.
+Ordinary stores and cp.async write through the generic proxy. Before a wgmma reads such bytes, or a bulk copy overwrites
+them, a fence.proxy.async has to come between: by the thread that wrote them, or by another one after a barrier with it.
+While a wgmma is in flight, nobody may write what it reads.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class AsyncProxy:
         fenced = ~self.unfenced.reshape(-1, size)[row]
         require(fenced, lanes, "wgmma reads shared memory that was written without a fence.proxy.async since")
         np.add.at(self.readers.reshape(-1, size), row, 1)
+
+    def begin_write(self, lanes: Array, row: Array, size: int) -> None:
+        fenced = ~self.unfenced.reshape(-1, size)[row]
+        require(fenced, lanes, "a bulk copy overwrites what was written without a fence.proxy.async since")
 
     def end_read(self, row: Array, size: int) -> None:
         np.subtract.at(self.readers.reshape(-1, size), row, 1)

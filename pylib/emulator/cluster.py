@@ -13,8 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from pylib.emulator.faults import Array, Fault, require
-from pylib.emulator.races import ClusterClock
+from pylib.emulator.races import ClusterClock, RaceClock
 from pylib.emulator.shared_memory import SharedMemory
+from pylib.emulator.transfers import Transfers
 
 #: Largest cluster; above 8 blocks it takes a launch attribute.
 MAX_CLUSTER = 16
@@ -29,16 +30,21 @@ class Cluster:
         self.size = shape[0] * shape[1] * shape[2]
         self.memories: list[SharedMemory] = []  # by rank
         self.clock = ClusterClock(self.size, lanes)
+        self.races: RaceClock | None = None
+        self.transfers = Transfers()
         self.relaxed = np.zeros((self.size, lanes), np.bool_)  # the thread's last arrival
         self.exited = np.zeros((self.size, lanes), np.bool_)
         self.touched = np.zeros(self.size, np.int64)  # last stamp of another block on a rank's memory, or -1
 
     def reset(self) -> None:
         self.clock.reset()
+        self.transfers.queue.clear()
+        if self.races:
+            self.races.reset()
         self.relaxed[:] = False
         self.exited[:] = False
         self.touched[:] = -1
-        self.known: list[dict[int, Array | None]] = [{} for _ in range(self.size)]  # rank, phase: see RaceDetector
+        self.known: dict[int, Array | None] = {}  # by phase: see RaceDetector
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """%cluster_ctaid of a rank: x fastest."""
@@ -56,10 +62,12 @@ class Cluster:
         arrivals[threads] += 1
         self.relaxed[rank, threads] = relaxed
         if not relaxed:
-            shared, known = self.memories[rank], self.known[rank]
+            shared = self.memories[rank]
             phase = int(arrivals[threads].max())
-            known[phase] = shared.release(threads, known.get(phase))
+            self.known[phase] = shared.release(threads, self.known.get(phase))
             shared.publish(threads)
+        else:
+            self.memories[rank].barriers.publish(threads, fenced=True)
         self.open()
 
     def open(self) -> None:
@@ -79,14 +87,22 @@ class Cluster:
         waits[ready] = arrivals[ready]
         for phase in np.unique(waits[ready]).tolist():
             some = ready & (waits == phase)
-            self.memories[rank].acquire(some, self.known[rank].get(phase))
+            self.memories[rank].acquire(some, self.known.get(phase))
         return ready
 
     def exit(self, rank: int, threads: Array) -> None:
         self.exited[rank] |= threads
-        if self.exited[rank].all() and self.touched[rank] >= self.clock.waits[rank].max():
-            raise Fault("the block exits while another may still use its shared memory: no cluster barrier between")
+        if self.exited[rank].all():
+            waits = int(self.clock.waits[rank].max())
+            if self.touched[rank] >= waits:
+                raise Fault("the block exits while another may still use its shared memory: no cluster barrier between")
+            self.transfers.check_exit(self.memories[rank])
+            self.memories[rank].barriers.check_exit(waits)
         self.open()
+
+    def progress(self) -> int:
+        """How often something has happened that threads of other blocks may wait for."""
+        return self.clock.phase + sum(memory.barriers.ended for memory in self.memories)
 
     # Distributed shared memory
 
@@ -94,12 +110,17 @@ class Cluster:
         """Whether these are .shared::cta addresses."""
         return address >> _RANK_SHIFT == 0
 
+    def offset(self, address: int) -> int:
+        """Where a .shared::cluster address is in its block's memory."""
+        return address & (1 << _RANK_SHIFT) - 1
+
     def map(self, address: Array, rank: Array) -> Array:
         """mapa: the .shared::cluster address of the own address `address` in block `rank`."""
         return (rank.astype(np.int64) + 1 << _RANK_SHIFT) | address.astype(np.int64)
 
-    def reach(self, rank: int, target: int, lanes: Array) -> SharedMemory:
-        """The memory of block `target`, which `lanes` of block `rank` are about to use."""
+    def reach(self, rank: int, target: int, lanes: Array, barrier: bool) -> SharedMemory:
+        """The memory of block `target`, which `lanes` of block `rank` are about to use; `barrier`: just an mbarrier,
+        or with one, for which that block waits."""
         if target != rank:
             what = f"use of the shared memory of block {target} of the cluster"
             require(
@@ -107,8 +128,12 @@ class Cluster:
             )
             if self.exited[target].all():
                 raise Fault(f"{what}, which has exited", int(lanes[0]))
-            self.touched[target] = max(int(self.touched[target]), int(self.clock.arrivals[rank, lanes].max()))
+            if not barrier:
+                self.touched[target] = max(int(self.touched[target]), self.stamp(rank, lanes))
         return self.memories[target]
+
+    def stamp(self, rank: int, lanes: Array) -> int:
+        return int(self.clock.arrivals[rank, lanes].max())
 
 
 class ClusterMemory:
@@ -117,8 +142,8 @@ class ClusterMemory:
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self.cluster, self.rank = cluster, rank
 
-    def _parts(self, lanes: Array, address: Array) -> list[tuple[Array, SharedMemory, Array]]:
-        """The accesses by memory: which they are, the memory, and the addresses there."""
+    def parts(self, lanes: Array, address: Array, barrier: bool = False) -> list[tuple[Array, SharedMemory, Array]]:
+        """The accesses by memory: which they are, the memory, and the addresses there. `barrier`: see Cluster.reach."""
         number = address >> _RANK_SHIFT
         bad = (number < 0) | (number > self.cluster.size)
         if bad.any():
@@ -128,16 +153,16 @@ class ClusterMemory:
         target = np.where(number == 0, self.rank, number - 1)
         for rank in np.unique(target).tolist():
             some = np.flatnonzero(target == rank)
-            memory = self.cluster.reach(self.rank, rank, lanes[some])
+            memory = self.cluster.reach(self.rank, rank, lanes[some], barrier)
             parts.append((some, memory, address[some] & (1 << _RANK_SHIFT) - 1))
         return parts
 
     def read(self, lanes: Array, address: Array, size: int) -> Array:
         rows = np.empty((len(lanes), size), np.uint8)
-        for some, memory, at in self._parts(lanes, address):
+        for some, memory, at in self.parts(lanes, address):
             rows[some] = memory.read(lanes[some], at, size, by=self.rank)
         return rows
 
     def write(self, lanes: Array, address: Array, rows: Array) -> None:
-        for some, memory, at in self._parts(lanes, address):
+        for some, memory, at in self.parts(lanes, address):
             memory.write(lanes[some], at, rows[some], by=self.rank)

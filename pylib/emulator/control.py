@@ -11,7 +11,8 @@ from pylib.emulator.distributed import cluster_barrier
 from pylib.emulator.faults import Fault, Unsupported, require
 from pylib.emulator.machine import WARP, Arrive, Exit, Jump, Mask, Scatter, Step
 from pylib.emulator.ptx import Label, Table
-from pylib.emulator.warp import warp_barrier
+from pylib.emulator.shared_memory import WARPGROUP
+from pylib.emulator.warp import collective, warp_barrier
 
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 
@@ -110,13 +111,23 @@ def _membar(op: Op) -> Step:
 
 @instruction("fence")
 def _fence(op: Op) -> Step:
-    """Stores are seen at once: only the fence between what writes shared memory and wgmma has something to do."""
+    """Stores are seen at once: only fences for the async proxy and for mbarriers have something to do."""
+    barriers = op.block.shared.barriers
+    if op.flag("mbarrier_init"):
+        op.choice("release")
+        op.choice("cluster")
+        return lambda mask: barriers.fence()
     if op.flag("proxy"):
         kind = op.choice("alias", "async")
         if kind == "alias" or op.flag("global", "shared::cta", "shared::cluster") == "global":
             return _nothing
         block = op.block
-        return lambda mask: block.shared.fence_proxy(block.lanes_of(mask))
+
+        def fence(mask: Mask) -> None:
+            block.shared.fence_proxy(block.lanes_of(mask))
+            barriers.fence()
+
+        return fence
     op.flag("sc", "acq_rel", "acquire", "release")
     op.choice(*_SCOPES)
     return _nothing
@@ -137,12 +148,15 @@ def _nanosleep(op: Op) -> Step:
 
 @instruction("setmaxnreg")
 def _setmaxnreg(op: Op) -> Step:
+    """By all threads of a warpgroup; that there are registers enough is not checked (PTX ISA 9.7.19.5)."""
     op.choice("inc", "dec")
     op.choice("sync")
     op.choice("aligned")
     op.type("u32")
-    op.immediate()
-    return _nothing
+    count = op.immediate()
+    if count % 8 or not 24 <= count <= 256:
+        raise Unsupported(f"setmaxnreg takes a multiple of 8 from 24 to 256, not {count}")
+    return collective(op, None, lambda active: None, WARPGROUP)
 
 
 @instruction("createpolicy")
@@ -161,6 +175,10 @@ def _createpolicy(op: Op) -> Step:
 
 @instruction("prefetch")
 def _prefetch(op: Op) -> Step:
+    if op.flag("tensormap"):
+        op.flag("param", "const")
+        op.address()
+        return _nothing
     op.flag("global", "local")
     op.choice("L1", "L2", "L2::evict_last", "L2::evict_normal")
     op.address()

@@ -6,10 +6,12 @@ and then belongs to that thread until a barrier (memory.py). A copy that is neve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from pylib.emulator.barrier_object import MBarrier
 from pylib.emulator.faults import Array
 from pylib.emulator.shared_memory import SharedMemory
 
@@ -20,6 +22,7 @@ class _Copy:
     row: Array
     data: Array
     group: Array  # number of the commit group, counted per thread
+    number: int  # in the order of issue
 
 
 class CopyQueue:
@@ -28,6 +31,7 @@ class CopyQueue:
     def __init__(self, lanes: int, shared: SharedMemory) -> None:
         self.shared = shared
         self.copies: list[_Copy] = []
+        self.issued = 0
         self.committed = np.zeros(lanes, np.int64)  # groups per thread
 
     def reset(self) -> None:
@@ -35,7 +39,8 @@ class CopyQueue:
         self.committed[:] = 0
 
     def issue(self, lanes: Array, row: Array, data: Array) -> None:
-        self.copies.append(_Copy(lanes, row, data, self.committed[lanes]))
+        self.copies.append(_Copy(lanes, row, data, self.committed[lanes], self.issued))
+        self.issued += 1
 
     def commit(self, lanes: Array) -> None:
         self.committed[lanes] += 1
@@ -44,15 +49,23 @@ class CopyQueue:
         """Finish all but the latest `pending` groups of each of `lanes`; uncommitted copies stay."""
         waits = np.full(len(self.committed), -1, np.int64)
         waits[lanes] = self.committed[lanes] - pending
+        self._finish(lambda copy: copy.group < waits[copy.lanes], self.shared.land_copy)
+
+    def arrive(self, lanes: Array, before: int, barrier: MBarrier) -> None:
+        """Finish the copies of `lanes` that were issued `before`: who waits for `barrier` may read them."""
+        self._finish(
+            lambda copy: np.isin(copy.lanes, lanes) & (copy.number < before),
+            lambda lanes, row, data: self.shared.land_copy(lanes, row, data, barrier),
+        )
+
+    def _finish(self, ended: Callable[[_Copy], Array], land: Callable[[Array, Array, Array], None]) -> None:
+        """Finish the copies of those lanes for which they have `ended`."""
         left = list[_Copy]()
         for copy in self.copies:
-            done = copy.group < waits[copy.lanes]
-            if done.all():
-                self.shared.land_copy(copy.lanes, copy.row, copy.data)
-            elif done.any():
-                self.shared.land_copy(copy.lanes[done], copy.row[done], copy.data[done])
-                rest = ~done
-                left.append(_Copy(copy.lanes[rest], copy.row[rest], copy.data[rest], copy.group[rest]))
-            else:
-                left.append(copy)
+            done = ended(copy)
+            if done.any():
+                land(copy.lanes[done], copy.row[done], copy.data[done])
+            rest = ~done
+            if rest.any():
+                left.append(_Copy(copy.lanes[rest], copy.row[rest], copy.data[rest], copy.group[rest], copy.number))
         self.copies = left

@@ -47,7 +47,7 @@ def cluster_barrier(op: Op) -> Step:
         threads = everyone if mask is None else mask
         complete = together(block, mask, _WHOLE_WARP)[0] if aligned else None
         left = threads & ~cluster.wait(block.rank, threads if complete is None else complete)
-        return Converge(left, cluster=True) if left.any() else None
+        return Converge(left, lambda lane: "the other blocks of the cluster never come here") if left.any() else None
 
     if not arrive:
         return waits

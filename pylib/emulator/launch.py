@@ -19,6 +19,7 @@ from pylib.emulator import (  # the instructions register themselves
     conversions,  # noqa: F401
     distributed,  # noqa: F401
     integers,  # noqa: F401
+    mbarrier,  # noqa: F401
     tensor_core,  # noqa: F401
     transfer,  # noqa: F401
     warp,  # noqa: F401
@@ -32,8 +33,10 @@ from pylib.emulator.machine import WARP, Block, run_cluster
 from pylib.emulator.memory import DeviceMemory, LocalMemory
 from pylib.emulator.parser import parse
 from pylib.emulator.ptx import Kernel, Param, Variable
-from pylib.emulator.races import ClusterRaceDetector, RaceDetector
+from pylib.emulator.races import ClusterRaceDetector, RaceClock, RaceDetector
 from pylib.emulator.shared_memory import SharedMemory
+from pylib.emulator.tensor_copy import tensor_argument
+from pylib.tensor_map import ALIGN, SIZE, TensorMap
 
 Dim3 = int | Sequence[int]
 
@@ -94,7 +97,8 @@ class Emulator:
         grid, block: numbers of blocks and of threads, each an int or (x, y, z).
         args: one per parameter. A C-contiguous NumPy array is device memory: the kernel gets its address, and
             what it stores is in the array afterwards. None is a null pointer. Ints and floats are taken in
-            the parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value.
+            the parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value, and with n = 128
+            and .align 64 a TensorMap of an array.
         shared_bytes: dynamic shared memory, for `.extern .shared` arrays.
         racecheck: report conflicting accesses to shared memory that no barrier orders (slower).
         blocks: the blocks to run, and in what order; by default all, x fastest. A cluster is run when its first
@@ -141,13 +145,14 @@ class Emulator:
         device, constant = DeviceMemory(), DeviceMemory(_CONST_BASE, _CONST_STRIDE)
         cluster = Cluster(cluster_shape, lanes)
         # All blocks lay out their shared memory alike.
-        cluster.memories = [SharedMemory(rank) for rank in range(cluster.size)]
+        cluster.memories = [SharedMemory(lanes, rank) for rank in range(cluster.size)]
+        cluster.races = RaceClock(cluster.size, lanes) if racecheck else None
         for shared in cluster.memories:
-            if racecheck:
-                shared.races = RaceDetector(lanes)
-            if racecheck and cluster.size > 1:
-                shared.cluster_races = ClusterRaceDetector(cluster.clock, shared.rank)
-            if any(instruction.opcode == "wgmma" for instruction in kernel.instructions):
+            if cluster.races:
+                shared.races = RaceDetector(cluster.races, shared.rank)
+            if cluster.races and cluster.size > 1:
+                shared.cluster_races = ClusterRaceDetector(cluster.clock, cluster.races, shared.rank)
+            if any(i.opcode == "wgmma" or "bulk" in i.modifiers for i in kernel.instructions):
                 shared.proxy = AsyncProxy()
         local_size, dynamic = 0, list[Variable]()
         for variable in [*self.module.variables, *kernel.variables]:
@@ -262,6 +267,12 @@ def _clusters(order: list[tuple[int, int, int]], shape: tuple[int, int, int]) ->
 def _argument(device: DeviceMemory, param: Param, value: object, number: int) -> bytes:
     """The bytes of an argument; arrays are put into device memory."""
     what = f"argument {number} ({param.name}, .{param.type}{f'[{param.size}]' if param.array else ''})"
+    if isinstance(value, TensorMap):
+        if not param.array or param.size != SIZE or param.align < ALIGN:
+            raise EmulatorError(f"{what}: a tensor map is passed as `.param .align {ALIGN} .b8 name[{SIZE}]`")
+        if isinstance(value.address, int):
+            raise EmulatorError(f"{what}: the tensor map needs the array in place of its address")
+        return tensor_argument(device, value, _device_array(device, param.name, value.address, what))
     if param.array:
         data = value if isinstance(value, bytes) else np.asarray(value).tobytes() if _is_array(value) else None
         if data is None or len(data) != param.size:

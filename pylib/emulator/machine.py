@@ -5,7 +5,7 @@ Threads that part at a branch form groups; always the group at the lowest instru
 meet again where the code joins. A group that reaches another's instruction merges with it. Threads wait in
 two places: at a barrier, and at a warp-level instruction whose other lanes have not come yet. When nobody can
 run and somebody waits, that is a deadlock, and an error; unless they wait for the other blocks of the cluster, which
-run then (`run_cluster`).
+run then, or for an mbarrier, to which copies come then (`run_cluster`).
 
 The block is padded to whole warps; the padding lanes have exited before the start.
 """
@@ -55,11 +55,12 @@ class Exit:
 class Converge:
     """These threads wait for others of their warps at this instruction; the rest of the step is done.
 
-    `cluster`: they wait for the other blocks of the cluster.
+    `awaits`: they wait for something that other blocks or copies do, and this is, for a lane, what it is when it never
+    happens.
     """
 
     threads: Array
-    cluster: bool = False
+    awaits: Callable[[int], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Block:
         self.groups: dict[int, Array] = {0: ~self.exited}
         self.parked: dict[int, Array] = {}
         self.barriers: dict[int, Barrier] = {}
-        self.at_cluster_barrier: set[int] = set()  # instructions where threads may wait for other blocks
+        self.awaits: dict[int, Callable[[int], str]] = {}  # where threads may wait for other blocks: see Converge
         self.budget = self.max_steps
         self.cluster.exit(self.rank, self.exited)
 
@@ -191,10 +192,11 @@ class Block:
                 raise self._error(at, f"no end after {self.max_steps} steps", None)
         return not self.parked
 
-    def _run_group(self, at: int, group: Array, limit: int) -> int:
-        """Run until the group splits, waits, jumps or comes to `limit`; the number of steps."""
+    def _run_group(self, at: int, group: Array, limit: int, again: bool = False) -> int:
+        """Run until the group splits, waits, jumps or comes to `limit`; the number of steps. `again`: an instruction
+        that is counted already."""
         mask = None if group.all() else group
-        warps = int(group.reshape(-1, WARP).any(axis=1).sum())
+        warps = 0 if again else int(group.reshape(-1, WARP).any(axis=1).sum())
         steps, counts, start = self.steps, self.counts, at
         outcome = None
         try:
@@ -233,8 +235,8 @@ class Block:
                 self._join(at + 1, group & ~some)
                 self._exit(some, at)
             case Converge():
-                if outcome.cluster:
-                    self.at_cluster_barrier.add(at)
+                if outcome.awaits:
+                    self.awaits[at] = outcome.awaits
                 self._join(at + 1, group & ~some)
                 together = some | self.parked.pop(at) if at in self.parked else some
                 if together is some:
@@ -263,10 +265,10 @@ class Block:
         waiting = dict(self.parked)
         self.parked.clear()
         for at, group in sorted(waiting.items()):
-            self._run_group(at, group, at + 1)
+            self._run_group(at, group, at + 1, again=True)
         if self.groups:
             return True
-        if not self.at_cluster_barrier.isdisjoint(self.parked):
+        if not self.parked.keys().isdisjoint(self.awaits):
             return False
         self.deadlock()
         return False
@@ -276,8 +278,8 @@ class Block:
             at = min(self.parked)
             lane = int(np.flatnonzero(self.parked[at])[0])
             group = "warpgroup" if self.kernel.instructions[at].opcode == "wgmma" else "warp"
-            others = "blocks of the cluster" if at in self.at_cluster_barrier else f"threads of the {group}"
-            raise self._error(at, f"deadlock: the other {others} never come here{self._waiting()}", lane)
+            what = self.awaits[at](lane) if at in self.awaits else f"the other threads of the {group} never come here"
+            raise self._error(at, f"deadlock: {what}{self._waiting()}", lane)
         if self.barriers:
             number = min(self.barriers)
             barrier = self.barriers[number]
@@ -286,13 +288,17 @@ class Block:
             raise self._error(at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0]))
 
     def _waiting(self) -> str:
-        places = [(f"line {self._line(at)}", group) for at, group in self.parked.items()]
+        places = [(f"line {self._line(at)}{self._awaited(at)}", group) for at, group in sorted(self.parked.items())]
         places += [
             (f"barrier {number} (needs {barrier.count or 'all'})", barrier.arrived)
             for number, barrier in sorted(self.barriers.items())
         ]
         text = "; ".join(f"{int(group.sum())} threads wait at {name}" for name, group in places)
         return f" ({text}; {int(self.exited[: self.threads].sum())} have exited)"
+
+    def _awaited(self, at: int) -> str:
+        lane = int(np.flatnonzero(self.parked[at])[0])
+        return f": {self.awaits[at](lane)}" if at in self.awaits else ""
 
     # Barriers
 
@@ -361,11 +367,14 @@ class Block:
         return self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)].line
 
     def _error(self, at: int, message: str, lane: int | None) -> Exception:
-        instruction: Instruction = self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)]
+        return self.reporter(self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)], lane)(message)
+
+    def reporter(self, instruction: Instruction, lane: int | None) -> Callable[[str], Exception]:
+        """What makes errors of messages about an instruction."""
         where = f" in block {tuple(self.index[:, 0].tolist())}"
         if lane is not None:
             where += f", thread {self.thread_index(lane)}"
-        return instruction.error(message, where)
+        return lambda message: instruction.error(message, where)
 
     def opcode_counts(self) -> Counter[str]:
         counter: Counter[str] = Counter()
@@ -377,15 +386,15 @@ class Block:
 
 def run_cluster(blocks: list[Block], indices: list[tuple[int, int, int]]) -> None:
     """Run the blocks of a cluster, as blocks `indices` of the grid, in turns: the first until it waits for the others
-    or ends, then the next."""
+    or ends, then the next. When all wait, the oldest copy in flight arrives."""
     cluster = blocks[0].cluster
     cluster.reset()
     for block, index in zip(blocks, indices):
         block.start(index)
     running = blocks
     while running:
-        phase = cluster.clock.phase
+        progress = cluster.progress()
         left = [block for block in running if not block.advance()]
-        if len(left) == len(running) and cluster.clock.phase == phase:
+        if len(left) == len(running) and cluster.progress() == progress and not cluster.transfers.land():
             left[0].deadlock()
         running = left

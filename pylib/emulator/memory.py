@@ -12,12 +12,14 @@ from bisect import bisect_right
 import numpy as np
 
 from pylib.emulator.faults import Array, Fault, require
+from pylib.tensor_map import TensorMap
 
 #: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
 #: and no more.
 GLOBAL_BASE, GLOBAL_STRIDE, GLOBAL_ALIGN = 0x7000_0000_0000, 1 << 33, 256
-#: Where generic addresses see the shared, constant and local memories.
+#: Where generic addresses see the shared, constant and local memories, and the kernel's parameters.
 SHARED_WINDOW, CONST_WINDOW, LOCAL_WINDOW = 0x6000_0000_0000, 0x6100_0000_0000, 0x6200_0000_0000
+PARAM_WINDOW = 0x6300_0000_0000
 
 
 class DeviceMemory:
@@ -25,6 +27,7 @@ class DeviceMemory:
 
     def __init__(self, base: int = GLOBAL_BASE, stride: int = GLOBAL_STRIDE) -> None:
         self.base, self.stride = base, stride
+        self.tensors: list[tuple[TensorMap, int]] = []  # with the addresses of their arrays
         self.names: list[str] = []
         self.hosts: list[Array | None] = []
         self.starts: list[int] = []

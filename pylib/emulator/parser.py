@@ -28,6 +28,7 @@ from pylib.emulator.ptx import (
     Special,
     Symbol,
     Table,
+    TensorAddress,
     Variable,
     Vector,
 )
@@ -341,7 +342,7 @@ class Parser(TokenStream):
             return Symbol(name, self.offset())
         return self.scope.tables.get(name) or self.label(token, name)
 
-    def address(self) -> Address:
+    def address(self) -> Address | TensorAddress:
         token, base = self.token, self.simple_operand()
         if isinstance(base, Symbol):
             base, offset = Symbol(base.name), base.offset
@@ -349,8 +350,11 @@ class Parser(TokenStream):
             offset = self.offset()
         else:
             raise self.error("an address is a register, a variable or a number", token)
+        coordinates = self.operand() if self.accept(",") else None
+        if coordinates is not None and not isinstance(coordinates, Vector):
+            raise self.error("the coordinates in a tensor are a list in { }", token)
         self.expect("]")
-        return Address(base, offset)
+        return TensorAddress(base, offset, coordinates.items) if coordinates else Address(base, offset)
 
     def offset(self) -> int:
         if self.accept("+"):

@@ -65,6 +65,15 @@ class Address:
 
 
 @dataclass(frozen=True)
+class TensorAddress:
+    """`[map + offset, {x, y, ...}]`: a place in a tensor; x is the innermost dim."""
+
+    base: Reg | Symbol | Imm
+    offset: int
+    coordinates: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
 class Not:
     """`!%p`."""
 
@@ -106,7 +115,7 @@ class Table:
     labels: tuple[Label, ...]
 
 
-Operand = Reg | Imm | Special | Symbol | Address | Not | Sink | Vector | Pair | Label | Table
+Operand = Reg | Imm | Special | Symbol | Address | TensorAddress | Not | Sink | Vector | Pair | Label | Table
 
 
 @dataclass(frozen=True)

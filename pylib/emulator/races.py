@@ -4,6 +4,9 @@ Time is the number of synchronizations so far. `seen[t, u]` is the time up to wh
 barrier collects what those know and have done who arrive (`release`), and tells it to those who wait (`acquire`).
 For every byte the detector keeps the last write and, per thread, the last read. This is the happens-before relation
 of FastTrack (Flanagan and Freund, 2009), with reads kept per thread so that no race is missed or made up.
+
+What else reads or writes at a time of its own counts as a thread too: the wgmma unit of each warp, and for each block
+the bulk copies into its memory.
 """
 
 from __future__ import annotations
@@ -15,17 +18,36 @@ from pylib.emulator.faults import Array, Fault
 _WARP, _WARPGROUP = 32, 128
 
 
-class RaceDetector:
-    """Between the threads of a block and, as threads of their own after these, the wgmma units of its warps."""
+class RaceClock:
+    """The time, and what the threads of a cluster's blocks know of each other."""
 
-    def __init__(self, lanes: int) -> None:
+    def __init__(self, blocks: int, lanes: int) -> None:
         self.lanes = lanes
-        self.threads = lanes + lanes // _WARP
+        self.threads = lanes + lanes // _WARP + 1  # per block: its lanes, their wgmma units, bulk copies
+        self.seen = np.zeros((blocks * self.threads,) * 2, np.int32)
+
+    def reset(self) -> None:
+        self.now = 1
+        self.seen[:] = 0
+
+
+class RaceDetector:
+    """For the shared memory of block `rank`, between its threads and the bulk copies into it."""
+
+    def __init__(self, clock: RaceClock, rank: int) -> None:
+        self.clock = clock
+        self.lanes, self.threads = clock.lanes, clock.threads
+        self.first = rank * clock.threads  # the block's threads in the clock
+        self.copies = clock.threads - 1  # the thread that bulk copies count as
+        self.block = slice(self.first, self.first + self.threads)
+        self.seen = clock.seen[self.block, self.block]  # what the block's threads know of each other
+
+    @property
+    def now(self) -> int:
+        return self.clock.now
 
     def reset(self, size: int) -> None:
-        self.now = 1
         self.floor = 0  # everything up to here is known to everybody
-        self.seen = np.zeros((self.threads, self.threads), np.int32)
         self.writer = np.zeros(size, np.int32)
         self.written = np.zeros(size, np.int32)
         self.by_atomic = np.zeros(size, np.bool_)
@@ -48,11 +70,12 @@ class RaceDetector:
         self.read_at[byte] = self.now
         self.reads[byte, thread] = self.now
 
-    def write(self, lanes: Array, row: Array, size: int, atomic: bool = False) -> None:
-        """Atomics are writes that do not race with each other."""
+    def write(self, lanes: Array, row: Array, size: int, atomic: bool = False, floor: int | None = None) -> None:
+        """Atomics are writes that do not race with each other. `floor`: up to when the writer knows everything."""
+        floor = self.floor if floor is None else floor
         byte, thread = _bytes(lanes, row, size)
-        self._check_writes(byte, thread, "writes", atomic)
-        suspect = (self.read_at[byte] > self.floor) & (self.shared[byte] | (self.reader[byte] != thread))
+        self._check_writes(byte, thread, "writes", atomic, floor)
+        suspect = (self.read_at[byte] > floor) & (self.shared[byte] | (self.reader[byte] != thread))
         if suspect.any():
             byte_, thread_ = byte[suspect], thread[suspect]
             unordered = self.reads[byte_] > self.seen[thread_]
@@ -70,19 +93,44 @@ class RaceDetector:
 
     def release(self, members: Array, known: Array | None) -> Array:
         """What a barrier can tell once `members` (a mask) have come, `known` being what it could tell before."""
-        told = self.seen[: self.lanes][members].max(axis=0)
-        told[: self.lanes][members] = self.now
-        self.now += 1
+        told = self._rows()[members].max(axis=0)
+        told[self.first : self.first + self.lanes][members] = self.now
+        self.clock.now += 1
         return told if known is None else np.maximum(known, told)
 
     def acquire(self, members: Array, known: Array) -> None:
-        seen = self.seen[: self.lanes]
-        seen[members] = np.maximum(seen[members], known)
+        rows = self._rows()
+        rows[members] = np.maximum(rows[members], known)
+
+    def _rows(self) -> Array:
+        """What each lane of the block knows of all threads of the cluster."""
+        return self.clock.seen[self.first : self.first + self.lanes]
 
     def synchronize(self) -> None:
-        """A barrier of the whole block."""
-        self.seen[:] = self.floor = self.now
-        self.now += 1
+        """A barrier of the whole block, whose threads then also know alike of the others."""
+        self._rows()[:] = self._rows().max(axis=0)
+        own = self.seen[:, : self.copies]  # a bulk copy is known to who has waited for its mbarrier
+        own[:] = self.floor = self.now
+        self.clock.now += 1
+
+    # Bulk copies. One starts with what the thread that issues it knows and has done; its mbarrier tells that it has
+    # written.
+
+    def begin_transfer(self, rank: int, lane: int, row: Array, size: int) -> int:
+        """Thread `lane` of block `rank` starts a bulk copy; the time of its write."""
+        clock, copies = self.clock, self.first + self.copies
+        issuer = rank * self.threads + lane
+        clock.seen[copies] = clock.seen[issuer]
+        clock.seen[copies, issuer] = self.now
+        self.write(np.full(len(row), self.copies), row, size, floor=0)
+        clock.now += 1
+        return self.now - 1
+
+    def transferred(self, time: int) -> Array:
+        """What an mbarrier knows of a bulk copy that has ended."""
+        known = np.zeros(len(self.clock.seen), np.int32)
+        known[self.first + self.copies] = time
+        return known
 
     # wgmma. A unit starts with what the threads of its warp know and have done, and they learn at the wait that it has
     # read. It reads at any time between; writes in this time are refused anyway (AsyncProxy).
@@ -104,8 +152,12 @@ class RaceDetector:
         warps = range(first, first + _WARPGROUP, _WARP)
         return [(self.lanes + lane // _WARP, slice(lane, lane + _WARP)) for lane in warps]
 
-    def _check_writes(self, byte: Array, thread: Array, verb: str, atomic: bool = False) -> None:
-        suspect = (self.written[byte] > self.floor) & (self.writer[byte] != thread)
+    def _check_writes(
+        self, byte: Array, thread: Array, verb: str, atomic: bool = False, floor: int | None = None
+    ) -> None:
+        # Who has only met the others at a block's barrier does not know of bulk copies.
+        known = np.where(self.writer[byte] == self.copies, 0, self.floor if floor is None else floor)
+        suspect = (self.written[byte] > known) & (self.writer[byte] != thread)
         if atomic:
             suspect &= ~self.by_atomic[byte]
         if suspect.any():
@@ -116,7 +168,9 @@ class RaceDetector:
 
     def _report(self, byte: int, thread: int, verb: str, other: int, did: str) -> None:
         who = f"thread {other}" if other < self.lanes else f"the wgmma of warp {other - self.lanes}"
-        lane = thread if thread < self.lanes else (thread - self.lanes) * _WARP
+        if other == self.copies:
+            who = "a bulk copy"
+        lane = None if thread == self.copies else thread if thread < self.lanes else (thread - self.lanes) * _WARP
         raise Fault(f"race: {verb} shared byte {byte} that {who} {did}, without a barrier between", lane)
 
 
@@ -140,33 +194,54 @@ class ClusterClock:
         self.told = np.column_stack([self.told, np.where(released, self.phase, self.told[:, -1])])
 
 
-class ClusterRaceDetector:
-    """Between blocks that use the shared memory of the block `rank`: only the cluster's barrier orders them."""
+class _Accesses:
+    """The last access to each byte: block, its thread's arrivals at the cluster's barrier, thread and time."""
 
-    def __init__(self, clock: ClusterClock, rank: int) -> None:
-        self.clock, self.rank = clock, rank
+    def __init__(self, size: int, rank: int) -> None:
+        self.rank = np.full(size, rank, np.int64)
+        self.phase = np.full(size, -1, np.int64)
+        self.thread = np.zeros(size, np.int64)
+        self.time = np.zeros(size, np.int32)
+
+
+class ClusterRaceDetector:
+    """Between blocks that use the shared memory of block `rank`: the cluster's barrier orders them, or an mbarrier."""
+
+    def __init__(self, clock: ClusterClock, races: RaceClock, rank: int) -> None:
+        self.clock, self.races, self.rank = clock, races, rank
 
     def reset(self, size: int) -> None:
-        self.writer = np.full(size, self.rank, np.int64)  # rank of the block
-        self.written = np.full(size, -1, np.int64)  # its thread's arrivals then
-        self.reads = np.full((size, len(self.clock.arrivals)), -1, np.int64)  # by rank: the last one's
+        self.writes = _Accesses(size, self.rank)
+        self.reads = [_Accesses(size, rank) for rank in range(len(self.clock.arrivals))]
 
     def read(self, by: int, lanes: Array, row: Array, size: int) -> None:
         byte, thread = _bytes(lanes, row, size)
-        self._check(by, byte, thread, "reads", self.writer[byte], self.written[byte], "wrote")
-        self.reads[byte, by] = np.maximum(self.reads[byte, by], self.clock.arrivals[by, thread])
+        self._check(by, byte, thread, "reads", self.writes, "wrote")
+        self._note(self.reads[by], by, byte, thread)
 
     def write(self, by: int, lanes: Array, row: Array, size: int) -> None:
         byte, thread = _bytes(lanes, row, size)
-        self._check(by, byte, thread, "writes", self.writer[byte], self.written[byte], "wrote")
-        for rank in range(len(self.clock.arrivals)):
-            self._check(by, byte, thread, "writes", np.full(len(byte), rank), self.reads[byte, rank], "read")
-        self.writer[byte] = by
-        self.written[byte] = self.clock.arrivals[by, thread]
+        self._check(by, byte, thread, "writes", self.writes, "wrote")
+        for reads in self.reads:
+            self._check(by, byte, thread, "writes", reads, "read")
+        self._note(self.writes, by, byte, thread)
 
-    def _check(self, by: int, byte: Array, thread: Array, verb: str, rank: Array, time: Array, did: str) -> None:
-        """What blocks `rank` did at `time` has to be known to `thread` of block `by`."""
-        unordered = (rank != by) & (time >= 0) & (self.clock.told[rank, self.clock.waits[by, thread]] <= time)
+    def _note(self, accesses: _Accesses, by: int, byte: Array, thread: Array) -> None:
+        phase = self.clock.arrivals[by, thread]
+        last = phase >= accesses.phase[byte]
+        byte, thread = byte[last], thread[last]
+        accesses.rank[byte] = by
+        accesses.phase[byte] = phase[last]
+        accesses.thread[byte] = by * self.races.threads + thread
+        accesses.time[byte] = self.races.now
+
+    def _check(self, by: int, byte: Array, thread: Array, verb: str, accesses: _Accesses, did: str) -> None:
+        """The `accesses` of other blocks have to be known to `thread` of block `by`."""
+        rank, phase = accesses.rank[byte], accesses.phase[byte]
+        unordered = (rank != by) & (phase >= 0) & (self.clock.told[rank, self.clock.waits[by, thread]] <= phase)
+        if unordered.any():
+            seen = self.races.seen[by * self.races.threads + thread, accesses.thread[byte]]
+            unordered &= accesses.time[byte] > seen
         if unordered.any():
             first = int(np.flatnonzero(unordered)[0])
             raise Fault(

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from pylib.emulator.bulk_copy import async_store
 from pylib.emulator.decoder import Dest, Op, dtype_of, instruction
 from pylib.emulator.faults import Array, Fault, Unsupported, require
 from pylib.emulator.machine import Mask, Step
 from pylib.emulator.memory import (
     CONST_WINDOW,
     LOCAL_WINDOW,
+    PARAM_WINDOW,
     SHARED_WINDOW,
 )
 from pylib.emulator.ptx import BITS, Address, Reg, Sink, Symbol, Vector
@@ -22,7 +24,7 @@ _SCOPES = ("cta", "cluster", "gpu", "sys")
 _EVICTION = tuple(f"L1::evict_{kind}" for kind in ("normal", "unchanged", "first", "last")) + ("L1::no_allocate",)
 _L2_EVICTION = tuple(f"L2::evict_{kind}" for kind in ("normal", "first", "last"))
 _PREFETCH = ("L2::64B", "L2::128B", "L2::256B")
-_WINDOWS = {"shared": SHARED_WINDOW, "const": CONST_WINDOW, "local": LOCAL_WINDOW}
+_WINDOWS = {"shared": SHARED_WINDOW, "const": CONST_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}
 _WINDOW_SIZE = 1 << 32
 
 
@@ -85,7 +87,9 @@ def _unpack(op: Op, kind: str) -> Step:
 def _cvta(op: Op) -> Step:
     """Global addresses are generic ones; the other spaces are seen through a window."""
     to = op.flag("to")
-    space = op.choice("global", "shared::cta", "shared", "const", "local").partition("::")[0]
+    space = op.choice("global", "shared::cta", "shared::cluster", "shared", "const", "local", "param").partition("::")[
+        0
+    ]
     kind = op.type("u64")
     dest = op.dest(kind)
     operand = op.next()
@@ -148,6 +152,8 @@ class _Generic:
             return self.block.device, address
         for space, start in _WINDOWS.items():
             inside = (address >= start) & (address < start + _WINDOW_SIZE)
+            if inside.all() and space == "param":
+                raise Fault("a parameter by its generic address, which is emulated for tensor maps only", int(lanes[0]))
             if inside.all():
                 return self.memories[space], address - start
             if inside.any():
@@ -239,6 +245,8 @@ def _ld_param(op: Op, kind: str, dests: list[Dest]) -> Step:
 
 @instruction("st")
 def _st(op: Op) -> Step:
+    if op.flag("async"):
+        return async_store(op)
     kind = op.type(*_TYPES)
     count = _vector(op, kind)
     hinted = _access(op, load=False)

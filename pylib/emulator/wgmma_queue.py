@@ -14,9 +14,7 @@ import numpy as np
 
 from pylib.emulator.faults import Array, Fault
 from pylib.emulator.ptx import Kernel, Reg, Vector
-from pylib.emulator.shared_memory import SharedMemory
-
-WARPGROUP = 128
+from pylib.emulator.shared_memory import WARPGROUP, SharedMemory
 
 
 class Flight:
