@@ -537,9 +537,12 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
 
     With the unit attribute `biased`, of integers only, numbers are too large by a bias that `bias_sums` makes up for.
+    `shifts`, of integers too, are whole numbers [.., rows, 1] that are added before, still exactly and for nothing:
+    one for all columns, or several for as many equal parts of them. None may be so large that minus the shift is no code.
     """
 
     source: ext.Operand[RegType]
+    shifts: Sequence[ext.Operand[RegType]]
     exponent: ir.IntegerAttr
     result: ext.Result[RegType]
 
@@ -550,6 +553,20 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
         in_range(op.exponent, "exponent", -1022, 1023)
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
+        if len(op.shifts):
+            _check_shifts(op, a, b)
+
+
+def _check_shifts(op: Any, codes: Reg, numbers: Reg) -> None:
+    """Shifts of a `decode` are one number for a row and a part of the columns."""
+    integer = isinstance(codes.element, DType) and codes.element.kind in ("uint", "int")
+    expect(integer and "biased" not in op.operation.attributes, "shifts", "integers that are not biased", codes.element)
+    expect(codes.shape[-1] % (16 * len(op.shifts)) == 0, "shifts", "equal parts of whole blocks of 16", len(op.shifts))
+    for shift in op.shifts:
+        reg = Reg.of(shift.type)
+        same_element(numbers.element, reg.element, "element of the shifts")
+        rows = numbers.layout.reduce((-1,))
+        expect(reg.layout == rows, "layout of the shifts", rows, reg.layout)
 
 
 class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
@@ -977,10 +994,12 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
     Operand i is the word with piece i of register `register` of a run (`dialect.packing`). The result is a vector of
-    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`.
+    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`. A `shift`, a
+    vector as the result, is added before the multiplication.
     """
 
     words: Sequence[ext.Operand[I32]]
+    shift: Sequence[ext.Operand[Any]]
     format: FormatAttr
     register: ir.IntegerAttr
     exponent: ir.IntegerAttr
@@ -990,6 +1009,8 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     def verify_invariants(op: Any) -> None:
         in_range(op.exponent, "exponent", -1022, 1023)
         _check_pair(op)
+        kinds = [v.type for v in op.shift]
+        expect(kinds in ([], [op.result.type]), "shift", f"none or a {op.result.type}", kinds)
 
 
 class LookupPairOp(Lowbit.Operation, name="lookup_pair", traits=[ext.Pure]):

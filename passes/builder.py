@@ -336,8 +336,12 @@ class Program:
     def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
         return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
 
-    def decode(self, codes: Tile, element: str, exponent: int = 0, biased: bool = False) -> Tile:
-        op = ops.DecodeOp(codes.value, _i64(exponent), Reg(element, codes.layout).type)
+    def decode(
+        self, codes: Tile, element: str, exponent: int = 0, biased: bool = False, shifts: Sequence[Tile] = ()
+    ) -> Tile:
+        """Numbers from codes, exactly. shifts: whole numbers [.., rows, 1] to add to those of equal parts of the columns."""
+        values = [s.value for s in shifts]
+        op = ops.DecodeOp(codes.value, values, _i64(exponent), Reg(element, codes.layout).type)
         if biased:
             op.operation.attributes["biased"] = ir.UnitAttr.get()
         return Tile(op.result)

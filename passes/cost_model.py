@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from dialect.spec import MatmulSpec
 from passes.plan import Plan
+from passes.recipes import BIASED_BITS
 from passes.schedule import Schedule
 from passes.schedule_check import multiprocessors, shared_room
 from passes.target import Target
@@ -102,7 +103,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
     mma = 2 * max(8, s.tokens) / 8
-    if spec.zeros == "float" or (spec.zeros == "int" and not s.wgmma):
+    if not s.wgmma and (spec.zeros == "float" or (spec.zeros == "int" and bits <= BIASED_BITS)):
         mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
     mma, fragments = mma * costs.tensor, 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
     decode = _decode_clocks(spec, costs) + (SPLIT_DIGITS / s.row_blocks if s.digits else 0.0)

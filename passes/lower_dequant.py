@@ -62,6 +62,7 @@ class _Decoder:
         self.format: DType = read_format(op.format)
         self.number = int(ir.IntegerAttr(op.register).value)
         self.words = list(op.words)
+        self.shift = op.shift[0] if len(op.shift) else None
         self.vector = ir.VectorType(op.result.type)
         self.real: Real = REALS[str(self.vector.element_type)]
         self.packed = self.real.bits == 16
@@ -120,10 +121,18 @@ class _Decoder:
             return self._magic(magic(t, self.real, self.number, 0, t.bits, biased=True), half)
         if t.bits <= self.real.mantissa:
             m = magic(t, self.real, self.number, 0, t.bits)
-            return self._add(self._magic(m, half), self._number(-m.offset - zero))
+            return self._add(self._magic(m, half), self._shifted(-m.offset - zero, half))
         low, high = magic(t, self.real, self.number, 0, 4), magic(t, self.real, self.number, 4, t.bits - 4)
         upper = self._add(self._magic(high, half), self._number(-high.offset - low.offset - zero))
-        return self._add(upper, self._magic(low, half))
+        value = self._add(upper, self._magic(low, half))
+        return value if self.shift is None else self._add(value, self._shifted(0.0, half))
+
+    def _shifted(self, constant: float, half: int) -> Any:
+        """A constant plus the shift: whole numbers below twice what the offset of the magic exponent is, so exact."""
+        if self.shift is None:
+            return self._number(constant)
+        shift = self.shift if self.packed else emit.element(self.shift, half)
+        return self._add(shift, self._number(constant)) if constant else shift
 
     def _float(self, half: int) -> Any:
         p = float_places(self.format, self.real, self.number)

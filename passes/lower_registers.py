@@ -51,8 +51,24 @@ class TileRules(Lowering):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
         biased = "biased" in op.operation.attributes
 
-        def decode(words: list[Any], register: Any, vector: Any) -> Any:
-            pair = ops.DecodePairOp(words, format_attr(format_), register, op.exponent, vector)
+        shifts: list[Fragment] = [self.values[v] for v in op.shifts]
+        parts = [f.reg.layout.slots_for(reg.layout) for f in shifts]
+        columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K16_A)]
+        doubled: dict[tuple[int, int], Any] = {}
+
+        def shift(i: int) -> list[Any]:
+            """What is added to pair i, in which a row's shift comes twice."""
+            if not shifts:
+                return []
+            part = columns[i // 4] * len(shifts) // (1 + max(columns))
+            at = part, parts[part][2 * i]
+            if at not in doubled:
+                scalar = shifts[part].scalar(at[1])
+                doubled[at] = emit.pair(scalar, scalar)
+            return [doubled[at]]
+
+        def decode(i: int, words: list[Any], register: Any, vector: Any) -> Any:
+            pair = ops.DecodePairOp(words, shift(i), format_attr(format_), register, op.exponent, vector)
             if biased:
                 pair.operation.attributes["biased"] = ir.UnitAttr.get()
             return pair.result
@@ -67,7 +83,7 @@ class TileRules(Lowering):
             raise PassError(f"lower-tiles: nothing to look up in {format_}")
         table: Place = self.values[op.table]
 
-        def look_up(words: list[Any], register: Any, vector: Any) -> Any:
+        def look_up(_: int, words: list[Any], register: Any, vector: Any) -> Any:
             lane = self.threads.digit(BANKS, 1, self.threads_per_block)
             column = arith.muli(lane, emit.constant(BANK_BYTES))
             return ops.LookupPairOp(table.base, column, words, format_attr(format_), register, vector).result
@@ -221,15 +237,17 @@ def _is_zero(value: Any) -> bool:
     )
 
 
-def _pairs_of_words(codes: Fragment, reg: Reg, format_: DType, make: Callable[[list[Any], Any, Any], Any]) -> Fragment:
-    """Registers of A fragments: make(words, number in the run, type) of a register, from the words of its pieces."""
+def _pairs_of_words(
+    codes: Fragment, reg: Reg, format_: DType, make: Callable[[int, list[Any], Any, Any], Any]
+) -> Fragment:
+    """Registers of A fragments: make(i, words, number in the run, type) of register i, from the words of its pieces."""
     places, run = _places(format_, reg.layout), run_of(format_.bits)
     vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
 
     def pair(i: int) -> Any:
         first, register = places[i]
         words = [codes.register(first + piece.word) for piece in run[register]]
-        return make(words, ir.IntegerAttr.get(emit.integer(64), register), vector)
+        return make(i, words, ir.IntegerAttr.get(emit.integer(64), register), vector)
 
     return Fragment(reg, "pair", pair)
 

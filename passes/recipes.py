@@ -135,6 +135,7 @@ def aims(bits: int, count: int, least: int, most: int) -> dict[tuple[int, int], 
     return found
 
 
+BIASED_BITS = 2  # formats up to which a subtraction per pair would be the bound (H200, 2026-11)
 _LARGEST_BIAS = 128.0  # costs 7 of f32's 24 bits
 
 

@@ -20,8 +20,9 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
 With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
 reads the activations from shared memory by itself.
 
-Zero points touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But for
-integer ones with wgmma, where that mma would cost as much as 64 rows: q - z is exact in f16 and bf16.
+Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
+bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
+wgmma, where that mma would cost as much as 64 rows, q - z is rounded to the type of x.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
@@ -54,12 +55,11 @@ from dialect.types import UNIT
 from passes.builder import Memory, Program, Scalar, Tile
 from passes.epilogue import Epilogue
 from passes.plan import Plan
-from passes.recipes import can_be_biased, compute_element, exponent
+from passes.recipes import BIASED_BITS, can_be_biased, compute_element, exponent
 from passes.schedule import Schedule
 
 LANE_BYTES = 16
 PANEL = 64  # columns of x that wgmma finds side by side
-BIASED_BITS = 2  # formats up to which a subtraction per pair would be the bound (H200, 2026-11)
 
 
 def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
@@ -139,7 +139,12 @@ class Kernel:
             (1, s.cluster, 1),
         )
         self.convert = Factors(self.p, spec)
-        self.shifted = spec.zeros != "none"  # sums of x are asked for
+        narrow = self.biased or self.spec.dtype.kind not in ("uint", "int")
+        self.folded = spec.zeros == "int" and not narrow  # zeros are subtracted in decoding,
+        # or right after, rounded to x's type, where sums of x would cost as much as 64 rows of products,
+        self.early = bool(schedule.wgmma and spec.zeros != "none" and self.plan.groups and not self.convert.exponent)
+        self.early = self.early and not self.folded
+        self.shifted = spec.zeros != "none" and not self.folded and not self.early  # or taken from sums of x
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks, columns = s.step_k // BLOCK_K, max(8, s.tokens) // 8
         self.units = s.step_k // self.packing.chunk * self.packing.units * 32
@@ -164,6 +169,8 @@ class Kernel:
             if self.shifted and not self.plan.groups:
                 carried.append(p.constant(0.0, "f32", self.sum_layout))
             self._make_views()
+            if self.folded and not self.plan.groups:
+                self.row_zeros = self._row_factor("zeros", self.spec.zero_kind or "")
             p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
             with p.loop(p.block_id(1) * self.plan.rounds, self.plan.rounds, carried, stages=s.stages) as loop:
                 self._copies(loop.index * s.warps_k)
@@ -271,7 +278,7 @@ class Kernel:
         if self.table:
             a = p.lookup(codes, self.table, self.compute)
         else:
-            a = p.decode(codes, self.compute, self.convert.exponent, self.biased)
+            a = p.decode(codes, self.compute, self.convert.exponent, self.biased, self._shifts())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = p.load_matrix(self.x_buffer, p["m"], self.b_layout)
@@ -294,6 +301,13 @@ class Kernel:
         """[warps_k, rows, columns] of what a warp ends with."""
         return total
 
+    def _shifts(self) -> list[Tile]:
+        """Minus integer zeros, which decoding subtracts for nothing: q - z is exact."""
+        if not self.folded:
+            return []
+        stored = [self._group_factor("zeros", group) for group in range(self.plan.groups)] or [self.row_zeros]
+        return [self.p.cast(self.convert.minus_zero(zero), self.compute) for zero in stored]
+
     def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
         """The same with x in shared memory."""
         p, s = self.p, self.schedule
@@ -306,12 +320,11 @@ class Kernel:
             start = group * width
             zero = p.constant(0.0, "f32", self.d_layout)
             weights = p.slice(a, 2, start, width)
-            early = self.spec.zeros == "int"  # q - z is exact
-            if early:
+            if self.early:
                 minus = self.convert.minus_zero(self._group_factor("zeros", group))
                 weights = p.add(weights, p.cast(minus, self.compute))
             product = p.warpgroup_mma(weights, self.x_buffer, start, zero)
-            sums = partial(self._sums_of_x, start, width) if self.shifted and not early else None
+            sums = partial(self._sums_of_x, start, width) if self.shifted else None
             total = self._add_scaled(total, product, group, sums)
         return [total]
 

@@ -42,6 +42,7 @@ class _DigitKernel(Kernel):
         self.d_layout = warps.local(1, schedule.row_blocks, 1) * MMA_M16N8_PAIRS.unsqueeze(0)
         self.row_layout, self.sum_layout = self.d_layout.reduce((2,)), self.d_layout.reduce((1,))
         self.convert = Factors(self.p, spec, excess=zero_code(spec.dtype))
+        self.folded = False
         self.shifted = spec.zeros != "none" or self.convert.excess != 0.0
 
     def _make_views(self) -> None:
