@@ -536,9 +536,10 @@ class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
 
-    With the unit attribute `biased`, of integers only, numbers are too large by a bias that `bias_sums` makes up for.
-    `shifts`, of integers too, are whole numbers [.., rows, 1] that are added before, still exactly and for nothing:
-    one for all columns, or several for as many equal parts of them. None may be so large that minus the shift is no code.
+    Integers can have one of two extras. With the unit attribute `biased`, numbers are too large by a bias that
+    `bias_sums` makes up for. `shifts` are added to the codes: tiles [.., rows, 1], each for an equal part of the
+    columns, in order. A shift must be minus the value of a code, as minus a zero point is. The sum is exact then, and
+    costs nothing where the subtraction that decodes an integer can do it, too.
     """
 
     source: ext.Operand[RegType]
@@ -553,20 +554,27 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
         in_range(op.exponent, "exponent", -1022, 1023)
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
-        if len(op.shifts):
-            _check_shifts(op, a, b)
+        if not op.shifts:
+            return
+        _check_shifted(op, a.element, "shifts")
+        parts, blocks = len(op.shifts), b.shape[-1] // BLOCK_K
+        expect(blocks % parts == 0, "shifts", f"a number that divides the {blocks} blocks of 16 columns", parts)
+        rows = b.layout.reduce((b.layout.rank - 1,))
+        for shift in op.shifts:
+            reg = Reg.of(shift.type)
+            same_element(b.element, reg.element, "element of the shifts")
+            expect(reg.layout == rows, "layout of the shifts", rows, reg.layout)
 
 
-def _check_shifts(op: Any, codes: Reg, numbers: Reg) -> None:
-    """Shifts of a `decode` are one number for a row and a part of the columns."""
-    integer = isinstance(codes.element, DType) and codes.element.kind in ("uint", "int")
-    expect(integer and "biased" not in op.operation.attributes, "shifts", "integers that are not biased", codes.element)
-    expect(codes.shape[-1] % (16 * len(op.shifts)) == 0, "shifts", "equal parts of whole blocks of 16", len(op.shifts))
-    for shift in op.shifts:
-        reg = Reg.of(shift.type)
-        same_element(numbers.element, reg.element, "element of the shifts")
-        rows = numbers.layout.reduce((-1,))
-        expect(reg.layout == rows, "layout of the shifts", rows, reg.layout)
+def _check_shifted(op: Any, format_: Any, what: str) -> None:
+    """Shifts are added where the offset of an integer is subtracted, so there has to be one."""
+    biased = "biased" in op.operation.attributes
+    expect(
+        format_.kind in ("uint", "int") and not biased,
+        what,
+        "none but for integers that are not biased",
+        f"some for {format_.name}{' (biased)' * biased}",
+    )
 
 
 class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
@@ -994,12 +1002,12 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
     Operand i is the word with piece i of register `register` of a run (`dialect.packing`). The result is a vector of
-    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`. A `shift`, a
-    vector as the result, is added before the multiplication.
+    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`. The last of
+    `inputs`, behind the words, may be a shift (see `decode`): a vector as the result, added before the multiplication.
+    (They are one group because bindings and IRDL disagree on the name of the attribute that would tell two apart.)
     """
 
-    words: Sequence[ext.Operand[I32]]
-    shift: Sequence[ext.Operand[Any]]
+    inputs: Sequence[ext.Operand[Any]]
     format: FormatAttr
     register: ir.IntegerAttr
     exponent: ir.IntegerAttr
@@ -1008,9 +1016,18 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         in_range(op.exponent, "exponent", -1022, 1023)
-        _check_pair(op)
-        kinds = [v.type for v in op.shift]
-        expect(kinds in ([], [op.result.type]), "shift", f"none or a {op.result.type}", kinds)
+        words, shift = pair_inputs(op)
+        _check_pair(op, words)
+        if shift is not None:
+            expect(shift.type == op.result.type, "shift", op.result.type, shift.type)
+            _check_shifted(op, read_format(op.format), "shift")
+
+
+def pair_inputs(op: Any) -> tuple[list[Any], Any]:
+    """The words of a `decode_pair`, and its shift or None."""
+    inputs = list(op.inputs)
+    word = ir.IntegerType.get_signless(32)
+    return (inputs, None) if all(v.type == word for v in inputs) else (inputs[:-1], inputs[-1])
 
 
 class LookupPairOp(Lowbit.Operation, name="lookup_pair", traits=[ext.Pure]):
@@ -1032,14 +1049,16 @@ class LookupPairOp(Lowbit.Operation, name="lookup_pair", traits=[ext.Pure]):
         expect(str(op.table.type) == "!llvm.ptr<3>", "table", "!llvm.ptr<3>", op.table.type)
         format_ = read_format(op.format)
         expect(format_.kind == "table", "format", "one with a table of values", format_.name)
-        _check_pair(op)
+        _check_pair(op, op.words)
 
 
-def _check_pair(op: Any) -> None:
+def _check_pair(op: Any, words: Sequence[Any]) -> None:
     """The words and the register of a pair of codes, and its numbers."""
     run = run_of(read_format(op.format).bits)
     pieces = run[in_range(op.register, "register", 0, len(run) - 1)]
-    expect(len(op.words) == len(pieces), "words", f"one per piece ({len(pieces)})", len(op.words))
+    kinds = ", ".join(str(word.type) for word in words)
+    expected = ", ".join(["i32"] * len(pieces))
+    expect(kinds == expected, "words", f"{expected} (one per piece)", kinds or "none")
     allowed = [f"vector<2x{real}>" for real in REALS]
     expect(str(op.result.type) in allowed, "result", " or ".join(allowed), op.result.type)
 

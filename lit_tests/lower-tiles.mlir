@@ -181,7 +181,7 @@
   %units = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
     : (!codes, i32, i32) -> !units
   %a_codes = "lowbit.view"(%units) : (!units) -> !a_codes
-  %a = "lowbit.decode"(%a_codes) {operandSegmentSizes = array<i32: 1, 0>, exponent = 0} : (!a_codes) -> !a
+  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
   %b = "lowbit.load_matrix"(%x_buffer, %m) : (!x_buffer, i32) -> !b
   %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
   %d = "lowbit.mma"(%a, %b, %zero) : (!a, !b, !d) -> !d

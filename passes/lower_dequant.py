@@ -61,8 +61,7 @@ class _Decoder:
         self.op = op
         self.format: DType = read_format(op.format)
         self.number = int(ir.IntegerAttr(op.register).value)
-        self.words = list(op.words)
-        self.shift = op.shift[0] if len(op.shift) else None
+        self.words, self.shift = ops.pair_inputs(op)
         self.vector = ir.VectorType(op.result.type)
         self.real: Real = REALS[str(self.vector.element_type)]
         self.packed = self.real.bits == 16

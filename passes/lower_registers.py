@@ -68,7 +68,7 @@ class TileRules(Lowering):
             return [doubled[at]]
 
         def decode(i: int, words: list[Any], register: Any, vector: Any) -> Any:
-            pair = ops.DecodePairOp(words, shift(i), format_attr(format_), register, op.exponent, vector)
+            pair = ops.DecodePairOp([*words, *shift(i)], format_attr(format_), register, op.exponent, vector)
             if biased:
                 pair.operation.attributes["biased"] = ir.UnitAttr.get()
             return pair.result
