@@ -22,6 +22,24 @@ func.func @u4_f16(%w: i32) -> vector<2xf16> {
 
 // -----
 
+// A shift, minus a zero point, joins the constant: the same two operations per pair. The new constant, with -8 of i4's
+// offset binary in it, is the same for all pairs of a row and group, where CSE finds it.
+// CHECK-LABEL: func.func @i4_f16_shifted
+// CHECK-SAME:    (%[[SHIFT:.*]]: vector<2xf16>, %[[WORD:.*]]: i32)
+// CHECK-DAG:     %[[MINUS:.*]] = arith.constant dense<-7.200000e+01> : vector<2xf16>
+// CHECK:         %[[BITS:.*]] = llvm.inline_asm {{.*}} %[[WORD]]
+// CHECK-NEXT:    %[[OFFSET:.*]] = llvm.bitcast %[[BITS]] : i32 to vector<2xf16>
+// CHECK-NEXT:    %[[BOTH:.*]] = arith.addf %[[SHIFT]], %[[MINUS]] : vector<2xf16>
+// CHECK-NEXT:    %[[RESULT:.*]] = arith.addf %[[OFFSET]], %[[BOTH]] : vector<2xf16>
+// CHECK-NEXT:    return %[[RESULT]]
+func.func @i4_f16_shifted(%shift: vector<2xf16>, %w: i32) -> vector<2xf16> {
+  %0 = "lowbit.decode_shifted_pair"(%shift, %w) {format = #lowbit.format<"i4", []>, register = 1, exponent = 0,
+    operandSegmentSizes = array<i32: 1, 1>} : (vector<2xf16>, i32) -> vector<2xf16>
+  return %0 : vector<2xf16>
+}
+
+// -----
+
 // Left biased, the subtraction is somebody else's, for all weights at once.
 // CHECK-LABEL: func.func @u2_biased
 // CHECK:         llvm.inline_asm
@@ -64,6 +82,24 @@ func.func @u4_bf16(%w: i32) -> vector<2xbf16> {
 func.func @i8_bf16(%w: i32) -> vector<2xbf16> {
   %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"i8", []>, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
+  return %0 : vector<2xbf16>
+}
+
+// -----
+
+// Of a shift nothing is known but that it is whole, and under the exponent of 2048 bf16 has steps of 16: the shift is
+// added to the result, one operation more.
+// CHECK-LABEL: func.func @u8_bf16_shifted
+// CHECK-SAME:    (%[[SHIFT:.*]]: vector<2xbf16>, %{{.*}}: i32)
+// CHECK-DAG:     %[[ONE:.*]] = arith.constant dense<1.000000e+00> : vector<2xbf16>
+// CHECK-DAG:     %[[MINUS:.*]] = arith.constant dense<-2.176000e+03> : vector<2xbf16>
+// CHECK:         %[[UPPER:.*]] = llvm.intr.fma(%{{.*}}, %[[ONE]], %[[MINUS]])
+// CHECK:         %[[CODE:.*]] = llvm.intr.fma(%[[UPPER]], %[[ONE]], %{{.*}})
+// CHECK-NEXT:    %[[RESULT:.*]] = llvm.intr.fma(%[[CODE]], %[[ONE]], %[[SHIFT]])
+// CHECK-NEXT:    return %[[RESULT]]
+func.func @u8_bf16_shifted(%shift: vector<2xbf16>, %w: i32) -> vector<2xbf16> {
+  %0 = "lowbit.decode_shifted_pair"(%shift, %w) {format = #lowbit.format<"u8", []>, register = 0, exponent = 0,
+    operandSegmentSizes = array<i32: 1, 1>} : (vector<2xbf16>, i32) -> vector<2xbf16>
   return %0 : vector<2xbf16>
 }
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from dialect import ops
 from dialect.bindings import arith, gpu, ir, llvm
 from dialect.decode_table import DecodeTable
 from dialect.dtypes import DType
@@ -86,22 +85,21 @@ def lower_lookup_pair(op: Any) -> Any:
     def read(address: Any) -> Any:
         return llvm.load(emit.integer(), emit.offset_bytes(op.table, dynamic=address), alignment=4)
 
-    return _numbers(op, list(op.words), read, COLUMN_BITS, op.column)
+    return _numbers(op, read, COLUMN_BITS, op.column)
 
 
 def lower_decode_pair(op: Any) -> Any:
     """The numbers of a lowbit.decode_pair: from an array in device memory."""
     table = DecodeTable(read_format(op.format), str(ir.VectorType(op.result.type).element_type))
     symbol = _constant_table(op, table, int_attr(op, "exponent"))
-    sources, _ = ops.pair_inputs(op)
-    return _numbers(op, sources, lambda address: emit.read_constant(symbol, address, 32), 2, emit.constant(0))
+    return _numbers(op, lambda address: emit.read_constant(symbol, address, 32), 2, emit.constant(0))
 
 
-def _numbers(op: Any, sources: list[Any], read: Callable[[Any], Any], at: int, base: Any) -> Any:
-    """`sources`: words with the pieces. `read` gets addresses in bytes: an index from bit `at` on, or-ed with `base`."""
+def _numbers(op: Any, read: Callable[[Any], Any], at: int, base: Any) -> Any:
+    """`read` gets the addresses in bytes: an index from bit `at` on, or-ed with `base`."""
     vector = ir.VectorType(op.result.type)
     table = DecodeTable(read_format(op.format), str(vector.element_type))
-    register = int_attr(op, "register")
+    sources, register = list(op.words), int_attr(op, "register")
     if table.paired:
         return emit.bitcast(vector, read(_pair_address(table.format.bits, sources, register, at, base)))
     both, low = _both_codes(table.format, sources, register)

@@ -185,6 +185,15 @@ func.func @registers(%low: i32, %high: i32) -> vector<2xf16> {
   return %0 : vector<2xf16>
 }
 
+// A shift of an integer, twice, before the words.
+// CHECK-LABEL: func.func @register_shift
+func.func @register_shift(%shift: vector<2xf16>, %word: i32) -> vector<2xf16> {
+  // CHECK: "lowbit.decode_shifted_pair"(%{{.*}}, %{{.*}}) {exponent = 0 : i64, format = #lowbit.format<"i4", []>, {{.*}}register = 2
+  %0 = "lowbit.decode_shifted_pair"(%shift, %word) {format = #lowbit.format<"i4", []>, register = 2, exponent = 0, operandSegmentSizes = array<i32: 1, 1>}
+    : (vector<2xf16>, i32) -> vector<2xf16>
+  return %0 : vector<2xf16>
+}
+
 // CHECK-LABEL: func.func @register_lookup
 func.func @register_lookup(%table: !llvm.ptr<3>, %column: i32, %word: i32) -> vector<2xbf16> {
   // CHECK: "lowbit.lookup_pair"(%{{.*}}, %{{.*}}, %{{.*}}) {format = #lowbit.format<"nf4", []>, {{.*}}register = 2
