@@ -569,7 +569,7 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
             expect(reg.layout == rows, "layout of the shifts", rows, reg.layout)
 
 
-def _check_shifted(format_: DType) -> None:
+def _check_shifted(format_: Any) -> None:
     """Shifts are added where the offset of an integer is subtracted."""
     expect(format_.kind in ("uint", "int"), "format with shifts", "an integer one", format_.name)
 
