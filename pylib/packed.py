@@ -138,8 +138,7 @@ def pack(
 
     codes   integers [n, k]: signed values for i<b> formats, codes 0..2^b-1 for all others
     scales  floats [n, groups], for group_size=None also [n]; rounded to the spec's scale type
-    zeros   [n, groups]: integers in lo..lo+255, lo the format's least value, for "int" (bf16, less than 8 bits: lo..lo+128);
-            floats for "float"
+    zeros   [n, groups]: for "int" integers in lo..lo+spec.zero_span, lo the format's least value; for "float" floats
     bias    floats [n], rounded to the out type
 
     Raises PackError for a wrong shape, type or device, a code out of range, a value that is not finite or
