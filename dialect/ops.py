@@ -1,9 +1,9 @@
 """The operations of the `lowbit` dialect.
 
 Tensor level: `matmul`, `dequantize`, `prepack`. Tile level: a `program` is what one block does with tiles in device
-memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair` and
-`lookup_pair` turn the words of a thread into a pair of numbers, and are all that is left of a format when tiles are
-gone.
+memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair`,
+`decode_shifted_pair` and `lookup_pair` turn the words of a thread into a pair of numbers, and are all that is left of a
+format when tiles are gone.
 
 Verifiers say what was expected and what came. Accesses carry a `boundary`, one word per dim of the tile:
 
@@ -536,9 +536,10 @@ class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
 
-    With the unit attribute `biased`, of integers only, numbers are too large by a bias that `bias_sums` makes up for.
-    `shifts`, of integers too, are whole numbers [.., rows, 1] that are added before, still exactly and for nothing:
-    one for all columns, or several for as many equal parts of them. None may be so large that minus the shift is no code.
+    Integers can have one of two extras. With the unit attribute `biased`, numbers are too large by a bias that
+    `bias_sums` makes up for. `shifts` are added to the codes: tiles [.., rows, 1], each for an equal part of the
+    columns, in order. A shift must be minus the value of a code, as minus a zero point is. The sum is exact then, and
+    costs nothing where the subtraction that decodes an integer can do it, too.
     """
 
     source: ext.Operand[RegType]
@@ -553,20 +554,24 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
         in_range(op.exponent, "exponent", -1022, 1023)
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
-        if len(op.shifts):
-            _check_shifts(op, a, b)
+        if not op.shifts:
+            return
+        _check_shifted(a.element)
+        expect("biased" not in op.operation.attributes, "decoding with shifts", "plain", "biased")
+        fragments_ = fragments(b.layout, MMA_M16N8K16_A, "result")
+        within_warp(fragments_, fragments_.rank - 1, "columns with shifts")
+        parts, blocks = len(op.shifts), fragments_.shape[-1]
+        expect(blocks % parts == 0, "shifts", f"a number that divides the {blocks} blocks of 16 columns", parts)
+        rows = b.layout.reduce((b.layout.rank - 1,))
+        for shift in op.shifts:
+            reg = Reg.of(shift.type)
+            same_element(b.element, reg.element, "element of the shifts")
+            expect(reg.layout == rows, "layout of the shifts", rows, reg.layout)
 
 
-def _check_shifts(op: Any, codes: Reg, numbers: Reg) -> None:
-    """Shifts of a `decode` are one number for a row and a part of the columns."""
-    integer = isinstance(codes.element, DType) and codes.element.kind in ("uint", "int")
-    expect(integer and "biased" not in op.operation.attributes, "shifts", "integers that are not biased", codes.element)
-    expect(codes.shape[-1] % (16 * len(op.shifts)) == 0, "shifts", "equal parts of whole blocks of 16", len(op.shifts))
-    for shift in op.shifts:
-        reg = Reg.of(shift.type)
-        same_element(numbers.element, reg.element, "element of the shifts")
-        rows = numbers.layout.reduce((-1,))
-        expect(reg.layout == rows, "layout of the shifts", rows, reg.layout)
+def _check_shifted(format_: Any) -> None:
+    """Shifts are added where the offset of an integer is subtracted."""
+    expect(format_.kind in ("uint", "int"), "format with shifts", "an integer one", format_.name)
 
 
 class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
@@ -994,12 +999,10 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
     Operand i is the word with piece i of register `register` of a run (`dialect.packing`). The result is a vector of
-    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`. A `shift`, a
-    vector as the result, is added before the multiplication.
+    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`.
     """
 
     words: Sequence[ext.Operand[I32]]
-    shift: Sequence[ext.Operand[Any]]
     format: FormatAttr
     register: ir.IntegerAttr
     exponent: ir.IntegerAttr
@@ -1009,8 +1012,27 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     def verify_invariants(op: Any) -> None:
         in_range(op.exponent, "exponent", -1022, 1023)
         _check_pair(op)
-        kinds = [v.type for v in op.shift]
-        expect(kinds in ([], [op.result.type]), "shift", f"none or a {op.result.type}", kinds)
+
+
+class DecodeShiftedPairOp(Lowbit.Operation, name="decode_shifted_pair", traits=[ext.Pure]):
+    """Two integer codes of one thread, each plus its shift (see `decode`), times 2^-exponent.
+
+    `shift` is a vector as the result; all else is as in `decode_pair`.
+    """
+
+    shift: ext.Operand[Any]
+    words: Sequence[ext.Operand[I32]]
+    format: FormatAttr
+    register: ir.IntegerAttr
+    exponent: ir.IntegerAttr
+    result: ext.Result[Any]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        in_range(op.exponent, "exponent", -1022, 1023)
+        _check_pair(op)
+        _check_shifted(read_format(op.format))
+        expect(op.shift.type == op.result.type, "shift", op.result.type, op.shift.type)
 
 
 class LookupPairOp(Lowbit.Operation, name="lookup_pair", traits=[ext.Pure]):

@@ -39,7 +39,8 @@ class MatmulSpec:
     n, k        rows and columns of the weight; k >= 16
     weight      element format, see `dialect.dtypes`: "u4", "i3", "f6e3m2", "nf4", "lut4" ...
     group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
-    zeros       "none"; "int", integers lo .. lo+255 with lo the least value of a u<b> or i<b> format; "float"
+    zeros       "none"; "float"; "int", integers lo .. lo+255 with lo the least value of a u<b> or i<b> format, for bf16
+                and less than 8 bits lo .. lo+128
     scale       type of the scales; e8m0 is a power of two (MX formats), e4m3 is NVFP4's
     act         type of x and of the tensor core's operands
     out         type of y and of the bias; None: as act
@@ -125,6 +126,12 @@ class MatmulSpec:
         if self.zeros == "int":
             return "u8"
         return self.act if self.scale in ("e8m0", "e4m3") else self.scale
+
+    @property
+    def zero_span(self) -> int:
+        """Integer zeros are lo .. lo + this. In bf16 up to 7 bits are decoded by taking away 128 + zero - lo, which is
+        exact up to 256."""
+        return 128 if self.act == "bf16" and self.dtype.bits < 8 else 255
 
     @cached_property
     def bytes(self) -> int:

@@ -18,14 +18,15 @@
 // CHECK:          "lowbit.commit"
 // CHECK:          %[[WORDS:.*]] = "lowbit.load"
 // CHECK:          %[[W_CODES:.*]] = "lowbit.view"(%[[WORDS]])
-// CHECK:          %[[W:.*]] = "lowbit.decode"(%[[W_CODES]])
+// An integer zero point is a shift of the codes, by minus itself.
+// CHECK:          %[[ZEROS:.*]] = "lowbit.reshape"
+// CHECK:          %[[MINUS:.*]] = "lowbit.mul"(%[[ZEROS]], %{{.*}})
+// CHECK:          %[[SHIFT:.*]] = "lowbit.cast"(%[[MINUS]]){{.*}}, f16, {{.*}}
+// CHECK:          %[[W:.*]] = "lowbit.decode"(%[[W_CODES]], %[[SHIFT]])
 // CHECK:          %[[X_TILE:.*]] = "lowbit.load_matrix"
 // CHECK:          %[[PRODUCT:.*]] = "lowbit.mma"
-// CHECK:          %[[SCALED:.*]] = "lowbit.fma"(%[[PRODUCT]], %{{.*}}, %[[SUM]])
-
-// The zero point never touches a weight: s * (q - z) x = s * q x - s * z * sum(x).
-// CHECK:          %[[X_SUM:.*]] = "lowbit.row_sums"
-// CHECK:          %[[NEXT:.*]] = "lowbit.fma"(%{{.*}}, %[[X_SUM]], %[[SCALED]])
+// CHECK-NOT:      "lowbit.row_sums"
+// CHECK:          %[[NEXT:.*]] = "lowbit.fma"(%[[PRODUCT]], %{{.*}}, %[[SUM]])
 // CHECK:          scf.yield %[[NEXT]]
 // CHECK-NEXT:   } {lowbit.stages = 2 : i64}
 
@@ -36,6 +37,20 @@
 // CHECK-NOT:  func.func
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+// A zero point in floating point never touches a weight: s * (q - z) x = s * q x - s * z * sum(x).
+// CHECK:      "lowbit.decode"(%{{[0-9]+}})
+// CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
+// CHECK:      %[[SCALED:.*]] = "lowbit.fma"(%[[PRODUCT]]
+// CHECK:      %[[X_SUM:.*]] = "lowbit.row_sums"
+// CHECK:      "lowbit.fma"(%{{.*}}, %[[X_SUM]], %[[SCALED]])
+!weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "float", "f16">
+func.func @float_zeros(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }

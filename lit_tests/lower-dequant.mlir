@@ -15,8 +15,26 @@
 // CHECK-NEXT:    %[[RESULT:.*]] = arith.addf %[[OFFSET]], %[[MINUS_64]] : vector<2xf16>
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u4_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u4", []>, register = 1, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 1, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return %0 : vector<2xf16>
+}
+
+// -----
+
+// A shift, minus a zero point, joins the constant: the same two operations per pair. The new constant, with -8 of i4's
+// offset binary in it, is the same for all pairs of a row and group, where CSE finds it.
+// CHECK-LABEL: func.func @i4_f16_shifted
+// CHECK-SAME:    (%[[SHIFT:.*]]: vector<2xf16>, %[[WORD:.*]]: i32)
+// CHECK-DAG:     %[[MINUS:.*]] = arith.constant dense<-7.200000e+01> : vector<2xf16>
+// CHECK:         %[[BITS:.*]] = llvm.inline_asm {{.*}} %[[WORD]]
+// CHECK-NEXT:    %[[OFFSET:.*]] = llvm.bitcast %[[BITS]] : i32 to vector<2xf16>
+// CHECK-NEXT:    %[[BOTH:.*]] = arith.addf %[[SHIFT]], %[[MINUS]] : vector<2xf16>
+// CHECK-NEXT:    %[[RESULT:.*]] = arith.addf %[[OFFSET]], %[[BOTH]] : vector<2xf16>
+// CHECK-NEXT:    return %[[RESULT]]
+func.func @i4_f16_shifted(%shift: vector<2xf16>, %w: i32) -> vector<2xf16> {
+  %0 = "lowbit.decode_shifted_pair"(%shift, %w) {format = #lowbit.format<"i4", []>, register = 1, exponent = 0,
+    operandSegmentSizes = array<i32: 1, 1>} : (vector<2xf16>, i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -28,7 +46,7 @@ func.func @u4_f16(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u2_biased(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u2", []>, register = 2, exponent = 0, biased,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u2", []>, register = 2, exponent = 0, biased,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -43,7 +61,7 @@ func.func @u2_biased(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    llvm.intr.fma(%[[OFFSET]], %[[ONE]], %[[MINUS]])
 // CHECK-NOT:     arith.addf
 func.func @u4_bf16(%w: i32) -> vector<2xbf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u4", []>, register = 0, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
   return %0 : vector<2xbf16>
 }
@@ -62,8 +80,26 @@ func.func @u4_bf16(%w: i32) -> vector<2xbf16> {
 // CHECK-NEXT:    %[[LOW:.*]] = llvm.bitcast
 // CHECK-NEXT:    llvm.intr.fma(%[[UPPER]], %[[ONE]], %[[LOW]])
 func.func @i8_bf16(%w: i32) -> vector<2xbf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"i8", []>, register = 0, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"i8", []>, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
+  return %0 : vector<2xbf16>
+}
+
+// -----
+
+// Of a shift nothing is known but that it is whole, and under the exponent of 2048 bf16 has steps of 16: the shift is
+// added to the result, one operation more.
+// CHECK-LABEL: func.func @u8_bf16_shifted
+// CHECK-SAME:    (%[[SHIFT:.*]]: vector<2xbf16>, %{{.*}}: i32)
+// CHECK-DAG:     %[[ONE:.*]] = arith.constant dense<1.000000e+00> : vector<2xbf16>
+// CHECK-DAG:     %[[MINUS:.*]] = arith.constant dense<-2.176000e+03> : vector<2xbf16>
+// CHECK:         %[[UPPER:.*]] = llvm.intr.fma(%{{.*}}, %[[ONE]], %[[MINUS]])
+// CHECK:         %[[CODE:.*]] = llvm.intr.fma(%[[UPPER]], %[[ONE]], %{{.*}})
+// CHECK-NEXT:    %[[RESULT:.*]] = llvm.intr.fma(%[[CODE]], %[[ONE]], %[[SHIFT]])
+// CHECK-NEXT:    return %[[RESULT]]
+func.func @u8_bf16_shifted(%shift: vector<2xbf16>, %w: i32) -> vector<2xbf16> {
+  %0 = "lowbit.decode_shifted_pair"(%shift, %w) {format = #lowbit.format<"u8", []>, register = 0, exponent = 0,
+    operandSegmentSizes = array<i32: 1, 1>} : (vector<2xbf16>, i32) -> vector<2xbf16>
   return %0 : vector<2xbf16>
 }
 
@@ -80,7 +116,7 @@ func.func @i8_bf16(%w: i32) -> vector<2xbf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast %[[P1]]
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @f6e3m2_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"f6e3m2", []>, register = 0, exponent = 12,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f6e3m2", []>, register = 0, exponent = 12,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -93,7 +129,7 @@ func.func @f6e3m2_f16(%w: i32) -> vector<2xf16> {
 // CHECK:         %[[SMALL:.*]] = llvm.bitcast
 // CHECK-NEXT:    arith.mulf %[[SMALL]], %[[FACTOR]]
 func.func @f6e3m2_unscaled(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"f6e3m2", []>, register = 0, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f6e3m2", []>, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -110,7 +146,7 @@ func.func @f6e3m2_unscaled(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.inline_asm {{.*}} %[[SUM]], %{{.*}}, %[[NUMBER]]
 // CHECK-NEXT:    llvm.bitcast %[[RESULT]] : i32 to vector<2xf16>
 func.func @f8e4m3_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"f8e4m3", []>, register = 1, exponent = 8,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e4m3", []>, register = 1, exponent = 8,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -122,7 +158,7 @@ func.func @f8e4m3_f16(%w: i32) -> vector<2xf16> {
 // CHECK-NOT:     {{addi|mulf|addf|fma}}
 // CHECK:         return
 func.func @f8e5m2_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"f8e5m2", []>, register = 0, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e5m2", []>, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -143,7 +179,7 @@ func.func @f8e5m2_f16(%w: i32) -> vector<2xf16> {
 // CHECK:         %[[EXPONENT:.*]] = arith.subi %[[ABOVE]], %[[BELOW]]
 // CHECK-NEXT:    arith.ori %{{.*}}, %[[EXPONENT]]
 func.func @f8e5m2_bf16(%w: i32) -> vector<2xbf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"f8e5m2", []>, register = 0, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e5m2", []>, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
   return %0 : vector<2xbf16>
 }
@@ -234,7 +270,7 @@ func.func @lut5_lookup(%table: !llvm.ptr<3>, %column: i32,
 // CHECK-NEXT:    %[[PAIR:.*]] = llvm.load %[[ADDRESS]] invariant {alignment = 4 : i64} : !llvm.ptr<1> -> i32
 // CHECK-NEXT:    llvm.bitcast %[[PAIR]] : i32 to vector<2xf16>
 func.func @nf4_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"nf4", []>, register = 1, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"nf4", []>, register = 1, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -253,11 +289,11 @@ func.func @nf4_f16(%w: i32) -> vector<2xf16> {
   -8.0, -7.5, -7.0, -6.5, -6.0, -5.5, -5.0, -4.5, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5,
   0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5]>
 func.func @lut5_f16(%w: i32) -> (!pair, !pair, !pair) {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lut5, register = 0, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lut5, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> !pair
-  %1 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lut5, register = 1, exponent = 0,
+  %1 = "lowbit.decode_pair"(%w) {format = #lut5, register = 1, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> !pair
-  %2 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lut5, register = 1, exponent = 1,
+  %2 = "lowbit.decode_pair"(%w) {format = #lut5, register = 1, exponent = 1,
     operandSegmentSizes = array<i32: 1>} : (i32) -> !pair
   return %0, %1, %2 : !pair, !pair, !pair
 }
@@ -272,9 +308,9 @@ func.func @lut5_f16(%w: i32) -> (!pair, !pair, !pair) {
 // CHECK:         %[[SHIFTED:.*]] = arith.shrui %[[WORD]], %c8_i32
 // CHECK-NEXT:    llvm.inline_asm {{.*}} %[[SHIFTED]], %{{.*}}, %{{.*}} :
 func.func @u3_f16(%w: i32) -> (vector<2xf16>, vector<2xf16>) {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u3", []>, register = 1, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u3", []>, register = 1, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
-  %1 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u3", []>, register = 3, exponent = 0,
+  %1 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u3", []>, register = 3, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0, %1 : vector<2xf16>, vector<2xf16>
 }
@@ -294,7 +330,7 @@ func.func @u3_f16(%w: i32) -> (vector<2xf16>, vector<2xf16>) {
 // CHECK-NEXT:    %[[OFFSET:.*]] = llvm.bitcast %[[P2]]
 // CHECK-NEXT:    arith.addf %[[OFFSET]]
 func.func @u3_pieces(%w0: i32, %w1: i32, %w2: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w0, %w1, %w2) {operandSegmentSizes = array<i32: 3, 0>, format = #lowbit.format<"u3", []>, register = 15, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w0, %w1, %w2) {format = #lowbit.format<"u3", []>, register = 15, exponent = 0,
     operandSegmentSizes = array<i32: 3>} : (i32, i32, i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -309,7 +345,7 @@ func.func @u3_pieces(%w0: i32, %w1: i32, %w2: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[HALF:.*]] = llvm.insertelement %[[FIRST]]
 // CHECK-NEXT:    llvm.insertelement %[[SECOND]], %[[HALF]]
 func.func @f8e7m0_f32(%w: i32) -> vector<2xf32> {
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"f8e7m0", []>, register = 0, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e7m0", []>, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf32>
   return %0 : vector<2xf32>
 }

@@ -3,7 +3,7 @@
 // f16 has five bits of exponent: formats with more are decoded to f32 (and multiplied as tf32).
 func.func @range(%w: i32) -> vector<2xf16> {
   // expected-error @below {{lower-dequant: f8e7m0 does not fit f16; decode it to f32}}
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"f8e7m0", []>, register = 0, exponent = 0,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e7m0", []>, register = 0, exponent = 0,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -13,7 +13,7 @@ func.func @range(%w: i32) -> vector<2xf16> {
 // Nobody takes off again what a float or a wide integer would be too large by.
 func.func @biased(%w: i32) -> vector<2xf16> {
   // expected-error @below {{lower-dequant: f8e4m3 in f16 cannot be biased, as narrow integers can}}
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"f8e4m3", []>, register = 0, exponent = 8, biased,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e4m3", []>, register = 0, exponent = 8, biased,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }

@@ -181,7 +181,7 @@
   %units = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
     : (!codes, i32, i32) -> !units
   %a_codes = "lowbit.view"(%units) : (!units) -> !a_codes
-  %a = "lowbit.decode"(%a_codes) {operandSegmentSizes = array<i32: 1, 0>, exponent = 0} : (!a_codes) -> !a
+  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
   %b = "lowbit.load_matrix"(%x_buffer, %m) : (!x_buffer, i32) -> !b
   %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
   %d = "lowbit.mma"(%a, %b, %zero) : (!a, !b, !d) -> !d
@@ -189,6 +189,97 @@
     : (!d, !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "tensor_core", threads = 32, grid = [1, 1, 1], params = ["w", "y", "m"], workspace = 0} : () -> ()
+
+// -----
+
+// A shift per row: rows g and g + 8 of a fragment, for lane group g, are its registers 0 and 2, and 1 and 3. A row's
+// shift comes twice in a vector, made once for all columns.
+!codes = !lowbit.global<[2, 32], vector<4xi32>, [32, 1], [1, 1]>
+!units = !lowbit.reg<[2, 32], vector<4xi32>, "local(2, 1).spatial(1, 32)">
+!a_codes = !lowbit.reg<[16, 128], #lowbit.format<"u4", []>, "local(1, 8).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 128], f16, "local(1, 8).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4, rank=2)">
+!out = !lowbit.global<[16, 128], f16, [128, 1], [1, 1]>
+// CHECK-LABEL: gpu.func @shift
+// CHECK:         %[[UPPER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
+// CHECK:         %[[LOWER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
+// CHECK:         %[[U0:.*]] = llvm.insertelement %[[UPPER]], %{{.*}}[%c0_i32 : i32]
+// CHECK-NEXT:    %[[U:.*]] = llvm.insertelement %[[UPPER]], %[[U0]][%c1_i32 : i32]
+// CHECK:         "lowbit.decode_shifted_pair"(%[[U]], %[[WORD:.*]]) {{.*}}register = 0 : i64
+// CHECK:         %[[L0:.*]] = llvm.insertelement %[[LOWER]], %{{.*}}[%c0_i32 : i32]
+// CHECK-NEXT:    %[[L:.*]] = llvm.insertelement %[[LOWER]], %[[L0]][%c1_i32 : i32]
+// CHECK:         "lowbit.decode_shifted_pair"(%[[L]], %[[WORD]]) {{.*}}register = 1 : i64
+// CHECK:         "lowbit.decode_shifted_pair"(%[[U]], %[[WORD]]) {{.*}}register = 2 : i64
+// CHECK:         "lowbit.decode_shifted_pair"(%[[L]], %[[WORD]]) {{.*}}register = 3 : i64
+// The last of the eight blocks of columns has the same.
+// CHECK-COUNT-26: "lowbit.decode_shifted_pair"(
+// CHECK:         "lowbit.decode_shifted_pair"(%[[U]], %{{.*}}) {{.*}}register = 2 : i64
+// CHECK:         "lowbit.decode_shifted_pair"(%[[L]], %{{.*}}) {{.*}}register = 3 : i64
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %pz: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
+  %z = "lowbit.global_view"(%pz) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[16, 1], f16, [1, 1], [1, 1]>
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
+  %units = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!codes, i32, i32) -> !units
+  %a_codes = "lowbit.view"(%units) : (!units) -> !a_codes
+  %first = "lowbit.load"(%z, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!lowbit.global<[16, 1], f16, [1, 1], [1, 1]>, i32, i32) -> !shift
+  %a = "lowbit.decode"(%a_codes, %first) {exponent = 0, operandSegmentSizes = array<i32: 1, 1>} : (!a_codes, !shift) -> !a
+  "lowbit.store"(%a, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!a, !out, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "shift", threads = 32, grid = [1, 1, 1], params = ["w", "z", "y"], workspace = 0} : () -> ()
+
+// -----
+
+// Two shifts, of two groups of 64 columns: the first for four blocks, 16 pairs, the second for the other four.
+!codes = !lowbit.global<[2, 32], vector<4xi32>, [32, 1], [1, 1]>
+!units = !lowbit.reg<[2, 32], vector<4xi32>, "local(2, 1).spatial(1, 32)">
+!a_codes = !lowbit.reg<[16, 128], #lowbit.format<"u4", []>, "local(1, 8).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 128], f16, "local(1, 8).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4, rank=2)">
+!out = !lowbit.global<[16, 128], f16, [128, 1], [1, 1]>
+// CHECK-LABEL: gpu.func @shifts
+// CHECK:         %[[FIRST_UPPER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
+// CHECK:         %[[FIRST_LOWER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
+// CHECK:         %[[SECOND_UPPER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
+// CHECK:         %[[SECOND_LOWER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
+// CHECK:         %[[FU:.*]] = llvm.insertelement %[[FIRST_UPPER]], %{{.*}}[%c1_i32 : i32]
+// CHECK:         "lowbit.decode_shifted_pair"(%[[FU]], %{{.*}}) {{.*}}register = 0 : i64
+// CHECK:         %[[FL:.*]] = llvm.insertelement %[[FIRST_LOWER]], %{{.*}}[%c1_i32 : i32]
+// CHECK:         "lowbit.decode_shifted_pair"(%[[FL]], %{{.*}}) {{.*}}register = 1 : i64
+// CHECK-COUNT-12: "lowbit.decode_shifted_pair"(
+// CHECK:         "lowbit.decode_shifted_pair"(%[[FU]], %{{.*}}) {{.*}}register = 2 : i64
+// CHECK:         "lowbit.decode_shifted_pair"(%[[FL]], %{{.*}}) {{.*}}register = 3 : i64
+// CHECK:         %[[SU:.*]] = llvm.insertelement %[[SECOND_UPPER]], %{{.*}}[%c1_i32 : i32]
+// CHECK:         "lowbit.decode_shifted_pair"(%[[SU]], %{{.*}}) {{.*}}register = 0 : i64
+// CHECK:         %[[SL:.*]] = llvm.insertelement %[[SECOND_LOWER]], %{{.*}}[%c1_i32 : i32]
+// CHECK:         "lowbit.decode_shifted_pair"(%[[SL]], %{{.*}}) {{.*}}register = 1 : i64
+// CHECK-COUNT-12: "lowbit.decode_shifted_pair"(
+// CHECK:         "lowbit.decode_shifted_pair"(%[[SU]], %{{.*}}) {{.*}}register = 2 : i64
+// CHECK:         "lowbit.decode_shifted_pair"(%[[SL]], %{{.*}}) {{.*}}register = 3 : i64
+// CHECK-NOT:     lowbit.decode_shifted_pair
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %pz: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
+  %z = "lowbit.global_view"(%pz) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[16, 2], f16, [2, 1], [1, 1]>
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
+  %units = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!codes, i32, i32) -> !units
+  %a_codes = "lowbit.view"(%units) : (!units) -> !a_codes
+  %first = "lowbit.load"(%z, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!lowbit.global<[16, 2], f16, [2, 1], [1, 1]>, i32, i32) -> !shift
+  %second = "lowbit.load"(%z, %c0, %c1) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!lowbit.global<[16, 2], f16, [2, 1], [1, 1]>, i32, i32) -> !shift
+  %a = "lowbit.decode"(%a_codes, %first, %second) {exponent = 0, operandSegmentSizes = array<i32: 1, 2>} : (!a_codes, !shift, !shift) -> !a
+  "lowbit.store"(%a, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!a, !out, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "shifts", threads = 32, grid = [1, 1, 1], params = ["w", "z", "y"], workspace = 0} : () -> ()
 
 // -----
 

@@ -159,7 +159,7 @@
     : (!codes, i32, i32) -> !units
   %units = "lowbit.reshape"(%words) : (!units) -> !units3
   %a_codes = "lowbit.view"(%units) : (!units3) -> !a_codes
-  %a = "lowbit.decode"(%a_codes) {operandSegmentSizes = array<i32: 1, 0>, exponent = 0} : (!a_codes) -> !a
+  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
   %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
   %d = "lowbit.warpgroup_mma"(%a, %x, %zero) {start = 0} : (!a, !x_buffer, !d) -> !d
   %twice = "lowbit.warpgroup_mma"(%a, %x, %d) {start = 0} : (!a, !x_buffer, !d) -> !d

@@ -4,7 +4,7 @@
 gpu.module @m {
   gpu.func @k(%w: i32) kernel {
     // expected-error @below {{lower-to-llvm: lowbit.decode_pair is left over; run lower-tiles and lower-dequant before}}
-    %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u4", []>, register = 1, exponent = 0,
+    %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 1, exponent = 0,
       operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
     gpu.return
   }

@@ -339,7 +339,7 @@ class Program:
     def decode(
         self, codes: Tile, element: str, exponent: int = 0, biased: bool = False, shifts: Sequence[Tile] = ()
     ) -> Tile:
-        """Numbers from codes, exactly. shifts: whole numbers [.., rows, 1] to add to those of equal parts of the columns."""
+        """Numbers from codes, exactly. shifts: minus zero points [.., rows, 1], each for an equal part of columns."""
         values = [s.value for s in shifts]
         op = ops.DecodeOp(codes.value, values, _i64(exponent), Reg(element, codes.layout).type)
         if biased:

@@ -1,4 +1,5 @@
-"""lower-dequant: `lowbit.decode_pair` becomes shifts, lop3, and at most two packed floating-point operations.
+"""lower-dequant: `lowbit.decode_pair` and `decode_shifted_pair` become shifts, lop3, and a few packed floating-point
+operations.
 
 What to do is derived in `passes.recipes`; here it is written down as arith and llvm operations. Formats with a table
 are in `passes.lower_table`, and so is `lowbit.lookup_pair`.
@@ -35,7 +36,7 @@ from passes.rewriting import at, each_op
 
 @dataclass(frozen=True)
 class LowerDequant:
-    """Expand lowbit.decode_pair and lookup_pair into bit operations, packed arithmetic, and table lookups."""
+    """Expand decode_pair, decode_shifted_pair and lookup_pair into bit operations, packed arithmetic, table lookups."""
 
     name: ClassVar[str] = "lower-dequant"
 
@@ -43,6 +44,8 @@ class LowerDequant:
         for op in each_op(module, ops.DecodePairOp):
             table = read_format(op.format).kind == "table"
             _replace(op, lower_decode_pair if table else lambda op: _Decoder(op).result())
+        for op in each_op(module, ops.DecodeShiftedPairOp):
+            _replace(op, lambda op: _Decoder(op).result())
         for op in each_op(module, ops.LookupPairOp):
             _replace(op, lower_lookup_pair)
 
@@ -62,7 +65,7 @@ class _Decoder:
         self.format: DType = read_format(op.format)
         self.number = int(ir.IntegerAttr(op.register).value)
         self.words = list(op.words)
-        self.shift = op.shift[0] if len(op.shift) else None
+        self.shift = op.shift if isinstance(op, ops.DecodeShiftedPairOp) else None
         self.vector = ir.VectorType(op.result.type)
         self.real: Real = REALS[str(self.vector.element_type)]
         self.packed = self.real.bits == 16

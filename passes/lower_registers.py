@@ -56,19 +56,20 @@ class TileRules(Lowering):
         columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K16_A)]
         doubled: dict[tuple[int, int], Any] = {}
 
-        def shift(i: int) -> list[Any]:
+        def shift(i: int) -> Any:
             """What is added to pair i, in which a row's shift comes twice."""
-            if not shifts:
-                return []
             part = columns[i // 4] * len(shifts) // (1 + max(columns))
             at = part, parts[part][2 * i]
             if at not in doubled:
                 scalar = shifts[part].scalar(at[1])
                 doubled[at] = emit.pair(scalar, scalar)
-            return [doubled[at]]
+            return doubled[at]
 
         def decode(i: int, words: list[Any], register: Any, vector: Any) -> Any:
-            pair = ops.DecodePairOp(words, shift(i), format_attr(format_), register, op.exponent, vector)
+            rest = words, format_attr(format_), register, op.exponent, vector
+            if shifts:
+                return ops.DecodeShiftedPairOp(shift(i), *rest).result
+            pair = ops.DecodePairOp(*rest)
             if biased:
                 pair.operation.attributes["biased"] = ir.UnitAttr.get()
             return pair.result

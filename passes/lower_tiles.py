@@ -2,7 +2,7 @@
 
 The pass walks the program once and writes the function anew. Every tile is a `Fragment` whose registers are written
 down when a consumer asks for them; what reads memory is finished before the next barrier, store or region. What is
-left of formats are `lowbit.decode_pair` and `lookup_pair` operations, for `lower-dequant`.
+left of formats are `decode_pair`, `decode_shifted_pair` and `lookup_pair`, for `lower-dequant`.
 
 Here are the function around a program, its scalars, loops and branches; `passes.lower_memory`, `passes.lower_table`,
 `passes.lower_registers` and `passes.lower_digits` have the rules for the other operations.

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dialect.spec import MatmulSpec
+from passes.recipes import BIASED_BITS, can_be_biased, compute_element, exponent
 from passes.schedule import Schedule
 
 
@@ -47,6 +48,22 @@ class Plan:
         """Groups in a step, 1 if a group is longer; 0 for one scale per row."""
         group = self.spec.packing.padded_group
         return 0 if group is None else max(1, self.schedule.step_k // group)
+
+    @property
+    def biased(self) -> bool:
+        """Whether codes are decoded too large by a bias: one mma per fragment of x makes up for it, whatever the rows,
+        instead of a subtraction per pair of weights."""
+        t, s = self.spec.dtype, self.schedule
+        narrow = t.bits <= BIASED_BITS and can_be_biased(t, compute_element(t, self.spec.act))
+        return narrow and s.row_blocks > 1 and not s.wgmma
+
+    @property
+    def rounds_zeros(self) -> bool:
+        """Whether zeros, and codes less zeros, are rounded to x's type: where they are no integers, and the sums of x
+        that would make up for them would cost as much as 64 rows of products."""
+        t = self.spec.dtype
+        plain = exponent(t, compute_element(t, self.spec.act)) == 0
+        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and plain
 
     @property
     def async_x(self) -> bool:

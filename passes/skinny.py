@@ -55,7 +55,7 @@ from dialect.types import UNIT
 from passes.builder import Memory, Program, Scalar, Tile
 from passes.epilogue import Epilogue
 from passes.plan import Plan
-from passes.recipes import BIASED_BITS, can_be_biased, compute_element, exponent
+from passes.recipes import compute_element, exponent
 from passes.schedule import Schedule
 
 LANE_BYTES = 16
@@ -117,13 +117,6 @@ class Kernel:
         self.plan = Plan(spec, schedule)
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
-        # One mma per fragment of x, whatever the rows, instead of a subtraction per pair of weights.
-        self.biased = (
-            spec.dtype.bits <= BIASED_BITS
-            and schedule.row_blocks > 1
-            and not schedule.wgmma
-            and can_be_biased(spec.dtype, self.compute)
-        )
         names = ["x", "codes", "scales"]
         names += ["zeros"] if spec.zeros != "none" else []
         names += ["bias"] if spec.bias else []
@@ -139,12 +132,10 @@ class Kernel:
             (1, s.cluster, 1),
         )
         self.convert = Factors(self.p, spec)
-        narrow = self.biased or self.spec.dtype.kind not in ("uint", "int")
-        self.folded = spec.zeros == "int" and not narrow  # zeros are subtracted in decoding,
-        # or right after, rounded to x's type, where sums of x would cost as much as 64 rows of products,
-        self.early = bool(schedule.wgmma and spec.zeros != "none" and self.plan.groups and not self.convert.exponent)
-        self.early = self.early and not self.folded
-        self.shifted = spec.zeros != "none" and not self.folded and not self.early  # or taken from sums of x
+        # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
+        self.folded = spec.zeros == "int" and not self.plan.biased
+        self.early = self.plan.rounds_zeros
+        self.shifted = spec.zeros != "none" and not self.folded and not self.early
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks, columns = s.step_k // BLOCK_K, max(8, s.tokens) // 8
         self.units = s.step_k // self.packing.chunk * self.packing.units * 32
@@ -278,7 +269,7 @@ class Kernel:
         if self.table:
             a = p.lookup(codes, self.table, self.compute)
         else:
-            a = p.decode(codes, self.compute, self.convert.exponent, self.biased, self._shifts())
+            a = p.decode(codes, self.compute, self.convert.exponent, self.plan.biased, self._shifts())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = p.load_matrix(self.x_buffer, p["m"], self.b_layout)
@@ -290,7 +281,7 @@ class Kernel:
         for group in range(self.plan.groups):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
             zero = p.constant(0.0, "f32", self.d_layout)
-            if self.biased:
+            if self.plan.biased:
                 zero = p.bias_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
             product = p.mma(a_group, b_group, zero)
             sums = partial(p.row_sums, b_group, self.sum_layout) if self.shifted else None
@@ -349,7 +340,7 @@ class Kernel:
 
     def _unbiased(self, total: Tile, b: Tile) -> Tile:
         """An accumulator for a product with b."""
-        if not self.biased:
+        if not self.plan.biased:
             return total
         return self.p.add(total, self.p.bias_sums(b, self.spec.dtype, 0, self.d_layout))
 

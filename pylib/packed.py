@@ -138,7 +138,7 @@ def pack(
 
     codes   integers [n, k]: signed values for i<b> formats, codes 0..2^b-1 for all others
     scales  floats [n, groups], for group_size=None also [n]; rounded to the spec's scale type
-    zeros   [n, groups]: integers in lo..lo+255, lo the format's least value, for "int"; floats for "float"
+    zeros   [n, groups]: for "int" integers in lo..lo+spec.zero_span, lo the format's least value; for "float" floats
     bias    floats [n], rounded to the out type
 
     Raises PackError for a wrong shape, type or device, a code out of range, a value that is not finite or
@@ -164,7 +164,7 @@ def pack(
         table = _tensor(name, given, [spec.n] if name == "bias" else [spec.n, spec.groups])
         if table.device != codes.device:
             raise PackError(f"{name} is on {table.device}, but codes are on {codes.device}; move one of them")
-        stored = _integers(table, least) if kind == "u8" else _floats(name, table, kind)
+        stored = _integers(table, least, least + spec.zero_span) if kind == "u8" else _floats(name, table, kind)
         # A clone: the packed bias must not be the caller's memory.
         tables[name] = stored.clone() if name == "bias" else pack_groups(spec.packing, stored)
     return PackedWeight(spec, pack_codes(spec.packing, codes, -least), **tables)
@@ -202,12 +202,12 @@ def _check_codes(codes: Tensor, least: int, most: int) -> None:
             _reject("codes", wide, (wide < least) | (wide > most), f"must be in {least}..{most}", first)
 
 
-def _integers(zeros: Tensor, least: int) -> Tensor:
+def _integers(zeros: Tensor, least: int, most: int) -> Tensor:
     """Integer zeros as uint8 z - least."""
     _check_integer("zeros", zeros, "int(), or zeros='float' in the spec")
     wide = zeros.long()
-    rule = f"must be in {least}..{least + 255}; or use zeros='float'"
-    _reject("zeros", wide, (wide < least) | (wide > least + 255), rule)
+    rule = f"must be in {least}..{most}; or use zeros='float'"
+    _reject("zeros", wide, (wide < least) | (wide > most), rule)
     return (wide - least).to(torch.uint8)
 
 

@@ -57,6 +57,7 @@ def tolerance(
     bias: Array | None = None,
     *,
     dequantized: bool = False,
+    rounded_zeros: bool = False,
 ) -> F64:
     """The largest |y - matmul(...)| [m, n] of a correct kernel; non-finite weights contribute nothing.
 
@@ -71,6 +72,9 @@ def tolerance(
 
     dequantized: bound a kernel that rounds whole weights to the operand's type (as `compile_dequantize` does)
     and then accumulates all of k.
+
+    rounded_zeros: bound a kernel that rounds float zeros z to the operand's type, and each value - z again
+    (`Plan.rounds_zeros`). What that changes is known: with v the weight so rounded, |sum_k x s (v - (value - z))|.
     """
     t = spec.dtype
     magnitude, scale, zero = np.abs(_decode(spec, codes)), np.abs(_spread(spec, scales)), _spread(spec, zeros)
@@ -84,6 +88,8 @@ def tolerance(
         terms, additions = magnitude + np.abs(zero), OTHER_ADDITIONS + spec.k
         rounding = rounding + unit * terms
     error = np.abs(_f64(x)) @ (scale * (ADDITION * additions * terms + rounding)).T
+    if rounded_zeros and spec.zeros == "float":
+        error += np.abs(_f64(x) @ (scale * _zero_error(spec, codes, zero)).T)
     if dequantized:
         error += least * np.abs(_f64(x)).sum(axis=1, keepdims=True)
     y = matmul(spec, x, codes, scales, zeros, bias)
@@ -147,8 +153,21 @@ def _operand_error(spec: MatmulSpec) -> F64:
     """Of every code, how far its value may be off after rounding to the operand's type: [2**bits]."""
     values = spec.dtype.values()
     unit, least = ROUNDING[spec.act]
-    exact = _f64(torch.from_numpy(values.copy()).to(TORCH[spec.act])) == values
+    exact = _rounded(spec, values) == values
     return np.where(exact | ~np.isfinite(values), 0.0, unit * np.abs(values) + least)
+
+
+def _zero_error(spec: MatmulSpec, codes: Array, zero: F64) -> F64:
+    """By how much value - zero is off where the operand's type rounds both and their difference: [n, k]."""
+    values = _decode(spec, codes)
+    with np.errstate(invalid="ignore"):
+        error = _rounded(spec, _rounded(spec, values) - _rounded(spec, zero)) - (values - zero)
+    return np.where(np.isfinite(error), error, 0.0)
+
+
+def _rounded(spec: MatmulSpec, values: F64) -> F64:
+    """In the operand's type."""
+    return _f64(torch.from_numpy(values.copy()).to(TORCH[spec.act]))
 
 
 def _decode(spec: MatmulSpec, codes: Array) -> F64:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dialect.spec import MatmulSpec
+from passes.plan import Plan
 from passes.schedule import Schedule
 from pylib import packed, reference, timing
 from pylib.artifact import token_tile
@@ -78,15 +79,15 @@ class Sample:
         return float(np.linalg.norm(error) / np.linalg.norm(expected)), float(worst)
 
 
-def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, *, dequantized: bool = False) -> Sample:
+def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **rounding: bool) -> Sample:
     """Random data on a device, where the weight is packed. The period should be a prime.
 
-    dequantized: for a kernel that rounds whole weights (`reference.tolerance`)
+    rounding: what the kernel rounds besides its sums (`dequantized`, `rounded_zeros` of `reference.tolerance`)
     """
     part = replace(spec, n=min(spec.n, period))
     x, codes, scales, zeros, bias = reference.random_problem(part, m)
     expected = reference.matmul(part, x, codes, scales, zeros, bias)
-    allowed = reference.tolerance(part, x, codes, scales, zeros, bias, dequantized=dequantized)
+    allowed = reference.tolerance(part, x, codes, scales, zeros, bias, **rounding)
     rows = torch.arange(spec.n, device=device) % part.n
 
     def whole(t: Tensor) -> Tensor:
@@ -114,7 +115,9 @@ def run_trial(
         check_device(mm.target, -1)
     on_step("packing random data")
     device = "cuda" if mm.target.kind == "cuda" else "cpu"
-    data = sample(spec, m, device, dequantized=mm.target.is_gpu and token_tile(m) is None)
+    rounded_zeros = chosen is not None and Plan(spec, chosen).rounds_zeros
+    dequantized = mm.target.is_gpu and token_tile(m) is None
+    data = sample(spec, m, device, dequantized=dequantized, rounded_zeros=rounded_zeros)
 
     on_step("multiplying")
     y = mm(data.x, data.weight)

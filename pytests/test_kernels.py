@@ -31,9 +31,11 @@ from dialect.dtypes import all_names
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.pipeline import compile_dequantize, compile_matmul
+from passes.plan import Plan
 from passes.schedule import Schedule
 from passes.schedule_check import check_schedule
 from passes.target import parse_target
+from pylib.packed import TORCH
 from pylib.reference import agrees, matmul, random_problem, tolerance
 
 TARGETS = ("sm_80", "sm_90a")
@@ -284,7 +286,42 @@ def test_hopper(case: Case) -> None:
     racecheck = len(kernel.ptx) < 60_000  # it is slow
     launches = 2 if kernel.launch.workspace_bytes else 1
     y = run_matmul(kernel, case.spec, problem, launches=launches, racecheck=racecheck)
-    assert matmul_is_right(y, case.spec, problem)
+    rounded_zeros = Plan(case.spec, case.schedule).rounds_zeros
+    assert matmul_is_right(y, case.spec, problem, rounded_zeros=rounded_zeros)
+
+
+# -- integer zeros
+
+ZEROS = [  # half of all, in which every pair of choices meets
+    (weight, act, wgmma, group)
+    for (a, weight), (b, act), wgmma, (c, group) in itertools.product(
+        enumerate(("u1", "u2", "u3", "u4", "i4", "u5", "u8", "i8")),
+        enumerate(("f16", "bf16")),
+        (0, 1),
+        enumerate((32, 64, 128, None)),
+    )
+    if (a + b + wgmma + c) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("weight", "act", "wgmma", "group"), ZEROS)
+def test_integer_zeros(weight: str, act: str, wgmma: int, group: int | None) -> None:
+    """Exactly: x are small integers, scales powers of two. Steps have several groups. In the first rows codes are all
+    the least, and all the largest, with zeros of both, and with the largest zero that there can be."""
+    chunk = spec_of(weight, 16, 16).packing.chunk
+    step = max(chunk, 2 * (group or 0), 64)
+    spec = spec_of(weight, n=25, k=step + (group or 32), group_size=group, zeros="int", act=act, out="f32")
+    _, codes, _, zeros, _ = exhaustive_problem(spec, m=5)
+    assert zeros is not None
+    least, most = int(spec.dtype.values().min()), int(spec.dtype.values().max())
+    zeros[:6] = torch.tensor([least, most, least + spec.zero_span]).repeat(2)[:, None]
+    codes[:3], codes[3:6] = least, most
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(-3, 4, (5, spec.k), generator=draw).to(TORCH[act])
+    scales = torch.randint(-2, 3, (spec.n, spec.groups), generator=draw).float().exp2().to(TORCH[spec.scale])
+    schedule = Schedule(row_blocks=1, warps_n=4 if wgmma else 1, warps_k=1, step_k=step, stages=2, wgmma=wgmma)
+    y = run_matmul(compile_matmul(spec, parse_target("sm_90a"), schedule), spec, (x, codes, scales, zeros, None))
+    assert (y.double().numpy() == matmul(spec, x, codes, scales, zeros)).all()
 
 
 # -- tables in shared memory

@@ -34,6 +34,7 @@ from pylib.reference import matmul
 Wrap = Callable[[Any], Any]  # from the right function to the wrong one
 
 U4 = MatmulSpec(n=40, k=192, weight="u4", group_size=32, zeros="int", out="f32")
+FLOAT = replace(U4, zeros="float")
 I4 = MatmulSpec(n=16, k=72, weight="i4", out="f32")
 U6 = MatmulSpec(n=16, k=256, weight="u6", group_size=128, out="f32")
 F6 = MatmulSpec(n=16, k=256, weight="f6e3m2", group_size=128, out="f32")
@@ -142,7 +143,9 @@ WRONG_NUMBERS = [
     Mutation("scale dropped", NF4, Factors, "as_f32", constant(0.25)),
     Mutation("power of two dropped", F6, Factors, "unfold", lambda right: lambda self, scale: scale),
     Mutation("zero dropped", U4, Factors, "minus_zero", constant(0.0)),
-    Mutation("sum of x lost", U4, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),
+    Mutation("sum of x lost", FLOAT, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),
+    Mutation("zeros of groups exchanged", U4, Program, "decode", with_argument(5, lambda shifts: shifts[::-1])),
+    Mutation("zero of one group for all", U4, Program, "decode", with_argument(5, lambda shifts: shifts[:1])),
     Mutation("padding of groups read", PADDED, Program, "copy_padded", with_argument(6, lambda padded: 50)),
     Mutation("one row too many", U4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
     Mutation("one column too many", I4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -201,6 +203,17 @@ def test_integer_zeros_have_256_values(weight: str, least: int) -> None:
     packed = pack(spec, codes, torch.ones(2, 1), zeros)
     assert torch.equal(packed.unpack_zeros(), zeros.int())
     assert packed.zeros.flatten()[:2].tolist() == [0, 255]
+
+
+def test_integer_zeros_that_bf16_holds() -> None:
+    """Less than 8 bits: up to 128 above the least value, and no further; a u4 zero of GPTQ may be 16."""
+    spec = MatmulSpec(1, 16, "i4", zeros="int", act="bf16")
+    codes, scales = torch.zeros(1, 16, dtype=torch.int8), torch.ones(1, 1)
+    assert pack(spec, codes, scales, torch.tensor([[120]])).zeros.flatten()[0] == 128
+    with pytest.raises(PackError, match=re.escape("must be in -8..120; or use zeros='float'")):
+        pack(spec, codes, scales, torch.tensor([[121]]))
+    wide = replace(spec, weight="i8")
+    assert pack(wide, codes, scales, torch.tensor([[127]])).zeros.flatten()[0] == 255
 
 
 def test_state_dict_goes_through_a_file() -> None:

@@ -462,9 +462,9 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
     made: list[MatmulSpec] = []
     sample, wrong = trial.sample, 0.0
 
-    def cpu_sample(spec: MatmulSpec, m: int, device: str, period: int) -> trial.Sample:
+    def cpu_sample(spec: MatmulSpec, m: int, device: str, period: int, **rounding: bool) -> trial.Sample:
         made.append(spec)
-        return sample(spec, m, "cpu", period)
+        return sample(spec, m, "cpu", period, **rounding)
 
     def load(artifact: Any, target: object, device: int) -> Any:
         def function(stream: int, overlap: bool, *addresses: int) -> None:

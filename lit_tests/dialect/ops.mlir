@@ -83,7 +83,7 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
   %words = "lowbit.load"(%w, %c0, %c0) {boundary = ["none", "clamp"], operandSegmentSizes = array<i32: 1, 2>}
     : (!codes, i32, i32) -> !units
   %codes = "lowbit.view"(%words) : (!units) -> !a_codes
-  %a = "lowbit.decode"(%codes) {operandSegmentSizes = array<i32: 1, 0>, exponent = 0} : (!a_codes) -> !a
+  %a = "lowbit.decode"(%codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
   %b = "lowbit.load_matrix"(%buffer, %m) : (!x_buffer, i32) -> !b
   %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
   %all = "lowbit.mma"(%a, %b, %zero) : (!a, !b, !d) -> !d
@@ -180,8 +180,17 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
 // CHECK-LABEL: func.func @registers
 func.func @registers(%low: i32, %high: i32) -> vector<2xf16> {
   // CHECK: "lowbit.decode_pair"(%{{.*}}, %{{.*}}) {exponent = 0 : i64, format = #lowbit.format<"u6", []>, {{.*}}register = 6 : i64
-  %0 = "lowbit.decode_pair"(%low, %high) {operandSegmentSizes = array<i32: 2, 0>, format = #lowbit.format<"u6", []>, register = 6, exponent = 0, operandSegmentSizes = array<i32: 2>}
+  %0 = "lowbit.decode_pair"(%low, %high) {format = #lowbit.format<"u6", []>, register = 6, exponent = 0, operandSegmentSizes = array<i32: 2>}
     : (i32, i32) -> vector<2xf16>
+  return %0 : vector<2xf16>
+}
+
+// A shift of an integer, twice, before the words.
+// CHECK-LABEL: func.func @register_shift
+func.func @register_shift(%shift: vector<2xf16>, %word: i32) -> vector<2xf16> {
+  // CHECK: "lowbit.decode_shifted_pair"(%{{.*}}, %{{.*}}) {exponent = 0 : i64, format = #lowbit.format<"i4", []>, {{.*}}register = 2
+  %0 = "lowbit.decode_shifted_pair"(%shift, %word) {format = #lowbit.format<"i4", []>, register = 2, exponent = 0, operandSegmentSizes = array<i32: 1, 1>}
+    : (vector<2xf16>, i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
 

@@ -619,7 +619,7 @@ func.func @view_scattered(%t: !lowbit.reg<[2, 32], vector<4xi32>, "spatial(2, 32
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @decode_numbers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
   // expected-error @below {{'lowbit.decode' op source: expected codes of a low-bit format, got f16}}
-  %0 = "lowbit.decode"(%t) {operandSegmentSizes = array<i32: 1, 0>, exponent = 0} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  %0 = "lowbit.decode"(%t) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
   return
 }
 
@@ -628,7 +628,7 @@ func.func @decode_numbers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @decode_exponent(%t: !codes) {
   // expected-error @below {{exponent: expected -1022..1023, got 5000}}
-  %0 = "lowbit.decode"(%t) {operandSegmentSizes = array<i32: 1, 0>, exponent = 5000} : (!codes)
+  %0 = "lowbit.decode"(%t) {exponent = 5000, operandSegmentSizes = array<i32: 1, 0>} : (!codes)
     -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
   return
 }
@@ -638,7 +638,7 @@ func.func @decode_exponent(%t: !codes) {
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @decode_to_bytes(%t: !codes) {
   // expected-error @below {{element of the result: expected f16 or bf16 or f32, got i8}}
-  %0 = "lowbit.decode"(%t) {operandSegmentSizes = array<i32: 1, 0>, exponent = 0} : (!codes)
+  %0 = "lowbit.decode"(%t) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!codes)
     -> !lowbit.reg<[16, 64], i8, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
   return
 }
@@ -648,7 +648,75 @@ func.func @decode_to_bytes(%t: !codes) {
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @decode_layout(%t: !codes) {
   // expected-error @below {{layout: expected column_local(2, 8).spatial(8, 4).local(1, 2), got spatial(8, 4).local(2, 16)}}
-  %0 = "lowbit.decode"(%t) {operandSegmentSizes = array<i32: 1, 0>, exponent = 0} : (!codes) -> !lowbit.reg<[16, 64], f16, "spatial(8, 4).local(2, 16)">
+  %0 = "lowbit.decode"(%t) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!codes) -> !lowbit.reg<[16, 64], f16, "spatial(8, 4).local(2, 16)">
+  return
+}
+
+// -----
+
+// Shifts of what is decoded.
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u2", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4)">
+func.func @decode_shift_biased(%t: !codes, %a: !shift) {
+  // expected-error @below {{decoding with shifts: expected plain, got biased}}
+  %0 = "lowbit.decode"(%t, %a) {exponent = 0, biased, operandSegmentSizes = array<i32: 1, 1>} : (!codes, !shift)
+    -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"f4e2m1", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4)">
+func.func @decode_shift_float(%t: !codes, %a: !shift) {
+  // expected-error @below {{format with shifts: expected an integer one, got f4e2m1}}
+  %0 = "lowbit.decode"(%t, %a) {exponent = 0, operandSegmentSizes = array<i32: 1, 1>} : (!codes, !shift)
+    -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4)">
+func.func @decode_shift_element(%t: !codes, %a: !lowbit.reg<[16, 1], f32, "local(2, 1).spatial(8, 1).replicated(4)">) {
+  // expected-error @below {{element of the shifts: expected f16, got f32}}
+  %0 = "lowbit.decode"(%t, %a) {exponent = 0, operandSegmentSizes = array<i32: 1, 1>} : (!codes, !lowbit.reg<[16, 1], f32, "local(2, 1).spatial(8, 1).replicated(4)">)
+    -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+// A shift for a row is in the lanes that hold the row.
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4)">
+func.func @decode_shift_layout(%t: !codes, %a: !lowbit.reg<[16, 1], f16, "spatial(8, 1).replicated(4).local(2, 1)">) {
+  // expected-error @below {{layout of the shifts: expected}}
+  %0 = "lowbit.decode"(%t, %a) {exponent = 0, operandSegmentSizes = array<i32: 1, 1>} : (!codes, !lowbit.reg<[16, 1], f16, "spatial(8, 1).replicated(4).local(2, 1)">)
+    -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4)">
+func.func @decode_shift_columns(%t: !codes, %a: !lowbit.reg<[16, 4], f16, "local(2, 1).spatial(8, 4)">) {
+  // expected-error @below {{layout of the shifts: expected}}
+  %0 = "lowbit.decode"(%t, %a) {exponent = 0, operandSegmentSizes = array<i32: 1, 1>} : (!codes, !lowbit.reg<[16, 4], f16, "local(2, 1).spatial(8, 4)">)
+    -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4)">
+func.func @decode_shift_parts(%t: !codes, %a: !shift, %b: !shift, %c: !shift) {
+  // expected-error @below {{shifts: expected a number that divides the 4 blocks of 16 columns, got 3}}
+  %0 = "lowbit.decode"(%t, %a, %b, %c) {exponent = 0, operandSegmentSizes = array<i32: 1, 3>} : (!codes, !shift, !shift, !shift)
+    -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
   return
 }
 
@@ -1198,7 +1266,7 @@ func.func @warpgroup_sums_end(%b: !b) {
 // Registers: a word for every piece.
 func.func @pair_words(%w: i32) {
   // expected-error @below {{'lowbit.decode_pair' op words: expected one per piece (2), got 1}}
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u6", []>, register = 7, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u6", []>, register = 7, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return
 }
 
@@ -1206,7 +1274,7 @@ func.func @pair_words(%w: i32) {
 
 func.func @pair_register(%w: i32) {
   // expected-error @below {{register: expected 0..3, got 4}}
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u4", []>, register = 4, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 4, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return
 }
 
@@ -1214,7 +1282,7 @@ func.func @pair_register(%w: i32) {
 
 func.func @pair_exponent(%w: i32) {
   // expected-error @below {{exponent: expected -1022..1023, got -2000}}
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u4", []>, register = 0, exponent = -2000, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = -2000, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return
 }
 
@@ -1222,7 +1290,23 @@ func.func @pair_exponent(%w: i32) {
 
 func.func @pair_result(%w: i32) {
   // expected-error @below {{result: expected vector<2xf16> or vector<2xbf16> or vector<2xf32>, got vector<4xf16>}}
-  %0 = "lowbit.decode_pair"(%w) {operandSegmentSizes = array<i32: 1, 0>, format = #lowbit.format<"u4", []>, register = 0, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<4xf16>
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0, operandSegmentSizes = array<i32: 1>} : (i32) -> vector<4xf16>
+  return
+}
+
+// -----
+
+func.func @shifted_pair_kind(%w: i32, %s: vector<2xbf16>) {
+  // expected-error @below {{'lowbit.decode_shifted_pair' op shift: expected vector<2xf16>, got vector<2xbf16>}}
+  %0 = "lowbit.decode_shifted_pair"(%s, %w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0, operandSegmentSizes = array<i32: 1, 1>} : (vector<2xbf16>, i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+func.func @shifted_pair_float(%w: i32, %s: vector<2xf16>) {
+  // expected-error @below {{format with shifts: expected an integer one, got f8e4m3}}
+  %0 = "lowbit.decode_shifted_pair"(%s, %w) {format = #lowbit.format<"f8e4m3", []>, register = 0, exponent = 0, operandSegmentSizes = array<i32: 1, 1>} : (vector<2xf16>, i32) -> vector<2xf16>
   return
 }
 
