@@ -1,0 +1,121 @@
+"""The operations of the `lowbit` dialect.
+
+Tensor level: `matmul`, `dequantize`, `prepack`. Tile level: a `program` is what one block does with tiles in device
+memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair`,
+`decode_shifted_pair` and `lookup_pair` turn the words of a thread into a pair of numbers, and are all that is left of a
+format when tiles are gone.
+
+Verifiers say what was expected and what came. Accesses carry a `boundary`, one word per dim of the tile:
+
+    "none"   the index is always inside
+    "clamp"  an index beyond the end reads the last element
+    "zero"   an element beyond the end reads as zero
+    "skip"   an element beyond the end is not touched
+"""
+
+from __future__ import annotations
+
+from dialect.bindings import ir
+from dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
+from dialect.ops.digits import DigitMmaOp, DigitSumsOp, JoinDigitsOp, SplitDigitsOp
+from dialect.ops.memory import (
+    AllocSharedOp,
+    BarrierOp,
+    CommitOp,
+    CopyAsyncOp,
+    CopyPaddedOp,
+    FillTableOp,
+    FreeSharedOp,
+    LastArrivalOp,
+    PeerOp,
+    StageOp,
+    WaitOp,
+)
+from dialect.ops.products import BiasSumsOp, MmaOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
+from dialect.ops.programs import (
+    CLUSTER,
+    MOST_BLOCKS,
+    BlockIdOp,
+    GlobalViewOp,
+    GridLaunchOp,
+    GridWaitOp,
+    ProgramOp,
+    ReturnOp,
+)
+from dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, LookupPairOp
+from dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp
+from dialect.ops.tiles import (
+    AddOp,
+    CastOp,
+    ConstantOp,
+    FmaOp,
+    LoadMatrixOp,
+    LoadOp,
+    MulOp,
+    ReduceOp,
+    ReshapeOp,
+    SliceOp,
+    StoreOp,
+    ViewOp,
+)
+from dialect.types import Lowbit
+
+__all__ = [
+    "CLUSTER",
+    "MOST_BLOCKS",
+    "AddOp",
+    "AllocSharedOp",
+    "BarrierOp",
+    "BiasSumsOp",
+    "BlockIdOp",
+    "CastOp",
+    "CommitOp",
+    "ConstantOp",
+    "CopyAsyncOp",
+    "CopyPaddedOp",
+    "DecodeOp",
+    "DecodePairOp",
+    "DecodeShiftedPairOp",
+    "DequantizeOp",
+    "DigitMmaOp",
+    "DigitSumsOp",
+    "EncodeOp",
+    "FillTableOp",
+    "FmaOp",
+    "FreeSharedOp",
+    "GlobalViewOp",
+    "GridLaunchOp",
+    "GridWaitOp",
+    "JoinDigitsOp",
+    "LastArrivalOp",
+    "LoadMatrixOp",
+    "LoadOp",
+    "LookupOp",
+    "LookupPairOp",
+    "MatmulOp",
+    "MmaOp",
+    "MulOp",
+    "PeerOp",
+    "PrepackOp",
+    "ProgramOp",
+    "ReduceOp",
+    "ReshapeOp",
+    "ReturnOp",
+    "RowSumsOp",
+    "SliceOp",
+    "SplitDigitsOp",
+    "StageOp",
+    "StoreOp",
+    "ViewOp",
+    "WaitOp",
+    "WarpgroupMmaOp",
+    "WarpgroupRowSumsOp",
+    "register",
+]
+
+
+def register(context: ir.Context) -> None:
+    """Make the dialect known in a context. Call it once per context."""
+    with context, ir.Location.unknown():
+        if not context.is_dialect_loaded(Lowbit.DIALECT_NAMESPACE):
+            Lowbit.load()

@@ -1,0 +1,83 @@
+"""Tiles of codes: to numbers and back."""
+
+# Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
+from collections.abc import Sequence
+from typing import Any
+
+from dialect.bindings import ext, ir
+from dialect.checks import Mismatch, expect, fragments, in_range, real, same_element, verifier, within_warp
+from dialect.dtypes import DType
+from dialect.layout import MMA_M16N8K16_A
+from dialect.ops.common import check_shifted, check_table
+from dialect.types import Lowbit, Reg, RegType, SharedType
+
+
+class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
+    """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
+
+    Integers can have one of two extras. With the unit attribute `biased`, numbers are too large by a bias that
+    `bias_sums` makes up for. `shifts` are added to the codes: tiles [.., rows, 1], each for an equal part of the
+    columns, in order. A shift must be minus the value of a code, as minus a zero point is. The sum is exact then, and
+    costs nothing where the subtraction that decodes an integer can do it, too.
+    """
+
+    source: ext.Operand[RegType]
+    shifts: Sequence[ext.Operand[RegType]]
+    exponent: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        expect(isinstance(a.element, DType), "source", "codes of a low-bit format", a.element)
+        in_range(op.exponent, "exponent", -1022, 1023)
+        real(b.element, "result")
+        expect(a.layout == b.layout, "layout", a.layout, b.layout)
+        if not op.shifts:
+            return
+        check_shifted(a.element)
+        expect("biased" not in op.operation.attributes, "decoding with shifts", "plain", "biased")
+        fragments_ = fragments(b.layout, MMA_M16N8K16_A, "result")
+        within_warp(fragments_, fragments_.rank - 1, "columns with shifts")
+        parts, blocks = len(op.shifts), fragments_.shape[-1]
+        expect(blocks % parts == 0, "shifts", f"a number that divides the {blocks} blocks of 16 columns", parts)
+        rows = b.layout.reduce((b.layout.rank - 1,))
+        for shift in op.shifts:
+            reg = Reg.of(shift.type)
+            same_element(b.element, reg.element, "element of the shifts")
+            expect(reg.layout == rows, "layout of the shifts", rows, reg.layout)
+
+
+class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
+    """What the table that `fill_table` made says of every code: decode(code) * 2^-exponent, rounded to the element.
+
+    The table must not be freed before the numbers have been used.
+    """
+
+    source: ext.Operand[RegType]
+    table: ext.Operand[SharedType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        if not isinstance(a.element, DType):
+            raise Mismatch(f"source: expected codes of a low-bit format, got {a.element}")
+        real(b.element, "result")
+        expect(a.layout == b.layout, "layout", a.layout, b.layout)
+        check_table(op.table, a.element, str(b.element))
+
+
+class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
+    """Codes, given as i8 numbers, packed into the words of a lane: what `view` then shows as units."""
+
+    source: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        expect(a.element == "i8", "element of the source", "i8", a.element)
+        expect(isinstance(b.element, DType), "result", "codes of a low-bit format", b.element)
+        expect(a.layout == b.layout, "layout", a.layout, b.layout)
+        fragments(b.layout, MMA_M16N8K16_A, "result")

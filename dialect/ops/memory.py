@@ -1,0 +1,194 @@
+"""Shared memory, copies into it, and what orders them."""
+
+# Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
+from collections.abc import Sequence
+from typing import Any
+
+from dialect.bindings import ext, ir
+from dialect.checks import expect, in_range, real, same_element, verifier
+from dialect.ops.common import BOUNDARIES, I1, I32, check_access, check_table, one
+from dialect.types import (
+    FormatAttr,
+    Global,
+    GlobalType,
+    Lowbit,
+    Shared,
+    SharedType,
+    read_format,
+    read_ints,
+    read_layout,
+)
+
+
+class AllocSharedOp(Lowbit.Operation, name="alloc_shared"):
+    """A buffer in shared memory, alive until its `free_shared` or the end of the program."""
+
+    result: ext.Result[SharedType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        Shared.of(op.result.type)
+
+
+class FreeSharedOp(Lowbit.Operation, name="free_shared"):
+    """Ends the life of a buffer: what is allocated later may take its place. A barrier must come before."""
+
+    buffer: ext.Operand[SharedType]
+
+
+class StageOp(Lowbit.Operation, name="stage", traits=[ext.Pure]):
+    """buffer[index]: a stage of a pipelined buffer, which has one dim less."""
+
+    buffer: ext.Operand[SharedType]
+    index: ext.Operand[I32]
+    result: ext.Result[SharedType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        whole, part = Shared.of(op.buffer.type), Shared.of(op.result.type)
+        expect(len(whole.shape) > 1, "buffer", "rank 2 or more", list(whole.shape))
+        expected = Shared(whole.element, whole.shape[1:], whole.strides[1:], whole.swizzle)
+        expect(part == expected, "result", expected, part)
+
+
+class PeerOp(Lowbit.Operation, name="peer", traits=[ext.Pure]):
+    """The same buffer in the shared memory of block `rank` of the cluster (PTX mapa), for loads only.
+
+    A barrier of the cluster must come between the writes and the loads, and another before any block ends.
+    """
+
+    buffer: ext.Operand[SharedType]
+    rank: ext.Operand[I32]
+    result: ext.Result[SharedType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        expect(op.result.type == op.buffer.type, "result", op.buffer.type, op.result.type)
+        for use in op.result.uses:
+            expect(use.owner.name == "lowbit.load", "use of the result", "lowbit.load", use.owner.name)
+
+
+class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
+    """Starts to copy source[offsets + index] to target[index] for the elements of a tile laid out as `layout`.
+
+    `limit` = [c0, c1, ..., end] reads zero where sum(c_i * (offsets + index)_i) >= end: the end of a dim that
+    the view cuts in two. An empty list means no such limit.
+    """
+
+    source: ext.Operand[GlobalType]
+    target: ext.Operand[SharedType]
+    offsets: Sequence[ext.Operand[I32]]
+    layout: ir.StringAttr
+    boundary: ir.ArrayAttr
+    limit: ir.ArrayAttr = ext.attribute(default_factory=lambda: ir.ArrayAttr.get([]))
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source, target = Global.of(op.source.type), Shared.of(op.target.type)
+        limit = read_ints(op.limit)
+        _check_copy(op, source, target)
+        check_access(op, source, target.shape, BOUNDARIES, limited=bool(limit))
+        expect(len(limit) in (0, len(source.shape) + 1), "limit", "a factor per dim and the end", list(limit))
+
+
+class CopyPaddedOp(Lowbit.Operation, name="copy_padded"):
+    """Copies rows of activations into shared memory element by element, spreading groups over padded groups.
+
+    Column c of the target tile is column (c // padded) * group + c % padded of the source, and zero where
+    c % padded >= group or where the source ends. source is [rows, k], offsets are (row, step), and rows beyond
+    the end are skipped. A plain, synchronous copy: for shapes that no 16-byte copy fits.
+    """
+
+    source: ext.Operand[GlobalType]
+    target: ext.Operand[SharedType]
+    offsets: Sequence[ext.Operand[I32]]
+    layout: ir.StringAttr
+    group: ir.IntegerAttr
+    padded: ir.IntegerAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source, target = Global.of(op.source.type), Shared.of(op.target.type)
+        _check_copy(op, source, target)
+        expect(source.element in ("f16", "bf16"), "element", "f16 or bf16", source.element)
+        expect(len(source.shape) == 2, "source", "rank 2 [rows, columns]", len(source.shape))
+        expect(len(target.shape) == 3, "target", "rank 3 [steps, rows, columns]", len(target.shape))
+        expect(len(op.offsets) == 2, "offsets", "two: row, step", len(op.offsets))
+        in_range(op.group, "group", 1, in_range(op.padded, "padded", 1))
+
+
+def _check_copy(op: Any, source: Global, target: Shared) -> None:
+    layout = read_layout(op.layout)
+    same_element(source.element, target.element, "element of the target")
+    expect(layout.shape == target.shape, "shape of the layout", f"the target's, {target.shape}", layout.shape)
+
+
+class FillTableOp(Lowbit.Operation, name="fill_table"):
+    """Fills a buffer with the table of `dialect.decode_table` that decodes `format` to `element`, times 2^-exponent.
+
+    All threads of the block take part, and see the table afterwards. In a loop that `pipeline-copies` rewrites it is
+    done once, while the first copies are under way.
+    """
+
+    buffer: ext.Operand[SharedType]
+    format: FormatAttr
+    element: ir.StringAttr
+    exponent: ir.IntegerAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        element = ir.StringAttr(op.element).value
+        real(element, "table")
+        in_range(op.exponent, "exponent", -1022, 1023)
+        check_table(op.buffer, read_format(op.format), element)
+
+
+class CommitOp(Lowbit.Operation, name="commit"):
+    """Makes a group of the copies started since the last one."""
+
+
+class WaitOp(Lowbit.Operation, name="wait"):
+    """Waits until at most `pending` groups are under way."""
+
+    pending: ir.IntegerAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        in_range(op.pending, "pending", 0)
+
+
+class BarrierOp(Lowbit.Operation, name="barrier"):
+    """All threads of `warps` warps side by side ("warps"), of the "block" or of the "cluster" of blocks meet, and see
+    each other's shared memory.
+
+    With the unit attribute `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too.
+    """
+
+    scope: ir.StringAttr
+    warps: ir.IntegerAttr = ext.attribute(default_factory=one)
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        scope = ir.StringAttr(op.scope).value
+        allowed = ("warps", "block", "cluster")
+        expect(scope in allowed, "scope", f"one of {', '.join(allowed)}", repr(scope))
+        in_range(op.warps, "warps", 1, 32)
+
+
+class LastArrivalOp(Lowbit.Operation, name="last_arrival"):
+    """True in the last of `count` blocks that come here with the same counter, which it leaves at zero.
+
+    What the others wrote to device memory before is visible to it. Counters are i32, zero before the launch.
+    """
+
+    counters: ext.Operand[GlobalType]
+    index: ext.Operand[I32]
+    count: ir.IntegerAttr
+    result: ext.Result[I1] = ext.infer_result()
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        counters = Global.of(op.counters.type)
+        expect(counters.element == "i32", "element of the counters", "i32", counters.element)
+        expect(len(counters.shape) == 1, "counters", "rank 1", list(counters.shape))
+        in_range(op.count, "count", 1)

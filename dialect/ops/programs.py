@@ -1,0 +1,112 @@
+"""What one block does: the program around tiles, its place in the grid, and views of device memory."""
+
+# Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dialect.bindings import ext, ir
+from dialect.checks import Mismatch, expect, in_range, verifier
+from dialect.errors import LowbitError
+from dialect.ops.common import I32
+from dialect.types import Global, GlobalType, Lowbit, RegType, read_ints, read_layout, read_strings
+
+CLUSTER = "lowbit.cluster"
+MOST_BLOCKS = 8  # of a cluster, on any GPU that has them (CUDA C++ Programming Guide, "Thread Block Clusters")
+
+
+class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAboveTrait]):
+    """One block's program. The region's arguments are the kernel's parameters, named by `params`.
+
+    Two attributes may be added: `lowbit.cluster`, how many blocks along each axis of the grid run side by side and see
+    each other's shared memory (PTX ISA 5.2.2), and `lowbit.max_blocks`, how many fit on a multiprocessor.
+    """
+
+    sym_name: ir.StringAttr
+    threads: ir.IntegerAttr
+    grid: ir.ArrayAttr
+    params: ir.ArrayAttr
+    workspace: ir.IntegerAttr
+    body: ext.Region
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        threads = in_range(op.threads, "threads", 32, 1024)
+        expect(threads % 32 == 0, "threads", "a multiple of 32", threads)
+        grid = read_ints(op.grid)
+        expect(len(grid) == 3 and min(grid) >= 1, "grid", "three sizes of at least 1", list(grid))
+        in_range(op.workspace, "workspace", 0)
+        if CLUSTER in op.operation.attributes:
+            cluster = read_ints(op.operation.attributes[CLUSTER])
+            whole = len(cluster) == 3 and min(cluster) >= 1 and not any(n % c for n, c in zip(grid, cluster))
+            expect(whole, CLUSTER, f"three divisors of the grid's {list(grid)}", list(cluster))
+            expect(math.prod(cluster) <= MOST_BLOCKS, CLUSTER, f"at most {MOST_BLOCKS} blocks", math.prod(cluster))
+        expect(len(op.body.blocks) == 1, "body", "one block", len(op.body.blocks))
+        names, arguments = read_strings(op.params), op.body.blocks[0].arguments
+        expect(len(names) == len(arguments), "params", f"names of {len(arguments)} arguments", len(names))
+        for name, argument in zip(names, arguments):
+            expect(str(argument.type) in ("!llvm.ptr<1>", "i32"), name, "!llvm.ptr<1> or i32", argument.type)
+        _check_threads(op, threads)
+
+
+def _check_threads(program: Any, threads: int) -> None:
+    """All tiles must be spread over the threads of the block, whose warps its barriers divide."""
+    wrong: list[Mismatch] = []
+
+    def visit(op: Any) -> Any:
+        texts = [RegType(r.type).params[2] for r in op.results if isinstance(r.type, RegType)]
+        texts += [op.attributes["layout"]] if "layout" in op.attributes else []
+        try:
+            for layout in map(read_layout, texts):
+                what = f"layout {layout} in {op.name}"
+                expect(layout.threads == threads, what, f"{threads} threads", layout.threads)
+            if op.name == "lowbit.barrier" and "warps" in op.attributes:
+                warps = in_range(op.attributes["warps"], "warps", 1)
+                expect(threads // 32 % warps == 0, f"warps of {op.name}", f"a divisor of {threads // 32}", warps)
+        except Mismatch as error:
+            error.location = op.location
+            wrong.append(error)
+        except LowbitError:
+            pass  # the operation's own verifier says it better
+        return ir.WalkResult.INTERRUPT if wrong else ir.WalkResult.ADVANCE
+
+    program.operation.walk(visit)
+    for error in wrong:
+        raise error
+
+
+class ReturnOp(Lowbit.Operation, name="return", traits=[ir.IsTerminatorTrait]):
+    """Ends a program."""
+
+
+class BlockIdOp(Lowbit.Operation, name="block_id", traits=[ext.Pure]):
+    """Index of this block along grid axis 0, 1 or 2."""
+
+    axis: ir.IntegerAttr
+    result: ext.Result[I32] = ext.infer_result()
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        in_range(op.axis, "axis", 0, 2)
+
+
+class GridWaitOp(Lowbit.Operation, name="grid_wait"):
+    """Waits until the kernel before this one has ended and its writes are visible (griddepcontrol.wait)."""
+
+
+class GridLaunchOp(Lowbit.Operation, name="grid_launch_dependents"):
+    """Lets the next kernel start its blocks where there is room (griddepcontrol.launch_dependents)."""
+
+
+class GlobalViewOp(Lowbit.Operation, name="global_view", traits=[ext.Pure]):
+    """Device memory at a pointer as an array; `sizes` gives the dims that the type writes as -1."""
+
+    pointer: ext.Operand[Any]
+    sizes: Sequence[ext.Operand[I32]]
+    result: ext.Result[GlobalType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        expect(str(op.pointer.type) == "!llvm.ptr<1>", "pointer", "!llvm.ptr<1>", op.pointer.type)
+        dynamic = Global.of(op.result.type).shape.count(-1)
+        expect(len(op.sizes) == dynamic, "sizes", f"one per dynamic dim ({dynamic})", len(op.sizes))

@@ -1,0 +1,233 @@
+"""Tiles in registers: loaded and stored, seen as other tiles, and computed with."""
+
+# Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dialect.bindings import ext, ir
+from dialect.checks import expect, fragments, in_range, real, same_element, verifier, within_warp
+from dialect.dtypes import DType
+from dialect.layout import MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from dialect.ops.common import I32, check_access, memory_of
+from dialect.packing import BLOCK_K, ROWS, Packing
+from dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType, element_bits
+
+
+class LoadOp(Lowbit.Operation, name="load"):
+    """source[offsets + index] from device or shared memory."""
+
+    source: ext.Operand[Any]
+    offsets: Sequence[ext.Operand[I32]]
+    boundary: ir.ArrayAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source, tile = memory_of(op.source), Reg.of(op.result.type)
+        same_element(source.element, tile.element, "element of the tile")
+        check_access(op, source, tile.shape, ("none", "clamp", "zero"))
+
+
+class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
+    """The B fragments (rows of n, columns of k) of a tile [.., n, k] of 16-bit elements, by ldmatrix.
+
+    Rows from `rows` on are read as row rows-1: their columns of the product are never stored.
+    """
+
+    source: ext.Operand[SharedType]
+    rows: ext.Operand[I32]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source, tile = Shared.of(op.source.type), Reg.of(op.result.type)
+        same_element(source.element, tile.element, "element of the tile")
+        expect(element_bits(tile.element) == 16, "element", "of 16 bits", tile.element)
+        expect(len(source.shape) >= 2, "rank of the buffer", "at least 2", len(source.shape))
+        *batch, rows, columns = source.shape
+        expect([*tile.shape[:-2], tile.shape[-1]] == [*batch, columns], "shape of the tile", source.shape, tile.shape)
+        expect(tile.shape[-2] >= rows, "rows of the tile", f"at least the {rows} of the buffer", tile.shape[-2])
+        expect(source.swizzle == 0, "swizzle", "none", source.swizzle)
+        *outer, last = source.strides
+        aligned = last == 1 and all(stride % 8 == 0 for stride in outer)
+        expect(aligned, "strides", "multiples of 8 (16 bytes) and 1 for the last dim", list(source.strides))
+        blocks = fragments(tile.layout, MMA_M16N8K16_B_NK, "result")
+        within_warp(blocks, tile.layout.rank - 2, "rows of the result")
+
+
+class StoreOp(Lowbit.Operation, name="store"):
+    """target[offsets + index] = value; of several threads that hold an element, the first writes it."""
+
+    value: ext.Operand[RegType]
+    target: ext.Operand[Any]
+    offsets: Sequence[ext.Operand[I32]]
+    boundary: ir.ArrayAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        target, tile = memory_of(op.target), Reg.of(op.value.type)
+        same_element(target.element, tile.element, "element of the tile")
+        check_access(op, target, tile.shape, ("none", "skip"))
+
+
+class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
+    """A tile of one value."""
+
+    value: ir.FloatAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        real(Reg.of(op.result.type).element, "result")
+
+
+class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
+    """The same registers read as another tile: the bits of every thread stay where they are.
+
+    To a low-bit format, units of packed codes are read in the order of `dialect.packing`: per warp row blocks, then
+    chunks. Otherwise slots stay in order.
+    """
+
+    source: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        expect(a.layout.threads == b.layout.threads, "threads", a.layout.threads, b.layout.threads)
+        before, after = a.bits_per_thread, b.bits_per_thread
+        expect(before == after, "bits per thread", before, after)
+        if not isinstance(b.element, DType):
+            if not (isinstance(a.element, DType) and b.element == UNIT):
+                same_element(a.element, b.element, "element")
+            return
+        expect(isinstance(a.element, DType) or a.element == UNIT, "element of the source", UNIT, a.element)
+        blocks = fragments(b.layout, MMA_M16N8K16_A, "result")
+        chunk = Packing(b.element.bits, ROWS, BLOCK_K).chunk
+        for dim, what, block, least in ((-2, "rows", ROWS, ROWS), (-1, "columns", BLOCK_K, chunk)):
+            own = [d for d in blocks.local_digits() if d.dim == blocks.rank + dim]
+            count = block * math.prod(d.size for d in own)
+            span = block * (1 + sum((d.size - 1) * d.stride for d in own))
+            expect(count == span, f"{what} of a warp", "side by side", f"{count} among {span}")
+            expect(count % least == 0, f"{what} of a warp", f"a multiple of {least} for {b.element.name}", count)
+
+
+class SliceOp(Lowbit.Operation, name="slice", traits=[ext.Pure]):
+    """Elements start .. start+size of one dim, which every thread cuts from its own slots."""
+
+    source: ext.Operand[RegType]
+    dim: ir.IntegerAttr
+    start: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        real(a.element, "source")
+        same_element(a.element, b.element, "element")
+        expect(len(a.shape) == len(b.shape), "rank", len(a.shape), len(b.shape))
+        dim = in_range(op.dim, "dim", 0, len(a.shape) - 1)
+        start = in_range(op.start, "start", 0, a.shape[dim] - b.shape[dim])
+        layout, _ = a.layout.restrict(dim, start, b.shape[dim])
+        expect(b.layout == layout, "layout", layout, b.layout)
+
+
+class ReshapeOp(Lowbit.Operation, name="reshape", traits=[ext.Pure]):
+    """The tile's elements, in row-major order, as another shape; nothing moves."""
+
+    source: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        same_element(a.element, b.element, "element")
+        layout = a.layout.reshape(b.shape)
+        expect(b.layout == layout, "layout", layout, b.layout)
+
+
+class CastOp(Lowbit.Operation, name="cast", traits=[ext.Pure]):
+    """Every element converted to another type.
+
+    "float": f16 or bf16 to f32, exactly, or f32 to them, to nearest even. From bytes (i8) to f32: "e4m3" and
+    "e8m0" scales, and "unsigned" zeros.
+    """
+
+    source: ext.Operand[RegType]
+    kind: ir.StringAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        kind = ir.StringAttr(op.kind).value
+        allowed = ("float", "e4m3", "e8m0", "unsigned")
+        expect(kind in allowed, "kind", f"one of {', '.join(allowed)}", kind)
+        if kind == "float":
+            real(a.element, "source")
+            real(b.element, "result")
+            got = f"{a.element} to {b.element}"
+            expect((a.element == "f32") != (b.element == "f32"), "cast", "from or to f32", got)
+        else:
+            expect((a.element, b.element) == ("i8", "f32"), kind, "i8 to f32", f"{a.element} to {b.element}")
+        expect(a.layout == b.layout, "layout", a.layout, b.layout)
+
+
+def _check_elementwise(op: Any) -> None:
+    """Operands have the result's shape, or dims of size 1 that are spread over it without moving data."""
+    result = Reg.of(op.result.type)
+    real(result.element, "result")
+    for value in op.operands:
+        tile = Reg.of(value.type)
+        same_element(result.element, tile.element, "element")
+        tile.layout.slots_for(result.layout)  # raises LayoutError
+
+
+class AddOp(Lowbit.Operation, name="add", traits=[ext.Pure]):
+    """a + b, with dims of size 1 broadcast."""
+
+    a: ext.Operand[RegType]
+    b: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    verify_invariants = verifier(_check_elementwise)
+
+
+class MulOp(Lowbit.Operation, name="mul", traits=[ext.Pure]):
+    """a * b, with dims of size 1 broadcast."""
+
+    a: ext.Operand[RegType]
+    b: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    verify_invariants = verifier(_check_elementwise)
+
+
+class FmaOp(Lowbit.Operation, name="fma", traits=[ext.Pure]):
+    """a * b + c rounded once, with dims of size 1 broadcast."""
+
+    a: ext.Operand[RegType]
+    b: ext.Operand[RegType]
+    c: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    verify_invariants = verifier(_check_elementwise)
+
+
+class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
+    """The sum over one dim, which must lie within each thread; it stays with size 1."""
+
+    source: ext.Operand[RegType]
+    dim: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        real(a.element, "source")
+        same_element(a.element, b.element, "element")
+        dim = in_range(op.dim, "dim", 0, len(a.shape) - 1)
+        inside = all(d.dim != dim for d in a.layout.thread_digits())
+        expect(inside, f"dim {dim}", "within each thread", f"spread over threads by {a.layout}")
+        expect(b.layout == a.layout.reduce((dim,)), "layout", a.layout.reduce((dim,)), b.layout)
