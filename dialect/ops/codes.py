@@ -17,8 +17,8 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
 
     Integers can have one of two extras. With the unit attribute `biased`, numbers are too large by a bias that
     `bias_sums` makes up for. `shifts` are added to the codes: tiles [.., rows, 1], each for an equal part of the
-    columns, in order. A shift must be minus the value of a code, as minus a zero point is. The sum is exact then, and
-    costs nothing where the subtraction that decodes an integer can do it, too.
+    columns, in order. A shift is minus an integer zero point of a `MatmulSpec` (`zero_span`): the sum is exact then,
+    and costs nothing where the subtraction that decodes an integer can do it, too.
     """
 
     source: ext.Operand[RegType]
