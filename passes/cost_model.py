@@ -48,23 +48,23 @@ class Costs:
 
 
 MMA = Costs(
-    memory=4.4e6,
-    l2=5.0e6,
-    in_flight=26e3,
-    warps=5.25,
+    memory=4.5e6,
+    l2=4.8e6,
+    in_flight=18e3,
+    warps=5.6,
     round=0.047,
-    block=0.42,
-    split=2.3,
-    cluster=1.4,
-    tensor=1.52,
-    crowd=0.42,
+    block=0.34,
+    split=3.2,
+    cluster=1.62,
+    tensor=1.15,
+    crowd=0.39,
     barrier=1.5,
-    idle=0.69,
-    tail=0.165,
-    scale=2.3,
-    decode=(1.9, 2.1, 3.5, 3.75, 3.8, 4.6, 4.6, 4.4),
+    idle=0.61,
+    tail=0.16,
+    scale=0.54,
+    decode=(2.3, 2.6, 4.3, 4.55, 4.65, 5.6, 5.6, 5.4),
     decode_float=1.0,
-    decode_table=4.9,
+    decode_table=5.0,
 )
 WGMMA = Costs(
     memory=4.9e6,
@@ -85,9 +85,9 @@ WGMMA = Costs(
     decode_float=1.8,
     decode_table=6.3,
 )
-DIGITS = replace(MMA, tensor=MMA.tensor / 2, decode=(0.56,) * 8)  # half the instructions
+DIGITS = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
-SPLIT_DIGITS = 7.5  # clocks for 256 codes, divided by the row blocks that share the digits of x
+SPLIT_DIGITS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
 def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:

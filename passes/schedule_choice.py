@@ -74,7 +74,7 @@ def check_tile(tile: int) -> None:
 # the choice better.
 _WGMMA = ((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1), (2, 4, 4), (2, 4, 1))
 _ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
-_DIGITS = ((1, 1, 8), (2, 1, 8), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
+_DIGITS = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
 _TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
 _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
 
@@ -93,11 +93,11 @@ def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
         found = list(_shaped(spec, target, _TOKENS, tile))
     else:
         found = [s for tokens in (1, 8) for s in _shaped(spec, target, _ONE_TOKEN, tokens)]
-        if has_digits(spec):
+        if has_digits(spec) and spec.packing.bits <= 2:  # with more, memory is the bound
             found += _shaped(spec, target, _DIGITS, 1, digits=1)
     if found:
         return found
-    least = [Schedule(tile, *shape, spec.packing.chunk, stages) for shape in _LEAST for stages in (2, 1)]
+    least = [Schedule(tile, *shape, spec.packing.chunk, 2) for shape in _LEAST]
     fitting = [s for s in least if is_allowed(spec, s, target)]
     return [s for s in fitting if s.warps_k <= Plan(spec, s).steps] or fitting[-1:]
 
