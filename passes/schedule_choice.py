@@ -93,7 +93,7 @@ def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
         found = list(_shaped(spec, target, _TOKENS, tile))
     else:
         found = [s for tokens in (1, 8) for s in _shaped(spec, target, _ONE_TOKEN, tokens)]
-        if has_digits(spec) and spec.packing.bits <= 2:  # with more, memory is the bound
+        if spec.packing.bits <= 2 and has_digits(spec):  # with more, memory is the bound
             found += _shaped(spec, target, _DIGITS, 1, digits=1)
     if found:
         return found
