@@ -70,8 +70,7 @@ def check_tile(tile: int) -> None:
         raise SpecError(f"tokens={tile} must be one of {', '.join(map(str, TOKEN_TILES))}")
 
 
-# (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned. More of them do not make
-# the choice better.
+# (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
 _WGMMA = ((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1), (2, 4, 4), (2, 4, 1))
 _ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
 _DIGITS = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
