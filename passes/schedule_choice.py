@@ -113,9 +113,9 @@ def _shaped(
     processors, chunk = multiprocessors(target), spec.packing.chunk
     least = 64 if wgmma else PIECE if digits else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)][:2]
-    for (row_blocks, warps_n, warps_k), splits in itertools.product(shapes, (1, 2, 4, 8)):
+    for (row_blocks, warps_n, warps_k), splits in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * splits
-        if splits > 1 and blocks > (6 if wgmma else 3) * processors:
+        if splits > 1 and blocks > (6 if wgmma else 2) * processors:
             continue
         cluster = splits if target.has_clusters else 1
         most = enough_blocks(blocks, target) if wgmma else 0
