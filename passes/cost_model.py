@@ -3,10 +3,10 @@
 A roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the weight and x,
 which every block reads for itself, through the L2 cache; and decoding, fragments and mma, slower where there are few
 warps. On top come the rounds of the pipeline, the start and end of a block, multiprocessors that the last blocks leave
-idle, those that blocks of the next kernel crowd, and sums over splits.
+idle or half full, those that blocks of the next kernel crowd, and sums over splits.
 
-The constants are fitted to an H200 (2026-11): those of wgmma to 7400 timings of 81 matmuls. Times are only as right as
-comparing needs; docs/tuning.md says how good the choices are.
+The constants are fitted to an H200 (2026-11), by what choosing with them loses: docs/tuning.md says to which timings,
+and how good the choices are. Times are only as right as comparing needs.
 """
 
 from __future__ import annotations
@@ -40,48 +40,54 @@ class Costs:
     crowd: float  # of the time, where as many blocks again fit as are needed
     barrier: float  # times as long where warps share x and wait for one another
     idle: float  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
+    tail: float  # of the time that they leave room beside them on a multiprocessor
+    scale: float  # of what scaling the sums of a group, or of a step of it, takes
     decode: tuple[float, ...]  # clocks of a multiprocessor for 256 codes of 1 to 8 bits
     decode_float: float  # times as many
     decode_table: float  # clocks, whatever the bits
 
 
 MMA = Costs(
-    memory=3.9e6,
-    l2=6.5e6,
-    in_flight=26e3,
-    warps=5.5,
-    round=0.07,
-    block=0.5,
-    split=2.7,
-    cluster=2.4,
-    tensor=1.0,
-    crowd=0.15,
+    memory=4.5e6,
+    l2=4.8e6,
+    in_flight=18e3,
+    warps=5.6,
+    round=0.047,
+    block=0.34,
+    split=3.2,
+    cluster=1.62,
+    tensor=1.15,
+    crowd=0.39,
     barrier=1.5,
-    idle=0.3,
-    decode=(2.5, 2.8, 4.6, 4.9, 5.0, 6.0, 6.0, 5.8),
-    decode_float=1.4,
-    decode_table=9.0,
+    idle=0.61,
+    tail=0.16,
+    scale=0.54,
+    decode=(2.3, 2.6, 4.3, 4.55, 4.65, 5.6, 5.6, 5.4),
+    decode_float=1.0,
+    decode_table=5.0,
 )
 WGMMA = Costs(
-    memory=4.1e6,
-    l2=9.0e6,
-    in_flight=21e3,
-    warps=9.1,
-    round=0.019,
-    block=0.4,
-    split=5.1,
-    cluster=2.56,
-    tensor=0.58,
-    crowd=0.1,
-    barrier=1.36,
-    idle=0.6,
-    decode=(3.7, 3.7, 4.1, 2.8, 2.4, 2.4, 2.4, 2.4),
+    memory=4.9e6,
+    l2=10.1e6,
+    in_flight=31e3,
+    warps=6.95,
+    round=0.085,
+    block=1.4,
+    split=12.7,
+    cluster=1.66,
+    tensor=0.28,
+    crowd=0.33,
+    barrier=1.18,
+    idle=0.86,
+    tail=0.335,
+    scale=2.1,
+    decode=(3.7, 3.7, 4.1, 3.5, 2.4, 2.4, 2.4, 2.4),
     decode_float=1.8,
     decode_table=6.3,
 )
-# As MMA, with half the instructions (counted, not fitted); a row block's share of making digits of x comes on top.
-DIGITS = replace(MMA, tensor=0.5, decode=(1.0,) * 8)
-SPLIT_DIGITS = 1.7  # clocks for 256 codes, divided by the row blocks
+DIGITS = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
+REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
+SPLIT_DIGITS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
 def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
@@ -92,8 +98,8 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     if not resident:
         return math.inf
     plan, processors, bits = Plan(spec, s), multiprocessors(target), spec.packing.bits
-    tiles, rounds, rows = plan.tiles, plan.rounds, s.rows
-    waves = tiles * s.splits / processors
+    tiles, rounds, rows, columns = plan.tiles, plan.rounds, s.rows, max(8, s.tokens)
+    waves = tiles * s.splits / (processors * (REACH if s.cluster > 2 else 1.0))
     whole_waves = math.ceil(waves)
     side_by_side = min(resident, waves)
 
@@ -102,25 +108,30 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     cache = (spec.bytes + tiles * tile * spec.k * 2) / costs.l2
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
-    mma = 2 * max(8, s.tokens) / 8
+    mma = columns / 4
     if not s.wgmma and (spec.zeros == "float" or (spec.zeros == "int" and bits <= BIASED_BITS)):
         mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
-    mma, fragments = mma * costs.tensor, 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
+    mma *= costs.tensor
+    fragments = 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
     decode = _decode_clocks(spec, costs) + (SPLIT_DIGITS / s.row_blocks if s.digits else 0.0)
+    if spec.group_size:
+        decode += costs.scale * 2 * columns / min(spec.group_size, s.step_k)
     pipes = mma, bits / 2 + fragments, decode
     clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part
-    arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK
-    arithmetic *= max(1.0, costs.warps / (side_by_side * s.threads / 32))
+    arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK / min(1.0, waves)
+    arithmetic *= math.hypot(1.0, costs.warps / (max(1.0, side_by_side) * s.threads / 32))
     if s.warps_n > 1 and tile > 1:
         arithmetic *= costs.barrier
 
     work = max(memory, cache, arithmetic)
     work *= rounds * s.warps_k * s.splits / plan.steps  # steps beyond the last
+    if waves > 1:
+        turns = math.ceil(waves / resident) * resident / max(waves, resident)
+        work *= (1 + costs.idle * (whole_waves / waves - 1)) * (1 + costs.tail * (turns - 1))
     work += costs.round * rounds * waves / side_by_side
     # Blocks of the next kernel that start early crowd some multiprocessors, where more fit than are needed.
     work *= 1 + costs.crowd * (min(2.0, resident / whole_waves) - 1 if resident > waves else 0.0)
-    work *= 1 + (costs.idle if waves > 1 else 1.0) * (whole_waves / waves - 1)
-    ends = costs.block * max(1.0, waves / side_by_side) * (1.0 if resident == 1 else 2 / 3)
+    ends = costs.block * max(1.0, waves / side_by_side)
     if s.splits == 1:
         return work + ends
     sums = 2 * tiles * s.splits * rows * s.columns * 4 / costs.l2
@@ -129,22 +140,24 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
 
 def spills(s: Schedule, target: Target) -> bool:
     """Whether a block has fewer registers than its threads want."""
-    return registers(s) * s.threads > target.registers_per_sm
+    wanted = registers(s)
+    return wanted > target.max_registers_per_thread or wanted * s.threads > target.registers_per_sm
 
 
 def registers(s: Schedule) -> int:
     """Of a thread, about."""
     if s.wgmma:
-        return 40 + s.step_k // 8 + s.tokens // 2 * (1 + s.row_blocks)
+        return 30 + min(s.step_k, 128) // 4 + s.tokens // 2 * (1 + s.row_blocks)
     if s.digits:
-        return 62 + 11 * s.row_blocks
-    return 60 + 9 * s.row_blocks * s.columns // 8
+        return 24 + s.step_k // 5 + 12 * s.row_blocks
+    return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
 
 
 def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     """Blocks that a multiprocessor holds at a time, about; 0 if none has room."""
     threads = s.threads
-    used = min(target.max_registers_per_thread, registers(s), target.registers_per_sm // threads)
+    given = 8 * (target.registers_per_sm // (8 * threads))  # in eights, as registers are handed out
+    used = min(target.max_registers_per_thread, -(-registers(s) // 8) * 8, given)
     fitting = min(
         shared_room(spec, s, target),
         target.max_threads_per_sm // threads,

@@ -1,10 +1,7 @@
 """Which schedule a matmul gets, without MLIR: this runs before the disk cache is asked for a kernel.
 
 `schedule_for` takes, in this order: what was measured for the very same matmul; what was measured for one like it
-(`passes.schedule_tables`); a rule. With wgmma the rule is the least predicted (`passes.cost_model`) of some dozens of
-schedules. Without, it comes from what bounds the kernel: enough bytes in flight (three stages of 8 warps), enough
-blocks for all multiprocessors (fewer row blocks each, then k split over blocks), activations that fit beside them; and
-for one token of a narrow weight it is weighed against doing so in integers, again by what is predicted.
+(`passes.schedule_tables`); a rule, which is the least predicted (`passes.cost_model`) of some dozens of schedules.
 docs/tuning.md says how far each is from the best.
 """
 
@@ -12,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
+from dialect.digits import PIECE
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.cost_model import predict, spills
@@ -26,7 +23,6 @@ from passes.schedule_check import (
     has_wgmma,
     is_allowed,
     multiprocessors,
-    shared_bytes,
 )
 from passes.schedule_tables import Entry, Table, nearest, shipped_tables
 from passes.target import Target
@@ -74,114 +70,56 @@ def check_tile(tile: int) -> None:
         raise SpecError(f"tokens={tile} must be one of {', '.join(map(str, TOKEN_TILES))}")
 
 
-# (row blocks, warps along n, warps along k, stages) for m up to a token tile, by measurement on an H200 (2026-11;
-# docs/tuning.md): many rows per block save reads of x, warps along k make up for few rows.
-_SHAPES = {1: (2, 1, 8, 3), 8: (4, 1, 8, 4), 16: (4, 1, 8, 4), 32: (2, 4, 4, 2), 64: (2, 4, 2, 2)}
-# The same where the weight has rows for many blocks per multiprocessor.
-_TALL_SHAPES = {1: (2, 1, 4, 3), 8: (8, 2, 2, 3), 16: (8, 2, 2, 2), 32: (4, 4, 2, 2)}
-_MOST_SPLITS = 4  # beyond, their partial sums cost more than idle multiprocessors
-_LONG_X = 1 << 18  # tokens * k from which splitting k is cheaper than every block reading all of x
+# (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
+_WGMMA = ((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1), (2, 4, 4), (2, 4, 1))
+_ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
+_DIGITS = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
+_TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
+_LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
 
 
 def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
-    """A good schedule without search, for m up to `tile` (one of TOKEN_TILES)."""
+    """The schedule with the least predicted time of some dozens, for m up to `tile` (one of TOKEN_TILES)."""
     check_tile(tile)
+    return min(family(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
+
+
+def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
+    """Some dozens of schedules that are allowed: few enough to predict them all in about two milliseconds."""
     if tile > 1 and has_wgmma(spec, target):
-        best = min(_warpgroup_schedules(spec, tile, target), key=lambda s: predict(spec, tile, s, target), default=None)
-        if best and shared_bytes(spec, best) <= target.max_shared_per_block:
-            return best
-    processors = multiprocessors(target)
-    packing, has_table = spec.packing, spec.dtype.kind == "table"
-    step = max(packing.chunk, min(128, 2 * packing.chunk))
-    step = step if group_fits(spec, step) else packing.chunk
-
-    def shaped(row_blocks: int, warps_n: int, warps_k: int, stages: int) -> Schedule:
-        tokens = tile if has_table else max(8, tile)  # a table leaves little room for rows of x that are not there
-        return Schedule(tokens, row_blocks, warps_n, warps_k, step, stages)
-
-    def tiles(s: Schedule) -> int:
-        return Plan(spec, s).tiles
-
-    def splits(s: Schedule, most: int) -> int:
-        return max(1, min(most, Plan(spec, s).rounds // 2))  # two rounds at least
-
-    s = shaped(*_SHAPES[tile])
-    many = 6 * processors if tile == 1 else 1.5 * processors
-    if tile in _TALL_SHAPES and tiles(tall := shaped(*_TALL_SHAPES[tile])) >= many:
-        s = tall
-        if tile == 1 and packing.bits <= 2:
-            s = replace(s, row_blocks=4, stages=2)  # decoding is the bound: more work for every fragment of x
-        if tile == 1 and has_table and packing.bits <= 4:
-            s = replace(s, row_blocks=4, warps_k=8, stages=2)  # few blocks have room, and each fills a table
-    elif tile == 16 and tile * spec.k >= _LONG_X:
-        s = replace(s, row_blocks=8)
-    if tile == 1 and packing.bits == 8:
-        cheap = spec.dtype.kind in ("uint", "int")  # to decode; then the smallest blocks are best
-        s = replace(s, row_blocks=1, warps_k=8) if cheap else replace(s, stages=4)
-    if packing.chunk == 256:
-        s = replace(s, stages=2)  # a stage is large as it is
-
-    # One token leaves room for two blocks on a multiprocessor, whose phases then overlap; one and a half for each were
-    # still better (6144 x 4096, 7168 x 5120) than twice as many of half the rows. Wide tiles and long rows would rather
-    # split k than share x among fewer rows.
-    room, least = (2, 1.4) if tile == 1 else (1, 0.9)
-    most = 2 if tile >= 32 or tile * spec.k >= _LONG_X else 1
-    while s.rows > 16 and tiles(s) * splits(s, most) < least * processors:
-        s = replace(s, row_blocks=s.row_blocks // 2) if s.row_blocks > 1 else replace(s, warps_n=s.warps_n // 2)
-    if tile == 1 and s.row_blocks == 1 and packing.bits < 8:
-        s = replace(s, warps_k=16, stages=2)
-    while s.warps_k > 1 and Plan(spec, s).steps <= s.warps_k // 2:  # idle warps
-        s = replace(s, warps_k=s.warps_k // 2)
-    limit = min(target.max_shared_per_block, target.shared_per_sm // room - 1024)
-    while shared_bytes(spec, s) > limit and (smaller := _smaller(s, packing.chunk)):
-        s = smaller
-    s = replace(s, splits=splits(s, min(_MOST_SPLITS, -(-9 * processors // (10 * tiles(s))))))
-    if tile == 1 and has_digits(spec) and packing.bits <= 2:  # with more, memory is the bound
-        return min([s, *_digit_schedules(spec, target)], key=lambda s: predict(spec, tile, s, target))
-    return s
+        found = list(_shaped(spec, target, _WGMMA, tile, wgmma=1))
+    elif tile > 1:
+        found = list(_shaped(spec, target, _TOKENS, tile))
+    else:
+        found = [s for tokens in (1, 8) for s in _shaped(spec, target, _ONE_TOKEN, tokens)]
+        if spec.packing.bits <= 2 and has_digits(spec):  # with more, memory is the bound
+            found += _shaped(spec, target, _DIGITS, 1, digits=1)
+    if found:
+        return found
+    least = [Schedule(tile, *shape, spec.packing.chunk, 2) for shape in _LEAST]
+    fitting = [s for s in least if is_allowed(spec, s, target)]
+    return [s for s in fitting if s.warps_k <= Plan(spec, s).steps] or fitting[-1:]
 
 
-# (row blocks, warps along n, warps along k) with wgmma: what won most often when an H200's table was tuned. More shapes
-# do not make the choice better.
-_WARPGROUP_SHAPES = ((1, 4, 4), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1))
-
-
-def _warpgroup_schedules(spec: MatmulSpec, tile: int, target: Target) -> Iterator[Schedule]:
-    """Schedules with wgmma, few enough to predict them all in about two milliseconds."""
-    steps = [step for step in (256, 128, 64) if step % spec.packing.chunk == 0 and group_fits(spec, step)]
-    for (row_blocks, warps_n, warps_k), splits in itertools.product(_WARPGROUP_SHAPES, (1, 2, 4, 8)):
+def _shaped(
+    spec: MatmulSpec,
+    target: Target,
+    shapes: Sequence[tuple[int, int, int]],
+    tokens: int,
+    wgmma: int = 0,
+    digits: int = 0,
+) -> Iterator[Schedule]:
+    """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
+    processors, chunk = multiprocessors(target), spec.packing.chunk
+    least = 64 if wgmma else PIECE if digits else chunk
+    steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)][:2]
+    for (row_blocks, warps_n, warps_k), splits in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * splits
-        if splits > 1 and blocks > 6 * multiprocessors(target):
+        if splits > 1 and blocks > (6 if wgmma else 2) * processors:
             continue
-        most = enough_blocks(blocks, target)
-        for step, stages in itertools.product(steps[:2], (2, 4)):
-            s = Schedule(tile, row_blocks, warps_n, warps_k, step, stages, splits, splits, 1, most)
-            if not spills(s, target) and Plan(spec, s).rounds >= 2:
-                yield s
-
-
-def _digit_schedules(spec: MatmulSpec, target: Target) -> Iterator[Schedule]:
-    """Schedules with one token in integers."""
-    step = 256 if group_fits(spec, 256) else 128
-    for row_blocks, warps_k, splits, stages in itertools.product((8, 4, 2, 1), (4, 8), (1, 2, 4), (2, 3)):
         cluster = splits if target.has_clusters else 1
-        blocks = -(-spec.n // (16 * row_blocks)) * splits
-        most = enough_blocks(blocks, target)
-        s = Schedule(1, row_blocks, 1, warps_k, step, stages, splits, cluster, max_blocks=most, digits=1)
-        if Plan(spec, s).rounds >= 2 and not spills(s, target) and is_allowed(spec, s, target):
-            yield s
-
-
-def _smaller(s: Schedule, chunk: int) -> Schedule | None:
-    """The least painful way to need less shared memory."""
-    if s.stages > 2:
-        return replace(s, stages=s.stages - 1)
-    if s.step_k > chunk:
-        return replace(s, step_k=chunk)
-    if s.warps_k > 4:
-        return replace(s, warps_k=s.warps_k // 2, stages=3)  # half the warps, with more in flight for each
-    if s.warps_k > 1:
-        return replace(s, warps_k=s.warps_k // 2)
-    if s.row_blocks > 1:
-        return replace(s, row_blocks=s.row_blocks // 2)
-    return replace(s, warps_n=s.warps_n // 2) if s.warps_n > 1 else None
+        most = enough_blocks(blocks, target) if wgmma else 0
+        for step, stages in itertools.product(steps, (2, 4) if wgmma else (2, 3)):
+            s = Schedule(tokens, row_blocks, warps_n, warps_k, step, stages, splits, cluster, wgmma, most, digits)
+            if Plan(spec, s).rounds >= 2 and not spills(s, target) and is_allowed(spec, s, target):
+                yield s

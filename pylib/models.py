@@ -45,15 +45,29 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Part:
-    """All of these shapes in all of these formats, with groups of 128, for all of these token tiles."""
+    """All of these shapes in all of these formats, with all of these zeros and groups, for all of these token tiles."""
 
     shapes: tuple[str, ...]
     weights: tuple[str, ...]
     tiles: tuple[int, ...]
+    zeros: tuple[str, ...] = ("none",)
+    group_sizes: tuple[int, ...] = (128,)
 
 
 TILES = (1, 16, 8, 32, 64)
 LARGE = ("57344x8192", "8192x8192")
+BETWEEN = (  # sizes that fill the multiprocessors otherwise than those of the models
+    "14336x4096",
+    "5120x13824",
+    "13824x5120",
+    "2560x2560",
+    "2048x5632",
+    "3072x8192",
+    "8192x3072",
+    "9216x3072",
+    "12288x12288",
+    "16384x6144",
+)
 FORMATS = ("u8", "f8e4m3", "u6", "f6e3m2", "u5", "u3", "u2", "u1", "nf4", "f4e2m1")
 PRESETS = {  # the most important first: a session may be short
     "decode": (
@@ -61,6 +75,9 @@ PRESETS = {  # the most important first: a session may be short
         Part(("Llama-3.1-8B", "Llama-3.1-70B"), ("u4",), TILES),
         Part(LARGE, FORMATS, (1, 16)),
         Part(("Qwen2.5-32B", "Gemma-2-9B", "Llama-2-7B"), ("u4",), TILES),
+        Part(LARGE, ("u4",), (1, 16, 64), zeros=("int", "float")),
+        Part(LARGE, ("u4",), (1, 16, 64), zeros=("none", "int", "float"), group_sizes=(64, 32)),
+        Part(BETWEEN, ("u4",), (1, 8, 16, 64)),
     )
 }
 

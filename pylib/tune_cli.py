@@ -69,7 +69,9 @@ def tune(
     elif stale:
         _stale(_table(names), jobs)
     else:
-        work = _preset(preset) if preset else []
+        from pylib import tuner
+
+        work = tuner.preset_problems(preset) if preset else []
         if names or not preset:
             work += _problems(names, weights, group_sizes, tokens, acts, zeros, scale)
         _tune(list(dict.fromkeys(work)), candidates, seconds, jobs, output, log)
@@ -85,13 +87,6 @@ def _problems(
     groups = [None if size == "row" else _integer("--group-sizes", size) for size in _list(group_sizes)]
     tiles = [_integer("--tokens", tile) for tile in _list(tokens)]
     return tuner.problems(models.shapes(names), _list(weights), groups, tiles, _list(acts), _list(zeros), scale)
-
-
-def _preset(name: str) -> list[Problem]:
-    from pylib import models, tuner
-
-    parts = models.preset(name)
-    return [p for part in parts for p in tuner.problems(models.shapes(part.shapes), part.weights, [128], part.tiles)]
 
 
 def _tune(

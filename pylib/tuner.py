@@ -29,7 +29,7 @@ from passes.schedule import Schedule
 from passes.schedule_choice import check_tile
 from passes.schedule_tables import Entry, Key
 from passes.target import Target, parse_target
-from pylib import cache
+from pylib import cache, models
 from pylib.search_space import candidates, neighbours
 from pylib.tune_processes import Failed, Problem
 
@@ -71,6 +71,15 @@ def problems(
     if refused and not found:
         raise refused[0]
     return found
+
+
+def preset_problems(name: str) -> list[Problem]:
+    """All of a preset's matmuls, the most important first."""
+    return [
+        problem
+        for p in models.preset(name)
+        for problem in problems(models.shapes(p.shapes), p.weights, p.group_sizes, p.tiles, zeros=p.zeros)
+    ]
 
 
 class Log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from dialect.digits import BITS, HALVES, PIECE, halves
 from dialect.errors import EmulatorError, SpecError
 from dialect.packing import BLOCK_K, ROWS, Packing, run_of
 from dialect.spec import MatmulSpec
-from passes import emit, lower_digits, skinny_digits
+from passes import emit, lower_digits, schedule_choice, skinny_digits
 from passes.lower_tiles import _Lowering
 from passes.pipeline import CompiledKernel, compile_matmul
 from passes.schedule import Schedule
@@ -115,9 +116,12 @@ def test_choices(spec: MatmulSpec, schedule: Schedule, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_rule_takes_digits(target: str) -> None:
-    """Through the door, for one token; more have a kernel with reals."""
-    spec = MatmulSpec(256, 4096, "u2", group_size=128, zeros="int")
+def test_the_rule_takes_digits(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is much of a narrow weight. Through the door, for one token; more have a kernel with reals."""
+    large = MatmulSpec(57344, 8192, "u2", group_size=128, zeros="int")
+    assert default_schedule(large, 1, parse_target(target)).digits == 1
+    monkeypatch.setattr(schedule_choice, "_ONE_TOKEN", ())  # for a small weight, too
+    spec = replace(large, n=256, k=4096)
     assert default_schedule(spec, 1, parse_target(target)).digits == 1
     mm = pylib.compile(spec, f"emulator:{target}")
     problem = random_problem(spec, 3)
