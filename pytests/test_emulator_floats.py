@@ -190,6 +190,10 @@ def test_ftz_and_sat() -> None:
     )
     np.testing.assert_array_equal(kept, halves)
     np.testing.assert_array_equal(flushed, np.array([0, 0.5], np.float16))
+    below = np.array([0x1553], np.uint16).view(np.float16)  # times the other: 2^-14 only by rounding
+    other = np.array([0x2A02], np.uint16).view(np.float16)
+    got = apply("mul.rn.f16 %x, %a, %b; mul.ftz.f16 %y, %a, %b;", below, other, out=("f2", "f2"))
+    np.testing.assert_array_equal([x.view(np.uint16)[0] for x in got], [0x0400, 0])
 
 
 @pytest.mark.parametrize("fmt", ["f16", "bf16", "f32"])

@@ -55,7 +55,9 @@ class Format:
     def encode(self, x: Array) -> Array:
         if self.sat:
             x = np.where(np.isnan(x), 0.0, np.clip(x, 0.0, 1.0))
-        if self.ftz:
+        if self.ftz and self.fmt.name == "f16":
+            x = self.fmt.flush(x)  # what rounding would make normal is zero, too (H200, 2026-11)
+        elif self.ftz:
             x = self.fmt.flush(np.where(np.isnan(x), x, self.fmt.round(x, self.rounding)))
         return self.fmt.encode(x, self.rounding)
 
