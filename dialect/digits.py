@@ -20,12 +20,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dialect.dtypes import DType
+
 PIECE = 128  # columns
 HALVES = 8  # of a piece
 DIGITS = 4
 ROW = HALVES + 4  # words from lane to lane in shared memory: loads of 16 bytes meet all banks
 TOP = 29  # the largest X of a piece is from 2^TOP up, below 2^(TOP + 1): rounding and carries stay within 32 bits
 BITS = (1, 2, 4)  # of codes that are side by side in bytes
+
+
+def takes(format: DType) -> bool:
+    """Whether codes of a format can be multiplied as bytes."""
+    return format.kind in ("uint", "int") and format.bits in BITS
 
 
 @dataclass(frozen=True)

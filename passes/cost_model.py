@@ -98,7 +98,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     if not resident:
         return math.inf
     plan, processors, bits = Plan(spec, s), multiprocessors(target), spec.packing.bits
-    tiles, rounds, rows, columns = plan.tiles, plan.rounds, s.rows, max(8, s.tokens)
+    tiles, rounds, rows, columns = plan.tiles, plan.rounds, s.rows, s.mma_columns
     waves = tiles * s.splits / (processors * (REACH if s.cluster > 2 else 1.0))
     whole_waves = math.ceil(waves)
     side_by_side = min(resident, waves)

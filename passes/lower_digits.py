@@ -17,7 +17,7 @@ from dialect.digits import DIGITS, HALVES, PIECE, TOP, halves
 from dialect.dtypes import DType
 from dialect.errors import PassError
 from dialect.packing import ROWS
-from dialect.types import Reg, read_format
+from dialect.types import Reg, element_bits, read_format
 from passes import emit
 from passes.addressing import Place
 from passes.fragment import Fragment
@@ -136,7 +136,7 @@ class DigitRules(Lowering):
         warps = place.type.shape[0]
         if warps == 1:
             return place.base
-        size = place.type.strides[0] * (2 if place.type.element in ("f16", "bf16") else 4)
+        size = place.type.strides[0] * element_bits(place.type.element) // 8
         return emit.offset_bytes(place.base, dynamic=arith.muli(self.lane_digit(warps, 32), emit.constant(size)))
 
 

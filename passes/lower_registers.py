@@ -51,19 +51,12 @@ class TileRules(Lowering):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
         biased = "biased" in op.operation.attributes
 
-        shifts: list[Fragment] = [self.values[v] for v in op.shifts]
-        parts = [f.reg.layout.slots_for(reg.layout) for f in shifts]
+        shifts = [_pairs(f, f.reg.layout.slots_for(reg.layout)) for f in (self.values[v] for v in op.shifts)]
         columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K16_A)]
-        doubled: dict[tuple[int, int], Any] = {}
 
         def shift(i: int) -> Any:
-            """What is added to pair i, in which a row's shift comes twice."""
-            part = columns[i // 4] * len(shifts) // (1 + max(columns))
-            at = part, parts[part][2 * i]
-            if at not in doubled:
-                scalar = shifts[part].scalar(at[1])
-                doubled[at] = emit.pair(scalar, scalar)
-            return doubled[at]
+            """What is added to pair i."""
+            return shifts[columns[i // 4] * len(shifts) // (1 + max(columns))](i)
 
         def decode(i: int, words: list[Any], register: Any, vector: Any) -> Any:
             rest = words, format_attr(format_), register, op.exponent, vector

@@ -63,9 +63,14 @@ class Schedule:
         return 32 * self.warps_n * self.warps_k
 
     @property
+    def mma_columns(self) -> int:
+        """Of the products: an mma has eight, of which a single token uses one (or digits four)."""
+        return max(8, self.tokens)
+
+    @property
     def columns(self) -> int:
-        """Of the sums a block ends with: an mma has eight, of which a single token uses one; digits leave but that."""
-        return 1 if self.digits else max(8, self.tokens)
+        """Of the sums a block ends with: digits leave one for their token."""
+        return 1 if self.digits else self.mma_columns
 
     @property
     def rows(self) -> int:

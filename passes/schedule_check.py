@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dialect.decode_table import DecodeTable
-from dialect.digits import BITS, DIGITS, PIECE, ROW
+from dialect.digits import DIGITS, PIECE, ROW, takes
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
 from passes.plan import Plan
@@ -91,9 +91,7 @@ def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
 def has_digits(spec: MatmulSpec) -> bool:
     """Whether one token can be multiplied in integers: codes must be some, and groups whole pieces of 128 columns."""
     group = spec.packing.padded_group
-    return (
-        spec.dtype.kind in ("uint", "int") and spec.dtype.bits in BITS and (group is None or group % PIECE == 0)
-    )
+    return takes(spec.dtype) and (group is None or group % PIECE == 0)
 
 
 def _check_digits(spec: MatmulSpec, s: Schedule) -> None:

@@ -137,7 +137,7 @@ class Kernel:
         self.early = self.plan.rounds_zeros
         self.shifted = spec.zeros != "none" and not self.folded and not self.early
         warps = spatial(s.warps_k, s.warps_n, 1)
-        step_blocks, columns = s.step_k // BLOCK_K, max(8, s.tokens) // 8
+        step_blocks, columns = s.step_k // BLOCK_K, s.mma_columns // 8
         self.units = s.step_k // self.packing.chunk * self.packing.units * 32
 
         def batched(fragment: Layout) -> Layout:

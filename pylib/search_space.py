@@ -117,7 +117,7 @@ def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sche
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
     """Whether a schedule is allowed, and no other is plainly better."""
-    if s.row_blocks * (s.columns // 8) > MOST_ACCUMULATORS:
+    if s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
         return False
     if s.rows >= spec.n + 16 * s.row_blocks or Plan(spec, s).rounds < 2:
         return False

@@ -5,9 +5,9 @@ from typing import Any
 
 from dialect.bindings import ext, ir
 from dialect.checks import expect, fragments, in_range, verifier
-from dialect.digits import BITS, DIGITS, HALVES, PIECE
+from dialect.digits import BITS, DIGITS, HALVES, PIECE, takes
 from dialect.dtypes import DType
-from dialect.layout import MMA_M16N8_PAIRS, MMA_M16N8K16_A, spatial
+from dialect.layout import MMA_M16N8_PAIRS, MMA_M16N8K16_A, Layout, spatial
 from dialect.packing import BLOCK_K, ROWS
 from dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType, read_format
 
@@ -22,12 +22,16 @@ def _check_digits(digits: Shared, unit: Reg) -> tuple[int, int]:
     expect(aligned, "strides of the digits", "multiples of 4 (16 bytes) and 1 for the last dim", list(digits.strides))
     warps, pieces = digits.shape[:2]
     layout = spatial(warps, 1, 1).local(1, 1, pieces).replicated(32)
-    expect(unit == Reg("f32", layout), "unit", f"f32 laid out as {layout}", f"{unit.element} as {unit.layout}")
+    _check_f32(unit, layout, "unit")
     return warps, pieces
 
 
+def _check_f32(tile: Reg, layout: Layout, what: str) -> None:
+    expect(tile == Reg("f32", layout), what, f"f32 laid out as {layout}", f"{tile.element} as {tile.layout}")
+
+
 def _check_digit_format(format_: Any) -> DType:
-    fits = isinstance(format_, DType) and format_.kind in ("uint", "int") and format_.bits in BITS
+    fits = isinstance(format_, DType) and takes(format_)
     expect(fits, "codes", f"integers of {', '.join(map(str, BITS))} bits", format_)
     return format_
 
@@ -87,7 +91,7 @@ class DigitMmaOp(Lowbit.Operation, name="digit_mma"):
         one_warp = spatial(warps, 1, 1).local(1, row_blocks, k // BLOCK_K)
         expect(blocks == one_warp, "a", f"all rows and columns in one warp, {one_warp}", f"{blocks} (in fragments)")
         layout = spatial(warps, 1, 1).local(1, row_blocks, 1) * MMA_M16N8_PAIRS.unsqueeze(0)
-        expect(d == Reg("f32", layout), "result", f"f32 laid out as {layout}", f"{d.element} as {d.layout}")
+        _check_f32(d, layout, "result")
         _check_pieces(op, k)
 
 
@@ -107,7 +111,7 @@ class DigitSumsOp(Lowbit.Operation, name="digit_sums"):
         _check_digit_format(read_format(op.format))
         warps, pieces = _check_digits(Shared.of(op.digits.type), Reg.of(op.unit.type))
         layout = spatial(warps, 1, 1) * MMA_M16N8_PAIRS.reduce((0,)).unsqueeze(0)
-        expect(d == Reg("f32", layout), "result", f"f32 laid out as {layout}", f"{d.element} as {d.layout}")
+        _check_f32(d, layout, "result")
         _check_pieces(op, PIECE * pieces)
 
 
@@ -124,4 +128,4 @@ class JoinDigitsOp(Lowbit.Operation, name="join_digits", traits=[ext.Pure]):
         fragments(a.layout, MMA_M16N8_PAIRS, "source")
         expect(a.shape[-1] == 2, "columns of the source", 2, a.shape[-1])
         layout = a.layout.reduce((a.layout.rank - 1,))
-        expect(d == Reg("f32", layout), "result", f"f32 laid out as {layout}", f"{d.element} as {d.layout}")
+        _check_f32(d, layout, "result")

@@ -105,6 +105,13 @@ class WarpgroupRowSumsOp(Lowbit.Operation, name="warpgroup_row_sums"):
         _check_warpgroup(op, d.layout, in_range(op.columns, "columns", 16))
 
 
+def _check_sums(b: Reg, sums: Reg) -> Layout:
+    """Sums in f32 of B fragments in registers: b's layout in fragments."""
+    expect(b.element in ("f16", "bf16"), "element of the source", "f16 or bf16", b.element)
+    expect(sums.element == "f32", "element of the result", "f32", sums.element)
+    return fragments(b.layout, MMA_M16N8K16_B_NK, "source")
+
+
 class RowSumsOp(Lowbit.Operation, name="row_sums", traits=[ext.Pure]):
     """Sums along k of b [.., n, k], as [.., 1, n] in f32, laid out as a row of mma's accumulator.
 
@@ -117,9 +124,7 @@ class RowSumsOp(Lowbit.Operation, name="row_sums", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         b, d = Reg.of(op.source.type), Reg.of(op.result.type)
-        expect(b.element in ("f16", "bf16"), "element of the source", "f16 or bf16", b.element)
-        expect(d.element == "f32", "element of the result", "f32", d.element)
-        blocks = fragments(b.layout, MMA_M16N8K16_B_NK, "source")
+        blocks = _check_sums(b, d)
         *batch, n, _ = b.shape
         expect(list(d.shape) == [*batch, 1, n], "result", [*batch, 1, n], list(d.shape))
         rank = len(b.shape)
@@ -144,9 +149,7 @@ class BiasSumsOp(Lowbit.Operation, name="bias_sums", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         b, d = Reg.of(op.source.type), Reg.of(op.result.type)
-        expect(b.element in ("f16", "bf16"), "element of the source", "f16 or bf16", b.element)
-        expect(d.element == "f32", "element of the result", "f32", d.element)
-        fragments(b.layout, MMA_M16N8K16_B_NK, "source")
+        _check_sums(b, d)
         fragments(d.layout, MMA_M16N8_D, "result")
         *batch, n, _ = b.shape
         expect([*d.shape[:-2], d.shape[-1]] == [*batch, n], "result", f"{[*batch, 'm', n]}", list(d.shape))

@@ -41,13 +41,15 @@ class AsyncProxy:
         self.writer[written] = _ANYONE
 
     def begin_read(self, lanes: Array, row: Array, size: int) -> None:
-        fenced = ~self.unfenced.reshape(-1, size)[row]
-        require(fenced, lanes, "wgmma reads shared memory that was written without a fence.proxy.async since")
+        self._check_fenced(lanes, row, size, "wgmma reads shared memory that")
         np.add.at(self.readers.reshape(-1, size), row, 1)
 
     def begin_write(self, lanes: Array, row: Array, size: int) -> None:
+        self._check_fenced(lanes, row, size, "a bulk copy overwrites what")
+
+    def _check_fenced(self, lanes: Array, row: Array, size: int, what: str) -> None:
         fenced = ~self.unfenced.reshape(-1, size)[row]
-        require(fenced, lanes, "a bulk copy overwrites what was written without a fence.proxy.async since")
+        require(fenced, lanes, f"{what} was written without a fence.proxy.async since")
 
     def end_read(self, row: Array, size: int) -> None:
         np.subtract.at(self.readers.reshape(-1, size), row, 1)

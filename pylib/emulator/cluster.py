@@ -10,6 +10,8 @@ arrived at the cluster's barrier: a block may exit only after the phase that fol
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from pylib.emulator.faults import Array, Fault, require
@@ -20,6 +22,8 @@ from pylib.emulator.transfers import Transfers
 #: Largest cluster; above 8 blocks it takes a launch attribute.
 MAX_CLUSTER = 16
 _RANK_SHIFT = 24
+
+_Addresses = TypeVar("_Addresses", int, Array)
 
 
 class Cluster:
@@ -110,8 +114,8 @@ class Cluster:
         """Whether these are .shared::cta addresses."""
         return address >> _RANK_SHIFT == 0
 
-    def offset(self, address: int) -> int:
-        """Where a .shared::cluster address is in its block's memory."""
+    def offset(self, address: _Addresses) -> _Addresses:
+        """Where .shared::cluster addresses are in their block's memory."""
         return address & (1 << _RANK_SHIFT) - 1
 
     def map(self, address: Array, rank: Array) -> Array:
@@ -154,7 +158,7 @@ class ClusterMemory:
         for rank in np.unique(target).tolist():
             some = np.flatnonzero(target == rank)
             memory = self.cluster.reach(self.rank, rank, lanes[some], barrier)
-            parts.append((some, memory, address[some] & (1 << _RANK_SHIFT) - 1))
+            parts.append((some, memory, self.cluster.offset(address[some])))
         return parts
 
     def read(self, lanes: Array, address: Array, size: int) -> Array:

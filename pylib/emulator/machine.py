@@ -154,6 +154,12 @@ class Block:
     def lanes_of(self, mask: Mask) -> Array:
         return self.everyone if mask is None else np.flatnonzero(mask)
 
+    def members(self, lanes: Array) -> Array:
+        """These lanes as a mask."""
+        mask = np.zeros(self.lanes, np.bool_)
+        mask[lanes] = True
+        return mask
+
     def thread_index(self, lane: int) -> tuple[int, int, int]:
         x, y, _ = self.shape
         return lane % x, lane // x % y, lane // (x * y)

@@ -130,8 +130,7 @@ def arrive(block: Block, memory: SharedMemory, barrier: MBarrier, lanes: Array, 
         barrier.remote = barrier.phase + 1
         barrier.stamp = block.cluster.stamp(block.rank, lanes)
     if ordered:
-        members = np.zeros(block.lanes, np.bool_)
-        members[lanes] = True
+        members = block.members(lanes)
         barrier.tell(block.shared.release(members, None))
         block.shared.publish(members, initialised=False)
 
@@ -192,14 +191,8 @@ def _wait(op: Op, hinted: bool) -> Step:
             if ended[some].any():
                 memory.observe(barrier, who[ended[some]], ordered)
         go = ~blocked[lanes]
-        members = np.zeros(block.lanes, np.bool_)
-        members[lanes[go]] = True
-        dest.scatter(ended[go], lanes[go], members)
-        if go.all():
-            return None
-        waiting = np.zeros(block.lanes, np.bool_)
-        waiting[lanes[~go]] = True
-        return Converge(waiting, awaits)
+        dest.scatter(ended[go], lanes[go], block.members(lanes[go]))
+        return None if go.all() else Converge(block.members(lanes[~go]), awaits)
 
     return step
 
@@ -231,10 +224,8 @@ def arrive_after_copies(op: Op) -> Step:
     groups, block = barriers_at(op, barrier_address(op), local=True), op.block
 
     def finish(lanes: Array, before: int, barrier: MBarrier) -> None:
-        members = np.zeros(block.lanes, np.bool_)
-        members[lanes] = True
         block.copies.arrive(lanes, before, barrier)
-        barrier.tell(block.shared.release(members, None))
+        barrier.tell(block.shared.release(block.members(lanes), None))
         barrier.arrive(len(lanes))
 
     def step(mask: Mask) -> None:

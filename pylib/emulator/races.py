@@ -15,7 +15,7 @@ import numpy as np
 
 from pylib.emulator.faults import Array, Fault
 
-_WARP, _WARPGROUP = 32, 128
+_WARP, WARPGROUP = 32, 128
 
 
 class RaceClock:
@@ -149,7 +149,7 @@ class RaceDetector:
             self.seen[warp, unit] = self.now
 
     def _units(self, first: int) -> list[tuple[int, slice]]:
-        warps = range(first, first + _WARPGROUP, _WARP)
+        warps = range(first, first + WARPGROUP, _WARP)
         return [(self.lanes + lane // _WARP, slice(lane, lane + _WARP)) for lane in warps]
 
     def _check_writes(
@@ -251,5 +251,10 @@ class ClusterRaceDetector:
             )
 
 
+def bytes_of(row: Array, size: int) -> Array:
+    """The numbers [rows, size] of the bytes of rows."""
+    return row[:, None] * size + np.arange(size)
+
+
 def _bytes(lanes: Array, row: Array, size: int) -> tuple[Array, Array]:
-    return (row[:, None] * size + np.arange(size)).ravel(), np.repeat(lanes, size)
+    return bytes_of(row, size).ravel(), np.repeat(lanes, size)

@@ -8,9 +8,7 @@ from pylib.emulator.async_proxy import AsyncProxy
 from pylib.emulator.barrier_object import SIZE, MBarrier, MBarriers
 from pylib.emulator.faults import Array, Fault, require
 from pylib.emulator.landings import Landings
-from pylib.emulator.races import ClusterRaceDetector, RaceDetector
-
-WARPGROUP = 128
+from pylib.emulator.races import WARPGROUP, ClusterRaceDetector, RaceDetector, bytes_of
 
 #: Shared memory starts above 0, so that a forgotten base address is found out (sm_90 also reserves the first
 #: KiB).
@@ -108,7 +106,7 @@ class SharedMemory:
             if waiters is None:
                 arrived[:] = False
             else:
-                arrived &= self.landings.shown(row[:, None] * size + np.arange(size), waiters)
+                arrived &= self.landings.shown(bytes_of(row, size), waiters)
             require(~bulk | arrived, lanes, "read of the target of a bulk copy before a wait for the mbarrier's phase")
 
     def write(self, lanes: Array, address: Array, rows: Array, atomic: bool = False, by: int | None = None) -> None:
@@ -194,7 +192,7 @@ class SharedMemory:
     def _land(self, row: Array, size: int, barrier: MBarrier) -> None:
         self.state.reshape(-1, size)[row] = LANDED
         self.copier.reshape(-1, size)[row] = BULK
-        self.landings.land((row[:, None] * size + np.arange(size)).ravel(), barrier)
+        self.landings.land(bytes_of(row, size).ravel(), barrier)
 
     # wgmma: begin at issue, end when the warpgroup (that starts at lane `first`) waits. Rows of 16 bytes.
 
