@@ -305,8 +305,8 @@ class Program:
         ops.WaitOp(_i64(pending))
 
     def barrier(self, scope: str = "block", warps: int = 1, async_proxy: bool = False) -> None:
-        """Of the "block", the "cluster" or every `warps` "warps". async_proxy: for `warpgroup_mma`, which reads shared
-        memory by itself."""
+        """Of the "block", the "cluster" (or a half of it: "cluster_arrive", "cluster_wait") or every `warps` "warps".
+        async_proxy: for `warpgroup_mma`, which reads shared memory by itself."""
         op = ops.BarrierOp(ir.StringAttr.get(scope), warps=_i64(warps))
         if async_proxy:
             op.operation.attributes["async_proxy"] = ir.UnitAttr.get()

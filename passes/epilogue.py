@@ -29,6 +29,7 @@ class Epilogue:
             rows = s.rows // s.cluster
             rank = self.p.block_id(1)
             self._store(self._across_cluster(total, rank), self.tile * s.rows + rank * rows)
+            self.p.barrier("cluster_wait")  # nobody leaves while its sums are read
         elif s.splits > 1:
             self._across_splits(self._across_warps(total))
         else:
@@ -66,7 +67,7 @@ class Epilogue:
         total = parts[0]
         for part in parts[1:]:
             total = p.add(total, part)
-        p.barrier("cluster")  # nobody leaves while its sums are read
+        p.barrier("cluster_arrive")
         return p.reshape(total, (rows, s.tokens))
 
     def _sum_up_layout(self, parts: int, rows: int, columns: int) -> Layout:

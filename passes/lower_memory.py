@@ -140,10 +140,12 @@ class MemoryRules(Lowering):
             group = self.threads.digit(count, threads, self.threads_per_block)
             named = arith.addi(group, emit.constant(1))  # barrier 0 is the block's
             nvvm.barrier(barrier_id=named, number_of_threads=emit.constant(threads))
-        elif scope == "cluster":
+        elif scope.startswith("cluster"):
             self._require(self.target.has_clusters, "a barrier of a cluster", "sm_90")
-            nvvm.cluster_arrive(aligned=True)
-            nvvm.cluster_wait(aligned=True)
+            if scope != "cluster_wait":
+                nvvm.cluster_arrive(aligned=True)
+            if scope != "cluster_arrive":
+                nvvm.cluster_wait(aligned=True)
         else:
             gpu.barrier()
 

@@ -8,7 +8,7 @@ conflicts and without ldmatrix.
 Loop nest. A block owns `rows` = 16 * row_blocks * warps_n rows and, of several splits, one part of k. In a round it
 takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which share the activations):
 
-    for round:                         copies run `stages` rounds ahead (pipeline-copies)
+    for round:                         copies run `stages` rounds ahead (pipeline-copies); see `_turn` for the first
         copy weight units, then activations, scales, zeros of (warp, step)
         for group in step:             a step has several groups, or a group several steps
             p   = decode(codes) x^T    f32, from zero
@@ -60,6 +60,7 @@ from passes.schedule import Schedule
 
 LANE_BYTES = 16
 PANEL = 64  # columns of x that wgmma finds side by side
+TURNED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200
 
 
 def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
@@ -162,9 +163,11 @@ class Kernel:
             self._make_views()
             if self.folded and not self.plan.groups:
                 self.row_zeros = self._row_factor("zeros", self.spec.zero_kind or "")
+            rounds, first, turn = self.plan.rounds, p.block_id(1) * self.plan.rounds, self._turn()
             p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
-            with p.loop(p.block_id(1) * self.plan.rounds, self.plan.rounds, carried, stages=s.stages) as loop:
-                self._copies(loop.index * s.warps_k)
+            with p.loop(0, rounds, carried, stages=s.stages) as loop:
+                index = (loop.index + turn) % rounds if turn else loop.index
+                self._copies((first + index) * s.warps_k)
                 p.commit()
                 p.wait()
                 p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
@@ -175,6 +178,13 @@ class Kernel:
             p.free_shared(*self.buffers)
             Epilogue(p, spec, s, self.tile).finish(total)
         return p.module
+
+    def _turn(self) -> Scalar | None:
+        """By how many rounds a block starts later than the first, coming to those before at its end: all blocks read
+        all of x, and if they began at the same columns, a few slices of the L2 would have all to do."""
+        if self.schedule.tokens not in TURNED or self.plan.rounds == 1:
+            return None
+        return self.tile % self.plan.rounds
 
     # -- the copy side
 

@@ -128,6 +128,7 @@ class GpuProcess:
         self._deaths = 0
 
     def __enter__(self) -> GpuProcess:
+        self._start()  # now, or the first matmul's share of a session's time would go into it
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -170,7 +170,7 @@ def other_scope(p: Program, x: Any) -> None:
         (reduce_between_threads, "dim 0: expected within each thread"),
         (matrix_rows_unaligned, "strides: expected multiples of 8 (16 bytes)"),
         (no_such_parameter, "test has no parameter 'y'; it has x, m"),
-        (other_scope, "scope: expected one of warps, block, cluster, got 'grid'"),
+        (other_scope, "scope: expected one of warps, block, cluster, cluster_arrive, cluster_wait, got 'grid'"),
     ],
 )
 def test_a_wrong_program_is_refused(body: Callable[[Program, Any], None], message: str) -> None:

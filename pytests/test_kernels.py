@@ -27,6 +27,8 @@ from hypothesis import strategies as st
 from test_recipes import table
 
 import pylib
+from dialect import ops
+from dialect.bindings import ir, new_context
 from dialect.dtypes import all_names
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
@@ -34,6 +36,7 @@ from passes.pipeline import compile_dequantize, compile_matmul
 from passes.plan import Plan
 from passes.schedule import Schedule
 from passes.schedule_check import check_schedule
+from passes.skinny import skinny
 from passes.target import parse_target
 from pylib.packed import TORCH
 from pylib.reference import agrees, matmul, random_problem, tolerance
@@ -208,6 +211,16 @@ def test_choices(case: Case) -> None:
     racecheck = case.schedule.threads <= 128 and len(kernel.ptx) < 60_000  # it is slow
     y = run_matmul(kernel, spec, problem, launches=2 if case.schedule.splits > 1 else 1, racecheck=racecheck)
     assert matmul_is_right(y, spec, problem)
+
+
+@pytest.mark.parametrize(("tokens", "turned"), [(1, False), (8, True), (16, True), (32, False)])
+def test_blocks_begin_at_columns_of_their_own(tokens: int, turned: bool) -> None:
+    """Where x is much and the weight still decides: or all blocks would read the same few lines at once."""
+    context = new_context()
+    ops.register(context)
+    with context, ir.Location.unknown():
+        program = str(skinny(MatmulSpec(64, 512, "u4"), Schedule(tokens, 1, 1, 2, 64)))
+    assert ("arith.remui" in program) == turned
 
 
 # -- clusters and wgmma

@@ -159,7 +159,8 @@ class WaitOp(Lowbit.Operation, name="wait"):
 
 class BarrierOp(Lowbit.Operation, name="barrier"):
     """All threads of `warps` warps side by side ("warps"), of the "block" or of the "cluster" of blocks meet, and see
-    each other's shared memory.
+    each other's shared memory. That of a cluster also comes in two parts: "cluster_arrive" says that a thread is here,
+    and "cluster_wait" that all are.
 
     With the unit attribute `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too.
     """
@@ -170,7 +171,7 @@ class BarrierOp(Lowbit.Operation, name="barrier"):
     @verifier
     def verify_invariants(op: Any) -> None:
         scope = ir.StringAttr(op.scope).value
-        allowed = ("warps", "block", "cluster")
+        allowed = ("warps", "block", "cluster", "cluster_arrive", "cluster_wait")
         expect(scope in allowed, "scope", f"one of {', '.join(allowed)}", repr(scope))
         in_range(op.warps, "warps", 1, 32)
 

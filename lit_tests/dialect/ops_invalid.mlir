@@ -308,7 +308,7 @@ func.func @wait() {
 // -----
 
 func.func @barrier() {
-  // expected-error @below {{'lowbit.barrier' op scope: expected one of warps, block, cluster, got 'grid'}}
+  // expected-error @below {{'lowbit.barrier' op scope: expected one of warps, block, cluster, cluster_arrive, cluster_wait, got 'grid'}}
   "lowbit.barrier"() {scope = "grid", warps = 1} : () -> ()
   return
 }
