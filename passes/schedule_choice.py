@@ -91,7 +91,7 @@ def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
     elif tile > 1:
         found = list(_shaped(spec, target, _TOKENS, tile))
     else:
-        # Eight columns for one token: with one, more blocks fit, and crowd; 63 of 64 matmuls are the worse for it.
+        # A tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
         found = list(_shaped(spec, target, _ONE_TOKEN, 8))
         if spec.packing.bits <= 2 and has_digits(spec):  # with more, memory is the bound
             found += _shaped(spec, target, _DIGITS, 1, digits=1)
