@@ -103,7 +103,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     whole_waves = math.ceil(waves)
     side_by_side = min(resident, waves)
 
-    in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * (s.stages - 1)
+    in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * max(s.stages - 1, 0.5)
     memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight)
     cache = (spec.bytes + tiles * tile * spec.k * 2) / costs.l2
 
@@ -114,8 +114,9 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     mma *= costs.tensor
     fragments = 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
     decode = _decode_clocks(spec, costs) + (SPLIT_DIGITS / s.row_blocks if s.digits else 0.0)
-    if spec.group_size:
-        decode += costs.scale * 2 * columns / min(spec.group_size, s.step_k)
+    if spec.group_size:  # sums or, where that is less, weights are scaled
+        scaled = 1.0 if plan.rounds_scales else columns / min(spec.group_size, s.step_k)
+        decode += costs.scale * 2 * scaled
     pipes = mma, bits / 2 + fragments, decode
     clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part
     arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK / min(1.0, waves)
@@ -138,16 +139,17 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     return work + ends + sums + (costs.split if s.cluster == 1 else costs.cluster * math.log2(s.cluster))
 
 
-def spills(s: Schedule, target: Target) -> bool:
+def spills(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
     """Whether a block has fewer registers than its threads want."""
-    wanted = registers(s)
+    wanted = registers(spec, s)
     return wanted > target.max_registers_per_thread or wanted * s.threads > target.registers_per_sm
 
 
-def registers(s: Schedule) -> int:
+def registers(spec: MatmulSpec, s: Schedule) -> int:
     """Of a thread, about."""
     if s.wgmma:
-        return 30 + min(s.step_k, 128) // 4 + s.tokens // 2 * (1 + s.row_blocks)
+        products = 0 if Plan(spec, s).rounds_scales else 1  # of a group, beside the sums
+        return 30 + min(s.step_k, 128) // 4 + s.tokens // 2 * (products + s.row_blocks)
     if s.digits:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
     return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
@@ -157,7 +159,7 @@ def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     """Blocks that a multiprocessor holds at a time, about; 0 if none has room."""
     threads = s.threads
     given = 8 * (target.registers_per_sm // (8 * threads))  # in eights, as registers are handed out
-    used = min(target.max_registers_per_thread, -(-registers(s) // 8) * 8, given)
+    used = min(target.max_registers_per_thread, -(-registers(spec, s) // 8) * 8, given)
     fitting = min(
         shared_room(spec, s, target),
         target.max_threads_per_sm // threads,

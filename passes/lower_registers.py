@@ -18,7 +18,7 @@ from passes import emit
 from passes.addressing import Place
 from passes.fragment import Fragment, kind_of
 from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
-from passes.lower_wgmma import warpgroup_mma, warpgroup_row_sums
+from passes.lower_wgmma import Factors, Products, warpgroup_row_sums
 from passes.lowering import Lowering, int_attr, text_attr
 
 
@@ -163,12 +163,17 @@ class TileRules(Lowering):
 
     def _warpgroup_mma(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_mma", "sm_90a")
-        self._finish_sums()
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
-        product = warpgroup_mma(self.threads, a, b, int_attr(op, "start"), None if _is_zero(op.c) else c, c.reg)
-        self.sum = product
-        self.reads.append(product)
-        self.values[op.result] = product
+        factors = [Factors(a, b, int_attr(op, "start"))]
+        if isinstance(c, Products) and c is self.sum:  # nothing was done to it since: one chain of instructions
+            products = Products(self.threads, [*c.factors, *factors], c.c, c.reg)
+            self.reads.remove(c)
+        else:
+            self._finish_sums()
+            products = Products(self.threads, factors, None if _is_zero(op.c) else c, c.reg)
+        self.sum = products
+        self.reads.append(products)
+        self.values[op.result] = products
 
     def _warpgroup_row_sums(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_row_sums", "sm_90a")

@@ -12,6 +12,8 @@ fragments of a are new ones for every instruction: the next is decoded while the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dialect.bindings import arith, ir, llvm
@@ -31,41 +33,60 @@ _TOGETHER = 4  # instructions after one fence: on an H200, one by one is 5 % slo
 _MOST_COLUMNS = 256
 
 
-def warpgroup_mma(
-    threads: ThreadIndex, a: Fragment, b: Place, start: int, c: Fragment | None, result: Reg
-) -> Fragment:
-    """c + a b^T (c None: zero), for columns start .. of b."""
-    a_at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
-    d_at = fragment_blocks(result.layout, MMA_M16N8_D)
-    blocks = sorted({column for _, column in a_at})
-    descriptor = _once(lambda: _descriptor(threads, b, result))
-    rows: dict[int, list[Any]] = {}
-    by_column = sorted(range(len(d_at)), key=lambda i: d_at[i][1])
-    of_row = {row: [i for i in by_column if d_at[i][0] == row] for row, _ in d_at}
+@dataclass(frozen=True)
+class Factors:
+    """a b^T, for columns start .. of b."""
 
-    def registers(row: int) -> list[Any]:
-        if row not in rows:
-            fragments = [lambda k=k: [a.pair(4 * a_at[row, k] + r) for r in range(4)] for k in blocks]
-            totals = None if c is None else [c.scalar(4 * i + j) for i in of_row[row] for j in range(4)]
-            rows[row] = _wgmma(fragments, descriptor(), b, start, totals, str(a.reg.element))
-        return rows[row]
+    a: Fragment
+    b: Place
+    start: int
 
-    def make(i: int) -> Any:
-        row, column = d_at[i // 4]
-        return registers(row)[4 * column + i % 4]
 
-    return Fragment(result, "scalar", make)
+class Products(Fragment):
+    """c + a b^T + a' b'^T + ... (c None: zero), whose accumulators stay where they are from one product to the next."""
+
+    def __init__(self, threads: ThreadIndex, factors: Sequence[Factors], c: Fragment | None, result: Reg) -> None:
+        self.factors, self.c = factors, c
+        self._places = fragment_blocks(result.layout, MMA_M16N8_D)
+        self._descriptors = _once(lambda: [_descriptor(threads, f.b, result) for f in factors])
+        self._rows: dict[int, list[Any]] = {}
+        super().__init__(result, "scalar", self._scalar)
+
+    def _scalar(self, i: int) -> Any:
+        row, column = self._places[i // 4]
+        if row not in self._rows:
+            self._rows[row] = self._row(row)
+        return self._rows[row][4 * column + i % 4]
+
+    def _row(self, row: int) -> list[Any]:
+        mine = sorted((column, i) for i, (r, column) in enumerate(self._places) if r == row)
+        c = self.c
+        totals = None if c is None else [c.scalar(4 * i + j) for _, i in mine for j in range(4)]
+        terms: list[Term] = []
+        for f, descriptor in zip(self.factors, self._descriptors()):
+            at = {place: i for i, place in enumerate(fragment_blocks(f.a.reg.layout, MMA_M16N8K16_A))}
+            for n, k in enumerate(sorted({column for _, column in at})):
+                fragment = partial(_pairs, f.a, 4 * at[row, k])
+                terms.append(Term(fragment, descriptor, _offset(f.b, f.start + BLOCK_K * n)))
+        b = self.factors[0].b.type
+        return _wgmma(terms, b.shape[-2], totals, str(self.factors[0].a.reg.element))
+
+
+def _pairs(a: Fragment, first: int) -> list[Any]:
+    return [a.pair(first + i) for i in range(4)]
 
 
 def warpgroup_row_sums(threads: ThreadIndex, b: Place, start: int, columns: int, result: Reg) -> Fragment:
     """A matrix of ones times b^T: all rows of the product are the sums, of which a lane keeps one."""
     element = ir.Type.parse(str(b.type.element))
     ones = [emit.real(1.0, ir.VectorType.get([2], element))] * 4
-    made = _once(
-        lambda: _wgmma(
-            [lambda: ones] * (columns // BLOCK_K), _descriptor(threads, b, result), b, start, None, str(b.type.element)
-        )
-    )
+
+    def make() -> list[Any]:
+        descriptor, count = _descriptor(threads, b, result), columns // BLOCK_K
+        terms = [Term(lambda: ones, descriptor, _offset(b, start + BLOCK_K * i)) for i in range(count)]
+        return _wgmma(terms, b.type.shape[-2], None, str(b.type.element))
+
+    made = _once(make)
     return Fragment(result, "scalar", lambda i: made()[4 * (i // 2) + i % 2])
 
 
@@ -97,37 +118,40 @@ def _offset(b: Place, column: int) -> int:
     return 2 * (panel * b.type.strides[-3] + within)
 
 
-def _wgmma(
-    fragments: Sequence[Callable[[], list[Any]]],
-    descriptor: Any,
-    b: Place,
-    start: int,
-    totals: list[Any] | None,
-    element: str,
-) -> list[Any]:
-    """The accumulators of one row of fragments, which are made while the tensor core works on those before."""
-    n = b.type.shape[-2]
+@dataclass(frozen=True)
+class Term:
+    """One instruction: what makes its fragment of a, while the tensor core works on those before, and where b is."""
+
+    fragment: Callable[[], list[Any]]
+    descriptor: Any
+    offset: int  # from what the descriptor says, in bytes
+
+
+def _wgmma(terms: Sequence[Term], n: int, totals: list[Any] | None, element: str) -> list[Any]:
+    """The accumulators of one row of fragments, which begin as totals (None: as zero)."""
     count = n // 2
     sums = [f"{_SUM}{i}" for i in range(count)]
     multiply = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{', '.join(sums)}}}"
     if totals is not None:
         moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(sums)]
         _assembly(None, totals, moves, ["f"] * count)
-    for first in range(0, len(fragments), _TOGETHER):
-        some = fragments[first : first + _TOGETHER]
-        words = [emit.bitcast(emit.integer(), x) for fragment in some for x in fragment()]
-        lower = f"${len(words)}"
+    for first in range(0, len(terms), _TOGETHER):
+        some = terms[first : first + _TOGETHER]
+        words = [emit.bitcast(emit.integer(), x) for term in some for x in term.fragment()]
+        descriptors = list(dict.fromkeys(term.descriptor for term in some))
         lines = [".reg .b64 at;", ".reg .pred add;", "wgmma.fence.sync.aligned;"]
-        for i in range(len(some)):
+        for i, term in enumerate(some):
             relation = "ne" if first + i == 0 and totals is None else "eq"  # the first of a sum from zero does not add
             registers = ", ".join(f"${4 * i + r}" for r in range(4))
+            lower = f"${len(words) + descriptors.index(term.descriptor)}"
             lines += [
                 f"mov.b64 at, {{{lower}, {_UPPER}}};",
-                f"add.s64 at, at, {_offset(b, start + BLOCK_K * (first + i)) // 16};",
+                f"add.s64 at, at, {term.offset // 16};",
                 f"setp.{relation}.b32 add, {lower}, {lower};",
                 f"{multiply}, {{{registers}}}, at, add, 1, 1, 0;",
             ]
-        _assembly(None, [*words, descriptor], ["{", *lines, "}"], ["r"] * (len(words) + 1))
+        operands = [*words, *descriptors]
+        _assembly(None, operands, ["{", *lines, "}"], ["r"] * len(operands))
     moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(sums)]
     done = ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", *moves]
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")

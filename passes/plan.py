@@ -66,6 +66,21 @@ class Plan:
         return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and plain
 
     @property
+    def rounds_scales(self) -> bool:
+        """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
+        a group has fewer columns than there are tokens, sums to be scaled are more than weights. Scales must be numbers
+        of x's type."""
+        s, spec = self.schedule, self.spec
+        group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
+        plain = exponent(spec.dtype, compute_element(spec.dtype, spec.act)) == 0
+        return bool(s.wgmma) and group is not None and group <= s.tokens and same and plain
+
+    @property
+    def rounding(self) -> dict[str, bool]:
+        """What is rounded besides sums, as `pylib.reference.tolerance` has it."""
+        return {"dequantized": self.rounds_scales, "rounded_zeros": self.rounds_zeros}
+
+    @property
     def async_x(self) -> bool:
         """Whether 16-byte copies fit the rows of x."""
         return self.spec.k % 8 == 0 and not self.spec.packing.pads_groups

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from dialect.errors import SpecError
 
+TOKENS = (1, 8, 16, 32, 64, 128)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -15,7 +17,7 @@ class Schedule:
     split the rows and, within every step of step_k * warps_k columns, k. `splits` blocks share a row's k.
     """
 
-    tokens: int = 8  # at most: 1, 8, 16, 32 or 64
+    tokens: int = 8  # at most: one of TOKENS
     row_blocks: int = 2  # of 16 rows, per warp
     warps_n: int = 1
     warps_k: int = 8
@@ -31,8 +33,8 @@ class Schedule:
         for name, value in vars(self).items():
             if type(value) is not int:
                 raise SpecError(f"schedule: {name}={value!r} must be an integer")
-        if self.tokens not in (1, 8, 16, 32, 64):
-            raise SpecError(f"schedule: tokens={self.tokens} must be 1, 8, 16, 32 or 64")
+        if self.tokens not in TOKENS:
+            raise SpecError(f"schedule: tokens={self.tokens} must be one of {', '.join(map(str, TOKENS))}")
         for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits", "cluster"):
             if getattr(self, name) < 1:
                 raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")
@@ -46,6 +48,8 @@ class Schedule:
                 f"schedule: wgmma={self.wgmma} must be 0, or 1 with warps_n={self.warps_n} a multiple of 4 and "
                 f"tokens={self.tokens} at least 8"
             )
+        if self.tokens > 64 and not self.wgmma:
+            raise SpecError(f"schedule: tokens={self.tokens} needs wgmma=1; without it at most 64 fit into registers")
         if self.digits not in (0, 1) or (self.digits and (self.tokens, self.warps_n, self.wgmma) != (1, 1, 0)):
             raise SpecError(
                 f"schedule: digits={self.digits} must be 0, or 1 with tokens=1, warps_n=1 and wgmma=0, not "

@@ -8,6 +8,7 @@ docs/tuning.md says how far each is from the best.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from dialect.digits import PIECE
@@ -27,18 +28,24 @@ from passes.schedule_check import (
 from passes.schedule_tables import Entry, Table, nearest, shipped_tables
 from passes.target import Target
 
-TOKEN_TILES = (1, 8, 16, 32, 64)  # the m for which a kernel of its own is made, up to the next
+TOKEN_TILES = (1, 8, 16, 32, 64, 128)  # the m for which a kernel of its own is made, up to the next
+_PLAIN_TILES = TOKEN_TILES[:-1]  # without wgmma: the sums of more have no room in registers
+
+
+def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+    """The tiles that a matmul has kernels for."""
+    return TOKEN_TILES if has_wgmma(spec, target) else _PLAIN_TILES
 
 
 def schedule_for(
     spec: MatmulSpec, tile: int, target: Target, gpu: str | None = None, user: Sequence[Table] = ()
 ) -> Schedule:
-    """The schedule for up to `tile` tokens (one of TOKEN_TILES). The same arguments give the same schedule.
+    """The schedule for up to `tile` tokens (one of `token_tiles`). The same arguments give the same schedule.
 
     gpu   name of the GPU that will run it, as CUDA spells it; None: any GPU of the target's architecture
     user  tables that go before the shipped ones where both know a matmul equally well
     """
-    check_tile(tile)
+    _check_tile(spec, tile, target)
     tables = [t for t in (*user, *shipped_tables()) if t.capability == target.capability]
     tables.sort(key=lambda t: t.gpu != gpu)  # stable: the user's stay first among equals
     return choose(spec, tile, target, tables)
@@ -64,10 +71,15 @@ def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
     return s.warps_k * s.splits <= Plan(spec, s).steps and filled(spec.n) >= 0.9 * filled(entry.key.n)
 
 
-def check_tile(tile: int) -> None:
-    """Raises SpecError unless there is a kernel for up to `tile` tokens."""
-    if tile not in TOKEN_TILES:
-        raise SpecError(f"tokens={tile} must be one of {', '.join(map(str, TOKEN_TILES))}")
+def check_tile(tile: int, tiles: Sequence[int] = TOKEN_TILES, where: str = "") -> None:
+    """Raises SpecError unless there is a kernel for up to `tile` tokens; `where` ends its message."""
+    if tile not in tiles:
+        raise SpecError(f"tokens={tile} must be one of {', '.join(map(str, tiles))}{where}")
+
+
+def _check_tile(spec: MatmulSpec, tile: int, target: Target) -> None:
+    check_tile(tile)
+    check_tile(tile, token_tiles(spec, target), f" for {spec.weight}, k={spec.k} on {target}, which has no wgmma")
 
 
 # (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
@@ -79,8 +91,8 @@ _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block 
 
 
 def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
-    """The schedule with the least predicted time of some dozens, for m up to `tile` (one of TOKEN_TILES)."""
-    check_tile(tile)
+    """The schedule with the least predicted time of some dozens, for m up to `tile` (one of `token_tiles`)."""
+    _check_tile(spec, tile, target)
     return min(family(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
 
 
@@ -97,7 +109,10 @@ def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
             found += _shaped(spec, target, _DIGITS, 1, digits=1)
     if found:
         return found
-    least = [Schedule(tile, *shape, spec.packing.chunk, 2) for shape in _LEAST]
+    chunk = spec.packing.chunk
+    if tile > max(_PLAIN_TILES):
+        return [Schedule(tile, 1, 4, 1, math.lcm(chunk, 64), stages=1, wgmma=1)]
+    least = [Schedule(tile, *shape, chunk, 2) for shape in _LEAST]
     fitting = [s for s in least if is_allowed(spec, s, target)]
     return [s for s in fitting if s.warps_k <= Plan(spec, s).steps] or fitting[-1:]
 
@@ -113,7 +128,8 @@ def _shaped(
     """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
     processors, chunk = multiprocessors(target), spec.packing.chunk
     least = 64 if wgmma else PIECE if digits else chunk
-    steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)][:2]
+    steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
+    steps = steps[: 3 if tokens > 64 else 2]  # the wider x is, the less room there is for long steps
     for (row_blocks, warps_n, warps_k), splits in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * splits
         if splits > 1 and blocks > (6 if wgmma else 2) * processors:
@@ -122,5 +138,5 @@ def _shaped(
         most = enough_blocks(blocks, target) if wgmma else 0
         for step, stages in itertools.product(steps, (2, 4) if wgmma else (2, 3)):
             s = Schedule(tokens, row_blocks, warps_n, warps_k, step, stages, splits, cluster, wgmma, most, digits)
-            if Plan(spec, s).rounds >= 2 and not spills(s, target) and is_allowed(spec, s, target):
+            if Plan(spec, s).rounds >= 2 and not spills(spec, s, target) and is_allowed(spec, s, target):
                 yield s

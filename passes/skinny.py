@@ -324,6 +324,10 @@ class Kernel:
             if self.early:
                 minus = self.convert.minus_zero(self._group_factor("zeros", group))
                 weights = p.add(weights, p.cast(minus, self.compute))
+            if self.plan.rounds_scales:
+                weights = p.mul(weights, p.cast(self._group_factor("scales", group), self.compute))
+                total = p.warpgroup_mma(weights, self.x_buffer, start, total)
+                continue
             product = p.warpgroup_mma(weights, self.x_buffer, start, zero)
             sums = partial(self._sums_of_x, start, width) if self.shifted else None
             total = self._add_scaled(total, product, group, sums)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.schedule import Launch, Schedule
-from passes.schedule_choice import TOKEN_TILES, schedule_for
+from passes.schedule_choice import schedule_for, token_tiles
 from passes.stages import stages
 from passes.target import Target
 from pylib import cache, knobs, schedules
@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 
 
 _MOST_LAUNCHES = 3  # of the widest tile, before writing the weight out is as fast (H200, 2026-11)
-
-
-def token_tile(m: int) -> int | None:
-    """The rule that picks a kernel: the least tile of 1, 8, 16, 32 or 64 tokens that holds m; the widest, launched
-    for every 64 rows of x, up to 192.
-
-    None above: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so
-    many is bound by arithmetic, not by reading the weight.
-    """
-    widest = TOKEN_TILES[-1]
-    return next((tile for tile in TOKEN_TILES if m <= tile), widest if m <= _MOST_LAUNCHES * widest else None)
 
 
 @dataclass(frozen=True)
@@ -75,8 +64,19 @@ class Artifacts:
 
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
         self._spec, self._target, self._schedule = spec, target, schedule
+        self._tiles = token_tiles(spec, target)
+        self.most_rows = _MOST_LAUNCHES * self._tiles[-1]
         self._kernels: dict[int | None, Artifact] = {}
         self._lock = threading.Lock()
+
+    def tile(self, m: int) -> int | None:
+        """The rule that picks a kernel for m rows: the least tile of 1, 8, 16, 32, 64 and (with wgmma) 128 tokens that
+        holds them; the widest, launched for every so many rows, up to three times.
+
+        None above: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so
+        many is bound by arithmetic, not by reading the weight.
+        """
+        return next((tile for tile in self._tiles if m <= tile), self._tiles[-1] if m <= self.most_rows else None)
 
     def kernel(self, tokens: int | None) -> Artifact:
         """The kernel for up to `tokens` tokens. Raises TargetError if a tool to compile it is missing."""

@@ -19,7 +19,7 @@ from dialect.spec import MatmulSpec
 from passes.schedule import Schedule
 from passes.target import Target, parse_target
 from pylib import packed, torch_op
-from pylib.artifact import Artifact, token_tile
+from pylib.artifact import Artifact
 from pylib.packed import TORCH, PackedWeight
 from pylib.runtimes import make_runtime
 
@@ -147,8 +147,8 @@ class Matmul:
         return self._runtime.dequantize(w.codes, w.scales, w.zeros)
 
     def kernel(self, m: int) -> Artifact:
-        """The kernel that serves m rows; `pylib.artifact.token_tile` has the rule."""
-        return self._runtime.kernel(token_tile(m))
+        """The kernel that serves m rows; `pylib.artifact.Artifacts.tile` has the rule."""
+        return self._runtime.kernel(m)
 
     @property
     def ptx(self) -> str:
@@ -167,7 +167,7 @@ class Matmul:
         """The program for m rows after a stage: "lowbit", "tile", "gpu", "llvm", "ll" or "ptx" for a GPU,
         "lowbit", "vector", "llvm", "ll" or "asm" for a CPU. Compiles it afresh. Raises SpecError for another
         stage."""
-        stages = self._runtime.stages(token_tile(m))
+        stages = self._runtime.stages(m)
         if stage not in stages:
             raise SpecError(f"stage={stage!r} must be one of {', '.join(map(repr, stages))}")
         return stages[stage]

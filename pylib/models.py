@@ -54,7 +54,7 @@ class Part:
     group_sizes: tuple[int, ...] = (128,)
 
 
-TILES = (1, 16, 8, 32, 64)
+TILES = (1, 16, 8, 32, 64, 128)
 LARGE = ("57344x8192", "8192x8192")
 BETWEEN = (  # sizes that fill the multiprocessors otherwise than those of the models
     "14336x4096",

@@ -19,7 +19,7 @@ from dialect.spec import MatmulSpec
 from passes.schedule import Schedule
 from passes.target import Target
 from pylib import knobs
-from pylib.artifact import Artifact, Artifacts, token_tile
+from pylib.artifact import Artifact, Artifacts
 from pylib.cuda import Function, allocate, current_stream
 from pylib.packed import TORCH
 
@@ -39,9 +39,9 @@ class Runtime(Protocol):
     @property
     def schedule(self) -> Schedule | None: ...
 
-    def kernel(self, tile: int | None) -> Artifact: ...
+    def kernel(self, m: int) -> Artifact: ...
 
-    def stages(self, tile: int | None) -> dict[str, str]: ...
+    def stages(self, m: int) -> dict[str, str]: ...
 
 
 def make_runtime(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Runtime:
@@ -63,15 +63,15 @@ class _GpuRuntime:
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
         self._target = target
         self._artifacts = Artifacts(spec, target, schedule)
-        self.schedule = self.kernel(token_tile(1)).schedule  # compiles it, so that its errors show here
+        self.schedule = self.kernel(1).schedule  # compiles it, so that its errors show here
         if schedule is not None:
-            self.kernel(schedule.tokens)
+            self._artifacts.kernel(schedule.tokens)
 
-    def kernel(self, tile: int | None) -> Artifact:
-        return self._artifacts.kernel(tile)
+    def kernel(self, m: int) -> Artifact:
+        return self._artifacts.kernel(self._artifacts.tile(m))
 
-    def stages(self, tile: int | None) -> dict[str, str]:
-        return self._artifacts.stages(tile)
+    def stages(self, m: int) -> dict[str, str]:
+        return self._artifacts.stages(self._artifacts.tile(m))
 
 
 class CudaRuntime(_GpuRuntime):
@@ -92,7 +92,7 @@ class CudaRuntime(_GpuRuntime):
         m = x.numel() // self._k
         function = self._by_rows.get((device, m))
         if function is None:
-            tile = token_tile(m)
+            tile = self._artifacts.tile(m)
             if tile is None or m == 0:
                 return self._vendor_matmul(x, codes, scales, zeros, bias)
             if m > tile:
@@ -125,7 +125,7 @@ class CudaRuntime(_GpuRuntime):
         self, tile: int, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         """One launch for every `tile` rows of x; the first brings the weight, or much of it, into the L2 cache."""
-        device, function = x.get_device(), self._function(x.get_device(), tile)
+        device = x.get_device()
         y = x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
         rows = x.reshape(-1, self._k)
         if not rows.is_contiguous() or rows.data_ptr() % 16:
@@ -134,6 +134,7 @@ class CudaRuntime(_GpuRuntime):
         zero, extra = (0 if t is None else t.data_ptr() for t in (zeros, bias))
         with torch.cuda.device(device):
             for part, out in zip(rows.split(tile), y.view(-1, self._n).split(tile)):
+                function = self._function(device, self._artifacts.tile(len(part)))
                 stream, settled = current_stream(device), _settled(codes, weight)
                 function(stream, settled, part.data_ptr(), weight, scale, zero, extra, out.data_ptr(), len(part))
         return y
@@ -165,7 +166,7 @@ class CudaRuntime(_GpuRuntime):
         function = self._by_tile.get((device, tile))
         if function is None:
             check_device(self._target, device)
-            artifact = self.kernel(tile)
+            artifact = self._artifacts.kernel(tile)
             with self._lock:
                 function = self._by_tile.get((device, tile)) or load(artifact, self._target, device)
                 self._by_tile[device, tile] = function
@@ -239,7 +240,7 @@ class EmulatorRuntime(_GpuRuntime):
     ) -> Tensor:
         _check_cpu(self._target.name, x, codes)
         m = x.numel() // self._k
-        tile = token_tile(m)
+        tile = self._artifacts.tile(m)
         if tile is None:
             weight = self.dequantize(codes, scales, zeros)
             y = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -247,6 +248,7 @@ class EmulatorRuntime(_GpuRuntime):
         y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
         parts = x.reshape(-1, self._k).contiguous().split(tile)
         for part, out in zip(parts, y.view(-1, self._n).split(tile)) if m else ():
+            tile = self._artifacts.tile(len(part))
             self._launch(tile, len(part), x=part, codes=codes, scales=scales, zeros=zeros, bias=bias, y=out)
         return y
 
@@ -257,7 +259,7 @@ class EmulatorRuntime(_GpuRuntime):
         return weight
 
     def _launch(self, tile: int | None, m: int, **tensors: Tensor | None) -> None:
-        launch = self.kernel(tile).launch
+        launch = self._artifacts.kernel(tile).launch
         values: dict[str, object] = {name: _bytes(t) for name, t in tensors.items() if t is not None}
         values |= {"workspace": np.zeros(launch.workspace_bytes, np.uint8), "m": m}
         arguments = [values[name] for name in launch.params]
@@ -269,7 +271,7 @@ class EmulatorRuntime(_GpuRuntime):
         if emulator is None:
             from pylib.emulator import Emulator
 
-            emulator = self._emulators[tile] = Emulator(self.kernel(tile).ptx)
+            emulator = self._emulators[tile] = Emulator(self._artifacts.kernel(tile).ptx)
         return emulator
 
 
@@ -293,10 +295,10 @@ class CpuRuntime:
         _check_cpu("cpu", codes)
         return self._program.dequantize(codes, scales, zeros)
 
-    def kernel(self, tile: int | None) -> Artifact:
+    def kernel(self, m: int) -> Artifact:
         raise TargetError("target cpu has no PTX or cubin: see ir('asm'), or compile for 'sm_90a', say")
 
-    def stages(self, tile: int | None) -> dict[str, str]:
+    def stages(self, m: int) -> dict[str, str]:
         return self._program.stages()
 
 

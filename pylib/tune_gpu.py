@@ -72,7 +72,8 @@ class Stand:
             while len(self._weights) >= KEPT:
                 self._weights.popitem(last=False)
             torch.cuda.empty_cache()
-            data = trial.sample(spec, TOKEN_TILES[-1], "cuda", PERIOD, rounded_zeros=True)  # as with wgmma
+            rounding = {"dequantized": True, "rounded_zeros": True}  # some kernels with wgmma do
+            data = trial.sample(spec, TOKEN_TILES[-1], "cuda", PERIOD, **rounding)
             self._weights[spec] = Weights(data, timing.copies(data.weight))
             torch.cuda.synchronize()  # kernels read weights ahead of their turn in the stream
         self._weights.move_to_end(spec)

@@ -77,9 +77,9 @@ def _memory(value: Tensor | int | None) -> np.ndarray | int:
     return value if isinstance(value, int) else value.view(-1).view(torch.uint8).numpy()
 
 
-def matmul_is_right(y: Tensor, spec: MatmulSpec, problem: Problem, *, rounded_zeros: bool = False) -> bool:
-    """Whether y agrees with the definition. rounded_zeros: of a kernel with `Plan.rounds_zeros`."""
-    bound = tolerance(spec, *problem, rounded_zeros=rounded_zeros)
+def matmul_is_right(y: Tensor, spec: MatmulSpec, problem: Problem, **rounding: bool) -> bool:
+    """Whether y agrees with the definition. rounding: `Plan.rounding` of the kernel."""
+    bound = tolerance(spec, *problem, **rounding)
     return bool(agrees(y, matmul(spec, *problem), bound).all())
 
 

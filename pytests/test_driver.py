@@ -15,8 +15,9 @@ from fake_pipeline import FakePipeline, pipeline
 
 import pylib
 from passes.schedule import Schedule
-from passes.schedule_choice import schedule_for
-from pylib.artifact import TOKEN_TILES, Artifact, token_tile
+from passes.schedule_choice import TOKEN_TILES, schedule_for
+from passes.target import parse_target
+from pylib.artifact import Artifact, Artifacts
 from pylib.matmul import Matmul, this_machine
 
 __all__ = ["pipeline"]
@@ -31,12 +32,15 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pylib.matmul._compile", Matmul)
 
 
-def test_token_tile() -> None:
-    """The least tile that holds m, by its definition."""
-    assert [token_tile(m) for m in TOKEN_TILES] == list(TOKEN_TILES)
-    assert [token_tile(m + 1) for m in TOKEN_TILES] == [*TOKEN_TILES[1:], TOKEN_TILES[-1]]
-    assert token_tile(192) == TOKEN_TILES[-1] and token_tile(193) is None
-    assert token_tile(0) == TOKEN_TILES[0] and token_tile(4096) is None
+@pytest.mark.parametrize(("target", "widest"), [("sm_90a", 128), ("sm_90", 64), ("sm_80", 64)])
+def test_token_tile(target: str, widest: int) -> None:
+    """The least tile that holds m, by its definition; the widest up to three times."""
+    artifacts = Artifacts(SPEC, parse_target(target), None)
+    tiles = [tile for tile in TOKEN_TILES if tile <= widest]
+    assert [artifacts.tile(m) for m in tiles] == tiles
+    assert [artifacts.tile(m + 1) for m in tiles] == [*tiles[1:], widest]
+    assert artifacts.tile(3 * widest) == widest and artifacts.tile(3 * widest + 1) is None
+    assert artifacts.tile(0) == tiles[0] and artifacts.tile(4096) is None
 
 
 def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> None:
@@ -44,7 +48,7 @@ def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> 
     mm = pylib.compile(spec, "sm_90a")
     assert pipeline.compiled == [("sm_90a", ONE)]
     assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, ONE, mm.target))
-    for m in (1, 8, 9, 16, 17, 64, 64, 65, 200):
+    for m in (1, 8, 9, 16, 17, 64, 64, 65, 200, 500):
         mm.kernel(m)
     assert [tokens for _, tokens in pipeline.compiled] == [*TOKEN_TILES, None]
 
@@ -126,8 +130,8 @@ def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
     mm = pylib.compile(SPEC, "sm_90a")
     assert mm.ir("tile") == f"sm_90a {ONE}"
     assert mm.ir("tile", m=33) == "sm_90a 64"
-    assert mm.ir("tile", m=192) == "sm_90a 64"  # launched for every 64 rows
-    assert mm.ir("tile", m=193) == "sm_90a None"
+    assert mm.ir("tile", m=384) == "sm_90a 128"  # launched for every 128 rows
+    assert mm.ir("tile", m=385) == "sm_90a None"
     with pytest.raises(pylib.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
         mm.ir("asm")
 

@@ -12,6 +12,7 @@ import pylib
 from dialect.dtypes import all_names, dtype
 from pylib.cuda import Function
 from pylib.reference import agrees, matmul, random_problem, tolerance
+from pylib.trial import rounding
 
 pytestmark = pytest.mark.gpu
 
@@ -50,15 +51,15 @@ def _make(
 
 @pytest.mark.parametrize("spec", _specs(), ids=str)
 def test_numbers(spec: pylib.MatmulSpec) -> None:
-    x, *weight = random_problem(spec, 200)
+    x, *weight = random_problem(spec, 400)
     mm = pylib.compile(spec)
     w = mm.pack(*weight).to("cuda")
     expected = matmul(spec, x, *weight)
-    bounds = {large: tolerance(spec, x, *weight, dequantized=large, rounded_zeros=True) for large in (False, True)}
-    for m in (1, 8, 16, 33, 64, 150, 200):
+    for m in (1, 8, 16, 33, 64, 128, 150, 200, 400):
         y = mm(x[:m].cuda(), w)
         assert y.is_cuda and y.shape == (m, spec.n)
-        assert agrees(y, expected[:m], bounds[m > 192][:m]).all(), f"m = {m}"
+        bound = tolerance(spec, x[:m], *weight, **rounding(mm, m))
+        assert agrees(y, expected[:m], bound).all(), f"m = {m}"
 
 
 @pytest.mark.parametrize("zeros", ["none", "int", "float"])

@@ -11,6 +11,7 @@ import torch
 
 import pylib
 from pylib.reference import agrees, matmul, random_problem, tolerance
+from pylib.trial import rounding
 
 # Targets that run on any machine.
 TARGETS = ["cpu", "emulator:sm_90a", "emulator:sm_80"]
@@ -39,7 +40,7 @@ def test_numbers(spec: pylib.MatmulSpec, target: str, m: int) -> None:
     y = mm(x, mm.pack(*weight))
     assert y.shape == (m, spec.n) and y.dtype == TORCH[spec.out_dtype] and y.is_contiguous()
     expected = matmul(spec, x, *weight)
-    bound = tolerance(spec, x, *weight, dequantized=m > 192, rounded_zeros=True)
+    bound = tolerance(spec, x, *weight, **rounding(mm, m))
     assert agrees(y, expected, bound).all()
 
 

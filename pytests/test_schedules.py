@@ -20,7 +20,7 @@ from passes.cost_model import predict, registers, spills
 from passes.plan import Plan
 from passes.schedule import Schedule
 from passes.schedule_check import check_schedule, shared_bytes
-from passes.schedule_choice import TOKEN_TILES, default_schedule, schedule_for
+from passes.schedule_choice import TOKEN_TILES, default_schedule, schedule_for, token_tiles
 from passes.schedule_tables import Entry, Key, Table, merge, parse_table, read_table, shipped_tables
 from passes.target import parse_target
 from pylib import knobs, schedules
@@ -226,6 +226,8 @@ def test_the_rule_always_fits(target: str) -> None:
         if group and k % group:
             continue
         spec = MatmulSpec(n, k, weight, group_size=group, zeros="float", scale="f32")
+        if tile not in token_tiles(spec, t):
+            continue
         s = default_schedule(spec, tile, t)
         check_schedule(spec, s, t)
         plan = Plan(spec, s)
@@ -237,6 +239,8 @@ def test_the_rule_fills_the_multiprocessors() -> None:
     for n, tile in product((2048, 4096, 6144, 8192, 14336, 57344), TOKEN_TILES):
         spec = replace(SPEC, n=n, k=8192)
         for target in (HOPPER, parse_target("sm_90")):
+            if tile not in token_tiles(spec, target):
+                continue
             s = default_schedule(spec, tile, target)
             # Half of them were enough to win at 2048 x 5632.
             assert Plan(spec, s).tiles * s.splits >= min(0.45 * 132, n / 16), (n, tile)
@@ -260,6 +264,7 @@ def test_clusters_of_four_leave_multiprocessors_out() -> None:
     [
         Schedule(8, 1, 4, 4, 128, 2, wgmma=1),
         Schedule(64, 2, 4, 1, 256, 2, wgmma=1),
+        Schedule(128, 1, 4, 4, 64, 2, wgmma=1),
         Schedule(8, 2, 1, 8, 128, 3),
         Schedule(1, 4, 1, 8, 256, 2, digits=1),
     ],
@@ -268,26 +273,29 @@ def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
     from passes.emit_cubin import resource_usage
     from passes.pipeline import compile_matmul
 
-    used = resource_usage(compile_matmul(replace(SPEC, k=8192), HOPPER, s).ptx, HOPPER)
-    assert used.spill_stores == 0 and abs(registers(s) - used.registers) <= 16
+    spec = replace(SPEC, k=8192)
+    used = resource_usage(compile_matmul(spec, HOPPER, s).ptx, HOPPER)
+    assert used.spill_stores == 0 and abs(registers(spec, s) - used.registers) <= 16
 
 
 @pytest.mark.parametrize("n", [1024, 2048, 6144, 14336])
 @pytest.mark.parametrize("weight", ["u4", "u3", "nf4"])
-@pytest.mark.parametrize("tile", [8, 64])
+@pytest.mark.parametrize("tile", [8, 64, 128])
 def test_the_rule_with_wgmma_is_the_best_predicted(n: int, weight: str, tile: int) -> None:
     """About: of all schedules, not only of the few that there is time for."""
     spec = replace(SPEC, n=n, k=8192, weight=weight)
     s = default_schedule(spec, tile, HOPPER)
-    every = [each for each in all_schedules(spec, tile, HOPPER) if each.wgmma and not spills(each, HOPPER)]
+    every = [each for each in all_schedules(spec, tile, HOPPER) if each.wgmma and not spills(spec, each, HOPPER)]
     assert s.wgmma
-    assert predict(spec, tile, s, HOPPER) <= 1.05 * min(predict(spec, tile, each, HOPPER) for each in every)
+    assert predict(spec, tile, s, HOPPER) <= 1.07 * min(predict(spec, tile, each, HOPPER) for each in every)
 
 
 def test_a_tile_that_is_none() -> None:
     for choose in (default_schedule, schedule_for):
-        with pytest.raises(SpecError, match="tokens=5 must be one of 1, 8, 16, 32, 64"):
+        with pytest.raises(SpecError, match="tokens=5 must be one of 1, 8, 16, 32, 64, 128"):
             choose(SPEC, 5, HOPPER)
+        with pytest.raises(SpecError, match=r"tokens=128 must be .*, 64 for u4, k=.* on sm_80, which has no wgmma"):
+            choose(SPEC, 128, parse_target("sm_80"))
 
 
 LOOKUPS = (replace(SPEC, weight="nf4"), replace(SPEC, weight="lut6", table=tuple(range(64)), act="bf16", scale="bf16"))

@@ -395,7 +395,7 @@ def test_presets() -> None:
     assert work[0].key == Key("u4", 57344, 8192, 128, "none", "f16", "f16", 1)
     for name in models.MODELS:
         for n, k in models.shapes([name]):
-            assert {p.tile for p in work if p.spec == MatmulSpec(n, k, "u4", 128)} == {1, 8, 16, 32, 64}
+            assert {p.tile for p in work if p.spec == MatmulSpec(n, k, "u4", 128)} == {1, 8, 16, 32, 64, 128}
     with pytest.raises(SpecError, match="--preset 'prefill' must be one of decode"):
         models.preset("prefill")
 
