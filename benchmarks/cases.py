@@ -57,6 +57,8 @@ class Plan:
     m            numbers of tokens
     peers        of `benchmarks.peers.PEERS`; cuBLAS's f16 and the read floor are always measured
     group_size   columns per scale; 0: one scale per row
+    eager        whether to time calls from Python, too
+    sustained    whether to time, too, what a GPU does that never rests
     """
 
     shapes: tuple[str, ...] = ("issue",)
@@ -67,6 +69,7 @@ class Plan:
     zeros: str = "none"
     act: str = "f16"
     eager: bool = True
+    sustained: bool = False
 
     @staticmethod
     def of(choices: dict[str, Any]) -> Plan:

@@ -88,7 +88,7 @@ def _run_plan(plan: Plan, peers: Sequence[Peer], to: Run) -> None:
     for (peer, case), wanted in todo.items():
         _measure_floor(case, to)
         if wanted:
-            _measure_peer(peer, case, wanted, plan.eager, to)
+            _measure_peer(peer, case, wanted, plan, to)
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -106,7 +106,7 @@ def _key(peer: str, case: Case, m: int) -> Record:
     return same | (dict.fromkeys(weight) if peer == "torch" else weight)
 
 
-def _measure_peer(peer: Peer, case: Case, wanted: Sequence[int], eager: bool, to: Run) -> None:
+def _measure_peer(peer: Peer, case: Case, wanted: Sequence[int], plan: Plan, to: Run) -> None:
     """All numbers of tokens with one layer."""
     missing = peer.missing()
     bench: Bench | Exception | None = None
@@ -122,7 +122,7 @@ def _measure_peer(peer: Peer, case: Case, wanted: Sequence[int], eager: bool, to
             start = time.perf_counter()
             bench = _bench(peer, case)
             about["prepare_s"] = time.perf_counter() - start
-        found = _failed(bench) if isinstance(bench, Exception) else _measure(bench, m, eager)
+        found = _failed(bench) if isinstance(bench, Exception) else _measure(bench, m, plan)
         to.log(f"{peer.name}, {case}, m = {m}: {_words(found)}")
         to.results.add(key | about | found)
         if "failed" in found:
@@ -138,9 +138,9 @@ def _bench(peer: Peer, case: Case) -> Bench | Exception:
     return bench
 
 
-def _measure(bench: Bench, m: int, eager: bool) -> Record:
+def _measure(bench: Bench, m: int, plan: Plan) -> Record:
     try:
-        return bench.measure(m, eager)
+        return bench.measure(m, plan.eager, plan.sustained)
     except Exception as error:
         return _failed(error)
 
@@ -174,7 +174,7 @@ class Bench:
         count = max(2, -(-int(timing.DEFEAT_L2_BYTES) // self.layer.bytes))
         self.calls = [self.layer.call, *(self.layer.clone() for _ in range(count - 1))]
 
-    def measure(self, m: int, eager: bool = True) -> Record:
+    def measure(self, m: int, eager: bool = True, sustained: bool = False) -> Record:
         """Check, then time, for m tokens; a wrong result has no times."""
         torch.manual_seed(m)
         x = torch.randn(m, self.case.k, device="cuda").to(TORCH[self.case.act])
@@ -188,7 +188,10 @@ class Bench:
         found: Record = {"label": self.layer.label, "bytes": self.layer.bytes, "first_call_s": first}
         found |= {"error": None if any(map(math.isnan, errors)) else max(errors), "right": right}
         if right:
-            found |= _times(timing.graph_time([partial(call, x) for call in self.calls]))
+            calls = [partial(call, x) for call in self.calls]
+            found |= _times(timing.graph_time(calls))
+            if sustained:
+                found["sustained_us"] = timing.sustained_time(calls).median
             if eager:
                 found["eager_us"] = eager_time(self.calls, x)
         return found

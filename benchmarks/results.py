@@ -5,7 +5,8 @@ The file is rewritten after every measurement, by a rename, so that it is whole 
     peer, weight, group_size, zeros, act, n, k, m     what was measured; together they are its key
     shape, label                                      the shape's name, and what exactly the peer ran
     right, error                                      relative error in the Frobenius norm
-    us, best_us, worst_us                             per call in a CUDA graph: median, least and most
+    us, best_us, worst_us                             per call in a CUDA graph, after a rest: median, least and most
+    sustained_us                                      median of a GPU that never rests
     eager_us                                          per eager call, one after the other
     bytes                                             of the packed weight
     prepare_s, first_call_s                           making the layer; the first call with this m
@@ -88,11 +89,11 @@ class Results:
             temporary.write_text(json.dumps(data, indent=1) + "\n")
             temporary.replace(self.path)
 
-    def speedup(self, record: Record) -> float | None:
+    def speedup(self, record: Record, time: str = "us") -> float | None:
         """Times as fast as cuBLAS on the unquantized weight; None without either."""
         shape = {name: record[name] for name in ("n", "k", "m")}
         # tinygemm's activations are bf16 whatever was asked for; cuBLAS is as fast with either.
-        return _ratio(self.find(peer="torch", act=record["act"], **shape), record)
+        return _ratio(self.find(peer="torch", act=record["act"], **shape), record, time)
 
     def over_floor(self, record: Record) -> float | None:
         """Times as long as reading the weight in this compiler's packing takes; None without either."""
@@ -104,5 +105,5 @@ def _matches(record: Record, key: Record) -> bool:
     return all(record.get(name) == value for name, value in key.items())
 
 
-def _ratio(a: Record | None, b: Record | None) -> float | None:
-    return a["us"] / b["us"] if a and b and "us" in a and "us" in b else None
+def _ratio(a: Record | None, b: Record | None, time: str = "us") -> float | None:
+    return a[time] / b[time] if a and b and time in a and time in b else None

@@ -29,6 +29,8 @@ def tables(results: Results) -> str:
     for weight in weights:
         if len(tokens_of(results, weight)) > 2 or len(weights) == 1:
             parts += [f"### {title(weight)}", token_table(results, weight)]
+            if any("sustained_us" in r for r in results.all(**weight)):
+                parts += [f"### {title(weight)}, without a rest", token_table(results, weight, "sustained_us")]
     for (n, k), m in pivots(results):
         parts += [f"### All formats, {n} x {k}, m = {m}", formats_table(results, (n, k), m)]
     if weights and (layers := layers_table(results, weights[0])):
@@ -133,7 +135,7 @@ def find(results: Results, peer: str, weight: Record, **key: int) -> Record | No
     return record if record and "us" in record else None
 
 
-def token_table(results: Results, weight: Record) -> str:
+def token_table(results: Results, weight: Record, time: str = "us") -> str:
     """A row per size and method, a column per number of tokens."""
     tokens = tokens_of(results, weight)
     rows: list[list[str]] = []
@@ -141,7 +143,7 @@ def token_table(results: Results, weight: Record) -> str:
         floor = find(results, "floor", weight, n=n, k=k)
         name = f"{n} x {k}" + (f", floor {floor['us']:.2f}" if floor else "")
         for peer in methods(results, weight):
-            cells = [_cell(results, peer, weight, n, k, m) for m in tokens]
+            cells = [_cell(results, peer, weight, n, k, m, time) for m in tokens]
             if any(cells):
                 rows.append([name, peer, *cells])
                 name = ""
@@ -195,12 +197,12 @@ def title(weight: Record) -> str:
     return f"{weight['weight']}, {group}{zeros}, {weight['act']}"
 
 
-def _cell(results: Results, peer: str, weight: Record, n: int, k: int, m: int) -> str:
+def _cell(results: Results, peer: str, weight: Record, n: int, k: int, m: int, time: str = "us") -> str:
     record = find(results, peer, weight, n=n, k=k, m=m)
-    if record is None:
+    if record is None or time not in record:
         return ""
-    ratio = results.speedup(record)
-    return f"{record['us']:.2f}" + ("" if peer == "torch" or ratio is None else f" ({ratio:.2f}x)")
+    ratio = results.speedup(record, time)
+    return f"{record[time]:.2f}" + ("" if peer == "torch" or ratio is None else f" ({ratio:.2f}x)")
 
 
 def _is(record: Record, weight: Record) -> bool:

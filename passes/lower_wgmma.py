@@ -30,7 +30,7 @@ from passes.lower_mma import fragment_blocks
 _UPPER = 1 << 30 | 1024 // 16
 _SUM = "wgmma_sum"
 _TOGETHER = 4  # instructions after one fence: on an H200, one by one is 5 % slower at m = 64, and so is all at once
-_MOST_COLUMNS = 256
+_MOST_SUMS = 4096  # names cost nothing
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Products(Fragment):
                 fragment = partial(_pairs, f.a, 4 * at[row, k])
                 terms.append(Term(fragment, descriptor, _offset(f.b, f.start + BLOCK_K * n)))
         b = self.factors[0].b.type
-        return _wgmma(terms, b.shape[-2], totals, str(self.factors[0].a.reg.element))
+        return _wgmma(terms, b.shape[-2], totals, str(self.factors[0].a.reg.element), row)
 
 
 def _pairs(a: Fragment, first: int) -> list[Any]:
@@ -127,10 +127,11 @@ class Term:
     offset: int  # from what the descriptor says, in bytes
 
 
-def _wgmma(terms: Sequence[Term], n: int, totals: list[Any] | None, element: str) -> list[Any]:
-    """The accumulators of one row of fragments, which begin as totals (None: as zero)."""
+def _wgmma(terms: Sequence[Term], n: int, totals: list[Any] | None, element: str, row: int = 0) -> list[Any]:
+    """The accumulators of one row of fragments, which begin as totals (None: as zero). Rows have registers of their
+    own, so that those of all can stay where they are from one step to the next."""
     count = n // 2
-    sums = [f"{_SUM}{i}" for i in range(count)]
+    sums = [f"{_SUM}{row * count + i}" for i in range(count)]
     multiply = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{', '.join(sums)}}}"
     if totals is not None:
         moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(sums)]
@@ -161,7 +162,7 @@ def _wgmma(terms: Sequence[Term], n: int, totals: list[Any] | None, element: str
 
 def declare_sums() -> None:
     """The registers of the accumulators, for all instructions of a kernel; at its head."""
-    _assembly(None, [], [f".reg .f32 {_SUM}<{_MOST_COLUMNS // 2}>;"], [])
+    _assembly(None, [], [f".reg .f32 {_SUM}<{_MOST_SUMS}>;"], [])
 
 
 def _assembly(result: Any, operands: list[Any], lines: list[str], constraints: list[str]) -> Any:

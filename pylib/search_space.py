@@ -34,7 +34,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
     return {
         "tokens": (1, 8) if tile == 1 else (tile,),
         "row_blocks": (1, 2, 4, 8),
-        "warps_n": (1, 2, 4, 8),
+        "warps_n": (1, 2, 4, 8, 16),
         "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
         "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
         "stages": (2, 3, 4, 6, 8),

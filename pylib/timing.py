@@ -2,6 +2,10 @@
 
 Calls are captured into a CUDA graph that walks over enough copies of the weight to defeat the L2 cache, and the graph
 is replayed; host time is not in it. Microseconds are per call: median and spread of the replays.
+
+A GPU that has been at work is slower than one that has rested. An H200 keeps its full clocks for 40 milliseconds of
+work after a pause of 100 and is at the pace that its power cap leaves after 250 (docs/performance.md, 25). `graph_time`
+is short and begins with a rest, so that it does not matter what ran before; `sustained_time` begins with work.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from dialect.spec import MatmulSpec
 from pylib.packed import TORCH, PackedWeight
 
 DEFEAT_L2_BYTES = 400e6
-WARM_SECONDS = 0.02
+REST_SECONDS, WARM_SECONDS = 0.1, 0.004
+SUSTAINED_SECONDS = 0.3  # of work, before the GPU's pace is steady
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class Timing:
 
 def graph_time(
     calls: Sequence[Callable[[], object]],
-    replays: int = 15,
+    replays: int = 11,
     least_us: float = 2000.0,
+    rest_seconds: float = REST_SECONDS,
     warm_seconds: float = WARM_SECONDS,
 ) -> Timing:
-    """Time per call of `calls`, captured in order into one graph, as often as makes `least_us` of work."""
+    """Time per call of `calls`, captured in order into one graph, as often as makes `least_us` of work; after a rest,
+    and then some work that is not timed."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:  # the first launch on a weight does not overlap with its predecessor: not in the graph
@@ -47,8 +54,9 @@ def graph_time(
         for call in calls:
             call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    time.sleep(rest_seconds)
     warm_until = time.perf_counter() + warm_seconds
-    while time.perf_counter() < warm_until:  # an idle GPU has low clocks
+    while time.perf_counter() < warm_until:
         graph.replay()
         torch.cuda.synchronize()
     rounds, times = 1, []
@@ -64,6 +72,11 @@ def graph_time(
             continue
         times.append(total / (rounds * len(calls)))
     return Timing(statistics.median(times), min(times), max(times))
+
+
+def sustained_time(calls: Sequence[Callable[[], object]]) -> Timing:
+    """The same while the GPU does nothing else for long."""
+    return graph_time(calls, rest_seconds=0.0, warm_seconds=SUSTAINED_SECONDS)
 
 
 def random_weight(spec: MatmulSpec, device: str = "cuda") -> PackedWeight:

@@ -24,8 +24,7 @@ from pylib.tune_processes import PERIOD, Problem
 KEPT = 3  # specs whose weights stay on the GPU: the second pass over one meets the first pass over the next
 FEW = 5  # replays up to which a timing is a coarse one
 LEAST_US = {True: 1000.0, False: 2000.0}  # of work per replay, coarse or not
-WARM_SECONDS = {True: 0.004, False: 0.02}  # the GPU has just been at work
-HOT_TOKENS, HOT_SECONDS = 32, 0.25  # from so many tokens on it soon meets its power cap: finals are timed there
+HOT_TOKENS = 16  # from so many on a GPU soon meets its power cap
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,14 @@ class Stand:
         torch.zeros(1, device="cuda")  # makes the context
 
     def time(self, problem: Problem, schedule: Schedule, replays: int) -> float:
-        """Microseconds per call, in a CUDA graph."""
+        """Microseconds per call, in a CUDA graph: after a rest; from `HOT_TOKENS` tokens on, half way between that and
+        what a GPU does that never rests. A few replays are coarser: whatever the GPU is at."""
         call, _ = self._kernel(problem, schedule)
         calls = [partial(call, weight) for weight in self._of(problem.spec).copies]
-        coarse = replays <= FEW
-        hot = problem.tile >= HOT_TOKENS and not coarse
-        warm = HOT_SECONDS if hot else WARM_SECONDS[coarse]
-        return timing.graph_time(calls, replays, LEAST_US[coarse], warm).median
+        if replays <= FEW:
+            return timing.graph_time(calls, replays, least_us=1000.0, rest_seconds=0.0).median
+        rested = timing.graph_time(calls, replays).median
+        return rested if problem.tile < HOT_TOKENS else (rested + timing.sustained_time(calls).median) / 2
 
     def check(self, problem: Problem, schedule: Schedule) -> bool:
         """Whether all outputs are right, of a launch that had the GPU to itself and of one among others."""

@@ -480,11 +480,11 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
     def weights() -> list[Any]:
         return stand._of(problem.spec).copies
 
-    warmed: list[float] = []
+    rests: list[float] = []
 
-    def graph_time(calls: Sequence[Any], replays: int, least_us: float, warm_seconds: float) -> timing.Timing:
+    def graph_time(calls: Sequence[Any], *_: float, rest_seconds: float = 1.0, **others: float) -> timing.Timing:
         assert len(calls) == len(weights())
-        warmed.append(warm_seconds)
+        rests.append(rest_seconds)
         for call in calls:
             call()
         return timing.Timing(3.0, 2.0, 4.0)
@@ -506,10 +506,10 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
     assert len(made) == 1
     problem = Problem(problem.spec, 32)
     schedule = default_schedule(problem.spec, 32, HOPPER)
-    warmed.clear()
+    rests.clear()
     for replays in (SHORT, LONG):
         stand.time(problem, schedule, replays)
-    assert warmed[0] < 0.1 < warmed[1]  # finals at the pace that the power cap leaves
+    assert rests == [0, 1, 0]  # finals after a rest and at the pace that the power cap leaves
     wrong = 1.0
     assert not stand.check(problem, schedule)
     wrong = math.nan
