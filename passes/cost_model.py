@@ -103,7 +103,8 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     whole_waves = math.ceil(waves)
     side_by_side = min(resident, waves)
 
-    in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * max(s.stages - 1, 0.5)
+    ahead = rounds if s.resident else max(s.stages - 1, 0.5)
+    in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
     memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight)
     cache = (spec.bytes + tiles * tile * spec.k * 2) / costs.l2
 
@@ -147,12 +148,14 @@ def spills(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
 
 def registers(spec: MatmulSpec, s: Schedule) -> int:
     """Of a thread, about."""
+    plan = Plan(spec, s)
+    words = plan.resident_words if s.resident else 0
     if s.wgmma:
-        products = 0 if Plan(spec, s).rounds_scales else 1  # of a group, beside the sums
-        return 30 + min(s.step_k, 128) // 4 + s.tokens // 2 * (products + s.row_blocks)
+        products = 0 if plan.rounds_scales else 1  # of a group, beside the sums
+        return words + 30 + min(s.step_k, 128) // 4 + s.tokens // 2 * (products + s.row_blocks)
     if s.digits:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
-    return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
+    return words + 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
 
 
 def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:

@@ -165,7 +165,7 @@ class TileRules(Lowering):
         self._require(self.target.has_wgmma, "lowbit.warpgroup_mma", "sm_90a")
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
         factors = [Factors(a, b, int_attr(op, "start"))]
-        if isinstance(c, Products) and c is self.sum:  # nothing was done to it since: one chain of instructions
+        if isinstance(c, Products) and c is self.sum and c in self.reads:  # not written down yet: a chain of both
             products = Products(self.threads, [*c.factors, *factors], c.c, c.reg)
             self.reads.remove(c)
         else:

@@ -34,6 +34,12 @@ class Plan:
         return self.rounds * self.schedule.warps_k * self.schedule.splits == self.steps
 
     @property
+    def resident_words(self) -> int:
+        """Registers of codes in a thread that holds all of its weight at once."""
+        s, packing = self.schedule, self.spec.packing
+        return self.rounds * s.row_blocks * (s.step_k // packing.chunk) * packing.units * 4
+
+    @property
     def row_blocks(self) -> int:
         """Of 16 rows, per block."""
         return self.schedule.row_blocks * self.schedule.warps_n
@@ -42,6 +48,11 @@ class Plan:
     def tiles(self) -> int:
         """Blocks side by side along n."""
         return -(-self.spec.packing.row_blocks // self.row_blocks)
+
+    @property
+    def launched_tiles(self) -> int:
+        """With the empty ones that fill up the grid."""
+        return max(self.tiles, -(-self.schedule.least_blocks // self.schedule.splits))
 
     @property
     def groups(self) -> int:

@@ -27,6 +27,8 @@ class Schedule:
     cluster: int = 1  # of these splits, those that add up through distributed shared memory: 1 or all (sm_90)
     wgmma: int = 0  # 1: instructions of whole warpgroups, which read x from shared memory (sm_90a)
     max_blocks: int = 0  # on a multiprocessor at a time; 0: as many as fit
+    least_blocks: int = 0  # of the grid: empty ones fill it up
+    resident: int = 0  # 1: a block's part of the weight in registers, x in shared memory, each all at once
     digits: int = 0  # 1: one token as digits times codes as bytes, in integers (`dialect.digits`)
 
     def __post_init__(self) -> None:
@@ -55,8 +57,14 @@ class Schedule:
                 f"schedule: digits={self.digits} must be 0, or 1 with tokens=1, warps_n=1 and wgmma=0, not "
                 f"tokens={self.tokens}, warps_n={self.warps_n} and wgmma={self.wgmma}"
             )
-        if self.max_blocks < 0:
-            raise SpecError(f"schedule: max_blocks={self.max_blocks} must be 0 (as many as fit) or more")
+        if self.resident not in (0, 1) or (self.resident and (self.digits or self.stages != 1)):
+            raise SpecError(
+                f"schedule: resident={self.resident} must be 0, or 1 with stages=1 and digits=0, not "
+                f"stages={self.stages} and digits={self.digits}"
+            )
+        for name, zero in (("max_blocks", "as many as fit"), ("least_blocks", "as many as have work")):
+            if getattr(self, name) < 0:
+                raise SpecError(f"schedule: {name}={getattr(self, name)} must be 0 ({zero}) or more")
         if self.step_k < 16 or self.step_k % 16:
             raise SpecError(f"schedule: step_k={self.step_k} must be a positive multiple of 16")
         if self.threads > 1024:

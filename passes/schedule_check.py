@@ -11,6 +11,8 @@ from passes.recipes import compute_element
 from passes.schedule import Schedule
 from passes.target import Target
 
+MOST_RESIDENT = 128  # registers of weight in a thread
+
 
 def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     """Shared memory of the skinny kernel, as `lower-tiles` will lay it out (buffers are multiples of 128 bytes)."""
@@ -21,12 +23,13 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
 
     units = s.step_k // spec.packing.chunk * spec.packing.units * 512
     rows = plan.row_blocks * max(1, plan.groups) * 16
-    total = padded(s.stages * s.warps_k * plan.row_blocks * units)
+    slots = plan.rounds if s.resident else s.stages
+    total = 0 if s.resident else padded(slots * s.warps_k * plan.row_blocks * units)
     row = s.step_k if s.wgmma else s.step_k + 8
-    total += padded(s.stages * s.warps_k * s.tokens * row * 2)  # swizzled if wgmma, from a multiple of 1024 anyway
+    total += padded(slots * s.warps_k * s.tokens * row * 2)  # swizzled if wgmma, from a multiple of 1024 anyway
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
-            total += padded(s.stages * s.warps_k * rows * BYTES[kind])
+            total += padded(slots * s.warps_k * rows * BYTES[kind])
     if s.digits:
         total += s.warps_k * (s.step_k // PIECE) * DIGITS * 4 * ROW * 4
     if spec.dtype.kind == "table":
@@ -52,6 +55,8 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         _check_wgmma(spec, s, target)
     if s.digits:
         _check_digits(spec, s)
+    if s.resident:
+        _check_resident(spec, s)
     if s.cluster > 1 and not target.has_clusters:
         raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
     needed = shared_bytes(spec, s)
@@ -101,6 +106,20 @@ def _check_digits(spec: MatmulSpec, s: Schedule) -> None:
         raise SpecError(
             f"schedule: digits=1 multiplies integers of 1, 2 or 4 bits in groups of multiples of {PIECE} columns; "
             f"{spec.weight} in groups of {spec.group_size} needs digits=0"
+        )
+
+
+def _check_resident(spec: MatmulSpec, s: Schedule) -> None:
+    plan = Plan(spec, s)
+    if not plan.covers_exactly or spec.packing.padded_k % s.step_k or not plan.async_x:
+        raise SpecError(
+            f"schedule: resident=1 needs steps of step_k={s.step_k}, warps_k={s.warps_k} and splits={s.splits} to come "
+            f"out even for k={spec.packing.padded_k}, and x in 16-byte pieces; take resident=0"
+        )
+    if plan.resident_words > MOST_RESIDENT:
+        raise SpecError(
+            f"schedule: resident=1 has at most {MOST_RESIDENT} registers of weight in a thread, {s} needs "
+            f"{plan.resident_words}; take more warps or splits, or resident=0"
         )
 
 

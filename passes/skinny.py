@@ -52,7 +52,7 @@ from dialect.layout import (
 from dialect.packing import BLOCK_K, ROWS
 from dialect.spec import BYTES, MatmulSpec
 from dialect.types import UNIT
-from passes.builder import Memory, Program, Scalar, Tile
+from passes.builder import Memory, Program, Scalar, Tile, as_i32
 from passes.epilogue import Epilogue
 from passes.plan import Plan
 from passes.recipes import compute_element, exponent
@@ -117,6 +117,7 @@ class Kernel:
         self.spec, self.schedule = spec, schedule
         self.plan = Plan(spec, schedule)
         self.packing = spec.packing
+        self.slot = 0  # of the buffers for x and factors; resident kernels have one for every round
         self.compute = compute_element(spec.dtype, spec.act)
         names = ["x", "codes", "scales"]
         names += ["zeros"] if spec.zeros != "none" else []
@@ -126,7 +127,7 @@ class Kernel:
         self.p = Program(
             "matmul",
             s.threads,
-            (self.plan.tiles, s.splits, 1),
+            (self.plan.launched_tiles, s.splits, 1),
             dict.fromkeys(names, "pointer") | {"m": "i32"},
             self.plan.workspace_bytes,
             s.max_blocks,
@@ -153,31 +154,75 @@ class Kernel:
         self.sum_layout = self.d_layout.reduce((1,))
 
     def build(self) -> ir.Module:
-        p, s, spec = self.p, self.schedule, self.spec
+        p, tiles = self.p, self.plan.tiles
         with p:
             self.tile = p.block_id(0)
-            self.first_block = self.tile * self.plan.row_blocks
-            carried = [p.constant(0.0, "f32", self.d_layout)]
-            if self.shifted and not self.plan.groups:
-                carried.append(p.constant(0.0, "f32", self.sum_layout))
-            self._make_views()
-            if self.folded and not self.plan.groups:
-                self.row_zeros = self._row_factor("zeros", self.spec.zero_kind or "")
-            rounds, first, turn = self.plan.rounds, p.block_id(1) * self.plan.rounds, self._turn()
-            p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
-            with p.loop(0, rounds, carried, stages=s.stages) as loop:
-                index = (loop.index + turn) % rounds if turn else loop.index
-                self._copies((first + index) * s.warps_k)
-                p.commit()
-                p.wait()
-                p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
-                loop.results = self._step(loop.carried)
-                p.barrier("warps", s.warps_n)
-            total = self._whole(loop.carried[0] if self.plan.groups else self._scale_rows(*loop.carried))
-            p.barrier()
-            p.free_shared(*self.buffers)
-            Epilogue(p, spec, s, self.tile).finish(total)
+            if self.plan.launched_tiles == tiles:
+                self._block()
+            else:
+                with p.when(self.tile < tiles):
+                    self._block()
+                with p.when(Scalar(as_i32(tiles - 1)) < self.tile):
+                    p.grid_wait()  # keeps a place until the kernel before has ended, and the next from starting
         return p.module
+
+    def _block(self) -> None:
+        """What a block does."""
+        p, s, spec = self.p, self.schedule, self.spec
+        self.first_block = self.tile * self.plan.row_blocks
+        carried = [p.constant(0.0, "f32", self.d_layout)]
+        if self.shifted and not self.plan.groups:
+            carried.append(p.constant(0.0, "f32", self.sum_layout))
+        self._make_views()
+        if self.folded and not self.plan.groups:
+            self.row_zeros = self._row_factor("zeros", spec.zero_kind or "")
+        self.first, self.turn = p.block_id(1) * self.plan.rounds, self._turn()
+        p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
+        carried = self._resident(carried) if s.resident else self._stream(carried)
+        total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
+        p.barrier()
+        p.free_shared(*self.buffers)
+        Epilogue(p, spec, s, self.tile).finish(total)
+
+    def _stream(self, carried: list[Tile]) -> list[Tile]:
+        """All rounds, of which a few are in flight at a time."""
+        p, s = self.p, self.schedule
+        with p.loop(0, self.plan.rounds, carried, stages=s.stages) as loop:
+            step = self._first_step(loop.index)
+            self._fetch_codes(step)
+            self._copy_rest(step)
+            p.commit()
+            p.wait()
+            p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
+            words = partial(p.load, self.codes_buffer, (0, 0, 0), self.unit_layout)
+            loop.results = self._step(loop.carried, words)
+            p.barrier("warps", s.warps_n)
+        return loop.carried
+
+    def _resident(self, carried: list[Tile]) -> list[Tile]:
+        """All rounds, with everything on its way at once: the codes to registers, so that blocks of two kernels have
+        room side by side, and those of the next have theirs by the time x is there."""
+        p, s, rounds = self.p, self.schedule, range(self.plan.rounds)
+        steps = [self._first_step(i) for i in rounds]
+        boundary = ("none", self.row_boundary, "none")
+        words = [p.load(self.codes, (step, self.first_block, 0), self.unit_layout, boundary) for step in steps]
+        for self.slot, step in enumerate(steps):
+            self._copy_factors(step)
+        self._fill_table()
+        p.grid_wait()
+        for self.slot, step in enumerate(steps):
+            self._copy_x(step)
+            p.commit()
+        for self.slot in rounds:
+            p.wait(len(rounds) - 1 - self.slot)
+            p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
+            carried = self._step(carried, lambda: words[self.slot])
+        return carried
+
+    def _first_step(self, index: Scalar | int) -> Scalar:
+        """Of a round's warps."""
+        index = (self.turn + index) % self.plan.rounds if self.turn else index
+        return (self.first + index) * self.schedule.warps_k
 
     def _turn(self) -> Scalar | None:
         """By how many rounds a block starts later than the first, coming to those before at its end: all blocks read
@@ -193,23 +238,25 @@ class Kernel:
         p, s, packing = self.p, self.schedule, self.packing
         steps, units = self.plan.steps, packing.chunks * packing.units * 32
         self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
-        self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
+        self.buffers: list[Memory] = []
+        if not s.resident:
+            self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
+            self.buffers.append(self.codes_buffer)
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
         act, k, row = self.spec.act, self.spec.k, s.step_k + 8
         if s.wgmma:
             x_steps, panels = -(-k // s.step_k), s.step_k // PANEL
-            self.x_buffer = p.alloc_shared(act, (s.warps_k, panels, s.tokens, PANEL), swizzle=128)
+            self.x_buffers = self._slots(act, (s.warps_k, panels, s.tokens, PANEL), swizzle=128)
             self.x = p.global_view(p["x"], act, (x_steps, panels, -1, PANEL), (s.step_k, PANEL, k, 1), sizes=[p["m"]])
         elif self.plan.async_x:
-            self.x_buffer = p.alloc_shared(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
+            self.x_buffers = self._slots(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
             x_steps = -(-k // s.step_k)
             self.x = p.global_view(p["x"], act, (x_steps, -1, s.step_k), (s.step_k, k, 1), sizes=[p["m"]])
         else:
-            self.x_buffer = p.alloc_shared(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
+            self.x_buffers = self._slots(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
             self.x = p.global_view(p["x"], act, (-1, k), sizes=[p["m"]])
-        self.buffers = [self.codes_buffer, self.x_buffer]
-        self.factors: dict[str, tuple[Memory, Memory, str]] = {}
+        self.factors: dict[str, tuple[Memory, list[Memory], str]] = {}
         if self.plan.groups:
             self._factor("scales", self.spec.scale)
             if self.spec.zero_kind:
@@ -232,50 +279,74 @@ class Kernel:
             (groups * ROWS, packing.groups * ROWS, ROWS, 1),
             (steps_per_group, 1, 1, 1),
         )
-        buffer = p.alloc_shared(element, (s.warps_k, self.plan.row_blocks, groups, ROWS))
-        self.factors[name] = view, buffer, kind
-        self.buffers.append(buffer)
+        self.factors[name] = view, self._slots(element, (s.warps_k, self.plan.row_blocks, groups, ROWS)), kind
 
-    def _copies(self, step: Scalar) -> None:
-        """Start the copies of one round. The weight does not depend on the kernel before, all else comes after it."""
-        p, s, packing = self.p, self.schedule, self.packing
-        boundary = (self.step_boundary, self.row_boundary, "none")
+    def _slots(
+        self, element: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, swizzle: int = 0
+    ) -> list[Memory]:
+        """A buffer, of which `pipeline-copies` makes as many as there are stages; or one for every round."""
+        count = self.plan.rounds if self.schedule.resident else 1
+        buffers = [self.p.alloc_shared(element, shape, strides, swizzle) for _ in range(count)]
+        self.buffers += buffers
+        return buffers
+
+    def _fetch_codes(self, step: Scalar) -> None:
+        p, packing = self.p, self.packing
         units = packing.chunks * packing.units * 32
         limit = (self.units, 0, 1, units) if units % self.units else ()
+        boundary = (self.step_boundary, self.row_boundary, "none")
         p.copy_async(self.codes, self.codes_buffer, (step, self.first_block, 0), self.unit_layout, boundary, limit)
-        warps = 32 * s.warps_n
-        for view, buffer, kind in self.factors.values():
+
+    def _copy_rest(self, step: Scalar) -> None:
+        """Start the other copies of a round. The weight does not depend on the kernel before, all else comes after."""
+        self._copy_factors(step)
+        self._fill_table()
+        self.p.grid_wait()
+        self._copy_x(step)
+
+    def _copy_factors(self, step: Scalar) -> None:
+        p, s, packing = self.p, self.schedule, self.packing
+        for view, buffers, kind in self.factors.values():
             shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
             vector = LANE_BYTES // BYTES[kind]
-            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, *shape[1:]), warps, vector)
+            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, *shape[1:]), 32 * s.warps_n, vector)
             span = self.plan.groups * ROWS
             total = packing.groups * ROWS
             cut = (span, 0, ROWS, 1, total) if self.plan.groups > 1 and total % span else ()
-            p.copy_async(view, buffer, (step, self.first_block, 0, 0), layout, (*boundary, "none"), cut)
+            boundary = (self.step_boundary, self.row_boundary, "none", "none")
+            p.copy_async(view, buffers[self.slot], (step, self.first_block, 0, 0), layout, boundary, cut)
+
+    def _fill_table(self) -> None:
         if self.table:
-            p.fill_table(self.table, self.spec.dtype, self.compute, self.convert.exponent)
-        p.grid_wait()
+            self.p.fill_table(self.table, self.spec.dtype, self.compute, self.convert.exponent)
+
+    def _copy_x(self, step: Scalar) -> None:
+        p, s, packing, buffer = self.p, self.schedule, self.packing, self.x_buffer
+        warps = 32 * s.warps_n
         if s.wgmma:
             layout = spatial(s.warps_k, 1, 1, 1) * spread((1, s.step_k // PANEL, s.tokens, PANEL), warps, 8)
             limit = (s.step_k, PANEL, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
             boundary = (self.step_boundary, "none", "skip", "none")
-            p.copy_async(self.x, self.x_buffer, (step, 0, 0, 0), layout, boundary, limit)
+            p.copy_async(self.x, buffer, (step, 0, 0, 0), layout, boundary, limit)
         elif self.plan.async_x:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)
             limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
-            p.copy_async(self.x, self.x_buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
+            p.copy_async(self.x, buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
         else:
             layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 1)
             group = packing.group or 1
-            p.copy_padded(self.x, self.x_buffer, (0, step), layout, group, packing.padded_group or 1)
+            p.copy_padded(self.x, buffer, (0, step), layout, group, packing.padded_group or 1)
+
+    @property
+    def x_buffer(self) -> Memory:
+        return self.x_buffers[self.slot]
 
     # -- the compute side
 
-    def _step(self, carried: list[Tile]) -> list[Tile]:
-        """One step of every warp."""
+    def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
+        """One step of every warp, whose codes are in `words`."""
         p, s = self.p, self.schedule
-        words = p.load(self.codes_buffer, (0, 0, 0), self.unit_layout)
-        codes = p.view(words, self.spec.dtype, self.a_layout)
+        codes = p.view(words(), self.spec.dtype, self.a_layout)
         if self.table:
             a = p.lookup(codes, self.table, self.compute)
         else:
@@ -361,9 +432,9 @@ class Kernel:
     def _group_factor(self, name: str, group: int) -> Tile:
         """Scale or zero of every row of the tile in one group, from shared memory: [warps_k, rows, 1] in f32."""
         p, s = self.p, self.schedule
-        _, buffer, kind = self.factors[name]
+        _, buffers, kind = self.factors[name]
         shape = (s.warps_k, self.plan.row_blocks, 1, ROWS)
-        loaded = p.load(buffer, (0, 0, group, 0), self.row_layout.reshape(shape))
+        loaded = p.load(buffers[self.slot], (0, 0, group, 0), self.row_layout.reshape(shape))
         return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
 
     def _row_factor(self, name: str, kind: str) -> Tile:

@@ -20,6 +20,7 @@ in 32-bit words.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from dialect.bindings import ir
@@ -52,11 +53,11 @@ class _DigitKernel(Kernel):
         self.digits = self.p.alloc_shared("i32", shape, (*strides, 1))
         self.buffers.append(self.digits)
 
-    def _step(self, carried: list[Tile]) -> list[Tile]:
+    def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
         p, s, format_ = self.p, self.schedule, self.spec.dtype
         unit = p.split_digits(self.x_buffer, self.digits, format_)
         p.barrier("warps", 1)
-        codes = p.view(p.load(self.codes_buffer, (0, 0, 0), self.unit_layout), format_, self.a_layout)
+        codes = p.view(words(), format_, self.a_layout)
 
         def product(start: int, width: int) -> Tile:
             return p.digit_mma(codes, self.digits, unit, start, width, self.d_layout)

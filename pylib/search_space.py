@@ -14,15 +14,15 @@ from dataclasses import asdict, replace
 
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
-from passes.cost_model import predict
+from passes.cost_model import predict, spills
 from passes.plan import Plan
 from passes.schedule import Schedule
 from passes.schedule_check import enough_blocks, has_digits, has_wgmma, is_allowed, multiprocessors, shared_room
 from passes.schedule_choice import default_schedule, schedule_for
 from passes.target import Target
 
-SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits")
-SECOND = ("cluster", "max_blocks")  # what only the second pass varies; in the first it follows from the rest
+SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits", "resident")
+SECOND = ("cluster", "max_blocks", "least_blocks")  # only the second pass varies them; in the first they follow
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
@@ -37,11 +37,13 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "warps_n": (1, 2, 4, 8, 16),
         "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
         "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
-        "stages": (2, 3, 4, 6, 8),
+        "stages": (1, 2, 3, 4, 6, 8),  # 1 for resident ones only
         "splits": splits,
         "cluster": splits if target.has_clusters else (1,),
         "wgmma": ((0, 1) if tile == 8 else (1,)) if tile >= 8 and has_wgmma(spec, target) else (0,),
         "max_blocks": (0, 1, 2),
+        "least_blocks": (0, multiprocessors(target), 2 * multiprocessors(target)),
+        "resident": (0, 1),
         "digits": (0, 1) if tile == 1 and has_digits(spec) else (0,),
     }
 
@@ -87,7 +89,8 @@ def all_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]
     every = (_schedule(dict(zip(fields, values)), spec, target) for values in itertools.product(*fields.values()))
     found = [s for s in every if s]
     most = max((_blocks(spec, s) for s in found), default=0)
-    return [s for s in found if 2 * _blocks(spec, s) >= min(most, multiprocessors(target))]
+    processors = multiprocessors(target)
+    return [s for s in found if 2 * _blocks(spec, s) >= min(most, processors) * (0.9 if s.resident else 1)]
 
 
 def _blocks(spec: MatmulSpec, s: Schedule) -> int:
@@ -107,18 +110,26 @@ def _schedule(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sched
 
 def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Schedule:
     """The schedule with these fields; those of `SECOND` that are not there as in the first pass: splits in a cluster,
-    and no more blocks of warpgroups at a time than there are."""
+    no more blocks of warpgroups at a time than there are, and where blocks of two kernels are to run side by side,
+    grids that fill the multiprocessors."""
     splits = choice["splits"]
     s = Schedule(**{"cluster": splits if target.has_clusters and splits <= 8 else 1} | choice)
-    if "max_blocks" in choice or not s.wgmma:
+    blocks, processors = _blocks(spec, s), multiprocessors(target)
+    if s.resident and "least_blocks" not in choice:
+        s = replace(s, least_blocks=-(-blocks // processors) * processors)
+    if "max_blocks" in choice or not s.wgmma or s.resident:
         return s
-    return replace(s, max_blocks=enough_blocks(_blocks(spec, s), target))
+    return replace(s, max_blocks=enough_blocks(blocks, target))
 
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
     """Whether a schedule is allowed, and no other is plainly better."""
     if s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
         return False
-    if s.rows >= spec.n + 16 * s.row_blocks or Plan(spec, s).rounds < 2:
+    if s.rows >= spec.n + 16 * s.row_blocks or (Plan(spec, s).rounds < 2 and not s.resident):
+        return False
+    if s.resident != (s.stages == 1) or (s.resident and spills(spec, s, target)):
+        return False
+    if s.resident and _blocks(spec, s) > 2 * multiprocessors(target):  # for those that have one or two each
         return False
     return is_allowed(spec, s, target)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -108,6 +108,7 @@ class Case:
         parts = [s.weight, f"{s.n}x{s.k}", f"g{s.group_size}", f"z{s.zeros}", s.scale, s.act, s.out_dtype]
         parts += [f"m{self.m}", f"r{p.row_blocks}n{p.warps_n}k{p.warps_k}", f"step{p.step_k}"]
         parts += [f"stages{p.stages}", f"splits{p.splits}", *["cluster"] * (p.cluster > 1), *["wgmma"] * p.wgmma]
+        parts += ["resident"] * p.resident + [f"grid{p.least_blocks}"] * (p.least_blocks > 0)
         return "-".join([*parts, self.target, *["bias"] * s.bias])
 
 
@@ -239,6 +240,8 @@ HOPPER: dict[str, Sequence[Any]] = {
     "warps_k": (1, 2),
     "stages": (1, 2, 3),
     "step": (1, 2),  # chunks, or 64 columns for wgmma
+    "resident": (0, 1),
+    "empty": (0, 1, 3),  # tiles that the grid has beyond those with work
 }
 HOPPER_K = {1: 64, 3: 328, 11: 1000}  # without groups
 
@@ -250,6 +253,8 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
         c["wgmma"] = 1
     if c["sharing"][1] == 3:
         c["row_blocks"] = 3  # 48 rows are three equal parts
+    if not _hopper_is_allowed(c):
+        c["resident"] = 0
     if _work(_hopper(c).schedule) > MOST_WORK or not _hopper_is_allowed(c):
         c["step"] = 1
     if _work(_hopper(c).schedule) > MOST_WORK and c["row_blocks"] == 2:
@@ -271,6 +276,10 @@ def _hopper(c: dict[str, Any]) -> Case:
     schedule = Schedule(
         _tokens(c["m"]), c["row_blocks"], warps_n, c["warps_k"], step, c["stages"], splits, cluster, wgmma
     )
+    if c["resident"]:
+        schedule = replace(schedule, stages=1, resident=1)
+    if c["empty"]:
+        schedule = replace(schedule, least_blocks=(Plan(spec, schedule).tiles + c["empty"]) * splits)
     return Case(spec, schedule, "sm_90a", c["m"])
 
 
@@ -289,6 +298,9 @@ def test_hopper_has_cases() -> None:
         assert any(case.spec.n % case.schedule.rows for case in found)
         assert any(case.m < case.schedule.tokens for case in found)
     assert {case.schedule.warps_n for case in HOPPER_CASES if case.schedule.wgmma} == {4, 8}
+    resident = [case for case in HOPPER_CASES if case.schedule.resident]
+    assert {case.schedule.wgmma for case in resident} == {0, 1}
+    assert any(Plan(case.spec, case.schedule).rounds > 2 for case in resident)
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
