@@ -151,8 +151,8 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     plan = Plan(spec, s)
     words = plan.resident_words if s.resident else 0
     if s.wgmma:
-        products = 0 if plan.rounds_scales else 1  # of a group, beside the sums
-        return words + 30 + min(s.step_k, 128) // 4 + s.tokens // 2 * (products + s.row_blocks)
+        sums = 1 if plan.rounds_scales else 2  # of all of k and, apart from them, of a group
+        return words + 30 + min(s.step_k, 128) // 4 + s.tokens // 2 * sums * s.row_blocks
     if s.digits:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
     return words + 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
