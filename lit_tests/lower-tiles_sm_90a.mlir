@@ -104,7 +104,7 @@
 !sums = !lowbit.reg<[2, 1, 8], f32, "spatial(2, 1, 1).replicated(32).spatial(1, 1, 4).local(1, 1, 2)">
 // CHECK-LABEL: gpu.func @warpgroups
 // CHECK:         %[[SHARED:.*]] = llvm.mlir.addressof
-// CHECK:         llvm.inline_asm has_side_effects {{.*}}".reg .f32 wgmma_sum<128>;"
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}".reg .f32 wgmma_sum<4096>;"
 
 // What was written to shared memory is shown to the asynchronous proxy, by those who wrote it, before the barrier. Each
 // of the two warpgroups has its own.
@@ -131,15 +131,18 @@
 // CHECK-SAME:      add.s64 at, at, 6;
 // CHECK-SAME:      {$12, $13, $14, $15}, at, add, 1, 1, 0;
 // CHECK-SAME:      "r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,~{memory}" {{.*}}, %[[LOWER]] :
+
+// Another product on top of it: the accumulators stay where they are, all instructions add, and one wait is for both.
+// CHECK-NOT:     wgmma_sum
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.fence.sync.aligned;
+// CHECK-SAME:      add.s64 at, at, 0;
+// CHECK-SAME:      setp.eq.b32 add, $16, $16;
+// CHECK-SAME:      {$12, $13, $14, $15}, at, add, 1, 1, 0;
+// CHECK-SAME:      %[[LOWER]] :
 // CHECK-NEXT:    %[[SUMS:.*]] = llvm.inline_asm has_side_effects {{.*}}"wgmma.commit_group.sync.aligned;
 // CHECK-SAME:      wgmma.wait_group.sync.aligned 0;
 // CHECK-SAME:      mov.f32 $3, wgmma_sum3;
-// CHECK-NEXT:    %[[FIRST:.*]] = llvm.extractvalue %[[SUMS]][0]
-
-// From there another one goes on: all of its instructions add.
-// CHECK:         llvm.inline_asm has_side_effects {{.*}}"mov.f32 wgmma_sum0, $0;{{.*}}" %[[FIRST]], %
-// CHECK-NOT:     setp.ne
-// CHECK:         llvm.inline_asm has_side_effects {{.*}}setp.eq.b32 add, $16, $16;
+// CHECK-NEXT:    llvm.extractvalue %[[SUMS]][0]
 
 // Sums of x over columns 16 to 47: two instructions with ones.
 // CHECK:         %[[ONES:.*]] = llvm.bitcast %{{.*}} : vector<2xf16> to i32

@@ -149,13 +149,15 @@ def spills(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
 def registers(spec: MatmulSpec, s: Schedule) -> int:
     """Of a thread, about."""
     plan = Plan(spec, s)
-    words = plan.resident_words if s.resident else 0
     if s.wgmma:
         sums = 1 if plan.rounds_scales else 2  # of all of k and, apart from them, of a group
-        return words + 30 + min(s.step_k, 128) // 4 + s.tokens // 2 * sums * s.row_blocks
+        codes = plan.resident_words + 4 if s.resident else min(s.step_k, 128) // 4
+        return 30 + codes + s.tokens // 2 * sums * s.row_blocks
     if s.digits:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
-    return words + 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
+    if s.resident:
+        return 30 + plan.resident_words + s.columns // 2 * s.row_blocks
+    return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
 
 
 def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:

@@ -18,7 +18,7 @@ from passes import emit
 from passes.addressing import Place
 from passes.fragment import Fragment, kind_of
 from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
-from passes.lower_wgmma import Factors, Products, warpgroup_row_sums
+from passes.lower_wgmma import Products, warpgroup_row_sums
 from passes.lowering import Lowering, int_attr, text_attr
 
 
@@ -164,13 +164,14 @@ class TileRules(Lowering):
     def _warpgroup_mma(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_mma", "sm_90a")
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
-        factors = [Factors(a, b, int_attr(op, "start"))]
-        if isinstance(c, Products) and c is self.sum and c in self.reads:  # not written down yet: a chain of both
-            products = Products(self.threads, [*c.factors, *factors], c.c, c.reg)
+        factors = [(a, int_attr(op, "start"))]
+        if isinstance(c, Products) and c is self.sum and c in self.reads and c.b is b:  # not written down yet: a chain
             self.reads.remove(c)
+            factors, c = [*c.factors, *factors], c.c
         else:
             self._finish_sums()
-            products = Products(self.threads, factors, None if _is_zero(op.c) else c, c.reg)
+            c = None if _is_zero(op.c) else c
+        products = Products(self.threads, factors, b, c, Reg.of(op.result.type))
         self.sum = products
         self.reads.append(products)
         self.values[op.result] = products

@@ -33,22 +33,18 @@ _TOGETHER = 4  # instructions after one fence: on an H200, one by one is 5 % slo
 _MOST_SUMS = 4096  # names cost nothing
 
 
-@dataclass(frozen=True)
-class Factors:
-    """a b^T, for columns start .. of b."""
-
-    a: Fragment
-    b: Place
-    start: int
-
-
 class Products(Fragment):
-    """c + a b^T + a' b'^T + ... (c None: zero), whose accumulators stay where they are from one product to the next."""
+    """c + a b^T + a' b'^T + ... (c None: zero), whose accumulators stay where they are from one product to the next.
 
-    def __init__(self, threads: ThreadIndex, factors: Sequence[Factors], c: Fragment | None, result: Reg) -> None:
-        self.factors, self.c = factors, c
+    factors: every a, and the first column of b that belongs to it
+    """
+
+    def __init__(
+        self, threads: ThreadIndex, factors: Sequence[tuple[Fragment, int]], b: Place, c: Fragment | None, result: Reg
+    ) -> None:
+        self.factors, self.b, self.c = factors, b, c
         self._places = fragment_blocks(result.layout, MMA_M16N8_D)
-        self._descriptors = _once(lambda: [_descriptor(threads, f.b, result) for f in factors])
+        self._descriptor = _once(lambda: _descriptor(threads, b, result))
         self._rows: dict[int, list[Any]] = {}
         super().__init__(result, "scalar", self._scalar)
 
@@ -63,13 +59,12 @@ class Products(Fragment):
         c = self.c
         totals = None if c is None else [c.scalar(4 * i + j) for _, i in mine for j in range(4)]
         terms: list[Term] = []
-        for f, descriptor in zip(self.factors, self._descriptors()):
-            at = {place: i for i, place in enumerate(fragment_blocks(f.a.reg.layout, MMA_M16N8K16_A))}
+        for a, start in self.factors:
+            at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
             for n, k in enumerate(sorted({column for _, column in at})):
-                fragment = partial(_pairs, f.a, 4 * at[row, k])
-                terms.append(Term(fragment, descriptor, _offset(f.b, f.start + BLOCK_K * n)))
-        b = self.factors[0].b.type
-        return _wgmma(terms, b.shape[-2], totals, str(self.factors[0].a.reg.element), row)
+                terms.append(Term(partial(_pairs, a, 4 * at[row, k]), _offset(self.b, start + BLOCK_K * n)))
+        element = str(self.factors[0][0].reg.element)
+        return _wgmma(terms, self._descriptor(), self.b.type.shape[-2], totals, element, row)
 
 
 def _pairs(a: Fragment, first: int) -> list[Any]:
@@ -82,9 +77,8 @@ def warpgroup_row_sums(threads: ThreadIndex, b: Place, start: int, columns: int,
     ones = [emit.real(1.0, ir.VectorType.get([2], element))] * 4
 
     def make() -> list[Any]:
-        descriptor, count = _descriptor(threads, b, result), columns // BLOCK_K
-        terms = [Term(lambda: ones, descriptor, _offset(b, start + BLOCK_K * i)) for i in range(count)]
-        return _wgmma(terms, b.type.shape[-2], None, str(b.type.element))
+        terms = [Term(lambda: ones, _offset(b, start + BLOCK_K * i)) for i in range(columns // BLOCK_K)]
+        return _wgmma(terms, _descriptor(threads, b, result), b.type.shape[-2], None, str(b.type.element))
 
     made = _once(make)
     return Fragment(result, "scalar", lambda i: made()[4 * (i // 2) + i % 2])
@@ -123,11 +117,12 @@ class Term:
     """One instruction: what makes its fragment of a, while the tensor core works on those before, and where b is."""
 
     fragment: Callable[[], list[Any]]
-    descriptor: Any
     offset: int  # from what the descriptor says, in bytes
 
 
-def _wgmma(terms: Sequence[Term], n: int, totals: list[Any] | None, element: str, row: int = 0) -> list[Any]:
+def _wgmma(
+    terms: Sequence[Term], descriptor: Any, n: int, totals: list[Any] | None, element: str, row: int = 0
+) -> list[Any]:
     """The accumulators of one row of fragments, which begin as totals (None: as zero). Rows have registers of their
     own, so that those of all can stay where they are from one step to the next."""
     count = n // 2
@@ -139,20 +134,18 @@ def _wgmma(terms: Sequence[Term], n: int, totals: list[Any] | None, element: str
     for first in range(0, len(terms), _TOGETHER):
         some = terms[first : first + _TOGETHER]
         words = [emit.bitcast(emit.integer(), x) for term in some for x in term.fragment()]
-        descriptors = list(dict.fromkeys(term.descriptor for term in some))
+        lower = f"${len(words)}"
         lines = [".reg .b64 at;", ".reg .pred add;", "wgmma.fence.sync.aligned;"]
         for i, term in enumerate(some):
             relation = "ne" if first + i == 0 and totals is None else "eq"  # the first of a sum from zero does not add
             registers = ", ".join(f"${4 * i + r}" for r in range(4))
-            lower = f"${len(words) + descriptors.index(term.descriptor)}"
             lines += [
                 f"mov.b64 at, {{{lower}, {_UPPER}}};",
                 f"add.s64 at, at, {term.offset // 16};",
                 f"setp.{relation}.b32 add, {lower}, {lower};",
                 f"{multiply}, {{{registers}}}, at, add, 1, 1, 0;",
             ]
-        operands = [*words, *descriptors]
-        _assembly(None, operands, ["{", *lines, "}"], ["r"] * len(operands))
+        _assembly(None, [*words, descriptor], ["{", *lines, "}"], ["r"] * (len(words) + 1))
     moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(sums)]
     done = ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", *moves]
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")

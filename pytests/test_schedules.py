@@ -267,6 +267,8 @@ def test_clusters_of_four_leave_multiprocessors_out() -> None:
         Schedule(8, 1, 4, 4, 128, 2, wgmma=1),
         Schedule(64, 2, 4, 1, 256, 2, wgmma=1),
         Schedule(128, 1, 4, 4, 64, 2, wgmma=1),
+        Schedule(16, 1, 4, 4, 512, 1, wgmma=1, resident=1),
+        Schedule(8, 1, 2, 8, 512, 1, resident=1),
         Schedule(8, 2, 1, 8, 128, 3),
         Schedule(1, 4, 1, 8, 256, 2, digits=1),
     ],
