@@ -27,9 +27,9 @@ class Schedule:
     cluster: int = 1  # of these splits, those that add up through distributed shared memory: 1 or all (sm_90)
     wgmma: int = 0  # 1: instructions of whole warpgroups, which read x from shared memory (sm_90a)
     max_blocks: int = 0  # on a multiprocessor at a time; 0: as many as fit
-    least_blocks: int = 0  # of the grid: empty ones fill it up
-    resident: int = 0  # 1: a block's part of the weight in registers, x in shared memory, each all at once
     digits: int = 0  # 1: one token as digits times codes as bytes, in integers (`dialect.digits`)
+    resident: int = 0  # 1: a block's part of the weight in registers, x in shared memory, each all at once
+    least_blocks: int = 0  # of the grid: empty ones fill it up
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -47,7 +47,7 @@ def test_targets_in_help_exist():
         (("--weight", "u9"), "did you mean 'u8'?"),
         (("--k", "4096", "--group-size", "96"), "group_size=96 must divide k=4096"),
         (("--weight", "lut2", "--table", "1,x"), "--table=1,x must be numbers separated by commas"),
-        (("--schedule", "tokens=3"), "tokens=3 must be 1, 8, 16, 32 or 64"),
+        (("--schedule", "tokens=3"), "tokens=3 must be one of 1, 8, 16, 32, 64, 128"),
         (("--schedule", "stage=3"), "--schedule: unknown option 'stage'; allowed: tokens"),
         (("--target", "sm_75"), "unknown target 'sm_75'"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "vector"), "must be one of lowbit, tile, gpu, llvm"),

@@ -120,7 +120,7 @@ def test_pass_errors_with_and_without_a_place(run, tmp_path):
         ("--test-mark=target=sm_80,foo=1", "unknown option 'foo'; allowed: target, tokens"),
         ("--test-mark=target=sm_80,mode=c", "mode=c must be a|b"),
         ("--test-mark=target=sm_1", "unknown target 'sm_1'"),
-        ("--test-mark=target=cpu,tokens=7", "tokens=7 must be 1, 8, 16, 32 or 64"),
+        ("--test-mark=target=cpu,tokens=7", "tokens=7 must be one of 1, 8, 16, 32, 64, 128"),
         ("--affine-super-vectorize", "--pass-pipeline='builtin.module(func.func(affine-super-vectorize))'"),
         ("--canonicalize=nonsense=1", "no such option nonsense"),
         ("--stop-after=cse", "--stop-after=cse is not among the passes to run: none"),

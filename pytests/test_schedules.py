@@ -267,7 +267,7 @@ def test_clusters_of_four_leave_multiprocessors_out() -> None:
         Schedule(8, 1, 4, 4, 128, 2, wgmma=1),
         Schedule(64, 2, 4, 1, 256, 2, wgmma=1),
         Schedule(128, 1, 4, 4, 64, 2, wgmma=1),
-        Schedule(16, 1, 4, 4, 512, 1, wgmma=1, resident=1),
+        Schedule(8, 1, 4, 4, 512, 1, wgmma=1, resident=1),
         Schedule(8, 1, 2, 8, 512, 1, resident=1),
         Schedule(8, 2, 1, 8, 128, 3),
         Schedule(1, 4, 1, 8, 256, 2, digits=1),
@@ -277,7 +277,7 @@ def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
     from passes.emit_cubin import resource_usage
     from passes.pipeline import compile_matmul
 
-    spec = replace(SPEC, k=8192)
+    spec = replace(SPEC, k=4096 if s.resident else 8192)
     used = resource_usage(compile_matmul(spec, HOPPER, s).ptx, HOPPER)
     assert used.spill_stores == 0 and abs(registers(spec, s) - used.registers) <= 16
 
