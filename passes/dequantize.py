@@ -15,8 +15,9 @@ from dialect.packing import BLOCK_K, ROWS, round_up
 from dialect.spec import MatmulSpec
 from dialect.types import UNIT
 from passes.builder import Memory, Program, Tile
+from passes.factors import Factors
+from passes.operands import spread
 from passes.recipes import compute_element, exponent
-from passes.skinny import Factors, spread
 
 _WARPS = (4, 2, 1)
 

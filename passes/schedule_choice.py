@@ -58,10 +58,10 @@ def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table])
 
 
 def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
-    """Whether a schedule does here what it did where it was measured: it is allowed, every warp has work, and its
-    blocks fill the multiprocessors about as well."""
+    """Whether a schedule does here what it did where it was measured: it is allowed, scales weights or sums as there,
+    every warp has work, and its blocks fill the multiprocessors about as well."""
     s, processors = entry.schedule, multiprocessors(target)
-    if not is_allowed(spec, s, target):
+    if not is_allowed(spec, s, target) or Plan(spec, s).rounds_scales != Plan(entry.key.spec, s).rounds_scales:
         return False
 
     def filled(n: int) -> float:
@@ -99,7 +99,9 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
 def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
     """Some dozens of schedules that are allowed: few enough to predict them all in about two milliseconds."""
     if tile > 1 and has_wgmma(spec, target):
-        found = list(_shaped(spec, target, _WGMMA, tile, wgmma=1))
+        # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
+        shapes = [shape for shape in _WGMMA if tile <= 64 or shape[2] != 3]
+        found = list(_shaped(spec, target, shapes, tile, wgmma=1))
     elif tile > 1:
         found = list(_shaped(spec, target, _TOKENS, tile))
     else:
@@ -127,6 +129,7 @@ def _shaped(
 ) -> Iterator[Schedule]:
     """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
     processors, chunk = multiprocessors(target), spec.packing.chunk
+    depths = ((2, 3, 4) if tokens > 64 else (2, 4)) if wgmma else (2, 3)
     least = 64 if wgmma else PIECE if digits else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
     steps = steps[: 3 if tokens > 64 else 2]  # the wider x is, the less room there is for long steps
@@ -136,7 +139,7 @@ def _shaped(
             continue
         cluster = splits if target.has_clusters else 1
         most = enough_blocks(blocks, target) if wgmma else 0
-        for step, stages in itertools.product(steps, (2, 4) if wgmma else (2, 3)):
+        for step, stages in itertools.product(steps, depths):
             s = Schedule(tokens, row_blocks, warps_n, warps_k, step, stages, splits, cluster, wgmma, most, digits)
             if Plan(spec, s).rounds >= 2 and not spills(spec, s, target) and is_allowed(spec, s, target):
                 yield s

@@ -29,9 +29,11 @@ from dialect.layout import MMA_M16N8_PAIRS, spatial
 from dialect.spec import MatmulSpec
 from dialect.types import row_major
 from passes.builder import Tile
+from passes.factors import Factors
+from passes.operands import Operands
 from passes.recipes import zero_code
 from passes.schedule import Schedule
-from passes.skinny import Factors, Kernel
+from passes.skinny import Kernel
 
 
 class _DigitKernel(Kernel):
@@ -46,16 +48,17 @@ class _DigitKernel(Kernel):
         self.folded = False
         self.shifted = spec.zeros != "none" or self.convert.excess != 0.0
 
-    def _make_views(self) -> None:
-        super()._make_views()
+    def _operands(self) -> Operands:
+        operands = super()._operands()
         shape = (self.schedule.warps_k, self.schedule.step_k // PIECE, DIGITS, 4, HALVES)
         *strides, _ = row_major((*shape[:-1], ROW))
         self.digits = self.p.alloc_shared("i32", shape, (*strides, 1))
-        self.buffers.append(self.digits)
+        operands.buffers.append(self.digits)
+        return operands
 
     def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
         p, s, format_ = self.p, self.schedule, self.spec.dtype
-        unit = p.split_digits(self.x_buffer, self.digits, format_)
+        unit = p.split_digits(self.operands.x_buffer, self.digits, format_)
         p.barrier("warps", 1)
         codes = p.view(words(), format_, self.a_layout)
 

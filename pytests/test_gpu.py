@@ -102,6 +102,27 @@ def test_a_weight_that_was_just_written() -> None:
         assert torch.equal(mm(x, pylib.PackedWeight(w.spec, codes, w.scales, w.zeros)), expected)
 
 
+@pytest.mark.parametrize("wgmma", [0, 1])
+@pytest.mark.parametrize(("splits", "least_blocks"), [(1, 0), (1, 132), (2, 264)])
+def test_resident_weights_in_a_chain(splits: int, least_blocks: int, wgmma: int) -> None:
+    """Kernels that share multiprocessors, each with the result of the one before as its x."""
+    if wgmma and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("wgmma needs sm_90a")
+    spec = pylib.MatmulSpec(2048, 2048, "u4", group_size=128, zeros="int")
+    schedule = pylib.Schedule(8, 1, 4, 2, 256, 1, splits, splits, wgmma, resident=1, least_blocks=least_blocks)
+    x = random_problem(spec, 8)[0]
+    kernels = [pylib.compile(spec, schedule=chosen) for chosen in (None, schedule)]
+    weights = [kernels[0].pack(*random_problem(spec, 8, seed=i)[1:]).to("cuda") for i in range(5)]
+    chains = []
+    for mm in kernels:
+        y = x.cuda()
+        for i in range(40):
+            y = mm(y, weights[i % 5])
+            y = y / y.abs().amax(dim=1, keepdim=True) if i % 8 == 7 else y
+        chains.append(y.float())
+    assert torch.allclose(*chains, atol=0.05)
+
+
 @pytest.mark.parametrize("shape", [(1024,), (0, 1024), (2, 0, 1024), (2, 3, 1024), (3, 40, 1024)])
 def test_leading_dimensions(shape: tuple[int, ...]) -> None:
     x, mm, w = _make(m=120)

@@ -22,11 +22,11 @@ from dialect.spec import MatmulSpec
 from passes import emit, lower_dequant, lower_memory, lower_mma, lower_table, lower_tiles, recipes
 from passes.addressing import Access
 from passes.builder import Program
+from passes.factors import Factors
 from passes.lower_tiles import _Lowering
 from passes.pipeline import CompiledKernel, compile_matmul
 from passes.plan import Plan
 from passes.schedule import Schedule
-from passes.skinny import Factors
 from passes.target import parse_target
 from pylib.packed import TORCH
 from pylib.reference import matmul

@@ -25,6 +25,7 @@ DECODING = re.compile(
 
 SPEC = {"n": 8192, "k": 8192, "group_size": 128}
 DIGITS = {"u1": 0.34, "u2": 0.34, "i2": 0.34}  # one token in integers, 64 rows to a warp
+SMALL_GROUPS = {"u3": 1.7, "u4": 1.75, "u8": 1.85, "nf4": 2.5}  # groups of 32, 64 tokens
 REGISTER_FILE = 65536  # 32-bit registers of a multiprocessor, all architectures here
 # Decoding instructions per weight: f16 with mma.sync, bf16 with wgmma (which leaves no subtraction out).
 BOUNDS = {
@@ -129,6 +130,40 @@ def test_resources_of_digits(weight: str) -> None:
     products = 4 + weight.startswith("i")  # of row blocks, and with ones
     assert sum(line.startswith("mma.sync") for line in main_loop(kernel.ptx)) == products * 256 // 32
     assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
+
+
+@pytest.mark.parametrize("weight", SMALL_GROUPS)
+def test_resources_of_small_groups(weight: str) -> None:
+    """With fewer columns to a group than tokens: weights are scaled, and all sums of a step are one chain."""
+    spec = MatmulSpec(8192, 8192, weight, group_size=32)
+    step = max(128, spec.packing.chunk)
+    kernel = compile_matmul(spec, parse_target("sm_90a"), Schedule(64, 1, 4, 2, step, 2, wgmma=1))
+    used, loop = resource_usage(kernel.ptx, kernel.target), main_loop(kernel.ptx)
+    assert per_weight(kernel) <= SMALL_GROUPS[weight]
+    assert not any(line.startswith("fma.rn.f32") for line in loop)
+    assert sum("wgmma.wait_group" in line for line in loop) == 1
+    assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
+
+
+@pytest.mark.parametrize("act", ["f16", "bf16"])
+@pytest.mark.parametrize("weight", ["u1", "u3", "u4", "u8", "f6e3m2", "f8e4m3", "nf4"])
+def test_resources_of_128_tokens(weight: str, act: str) -> None:
+    kernel = compiled(weight, act, 128, "sm_90a")
+    used = resource_usage(kernel.ptx, kernel.target)
+    assert used.registers * kernel.launch.threads <= REGISTER_FILE
+    assert (used.spill_stores, used.spill_loads) == (0, 0), kernel.schedule
+
+
+@pytest.mark.parametrize(("tokens", "splits", "registers"), [(8, 1, 112), (8, 2, 80), (16, 1, 120), (16, 2, 88)])
+def test_resources_of_resident_weights(tokens: int, splits: int, registers: int) -> None:
+    """All of the weight is on its way before the kernel waits, and stays in registers."""
+    schedule = Schedule(tokens, 1, 4, 4, 256, 1, splits, splits, 1, resident=1)
+    spec = MatmulSpec(4096, 4096, "u4", group_size=128)
+    kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
+    used = resource_usage(kernel.ptx, kernel.target)
+    before, after = kernel.ptx.split("griddepcontrol.wait;")
+    assert before.count("ld.global.nc.v4") == 16 // splits and "ld.global.nc.v4" not in after
+    assert used.registers <= registers and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
 def test_main_loop_is_found() -> None:
