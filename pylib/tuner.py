@@ -36,7 +36,7 @@ from pylib.tune_processes import Failed, Problem
 CANDIDATES = 60  # per matmul and token tile
 FIRST_PASS = 2 / 3  # of them
 PARENTS = 3  # whose neighbours are the second pass
-FINALISTS = 8
+FINALISTS = 4  # the winner was among them in 113 of 114 searches, first in 87 (docs/tuning.md)
 SHORT, LONG = 3, 11  # replays of a timing
 AHEAD = 1  # matmuls that are being compiled for, beyond the one that is timed
 LEAST_SECONDS = 1.0  # of timing for a matmul, however little time there is

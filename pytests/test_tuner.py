@@ -31,7 +31,7 @@ from pylib import models, schedules, search_space, tune_check, tune_processes, t
 from pylib.artifact import Artifacts
 from pylib.cli import app
 from pylib.tune_processes import Compilers, Failed, GpuProcess, Problem, kernel_id
-from pylib.tuner import LONG, SHORT, Log, Tuner
+from pylib.tuner import FINALISTS, LONG, SHORT, Log, Tuner
 
 HOPPER = parse_target("sm_90a")
 SPEC = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)
@@ -128,7 +128,7 @@ def test_two_passes_then_the_best_at_length(bench: Bench) -> None:
         parents = fastest(p, short[:FIRST])[:3]
         near = [s for parent in parents for s in search_space.neighbours(p.spec, p.tile, HOPPER, parent)]
         assert short[FIRST:] == [s for s in dict.fromkeys(near) if s not in short[:FIRST]][: COUNT - FIRST]
-        assert long == fastest(p, short)[:8] and entry.schedule == long[0]
+        assert long == fastest(p, short)[:FINALISTS] and entry.schedule == long[0]
         assert entry.microseconds == Bench.truth(p, long[0]) and entry.kernel == kernel_id(f"{p} {long[0]}")
     rule = [Bench.truth(p, default_schedule(p.spec, p.tile, HOPPER)) for p in WORK]
     assert bench.finished == [(p, e, first, COUNT) for p, e, first in zip(WORK, found, rule)]
@@ -152,13 +152,13 @@ def test_a_session_goes_on_where_it_stopped(bench: Bench) -> None:
         file.write('{"gpu": "NVIDIA H2')  # killed while it wrote
     bench.dies_after = math.inf
     assert bench.run() == expected
-    assert len(bench.timed) == len(WORK) * (COUNT + 8) - FIRST - 7
+    assert len(bench.timed) == len(WORK) * (COUNT + FINALISTS) - FIRST - 7
     assert bench.run() == expected and not bench.timed
     assert len(bench.submitted) == len(WORK)  # for the winners' kernels
 
 
 def test_little_time_means_fewer_candidates_each(bench: Bench) -> None:
-    long = COUNT + 8  # seconds that a matmul takes
+    long = COUNT + FINALISTS  # seconds that a matmul takes
     found = bench.run(seconds=len(WORK) * long / 2)
     assert [e.key for e in found] == [p.key for p in WORK]
     for p in WORK:
