@@ -68,7 +68,10 @@ def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
         blocks = -(-n // s.rows) * s.splits
         return blocks / (-(-blocks // processors) * processors)
 
-    return s.warps_k * s.splits <= Plan(spec, s).steps and filled(spec.n) >= 0.9 * filled(entry.key.n)
+    if s.warps_k * s.splits > Plan(spec, s).steps:
+        return False
+    share = filled(spec.n) / filled(entry.key.n)
+    return 0.9 <= share <= (1.1 if s.resident else math.inf)  # two kernels share the multiprocessors: no more blocks
 
 
 def check_tile(tile: int, tiles: Sequence[int] = TOKEN_TILES, where: str = "") -> None:

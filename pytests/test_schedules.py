@@ -104,6 +104,15 @@ def test_the_rule_where_there_is_no_neighbour(far: str) -> None:
     assert chosen(SPEC, table(entry(SPEC, schedule))) == schedule
 
 
+def test_resident_weights_are_for_as_many_blocks() -> None:
+    """Half of the multiprocessors each for two kernels at a time: not with a block more for every fourth."""
+    measured = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)
+    schedule = Schedule(8, 1, 4, 4, 256, 1, wgmma=1, resident=1, least_blocks=132)
+    for n, lent in ((4096, True), (4224, True), (3840, True), (5120, False), (3072, False)):
+        spec = replace(measured, n=n)
+        assert (chosen(spec, table(entry(measured, schedule)), tile=8) == schedule) == lent, n
+
+
 def test_another_token_tile_is_no_neighbour() -> None:
     assert chosen(SPEC, table(entry(SPEC, ODD)), tile=8) == chosen(SPEC, tile=8)
 
