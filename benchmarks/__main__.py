@@ -38,6 +38,7 @@ def run(
     zeros: Annotated[str | None, typer.Option(help="none, int or float.")] = None,
     act: Annotated[str | None, typer.Option(help="f16 or bf16.")] = None,
     eager: Annotated[bool | None, typer.Option(help="Time eager calls, too.")] = None,
+    sustained: Annotated[bool | None, typer.Option(help="Time what never rests, too.")] = None,
     out: Annotated[
         Path, typer.Option(help="Results; if it exists, only what is not in it is measured.")
     ] = Path("results.json"),
@@ -58,7 +59,7 @@ def run(
         given["peers"] = list(PEERS)
     if m is not None:
         given["m"] = [int(each) for each in m.split(",")]
-    single = {"group_size": group_size, "zeros": zeros, "act": act, "eager": eager}
+    single = {"group_size": group_size, "zeros": zeros, "act": act, "eager": eager, "sustained": sustained}
     given |= {name: value for name, value in single.items() if value is not None}
     plans = Plan.read(PLANS.get(plan, Path(plan)), given) if plan else [Plan.of(given)]
     for part in plans:
@@ -105,6 +106,19 @@ def show(commit: Commit = None) -> None:
     from benchmarks.show import show as table
 
     print(table(commit, _log))
+
+
+@app.command()
+def chain(
+    size: Annotated[str, typer.Argument(help="n x k, as 4096x4096.")],
+    m: Annotated[str, typer.Option("--m", "-m", help="Numbers of tokens.")] = "1,8,16",
+) -> None:
+    """What dependent kernels take that read and write as a matmul does, and compute nothing."""
+    from benchmarks.chain import chain as table
+    from pylib.models import shapes
+
+    ((n, k),) = shapes([size])
+    print(table(n, k, [int(each) for each in m.split(",")]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import measure, show
+from benchmarks import chain, measure, show
 from benchmarks.__main__ import app
 from benchmarks.cases import PLANS, Case, Plan
 from benchmarks.floor import Reader, compile_reader, launch_for
@@ -216,6 +216,35 @@ def test_the_floor_loads_16_bytes_and_never_stores() -> None:
     ptx = compile_reader(Reader(threads=64, unroll=4), "sm_90a").ptx
     assert ptx.count("ld.global.nc.v4") == 4
     assert ptx.index("ld.global.nc.v4") < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
+
+
+@pytest.mark.parametrize("left_out", [(), ("x",), ("weight",), ("weight", "x")])
+def test_a_link_of_a_chain_reads_and_stores_everything(left_out: tuple[str, ...]) -> None:
+    spec, threads = MatmulSpec(128, 256, "u4", group_size=128), 64
+    each = chain.link(spec, 8, 5, threads).without(*left_out)
+    assert 5 * chain.link(spec, 8, 5, threads).units * threads * 16 >= spec.bytes and each.rows * 5 * 4 >= 128 * 8
+    kernel = chain.compile_link(each, "emulator:sm_90a")
+    rng = np.random.default_rng(0)
+    codes, x = (rng.integers(1, 8, (count * threads, 4)).astype(np.float32) for count in (5 * each.units, each.x_units))
+    y = np.zeros((5, each.rows, 4), np.float16)
+    memory = [x, codes, y]
+    Emulator(kernel.ptx).launch(
+        kernel.launch.name,
+        grid=kernel.launch.grid,
+        block=threads,
+        shared_bytes=0,
+        args=[a.reshape(-1).view(np.uint8) for a in memory],
+    )
+    expected = codes.reshape(5, -1, threads, 4).sum(1) + x.reshape(-1, threads, 4).sum(0)
+    np.testing.assert_array_equal(y, expected[:, : each.rows])
+
+
+def test_a_chain_loads_the_weight_before_it_waits_and_x_after() -> None:
+    each = chain.link(MatmulSpec(4096, 4096, "u4", group_size=128), 8, 132)
+    before, after = chain.compile_link(each, "sm_90a").ptx.split("griddepcontrol.wait;")
+    assert (before.count("ld.global.nc.v4"), after.count("ld.global.nc.v4")) == (each.units, each.x_units) == (8, 8)
+    with pytest.raises(SpecError, match="8192 x 8192, m = 1: a chain has at most 131072 bytes"):
+        chain.link(MatmulSpec(8192, 8192, "u4", group_size=128), 1, 132)
 
 
 def test_results_survive_and_go_on(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""The floor of a chain: what kernels take that depend on each other as matmuls do, and compute nothing.
+
+A block fetches its part of the weight into registers while the kernel before still runs (programmatic dependent
+launch), reads x when that has ended, adds both up, and stores its part of y; there is one block for every
+multiprocessor. A matmul small enough for that can hardly be faster. Leaving parts out shows what each of them takes.
+
+    python -m benchmarks chain 4096x4096 -m 1,8,16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.tables import markdown
+from dialect.errors import SpecError, TargetError
+from dialect.layout import local, spatial
+from dialect.spec import MatmulSpec
+from passes.builder import Memory, Program, Scalar, Tile
+from passes.pipeline import CompiledKernel, compile_program
+from passes.target import parse_target
+from pylib.cuda import Function
+from pylib.matmul import this_machine
+from pylib.timing import DEFEAT_L2_BYTES, graph_time
+
+UNIT = 16  # bytes
+MOST_UNITS = 16  # of the weight, and of x, that a thread holds at once: 64 registers
+
+
+@dataclass(frozen=True)
+class Link:
+    """A kernel of the chain.
+
+    units      of 16 bytes that a thread reads of the weight; 0: none
+    x_units    the same of x, all of which every block reads; 0: none
+    rows       of four f16 values that a block stores, at most one for every thread
+    """
+
+    blocks: int
+    units: int
+    x_units: int
+    rows: int
+    threads: int = 512
+
+    def without(self, *parts: str) -> Link:
+        """The same but for some of "weight" and "x"."""
+        units, x_units = 0 if "weight" in parts else self.units, 0 if "x" in parts else self.x_units
+        return Link(self.blocks, units, x_units, self.rows, self.threads)
+
+
+def link(spec: MatmulSpec, m: int, blocks: int, threads: int = 512) -> Link:
+    """A kernel that reads and writes as much as a matmul. Raises SpecError for one that does not fit into registers."""
+
+    def share(size: int, threads: int) -> int:
+        return -(-size // threads)
+
+    found = Link(
+        blocks,
+        share(spec.bytes, UNIT * blocks * threads),
+        share(m * spec.k * 2, UNIT * threads),
+        share(spec.n * m, 4 * blocks),
+        threads,
+    )
+    if max(found.units, found.x_units) > MOST_UNITS or found.rows > threads:
+        raise SpecError(
+            f"{spec.n} x {spec.k}, m = {m}: a chain has at most {MOST_UNITS * UNIT * threads} bytes of x, as many of "
+            f"the weight in a block, and {4 * threads} outputs; take a smaller size or fewer tokens"
+        )
+    return found
+
+
+def chain_program(link: Link) -> Any:
+    """The tile program, as a module: sums of four 32-bit columns of "codes" and "x", rounded to f16, to "y"."""
+    p = Program("chain", link.threads, (link.blocks, 1, 1), dict.fromkeys(("x", "codes", "y"), "pointer"))
+
+    def load(memory: Memory, start: Scalar | int, units: int) -> Tile:
+        return p.load(memory, (start, 0), local(units, 1) * spatial(link.threads, 1) * local(1, 4))
+
+    def sums(tile: Tile) -> Iterator[Tile]:
+        for first in range(0, tile.shape[0], link.threads):
+            yield p.slice(tile, 0, first, link.threads)
+
+    with p:
+        block, chunk = p.block_id(0), link.units * link.threads
+        p.grid_launch_dependents()
+        tiles = []
+        if link.units:
+            codes = p.global_view(p["codes"], "f32", (link.blocks * chunk, 4))
+            tiles.append(load(codes, block * chunk, link.units))  # on its way while the kernel waits
+        p.grid_wait()
+        if link.x_units:
+            x = p.global_view(p["x"], "f32", (link.x_units * link.threads, 4))
+            tiles.append(load(x, 0, link.x_units))
+        total = p.constant(0.0, "f32", spatial(link.threads, 1) * local(1, 4))
+        for tile in reversed(tiles):  # x is there last, but asked for first: as in a matmul
+            for part in sums(tile):
+                total = p.add(total, part)
+        y = p.global_view(p["y"], "f16", (link.blocks, link.rows, 4))
+        stored = p.reshape(p.cast(total, "f16"), (1, link.threads, 4))
+        p.store(stored, y, (block, 0, 0), ("none", "skip", "none"))
+    return p.module
+
+
+def compile_link(link: Link, target: str) -> CompiledKernel:
+    """The kernel for a GPU or for the emulator."""
+    return compile_program(lambda: chain_program(link), parse_target(target))
+
+
+def chain(n: int, k: int, tokens: list[int]) -> str:
+    """Microseconds per kernel, u4 in groups of 128, as a markdown table; on this machine's GPU."""
+    if not torch.cuda.is_available():
+        raise TargetError("a chain is timed on an NVIDIA GPU, and none is here")
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    spec, parts = MatmulSpec(n, k, "u4", group_size=128), (("weight", "x"), ("weight",), ("x",), ())
+    rows = []
+    for m in tokens:
+        whole = link(spec, m, blocks)
+        rows.append([str(m), *(f"{_time(whole.without(*left_out)):.2f}" for left_out in parts)])
+    return markdown(["m", "start and store", "and x", "and the weight, no x", "all"], rows)
+
+
+def _time(link: Link) -> float:
+    kernel, device = compile_link(link, this_machine()), torch.cuda.current_device()
+    function = Function(kernel.cubin(), kernel.launch, device, overlap=True)
+    size = max(1, link.blocks * link.units * link.threads * UNIT)
+    weights = torch.ones(max(2, -(-int(DEFEAT_L2_BYTES) // max(size, 1 << 20))), max(4, size // 4), device="cuda")
+    x = torch.zeros(max(4, link.x_units * link.threads * 4), device="cuda")
+    y = torch.zeros(link.blocks * link.rows * 4, dtype=torch.half, device="cuda")
+
+    def call(weight: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        function(stream, True, x.data_ptr(), weight.data_ptr(), 0, 0, 0, y.data_ptr(), 0)
+
+    return graph_time([partial(call, weight) for weight in weights]).median
