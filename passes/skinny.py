@@ -1,4 +1,4 @@
-"""The matmul kernel for few tokens (1 to 64): weights stream through shared memory into mma fragments.
+"""The matmul kernel for few tokens (1 to 128): weights stream through shared memory into mma fragments.
 
 The idea. Y' = W X': the weight is operand A (16 rows of an mma), tokens are its 8 columns. A decode step reads every
 byte of the weight once and little else, so the kernel is a copy pipeline with a tensor core at its end. The weight
@@ -18,7 +18,12 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
     add the bias, convert, store y[t, n]
 
 With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
-reads the activations from shared memory by itself.
+reads the activations from shared memory by itself. Where a group has no more columns than there are tokens, sums are
+more to scale than weights: then these are scaled, and acc takes the products of all groups of a step in one chain.
+
+Where a matmul is small (`Schedule.resident`) there is no loop: all units are on their way to registers, and
+all activations to shared memory, before the first is waited for, and blocks of two kernels share a multiprocessor. Empty
+blocks fill up the grid then (`Schedule.least_blocks`), so that none gets two of one kernel.
 
 Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
 bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
