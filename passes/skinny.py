@@ -22,8 +22,8 @@ reads the activations from shared memory by itself. Where a group has no more co
 more to scale than weights: then these are scaled, and acc takes the products of all groups of a step in one chain.
 
 Where a matmul is small (`Schedule.resident`) there is no loop: all units are on their way to registers, and
-all activations to shared memory, before the first is waited for, and blocks of two kernels share a multiprocessor. Empty
-blocks fill up the grid then (`Schedule.least_blocks`), so that none gets two of one kernel.
+all activations to shared memory, before the first is waited for, and blocks of two kernels share a multiprocessor.
+Empty blocks fill up the grid then (`Schedule.least_blocks`), so that none gets two of one kernel.
 
 Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
 bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
