@@ -106,8 +106,8 @@ def test_a_weight_that_was_just_written() -> None:
 @pytest.mark.parametrize(("splits", "least_blocks"), [(1, 0), (1, 132), (2, 264)])
 def test_resident_weights_in_a_chain(splits: int, least_blocks: int, wgmma: int) -> None:
     """Kernels that share multiprocessors, each with the result of the one before as its x."""
-    if wgmma and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("wgmma needs sm_90a")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("clusters and wgmma need sm_90a")
     spec = pylib.MatmulSpec(2048, 2048, "u4", group_size=128, zeros="int")
     schedule = pylib.Schedule(8, 1, 4, 2, 256, 1, splits, splits, wgmma, resident=1, least_blocks=least_blocks)
     x = random_problem(spec, 8)[0]
