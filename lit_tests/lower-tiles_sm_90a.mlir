@@ -172,3 +172,52 @@
     operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[2, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "warpgroups", threads = 256, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
+
+// -----
+
+// Products that overlap: each group of instructions is committed, and a product is waited for when the first instructions of
+// the next are under way, whose accumulators are others.
+!x_buffer = !lowbit.shared<[1, 2, 8, 64], f16, [1024, 512, 64, 1], 128>
+!codes = !lowbit.global<[4, 64], vector<4xi32>, [64, 1], [1, 1]>
+!units = !lowbit.reg<[4, 64], vector<4xi32>, "spatial(4, 1).local(1, 2).spatial(1, 32)">
+!units3 = !lowbit.reg<[1, 4, 64], vector<4xi32>, "spatial(1, 4, 1).local(1, 1, 2).spatial(1, 1, 32)">
+!a_codes = !lowbit.reg<[1, 64, 128], #lowbit.format<"u4", []>, "spatial(1, 4, 1).local(1, 1, 8).column_local(1, 2, 2).spatial(1, 8, 4).local(1, 1, 2)">
+!a = !lowbit.reg<[1, 64, 128], f16, "spatial(1, 4, 1).local(1, 1, 8).column_local(1, 2, 2).spatial(1, 8, 4).local(1, 1, 2)">
+!half = !lowbit.reg<[1, 64, 64], f16, "spatial(1, 4, 1).local(1, 1, 4).column_local(1, 2, 2).spatial(1, 8, 4).local(1, 1, 2)">
+!d = !lowbit.reg<[1, 64, 8], f32, "spatial(1, 4, 1).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+// CHECK-LABEL: gpu.func @overlap
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.mma_async{{.*}}{wgmma_sum4, wgmma_sum5, wgmma_sum6, wgmma_sum7}
+// CHECK-SAME:      wgmma.commit_group.sync.aligned;
+// CHECK-NOT:     wait_group
+// CHECK-COUNT-16: lowbit.decode_pair
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.mma_async{{.*}}{wgmma_sum0, wgmma_sum1, wgmma_sum2, wgmma_sum3}
+// CHECK-SAME:      wgmma.commit_group.sync.aligned;
+// CHECK-NEXT:    llvm.inline_asm has_side_effects {{.*}}"wgmma.wait_group.sync.aligned 1;"
+// CHECK-NEXT:    llvm.inline_asm has_side_effects {{.*}}"mov.f32 $0, wgmma_sum4;
+// CHECK:         arith.addf
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}"wgmma.wait_group.sync.aligned 0;
+// CHECK-SAME:      mov.f32 $0, wgmma_sum0;
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>}
+    : (!llvm.ptr<1>) -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  %x = "lowbit.alloc_shared"() : () -> !x_buffer
+  %words = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!codes, i32, i32) -> !units
+  %units = "lowbit.reshape"(%words) : (!units) -> !units3
+  %a_codes = "lowbit.view"(%units) : (!units3) -> !a_codes
+  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
+  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
+  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !d
+  %a0 = "lowbit.slice"(%a) {dim = 2, start = 0} : (!a) -> !half
+  %d0 = "lowbit.warpgroup_mma"(%a0, %x, %zero) {start = 0, overlap} : (!half, !x_buffer, !d) -> !d
+  %s0 = "lowbit.add"(%d0, %one) : (!d, !d) -> !d
+  %a1 = "lowbit.slice"(%a) {dim = 2, start = 64} : (!a) -> !half
+  %d1 = "lowbit.warpgroup_mma"(%a1, %x, %zero) {start = 64, overlap} : (!half, !x_buffer, !d) -> !d
+  %s1 = "lowbit.add"(%s0, %d1) : (!d, !d) -> !d
+  "lowbit.store"(%s1, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
+    operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "overlap", threads = 128, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()

@@ -382,9 +382,13 @@ class Program:
     def mma(self, a: Tile, b: Tile, c: Tile) -> Tile:
         return Tile(ops.MmaOp(a.value, b.value, c.value, c.reg.type).result)
 
-    def warpgroup_mma(self, a: Tile, b: Memory, start: int, c: Tile) -> Tile:
-        """c + a b^T, with columns start .. of b [.., k / 64, n, 64] in shared memory."""
-        return Tile(ops.WarpgroupMmaOp(a.value, b.value, c.value, _i64(start), c.reg.type).result)
+    def warpgroup_mma(self, a: Tile, b: Memory, start: int, c: Tile, overlap: bool = False) -> Tile:
+        """c + a b^T, with columns start .. of b [.., k / 64, n, 64] in shared memory. overlap: the product before may
+        still be under way when this one is begun; c is zero, and there is one row of fragments."""
+        op = ops.WarpgroupMmaOp(a.value, b.value, c.value, _i64(start), c.reg.type)
+        if overlap:
+            op.operation.attributes["overlap"] = ir.UnitAttr.get()
+        return Tile(op.result)
 
     def warpgroup_row_sums(self, b: Memory, start: int, columns: int, layout: Layout) -> Tile:
         return Tile(ops.WarpgroupRowSumsOp(b.value, _i64(start), _i64(columns), Reg("f32", layout).type).result)

@@ -10,7 +10,7 @@ from dialect import ops
 from dialect.bindings import arith, ir
 from dialect.dtypes import DType
 from dialect.errors import PassError
-from dialect.layout import MMA_M16N8K16_A, Layout
+from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, Layout
 from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, Piece, run_of
 from dialect.shared_memory import BANK_BYTES, BANKS
 from dialect.types import Reg, format_attr, read_format
@@ -18,7 +18,7 @@ from passes import emit
 from passes.addressing import Place
 from passes.fragment import Fragment, kind_of
 from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
-from passes.lower_wgmma import Products, warpgroup_row_sums
+from passes.lower_wgmma import Products, wait, warpgroup_row_sums
 from passes.lowering import Lowering, int_attr, text_attr
 
 
@@ -164,17 +164,34 @@ class TileRules(Lowering):
     def _warpgroup_mma(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_mma", "sm_90a")
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
-        factors = [(a, int_attr(op, "start"))]
-        if isinstance(c, Products) and c is self.sum and c in self.reads and c.b is b:  # not written down yet: a chain
+        factors, reg = [(a, int_attr(op, "start"))], Reg.of(op.result.type)
+        if "overlap" in op.operation.attributes:
+            if not _is_zero(op.c) or len({row for row, _ in fragment_blocks(reg.layout, MMA_M16N8_D)}) > 1:
+                raise PassError("lower-tiles: products overlap that start from zero and have one row of fragments")
+            products = self._started(Products(self.threads, factors, b, None, reg, 1 - self.bank))
+        elif isinstance(c, Products) and c is self.sum and c in self.reads and c.b is b:  # not written yet: a chain
             self.reads.remove(c)
-            factors, c = [*c.factors, *factors], c.c
+            products = Products(self.threads, [*c.factors, *factors], b, c.c, reg)
         else:
             self._finish_sums()
-            c = None if _is_zero(op.c) else c
-        products = Products(self.threads, factors, b, c, Reg.of(op.result.type))
+            products = Products(self.threads, factors, b, None if _is_zero(op.c) else c, reg)
         self.sum = products
         self.reads.append(products)
         self.values[op.result] = products
+
+    def _started(self, products: Products) -> Products:
+        """Under way, while the last such may still be: it is waited for when a few more instructions are."""
+        last, self.bank = self.last_started, products.bank
+
+        def finish_last() -> None:
+            if last is not None and last in self.reads:  # not written down yet
+                wait(1)
+                last.waited_for = True
+            self._finish_sums()
+
+        products.start(finish_last)
+        self.last_started = products
+        return products
 
     def _warpgroup_row_sums(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_row_sums", "sm_90a")

@@ -11,7 +11,7 @@ fragments of a are new ones for every instruction: the next is decoded while the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from passes.lower_mma import fragment_blocks
 _UPPER = 1 << 30 | 1024 // 16
 _SUM = "wgmma_sum"
 _TOGETHER = 4  # instructions after one fence: on an H200, one by one is 5 % slower at m = 64, and so is all at once
+_COMMIT = "wgmma.commit_group.sync.aligned;"
 _MOST_SUMS = 4096  # names cost nothing
 
 
@@ -37,16 +38,35 @@ class Products(Fragment):
     """c + a b^T + a' b'^T + ... (c None: zero), whose accumulators stay where they are from one product to the next.
 
     factors: every a, and the first column of b that belongs to it
+    bank: of two sets of registers, for products from zero of which two may be under way (`start`)
     """
 
     def __init__(
-        self, threads: ThreadIndex, factors: Sequence[tuple[Fragment, int]], b: Place, c: Fragment | None, result: Reg
+        self,
+        threads: ThreadIndex,
+        factors: Sequence[tuple[Fragment, int]],
+        b: Place,
+        c: Fragment | None,
+        result: Reg,
+        bank: int = 0,
     ) -> None:
-        self.factors, self.b, self.c = factors, b, c
+        self.factors, self.b, self.c, self.bank = factors, b, c, bank
+        self.started = self.waited_for = False
         self._places = fragment_blocks(result.layout, MMA_M16N8_D)
         self._descriptor = _once(lambda: _descriptor(threads, b, result))
         self._rows: dict[int, list[Any]] = {}
         super().__init__(result, "scalar", self._scalar)
+
+    def start(self, finish_last: Callable[[], None]) -> None:
+        """Write down the instructions of a single row from zero; once the first few are under way, those of the product
+        before have ended, and `finish_last` may write down what is done with them."""
+        self.started = True
+        for number, batch in enumerate(self._batches(0)):
+            self._instructions(0).issue(batch, adds=number > 0, commit=True)
+            if number == 0:
+                finish_last()
+            else:
+                wait(1)
 
     def _scalar(self, i: int) -> Any:
         row, column = self._places[i // 4]
@@ -55,16 +75,25 @@ class Products(Fragment):
         return self._rows[row][4 * column + i % 4]
 
     def _row(self, row: int) -> list[Any]:
+        instructions = self._instructions(row)
+        if self.started:
+            return instructions.collect(None if self.waited_for else 0)
         mine = sorted((column, i) for i, (r, column) in enumerate(self._places) if r == row)
-        c = self.c
-        totals = None if c is None else [c.scalar(4 * i + j) for _, i in mine for j in range(4)]
+        if self.c is not None:
+            instructions.begin([self.c.scalar(4 * i + j) for _, i in mine for j in range(4)])
+        return instructions.run(self._batches(row), self.c is not None)
+
+    def _batches(self, row: int) -> Iterator[list[Term]]:
         terms: list[Term] = []
         for a, start in self.factors:
             at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
             for n, k in enumerate(sorted({column for _, column in at})):
                 terms.append(Term(partial(_pairs, a, 4 * at[row, k]), _offset(self.b, start + BLOCK_K * n)))
+        return _batches(terms)
+
+    def _instructions(self, row: int) -> Instructions:
         element = str(self.factors[0][0].reg.element)
-        return _wgmma(terms, self._descriptor(), self.b.type.shape[-2], totals, element, row)
+        return Instructions(self._descriptor(), self.b.type.shape[-2], element, row + self.bank)
 
 
 def _pairs(a: Fragment, first: int) -> list[Any]:
@@ -78,7 +107,7 @@ def warpgroup_row_sums(threads: ThreadIndex, b: Place, start: int, columns: int,
 
     def make() -> list[Any]:
         terms = [Term(lambda: ones, _offset(b, start + BLOCK_K * i)) for i in range(columns // BLOCK_K)]
-        return _wgmma(terms, _descriptor(threads, b, result), b.type.shape[-2], None, str(b.type.element))
+        return Instructions(_descriptor(threads, b, result), b.type.shape[-2], str(b.type.element)).run(_batches(terms))
 
     made = _once(make)
     return Fragment(result, "scalar", lambda i: made()[4 * (i // 2) + i % 2])
@@ -120,37 +149,63 @@ class Term:
     offset: int  # from what the descriptor says, in bytes
 
 
-def _wgmma(
-    terms: Sequence[Term], descriptor: Any, n: int, totals: list[Any] | None, element: str, row: int = 0
-) -> list[Any]:
-    """The accumulators of one row of fragments, which begin as totals (None: as zero). Rows have registers of their
-    own, so that those of all can stay where they are from one step to the next."""
-    count = n // 2
-    sums = [f"{_SUM}{row * count + i}" for i in range(count)]
-    multiply = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{', '.join(sums)}}}"
-    if totals is not None:
-        moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(sums)]
-        _assembly(None, totals, moves, ["f"] * count)
+def _batches(terms: Sequence[Term]) -> Iterator[list[Term]]:
     for first in range(0, len(terms), _TOGETHER):
-        some = terms[first : first + _TOGETHER]
-        words = [emit.bitcast(emit.integer(), x) for term in some for x in term.fragment()]
+        yield list(terms[first : first + _TOGETHER])
+
+
+class Instructions:
+    """Those of one row of fragments, with accumulators of their own: rows' sums can stay where they are from one step
+    to the next."""
+
+    def __init__(self, descriptor: Any, n: int, element: str, row: int = 0) -> None:
+        self.descriptor, count = descriptor, n // 2
+        self.sums = [f"{_SUM}{row * count + i}" for i in range(count)]
+        kind = f"m64n{n}k16.f32.{element}.{element}"
+        self.multiply = f"wgmma.mma_async.sync.aligned.{kind} {{{', '.join(self.sums)}}}"
+
+    def run(self, batches: Iterable[list[Term]], adds: bool = False) -> list[Any]:
+        """The accumulators after all; adds: to what `begin` has put there, not from zero."""
+        for batch in batches:
+            self.issue(batch, adds)
+            adds = True
+        return self.collect(0, commit=True)
+
+    def begin(self, totals: Sequence[Any]) -> None:
+        """Put totals into the accumulators."""
+        moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(self.sums)]
+        _assembly(None, list(totals), moves, ["f"] * len(totals))
+
+    def issue(self, batch: Sequence[Term], adds: bool, commit: bool = False) -> None:
+        """Some instructions after one fence, the first of which may begin from zero."""
+        words = [emit.bitcast(emit.integer(), x) for term in batch for x in term.fragment()]
         lower = f"${len(words)}"
         lines = [".reg .b64 at;", ".reg .pred add;", "wgmma.fence.sync.aligned;"]
-        for i, term in enumerate(some):
-            relation = "ne" if first + i == 0 and totals is None else "eq"  # the first of a sum from zero does not add
+        for i, term in enumerate(batch):
+            relation = "eq" if i or adds else "ne"  # the first of a sum from zero does not add
             registers = ", ".join(f"${4 * i + r}" for r in range(4))
             lines += [
                 f"mov.b64 at, {{{lower}, {_UPPER}}};",
                 f"add.s64 at, at, {term.offset // 16};",
                 f"setp.{relation}.b32 add, {lower}, {lower};",
-                f"{multiply}, {{{registers}}}, at, add, 1, 1, 0;",
+                f"{self.multiply}, {{{registers}}}, at, add, 1, 1, 0;",
             ]
-        _assembly(None, [*words, descriptor], ["{", *lines, "}"], ["r"] * (len(words) + 1))
-    moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(sums)]
-    done = ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", *moves]
-    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
-    result = _assembly(struct, [], done, ["=f"] * count)
-    return [llvm.extractvalue(ir.F32Type.get(), result, [i]) for i in range(count)]
+        lines += [_COMMIT] if commit else []
+        _assembly(None, [*words, self.descriptor], ["{", *lines, "}"], ["r"] * (len(words) + 1))
+
+    def collect(self, pending: int | None, commit: bool = False) -> list[Any]:
+        """The accumulators, when at most so many groups are under way; None: without waiting."""
+        moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(self.sums)]
+        waits = [] if pending is None else [f"wgmma.wait_group.sync.aligned {pending};"]
+        struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * len(self.sums))})>")
+        lines = [*([_COMMIT] if commit else []), *waits, *moves]
+        result = _assembly(struct, [], lines, ["=f"] * len(self.sums))
+        return [llvm.extractvalue(ir.F32Type.get(), result, [i]) for i in range(len(self.sums))]
+
+
+def wait(pending: int) -> None:
+    """Until at most so many groups of instructions are under way."""
+    _assembly(None, [], [f"wgmma.wait_group.sync.aligned {pending};"], [])
 
 
 def declare_sums() -> None:

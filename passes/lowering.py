@@ -59,6 +59,8 @@ class Lowering:
         self.values: dict[Any, Any] = {}  # SSA value of the program -> SSA value, Fragment or Place
         self.reads: list[Fragment] = []  # fragments whose registers are loads
         self.sum: Fragment | None = None  # of the last wgmma, with what was done to it since
+        self.last_started: Any = None  # the last products that overlap, and
+        self.bank = 0  # which of two sets of registers has their sums
         self.shared = SharedMemory()
 
     def _require(self, there: bool, what: str, since: str) -> None:

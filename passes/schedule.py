@@ -30,6 +30,7 @@ class Schedule:
     digits: int = 0  # 1: one token as digits times codes as bytes, in integers (`dialect.digits`)
     resident: int = 0  # 1: a block's part of the weight in registers, x in shared memory, each all at once
     least_blocks: int = 0  # of the grid: empty ones fill it up
+    overlap: int = 0  # 1: the product of a group is begun, with wgmma, before that of the last has ended
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -61,6 +62,11 @@ class Schedule:
             raise SpecError(
                 f"schedule: resident={self.resident} must be 0, or 1 with stages=1 and digits=0, not "
                 f"stages={self.stages} and digits={self.digits}"
+            )
+        if self.overlap not in (0, 1) or (self.overlap and (not self.wgmma or self.row_blocks > 1)):
+            raise SpecError(
+                f"schedule: overlap={self.overlap} must be 0, or 1 with wgmma=1 and row_blocks=1, not "
+                f"wgmma={self.wgmma} and row_blocks={self.row_blocks}"
             )
         for name, zero in (("max_blocks", "as many as fit"), ("least_blocks", "as many as have work")):
             if getattr(self, name) < 0:

@@ -57,6 +57,8 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         _check_digits(spec, s)
     if s.resident:
         _check_resident(spec, s)
+    if s.overlap and (not Plan(spec, s).groups or Plan(spec, s).rounds_scales):
+        raise SpecError(f"schedule: overlap=1 is for sums that are scaled group by group; {spec} needs overlap=0")
     if s.cluster > 1 and not target.has_clusters:
         raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
     needed = shared_bytes(spec, s)

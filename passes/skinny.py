@@ -20,6 +20,7 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
 With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
 reads the activations from shared memory by itself. Where a group has no more columns than there are tokens, sums are
 more to scale than weights: then these are scaled, and acc takes the products of all groups of a step in one chain.
+Else a group's product may be begun before the last one's has ended (`Schedule.overlap`).
 
 Where a matmul is small (`Schedule.resident`) there is no loop: all units are on their way to registers, and
 all activations to shared memory, before the first is waited for, and blocks of two kernels share a multiprocessor.
@@ -162,8 +163,9 @@ class Kernel:
             operands.copy_x(step)
             p.commit()
         for operands.slot, codes in enumerate(words):
-            p.wait(len(steps) - 1 - operands.slot)
-            p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
+            if operands.slot == 0 or not s.overlap:  # between barriers alone, products may overlap
+                p.wait(0 if s.overlap else len(steps) - 1 - operands.slot)
+                p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
             carried = self._step(carried, lambda codes=codes: codes)
         return carried
 
@@ -235,7 +237,7 @@ class Kernel:
                 weights = p.mul(weights, p.cast(self._group_factor("scales", group), self.compute))
                 total = p.warpgroup_mma(weights, self.operands.x_buffer, start, total)
                 continue
-            product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero)
+            product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, bool(s.overlap))
             sums = partial(self._sums_of_x, start, width) if self.shifted else None
             total = self._add_scaled(total, product, group, sums)
         return [total]

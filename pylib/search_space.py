@@ -22,7 +22,8 @@ from passes.schedule_choice import default_schedule, schedule_for
 from passes.target import Target
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits", "resident")
-SECOND = ("cluster", "max_blocks", "least_blocks")  # only the second pass varies them; in the first they follow
+# Only the second pass varies these; in the first they follow.
+SECOND = ("cluster", "max_blocks", "least_blocks", "overlap")
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
@@ -44,6 +45,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "max_blocks": (0, 1, 2),
         "least_blocks": (0, multiprocessors(target), 2 * multiprocessors(target)),
         "resident": (0, 1),
+        "overlap": (0, 1) if tile >= 8 and has_wgmma(spec, target) else (0,),
         "digits": (0, 1) if tile == 1 and has_digits(spec) else (0,),
     }
 

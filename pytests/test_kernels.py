@@ -108,7 +108,7 @@ class Case:
         parts = [s.weight, f"{s.n}x{s.k}", f"g{s.group_size}", f"z{s.zeros}", s.scale, s.act, s.out_dtype]
         parts += [f"m{self.m}", f"r{p.row_blocks}n{p.warps_n}k{p.warps_k}", f"step{p.step_k}"]
         parts += [f"stages{p.stages}", f"splits{p.splits}", *["cluster"] * (p.cluster > 1), *["wgmma"] * p.wgmma]
-        parts += ["resident"] * p.resident + [f"grid{p.least_blocks}"] * (p.least_blocks > 0)
+        parts += ["resident"] * p.resident + ["overlap"] * p.overlap + [f"grid{p.least_blocks}"] * (p.least_blocks > 0)
         return "-".join([*parts, self.target, *["bias"] * s.bias])
 
 
@@ -242,6 +242,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "step": (1, 2),  # chunks, or 64 columns for wgmma
     "resident": (0, 1),
     "empty": (0, 1, 3),  # tiles that the grid has beyond those with work
+    "overlap": (0, 1),
 }
 HOPPER_K = {1: 64, 3: 328, 11: 1000}  # without groups
 
@@ -255,6 +256,8 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
         c["row_blocks"] = 3  # 48 rows are three equal parts
     if not _hopper_is_allowed(c):
         c["resident"] = 0
+    if not (c["wgmma"] and c["row_blocks"] == 1 and _hopper_is_allowed(c)):
+        c["overlap"] = 0
     if _work(_hopper(c).schedule) > MOST_WORK or not _hopper_is_allowed(c):
         c["step"] = 1
     if _work(_hopper(c).schedule) > MOST_WORK and c["row_blocks"] == 2:
@@ -278,6 +281,8 @@ def _hopper(c: dict[str, Any]) -> Case:
     )
     if c["resident"]:
         schedule = replace(schedule, stages=1, resident=1)
+    if c["overlap"] and c["wgmma"] and c["row_blocks"] == 1:
+        schedule = replace(schedule, overlap=1)
     if c["empty"]:
         schedule = replace(schedule, least_blocks=(Plan(spec, schedule).tiles + c["empty"]) * splits)
     return Case(spec, schedule, "sm_90a", c["m"])
@@ -301,6 +306,7 @@ def test_hopper_has_cases() -> None:
     resident = [case for case in HOPPER_CASES if case.schedule.resident]
     assert {case.schedule.wgmma for case in resident} == {0, 1}
     assert any(Plan(case.spec, case.schedule).rounds > 2 for case in resident)
+    assert {case.schedule.resident for case in HOPPER_CASES if case.schedule.overlap} == {0, 1}
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)

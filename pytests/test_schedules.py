@@ -359,6 +359,13 @@ UNFIT: list[tuple[str, dict[str, int]]] = [
     (r"wgmma=2 must be 0, or 1 with warps_n=4", {"wgmma": 2, "warps_n": 4}),
     (r"wgmma=1 must be .* warps_n=2 a multiple of 4", {"wgmma": 1, "warps_n": 2}),
     (r"wgmma=1 must be .* tokens=1 at least 8", {"wgmma": 1, "warps_n": 4, "tokens": 1}),
+    (r"tokens=128 needs wgmma=1", {"tokens": 128}),
+    (r"tokens=48 must be one of 1, 8, 16, 32, 64, 128", {"tokens": 48}),
+    (r"resident=1 must be 0, or 1 with stages=1 and digits=0, not stages=3", {"resident": 1}),
+    (r"overlap=1 must be 0, or 1 with wgmma=1 and row_blocks=1, not wgmma=0", {"overlap": 1, "row_blocks": 1}),
+    (r"overlap=1 must be .*, not wgmma=1 and row_blocks=2", {"overlap": 1, "wgmma": 1, "warps_n": 4}),
+    (r"least_blocks=-1 must be 0 \(as many as have work\) or more", {"least_blocks": -1}),
+    (r"max_blocks=-1 must be 0 \(as many as fit\) or more", {"max_blocks": -1}),
 ]
 
 
@@ -398,6 +405,25 @@ def test_clusters_and_wgmma_where_they_do_not_fit(
         check_schedule(spec, schedule, parse_target(target))
     fitting = replace(schedule, cluster=1) if "cluster" in message else replace(schedule, wgmma=0)
     check_schedule(spec, fitting, parse_target(target))
+
+
+RESIDENT = Schedule(8, 1, 4, 2, 128, 1, wgmma=1, resident=1)
+
+
+@pytest.mark.parametrize(
+    ("message", "spec", "change"),
+    [
+        ("resident=1 needs steps of .* come out even for k=1280", replace(SPEC, k=1280), {"warps_k": 4}),
+        ("resident=1 needs .* x in 16-byte pieces", replace(SPEC, k=1020, group_size=None), {"wgmma": 0}),
+        ("resident=1 has at most 128 registers of weight .* needs 512", replace(SPEC, k=16384), {"warps_k": 2}),
+        ("overlap=1 is for .* group by group; .* needs overlap=0", replace(SPEC, group_size=None), {"overlap": 1}),
+        ("overlap=1 is for .* needs overlap=0", replace(SPEC, group_size=32), {"overlap": 1, "tokens": 64}),
+    ],
+)
+def test_resident_and_overlap_where_they_do_not_fit(message: str, spec: MatmulSpec, change: dict[str, int]) -> None:
+    with pytest.raises(SpecError, match=f"schedule: {message}"):
+        check_schedule(spec, replace(RESIDENT, **change), HOPPER)
+    check_schedule(SPEC, RESIDENT, HOPPER)
 
 
 def test_user_tables(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,8 @@ def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
 class WarpgroupMmaOp(Lowbit.Operation, name="warpgroup_mma"):
     """c + a b^T by wgmma: a [.., m, k] in registers as for `mma`, b columns start .. start + k of shared memory.
 
-    Its four warps bring 16 rows each of a 64-row instruction and share b [.., k / 64, n, 64] (PTX ISA 9.7.15).
+    Its four warps bring 16 rows each of a 64-row instruction and share b [.., k / 64, n, 64] (PTX ISA 9.7.15). With the
+    unit attribute `overlap` it may be begun before the last such product has ended; c is zero then.
     """
 
     a: ext.Operand[RegType]
