@@ -110,15 +110,15 @@ def show(commit: Commit = None) -> None:
 
 @app.command()
 def chain(
-    size: Annotated[str, typer.Argument(help="n x k, as 4096x4096.")],
+    size: Annotated[str, typer.Argument(help="n x k, as 4096x4096, or the layers of a model.")],
     m: Annotated[str, typer.Option("--m", "-m", help="Numbers of tokens.")] = "1,8,16",
 ) -> None:
     """What dependent kernels take that read and write as a matmul does, and compute nothing."""
     from benchmarks.chain import chain as table
     from pylib.models import shapes
 
-    ((n, k),) = shapes([size])
-    print(table(n, k, [int(each) for each in m.split(",")]))
+    for n, k in shapes([size]):
+        print(f"{n} x {k}\n\n{table(n, k, [int(each) for each in m.split(',')])}\n")
 
 
 if __name__ == "__main__":

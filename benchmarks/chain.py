@@ -10,12 +10,13 @@ multiprocessor. A matmul small enough for that can hardly be faster. Leaving par
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.floor import UNIT
 from benchmarks.tables import markdown
 from dialect.errors import SpecError, TargetError
 from dialect.layout import local, spatial
@@ -23,11 +24,10 @@ from dialect.spec import MatmulSpec
 from passes.builder import Memory, Program, Scalar, Tile
 from passes.pipeline import CompiledKernel, compile_program
 from passes.target import parse_target
-from pylib.cuda import Function
+from pylib.cuda import Function, current_stream
 from pylib.matmul import this_machine
-from pylib.timing import DEFEAT_L2_BYTES, graph_time
+from pylib.timing import copies_needed, graph_time
 
-UNIT = 16  # bytes
 MOST_UNITS = 16  # of the weight, and of x, that a thread holds at once: 64 registers
 
 
@@ -48,23 +48,15 @@ class Link:
 
     def without(self, *parts: str) -> Link:
         """The same but for some of "weight" and "x"."""
-        units, x_units = 0 if "weight" in parts else self.units, 0 if "x" in parts else self.x_units
-        return Link(self.blocks, units, x_units, self.rows, self.threads)
+        fields = {"weight": "units", "x": "x_units"}
+        return replace(self, **{fields[part]: 0 for part in parts})
 
 
 def link(spec: MatmulSpec, m: int, blocks: int, threads: int = 512) -> Link:
     """A kernel that reads and writes as much as a matmul. Raises SpecError for one that does not fit into registers."""
 
-    def share(size: int, threads: int) -> int:
-        return -(-size // threads)
-
-    found = Link(
-        blocks,
-        share(spec.bytes, UNIT * blocks * threads),
-        share(m * spec.k * 2, UNIT * threads),
-        share(spec.n * m, 4 * blocks),
-        threads,
-    )
+    units, x_units = -(-spec.bytes // (UNIT * blocks * threads)), -(-m * spec.k * 2 // (UNIT * threads))
+    found = Link(blocks, units, x_units, rows=-(-spec.n * m // (4 * blocks)), threads=threads)
     if max(found.units, found.x_units) > MOST_UNITS or found.rows > threads:
         raise SpecError(
             f"{spec.n} x {spec.k}, m = {m}: a chain has at most {MOST_UNITS * UNIT * threads} bytes of x, as many of "
@@ -119,20 +111,21 @@ def chain(n: int, k: int, tokens: list[int]) -> str:
     rows = []
     for m in tokens:
         whole = link(spec, m, blocks)
-        rows.append([str(m), *(f"{_time(whole.without(*left_out)):.2f}" for left_out in parts)])
+        size, x_size = whole.blocks * whole.units * whole.threads * UNIT, whole.x_units * whole.threads * UNIT
+        weights = torch.ones(copies_needed(size), size // 4, device="cuda")
+        x = torch.zeros(x_size // 4, device="cuda")
+        y = torch.zeros(whole.blocks * whole.rows * 4, dtype=torch.half, device="cuda")
+        times = [_time(whole.without(*left_out), x, weights, y) for left_out in parts]
+        rows.append([str(m), *(f"{time:.2f}" for time in times)])
     return markdown(["m", "start and store", "and x", "and the weight, no x", "all"], rows)
 
 
-def _time(link: Link) -> float:
+def _time(link: Link, x: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> float:
     kernel, device = compile_link(link, this_machine()), torch.cuda.current_device()
     function = Function(kernel.cubin(), kernel.launch, device, overlap=True)
-    size = max(1, link.blocks * link.units * link.threads * UNIT)
-    weights = torch.ones(max(2, -(-int(DEFEAT_L2_BYTES) // max(size, 1 << 20))), max(4, size // 4), device="cuda")
-    x = torch.zeros(max(4, link.x_units * link.threads * 4), device="cuda")
-    y = torch.zeros(link.blocks * link.rows * 4, dtype=torch.half, device="cuda")
 
     def call(weight: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        function(stream, True, x.data_ptr(), weight.data_ptr(), 0, 0, 0, y.data_ptr(), 0)
+        addresses = {"x": x.data_ptr(), "codes": weight.data_ptr(), "y": y.data_ptr()}
+        function(current_stream(device), True, scales=0, zeros=0, bias=0, m=0, **addresses)
 
     return graph_time([partial(call, weight) for weight in weights]).median

@@ -21,7 +21,7 @@ from passes.schedule import Launch
 from passes.target import parse_target
 from pylib.cuda import Function
 from pylib.matmul import this_machine
-from pylib.timing import DEFEAT_L2_BYTES, Timing, graph_time
+from pylib.timing import Timing, copies_needed, graph_time
 
 UNIT = 16  # bytes
 NEVER = 1 << 30  # units: more than a weight has
@@ -106,8 +106,7 @@ class Floor:
 def floor(size: int) -> Floor:
     """Measure the floor for a packed weight of `size` bytes: the fastest of all readers, by the median."""
     units = -(-size // UNIT)
-    count = max(2, -(-int(DEFEAT_L2_BYTES) // (units * UNIT)))
-    memory = torch.ones(count, units * UNIT // 4, device="cuda")
+    memory = torch.ones(copies_needed(units * UNIT), units * UNIT // 4, device="cuda")
     sums = torch.empty(1, device="cuda")
     timings: dict[Reader, Timing] = {}
     for reader in readers(torch.cuda.get_device_properties(0).multi_processor_count):

@@ -171,7 +171,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.weight = self.layer.weight()
-        count = max(2, -(-int(timing.DEFEAT_L2_BYTES) // self.layer.bytes))
+        count = timing.copies_needed(self.layer.bytes)
         self.calls = [self.layer.call, *(self.layer.clone() for _ in range(count - 1))]
 
     def measure(self, m: int, eager: bool = True, sustained: bool = False) -> Record:

@@ -154,7 +154,7 @@ def time_row(n: int, k: int, m: int) -> Row:
 
 
 def _dense_copies(weight: Tensor) -> list[Tensor]:
-    count = max(2, -(-int(timing.DEFEAT_L2_BYTES) // weight.nbytes))
+    count = timing.copies_needed(weight.nbytes)
     return [weight, *(weight.clone() for _ in range(count - 1))]
 
 

@@ -168,7 +168,7 @@ class TileRules(Lowering):
         if "overlap" in op.operation.attributes:
             if not _is_zero(op.c) or len({row for row, _ in fragment_blocks(reg.layout, MMA_M16N8_D)}) > 1:
                 raise PassError("lower-tiles: products overlap that start from zero and have one row of fragments")
-            products = self._started(Products(self.threads, factors, b, None, reg, 1 - self.bank))
+            products = self._started(factors, b, reg)
         elif isinstance(c, Products) and c is self.sum and c in self.reads and c.b is b:  # not written yet: a chain
             self.reads.remove(c)
             products = Products(self.threads, [*c.factors, *factors], b, c.c, reg)
@@ -179,9 +179,10 @@ class TileRules(Lowering):
         self.reads.append(products)
         self.values[op.result] = products
 
-    def _started(self, products: Products) -> Products:
-        """Under way, while the last such may still be: it is waited for when a few more instructions are."""
-        last, self.bank = self.last_started, products.bank
+    def _started(self, factors: list[tuple[Fragment, int]], b: Place, reg: Reg) -> Products:
+        """Products under way, while the last such may still be, which are waited for after a few instructions."""
+        last = self.last_started
+        products = Products(self.threads, factors, b, None, reg, bank=0 if last is not None and last.bank else 1)
 
         def finish_last() -> None:
             if last is not None and last in self.reads:  # not written down yet

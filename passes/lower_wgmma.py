@@ -11,7 +11,7 @@ fragments of a are new ones for every instruction: the next is decoded while the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,9 +60,9 @@ class Products(Fragment):
     def start(self, finish_last: Callable[[], None]) -> None:
         """Write down the instructions of a single row from zero; once the first few are under way, those of the product
         before have ended, and `finish_last` may write down what is done with them."""
-        self.started = True
-        for number, batch in enumerate(self._batches(0)):
-            self._instructions(0).issue(batch, adds=number > 0, commit=True)
+        self.started, instructions = True, self._instructions(0)
+        for number, batch in enumerate(_batches(self._terms(0))):
+            instructions.issue(batch, adds=number > 0, commit=True)
             if number == 0:
                 finish_last()
             else:
@@ -77,19 +77,19 @@ class Products(Fragment):
     def _row(self, row: int) -> list[Any]:
         instructions = self._instructions(row)
         if self.started:
-            return instructions.collect(None if self.waited_for else 0)
+            return instructions.collect([] if self.waited_for else [_waiting(0)])
         mine = sorted((column, i) for i, (r, column) in enumerate(self._places) if r == row)
         if self.c is not None:
             instructions.begin([self.c.scalar(4 * i + j) for _, i in mine for j in range(4)])
-        return instructions.run(self._batches(row), self.c is not None)
+        return instructions.run(self._terms(row), self.c is not None)
 
-    def _batches(self, row: int) -> Iterator[list[Term]]:
+    def _terms(self, row: int) -> list[Term]:
         terms: list[Term] = []
         for a, start in self.factors:
             at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
             for n, k in enumerate(sorted({column for _, column in at})):
                 terms.append(Term(partial(_pairs, a, 4 * at[row, k]), _offset(self.b, start + BLOCK_K * n)))
-        return _batches(terms)
+        return terms
 
     def _instructions(self, row: int) -> Instructions:
         element = str(self.factors[0][0].reg.element)
@@ -107,7 +107,7 @@ def warpgroup_row_sums(threads: ThreadIndex, b: Place, start: int, columns: int,
 
     def make() -> list[Any]:
         terms = [Term(lambda: ones, _offset(b, start + BLOCK_K * i)) for i in range(columns // BLOCK_K)]
-        return Instructions(_descriptor(threads, b, result), b.type.shape[-2], str(b.type.element)).run(_batches(terms))
+        return Instructions(_descriptor(threads, b, result), b.type.shape[-2], str(b.type.element)).run(terms)
 
     made = _once(make)
     return Fragment(result, "scalar", lambda i: made()[4 * (i // 2) + i % 2])
@@ -164,12 +164,12 @@ class Instructions:
         kind = f"m64n{n}k16.f32.{element}.{element}"
         self.multiply = f"wgmma.mma_async.sync.aligned.{kind} {{{', '.join(self.sums)}}}"
 
-    def run(self, batches: Iterable[list[Term]], adds: bool = False) -> list[Any]:
+    def run(self, terms: Sequence[Term], adds: bool = False) -> list[Any]:
         """The accumulators after all; adds: to what `begin` has put there, not from zero."""
-        for batch in batches:
+        for batch in _batches(terms):
             self.issue(batch, adds)
             adds = True
-        return self.collect(0, commit=True)
+        return self.collect([_COMMIT, _waiting(0)])
 
     def begin(self, totals: Sequence[Any]) -> None:
         """Put totals into the accumulators."""
@@ -193,19 +193,21 @@ class Instructions:
         lines += [_COMMIT] if commit else []
         _assembly(None, [*words, self.descriptor], ["{", *lines, "}"], ["r"] * (len(words) + 1))
 
-    def collect(self, pending: int | None, commit: bool = False) -> list[Any]:
-        """The accumulators, when at most so many groups are under way; None: without waiting."""
+    def collect(self, first: Sequence[str]) -> list[Any]:
+        """The accumulators, after some other instructions."""
         moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(self.sums)]
-        waits = [] if pending is None else [f"wgmma.wait_group.sync.aligned {pending};"]
         struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * len(self.sums))})>")
-        lines = [*([_COMMIT] if commit else []), *waits, *moves]
-        result = _assembly(struct, [], lines, ["=f"] * len(self.sums))
+        result = _assembly(struct, [], [*first, *moves], ["=f"] * len(self.sums))
         return [llvm.extractvalue(ir.F32Type.get(), result, [i]) for i in range(len(self.sums))]
 
 
 def wait(pending: int) -> None:
     """Until at most so many groups of instructions are under way."""
-    _assembly(None, [], [f"wgmma.wait_group.sync.aligned {pending};"], [])
+    _assembly(None, [], [_waiting(pending)], [])
+
+
+def _waiting(pending: int) -> str:
+    return f"wgmma.wait_group.sync.aligned {pending};"
 
 
 def declare_sums() -> None:

@@ -9,6 +9,7 @@ from dialect.bindings import ir, scf
 from dialect.errors import PassError
 from passes.addressing import ThreadIndex
 from passes.fragment import Fragment
+from passes.lower_wgmma import Products
 from passes.target import Target
 
 ALIGN = 128  # bytes; of buffers in shared memory
@@ -59,8 +60,7 @@ class Lowering:
         self.values: dict[Any, Any] = {}  # SSA value of the program -> SSA value, Fragment or Place
         self.reads: list[Fragment] = []  # fragments whose registers are loads
         self.sum: Fragment | None = None  # of the last wgmma, with what was done to it since
-        self.last_started: Any = None  # the last products that overlap, and
-        self.bank = 0  # which of two sets of registers has their sums
+        self.last_started: Products | None = None  # the last that overlap with the next
         self.shared = SharedMemory()
 
     def _require(self, there: bool, what: str, since: str) -> None:

@@ -72,19 +72,22 @@ class Plan:
     def rounds_zeros(self) -> bool:
         """Whether zeros, and codes less zeros, are rounded to x's type: where they are no integers, and the sums of x
         that would make up for them would cost as much as 64 rows of products."""
-        t = self.spec.dtype
-        plain = exponent(t, compute_element(t, self.spec.act)) == 0
-        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and plain
+        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._plain
 
     @property
     def rounds_scales(self) -> bool:
         """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
-        a group has fewer columns than there are tokens, sums to be scaled are more than weights. Scales must be numbers
-        of x's type."""
+        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums.
+        Scales must be numbers of x's type."""
         s, spec = self.schedule, self.spec
         group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
-        plain = exponent(spec.dtype, compute_element(spec.dtype, spec.act)) == 0
-        return bool(s.wgmma) and group is not None and group <= s.tokens and same and plain
+        return bool(s.wgmma) and group is not None and group <= s.tokens and same and self._plain
+
+    @property
+    def _plain(self) -> bool:
+        """Whether codes are decoded to their values, with no power of two left out."""
+        t = self.spec.dtype
+        return exponent(t, compute_element(t, self.spec.act)) == 0
 
     @property
     def rounding(self) -> dict[str, bool]:

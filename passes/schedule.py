@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dialect.errors import SpecError
 
-TOKENS = (1, 8, 16, 32, 64, 128)
+TOKEN_TILES = (1, 8, 16, 32, 64, 128)  # the m for which a kernel of its own is made, up to the next
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Schedule:
     split the rows and, within every step of step_k * warps_k columns, k. `splits` blocks share a row's k.
     """
 
-    tokens: int = 8  # at most: one of TOKENS
+    tokens: int = 8  # at most: one of TOKEN_TILES
     row_blocks: int = 2  # of 16 rows, per warp
     warps_n: int = 1
     warps_k: int = 8
@@ -36,8 +36,8 @@ class Schedule:
         for name, value in vars(self).items():
             if type(value) is not int:
                 raise SpecError(f"schedule: {name}={value!r} must be an integer")
-        if self.tokens not in TOKENS:
-            raise SpecError(f"schedule: tokens={self.tokens} must be one of {', '.join(map(str, TOKENS))}")
+        if self.tokens not in TOKEN_TILES:
+            raise SpecError(f"schedule: tokens={self.tokens} must be one of {', '.join(map(str, TOKEN_TILES))}")
         for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits", "cluster"):
             if getattr(self, name) < 1:
                 raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")

@@ -16,7 +16,7 @@ from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.cost_model import predict, spills
 from passes.plan import Plan
-from passes.schedule import Schedule
+from passes.schedule import TOKEN_TILES, Schedule
 from passes.schedule_check import (
     enough_blocks,
     group_fits,
@@ -28,7 +28,6 @@ from passes.schedule_check import (
 from passes.schedule_tables import Entry, Table, nearest, shipped_tables
 from passes.target import Target
 
-TOKEN_TILES = (1, 8, 16, 32, 64, 128)  # the m for which a kernel of its own is made, up to the next
 _PLAIN_TILES = TOKEN_TILES[:-1]  # without wgmma: the sums of more have no room in registers
 
 
@@ -61,15 +60,16 @@ def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
     """Whether a schedule does here what it did where it was measured: it is allowed, scales weights or sums as there,
     every warp has work, and its blocks fill the multiprocessors about as well."""
     s, processors = entry.schedule, multiprocessors(target)
-    if not is_allowed(spec, s, target) or Plan(spec, s).rounds_scales != Plan(entry.key.spec, s).rounds_scales:
+    if not is_allowed(spec, s, target):
+        return False
+    plan, there = Plan(spec, s), Plan(entry.key.spec, s)
+    if plan.rounds_scales != there.rounds_scales or s.warps_k * s.splits > plan.steps:
         return False
 
     def filled(n: int) -> float:
         blocks = -(-n // s.rows) * s.splits
         return blocks / (-(-blocks // processors) * processors)
 
-    if s.warps_k * s.splits > Plan(spec, s).steps:
-        return False
     share = filled(spec.n) / filled(entry.key.n)
     return 0.9 <= share <= (1.1 if s.resident else math.inf)  # two kernels share the multiprocessors: no more blocks
 

@@ -65,7 +65,6 @@ class Artifacts:
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
         self._spec, self._target, self._schedule = spec, target, schedule
         self._tiles = token_tiles(spec, target)
-        self.most_rows = _MOST_LAUNCHES * self._tiles[-1]
         self._kernels: dict[int | None, Artifact] = {}
         self._lock = threading.Lock()
 
@@ -76,7 +75,8 @@ class Artifacts:
         None above: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so
         many is bound by arithmetic, not by reading the weight.
         """
-        return next((tile for tile in self._tiles if m <= tile), self._tiles[-1] if m <= self.most_rows else None)
+        widest = self._tiles[-1]
+        return next((tile for tile in self._tiles if m <= tile), widest if m <= _MOST_LAUNCHES * widest else None)
 
     def kernel(self, tokens: int | None) -> Artifact:
         """The kernel for up to `tokens` tokens. Raises TargetError if a tool to compile it is missing."""

@@ -124,7 +124,8 @@ class CudaRuntime(_GpuRuntime):
     def _in_tiles(
         self, tile: int, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """One launch for every `tile` rows of x; the first brings the weight, or much of it, into the L2 cache."""
+        """One launch for every `tile` rows of x, and one for the rest, of a tile that holds it; the first brings the
+        weight, or much of it, into the L2 cache."""
         device = x.get_device()
         y = x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
         rows = x.reshape(-1, self._k)
@@ -248,8 +249,8 @@ class EmulatorRuntime(_GpuRuntime):
         y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
         parts = x.reshape(-1, self._k).contiguous().split(tile)
         for part, out in zip(parts, y.view(-1, self._n).split(tile)) if m else ():
-            tile = self._artifacts.tile(len(part))
-            self._launch(tile, len(part), x=part, codes=codes, scales=scales, zeros=zeros, bias=bias, y=out)
+            least = self._artifacts.tile(len(part))
+            self._launch(least, len(part), x=part, codes=codes, scales=scales, zeros=zeros, bias=bias, y=out)
         return y
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "warps_n": (1, 2, 4, 8, 16),
         "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
         "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
-        "stages": (1, 2, 3, 4, 6, 8),  # 1 for resident ones only
+        "stages": (1, 2, 3, 4, 6, 8),  # 1 for resident ones, and only for them
         "splits": splits,
         "cluster": splits if target.has_clusters else (1,),
         "wgmma": ((0, 1) if tile == 8 else (1,)) if tile >= 8 and has_wgmma(spec, target) else (0,),
@@ -101,7 +101,7 @@ def _blocks(spec: MatmulSpec, s: Schedule) -> int:
 
 def _schedule(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Schedule | None:
     """The schedule with these fields, if it is worth trying."""
-    if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS:
+    if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS or choice["resident"] != (choice["stages"] == 1):
         return None
     try:
         s = _completed(choice, spec, target)
@@ -116,12 +116,13 @@ def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sche
     grids that fill the multiprocessors."""
     splits = choice["splits"]
     s = Schedule(**{"cluster": splits if target.has_clusters and splits <= 8 else 1} | choice)
-    blocks, processors = _blocks(spec, s), multiprocessors(target)
-    if s.resident and "least_blocks" not in choice:
-        s = replace(s, least_blocks=-(-blocks // processors) * processors)
-    if "max_blocks" in choice or not s.wgmma or s.resident:
+    if s.resident:
+        processors = multiprocessors(target)
+        filled = -(-_blocks(spec, s) // processors) * processors
+        return s if "least_blocks" in choice else replace(s, least_blocks=filled)
+    if "max_blocks" in choice or not s.wgmma:
         return s
-    return replace(s, max_blocks=enough_blocks(blocks, target))
+    return replace(s, max_blocks=enough_blocks(_blocks(spec, s), target))
 
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
@@ -130,8 +131,6 @@ def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
         return False
     if s.rows >= spec.n + 16 * s.row_blocks or (Plan(spec, s).rounds < 2 and not s.resident):
         return False
-    if s.resident != (s.stages == 1) or (s.resident and spills(spec, s, target)):
-        return False
-    if s.resident and _blocks(spec, s) > 2 * multiprocessors(target):  # for those that have one or two each
-        return False
+    if s.resident and (spills(spec, s, target) or _blocks(spec, s) > 2 * multiprocessors(target)):
+        return False  # they are for multiprocessors that have one block or two
     return is_allowed(spec, s, target)

@@ -4,7 +4,7 @@ Calls are captured into a CUDA graph that walks over enough copies of the weight
 is replayed; host time is not in it. Microseconds are per call: median and spread of the replays.
 
 A GPU that has been at work is slower than one that has rested. An H200 keeps its full clocks for 40 milliseconds of
-work after a pause of 100 and is at the pace that its power cap leaves after 250 (docs/performance.md, 25). `graph_time`
+work after a pause of 100 and is at the pace that its power cap leaves after 250 (docs/performance.md). `graph_time`
 is short and begins with a rest, so that it does not matter what ran before; `sustained_time` begins with work.
 """
 
@@ -104,13 +104,18 @@ def random_weight(spec: MatmulSpec, device: str = "cuda") -> PackedWeight:
     return PackedWeight(spec, codes, floats(spec.scale), zeros, bias)
 
 
+def copies_needed(size: int, total: float = DEFEAT_L2_BYTES) -> int:
+    """How many copies of so many bytes make `total` bytes, at least two: what no cache holds."""
+    return max(2, -(-int(total) // size))
+
+
 def copies(weight: PackedWeight, total: float = DEFEAT_L2_BYTES) -> list[PackedWeight]:
     """The weight and as many clones as make `total` bytes, at least two in all."""
 
     def clone(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else t.clone()
 
-    count = max(2, -(-int(total) // weight.nbytes))
+    count = copies_needed(weight.nbytes, total)
     return [weight] + [
         replace(
             weight,

@@ -23,7 +23,6 @@ from pylib.tune_processes import PERIOD, Problem
 
 KEPT = 3  # specs whose weights stay on the GPU: the second pass over one meets the first pass over the next
 FEW = 5  # replays up to which a timing is a coarse one
-LEAST_US = {True: 1000.0, False: 2000.0}  # of work per replay, coarse or not
 HOT_TOKENS = 16  # from so many on a GPU soon meets its power cap
 
 

@@ -254,10 +254,11 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
         c["wgmma"] = 1
     if c["sharing"][1] == 3:
         c["row_blocks"] = 3  # 48 rows are three equal parts
-    if not _hopper_is_allowed(c):
-        c["resident"] = 0
-    if not (c["wgmma"] and c["row_blocks"] == 1 and _hopper_is_allowed(c)):
+    if not c["wgmma"] or c["row_blocks"] > 1:
         c["overlap"] = 0
+    for name in ("resident", "overlap"):
+        if not _hopper_is_allowed(c):
+            c[name] = 0
     if _work(_hopper(c).schedule) > MOST_WORK or not _hopper_is_allowed(c):
         c["step"] = 1
     if _work(_hopper(c).schedule) > MOST_WORK and c["row_blocks"] == 2:
@@ -281,7 +282,7 @@ def _hopper(c: dict[str, Any]) -> Case:
     )
     if c["resident"]:
         schedule = replace(schedule, stages=1, resident=1)
-    if c["overlap"] and c["wgmma"] and c["row_blocks"] == 1:
+    if c["overlap"]:
         schedule = replace(schedule, overlap=1)
     if c["empty"]:
         schedule = replace(schedule, least_blocks=(Plan(spec, schedule).tiles + c["empty"]) * splits)
