@@ -74,21 +74,19 @@
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
 !buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 
-// There are five rounds, so that nothing has to be asked before the first.
+// There are five rounds, so that nothing has to be asked in front of the loop.
 // CHECK:       ^bb0(%{{.*}}: !llvm.ptr<1>, %{{.*}}: !llvm.ptr<1>):
 // CHECK:         %[[W:.*]] = "lowbit.global_view"
 // CHECK:         %[[X:.*]] = "lowbit.global_view"
 // CHECK-NOT:     scf.if
 // CHECK:         "lowbit.copy_async"(%[[W]]
-// CHECK:         scf.if
-// CHECK:           "lowbit.copy_async"(%[[W]]
-// CHECK-NEXT:    }
+// CHECK-NOT:     scf.if
+// CHECK:         "lowbit.copy_async"(%[[W]]
 // CHECK-NEXT:    "lowbit.grid_wait"
 // CHECK:         "lowbit.copy_async"(%[[X]]
 // CHECK-NEXT:    "lowbit.commit"
-// CHECK:         scf.if
-// CHECK:           "lowbit.copy_async"(%[[X]]
-// CHECK-NEXT:    }
+// CHECK-NOT:     scf.if
+// CHECK:         "lowbit.copy_async"(%[[X]]
 // CHECK-NEXT:    "lowbit.commit"
 // CHECK:         scf.for
 // CHECK-NOT:     lowbit.grid_wait
@@ -119,13 +117,45 @@
 
 // -----
 
+// Two rounds and three stages: both rounds are copied in front of the loop, into two stages, and nothing in it.
+!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
+// CHECK:         %[[BUFFERS:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[2, 1, 64], f16, [64, 64, 1], 0 : i64>
+// CHECK:         "lowbit.copy_async"
+// CHECK:         "lowbit.copy_async"
+// CHECK-NEXT:    "lowbit.commit"
+// CHECK-NEXT:    "lowbit.commit"
+// CHECK:         scf.for
+// CHECK-NEXT:      "lowbit.wait"() {pending = 1 : i64}
+// CHECK-NOT:     lowbit.copy_async
+// CHECK:           "lowbit.commit"
+// CHECK:         "lowbit.return"
+"lowbit.program"() ({
+^bb0(%p: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %c2 = arith.constant 2 : i32
+  %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  scf.for %i = %c0 to %c2 step %c1 : i32 {
+    "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+  } {lowbit.stages = 3}
+  "lowbit.return"() : () -> ()
+}) {sym_name = "all_at_once", threads = 32, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
+
+// -----
+
 // A table is filled once, in front of the loop: while the first copies are under way, before the wait.
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
 !buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 !table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 // CHECK:         "lowbit.copy_async"
 // CHECK:         "lowbit.copy_async"
-// CHECK-NEXT:    }
 // CHECK-NEXT:    "lowbit.fill_table"
 // CHECK-NEXT:    "lowbit.grid_wait"
 // CHECK:         scf.for

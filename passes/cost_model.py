@@ -103,7 +103,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     whole_waves = math.ceil(waves)
     side_by_side = min(resident, waves)
 
-    ahead = rounds if s.resident else max(s.stages - 1, 0.5)
+    ahead = rounds if s.resident else min(rounds, max(s.stages - 1, 0.5))
     in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
     memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight)
     cache = (spec.bytes + tiles * tile * spec.k * 2) / costs.l2

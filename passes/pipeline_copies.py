@@ -5,7 +5,9 @@ A loop marked `lowbit.stages = S` has the form
     { copies, commit, wait 0, barrier, compute, barrier }
 
 Its buffers get S stages, the copies of round i+S-1 are started while round i computes, and one barrier a round is
-left: it tells that round i has arrived, and that everybody is done with round i-1, whose stage is filled next.
+left: it tells that round i has arrived, and that everybody is done with round i-1, whose stage is filled next. A loop
+of fewer rounds than S has a stage for each of them, and starts all copies in front.
+
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
 is nothing to do but wait, tables are filled (`lowbit.fill_table`), once.
@@ -63,7 +65,12 @@ class _Pipeline:
     """Rewrites one loop."""
 
     def __init__(self, loop: Any, stages: int) -> None:
-        self.loop, self.stages = loop, stages
+        self.loop = loop
+        self.upper = loop.operation.operands[1]
+        self.sure = self._rounds(loop.operation.operands[0]) or 0  # rounds that come whatever the bounds are
+        most = self.sure or stages
+        self.ahead, self.slots = min(stages - 1, most), min(stages, most)
+        self.refills = self.ahead != self.sure
         self.fills = _fills(loop)
         self.body = [op for op in loop.body.operations if op not in self.fills]
         names = [op.operation.name for op in self.body]
@@ -92,7 +99,7 @@ class _Pipeline:
             buffer = op.target.owner.opview
             one = Shared.of(op.target.type)
             size = one.strides[0] * one.shape[0]
-            wide = Shared(one.element, (self.stages, *one.shape), (size, *one.strides), one.swizzle)
+            wide = Shared(one.element, (self.slots, *one.shape), (size, *one.strides), one.swizzle)
             with ir.InsertionPoint(buffer), buffer.location:
                 result[op.target] = ops.AllocSharedOp(wide.type).result
         return result
@@ -121,36 +128,30 @@ class _Pipeline:
     def _before(self, index: Any) -> Any:
         return arith.cmpi(arith.CmpIPredicate.slt, index, self.upper)
 
-    def _has_rounds(self, lower: Any) -> bool:
-        """Whether the loop is known to have a round: its bounds are constants, or lower and lower + constant."""
+    def _rounds(self, lower: Any) -> int | None:
+        """How many there are, where the bounds are constants, or lower and lower + constant; None if not known."""
         first, end = known(lower), known(self.upper)
         if first is not None and end is not None:
-            return first < end
+            return max(end - first, 0)
         owner: Any = self.upper.owner
         if isinstance(owner, ir.Block) or owner.name != "arith.addi" or owner.operands[0] != lower:
-            return False
-        return (known(owner.operands[1]) or 0) > 0
+            return None
+        return known(owner.operands[1])
 
     def run(self) -> None:
-        lower, self.upper, _, *initial = self.loop.operation.operands
+        lower, _, _, *initial = self.loop.operation.operands
         with ir.InsertionPoint(self.loop):
             self._prologue(lower)
             new = scf.ForOp(lower, self.upper, emit.constant(1), initial)
         index = new.induction_variable
         with ir.InsertionPoint(new.body):
-            ops.WaitOp(ir.IntegerAttr.get(emit.integer(64), self.stages - 2))
+            ops.WaitOp(ir.IntegerAttr.get(emit.integer(64), self.ahead - 1))
             self._clone([self.scope], {})
             done = arith.subi(index, lower)
-            ahead = emit.constant(self.stages - 1)
-
-            def refill() -> None:
-                slot = arith.remui(arith.addi(done, ahead), emit.constant(self.stages))
-                copies = [op for op in self.produce if op.operation.name != "lowbit.grid_wait"]
-                self._clone(copies, self._staged(slot, arith.addi(index, ahead)))
-
-            self._if(self._before(arith.addi(index, ahead)), refill)
-            ops.CommitOp()
-            mapping = self._staged(arith.remui(done, emit.constant(self.stages)), index)
+            if self.refills:
+                self._refill(index, done)
+            ops.CommitOp()  # of nothing, if need be: waiting counts rounds
+            mapping = self._staged(arith.remui(done, emit.constant(self.slots)), index)
             # The body may use values that were computed for its copies.
             mapping.update(zip(self.loop.inner_iter_args, new.inner_iter_args))
             scalars = [op for op in self.produce if op.operation.name.startswith("arith.")]
@@ -162,10 +163,20 @@ class _Pipeline:
             narrow.replace_all_uses_with(wide)  # free_shared
             narrow.owner.erase()
 
+    def _refill(self, index: Any, done: Any) -> None:
+        """Start the copies of the round that is `ahead` of this one, if there is one."""
+        ahead = emit.constant(self.ahead)
+
+        def refill() -> None:
+            slot = arith.remui(arith.addi(done, ahead), emit.constant(self.slots))
+            copies = [op for op in self.produce if op.operation.name != "lowbit.grid_wait"]
+            self._clone(copies, self._staged(slot, arith.addi(index, ahead)))
+
+        self._if(self._before(arith.addi(index, ahead)), refill)
+
     def _prologue(self, lower: Any) -> None:
-        """Start the first stages-1 rounds: what needs no wait for all of them, then the rest, round by round."""
-        has_rounds = self._has_rounds(lower)
-        rounds = [arith.addi(lower, emit.constant(i)) if i else lower for i in range(self.stages - 1)]
+        """Start the first rounds: what needs no wait for all of them, then the rest, round by round."""
+        rounds = [arith.addi(lower, emit.constant(i)) if i else lower for i in range(self.ahead)]
         scalars = [op for op in self.produce if op.operation.name.startswith("arith.")]
         late = [op for op in self.produce[self.cut + 1 :] if op not in scalars]
 
@@ -173,7 +184,7 @@ class _Pipeline:
             def copies() -> None:
                 self._clone(body, self._staged(emit.constant(slot), index))
 
-            self._if(self._before(index), copies) if slot or not has_rounds else copies()
+            self._if(self._before(index), copies) if slot >= self.sure else copies()
 
         for slot, index in enumerate(rounds):
             start(self.produce[: self.cut], slot, index)

@@ -22,7 +22,7 @@ class Schedule:
     warps_n: int = 1
     warps_k: int = 8
     step_k: int = 128  # columns a warp takes per step: whole chunks
-    stages: int = 3  # of the copy pipeline
+    stages: int = 3  # of the copy pipeline; with more than there are rounds, everything is copied at the start
     splits: int = 1
     cluster: int = 1  # of these splits, those that add up through distributed shared memory: 1 or all (sm_90)
     wgmma: int = 0  # 1: instructions of whole warpgroups, which read x from shared memory (sm_90a)

@@ -23,7 +23,7 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
 
     units = s.step_k // spec.packing.chunk * spec.packing.units * 512
     rows = plan.row_blocks * max(1, plan.groups) * 16
-    slots = plan.rounds if s.resident else s.stages
+    slots = plan.rounds if s.resident else min(s.stages, plan.rounds)
     total = 0 if s.resident else padded(slots * s.warps_k * plan.row_blocks * units)
     row = s.step_k if s.wgmma else s.step_k + 8
     total += padded(slots * s.warps_k * s.tokens * row * 2)  # swizzled if wgmma, from a multiple of 1024 anyway

@@ -116,6 +116,7 @@ def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sche
     grids that fill the multiprocessors."""
     splits = choice["splits"]
     s = Schedule(**{"cluster": splits if target.has_clusters and splits <= 8 else 1} | choice)
+    s = replace(s, stages=min(s.stages, Plan(spec, s).rounds + 1))  # with more, the same kernel
     if s.resident:
         processors = multiprocessors(target)
         filled = -(-_blocks(spec, s) // processors) * processors
@@ -129,7 +130,8 @@ def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
     """Whether a schedule is allowed, and no other is plainly better."""
     if s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
         return False
-    if s.rows >= spec.n + 16 * s.row_blocks or (Plan(spec, s).rounds < 2 and not s.resident):
+    rounds = Plan(spec, s).rounds
+    if s.rows >= spec.n + 16 * s.row_blocks or (rounds < 2 and not s.resident):
         return False
     if s.resident and (spills(spec, s, target) or _blocks(spec, s) > 2 * multiprocessors(target)):
         return False  # they are for multiprocessors that have one block or two

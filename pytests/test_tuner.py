@@ -415,7 +415,7 @@ def test_a_new_pool_for_one_that_broke(monkeypatch: pytest.MonkeyPatch, tmp_path
             m.setattr(tune_processes, "_compile", crash)
             with pytest.raises(BrokenProcessPool):
                 compilers.submit(problem, schedule).result()
-        again, unfit = compilers.submit(problem, schedule), replace(schedule, stages=99)
+        again, unfit = compilers.submit(problem, schedule), replace(schedule, row_blocks=16, warps_k=32, step_k=256)
         assert again.result() == kernel_id(Artifacts(problem.spec, HOPPER, schedule).kernel(1).ptx)
         with pytest.raises(Failed, match="shared memory"):
             compilers.submit(problem, unfit).result()
