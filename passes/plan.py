@@ -70,18 +70,19 @@ class Plan:
 
     @property
     def rounds_zeros(self) -> bool:
-        """Whether zeros, and codes less zeros, are rounded to x's type: where they are no integers, and the sums of x
-        that would make up for them would cost as much as 64 rows of products."""
+        """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where they are no integers, and
+        the sums of x that would make up for them would cost as much as 64 rows of products."""
         return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._plain
 
     @property
     def rounds_scales(self) -> bool:
         """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
-        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums.
-        Scales must be numbers of x's type."""
+        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums;
+        and what takes float zeros away can scale as well. Scales must be numbers of x's type."""
         s, spec = self.schedule, self.spec
         group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
-        return bool(s.wgmma) and group is not None and group <= s.tokens and same and self._plain
+        less = group is not None and (group <= s.tokens or self.rounds_zeros)
+        return bool(s.wgmma) and less and same and self._plain
 
     @property
     def _plain(self) -> bool:

@@ -229,18 +229,28 @@ class Kernel:
         for group in range(self.plan.groups):
             start = group * width
             zero = p.constant(0.0, "f32", self.d_layout)
-            weights = p.slice(a, 2, start, width)
-            if self.early:
-                minus = self.convert.minus_zero(self._group_factor("zeros", group))
-                weights = p.add(weights, p.cast(minus, self.compute))
+            weights = self._plain_weights(p.slice(a, 2, start, width), group)
             if self.plan.rounds_scales:
-                weights = p.mul(weights, p.cast(self._group_factor("scales", group), self.compute))
                 total = p.warpgroup_mma(weights, self.operands.x_buffer, start, total)
                 continue
             product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, bool(s.overlap))
             sums = partial(self._sums_of_x, start, width) if self.shifted else None
             total = self._add_scaled(total, product, group, sums)
         return [total]
+
+    def _plain_weights(self, codes: Tile, group: int) -> Tile:
+        """Less their zeros, and scaled, as far as that is done before they are multiplied: q - z, s * q, or
+        s * q + (- s * z), which is one instruction for both."""
+        p, minus, scale = self.p, None, None
+        if self.early:
+            minus = p.cast(self.convert.minus_zero(self._group_factor("zeros", group)), self.compute)
+        if self.plan.rounds_scales:
+            scale = p.cast(self._group_factor("scales", group), self.compute)
+        if minus and scale:
+            return p.fma(codes, scale, p.mul(scale, minus))
+        if minus:
+            return p.add(codes, minus)
+        return p.mul(codes, scale) if scale else codes
 
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Callable[[], Tile] | None) -> Tile:
         """total + s * product, and - s * z * (sums of x) where there are zeros still to be had."""

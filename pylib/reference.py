@@ -75,6 +75,7 @@ def tolerance(
 
     rounded_zeros: bound a kernel that rounds float zeros z to the operand's type, and each value - z again
     (`Plan.rounds_zeros`). What that changes is known: with v the weight so rounded, |sum_k x s (v - (value - z))|.
+    With dequantized, s * z is rounded, too: u s |z|.
     """
     t = spec.dtype
     magnitude, scale, zero = np.abs(_decode(spec, codes)), np.abs(_spread(spec, scales)), _spread(spec, zeros)
@@ -87,6 +88,8 @@ def tolerance(
     if dequantized:
         terms, additions = magnitude + np.abs(zero), OTHER_ADDITIONS + spec.k
         rounding = rounding + unit * terms
+        if rounded_zeros and spec.zeros == "float":
+            rounding = rounding + unit * np.abs(zero)
     error = np.abs(_f64(x)) @ (scale * (ADDITION * additions * terms + rounding)).T
     if rounded_zeros and spec.zeros == "float":
         error += np.abs(_f64(x) @ (scale * _zero_error(spec, codes, zero)).T)

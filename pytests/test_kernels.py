@@ -256,7 +256,9 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
         c["row_blocks"] = 3  # 48 rows are three equal parts
     if not c["wgmma"] or c["row_blocks"] > 1:
         c["overlap"] = 0
-    for name in ("resident", "overlap"):
+    if c["overlap"] and c["zeros"] == "float":  # scaled at once: nothing overlaps
+        c["zeros"] = "none"
+    for name in ("overlap", "resident"):
         if not _hopper_is_allowed(c):
             c[name] = 0
     if _work(_hopper(c).schedule) > MOST_WORK or not _hopper_is_allowed(c):

@@ -20,7 +20,7 @@ from passes.cost_model import predict, registers, spills
 from passes.plan import Plan
 from passes.schedule import Schedule
 from passes.schedule_check import check_schedule, shared_bytes
-from passes.schedule_choice import TOKEN_TILES, default_schedule, schedule_for, token_tiles
+from passes.schedule_choice import TOKEN_TILES, choose, default_schedule, schedule_for, token_tiles
 from passes.schedule_tables import Entry, Key, Table, merge, parse_table, read_table, shipped_tables
 from passes.target import parse_target
 from pylib import knobs, schedules
@@ -110,7 +110,7 @@ def test_resident_weights_are_for_as_many_blocks() -> None:
     schedule = Schedule(8, 1, 4, 4, 256, 1, wgmma=1, resident=1, least_blocks=132)
     for n, lent in ((4096, True), (4224, True), (3840, True), (5120, False), (3072, False)):
         spec = replace(measured, n=n)
-        assert (chosen(spec, table(entry(measured, schedule)), tile=8) == schedule) == lent, n
+        assert (choose(spec, 8, HOPPER, [table(entry(measured, schedule))]) == schedule) == lent, n
 
 
 def test_another_token_tile_is_no_neighbour() -> None:
