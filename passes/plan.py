@@ -70,8 +70,8 @@ class Plan:
 
     @property
     def rounds_zeros(self) -> bool:
-        """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where they are no integers, and
-        the sums of x that would make up for them would cost as much as 64 rows of products."""
+        """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
+        and the sums of x that would make up for them would cost as much as 64 rows of products."""
         return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._plain
 
     @property

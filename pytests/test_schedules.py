@@ -305,11 +305,11 @@ def test_the_rule_with_wgmma_is_the_best_predicted(n: int, weight: str, tile: in
 
 
 def test_a_tile_that_is_none() -> None:
-    for choose in (default_schedule, schedule_for):
+    for choice in (default_schedule, schedule_for):
         with pytest.raises(SpecError, match="tokens=5 must be one of 1, 8, 16, 32, 64, 128"):
-            choose(SPEC, 5, HOPPER)
+            choice(SPEC, 5, HOPPER)
         with pytest.raises(SpecError, match=r"tokens=128 must be .*, 64 for u4, k=.* on sm_80, which has no wgmma"):
-            choose(SPEC, 128, parse_target("sm_80"))
+            choice(SPEC, 128, parse_target("sm_80"))
 
 
 LOOKUPS = (replace(SPEC, weight="nf4"), replace(SPEC, weight="lut6", table=tuple(range(64)), act="bf16", scale="bf16"))
