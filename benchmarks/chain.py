@@ -1,8 +1,9 @@
 """The floor of a chain: what kernels take that depend on each other as matmuls do, and compute nothing.
 
 A block fetches its part of the weight into registers while the kernel before still runs (programmatic dependent
-launch), reads x when that has ended, adds both up, and stores its part of y; there is one block for every
-multiprocessor. A matmul small enough for that can hardly be faster. Leaving parts out shows what each of them takes.
+launch), reads x when that has ended, adds both up, hands the sums around through shared memory, and stores its part of
+y; there is one block for every multiprocessor. A matmul small enough for that can hardly be faster. Leaving parts out
+shows what each of them takes.
 
     python -m benchmarks chain 4096x4096 -m 1,8,16
 """
@@ -72,7 +73,7 @@ def chain_program(link: Link) -> Any:
     def load(memory: Memory, start: Scalar | int, units: int) -> Tile:
         return p.load(memory, (start, 0), local(units, 1) * spatial(link.threads, 1) * local(1, 4))
 
-    def sums(tile: Tile) -> Iterator[Tile]:
+    def parts(tile: Tile) -> Iterator[Tile]:
         for first in range(0, tile.shape[0], link.threads):
             yield p.slice(tile, 0, first, link.threads)
 
@@ -89,8 +90,13 @@ def chain_program(link: Link) -> Any:
             tiles.append(load(x, 0, link.x_units))
         total = p.constant(0.0, "f32", spatial(link.threads, 1) * local(1, 4))
         for tile in reversed(tiles):  # x is there last, but asked for first: as in a matmul
-            for part in sums(tile):
+            for part in parts(tile):
                 total = p.add(total, part)
+        sums = p.alloc_shared("f32", (link.threads, 4))  # or else threads that store nothing would read no x
+        p.store(total, sums, (0, 0))
+        p.barrier()
+        total = p.load(sums, (0, 0), total.layout)
+        p.free_shared(sums)
         y = p.global_view(p["y"], "f16", (link.blocks, link.rows, 4))
         stored = p.reshape(p.cast(total, "f16"), (1, link.threads, 4))
         p.store(stored, y, (block, 0, 0), ("none", "skip", "none"))

@@ -221,3 +221,24 @@
     operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "overlap", threads = 128, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
+
+// -----
+
+// Where the kernel before may still run, what is only read is not marked: loads stay coherent, on their side of the wait.
+!x = !lowbit.global<[16, 32], f16, [32, 1], [1, 1]>
+!tile = !lowbit.reg<[16, 32], f16, "local(2, 1).spatial(8, 4).local(1, 8)">
+// CHECK-LABEL: gpu.func @after
+// CHECK-SAME:    (%{{.*}}: !llvm.ptr<1> {llvm.align = 16 : i64},
+// CHECK-SAME:     %{{.*}}: !llvm.ptr<1> {llvm.align = 16 : i64, llvm.noalias}) kernel
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  "lowbit.grid_wait"() : () -> ()
+  %tile = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !tile
+  "lowbit.store"(%tile, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!tile, !x, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "after", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()

@@ -158,8 +158,10 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
         return min(-(-least // ALIGN) * ALIGN, self.target.max_shared_per_block)
 
     def _argument_attributes(self, source: Any) -> Any:
-        """No two pointers alias; those only read are marked so, unless the kernel overlaps with the one before it."""
-        names = {op.operation.name for op in self._all_ops()}
+        """No two pointers alias; those only read are marked so, unless the kernel overlaps with the one before it, which
+        may still write there. From "noalias" LLVM would infer it, and read through `ld.global.nc`, which is for what
+        nobody writes (PTX ISA 9.7.9.9) and may be moved across the wait."""
+        overlaps = self.target.capability >= 90 and any(op.operation.name == "lowbit.grid_wait" for op in self._all_ops())
         written: set[Any] = set()
         for op in self._all_ops():
             if op.operation.name in ("lowbit.store", "lowbit.last_arrival"):
@@ -171,8 +173,10 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
         for argument in source.arguments:
             attributes: dict[str, Any] = {}
             if str(argument.type).startswith("!llvm.ptr"):
-                attributes = {"llvm.noalias": unit, "llvm.align": ir.IntegerAttr.get(emit.integer(64), 16)}
-                if argument not in written and "lowbit.grid_wait" not in names:
+                attributes["llvm.align"] = ir.IntegerAttr.get(emit.integer(64), 16)
+                if argument in written or not overlaps:
+                    attributes["llvm.noalias"] = unit
+                if argument not in written and not overlaps:
                     attributes["llvm.readonly"] = unit
             result.append(ir.DictAttr.get(attributes))
         return ir.ArrayAttr.get(result)

@@ -214,8 +214,8 @@ def test_the_floor_reads_everything(units: int) -> None:
 
 def test_the_floor_loads_16_bytes_and_never_stores() -> None:
     ptx = compile_reader(Reader(threads=64, unroll=4), "sm_90a").ptx
-    assert ptx.count("ld.global.nc.v4") == 4
-    assert ptx.index("ld.global.nc.v4") < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
+    assert ptx.count("ld.global.v4") == 4
+    assert ptx.index("ld.global.v4") < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
 
 
 @pytest.mark.parametrize("left_out", [(), ("x",), ("weight",), ("weight", "x")])
@@ -232,7 +232,7 @@ def test_a_link_of_a_chain_reads_and_stores_everything(left_out: tuple[str, ...]
         kernel.launch.name,
         grid=kernel.launch.grid,
         block=threads,
-        shared_bytes=0,
+        shared_bytes=kernel.launch.shared_bytes,
         args=[a.reshape(-1).view(np.uint8) for a in memory],
     )
     expected = codes.reshape(5, -1, threads, 4).sum(1) + x.reshape(-1, threads, 4).sum(0)
@@ -242,7 +242,7 @@ def test_a_link_of_a_chain_reads_and_stores_everything(left_out: tuple[str, ...]
 def test_a_chain_loads_the_weight_before_it_waits_and_x_after() -> None:
     each = chain.link(MatmulSpec(4096, 4096, "u4", group_size=128), 8, 132)
     before, after = chain.compile_link(each, "sm_90a").ptx.split("griddepcontrol.wait;")
-    assert (before.count("ld.global.nc.v4"), after.count("ld.global.nc.v4")) == (each.units, each.x_units) == (8, 8)
+    assert (before.count("ld.global.v4"), after.count("ld.global.v4")) == (each.units, each.x_units) == (8, 8)
     with pytest.raises(SpecError, match="8192 x 8192, m = 1: a chain has at most 131072 bytes"):
         chain.link(MatmulSpec(8192, 8192, "u4", group_size=128), 1, 132)
 
