@@ -158,10 +158,11 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
         return min(-(-least // ALIGN) * ALIGN, self.target.max_shared_per_block)
 
     def _argument_attributes(self, source: Any) -> Any:
-        """No two pointers alias; those only read are marked so, unless the kernel overlaps with the one before it, which
-        may still write there. From "noalias" LLVM would infer it, and read through `ld.global.nc`, which is for what
+        """No two pointers alias; those only read are marked so, unless the kernel overlaps with the one before it,
+        which may still write there. From "noalias" LLVM would infer it, and read by `ld.global.nc`, which is for what
         nobody writes (PTX ISA 9.7.9.9) and may be moved across the wait."""
-        overlaps = self.target.capability >= 90 and any(op.operation.name == "lowbit.grid_wait" for op in self._all_ops())
+        waits = any(op.operation.name == "lowbit.grid_wait" for op in self._all_ops())
+        overlaps = waits and self.target.capability >= 90
         written: set[Any] = set()
         for op in self._all_ops():
             if op.operation.name in ("lowbit.store", "lowbit.last_arrival"):

@@ -29,7 +29,7 @@ from dialect.spec import MatmulSpec
 from passes.recipes import compute_element
 from passes.schedule import Schedule
 
-REACH = 0.5  # octaves
+REACH = 1.0  # octaves
 ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "stages", "splits")  # of a schedule, in a file
 OTHERWISE = 0.25  # for another format of the same class, group size, kind of zeros or scales, or act
 

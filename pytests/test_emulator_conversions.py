@@ -228,6 +228,14 @@ def test_tf32_rounding() -> None:
     np.testing.assert_array_equal(even, np.array([1, 1 + 2.0**-9, -1, 1], np.float32))
 
 
+def test_tf32_rounding_beyond_the_finite() -> None:
+    """As an H200 has it: the largest numbers become inf, as do NaNs whose payload is in the bits that are cut."""
+    a = np.array([0x7F7FF000, 0x7F7FEFFF, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFF801FFF, 0x7F802000], np.uint32)
+    (got,) = apply("cvt.rna.tf32.f32 %x, %a;", a, out=("u4",))
+    expected = [0x7F800000, 0x7F7FE000, 0xFF800000, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7F802000]
+    np.testing.assert_array_equal(got, np.array(expected, np.uint32))
+
+
 def test_integral_rounding_in_place() -> None:
     a = np.array([0.5, 1.5, -0.5, 2.7, -2.7, np.inf, -0.0], np.float32)
     got = apply("cvt.rni.f32.f32 %x, %a; cvt.rmi.f32.f32 %y, %a; cvt.rpi.f32.f32 %z, %a;", a, out=("f4",) * 3)

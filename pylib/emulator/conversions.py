@@ -101,6 +101,9 @@ def _float_to_float(op: Op, target: str, source: str) -> Step:
     if narrows != bool(rounding) or (integral and target != source):
         raise Unsupported(f"`{op.instr.name}`: .rn or its like is needed exactly where precision is lost")
     dest = op.float_dest(fmt) if target != "tf32" else op.dest("b32")
+    if rounding == "rna":
+        number = op.source("f32")
+        return lambda mask: dest.write(_nearest_away(number.view(np.uint32)), mask)
     x = op.raw_float(source_fmt)
 
     def convert(mask: Mask) -> None:
@@ -109,9 +112,6 @@ def _float_to_float(op: Op, target: str, source: str) -> Step:
             y = source_fmt.flush(y)
         if integral:
             y = np.copysign(ROUND["r" + integral[1]](y), y)
-        if rounding == "rna":
-            dest.write(_nearest_away(y), mask)
-            return
         if saturate:
             y = np.where(np.isnan(y), 0.0, np.clip(y, 0.0, 1.0))
         if relu:
@@ -123,12 +123,11 @@ def _float_to_float(op: Op, target: str, source: str) -> Step:
     return convert
 
 
-def _nearest_away(x: Array) -> Array:
-    """f32 to tf32, ties away from zero: half an ulp on the bits, then cut."""
-    bits = x.astype(np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
-    special = bits & np.uint32(0x7F800000) == 0x7F800000
-    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), np.where(special, bits, rounded))
+def _nearest_away(bits: Array) -> Array:
+    """f32 to tf32, ties away from zero: half an ulp on the bits, then cut. That is what sm_90 executes; NaNs are cut,
+    too, and of those whose payload is below, inf is left."""
+    finite = bits & np.uint32(0x7F800000) != 0x7F800000
+    return np.where(finite, bits + np.uint32(0x1000), bits) & np.uint32(0xFFFFE000)
 
 
 def _packed(op: Op, target: str, source: str) -> Step:
