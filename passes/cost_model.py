@@ -67,23 +67,23 @@ MMA = Costs(
     decode_table=5.0,
 )
 WGMMA = Costs(
-    memory=4.9e6,
-    l2=10.1e6,
-    in_flight=31e3,
-    warps=6.95,
-    round=0.085,
-    block=1.4,
+    memory=4.8e6,
+    l2=12.4e6,
+    in_flight=33.7e3,
+    warps=5.33,
+    round=0.079,
+    block=2.49,
     split=12.7,
-    cluster=1.66,
-    tensor=0.28,
-    crowd=0.33,
-    barrier=1.18,
-    idle=0.86,
-    tail=0.335,
-    scale=2.1,
+    cluster=1.56,
+    tensor=0.287,
+    crowd=0.34,
+    barrier=1.436,
+    idle=0.93,
+    tail=0.31,
+    scale=2.23,
     decode=(3.7, 3.7, 4.1, 3.5, 2.4, 2.4, 2.4, 2.4),
     decode_float=1.8,
-    decode_table=6.3,
+    decode_table=6.06,
 )
 DIGITS = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
@@ -156,7 +156,7 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     if s.digits:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
     if s.resident:
-        return 30 + plan.resident_words + s.columns // 2 * s.row_blocks
+        return 42 + plan.resident_words + s.columns // 2 * s.row_blocks
     return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
 
 

@@ -9,8 +9,7 @@ An entry says which schedule was the fastest for one matmul:
 A matmul that is not in a table is served by its nearest neighbour: of the same token tile, both with zeros or both
 without, and decoded in the same way (so many bits of an integer, a float or a table). How far apart two are is a
 number of octaves: |log2| of the ratio of their n plus that of their k, and a quarter for everything else that
-differs. Beyond half an octave the rule is the better guess: on an H200 (2026-11), over 12 matmuls, neighbours further
-off cost 18 %, the rule 4 %.
+differs. Beyond an octave the rule is the better guess: docs/tuning.md.
 """
 
 from __future__ import annotations
