@@ -145,6 +145,19 @@ def test_resources_of_small_groups(weight: str) -> None:
     assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(("weight", "bound"), [("u2", 1.7), ("u4", 1.75), ("nf4", 2.5)])
+def test_resources_of_float_zeros(weight: str, bound: float, group: int) -> None:
+    """One instruction for two weights takes zeros away and scales; sums are one chain, and not scaled."""
+    spec, s = MatmulSpec(8192, 8192, weight, group_size=group, zeros="float"), Schedule(16, 1, 4, 4, 256, 2, wgmma=1)
+    kernel = compile_matmul(spec, parse_target("sm_90a"), s)
+    used, loop = resource_usage(kernel.ptx, kernel.target), main_loop(kernel.ptx)
+    assert per_weight(kernel) <= bound
+    assert not any(line.startswith("fma.rn.f32") for line in loop)
+    assert sum("wgmma.wait_group" in line for line in loop) == 1
+    assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
+
+
 @pytest.mark.parametrize("act", ["f16", "bf16"])
 @pytest.mark.parametrize("weight", ["u1", "u3", "u4", "u8", "f6e3m2", "f8e4m3", "nf4"])
 def test_resources_of_128_tokens(weight: str, act: str) -> None:
