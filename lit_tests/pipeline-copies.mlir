@@ -150,6 +150,47 @@
 
 // -----
 
+// The weights of one round at a time: the next is asked for when that before has arrived, and x after all of them.
+!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
+// CHECK:         %[[W:.*]] = "lowbit.global_view"
+// CHECK:         %[[X:.*]] = "lowbit.global_view"
+// CHECK:         "lowbit.copy_async"(%[[W]]
+// CHECK-NEXT:    "lowbit.commit"
+// CHECK-NEXT:    "lowbit.wait"() {pending = 0 : i64}
+// CHECK:         "lowbit.copy_async"(%[[W]]
+// CHECK-NEXT:    "lowbit.commit"
+// CHECK-NEXT:    "lowbit.grid_wait"
+// CHECK-NOT:     lowbit.wait
+// CHECK:         scf.for
+// CHECK-NEXT:      "lowbit.wait"() {pending = 1 : i64}
+// CHECK-NOT:     lowbit.throttle
+// CHECK:         "lowbit.return"
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %px: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %c5 = arith.constant 5 : i32
+  %w = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %w_buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %x_buffer = "lowbit.alloc_shared"() : () -> !buffer
+  scf.for %i = %c0 to %c5 step %c1 : i32 {
+    "lowbit.copy_async"(%w, %w_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    "lowbit.grid_wait"() : () -> ()
+    "lowbit.copy_async"(%x, %x_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+  } {lowbit.stages = 3, lowbit.throttle = 1}
+  "lowbit.return"() : () -> ()
+}) {sym_name = "throttled", threads = 32, grid = [1, 1, 1], params = ["w", "x"], workspace = 0} : () -> ()
+
+// -----
+
 // A table is filled once, in front of the loop: while the first copies are under way, before the wait.
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
 !buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>

@@ -10,7 +10,8 @@ of fewer rounds than S has a stage for each of them, and starts all copies in fr
 
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
-is nothing to do but wait, tables are filled (`lowbit.fill_table`), once.
+is nothing to do but wait, tables are filled (`lowbit.fill_table`), once. With `lowbit.throttle = T` no more than T
+rounds of the first are under way at a time, so that the kernel before need not queue behind them for its activations.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from passes import emit
 from passes.addressing import known
 from passes.rewriting import at, each_op
 
-STAGES = "lowbit.stages"
+STAGES, THROTTLE = "lowbit.stages", "lowbit.throttle"
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
 
 
@@ -43,12 +44,16 @@ class PipelineCopies:
             if STAGES not in loop.operation.attributes:
                 continue
             with at(loop):
-                stages = in_range(loop.operation.attributes[STAGES], STAGES, 1)
+                attributes = loop.operation.attributes
+                stages = in_range(attributes[STAGES], STAGES, 1)
+                throttle = in_range(attributes[THROTTLE], THROTTLE, 1) if THROTTLE in attributes else stages
                 if stages > 1:
-                    _Pipeline(loop, stages).run()
+                    _Pipeline(loop, stages, throttle).run()
                 else:
                     _move_before(loop, _fills(loop))
-                    del loop.operation.attributes[STAGES]
+                    for name in (STAGES, THROTTLE):
+                        if name in attributes:
+                            del attributes[name]
 
 
 def _fills(loop: Any) -> list[Any]:
@@ -64,7 +69,7 @@ def _move_before(loop: Any, body: Sequence[Any]) -> None:
 class _Pipeline:
     """Rewrites one loop."""
 
-    def __init__(self, loop: Any, stages: int) -> None:
+    def __init__(self, loop: Any, stages: int, throttle: int) -> None:
         self.loop = loop
         self.upper = loop.operation.operands[1]
         self.sure = self._rounds(loop.operation.operands[0]) or 0  # rounds that come whatever the bounds are
@@ -86,6 +91,7 @@ class _Pipeline:
         self.produce, self.compute = self.body[:commit], self.body[commit + 3 : -2]
         self.scope = self.body[commit + 2]
         self.cut = names[:commit].index("lowbit.grid_wait") if "lowbit.grid_wait" in names[:commit] else commit
+        self.throttle = throttle if self.cut < commit else stages
         self.buffers = self._widen_buffers()
 
     def _widen_buffers(self) -> dict[Any, Any]:
@@ -145,7 +151,7 @@ class _Pipeline:
             new = scf.ForOp(lower, self.upper, emit.constant(1), initial)
         index = new.induction_variable
         with ir.InsertionPoint(new.body):
-            ops.WaitOp(ir.IntegerAttr.get(emit.integer(64), self.ahead - 1))
+            self._wait(self.ahead)
             self._clone([self.scope], {})
             done = arith.subi(index, lower)
             if self.refills:
@@ -162,6 +168,10 @@ class _Pipeline:
         for narrow, wide in self.buffers.items():
             narrow.replace_all_uses_with(wide)  # free_shared
             narrow.owner.erase()
+
+    def _wait(self, rounds: int) -> None:
+        """Until one round less is under way."""
+        ops.WaitOp(ir.IntegerAttr.get(emit.integer(64), rounds - 1))
 
     def _refill(self, index: Any, done: Any) -> None:
         """Start the copies of the round that is `ahead` of this one, if there is one."""
@@ -187,7 +197,11 @@ class _Pipeline:
             self._if(self._before(index), copies) if slot >= self.sure else copies()
 
         for slot, index in enumerate(rounds):
+            if slot >= self.throttle:
+                self._wait(self.throttle)
             start(self.produce[: self.cut], slot, index)
+            if self.throttle < self.ahead:
+                ops.CommitOp()
         _move_before(self.loop, self.fills)
         if self.cut < len(self.produce):
             ops.GridWaitOp()

@@ -30,6 +30,7 @@ class Schedule:
     digits: int = 0  # 1: one token as digits times codes as bytes, in integers (`dialect.digits`)
     resident: int = 0  # 1: a block's part of the weight in registers, x in shared memory, each all at once
     least_blocks: int = 0  # of the grid: empty ones fill it up
+    throttle: int = 0  # rounds of the weight under way at a time until the kernel before has ended; 0: as many as fit
     overlap: int = 0  # 1: the product of a group is begun, with wgmma, before that of the last has ended
 
     def __post_init__(self) -> None:
@@ -68,7 +69,10 @@ class Schedule:
                 f"schedule: overlap={self.overlap} must be 0, or 1 with wgmma=1 and row_blocks=1, not "
                 f"wgmma={self.wgmma} and row_blocks={self.row_blocks}"
             )
-        for name, zero in (("max_blocks", "as many as fit"), ("least_blocks", "as many as have work")):
+        if self.resident and self.throttle:
+            raise SpecError(f"schedule: throttle={self.throttle} is for copies; with resident=1 it must be 0")
+        zeros = {"max_blocks": "as many as fit", "least_blocks": "as many as have work", "throttle": "as many as fit"}
+        for name, zero in zeros.items():
             if getattr(self, name) < 0:
                 raise SpecError(f"schedule: {name}={getattr(self, name)} must be 0 ({zero}) or more")
         if self.step_k < 16 or self.step_k % 16:

@@ -135,7 +135,7 @@ class Kernel:
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
         p, s, operands = self.p, self.schedule, self.operands
-        with p.loop(0, self.plan.rounds, carried, stages=s.stages) as loop:
+        with p.loop(0, self.plan.rounds, carried, s.stages, s.throttle) as loop:
             step = self._first_step(loop.index)
             operands.copy_codes(step)
             operands.copy_factors(step)

@@ -23,7 +23,7 @@ from passes.target import Target
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits", "resident")
 # Only the second pass varies these; in the first they follow.
-SECOND = ("cluster", "max_blocks", "least_blocks", "overlap")
+SECOND = ("cluster", "max_blocks", "least_blocks", "throttle", "overlap")
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
@@ -44,6 +44,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "wgmma": ((0, 1) if tile == 8 else (1,)) if tile >= 8 and has_wgmma(spec, target) else (0,),
         "max_blocks": (0, 1, 2),
         "least_blocks": (0, multiprocessors(target), 2 * multiprocessors(target)),
+        "throttle": (0, 1, 2),
         "resident": (0, 1),
         "overlap": (0, 1) if tile >= 8 and has_wgmma(spec, target) else (0,),
         "digits": (0, 1) if tile == 1 and has_digits(spec) else (0,),
@@ -117,6 +118,7 @@ def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sche
     splits = choice["splits"]
     s = Schedule(**{"cluster": splits if target.has_clusters and splits <= 8 else 1} | choice)
     s = replace(s, stages=min(s.stages, Plan(spec, s).rounds + 1))  # with more, the same kernel
+    s = replace(s, throttle=s.throttle if s.throttle < s.stages - 1 else 0)
     if s.resident:
         processors = multiprocessors(target)
         filled = -(-_blocks(spec, s) // processors) * processors

@@ -240,6 +240,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "warps_k": (1, 2),
     "stages": (1, 2, 3),
     "step": (1, 2),  # chunks, or 64 columns for wgmma
+    "throttle": (0, 1),
     "resident": (0, 1),
     "empty": (0, 1, 3),  # tiles that the grid has beyond those with work
     "overlap": (0, 1),
@@ -258,6 +259,8 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
         c["overlap"] = 0
     if c["overlap"] and c["zeros"] == "float":  # scaled at once: nothing overlaps
         c["zeros"] = "none"
+    if c["overlap"] and c["resident"]:  # whole steps, of groups that are longer than the tile is wide
+        c |= {"group": 128, "warps_k": 1, "sharing": (1, 1), "m": min(c["m"], 64)}
     for name in ("overlap", "resident"):
         if not _hopper_is_allowed(c):
             c[name] = 0
@@ -284,6 +287,8 @@ def _hopper(c: dict[str, Any]) -> Case:
     )
     if c["resident"]:
         schedule = replace(schedule, stages=1, resident=1)
+    elif c["throttle"]:
+        schedule = replace(schedule, throttle=1)
     if c["overlap"]:
         schedule = replace(schedule, overlap=1)
     if c["empty"]:
@@ -310,6 +315,8 @@ def test_hopper_has_cases() -> None:
     assert {case.schedule.wgmma for case in resident} == {0, 1}
     assert any(Plan(case.spec, case.schedule).rounds > 2 for case in resident)
     assert {case.schedule.resident for case in HOPPER_CASES if case.schedule.overlap} == {0, 1}
+    throttled = [case for case in HOPPER_CASES if 0 < case.schedule.throttle < case.schedule.stages - 1]
+    assert any(Plan(case.spec, case.schedule).rounds > 2 for case in throttled)
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
