@@ -1,7 +1,7 @@
 """The floor of a chain: what kernels take that depend on each other as matmuls do, and compute nothing.
 
 A block fetches its part of the weight into registers while the kernel before still runs (programmatic dependent
-launch), reads x when that has ended, adds both up, hands the sums around through shared memory, and stores its part of
+launch), copies x to shared memory when that has ended, adds both up, hands the sums around, and stores its part of
 y; there is one block for every multiprocessor. A matmul small enough for that can hardly be faster. Leaving parts out
 shows what each of them takes.
 
@@ -10,9 +10,8 @@ shows what each of them takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -20,16 +19,17 @@ import torch
 from benchmarks.floor import UNIT
 from benchmarks.tables import markdown
 from dialect.errors import SpecError, TargetError
-from dialect.layout import local, spatial
+from dialect.layout import Layout, local, spatial
 from dialect.spec import MatmulSpec
-from passes.builder import Memory, Program, Scalar, Tile
+from passes.builder import Program, Tile
 from passes.pipeline import CompiledKernel, compile_program
 from passes.target import parse_target
 from pylib.cuda import Function, current_stream
 from pylib.matmul import this_machine
 from pylib.timing import copies_needed, graph_time
 
-MOST_UNITS = 16  # of the weight, and of x, that a thread holds at once: 64 registers
+MOST_UNITS = 16  # of the weight that a thread holds: 64 registers
+MOST_X = 192 << 10  # bytes, in shared memory
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Link:
     units: int
     x_units: int
     rows: int
-    threads: int = 512
+    threads: int = 256
 
     def without(self, *parts: str) -> Link:
         """The same but for some of "weight" and "x"."""
@@ -53,15 +53,15 @@ class Link:
         return replace(self, **{fields[part]: 0 for part in parts})
 
 
-def link(spec: MatmulSpec, m: int, blocks: int, threads: int = 512) -> Link:
+def link(spec: MatmulSpec, m: int, blocks: int, threads: int = 256) -> Link:
     """A kernel that reads and writes as much as a matmul. Raises SpecError for one that does not fit into registers."""
 
     units, x_units = -(-spec.bytes // (UNIT * blocks * threads)), -(-m * spec.k * 2 // (UNIT * threads))
     found = Link(blocks, units, x_units, rows=-(-spec.n * m // (4 * blocks)), threads=threads)
-    if max(found.units, found.x_units) > MOST_UNITS or found.rows > threads:
+    if found.units > MOST_UNITS or found.x_units * UNIT * threads > MOST_X or found.rows > threads:
         raise SpecError(
-            f"{spec.n} x {spec.k}, m = {m}: a chain has at most {MOST_UNITS * UNIT * threads} bytes of x, as many of "
-            f"the weight in a block, and {4 * threads} outputs; take a smaller size or fewer tokens"
+            f"{spec.n} x {spec.k}, m = {m}: a block of a chain has at most {MOST_UNITS * UNIT * threads} bytes of the "
+            f"weight, {MOST_X} of x and {4 * threads} outputs; take a smaller size or fewer tokens"
         )
     return found
 
@@ -70,32 +70,34 @@ def chain_program(link: Link) -> Any:
     """The tile program, as a module: sums of four 32-bit columns of "codes" and "x", rounded to f16, to "y"."""
     p = Program("chain", link.threads, (link.blocks, 1, 1), dict.fromkeys(("x", "codes", "y"), "pointer"))
 
-    def load(memory: Memory, start: Scalar | int, units: int) -> Tile:
-        return p.load(memory, (start, 0), local(units, 1) * spatial(link.threads, 1) * local(1, 4))
+    def parts(tile: Tile) -> list[Tile]:
+        return [p.slice(tile, 0, first, link.threads) for first in range(0, tile.shape[0], link.threads)]
 
-    def parts(tile: Tile) -> Iterator[Tile]:
-        for first in range(0, tile.shape[0], link.threads):
-            yield p.slice(tile, 0, first, link.threads)
+    def layout(units: int) -> Layout:
+        return local(units, 1) * spatial(link.threads, 1) * local(1, 4)
 
     with p:
-        block, chunk = p.block_id(0), link.units * link.threads
+        block, chunk, size = p.block_id(0), link.units * link.threads, link.x_units * link.threads
         p.grid_launch_dependents()
-        tiles = []
+        weight: list[Tile] = []
         if link.units:
             codes = p.global_view(p["codes"], "f32", (link.blocks * chunk, 4))
-            tiles.append(load(codes, block * chunk, link.units))  # on its way while the kernel waits
+            weight = parts(p.load(codes, (block * chunk, 0), layout(link.units)))  # on its way while the kernel waits
         p.grid_wait()
+        total = p.constant(0.0, "f32", layout(1))
         if link.x_units:
-            x = p.global_view(p["x"], "f32", (link.x_units * link.threads, 4))
-            tiles.append(load(x, 0, link.x_units))
-        total = p.constant(0.0, "f32", spatial(link.threads, 1) * local(1, 4))
-        for tile in reversed(tiles):  # x is there last, but asked for first: as in a matmul
-            for part in parts(tile):
-                total = p.add(total, part)
-        sums = p.alloc_shared("f32", (link.threads, 4))  # or else threads that store nothing would read no x
+            x, buffer = p.global_view(p["x"], "f32", (size, 4)), p.alloc_shared("f32", (size, 4))
+            p.copy_async(x, buffer, (0, 0), layout(link.x_units))
+            p.commit()
+            p.wait()
+            p.barrier()
+            total = reduce(p.add, parts(p.load(buffer, (0, 0), layout(link.x_units))), total)
+            p.free_shared(buffer)
+        total = reduce(p.add, weight, total)
+        sums = p.alloc_shared("f32", (link.threads, 4))  # of a matmul's warps; and nobody reads less than all
         p.store(total, sums, (0, 0))
         p.barrier()
-        total = p.load(sums, (0, 0), total.layout)
+        total = p.load(sums, (0, 0), layout(1))
         p.free_shared(sums)
         y = p.global_view(p["y"], "f16", (link.blocks, link.rows, 4))
         stored = p.reshape(p.cast(total, "f16"), (1, link.threads, 4))

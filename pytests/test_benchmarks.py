@@ -242,9 +242,11 @@ def test_a_link_of_a_chain_reads_and_stores_everything(left_out: tuple[str, ...]
 def test_a_chain_loads_the_weight_before_it_waits_and_x_after() -> None:
     each = chain.link(MatmulSpec(4096, 4096, "u4", group_size=128), 8, 132)
     before, after = chain.compile_link(each, "sm_90a").ptx.split("griddepcontrol.wait;")
-    assert (before.count("ld.global.v4"), after.count("ld.global.v4")) == (each.units, each.x_units) == (8, 8)
-    with pytest.raises(SpecError, match="8192 x 8192, m = 1: a chain has at most 131072 bytes"):
-        chain.link(MatmulSpec(8192, 8192, "u4", group_size=128), 1, 132)
+    assert (before.count("ld.global.v4"), after.count("cp.async.cg")) == (each.units, each.x_units) == (16, 16)
+    assert "ld.global" not in after and "cp.async.cg" not in before
+    for n, m in ((8192, 1), (4096, 32)):
+        with pytest.raises(SpecError, match=f"{n} x {n}, m = {m}: a block of a chain has at most 65536 bytes"):
+            chain.link(MatmulSpec(n, n, "u4", group_size=128), m, 132)
 
 
 def test_results_survive_and_go_on(tmp_path: Path) -> None:
