@@ -53,6 +53,22 @@ func.func @u2_biased(%w: i32) -> vector<2xf16> {
 
 // -----
 
+// Left bare, nothing is done but to bring the bits to their place: here those of codes 2 and 6 to the lowest.
+// CHECK-LABEL: func.func @u4_bare
+// CHECK-DAG:     %[[EIGHT:.*]] = arith.constant 8 : i32
+// CHECK-DAG:     %[[MASK:.*]] = arith.constant 983055 : i32
+// CHECK:         %[[SHIFTED:.*]] = arith.shrui %{{.*}}, %[[EIGHT]]
+// CHECK-NEXT:    %[[BITS:.*]] = arith.andi %[[SHIFTED]], %[[MASK]]
+// CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast %[[BITS]] : i32 to vector<2xf16>
+// CHECK-NEXT:    return %[[RESULT]]
+func.func @u4_bare(%w: i32) -> vector<2xf16> {
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 2, exponent = 0, bare,
+    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return %0 : vector<2xf16>
+}
+
+// -----
+
 // u4 in bf16: the same, but with an fma by 1, since there is no bf16 addition before sm_90.
 // CHECK-LABEL: func.func @u4_bf16
 // CHECK-DAG:     %[[ONE:.*]] = arith.constant dense<1.000000e+00> : vector<2xbf16>

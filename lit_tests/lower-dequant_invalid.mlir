@@ -17,3 +17,13 @@ func.func @biased(%w: i32) -> vector<2xf16> {
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
+
+// -----
+
+// bf16's subnormals are too small for a scale in f32 to bring them back.
+func.func @bare(%w: i32) -> vector<2xbf16> {
+  // expected-error @below {{lower-dequant: u4 in bf16 cannot be left bare, as integers in f16 can}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0, bare,
+    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
+  return %0 : vector<2xbf16>
+}

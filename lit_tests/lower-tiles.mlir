@@ -399,3 +399,22 @@
     : (!numbers, !out, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "numbers", threads = 128, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
+
+// -----
+
+// A constant with another value in rows 8 to 15 of a block: that of the second register of a thread.
+// CHECK-LABEL: gpu.func @halves
+// CHECK-DAG:     %[[UPPER:.*]] = arith.constant 1.000000e+00 : f32
+// CHECK-DAG:     %[[LOWER:.*]] = arith.constant 2.000000e+00 : f32
+// CHECK:         llvm.store %[[UPPER]]
+// CHECK:         llvm.store %[[LOWER]]
+!y = !lowbit.global<[16, 4], f32, [4, 1], [1, 1]>
+"lowbit.program"() ({
+^bb0(%p: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %y = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
+  %a = "lowbit.constant"() {value = 1.0 : f32, lower = 2.0 : f32} : () -> !lowbit.reg<[16, 4], f32, "local(2, 1).spatial(8, 4)">
+  "lowbit.store"(%a, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!lowbit.reg<[16, 4], f32, "local(2, 1).spatial(8, 4)">, !y, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "halves", threads = 32, grid = [1, 1, 1], params = ["y"], workspace = 0} : () -> ()

@@ -145,3 +145,13 @@
   "lowbit.barrier"() {scope = "warps", warps = 2} : () -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 1024, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// Threads of the lower rows would need another constant in the same register.
+"lowbit.program"() ({
+^bb0(%p: !llvm.ptr<1>):
+  // expected-error @below {{lower-tiles: a constant with another value below needs eight rows to a register}}
+  %a = "lowbit.constant"() {value = 1.0 : f32, lower = 2.0 : f32} : () -> !lowbit.reg<[16, 2], f32, "spatial(16, 2)">
+  "lowbit.return"() : () -> ()
+}) {sym_name = "halves", threads = 32, grid = [1, 1, 1], params = ["y"], workspace = 0} : () -> ()

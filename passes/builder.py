@@ -335,20 +335,25 @@ class Program:
 
     # -- tiles
 
-    def constant(self, value: float, element: Element, layout: Layout) -> Tile:
-        return Tile(ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type).result)
+    def constant(self, value: float, element: Element, layout: Layout, lower: float | None = None) -> Tile:
+        """A tile of one value; of another in the lower half of every 16 rows, if given."""
+        op = ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type)
+        if lower is not None:
+            op.operation.attributes["lower"] = ir.FloatAttr.get(ir.F32Type.get(), lower)
+        return Tile(op.result)
 
     def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
         return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
 
     def decode(
-        self, codes: Tile, element: str, exponent: int = 0, biased: bool = False, shifts: Sequence[Tile] = ()
+        self, codes: Tile, element: str, exponent: int = 0, extra: str = "", shifts: Sequence[Tile] = ()
     ) -> Tile:
-        """Numbers from codes, exactly. shifts: minus zero points [.., rows, 1], each for an equal part of columns."""
+        """Numbers from codes, exactly. extra: "", "biased" or "bare". shifts: minus zero points [.., rows, 1], each
+        for an equal part of columns."""
         values = [s.value for s in shifts]
         op = ops.DecodeOp(codes.value, values, _i64(exponent), Reg(element, codes.layout).type)
-        if biased:
-            op.operation.attributes["biased"] = ir.UnitAttr.get()
+        if extra:
+            op.operation.attributes[extra] = ir.UnitAttr.get()
         return Tile(op.result)
 
     def lookup(self, codes: Tile, table: Memory, element: str) -> Tile:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dialect.spec import MatmulSpec
 from passes.builder import Program, Tile
-from passes.recipes import compute_element, exponent
+from passes.recipes import bare_exponents, compute_element, exponent
 
 
 class Factors:
     """Scales and zeros as f32 tiles."""
 
-    def __init__(self, p: Program, spec: MatmulSpec, excess: float = 0.0) -> None:
-        """excess: by how much the codes are too large that are multiplied."""
-        self.p, self.spec, self.excess = p, spec, excess
+    def __init__(self, p: Program, spec: MatmulSpec, excess: float = 0.0, bare: bool = False) -> None:
+        """excess: by how much the codes are too large that are multiplied; bare: whether they are subnormals."""
+        self.p, self.spec, self.excess, self.bare = p, spec, excess, bare
         self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act))
 
     @staticmethod
@@ -25,6 +25,9 @@ class Factors:
 
     def unfold(self, scale: Tile) -> Tile:
         """The scale times the power of two that decoding left out."""
+        if self.bare:
+            upper, lower = bare_exponents(self.spec.dtype)
+            return self.p.mul(scale, self.p.constant(2.0**upper, "f32", scale.layout, 2.0**lower))
         if self.exponent == 0:
             return scale
         return self.p.mul(scale, self.p.constant(2.0**self.exponent, "f32", scale.layout))

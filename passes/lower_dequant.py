@@ -24,11 +24,14 @@ from passes.recipes import (
     Field,
     Magic,
     Real,
+    bare_lows,
+    can_be_bare,
     can_be_biased,
     compute_element,
     exponent,
     float_places,
     magic,
+    place,
     zero_code,
 )
 from passes.rewriting import at, each_op
@@ -76,6 +79,10 @@ class _Decoder:
         if self.biased and not can_be_biased(self.format, self.real.name):
             name = f"{self.format.name} in {self.real.name}"
             raise PassError(f"lower-dequant: {name} cannot be biased, as narrow integers can")
+        self.bare = "bare" in op.operation.attributes
+        if self.bare and not can_be_bare(self.format, self.real.name):
+            name = f"{self.format.name} in {self.real.name}"
+            raise PassError(f"lower-dequant: {name} cannot be left bare, as integers in f16 can")
         # The power of two that is left to do here.
         self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)
 
@@ -120,6 +127,9 @@ class _Decoder:
     def _integer(self, half: int) -> Any:
         t = self.format
         zero = zero_code(t)
+        if self.bare:
+            low = bare_lows(t.bits)[self.number % 2]
+            return emit.bitcast(self.register, self._fields(place(t, self.number, 0, t.bits, low), half))
         if self.biased:
             return self._magic(magic(t, self.real, self.number, 0, t.bits, biased=True), half)
         if t.bits <= self.real.mantissa:

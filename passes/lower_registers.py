@@ -29,6 +29,12 @@ class TileRules(Lowering):
         reg = Reg.of(op.result.type)
         value = float(ir.FloatAttr(op.value).value)
         fragment = Fragment(reg, kind_of(reg), lambda i: emit.real(value, fragment.type()))
+        if "lower" in op.operation.attributes:
+            lower = float(ir.FloatAttr(op.operation.attributes["lower"]).value)
+            below = reg.layout.table()[..., -2] // (ROWS // 2) % 2
+            if (below != below[0]).any():
+                raise PassError("lower-tiles: a constant with another value below needs eight rows to a register")
+            fragment = Fragment(reg, "scalar", lambda i: emit.real(lower if below[0, i] else value, fragment.type()))
         self.values[op.result] = fragment
 
     def _view(self, op: Any) -> None:
@@ -49,7 +55,7 @@ class TileRules(Lowering):
         reg, format_ = Reg.of(op.result.type), codes.reg.element
         if not isinstance(format_, DType):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
-        biased = "biased" in op.operation.attributes
+        extras = [name for name in ("biased", "bare") if name in op.operation.attributes]
 
         shifts = [_pairs(f, f.reg.layout.slots_for(reg.layout)) for f in (self.values[v] for v in op.shifts)]
         columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K16_A)]
@@ -63,8 +69,8 @@ class TileRules(Lowering):
             if shifts:
                 return ops.DecodeShiftedPairOp(shift(i), *rest).result
             pair = ops.DecodePairOp(*rest)
-            if biased:
-                pair.operation.attributes["biased"] = ir.UnitAttr.get()
+            for name in extras:
+                pair.operation.attributes[name] = ir.UnitAttr.get()
             return pair.result
 
         self.values[op.result] = _pairs_of_words(codes, reg, format_, decode)

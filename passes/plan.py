@@ -66,13 +66,14 @@ class Plan:
         instead of a subtraction per pair of weights."""
         t, s = self.spec.dtype, self.schedule
         narrow = t.bits <= BIASED_BITS and can_be_biased(t, compute_element(t, self.spec.act))
-        return narrow and s.row_blocks > 1 and not s.wgmma
+        return narrow and s.row_blocks > 1 and not s.wgmma and not s.bare
 
     @property
     def rounds_zeros(self) -> bool:
         """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
         and the sums of x that would make up for them would cost as much as 64 rows of products."""
-        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._plain
+        s = self.schedule
+        return bool(s.wgmma) and not s.bare and self.spec.zeros == "float" and self.groups > 0 and self._plain
 
     @property
     def rounds_scales(self) -> bool:
@@ -82,7 +83,7 @@ class Plan:
         s, spec = self.schedule, self.spec
         group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
         less = group is not None and (group <= s.tokens or self.rounds_zeros)
-        return bool(s.wgmma) and less and same and self._plain
+        return bool(s.wgmma) and not s.bare and less and same and self._plain
 
     @property
     def _plain(self) -> bool:

@@ -10,7 +10,10 @@ with their neighbours in the word: `aims` finds the fewest shifts for a run. Eig
 nibbles, each under its own exponent, are added.
 
 Where the subtraction is too dear, for the narrowest formats, it is left out (`biased`): the numbers are too large by a
-bias that depends on the register alone, and the accumulator starts from minus the sum of bias * x.
+bias that depends on the register alone, and the accumulator starts from minus the sum of bias * x. In f16 the magic
+exponent can be left out as well (`bare`): a code is a subnormal then, u * 2^-24 or more by where it sits, and tensor
+cores take that as any number. Codes may sit in two places, one for the first eight rows of a block of 16 and one for
+the others, since scales are per row; what is to be subtracted from signed codes, and zero points, go by sums of x.
 
 *Floats*: sign, and exponent with mantissa, move to their places; the bias difference is a power of two that the
 kernel folds into its scale (f16), or one multiplication (bf16, f32, whose range is too wide to leave it for later).
@@ -174,6 +177,36 @@ def can_be_biased(t: DType, element: str) -> bool:
 def bias(t: DType, real: Real, register: int) -> float:
     """What biased decoding adds to the numbers of a register of a run."""
     return magic(t, real, register, 0, t.bits, biased=True).offset + zero_code(t)
+
+
+def can_be_bare(t: DType, element: str) -> bool:
+    """Whether integers can be left in the mantissa's bits as they are: f16, whose tensor cores take subnormals."""
+    return t.kind in ("uint", "int") and element == "f16" and t.bits < F16.mantissa
+
+
+@lru_cache(maxsize=None)
+def bare_lows(bits: int) -> tuple[int, int]:
+    """The lowest bit of codes that stay subnormals of f16, in even registers of a run (the first eight rows of a
+    block of 16) and in odd ones: such that as few shifts are needed as can be."""
+    run = run_of(bits)
+
+    def shifts(lows: tuple[int, int]) -> int:
+        moved = {
+            (piece.word, piece.shift - lows[register % 2] - piece.low)
+            for register, pieces in enumerate(run)
+            for piece in pieces
+        }
+        return len({(word, shift) for word, shift in moved if shift})
+
+    places = range(F16.mantissa - bits + 1)
+    return min(itertools.product(places, places), key=shifts)
+
+
+def bare_exponents(t: DType) -> tuple[int, int]:
+    """The e for which bare codes are code * 2^-e, in the first eight rows of a block of 16 and in the others."""
+    least = F16.bias - 1 + F16.mantissa  # f16's smallest number is 2^-24
+    even, odd = bare_lows(t.bits)
+    return least - even, least - odd
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Schedule:
     resident: int = 0  # 1: a block's part of the weight in registers, x in shared memory, each all at once
     least_blocks: int = 0  # of the grid: empty ones fill it up
     throttle: int = 0  # rounds of the weight under way at a time until the kernel before has ended; 0: as many as fit
+    bare: int = 0  # 1: codes are multiplied as they are, with no subtraction; sums of x make up for offset and zeros
     overlap: int = 0  # 1: the product of a group is begun, with wgmma, before that of the last has ended
 
     def __post_init__(self) -> None:
@@ -69,6 +70,8 @@ class Schedule:
                 f"schedule: overlap={self.overlap} must be 0, or 1 with wgmma=1 and row_blocks=1, not "
                 f"wgmma={self.wgmma} and row_blocks={self.row_blocks}"
             )
+        if self.bare not in (0, 1) or (self.bare and self.digits):
+            raise SpecError(f"schedule: bare={self.bare} must be 0, or 1 with digits=0, not digits={self.digits}")
         if self.resident and self.throttle:
             raise SpecError(f"schedule: throttle={self.throttle} is for copies; with resident=1 it must be 0")
         zeros = {"max_blocks": "as many as fit", "least_blocks": "as many as have work", "throttle": "as many as fit"}

@@ -7,7 +7,7 @@ from dialect.digits import DIGITS, PIECE, ROW, takes
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
 from passes.plan import Plan
-from passes.recipes import compute_element
+from passes.recipes import can_be_bare, compute_element
 from passes.schedule import Schedule
 from passes.target import Target
 
@@ -55,6 +55,8 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         _check_wgmma(spec, s, target)
     if s.digits:
         _check_digits(spec, s)
+    if s.bare and not can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act)):
+        raise SpecError(f"schedule: bare=1 is for integers in f16; {spec.weight} in {spec.act} needs bare=0")
     if s.resident:
         _check_resident(spec, s)
     if s.overlap and (not Plan(spec, s).groups or Plan(spec, s).rounds_scales):

@@ -28,7 +28,9 @@ Empty blocks fill up the grid then (`Schedule.least_blocks`), so that none gets 
 
 Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
 bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
-wgmma, where that mma would cost as much as 64 rows, q - z is rounded to the type of x.
+wgmma, where that mma would cost as much as 64 rows, weights are scaled at once, s * q + (- s * z), both rounded to
+the type of x. With `Schedule.bare` all zero points, and the offset of signed codes, go by sums of x, and decoding an
+integer takes no subtraction.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
@@ -52,7 +54,7 @@ from passes.epilogue import Epilogue
 from passes.factors import Factors
 from passes.operands import Operands
 from passes.plan import Plan
-from passes.recipes import compute_element
+from passes.recipes import compute_element, zero_code
 from passes.schedule import Schedule
 
 TURNED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200
@@ -80,11 +82,12 @@ class Kernel:
             s.max_blocks,
             (1, s.cluster, 1),
         )
-        self.convert = Factors(self.p, spec)
+        excess = zero_code(spec.dtype) if s.bare else 0.0
+        self.convert = Factors(self.p, spec, excess, bool(s.bare))
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
-        self.folded = spec.zeros == "int" and not self.plan.biased
+        self.folded = spec.zeros == "int" and not self.plan.biased and not s.bare
         self.early = self.plan.rounds_zeros
-        self.shifted = spec.zeros != "none" and not self.folded and not self.early
+        self.shifted = (spec.zeros != "none" or excess > 0) and not self.folded and not self.early
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks, columns = s.step_k // BLOCK_K, s.mma_columns // 8
 
@@ -188,7 +191,8 @@ class Kernel:
         if self.operands.table:
             a = p.lookup(codes, self.operands.table, self.compute)
         else:
-            a = p.decode(codes, self.compute, self.convert.exponent, self.plan.biased, self._shifts())
+            extra = "bare" if s.bare else "biased" if self.plan.biased else ""
+            a = p.decode(codes, self.compute, self.convert.exponent, extra, self._shifts())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = p.load_matrix(self.operands.x_buffer, p["m"], self.b_layout)

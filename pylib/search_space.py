@@ -16,6 +16,7 @@ from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.cost_model import predict, spills
 from passes.plan import Plan
+from passes.recipes import can_be_bare, compute_element
 from passes.schedule import Schedule
 from passes.schedule_check import enough_blocks, has_digits, has_wgmma, is_allowed, multiprocessors, shared_room
 from passes.schedule_choice import default_schedule, schedule_for
@@ -23,7 +24,7 @@ from passes.target import Target
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits", "resident")
 # Only the second pass varies these; in the first they follow.
-SECOND = ("cluster", "max_blocks", "least_blocks", "throttle", "overlap")
+SECOND = ("cluster", "max_blocks", "least_blocks", "throttle", "overlap", "bare")
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
@@ -47,6 +48,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "throttle": (0, 1, 2),
         "resident": (0, 1),
         "overlap": (0, 1) if tile >= 8 and has_wgmma(spec, target) else (0,),
+        "bare": (0, 1) if can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act)) else (0,),
         "digits": (0, 1) if tile == 1 and has_digits(spec) else (0,),
     }
 

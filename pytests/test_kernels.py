@@ -89,6 +89,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "stages": (1, 2, 3, 4),
     "splits": (1, 2, 3),
     "step": (1, 2),  # chunks
+    "bare": (0, 1),
 }
 K = {1: 16, 2: 250, 3: 264}  # without groups
 MOST_WORK = 64  # mma instructions per warp and step, if there is a choice: LLVM and the emulator take time
@@ -108,13 +109,14 @@ class Case:
         parts = [s.weight, f"{s.n}x{s.k}", f"g{s.group_size}", f"z{s.zeros}", s.scale, s.act, s.out_dtype]
         parts += [f"m{self.m}", f"r{p.row_blocks}n{p.warps_n}k{p.warps_k}", f"step{p.step_k}"]
         parts += [f"stages{p.stages}", f"splits{p.splits}", *["cluster"] * (p.cluster > 1), *["wgmma"] * p.wgmma]
-        parts += ["resident"] * p.resident + ["overlap"] * p.overlap + [f"grid{p.least_blocks}"] * (p.least_blocks > 0)
+        parts += ["resident"] * p.resident + ["overlap"] * p.overlap + ["bare"] * p.bare
+        parts += [f"grid{p.least_blocks}"] * (p.least_blocks > 0) + [f"throttle{p.throttle}"] * (p.throttle > 0)
         return "-".join([*parts, self.target, *["bias"] * s.bias])
 
 
 def fit(choice: dict[str, Any]) -> dict[str, Any]:
     """The nearest choice that is a kernel."""
-    c = integer_zeros(choice)
+    c = for_integers(choice)
     spec = _spec(c)
     packing = spec.packing
     group = packing.padded_group
@@ -128,10 +130,11 @@ def fit(choice: dict[str, Any]) -> dict[str, Any]:
     return c
 
 
-def integer_zeros(choice: dict[str, Any]) -> dict[str, Any]:
-    """Only integers have them."""
-    wrong = choice["zeros"] == "int" and choice["weight"][0] not in "ui"
-    return choice | ({"zeros": "float"} if wrong else {})
+def for_integers(choice: dict[str, Any]) -> dict[str, Any]:
+    """Only they have integer zeros, and can be left bare, in f16."""
+    integer = choice["weight"][0] in "ui"
+    zeros = "float" if choice["zeros"] == "int" and not integer else choice["zeros"]
+    return choice | {"zeros": zeros, "bare": int(integer and choice.get("act") == "f16" and choice.get("bare", 0))}
 
 
 def _spec(c: dict[str, Any]) -> MatmulSpec:
@@ -143,9 +146,9 @@ def _spec(c: dict[str, Any]) -> MatmulSpec:
 
 
 def _schedule(c: dict[str, Any]) -> Schedule:
-    names = ("row_blocks", "warps_n", "warps_k", "stages", "splits")
+    names = ("row_blocks", "warps_n", "warps_k", "stages", "splits", "bare")
     step = _spec(c).packing.chunk * c["step"]
-    return Schedule(tokens=_tokens(c["m"]), step_k=step, **{name: c[name] for name in names})
+    return Schedule(tokens=_tokens(c["m"]), step_k=step, **{name: c[name] for name in names if name in c})
 
 
 def _work(schedule: Schedule) -> int:
@@ -241,6 +244,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "stages": (1, 2, 3),
     "step": (1, 2),  # chunks, or 64 columns for wgmma
     "throttle": (0, 1),
+    "bare": (0, 1),
     "resident": (0, 1),
     "empty": (0, 1, 3),  # tiles that the grid has beyond those with work
     "overlap": (0, 1),
@@ -250,17 +254,19 @@ HOPPER_K = {1: 64, 3: 328, 11: 1000}  # without groups
 
 def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
     """The nearest choice that is a kernel."""
-    c = integer_zeros(choice)
+    c = for_integers(choice)
     if c["m"] > 64:
         c["wgmma"] = 1
     if c["sharing"][1] == 3:
         c["row_blocks"] = 3  # 48 rows are three equal parts
     if not c["wgmma"] or c["row_blocks"] > 1:
         c["overlap"] = 0
-    if c["overlap"] and c["zeros"] == "float":  # scaled at once: nothing overlaps
+    if c["overlap"] and c["zeros"] == "float" and not c["bare"]:  # scaled at once: nothing overlaps
         c["zeros"] = "none"
     if c["overlap"] and c["resident"]:  # whole steps, of groups that are longer than the tile is wide
         c |= {"group": 128, "warps_k": 1, "sharing": (1, 1), "m": min(c["m"], 64)}
+    if c["throttle"]:  # which takes two rounds ahead
+        c |= {"stages": 3, "warps_k": 1}
     for name in ("overlap", "resident"):
         if not _hopper_is_allowed(c):
             c[name] = 0
@@ -285,6 +291,8 @@ def _hopper(c: dict[str, Any]) -> Case:
     schedule = Schedule(
         _tokens(c["m"]), c["row_blocks"], warps_n, c["warps_k"], step, c["stages"], splits, cluster, wgmma
     )
+    if c["bare"]:
+        schedule = replace(schedule, bare=1)
     if c["resident"]:
         schedule = replace(schedule, stages=1, resident=1)
     elif c["throttle"]:
@@ -315,6 +323,7 @@ def test_hopper_has_cases() -> None:
     assert {case.schedule.wgmma for case in resident} == {0, 1}
     assert any(Plan(case.spec, case.schedule).rounds > 2 for case in resident)
     assert {case.schedule.resident for case in HOPPER_CASES if case.schedule.overlap} == {0, 1}
+    assert {case.schedule.wgmma for case in HOPPER_CASES if case.schedule.bare} == {0, 1}
     throttled = [case for case in HOPPER_CASES if 0 < case.schedule.throttle < case.schedule.stages - 1]
     assert any(Plan(case.spec, case.schedule).rounds > 2 for case in throttled)
 
@@ -397,7 +406,7 @@ def test_random_choices(choice: dict[str, Any], seed: int) -> None:
 
 DEQUANTIZE = {name: FACTORS[name] for name in ("group", "length", "n", "zeros", "scale", "act")}
 DEQUANTIZE |= {"weight": ("u1", "u4", "i6", "f6e3m2", "f7e6m0", "nf4")}
-WEIGHT_CASES = [_spec(c) for c in covering(DEQUANTIZE, integer_zeros)]
+WEIGHT_CASES = [_spec(c) for c in covering(DEQUANTIZE, for_integers)]
 
 
 @pytest.mark.parametrize("spec", WEIGHT_CASES, ids=lambda s: f"{s}".replace(" ", "-"))

@@ -25,7 +25,17 @@ from passes.emit_ptx import emit_ptx, translate
 from passes.lower_dequant import LowerDequant
 from passes.lower_table import words as table_words
 from passes.lower_to_llvm import LowerToLLVM
-from passes.recipes import REALS, bias, can_be_biased, compute_element, exponent, magic
+from passes.recipes import (
+    REALS,
+    bare_exponents,
+    bare_lows,
+    bias,
+    can_be_biased,
+    compute_element,
+    exponent,
+    magic,
+    place,
+)
 from passes.target import parse_target
 from pylib.emulator import Emulator
 from pylib.packed import TORCH
@@ -233,6 +243,22 @@ def shifts_of(t: DType, element: str, biased: bool = False) -> int:
 )
 def test_shifts_are_shared(weight: str, element: str, shifts: int) -> None:
     assert shifts_of(dtype(weight), element) == shifts
+
+
+@pytest.mark.parametrize(
+    ("bits", "lows", "shifts"),
+    [(1, (0, 1), 7), (2, (0, 2), 3), (3, (0, 3), 9), (4, (0, 4), 1), (5, (0, 5), 11), (8, (0, 0), 1)],
+)
+def test_bare_codes_are_in_two_places(bits: int, lows: tuple[int, int], shifts: int) -> None:
+    """Even registers of a run in one, odd ones in the other, and no other choice needs fewer shifts."""
+    moved = {
+        (pieces[f.piece].word, f.shift)
+        for register, pieces in enumerate(run_of(bits))
+        for f in place(dtype(f"u{bits}"), register, 0, bits, lows[register % 2])
+    }
+    assert bare_lows(bits) == lows
+    assert len({(word, shift) for word, shift in moved if shift}) == shifts
+    assert bare_exponents(dtype(f"u{bits}")) == (24 - lows[0], 24 - lows[1])
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16"])

@@ -158,6 +158,20 @@ def test_resources_of_float_zeros(weight: str, bound: float, group: int) -> None
     assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("weight", "zeros", "bound"),
+    [("u4", "none", 0.67), ("i4", "none", 0.67), ("u4", "int", 0.68), ("u4", "float", 0.67), ("u2", "none", 0.71)],
+)
+def test_resources_of_bare_codes(weight: str, zeros: str, bound: float) -> None:
+    """No subtraction: for 4 bits half a lop3 and an eighth of a shift per weight."""
+    spec = MatmulSpec(8192, 8192, weight, group_size=128, zeros=zeros)  # type: ignore[arg-type]
+    schedule = Schedule(16, 4, 4, 2, spec.packing.chunk, 2, wgmma=1, bare=1)
+    kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
+    used = resource_usage(kernel.ptx, kernel.target)
+    assert per_weight(kernel) <= bound
+    assert (used.spill_stores, used.spill_loads) == (0, 0)
+
+
 @pytest.mark.parametrize("act", ["f16", "bf16"])
 @pytest.mark.parametrize("weight", ["u1", "u3", "u4", "u8", "f6e3m2", "f8e4m3", "nf4"])
 def test_resources_of_128_tokens(weight: str, act: str) -> None:

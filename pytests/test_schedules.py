@@ -366,6 +366,8 @@ UNFIT: list[tuple[str, dict[str, int]]] = [
     (r"overlap=1 must be .*, not wgmma=1 and row_blocks=2", {"overlap": 1, "wgmma": 1, "warps_n": 4}),
     (r"least_blocks=-1 must be 0 \(as many as have work\) or more", {"least_blocks": -1}),
     (r"max_blocks=-1 must be 0 \(as many as fit\) or more", {"max_blocks": -1}),
+    (r"bare=2 must be 0, or 1 with digits=0", {"bare": 2}),
+    (r"bare=1 must be 0, or 1 with digits=0, not digits=1", {"bare": 1, "tokens": 1, "digits": 1}),
     (r"throttle=-1 must be 0 \(as many as fit\) or more", {"throttle": -1}),
     (r"throttle=1 is for copies; with resident=1 it must be 0", {"throttle": 1, "resident": 1, "stages": 1}),
 ]

@@ -72,7 +72,7 @@ class StoreOp(Lowbit.Operation, name="store"):
 
 
 class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
-    """A tile of one value."""
+    """A tile of one value. With a float attribute `lower` that is its value in the lower half of every 16 rows."""
 
     value: ir.FloatAttr
     result: ext.Result[RegType]
