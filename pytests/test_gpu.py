@@ -123,6 +123,39 @@ def test_resident_weights_in_a_chain(splits: int, least_blocks: int, wgmma: int)
     assert torch.allclose(*chains, atol=0.05)
 
 
+@pytest.mark.parametrize("zeros", ["none", "int", "float"])
+@pytest.mark.parametrize("weight", ["u1", "u2", "u3", "u4", "u8", "i2", "i4", "i7"])
+@pytest.mark.parametrize("schedule", [(8, 2, 1, 4), (16, 1, 4, 2), (64, 2, 4, 1)])
+def test_codes_as_they_are(schedule: tuple[int, ...], weight: str, zeros: str) -> None:
+    """Tensor cores multiply subnormals, with mma and with wgmma."""
+    if schedule[0] > 8 and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("wgmma needs sm_90a")
+    spec = pylib.MatmulSpec(2000, 2048, weight, group_size=256, zeros=zeros, out="f32")  # type: ignore[arg-type]
+    x, *weights = random_problem(spec, schedule[0])
+    chosen = pylib.Schedule(*schedule, step_k=256, stages=2, wgmma=int(schedule[0] > 8), bare=1)
+    mm = pylib.compile(spec, schedule=chosen)
+    y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
+    assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
+
+
+@pytest.mark.parametrize("spec", [pylib.MatmulSpec(1020, 1020, "i4"), pylib.MatmulSpec(960, 960, "i4", group_size=24)])
+def test_an_x_that_was_just_written(spec: pylib.MatmulSpec) -> None:
+    """Where x is not copied in 16-byte pieces, too, it is read after the kernel before has written it."""
+    x, mm, w = _make(spec, 8)
+
+    def chain(synchronize: bool) -> torch.Tensor:
+        y = x
+        for i in range(60):
+            y = mm(y, w) if i % 6 else mm(y / y.abs().amax(), w)
+            if synchronize:
+                torch.cuda.synchronize()
+        return y
+
+    expected = chain(synchronize=True)
+    for _ in range(20):
+        assert torch.equal(chain(synchronize=False), expected)
+
+
 @pytest.mark.parametrize("shape", [(1024,), (0, 1024), (2, 0, 1024), (2, 3, 1024), (3, 40, 1024)])
 def test_leading_dimensions(shape: tuple[int, ...]) -> None:
     x, mm, w = _make(m=120)
