@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,7 +57,7 @@ class Failed(Exception):
 
 class Compilers:
     """Processes that compile into the disk cache, below everyone else's priority. Raises SpecError if there is no
-    cache.
+    cache, TargetError if there is no compiler.
 
     jobs: how many processes; without it one per core, up to MOST_JOBS
     """
@@ -64,6 +65,7 @@ class Compilers:
     def __init__(self, target: Target, jobs: int | None = None) -> None:
         if knobs.no_cache():
             raise SpecError("tuning hands kernels over through the disk cache; unset LOWBIT_NO_CACHE")
+        import_module("dialect.bindings")  # here once, rather than a failure for every schedule
         self._target = target
         self._jobs = jobs or min(MOST_JOBS, len(os.sched_getaffinity(0)))
         self._deaths = 0

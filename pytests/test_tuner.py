@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -404,6 +405,18 @@ def test_no_pool_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWBIT_NO_CACHE", "1")
     with pytest.raises(SpecError, match="unset LOWBIT_NO_CACHE"):
         Compilers(HOPPER)
+
+
+def test_no_pool_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "dialect.bindings", raising=False)
+    monkeypatch.setattr("importlib.import_module", _none)
+    with pytest.raises(TargetError, match=r"no usable MLIR Python bindings .* pip install"):
+        Compilers(HOPPER)
+
+
+def _none(name: str) -> None:
+    raise ImportError(name)
 
 
 def test_a_new_pool_for_one_that_broke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
