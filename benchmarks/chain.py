@@ -28,6 +28,7 @@ from pylib.cuda import Function, current_stream
 from pylib.matmul import this_machine
 from pylib.timing import copies_needed, graph_time
 
+THREADS = 256  # few enough for blocks of two kernels side by side
 MOST_UNITS = 16  # of the weight that a thread holds: 64 registers
 MOST_X = 192 << 10  # bytes, in shared memory
 
@@ -45,7 +46,7 @@ class Link:
     units: int
     x_units: int
     rows: int
-    threads: int = 256
+    threads: int = THREADS
 
     def without(self, *parts: str) -> Link:
         """The same but for some of "weight" and "x"."""
@@ -53,9 +54,8 @@ class Link:
         return replace(self, **{fields[part]: 0 for part in parts})
 
 
-def link(spec: MatmulSpec, m: int, blocks: int, threads: int = 256) -> Link:
-    """A kernel that reads and writes as much as a matmul. Raises SpecError for one that does not fit into registers."""
-
+def link(spec: MatmulSpec, m: int, blocks: int, threads: int = THREADS) -> Link:
+    """A kernel that reads and writes as much as a matmul. Raises SpecError for one that does not fit into a block."""
     units, x_units = -(-spec.bytes // (UNIT * blocks * threads)), -(-m * spec.k * 2 // (UNIT * threads))
     found = Link(blocks, units, x_units, rows=-(-spec.n * m // (4 * blocks)), threads=threads)
     if found.units > MOST_UNITS or found.x_units * UNIT * threads > MOST_X or found.rows > threads:

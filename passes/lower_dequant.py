@@ -75,13 +75,11 @@ class _Decoder:
         self.register = self.vector if self.packed else self.vector.element_type
         if compute_element(self.format, self.real.name) != self.real.name:
             raise PassError(f"lower-dequant: {self.format.name} does not fit {self.real.name}; decode it to f32")
-        self.biased = "biased" in op.operation.attributes
+        self.biased, self.bare = (name in op.operation.attributes for name in ("biased", "bare"))
+        name = f"{self.format.name} in {self.real.name}"
         if self.biased and not can_be_biased(self.format, self.real.name):
-            name = f"{self.format.name} in {self.real.name}"
             raise PassError(f"lower-dequant: {name} cannot be biased, as narrow integers can")
-        self.bare = "bare" in op.operation.attributes
         if self.bare and not can_be_bare(self.format, self.real.name):
-            name = f"{self.format.name} in {self.real.name}"
             raise PassError(f"lower-dequant: {name} cannot be left bare, as integers in f16 can")
         # The power of two that is left to do here.
         self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)

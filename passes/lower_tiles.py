@@ -161,10 +161,10 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
         """No two pointers alias; those only read are marked so, unless the kernel overlaps with the one before it,
         which may still write there. From "noalias" LLVM would infer it, and read by `ld.global.nc`, which is for what
         nobody writes (PTX ISA 9.7.9.9) and may be moved across the wait."""
-        waits = any(op.operation.name == "lowbit.grid_wait" for op in self._all_ops())
-        overlaps = waits and self.target.capability >= 90
+        every = self._all_ops()
+        overlaps = self.target.has_clusters and any(op.operation.name == "lowbit.grid_wait" for op in every)
         written: set[Any] = set()
-        for op in self._all_ops():
+        for op in every:
             if op.operation.name in ("lowbit.store", "lowbit.last_arrival"):
                 view = op.operation.operands[1 if op.operation.name == "lowbit.store" else 0].owner
                 if not isinstance(view, ir.Block) and view.name == "lowbit.global_view":
@@ -221,7 +221,7 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
 
     def _grid_control(self, kind: Any) -> None:
         self._finish_reads()
-        if self.target.capability >= 90:  # before, kernels do not overlap
+        if self.target.has_clusters:  # before, kernels do not overlap
             nvvm.griddepcontrol(kind)
 
     def _enter(self, op: Any) -> None:

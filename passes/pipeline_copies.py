@@ -72,7 +72,7 @@ class _Pipeline:
     def __init__(self, loop: Any, stages: int, throttle: int) -> None:
         self.loop = loop
         self.upper = loop.operation.operands[1]
-        self.sure = self._rounds(loop.operation.operands[0]) or 0  # rounds that come whatever the bounds are
+        self.sure = self._rounds(loop.operation.operands[0])
         most = self.sure or stages
         self.ahead, self.slots = min(stages - 1, most), min(stages, most)
         self.refills = self.ahead != self.sure
@@ -134,15 +134,15 @@ class _Pipeline:
     def _before(self, index: Any) -> Any:
         return arith.cmpi(arith.CmpIPredicate.slt, index, self.upper)
 
-    def _rounds(self, lower: Any) -> int | None:
-        """How many there are, where the bounds are constants, or lower and lower + constant; None if not known."""
+    def _rounds(self, lower: Any) -> int:
+        """How many are sure to come: all where the bounds are constants, or lower and lower + constant; else none."""
         first, end = known(lower), known(self.upper)
         if first is not None and end is not None:
             return max(end - first, 0)
         owner: Any = self.upper.owner
         if isinstance(owner, ir.Block) or owner.name != "arith.addi" or owner.operands[0] != lower:
-            return None
-        return known(owner.operands[1])
+            return 0
+        return max(known(owner.operands[1]) or 0, 0)
 
     def run(self) -> None:
         lower, _, _, *initial = self.loop.operation.operands

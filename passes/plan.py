@@ -72,8 +72,7 @@ class Plan:
     def rounds_zeros(self) -> bool:
         """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
         and the sums of x that would make up for them would cost as much as 64 rows of products."""
-        s = self.schedule
-        return bool(s.wgmma) and not s.bare and self.spec.zeros == "float" and self.groups > 0 and self._plain
+        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._plain
 
     @property
     def rounds_scales(self) -> bool:
@@ -83,13 +82,13 @@ class Plan:
         s, spec = self.schedule, self.spec
         group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
         less = group is not None and (group <= s.tokens or self.rounds_zeros)
-        return bool(s.wgmma) and not s.bare and less and same and self._plain
+        return bool(s.wgmma) and less and same and self._plain
 
     @property
     def _plain(self) -> bool:
         """Whether codes are decoded to their values, with no power of two left out."""
         t = self.spec.dtype
-        return exponent(t, compute_element(t, self.spec.act)) == 0
+        return not self.schedule.bare and exponent(t, compute_element(t, self.spec.act)) == 0
 
     @property
     def rounding(self) -> dict[str, bool]:

@@ -55,7 +55,7 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         _check_wgmma(spec, s, target)
     if s.digits:
         _check_digits(spec, s)
-    if s.bare and not can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act)):
+    if s.bare and not has_bare(spec):
         raise SpecError(f"schedule: bare=1 is for integers in f16; {spec.weight} in {spec.act} needs bare=0")
     if s.resident:
         _check_resident(spec, s)
@@ -95,6 +95,11 @@ def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
             f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "
             f"k={spec.k} and groups of {spec.group_size} needs wgmma=0"
         )
+
+
+def has_bare(spec: MatmulSpec) -> bool:
+    """Whether codes can be multiplied as they are."""
+    return can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act))
 
 
 def has_digits(spec: MatmulSpec) -> bool:

@@ -82,10 +82,11 @@ class Kernel:
             s.max_blocks,
             (1, s.cluster, 1),
         )
-        excess = zero_code(spec.dtype) if s.bare else 0.0
+        as_stored = bool(s.bare or s.digits)  # signed codes in offset binary, which is taken for a zero point
+        excess = zero_code(spec.dtype) if as_stored else 0.0
         self.convert = Factors(self.p, spec, excess, bool(s.bare))
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
-        self.folded = spec.zeros == "int" and not self.plan.biased and not s.bare
+        self.folded = spec.zeros == "int" and not self.plan.biased and not as_stored
         self.early = self.plan.rounds_zeros
         self.shifted = (spec.zeros != "none" or excess > 0) and not self.folded and not self.early
         warps = spatial(s.warps_k, s.warps_n, 1)

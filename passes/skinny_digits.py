@@ -29,9 +29,7 @@ from dialect.layout import MMA_M16N8_PAIRS, spatial
 from dialect.spec import MatmulSpec
 from dialect.types import row_major
 from passes.builder import Tile
-from passes.factors import Factors
 from passes.operands import Operands
-from passes.recipes import zero_code
 from passes.schedule import Schedule
 from passes.skinny import Kernel
 
@@ -44,9 +42,6 @@ class _DigitKernel(Kernel):
         warps = spatial(schedule.warps_k, 1, 1)
         self.d_layout = warps.local(1, schedule.row_blocks, 1) * MMA_M16N8_PAIRS.unsqueeze(0)
         self.row_layout, self.sum_layout = self.d_layout.reduce((2,)), self.d_layout.reduce((1,))
-        self.convert = Factors(self.p, spec, excess=zero_code(spec.dtype))
-        self.folded = False
-        self.shifted = spec.zeros != "none" or self.convert.excess != 0.0
 
     def _operands(self) -> Operands:
         operands = super()._operands()

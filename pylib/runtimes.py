@@ -226,7 +226,7 @@ def load(artifact: Artifact, target: Target, device: int) -> Function:
     # A cubin runs on its own major architecture; for a later one the driver compiles the PTX.
     same_major = target.capability // 10 == _capability(device) // 10
     image = artifact.cubin if same_major and artifact.cubin else artifact.ptx.encode() + b"\0"
-    return Function(image, artifact.launch, device, overlap=target.capability >= 90)
+    return Function(image, artifact.launch, device, overlap=target.has_clusters)
 
 
 class EmulatorRuntime(_GpuRuntime):

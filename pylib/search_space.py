@@ -16,9 +16,16 @@ from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.cost_model import predict, spills
 from passes.plan import Plan
-from passes.recipes import can_be_bare, compute_element
 from passes.schedule import Schedule
-from passes.schedule_check import enough_blocks, has_digits, has_wgmma, is_allowed, multiprocessors, shared_room
+from passes.schedule_check import (
+    enough_blocks,
+    has_bare,
+    has_digits,
+    has_wgmma,
+    is_allowed,
+    multiprocessors,
+    shared_room,
+)
 from passes.schedule_choice import default_schedule, schedule_for
 from passes.target import Target
 
@@ -48,7 +55,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "throttle": (0, 1, 2),
         "resident": (0, 1),
         "overlap": (0, 1) if tile >= 8 and has_wgmma(spec, target) else (0,),
-        "bare": (0, 1) if can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act)) else (0,),
+        "bare": (0, 1) if has_bare(spec) else (0,),
         "digits": (0, 1) if tile == 1 and has_digits(spec) else (0,),
     }
 
@@ -119,8 +126,11 @@ def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sche
     grids that fill the multiprocessors."""
     splits = choice["splits"]
     s = Schedule(**{"cluster": splits if target.has_clusters and splits <= 8 else 1} | choice)
-    s = replace(s, stages=min(s.stages, Plan(spec, s).rounds + 1))  # with more, the same kernel
-    s = replace(s, throttle=s.throttle if s.throttle < s.stages - 1 else 0)
+    most = Plan(spec, s).rounds + 1
+    if s.stages > most:  # the same kernel
+        s = replace(s, stages=most)
+    if 0 < s.throttle >= s.stages - 1:
+        s = replace(s, throttle=0)
     if s.resident:
         processors = multiprocessors(target)
         filled = -(-_blocks(spec, s) // processors) * processors
@@ -134,8 +144,7 @@ def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
     """Whether a schedule is allowed, and no other is plainly better."""
     if s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
         return False
-    rounds = Plan(spec, s).rounds
-    if s.rows >= spec.n + 16 * s.row_blocks or (rounds < 2 and not s.resident):
+    if s.rows >= spec.n + 16 * s.row_blocks or (Plan(spec, s).rounds < 2 and not s.resident):
         return False
     if s.resident and (spills(spec, s, target) or _blocks(spec, s) > 2 * multiprocessors(target)):
         return False  # they are for multiprocessors that have one block or two

@@ -18,7 +18,7 @@ from dialect.digits import BITS, HALVES, PIECE, halves
 from dialect.errors import EmulatorError, SpecError
 from dialect.packing import BLOCK_K, ROWS, Packing, run_of
 from dialect.spec import MatmulSpec
-from passes import emit, lower_digits, schedule_choice, skinny_digits
+from passes import emit, lower_digits, schedule_choice, skinny
 from passes.lower_tiles import _Lowering
 from passes.pipeline import CompiledKernel, compile_matmul
 from passes.schedule import Schedule
@@ -210,7 +210,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
     "digits in another order": (lower_digits, "_digits", lambda numbers: DIGITS_OF(numbers)[::-1]),
     "columns in another order": (lower_digits, "_digits", lambda numbers: DIGITS_OF(numbers[::-1])),
     "coarser digits": (lower_digits, "TOP", 21),
-    "excess forgotten": (skinny_digits, "zero_code", lambda format_: 0.0),
+    "excess forgotten": (skinny, "zero_code", lambda format_: 0.0),
 }
 SCALE, DIGITS_OF = lower_digits._scale, lower_digits._digits
 I2 = MatmulSpec(40, 1024, "i2", group_size=256, zeros="float", out="f32", scale="f32")

@@ -291,14 +291,8 @@ def _hopper(c: dict[str, Any]) -> Case:
     schedule = Schedule(
         _tokens(c["m"]), c["row_blocks"], warps_n, c["warps_k"], step, c["stages"], splits, cluster, wgmma
     )
-    if c["bare"]:
-        schedule = replace(schedule, bare=1)
-    if c["resident"]:
-        schedule = replace(schedule, stages=1, resident=1)
-    elif c["throttle"]:
-        schedule = replace(schedule, throttle=1)
-    if c["overlap"]:
-        schedule = replace(schedule, overlap=1)
+    copies = {"stages": 1} if c["resident"] else {"throttle": c["throttle"]}
+    schedule = replace(schedule, **copies, **{name: c[name] for name in ("bare", "resident", "overlap")})
     if c["empty"]:
         schedule = replace(schedule, least_blocks=(Plan(spec, schedule).tiles + c["empty"]) * splits)
     return Case(spec, schedule, "sm_90a", c["m"])

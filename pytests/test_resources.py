@@ -138,8 +138,13 @@ def test_resources_of_small_groups(weight: str) -> None:
     spec = MatmulSpec(8192, 8192, weight, group_size=32)
     step = max(128, spec.packing.chunk)
     kernel = compile_matmul(spec, parse_target("sm_90a"), Schedule(64, 1, 4, 2, step, 2, wgmma=1))
+    assert_one_chain(kernel, SMALL_GROUPS[weight])
+
+
+def assert_one_chain(kernel: CompiledKernel, bound: float) -> None:
+    """Products of scaled weights: no sum is scaled, and a round waits for its products once."""
     used, loop = resource_usage(kernel.ptx, kernel.target), main_loop(kernel.ptx)
-    assert per_weight(kernel) <= SMALL_GROUPS[weight]
+    assert per_weight(kernel) <= bound
     assert not any(line.startswith("fma.rn.f32") for line in loop)
     assert sum("wgmma.wait_group" in line for line in loop) == 1
     assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
@@ -150,12 +155,7 @@ def test_resources_of_small_groups(weight: str) -> None:
 def test_resources_of_float_zeros(weight: str, bound: float, group: int) -> None:
     """One instruction for two weights takes zeros away and scales; sums are one chain, and not scaled."""
     spec, s = MatmulSpec(8192, 8192, weight, group_size=group, zeros="float"), Schedule(16, 1, 4, 4, 256, 2, wgmma=1)
-    kernel = compile_matmul(spec, parse_target("sm_90a"), s)
-    used, loop = resource_usage(kernel.ptx, kernel.target), main_loop(kernel.ptx)
-    assert per_weight(kernel) <= bound
-    assert not any(line.startswith("fma.rn.f32") for line in loop)
-    assert sum("wgmma.wait_group" in line for line in loop) == 1
-    assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
+    assert_one_chain(compile_matmul(spec, parse_target("sm_90a"), s), bound)
 
 
 @pytest.mark.parametrize(
