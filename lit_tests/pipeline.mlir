@@ -18,11 +18,12 @@
 // CHECK:         nvvm.cp.async.shared.global
 // CHECK:         nvvm.cp.async.commit.group
 
-// The loop: a round has arrived, the next is asked for, u4 is decoded (lop3, one subtraction), multiplied, scaled.
+// The loop: a round has arrived, the next is asked for, u4 is decoded (a mask, no subtraction), multiplied, scaled.
 // CHECK:         nvvm.cp.async.wait.group 0
 // CHECK:         nvvm.cp.async.shared.global
-// CHECK:         lop3.b32
-// CHECK:         llvm.fadd {{.*}} : vector<2xf16>
+// CHECK:         [[PAIR:%[0-9]+]] = llvm.and
+// CHECK-NEXT:    llvm.bitcast [[PAIR]] : i32 to vector<2xf16>
+// CHECK-NOT:     llvm.fadd {{.*}} : vector<2xf16>
 // CHECK:         nvvm.ldmatrix
 // CHECK:         nvvm.mma.sync
 // CHECK:         llvm.intr.fma({{.*}}) : (f32, f32, f32) -> f32

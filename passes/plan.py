@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dialect.spec import MatmulSpec
-from passes.recipes import BIASED_BITS, can_be_biased, compute_element, exponent
+from passes.recipes import BIASED_BITS, can_be_bare, can_be_biased, compute_element, exponent
 from passes.schedule import Schedule
 
 
@@ -69,10 +69,17 @@ class Plan:
         return narrow and s.row_blocks > 1 and not s.wgmma and not s.bare
 
     @property
+    def bare(self) -> bool:
+        """Whether codes are multiplied as they are stored, with no subtraction: where nothing is to be taken away from
+        them, or the schedule has it that sums of x make up for that."""
+        s, decoded = self.schedule, self.biased or self.rounds_scales
+        return bool(s.bare) or (is_bare(self.spec) and not s.digits and not decoded)
+
+    @property
     def rounds_zeros(self) -> bool:
         """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
         and the sums of x that would make up for them would cost as much as 64 rows of products."""
-        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._plain
+        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._decodes_values
 
     @property
     def rounds_scales(self) -> bool:
@@ -82,11 +89,11 @@ class Plan:
         s, spec = self.schedule, self.spec
         group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
         less = group is not None and (group <= s.tokens or self.rounds_zeros)
-        return bool(s.wgmma) and less and same and self._plain
+        return bool(s.wgmma) and less and same and self._decodes_values
 
     @property
-    def _plain(self) -> bool:
-        """Whether codes are decoded to their values, with no power of two left out."""
+    def _decodes_values(self) -> bool:
+        """Whether codes can be decoded to their values, with no power of two left out."""
         t = self.spec.dtype
         return not self.schedule.bare and exponent(t, compute_element(t, self.spec.act)) == 0
 
@@ -105,3 +112,13 @@ class Plan:
         """Partial sums of all splits and a counter per tile, where splits add up through device memory."""
         s = self.schedule
         return 0 if s.splits == s.cluster else self.tiles * (s.splits * s.rows * s.columns + 1) * 4
+
+
+def has_bare(spec: MatmulSpec) -> bool:
+    """Whether codes can be multiplied as they are stored."""
+    return can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act))
+
+
+def is_bare(spec: MatmulSpec) -> bool:
+    """Whether they are, whatever the schedule, as nothing is to be taken away from them."""
+    return has_bare(spec) and spec.dtype.kind == "uint" and spec.zeros == "none"

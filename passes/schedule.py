@@ -31,7 +31,7 @@ class Schedule:
     resident: int = 0  # 1: a block's part of the weight in registers, x in shared memory, each all at once
     least_blocks: int = 0  # of the grid: empty ones fill it up
     throttle: int = 0  # rounds of the weight under way at a time until the kernel before has ended; 0: as many as fit
-    bare: int = 0  # 1: codes are multiplied as they are, with no subtraction; sums of x make up for offset and zeros
+    bare: int = 0  # 1: signed codes and such with zeros, too, are multiplied as stored; sums of x make up for that
     overlap: int = 0  # 1: the product of a group is begun, with wgmma, before that of the last has ended
 
     def __post_init__(self) -> None:

@@ -6,8 +6,8 @@ from dialect.decode_table import DecodeTable
 from dialect.digits import DIGITS, PIECE, ROW, takes
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
-from passes.plan import Plan
-from passes.recipes import can_be_bare, compute_element
+from passes.plan import Plan, has_bare, is_bare
+from passes.recipes import compute_element
 from passes.schedule import Schedule
 from passes.target import Target
 
@@ -57,6 +57,8 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         _check_digits(spec, s)
     if s.bare and not has_bare(spec):
         raise SpecError(f"schedule: bare=1 is for integers in f16; {spec.weight} in {spec.act} needs bare=0")
+    if s.bare and is_bare(spec):
+        raise SpecError(f"schedule: {spec.weight} without zeros is multiplied as it is stored anyway; take bare=0")
     if s.resident:
         _check_resident(spec, s)
     if s.overlap and (not Plan(spec, s).groups or Plan(spec, s).rounds_scales):
@@ -95,11 +97,6 @@ def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
             f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "
             f"k={spec.k} and groups of {spec.group_size} needs wgmma=0"
         )
-
-
-def has_bare(spec: MatmulSpec) -> bool:
-    """Whether codes can be multiplied as they are."""
-    return can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act))
 
 
 def has_digits(spec: MatmulSpec) -> bool:

@@ -29,8 +29,8 @@ Empty blocks fill up the grid then (`Schedule.least_blocks`), so that none gets 
 Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
 bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
 wgmma, where that mma would cost as much as 64 rows, weights are scaled at once, s * q + (- s * z), both rounded to
-the type of x. With `Schedule.bare` all zero points, and the offset of signed codes, go by sums of x, and decoding an
-integer takes no subtraction.
+the type of x. Unsigned integers without zeros are multiplied as they are stored, in f16, with no subtraction
+(`Plan.bare`); with `Schedule.bare` others are, too, and all zero points and the offset of signed codes go by sums of x.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
@@ -82,9 +82,9 @@ class Kernel:
             s.max_blocks,
             (1, s.cluster, 1),
         )
-        as_stored = bool(s.bare or s.digits)  # signed codes in offset binary, which is taken for a zero point
+        as_stored = self.plan.bare or bool(s.digits)  # signed codes in offset binary, which is taken for a zero point
         excess = zero_code(spec.dtype) if as_stored else 0.0
-        self.convert = Factors(self.p, spec, excess, bool(s.bare))
+        self.convert = Factors(self.p, spec, excess, self.plan.bare)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
         self.folded = spec.zeros == "int" and not self.plan.biased and not as_stored
         self.early = self.plan.rounds_zeros
@@ -192,7 +192,7 @@ class Kernel:
         if self.operands.table:
             a = p.lookup(codes, self.operands.table, self.compute)
         else:
-            extra = "bare" if s.bare else "biased" if self.plan.biased else ""
+            extra = "bare" if self.plan.bare else "biased" if self.plan.biased else ""
             a = p.decode(codes, self.compute, self.convert.exponent, extra, self._shifts())
         if s.wgmma:
             return self._warpgroup_step(carried, a)

@@ -131,10 +131,11 @@ def fit(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_integers(choice: dict[str, Any]) -> dict[str, Any]:
-    """Only they have integer zeros, and can be left bare, in f16."""
+    """Only they have integer zeros, and can be left bare, in f16; where they have no offset they are anyway."""
     integer = choice["weight"][0] in "ui"
     zeros = "float" if choice["zeros"] == "int" and not integer else choice["zeros"]
-    return choice | {"zeros": zeros, "bare": int(integer and choice.get("act") == "f16" and choice.get("bare", 0))}
+    optional = integer and choice.get("act") == "f16" and (choice["weight"][0] == "i" or zeros != "none")
+    return choice | {"zeros": zeros, "bare": int(optional and choice.get("bare", 0))}
 
 
 def _spec(c: dict[str, Any]) -> MatmulSpec:

@@ -113,7 +113,7 @@ def _float_to_float(op: Op, target: str, source: str) -> Step:
         if integral:
             y = np.copysign(ROUND["r" + integral[1]](y), y)
         if saturate:
-            y = np.where(np.isnan(y), 0.0, np.clip(y, 0.0, 1.0))
+            y = np.where(y > 0.0, np.minimum(y, 1.0), 0.0)  # -0, too, becomes 0 (H200, 2026-11)
         if relu:
             y = np.where(y < 0, 0.0, y)
         if ftz and fmt.name == "f32":
