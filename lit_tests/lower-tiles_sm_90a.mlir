@@ -242,3 +242,39 @@
     : (!tile, !x, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "after", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+
+// -----
+
+// What is aside does not end a product: its first instructions are under way meanwhile, the rest follows, and one wait is for all.
+!x_buffer = !lowbit.shared<[1, 2, 8, 64], f16, [1024, 512, 64, 1], 128>
+!a = !lowbit.reg<[1, 64, 128], f16, "spatial(1, 4, 1).local(1, 1, 8).column_local(1, 2, 2).spatial(1, 8, 4).local(1, 1, 2)">
+!d = !lowbit.reg<[1, 64, 8], f32, "spatial(1, 4, 1).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+// CHECK-LABEL: gpu.func @aside
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}mov.f32 wgmma_sum0, $0;
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.fence.sync.aligned;
+// CHECK-SAME:      setp.eq.b32 add, $16, $16;
+// CHECK-NOT:     wait_group
+// CHECK:         scf.if
+// CHECK-NEXT:      nvvm.cp.async.commit.group
+// CHECK-NEXT:    }
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.fence.sync.aligned;
+// CHECK-SAME:      add.s64 at, at, 64;
+// CHECK-NOT:     wgmma.fence
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.wait_group.sync.aligned 0;
+"lowbit.program"() ({
+^bb0(%py: !llvm.ptr<1>, %more: i32):
+  %c0 = arith.constant 0 : i32
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>}
+    : (!llvm.ptr<1>) -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  %x = "lowbit.alloc_shared"() : () -> !x_buffer
+  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
+  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !d
+  %d = "lowbit.warpgroup_mma"(%a, %x, %one) {start = 0} : (!a, !x_buffer, !d) -> !d
+  %again = arith.cmpi slt, %c0, %more : i32
+  scf.if %again {
+    "lowbit.commit"() : () -> ()
+  } {lowbit.aside}
+  "lowbit.store"(%d, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
+    operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "aside", threads = 128, grid = [1, 1, 1], params = ["y", "more"], workspace = 0} : () -> ()

@@ -276,3 +276,47 @@
   } {lowbit.stages = 1}
   "lowbit.return"() : () -> ()
 }) {sym_name = "one", threads = 32, grid = [1, 1, 1], params = ["x", "n"], workspace = 0} : () -> ()
+
+// -----
+
+// The next round is asked for when the first product of this one is under way, and committed there.
+!x = !lowbit.global<[64, 16, 64], f16, [1024, 64, 1], [1, 1, 1]>
+!buffer = !lowbit.shared<[1, 16, 64], f16, [1024, 64, 1], 128>
+!a = !lowbit.reg<[64, 64], f16, "spatial(4, 1).local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!d = !lowbit.reg<[64, 16], f32, "spatial(4, 1).local(1, 2).local(2, 1).spatial(8, 4).local(1, 2)">
+// CHECK:         scf.for
+// CHECK-NEXT:      "lowbit.wait"() {pending = 0 : i64}
+// CHECK-NEXT:      "lowbit.barrier"
+// CHECK-NOT:       lowbit.copy_async
+// CHECK:           "lowbit.warpgroup_mma"
+// CHECK:           scf.if
+// CHECK:             "lowbit.copy_async"
+// CHECK:           } {lowbit.aside}
+// CHECK-NEXT:      "lowbit.commit"
+// CHECK-NEXT:      "lowbit.warpgroup_mma"
+// CHECK-NEXT:      scf.yield
+// CHECK-NOT:     lowbit.refill_late
+// CHECK:         "lowbit.return"
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %c5 = arith.constant 5 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
+  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
+  %d = scf.for %i = %c0 to %c5 step %c1 iter_args(%sum = %zero) -> (!d) : i32 {
+    "lowbit.copy_async"(%x, %buffer, %i, %c0, %c0) {layout = "local(1, 8, 1).spatial(1, 2, 64).local(1, 1, 1)",
+      boundary = ["none", "none", "none"], limit = [], operandSegmentSizes = array<i32: 1, 1, 3>}
+      : (!x, !buffer, i32, i32, i32) -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "warps", warps = 4, async_proxy} : () -> ()
+    %one = "lowbit.warpgroup_mma"(%a, %buffer, %sum) {start = 0} : (!a, !buffer, !d) -> !d
+    %two = "lowbit.warpgroup_mma"(%a, %buffer, %one) {start = 0} : (!a, !buffer, !d) -> !d
+    "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
+    scf.yield %two : !d
+  } {lowbit.stages = 2, lowbit.refill_late}
+  "lowbit.return"() : () -> ()
+}) {sym_name = "late", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()

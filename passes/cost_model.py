@@ -150,7 +150,7 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     """Of a thread, about."""
     plan = Plan(spec, s)
     if s.wgmma:
-        sums = 1 if plan.rounds_scales else 2  # of all of k and, apart from them, of a group
+        sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
         codes = plan.resident_words + 4 if s.resident else min(s.step_k, 128) // 4
         return 30 + codes + s.tokens // 2 * sums * s.row_blocks
     if s.digits:

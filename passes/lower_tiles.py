@@ -25,7 +25,7 @@ from passes.lower_digits import DigitRules
 from passes.lower_memory import MemoryRules
 from passes.lower_registers import TileRules
 from passes.lower_table import TableRules
-from passes.lower_wgmma import declare_sums
+from passes.lower_wgmma import Products, declare_sums
 from passes.lowering import ALIGN, int_attr, text_attr
 from passes.rewriting import at, each_op
 from passes.target import Target, parse_target
@@ -278,9 +278,14 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
     def _if(self, op: Any) -> None:
         if len(op.operation.results) or len(op.operation.regions[1].blocks):
             raise PassError("lower-tiles: an scf.if in a program has no results and no else")
-        self._enter(op)
+        aside = "lowbit.aside" in op.operation.attributes  # nothing here changes what is being read and multiplied
+        if not aside:
+            self._enter(op)
+        elif isinstance(self.sum, Products):
+            self.sum.write_first()
         new = scf.IfOp(self.values[op.operation.operands[0]])
         with ir.InsertionPoint(new.then_block):
             self._block(op.operation.regions[0].blocks[0])
-            self._finish_reads()
+            if not aside:
+                self._finish_reads()
             scf.YieldOp([])

@@ -52,6 +52,7 @@ class Products(Fragment):
     ) -> None:
         self.factors, self.b, self.c, self.bank = factors, b, c, bank
         self.started = self.waited_for = False
+        self.written = 0  # instructions of the first row
         self._places = fragment_blocks(result.layout, MMA_M16N8_D)
         self._descriptor = _once(lambda: _descriptor(threads, b, result))
         self._rows: dict[int, list[Any]] = {}
@@ -68,6 +69,21 @@ class Products(Fragment):
             else:
                 wait(1)
 
+    def write_first(self) -> None:
+        """Write down the first instructions, of the first row, for others to follow."""
+        if self.started or self.written or self._rows:
+            return
+        instructions, terms = self._instructions(0), next(_batches(self._terms(0)))
+        self._begin(instructions, 0)
+        instructions.issue(terms, self.c is not None)
+        self.written = len(terms)
+
+    def _begin(self, instructions: Instructions, row: int) -> None:
+        """Put c into the accumulators."""
+        if self.c is not None:
+            mine = sorted((column, i) for i, (r, column) in enumerate(self._places) if r == row)
+            instructions.begin([self.c.scalar(4 * i + j) for _, i in mine for j in range(4)])
+
     def _scalar(self, i: int) -> Any:
         row, column = self._places[i // 4]
         if row not in self._rows:
@@ -78,10 +94,10 @@ class Products(Fragment):
         instructions = self._instructions(row)
         if self.started:
             return instructions.collect([] if self.waited_for else [_waiting(0)])
-        mine = sorted((column, i) for i, (r, column) in enumerate(self._places) if r == row)
-        if self.c is not None:
-            instructions.begin([self.c.scalar(4 * i + j) for _, i in mine for j in range(4)])
-        return instructions.run(self._terms(row), self.c is not None)
+        written = 0 if row else self.written
+        if not written:
+            self._begin(instructions, row)
+        return instructions.run(self._terms(row)[written:], written > 0 or self.c is not None)
 
     def _terms(self, row: int) -> list[Term]:
         terms: list[Term] = []

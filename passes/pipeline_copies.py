@@ -12,6 +12,10 @@ of fewer rounds than S has a stage for each of them, and starts all copies in fr
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
 is nothing to do but wait, tables are filled (`lowbit.fill_table`), once. With `lowbit.throttle = T` no more than T
 rounds of the first are under way at a time, so that the kernel before need not queue behind them for its activations.
+
+With `lowbit.refill_late` a round starts the copies of round i+S-1 not in front of what it computes but once its first
+product by wgmma is under way: with wide tiles of activations a warp takes long to ask for its copies, and the tensor
+core need not wait for that. Marked `lowbit.aside`, they do not end the product (`lower-tiles`).
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from passes import emit
 from passes.addressing import known
 from passes.rewriting import at, each_op
 
-STAGES, THROTTLE = "lowbit.stages", "lowbit.throttle"
+STAGES, THROTTLE, LATE = "lowbit.stages", "lowbit.throttle", "lowbit.refill_late"
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
 
 
@@ -48,10 +52,10 @@ class PipelineCopies:
                 stages = in_range(attributes[STAGES], STAGES, 1)
                 throttle = in_range(attributes[THROTTLE], THROTTLE, 1) if THROTTLE in attributes else stages
                 if stages > 1:
-                    _Pipeline(loop, stages, throttle).run()
+                    _Pipeline(loop, stages, throttle, LATE in attributes).run()
                 else:
                     _move_before(loop, _fills(loop))
-                    for name in (STAGES, THROTTLE):
+                    for name in (STAGES, THROTTLE, LATE):
                         if name in attributes:
                             del attributes[name]
 
@@ -69,7 +73,7 @@ def _move_before(loop: Any, body: Sequence[Any]) -> None:
 class _Pipeline:
     """Rewrites one loop."""
 
-    def __init__(self, loop: Any, stages: int, throttle: int) -> None:
+    def __init__(self, loop: Any, stages: int, throttle: int, late: bool) -> None:
         self.loop = loop
         self.upper = loop.operation.operands[1]
         self.sure = self._rounds(loop.operation.operands[0])
@@ -90,6 +94,8 @@ class _Pipeline:
             raise PassError("pipeline-copies: a loop with lowbit.stages must count in steps of the constant 1")
         self.produce, self.compute = self.body[:commit], self.body[commit + 3 : -2]
         self.scope = self.body[commit + 2]
+        products = [i for i, op in enumerate(self.compute) if op.operation.name == "lowbit.warpgroup_mma"]
+        self.refill_at = products[0] + 1 if late and products else 0  # operation of `compute`
         self.cut = names[:commit].index("lowbit.grid_wait") if "lowbit.grid_wait" in names[:commit] else commit
         self.throttle = throttle if self.cut < commit else stages
         self.buffers = self._widen_buffers()
@@ -125,8 +131,10 @@ class _Pipeline:
             mapping[narrow] = ops.StageOp(wide, slot, narrow.type).result
         return mapping
 
-    def _if(self, condition: Any, action: Callable[[], None]) -> None:
+    def _if(self, condition: Any, action: Callable[[], None], aside: bool = False) -> None:
         branch = scf.IfOp(condition)
+        if aside:
+            branch.operation.attributes["lowbit.aside"] = ir.UnitAttr.get()
         with ir.InsertionPoint(branch.then_block):
             action()
             scf.YieldOp([])
@@ -154,14 +162,16 @@ class _Pipeline:
             self._wait(self.ahead)
             self._clone([self.scope], {})
             done = arith.subi(index, lower)
-            if self.refills:
+            if self.refill_at == 0:
                 self._refill(index, done)
-            ops.CommitOp()  # of nothing, if need be: waiting counts rounds
             mapping = self._staged(arith.remui(done, emit.constant(self.slots)), index)
             # The body may use values that were computed for its copies.
             mapping.update(zip(self.loop.inner_iter_args, new.inner_iter_args))
             scalars = [op for op in self.produce if op.operation.name.startswith("arith.")]
-            self._clone([*scalars, *self.compute, self.body[-1]], mapping)
+            self._clone([*scalars, *self.compute[: self.refill_at]], mapping)
+            if self.refill_at > 0:
+                self._refill(index, done)
+            self._clone([*self.compute[self.refill_at :], self.body[-1]], mapping)
         for old, result in zip(self.loop.operation.results, new.operation.results):
             old.replace_all_uses_with(result)
         self.loop.operation.erase()
@@ -175,14 +185,16 @@ class _Pipeline:
 
     def _refill(self, index: Any, done: Any) -> None:
         """Start the copies of the round that is `ahead` of this one, if there is one."""
-        ahead = emit.constant(self.ahead)
 
         def refill() -> None:
             slot = arith.remui(arith.addi(done, ahead), emit.constant(self.slots))
             copies = [op for op in self.produce if op.operation.name != "lowbit.grid_wait"]
             self._clone(copies, self._staged(slot, arith.addi(index, ahead)))
 
-        self._if(self._before(arith.addi(index, ahead)), refill)
+        if self.refills:
+            ahead = emit.constant(self.ahead)
+            self._if(self._before(arith.addi(index, ahead)), refill, aside=self.refill_at > 0)
+        ops.CommitOp()  # of nothing, if need be: waiting counts rounds
 
     def _prologue(self, lower: Any) -> None:
         """Start the first rounds: what needs no wait for all of them, then the rest, round by round."""

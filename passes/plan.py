@@ -10,6 +10,8 @@ from dialect.spec import MatmulSpec
 from passes.recipes import BIASED_BITS, can_be_bare, can_be_biased, compute_element, exponent
 from passes.schedule import Schedule
 
+MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -85,11 +87,17 @@ class Plan:
     def rounds_scales(self) -> bool:
         """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
         a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums;
-        and what takes float zeros away can scale as well. Scales must be numbers of x's type."""
+        and what takes float zeros away can scale as well. So it is where there are registers for sums only once, too.
+        Scales must be numbers of x's type."""
         s, spec = self.schedule, self.spec
         group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
-        less = group is not None and (group <= s.tokens or self.rounds_zeros)
+        less = group is not None and (group <= s.tokens or self.rounds_zeros or s.tokens > MOST_SCALED)
         return bool(s.wgmma) and less and same and self._decodes_values
+
+    @property
+    def sums_once(self) -> bool:
+        """Whether, with wgmma, sums need registers only once: no group's are scaled, none of x stand beside them."""
+        return self.rounds_scales or not (self.groups or self.spec.zeros == "float" or self.schedule.bare)
 
     @property
     def _decodes_values(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dialect.errors import SpecError
 
-TOKEN_TILES = (1, 8, 16, 32, 64, 128)  # the m for which a kernel of its own is made, up to the next
+TOKEN_TILES = (1, 8, 16, 32, 64, 128, 256)  # the m for which a kernel of its own is made, up to the next
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Schedule:
     least_blocks: int = 0  # of the grid: empty ones fill it up
     throttle: int = 0  # rounds of the weight under way at a time until the kernel before has ended; 0: as many as fit
     bare: int = 0  # 1: signed codes and such with zeros, too, are multiplied as stored; sums of x make up for that
+    late: int = 0  # 1: with wgmma, a round's first product is begun before a later round's copies are asked for
     overlap: int = 0  # 1: the product of a group is begun, with wgmma, before that of the last has ended
 
     def __post_init__(self) -> None:
@@ -69,6 +70,11 @@ class Schedule:
             raise SpecError(
                 f"schedule: overlap={self.overlap} must be 0, or 1 with wgmma=1 and row_blocks=1, not "
                 f"wgmma={self.wgmma} and row_blocks={self.row_blocks}"
+            )
+        if self.late not in (0, 1) or (self.late and (not self.wgmma or self.resident)):
+            raise SpecError(
+                f"schedule: late={self.late} must be 0, or 1 with wgmma=1 and resident=0, not wgmma={self.wgmma} and "
+                f"resident={self.resident}"
             )
         if self.bare not in (0, 1) or (self.bare and self.digits):
             raise SpecError(f"schedule: bare={self.bare} must be 0, or 1 with digits=0, not digits={self.digits}")

@@ -6,7 +6,7 @@ from dialect.decode_table import DecodeTable
 from dialect.digits import DIGITS, PIECE, ROW, takes
 from dialect.errors import SpecError
 from dialect.spec import BYTES, MatmulSpec
-from passes.plan import Plan, has_bare, is_bare
+from passes.plan import MOST_SCALED, Plan, has_bare, is_bare
 from passes.recipes import compute_element
 from passes.schedule import Schedule
 from passes.target import Target
@@ -92,6 +92,11 @@ def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         raise SpecError(f"schedule: wgmma needs sm_90a, the target is {target}; take wgmma=0")
     if s.step_k % 64:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of 64 for wgmma")
+    if s.tokens > MOST_SCALED and not Plan(spec, s).sums_once:
+        raise SpecError(
+            f"schedule: tokens={s.tokens} leaves registers for one set of sums, and {spec} needs two; "
+            f"take tokens of at most {MOST_SCALED}"
+        )
     if not has_wgmma(spec, target):
         raise SpecError(
             f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "

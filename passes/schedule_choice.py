@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from dialect.digits import PIECE
 from dialect.errors import SpecError
@@ -28,12 +29,17 @@ from passes.schedule_check import (
 from passes.schedule_tables import Entry, Table, nearest, shipped_tables
 from passes.target import Target
 
-_PLAIN_TILES = TOKEN_TILES[:-1]  # without wgmma: the sums of more have no room in registers
+LATE = 128  # tokens from which on a round has so many copies that its first product had better not wait for them
+_PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room in registers
 
 
 def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     """The tiles that a matmul has kernels for."""
-    return TOKEN_TILES if has_wgmma(spec, target) else _PLAIN_TILES
+    if not has_wgmma(spec, target):
+        return _PLAIN_TILES
+    step = math.lcm(spec.packing.chunk, 64)
+    widest = Plan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, stages=1, wgmma=1))
+    return TOKEN_TILES if widest.sums_once else TOKEN_TILES[:-1]
 
 
 def schedule_for(
@@ -82,7 +88,9 @@ def check_tile(tile: int, tiles: Sequence[int] = TOKEN_TILES, where: str = "") -
 
 def _check_tile(spec: MatmulSpec, tile: int, target: Target) -> None:
     check_tile(tile)
-    check_tile(tile, token_tiles(spec, target), f" for {spec.weight}, k={spec.k} on {target}, which has no wgmma")
+    tiles = token_tiles(spec, target)
+    why = "which has no wgmma" if tiles == _PLAIN_TILES else "whose sums need registers twice"
+    check_tile(tile, tiles, f" for {spec.weight}, k={spec.k} on {target}, {why}")
 
 
 # (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
@@ -144,5 +152,6 @@ def _shaped(
         most = enough_blocks(blocks, target) if wgmma else 0
         for step, stages in itertools.product(steps, depths):
             s = Schedule(tokens, row_blocks, warps_n, warps_k, step, stages, splits, cluster, wgmma, most, digits)
+            s = replace(s, late=int(tokens >= LATE))
             if Plan(spec, s).rounds >= 2 and not spills(spec, s, target) and is_allowed(spec, s, target):
                 yield s

@@ -1,4 +1,4 @@
-"""The matmul kernel for few tokens (1 to 128): weights stream through shared memory into mma fragments.
+"""The matmul kernel for few tokens (1 to 256): weights stream through shared memory into mma fragments.
 
 The idea. Y' = W X': the weight is operand A (16 rows of an mma), tokens are its 8 columns. A decode step reads every
 byte of the weight once and little else, so the kernel is a copy pipeline with a tensor core at its end. The weight
@@ -139,7 +139,7 @@ class Kernel:
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
         p, s, operands = self.p, self.schedule, self.operands
-        with p.loop(0, self.plan.rounds, carried, s.stages, s.throttle) as loop:
+        with p.loop(0, self.plan.rounds, carried, s.stages, s.throttle, bool(s.late)) as loop:
             step = self._first_step(loop.index)
             operands.copy_codes(step)
             operands.copy_factors(step)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
-from passes.schedule import Launch, Schedule
+from passes.schedule import TOKEN_TILES, Launch, Schedule
 from passes.schedule_choice import schedule_for, token_tiles
 from passes.stages import stages
 from passes.target import Target
@@ -68,15 +68,30 @@ class Artifacts:
         self._kernels: dict[int | None, Artifact] = {}
         self._lock = threading.Lock()
 
-    def tile(self, m: int) -> int | None:
-        """The rule that picks a kernel for m rows: the least tile of 1, 8, 16, 32, 64 and (with wgmma) 128 tokens that
-        holds them; the widest, launched for every so many rows, up to three times.
+    def tiles(self, m: int) -> list[int] | None:
+        """The rule that picks kernels for m rows: the least tile of 1, 8, 16, 32, 64 and (with wgmma) 128 and mostly
+        256 tokens that holds them. More take up to three launches of the widest, of which the last may be of a lesser
+        one; and those that would leave a quarter of 256 idle take 128 and what is left.
 
         None above: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so
         many is bound by arithmetic, not by reading the weight.
         """
         widest = self._tiles[-1]
-        return next((tile for tile in self._tiles if m <= tile), widest if m <= _MOST_LAUNCHES * widest else None)
+        if m > _MOST_LAUNCHES * widest:
+            return None
+        found: list[int] = []
+        while not found or m > 0:
+            tile = next((tile for tile in self._tiles if m <= tile), widest)
+            if tile == TOKEN_TILES[-1] and m <= 3 * tile // 4:
+                tile //= 2
+            found.append(tile)
+            m -= tile
+        return found
+
+    def tile(self, m: int) -> int | None:
+        """That of the first launch for m rows; None for the dequantize kernel."""
+        tiles = self.tiles(m)
+        return tiles[0] if tiles else None
 
     def kernel(self, tokens: int | None) -> Artifact:
         """The kernel for up to `tokens` tokens. Raises TargetError if a tool to compile it is missing."""

@@ -71,8 +71,8 @@ BETWEEN = (  # sizes that fill the multiprocessors otherwise than those of the m
 FORMATS = ("u8", "f8e4m3", "u6", "f6e3m2", "u5", "u3", "u2", "u1", "nf4", "f4e2m1")
 PRESETS = {  # the most important first: a session may be short
     "decode": (
-        Part((*LARGE, "4096x4096", "8192x28672"), ("u4",), (*TILES, 128)),
-        Part(("Llama-3.1-8B", "Llama-3.1-70B"), ("u4",), (*TILES, 128)),
+        Part((*LARGE, "4096x4096", "8192x28672"), ("u4",), (*TILES, 128, 256)),
+        Part(("Llama-3.1-8B", "Llama-3.1-70B"), ("u4",), (*TILES, 128, 256)),
         Part(LARGE, FORMATS, (1, 16)),
         Part(("Qwen2.5-32B", "Gemma-2-9B", "Llama-2-7B"), ("u4",), TILES),
         Part(LARGE, ("u4",), (1, 16, 64), zeros=("int", "float")),

@@ -8,6 +8,7 @@ way the GPU goes, launch for launch.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -92,12 +93,12 @@ class CudaRuntime(_GpuRuntime):
         m = x.numel() // self._k
         function = self._by_rows.get((device, m))
         if function is None:
-            tile = self._artifacts.tile(m)
-            if tile is None or m == 0:
+            tiles = self._artifacts.tiles(m)
+            if tiles is None or m == 0:
                 return self._vendor_matmul(x, codes, scales, zeros, bias)
-            if m > tile:
-                return self._in_tiles(tile, x, codes, scales, zeros, bias)
-            function = self._by_rows[device, m] = self._function(device, tile)
+            if len(tiles) > 1:
+                return self._in_tiles(tiles, x, codes, scales, zeros, bias)
+            function = self._by_rows[device, m] = self._function(device, tiles[0])
         if self._several_devices and torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self.matmul(x, codes, scales, zeros, bias)
@@ -122,10 +123,9 @@ class CudaRuntime(_GpuRuntime):
         return y
 
     def _in_tiles(
-        self, tile: int, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+        self, tiles: list[int], x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """One launch for every `tile` rows of x, and one for the rest, of a tile that holds it; the first brings the
-        weight, or much of it, into the L2 cache."""
+        """A launch for every tile of rows of x; the first brings the weight, or much of it, into the L2 cache."""
         device = x.get_device()
         y = x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
         rows = x.reshape(-1, self._k)
@@ -134,8 +134,8 @@ class CudaRuntime(_GpuRuntime):
         weight, scale = codes.data_ptr(), scales.data_ptr()
         zero, extra = (0 if t is None else t.data_ptr() for t in (zeros, bias))
         with torch.cuda.device(device):
-            for part, out in zip(rows.split(tile), y.view(-1, self._n).split(tile)):
-                function = self._function(device, self._artifacts.tile(len(part)))
+            for tile, part, out in _parts(tiles, rows, y.view(-1, self._n)):
+                function = self._function(device, tile)
                 stream, settled = current_stream(device), _settled(codes, weight)
                 function(stream, settled, part.data_ptr(), weight, scale, zero, extra, out.data_ptr(), len(part))
         return y
@@ -182,6 +182,11 @@ def _batched(shape: torch.Size, n: int) -> tuple[tuple[int, ...], tuple[int, ...
     for size in reversed([*batch[1:], n]):
         strides.append(strides[-1] * size)
     return (*batch, n), tuple(reversed(strides[: len(shape)]))
+
+
+def _parts(tiles: list[int], x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each tile with its rows of x and y."""
+    return zip(tiles, *(rows.split([*tiles[:-1], len(x) - sum(tiles[:-1])]) for rows in (x, y)))
 
 
 def _settled(codes: Tensor, address: int) -> bool:
@@ -241,16 +246,15 @@ class EmulatorRuntime(_GpuRuntime):
     ) -> Tensor:
         _check_cpu(self._target.name, x, codes)
         m = x.numel() // self._k
-        tile = self._artifacts.tile(m)
-        if tile is None:
+        tiles = self._artifacts.tiles(m)
+        if tiles is None:
             weight = self.dequantize(codes, scales, zeros)
             y = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
             return y.to(self._out)
         y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
-        parts = x.reshape(-1, self._k).contiguous().split(tile)
-        for part, out in zip(parts, y.view(-1, self._n).split(tile)) if m else ():
-            least = self._artifacts.tile(len(part))
-            self._launch(least, len(part), x=part, codes=codes, scales=scales, zeros=zeros, bias=bias, y=out)
+        rows = x.reshape(-1, self._k).contiguous()
+        for tile, part, out in _parts(tiles, rows, y.view(-1, self._n)) if m else ():
+            self._launch(tile, len(part), x=part, codes=codes, scales=scales, zeros=zeros, bias=bias, y=out)
         return y
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.cost_model import predict, spills
-from passes.plan import Plan, has_bare, is_bare
+from passes.plan import MOST_SCALED, Plan, has_bare, is_bare
 from passes.schedule import Schedule
 from passes.schedule_check import (
     enough_blocks,
@@ -25,12 +25,12 @@ from passes.schedule_check import (
     multiprocessors,
     shared_room,
 )
-from passes.schedule_choice import default_schedule, schedule_for
+from passes.schedule_choice import LATE, default_schedule, schedule_for
 from passes.target import Target
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits", "resident")
 # Only the second pass varies these; in the first they follow.
-SECOND = ("cluster", "max_blocks", "least_blocks", "throttle", "overlap", "bare")
+SECOND = ("cluster", "max_blocks", "least_blocks", "throttle", "late", "overlap", "bare")
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
@@ -52,6 +52,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "max_blocks": (0, 1, 2),
         "least_blocks": (0, multiprocessors(target), 2 * multiprocessors(target)),
         "throttle": (0, 1, 2),
+        "late": (0, 1) if tile >= LATE // 2 else (0,),
         "resident": (0, 1),
         "overlap": (0, 1) if tile >= 8 and has_wgmma(spec, target) else (0,),
         "bare": (0, 1) if has_bare(spec) and not is_bare(spec) else (0,),
@@ -121,10 +122,11 @@ def _schedule(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sched
 
 def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Schedule:
     """The schedule with these fields; those of `SECOND` that are not there as in the first pass: splits in a cluster,
-    no more blocks of warpgroups at a time than there are, and where blocks of two kernels are to run side by side,
-    grids that fill the multiprocessors."""
+    no more blocks of warpgroups at a time than there are, copies of many tokens after the first product, and where
+    blocks of two kernels are to run side by side, grids that fill the multiprocessors."""
     splits = choice["splits"]
-    s = Schedule(**{"cluster": splits if target.has_clusters and splits <= 8 else 1} | choice)
+    cluster, late = splits if target.has_clusters and splits <= 8 else 1, int(choice["tokens"] >= LATE)
+    s = Schedule(**{"cluster": cluster, "late": late} | choice)
     most = Plan(spec, s).rounds + 1
     if s.stages > most:  # the same kernel
         s = replace(s, stages=most)
@@ -141,7 +143,9 @@ def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sche
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
     """Whether a schedule is allowed, and no other is plainly better."""
-    if s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
+    if s.row_blocks > 1 and s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
+        return False
+    if s.tokens > MOST_SCALED and spills(spec, s, target):
         return False
     if s.rows >= spec.n + 16 * s.row_blocks or (Plan(spec, s).rounds < 2 and not s.resident):
         return False

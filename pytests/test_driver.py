@@ -32,15 +32,34 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pylib.matmul._compile", Matmul)
 
 
-@pytest.mark.parametrize(("target", "widest"), [("sm_90a", 128), ("sm_90", 64), ("sm_80", 64)])
-def test_token_tile(target: str, widest: int) -> None:
-    """The least tile that holds m, by its definition; the widest up to three times."""
-    artifacts = Artifacts(SPEC, parse_target(target), None)
-    tiles = [tile for tile in TOKEN_TILES if tile <= widest]
-    assert [artifacts.tile(m) for m in tiles] == tiles
-    assert [artifacts.tile(m + 1) for m in tiles] == [*tiles[1:], widest]
-    assert artifacts.tile(3 * widest) == widest and artifacts.tile(3 * widest + 1) is None
-    assert artifacts.tile(0) == tiles[0] and artifacts.tile(4096) is None
+@pytest.mark.parametrize(
+    ("weight", "target", "widest"),
+    [("u4", "sm_90a", 256), ("f6e3m2", "sm_90a", 128), ("u4", "sm_90", 64), ("u4", "sm_80", 64)],
+)
+def test_token_tiles(weight: str, target: str, widest: int) -> None:
+    """The least tile that holds m, by its definition; the widest up to three times. Where sums of groups are scaled,
+    which a power of two that decoding leaves out needs, registers hold no more than 128 tokens."""
+    artifacts = Artifacts(replace(SPEC, weight=weight), parse_target(target), None)
+    narrow = [tile for tile in TOKEN_TILES if tile <= min(widest, 128)]
+    assert [artifacts.tiles(m) for m in narrow] == [[tile] for tile in narrow]
+    assert [artifacts.tiles(m + 1) for m in narrow[:-1]] == [[tile] for tile in narrow[1:]]
+    assert artifacts.tiles(0) == [1] and artifacts.tile(0) == 1
+    assert artifacts.tiles(3 * widest) == [widest] * 3 and artifacts.tiles(2 * widest + 5) == [widest, widest, 8]
+    assert artifacts.tiles(3 * widest + 1) is None and artifacts.tile(4096) is None
+
+
+def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
+    artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
+    found = {m: artifacts.tiles(m) for m in (129, 192, 193, 256, 257, 256 + 140, 256 + 193)}
+    assert found == {
+        129: [128, 1],
+        192: [128, 64],
+        193: [256],
+        256: [256],
+        257: [256, 1],
+        396: [256, 128, 16],
+        449: [256, 256],
+    }
 
 
 def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> None:
@@ -48,7 +67,7 @@ def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> 
     mm = pylib.compile(spec, "sm_90a")
     assert pipeline.compiled == [("sm_90a", ONE)]
     assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, ONE, mm.target))
-    for m in (1, 8, 9, 16, 17, 64, 64, 65, 200, 500):
+    for m in (1, 8, 9, 16, 17, 64, 64, 65, 200, 256, 1000):
         mm.kernel(m)
     assert [tokens for _, tokens in pipeline.compiled] == [*TOKEN_TILES, None]
 
@@ -130,8 +149,8 @@ def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
     mm = pylib.compile(SPEC, "sm_90a")
     assert mm.ir("tile") == f"sm_90a {ONE}"
     assert mm.ir("tile", m=33) == "sm_90a 64"
-    assert mm.ir("tile", m=384) == "sm_90a 128"  # launched for every 128 rows
-    assert mm.ir("tile", m=385) == "sm_90a None"
+    assert mm.ir("tile", m=384) == "sm_90a 256"  # launched for every 256 rows
+    assert mm.ir("tile", m=769) == "sm_90a None"
     with pytest.raises(pylib.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
         mm.ir("asm")
 

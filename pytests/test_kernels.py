@@ -41,7 +41,7 @@ from pylib.reference import agrees, matmul, random_problem, tolerance
 from pylib.trial import rounding
 
 TARGETS = ("sm_80", "sm_90a")
-TOKENS = (8, 16, 32, 64, 128)  # that a schedule can be for
+TOKENS = (8, 16, 32, 64, 128, 256)  # that a schedule can be for
 WEIGHTS = (*all_names(), *(f"lut{bits}" for bits in range(1, 9)))
 
 
@@ -109,7 +109,8 @@ class Case:
         parts = [s.weight, f"{s.n}x{s.k}", f"g{s.group_size}", f"z{s.zeros}", s.scale, s.act, s.out_dtype]
         parts += [f"m{self.m}", f"r{p.row_blocks}n{p.warps_n}k{p.warps_k}", f"step{p.step_k}"]
         parts += [f"stages{p.stages}", f"splits{p.splits}", *["cluster"] * (p.cluster > 1), *["wgmma"] * p.wgmma]
-        parts += ["resident"] * p.resident + ["overlap"] * p.overlap + ["bare"] * p.bare
+        parts += ["resident"] * p.resident + ["overlap"] * p.overlap + ["late"] * p.late
+        parts += ["bare"] * p.bare
         parts += [f"grid{p.least_blocks}"] * (p.least_blocks > 0) + [f"throttle{p.throttle}"] * (p.throttle > 0)
         return "-".join([*parts, self.target, *["bias"] * s.bias])
 
@@ -238,7 +239,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "scale": ("f16", "bf16", "e8m0"),
     "act": ("f16", "bf16"),
     "bias": (False, True),
-    "m": (3, 8, 13, 16, 50, 100),
+    "m": (3, 8, 13, 16, 50, 100, 200),
     "row_blocks": (1, 2),
     "warps": (1, 2),  # along n; warpgroups with wgmma
     "warps_k": (1, 2),
@@ -249,6 +250,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "resident": (0, 1),
     "empty": (0, 1, 3),  # tiles that the grid has beyond those with work
     "overlap": (0, 1),
+    "late": (0, 1),
 }
 HOPPER_K = {1: 64, 3: 328, 11: 1000}  # without groups
 
@@ -260,6 +262,9 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
         c["wgmma"] = 1
     if c["sharing"][1] == 3:
         c["row_blocks"] = 3  # 48 rows are three equal parts
+    least = {"stages": 1, "warps_k": 1, "step": 1, "resident": 0, "overlap": 0, "throttle": 0}
+    if c["m"] > 128 and not _hopper_is_allowed(c | least):  # sums that are scaled leave no room for so many
+        c["m"] = 100
     if not c["wgmma"] or c["row_blocks"] > 1:
         c["overlap"] = 0
     if c["overlap"] and c["zeros"] == "float" and not c["bare"]:  # scaled at once: nothing overlaps
@@ -271,6 +276,7 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
     for name in ("overlap", "resident"):
         if not _hopper_is_allowed(c):
             c[name] = 0
+    c["late"] *= c["wgmma"] * (1 - c["resident"])
     if _work(_hopper(c).schedule) > MOST_WORK or not _hopper_is_allowed(c):
         c["step"] = 1
     if _work(_hopper(c).schedule) > MOST_WORK and c["row_blocks"] == 2:
@@ -293,6 +299,7 @@ def _hopper(c: dict[str, Any]) -> Case:
         _tokens(c["m"]), c["row_blocks"], warps_n, c["warps_k"], step, c["stages"], splits, cluster, wgmma
     )
     copies = {"stages": 1} if c["resident"] else {"throttle": c["throttle"]}
+    copies["late"] = c["late"] * c["wgmma"] * (1 - c["resident"])
     schedule = replace(schedule, **copies, **{name: c[name] for name in ("bare", "resident", "overlap")})
     if c["empty"]:
         schedule = replace(schedule, least_blocks=(Plan(spec, schedule).tiles + c["empty"]) * splits)
@@ -319,6 +326,9 @@ def test_hopper_has_cases() -> None:
     assert any(Plan(case.spec, case.schedule).rounds > 2 for case in resident)
     assert {case.schedule.resident for case in HOPPER_CASES if case.schedule.overlap} == {0, 1}
     assert {case.schedule.wgmma for case in HOPPER_CASES if case.schedule.bare} == {0, 1}
+    late = [case for case in HOPPER_CASES if case.schedule.late and case.schedule.stages > 1]
+    assert sum(Plan(case.spec, case.schedule).rounds >= case.schedule.stages for case in late) > 5
+    assert sum(case.schedule.tokens == 256 for case in HOPPER_CASES) > 5
     throttled = [case for case in HOPPER_CASES if 0 < case.schedule.throttle < case.schedule.stages - 1]
     assert any(Plan(case.spec, case.schedule).rounds > 2 for case in throttled)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -95,7 +96,8 @@ def cases() -> Iterator[tuple[str, str, int, str]]:
 
 def compiled(weight: str, act: str, tokens: int, target: str) -> CompiledKernel:
     table = tuple(range(1 << int(weight[3:]))) if weight.startswith("lut") else None
-    spec = MatmulSpec(weight=weight, act=act, table=table, **SPEC)  # type: ignore[arg-type]
+    scale = act if tokens > 128 else "f16"
+    spec = MatmulSpec(weight=weight, act=act, scale=scale, table=table, **SPEC)  # type: ignore[arg-type]
     return compile_matmul(spec, parse_target(target), tokens=tokens)
 
 
@@ -173,12 +175,29 @@ def test_resources_of_bare_codes(weight: str, zeros: str, bound: float) -> None:
 
 
 @pytest.mark.parametrize("act", ["f16", "bf16"])
-@pytest.mark.parametrize("weight", ["u1", "u3", "u4", "u8", "f6e3m2", "f8e4m3", "nf4"])
-def test_resources_of_128_tokens(weight: str, act: str) -> None:
-    kernel = compiled(weight, act, 128, "sm_90a")
+@pytest.mark.parametrize(
+    ("weight", "tokens"),
+    [
+        *product(("u1", "u3", "u4", "u8", "f6e3m2", "f8e4m3", "nf4"), (128,)),
+        *product(("u1", "u3", "u4", "u8", "nf4"), (256,)),
+    ],
+)
+def test_resources_of_many_tokens(weight: str, tokens: int, act: str) -> None:
+    kernel = compiled(weight, act, tokens, "sm_90a")
     used = resource_usage(kernel.ptx, kernel.target)
     assert used.registers * kernel.launch.threads <= REGISTER_FILE
     assert (used.spill_stores, used.spill_loads) == (0, 0), kernel.schedule
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_product_in_front_of_copies(late: int) -> None:
+    """It is under way when the warp comes to them, with all of its sums in registers."""
+    schedule = Schedule(256, 1, 8, 1, 128, 2, wgmma=1, late=late)
+    kernel = compile_matmul(MatmulSpec(8192, 8192, "u4", group_size=128), parse_target("sm_90a"), schedule)
+    between = kernel.ptx.split("bar.sync")[1].split("cp.async.cg")[0]
+    assert between.count("wgmma.mma_async") == 4 * late
+    used = resource_usage(kernel.ptx, kernel.target)
+    assert used.registers <= 208 and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
 @pytest.mark.parametrize(("tokens", "splits", "registers"), [(8, 1, 112), (8, 2, 80), (16, 1, 120), (16, 2, 88)])

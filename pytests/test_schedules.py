@@ -306,8 +306,10 @@ def test_the_rule_with_wgmma_is_the_best_predicted(n: int, weight: str, tile: in
 
 def test_a_tile_that_is_none() -> None:
     for choice in (default_schedule, schedule_for):
-        with pytest.raises(SpecError, match="tokens=5 must be one of 1, 8, 16, 32, 64, 128"):
+        with pytest.raises(SpecError, match="tokens=5 must be one of 1, 8, 16, 32, 64, 128, 256"):
             choice(SPEC, 5, HOPPER)
+        with pytest.raises(SpecError, match=r"tokens=256 must be .*, 128 for f6e3m2, .* whose sums need"):
+            choice(replace(SPEC, weight="f6e3m2"), 256, HOPPER)
         with pytest.raises(SpecError, match=r"tokens=128 must be .*, 64 for u4, k=.* on sm_80, which has no wgmma"):
             choice(SPEC, 128, parse_target("sm_80"))
 
@@ -368,6 +370,8 @@ UNFIT: list[tuple[str, dict[str, int]]] = [
     (r"max_blocks=-1 must be 0 \(as many as fit\) or more", {"max_blocks": -1}),
     (r"bare=2 must be 0, or 1 with digits=0", {"bare": 2}),
     (r"bare=1 must be 0, or 1 with digits=0, not digits=1", {"bare": 1, "tokens": 1, "digits": 1}),
+    (r"late=1 must be 0, or 1 with wgmma=1 and resident=0, not wgmma=0", {"late": 1}),
+    (r"late=2 must be 0, or 1", {"late": 2, "wgmma": 1, "warps_n": 4}),
     (r"throttle=-1 must be 0 \(as many as fit\) or more", {"throttle": -1}),
     (r"throttle=1 is for copies; with resident=1 it must be 0", {"throttle": 1, "resident": 1, "stages": 1}),
 ]
@@ -395,6 +399,12 @@ UNFIT_HERE: list[tuple[str, MatmulSpec, Schedule, str]] = [
         WIDE,
         "sm_90a",
     ),
+    (
+        "tokens=256 leaves registers for one set of sums, and .* needs two; take tokens of at most 128",
+        replace(SPEC, scale="f32"),
+        replace(WIDE, tokens=256, warps_k=1, stages=2),
+        "sm_90a",
+    ),
     ("u4 with k=1536 and groups of 48 needs wgmma=0", replace(SPEC, group_size=48), WIDE, "sm_90a"),
     ("wgmma multiplies f16 by f16 .* f7e6m0 with", replace(SPEC, weight="f7e6m0"), replace(WIDE, step_k=256), "sm_90a"),
     ("cluster=2 needs sm_90, the target is sm_89; take", SPEC, Schedule(warps_k=4, splits=2, cluster=2), "sm_89"),
@@ -407,7 +417,8 @@ def test_clusters_and_wgmma_where_they_do_not_fit(
 ) -> None:
     with pytest.raises(SpecError, match=f"schedule: .*{message}"):
         check_schedule(spec, schedule, parse_target(target))
-    fitting = replace(schedule, cluster=1) if "cluster" in message else replace(schedule, wgmma=0)
+    changes = {"cluster": {"cluster": 1}, "tokens=": {"tokens": 128}}
+    fitting = replace(schedule, **next((c for name, c in changes.items() if name in message), {"wgmma": 0}))
     check_schedule(spec, fitting, parse_target(target))
 
 
