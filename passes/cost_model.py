@@ -43,7 +43,8 @@ class Costs:
     tail: float  # of the time that they leave room beside them on a multiprocessor
     scale: float  # of what scaling the sums of a group, or of a step of it, takes
     decode: tuple[float, ...]  # clocks of a multiprocessor for 256 codes of 1 to 8 bits
-    decode_float: float  # times as many
+    decode_bare: float  # times as many, where codes are multiplied as they are stored
+    decode_float: float
     decode_table: float  # clocks, whatever the bits
 
 
@@ -63,6 +64,7 @@ MMA = Costs(
     tail=0.16,
     scale=0.54,
     decode=(2.3, 2.6, 4.3, 4.55, 4.65, 5.6, 5.6, 5.4),
+    decode_bare=0.8,
     decode_float=1.0,
     decode_table=5.0,
 )
@@ -82,6 +84,7 @@ WGMMA = Costs(
     tail=0.31,
     scale=2.23,
     decode=(3.7, 3.7, 4.1, 3.5, 2.4, 2.4, 2.4, 2.4),
+    decode_bare=0.8,
     decode_float=1.8,
     decode_table=6.06,
 )
@@ -114,7 +117,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
         mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
     mma *= costs.tensor
     fragments = 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
-    decode = _decode_clocks(spec, costs) + (SPLIT_DIGITS / s.row_blocks if s.digits else 0.0)
+    decode = _decode_clocks(plan, costs) + (SPLIT_DIGITS / s.row_blocks if s.digits else 0.0)
     if spec.group_size:  # sums or, where that is less, weights are scaled
         scaled = 1.0 if plan.rounds_scales else columns / min(spec.group_size, s.step_k)
         decode += costs.scale * 2 * scaled
@@ -152,7 +155,7 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     if s.wgmma:
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
         codes = plan.resident_words + 4 if s.resident else min(s.step_k, 128) // 4
-        return 30 + codes + s.tokens // 2 * sums * s.row_blocks
+        return (24 if plan.bare else 30) + codes + s.tokens // 2 * sums * s.row_blocks
     if s.digits:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
     if s.resident:
@@ -173,7 +176,9 @@ def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     return min(fitting, s.max_blocks or fitting)
 
 
-def _decode_clocks(spec: MatmulSpec, costs: Costs) -> float:
+def _decode_clocks(plan: Plan, costs: Costs) -> float:
+    spec = plan.spec
     if spec.dtype.kind == "table":
         return costs.decode_table
-    return costs.decode[spec.packing.bits - 1] * (costs.decode_float if spec.dtype.kind == "float" else 1.0)
+    factor = costs.decode_float if spec.dtype.kind == "float" else costs.decode_bare if plan.bare else 1.0
+    return costs.decode[spec.packing.bits - 1] * factor
