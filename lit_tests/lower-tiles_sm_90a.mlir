@@ -278,3 +278,29 @@
     operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "aside", threads = 128, grid = [1, 1, 1], params = ["y", "more"], workspace = 0} : () -> ()
+
+// -----
+
+// Signals: one thread makes them, for the 64 threads of each of two groups; a thread comes to and waits for those of its group.
+!signals = !lowbit.shared<[2, 4, 2], i32, [8, 2, 1], 0>
+// CHECK-LABEL: gpu.func @signals
+// CHECK:         scf.if
+// CHECK-COUNT-8:   nvvm.mbarrier.init %{{.*}}, %c64_i32
+// CHECK:         gpu.barrier
+// CHECK:         arith.muli %{{.*}}, %c4_i32
+// CHECK:         nvvm.cp.async.mbarrier.arrive %{{.*}} {noinc = true}
+// CHECK:         nvvm.mbarrier.arrive
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1;
+// CHECK-SAME:      @!over bra again;
+// CHECK-NEXT:    nvvm.fence.proxy
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}mbarrier.try_wait
+// CHECK-NEXT:    gpu.return
+"lowbit.program"() ({
+^bb0(%i: i32, %parity: i32):
+  %signals = "lowbit.alloc_signals"() : () -> !signals
+  "lowbit.arrive"(%signals, %i) {copies} : (!signals, i32) -> ()
+  "lowbit.arrive"(%signals, %i) : (!signals, i32) -> ()
+  "lowbit.await"(%signals, %i, %parity) {async_proxy} : (!signals, i32, i32) -> ()
+  "lowbit.await"(%signals, %i, %parity) : (!signals, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "signals", threads = 128, grid = [1, 1, 1], params = ["i", "parity"], workspace = 0} : () -> ()

@@ -320,3 +320,53 @@
   } {lowbit.stages = 2, lowbit.refill_late}
   "lowbit.return"() : () -> ()
 }) {sym_name = "late", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
+
+// -----
+
+// With no barrier in a round: its stage is waited for, and told to have been read, and waited for again before it is filled.
+!x = !lowbit.global<[64, 16, 64], f16, [1024, 64, 1], [1, 1, 1]>
+!buffer = !lowbit.shared<[1, 16, 64], f16, [1024, 64, 1], 128>
+!a = !lowbit.reg<[64, 64], f16, "spatial(4, 1).local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!d = !lowbit.reg<[64, 16], f32, "spatial(4, 1).local(1, 2).local(2, 1).spatial(8, 4).local(1, 2)">
+// CHECK:         %[[SIGNALS:.*]] = "lowbit.alloc_signals"() : () -> !lowbit.shared<[1, 4, 2], i32, [8, 2, 1], 0 : i64>
+// CHECK:         "lowbit.copy_async"
+// CHECK:         "lowbit.arrive"(%[[SIGNALS]], %c0_i32{{.*}}) {copies}
+// CHECK:         scf.for %[[I:.*]] = %c0_i32
+// CHECK:           %[[USE:.*]] = arith.divui
+// CHECK:           %[[STAGE:.*]] = arith.remui
+// CHECK:           %[[PARITY:.*]] = arith.remui %[[USE]]
+// CHECK-NEXT:      "lowbit.await"(%[[SIGNALS]], %[[STAGE]], %[[PARITY]]) {async_proxy}
+// CHECK-NOT:       lowbit.barrier
+// CHECK:           "lowbit.warpgroup_mma"
+// CHECK:           scf.if
+// CHECK:             "lowbit.await"(%[[SIGNALS]], %{{.*}}, %{{.*}}) : (
+// CHECK:             "lowbit.copy_async"
+// CHECK-NEXT:        "lowbit.arrive"(%[[SIGNALS]], %{{.*}}) {copies}
+// CHECK-NEXT:      } {lowbit.aside}
+// CHECK:           "lowbit.warpgroup_mma"
+// CHECK:           "lowbit.arrive"(%[[SIGNALS]], %{{.*}}) : (
+// CHECK-NEXT:      scf.yield
+// CHECK-NOT:     lowbit.drift
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %c5 = arith.constant 5 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
+  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
+  %d = scf.for %i = %c0 to %c5 step %c1 iter_args(%sum = %zero) -> (!d) : i32 {
+    "lowbit.copy_async"(%x, %buffer, %i, %c0, %c0) {layout = "local(1, 8, 1).spatial(1, 2, 64).local(1, 1, 1)",
+      boundary = ["none", "none", "none"], limit = [], operandSegmentSizes = array<i32: 1, 1, 3>}
+      : (!x, !buffer, i32, i32, i32) -> ()
+    "lowbit.commit"() : () -> ()
+    "lowbit.wait"() {pending = 0} : () -> ()
+    "lowbit.barrier"() {scope = "warps", warps = 4, async_proxy} : () -> ()
+    %one = "lowbit.warpgroup_mma"(%a, %buffer, %sum) {start = 0} : (!a, !buffer, !d) -> !d
+    %two = "lowbit.warpgroup_mma"(%a, %buffer, %one) {start = 0} : (!a, !buffer, !d) -> !d
+    "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
+    scf.yield %two : !d
+  } {lowbit.stages = 2, lowbit.refill_late, lowbit.drift}
+  "lowbit.return"() : () -> ()
+}) {sym_name = "drift", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()

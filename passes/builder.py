@@ -207,11 +207,13 @@ class Program:
         stages: int = 1,
         throttle: int = 0,
         refill_late: bool = False,
+        drift: bool = False,
     ) -> Generator[Loop]:
         """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles.
 
         stages > 1 asks `pipeline-copies` to keep that many rounds of copies under way, throttle > 0 for no more than
-        that many before `grid_wait`, and refill_late for a round's first product to come before its copies.
+        that many before `grid_wait`, and refill_late for a round's first product to come before its copies; with
+        drift, too, warps need not wait for one another in every round.
         """
         values = [t.value for t in carried]
         for_op = scf.ForOp(as_i32(start), as_i32(start + steps), as_i32(1), values)
@@ -220,6 +222,8 @@ class Program:
             for_op.operation.attributes["lowbit.throttle"] = _i64(throttle)
         if refill_late:
             for_op.operation.attributes["lowbit.refill_late"] = ir.UnitAttr.get()
+        if drift:
+            for_op.operation.attributes["lowbit.drift"] = ir.UnitAttr.get()
         with ir.InsertionPoint(for_op.body):
             loop = Loop(Scalar(for_op.induction_variable), [Tile(v) for v in for_op.inner_iter_args])
             yield loop

@@ -155,7 +155,10 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     if s.wgmma:
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
         codes = plan.resident_words + 4 if s.resident else min(s.step_k, 128) // 4
-        return (24 if plan.bare else 30) + codes + s.tokens // 2 * sums * s.row_blocks
+        decoding = 38 if spec.dtype.kind == "float" else 30
+        if plan.bare:
+            decoding = 24 if spec.packing.bits in (1, 2, 4) else 28
+        return decoding + codes + s.tokens // 2 * sums * s.row_blocks
     if s.digits:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
     if s.resident:

@@ -128,7 +128,7 @@ class MemoryRules(Lowering):
         self._finish_reads()
         if "async_proxy" in op.operation.attributes:
             self._require(self.target.has_clusters, "a barrier for the async proxy", "sm_90")
-            nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=ir.Attribute.parse("#nvvm.shared_space<cta>"))
+            self._fence_async_proxy()
         scope = text_attr(op, "scope")
         threads = 32 * int_attr(op, "warps")
         if scope == "warps" and threads == 32:
@@ -148,6 +148,49 @@ class MemoryRules(Lowering):
                 nvvm.cluster_wait(aligned=True)
         else:
             gpu.barrier()
+
+    def _alloc_signals(self, op: Any) -> None:
+        self._require(self.target.has_clusters, "lowbit.alloc_signals", "sm_90")
+        self._alloc_shared(op)
+        groups, number, _ = Shared.of(op.result.type).shape
+        base, arrivals = self.values[op.result].base, emit.constant(self.threads_per_block // groups)
+
+        def initialise() -> None:
+            for i in range(groups * number):
+                nvvm.mbarrier_init(emit.offset_bytes(base, static=8 * i), arrivals)
+
+        thread = self.threads.digit(self.threads_per_block, 1, self.threads_per_block)
+        self._when(arith.cmpi(arith.CmpIPredicate.eq, thread, emit.constant(0)), initialise)
+        gpu.barrier()
+
+    def _signal(self, op: Any) -> Any:
+        """The address of this thread's."""
+        place: Place = self.values[op.signals]
+        groups, number, _ = place.type.shape
+        group = self.threads.digit(groups, self.threads_per_block // groups, self.threads_per_block)
+        index = arith.addi(arith.muli(group, emit.constant(number)), self.values[op.index])
+        return emit.offset_bytes(place.base, dynamic=arith.muli(index, emit.constant(8)))
+
+    def _arrive(self, op: Any) -> None:
+        if "copies" in op.operation.attributes:
+            nvvm.cp_async_mbarrier_arrive(self._signal(op), noinc=True)
+        else:
+            self._finish_reads()
+            nvvm.mbarrier_arrive(self._signal(op), results=[emit.integer(64)])
+
+    def _await(self, op: Any) -> None:
+        async_proxy = "async_proxy" in op.operation.attributes
+        if async_proxy:
+            self._finish_reads()
+        lines = ["{", ".reg .pred over;", "again:"]
+        lines += ["mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1;", "@!over bra again;", "}"]
+        operands = [self._signal(op), self.values[op.parity]]
+        llvm.inline_asm(None, operands, "\n".join(lines), "r,r,~{memory}", has_side_effects=True, asm_dialect=0)
+        if async_proxy:
+            self._fence_async_proxy()
+
+    def _fence_async_proxy(self) -> None:
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=ir.Attribute.parse("#nvvm.shared_space<cta>"))
 
     def _last_arrival(self, op: Any) -> None:
         """One thread counts this block in after everybody's writes; the last one to come puts the counter back."""

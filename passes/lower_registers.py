@@ -207,7 +207,7 @@ class TileRules(Lowering):
         reg, columns = Reg.of(op.result.type), int_attr(op, "columns")
         sums = warpgroup_row_sums(self.threads, self.values[op.b], int_attr(op, "start"), columns, reg)
         self.reads.append(sums)
-        self.values[op.result] = sums
+        self.row_sums = self.values[op.result] = sums
 
     def _row_sums(self, op: Any) -> None:
         self.values[op.result] = lower_row_sums(self.values[op.source], Reg.of(op.result.type))

@@ -25,7 +25,7 @@ from passes.lower_digits import DigitRules
 from passes.lower_memory import MemoryRules
 from passes.lower_registers import TileRules
 from passes.lower_table import TableRules
-from passes.lower_wgmma import Products, declare_sums
+from passes.lower_wgmma import declare_sums
 from passes.lowering import ALIGN, int_attr, text_attr
 from passes.rewriting import at, each_op
 from passes.target import Target, parse_target
@@ -62,6 +62,9 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
             "lowbit.peer": self._peer,
             "lowbit.free_shared": lambda op: self.shared.free(op.buffer),
             "lowbit.stage": self._stage,
+            "lowbit.alloc_signals": self._alloc_signals,
+            "lowbit.arrive": self._arrive,
+            "lowbit.await": self._await,
             "lowbit.copy_async": self._copy_async,
             "lowbit.copy_padded": self._copy_padded,
             "lowbit.fill_table": self._fill_table,
@@ -281,8 +284,8 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
         aside = "lowbit.aside" in op.operation.attributes  # nothing here changes what is being read and multiplied
         if not aside:
             self._enter(op)
-        elif isinstance(self.sum, Products):
-            self.sum.write_first()
+        else:
+            self._begin_product()
         new = scf.IfOp(self.values[op.operation.operands[0]])
         with ir.InsertionPoint(new.then_block):
             self._block(op.operation.regions[0].blocks[0])

@@ -59,6 +59,7 @@ class Lowering:
         self.target = target
         self.values: dict[Any, Any] = {}  # SSA value of the program -> SSA value, Fragment or Place
         self.reads: list[Fragment] = []  # fragments whose registers are loads
+        self.row_sums: Fragment | None = None  # of the last wgmma with ones
         self.sum: Fragment | None = None  # of the last wgmma, with what was done to it since
         self.last_started: Products | None = None  # the last that overlap with the next
         self.shared = SharedMemory()
@@ -78,6 +79,13 @@ class Lowering:
         if self.sum is not None:
             self.sum.force()
         self.sum = None
+
+    def _begin_product(self) -> None:
+        """Write down the first instructions of the last wgmma; from then on its accumulators are taken."""
+        if isinstance(self.sum, Products):
+            if self.row_sums in self.reads:
+                self.row_sums.force()
+            self.sum.write_first()
 
     def _when(self, condition: Any | None, action: Callable[[], Any]) -> None:
         if condition is None:

@@ -16,6 +16,11 @@ rounds of the first are under way at a time, so that the kernel before need not 
 With `lowbit.refill_late` a round starts the copies of round i+S-1 not in front of what it computes but once its first
 product by wgmma is under way: with wide tiles of activations a warp takes long to ask for its copies, and the tensor
 core need not wait for that. Marked `lowbit.aside`, they do not end the product (`lower-tiles`).
+
+With `lowbit.drift`, too, there is no barrier in a round, so that some warps decode while others multiply. Instead
+every stage has two signals (`passes.stage_signals`): that all copies into it have arrived, for which a warp waits
+before it reads it, and that all warps have read it, for which a warp waits before it fills it again: a round later,
+behind its own first product.
 """
 
 from __future__ import annotations
@@ -32,8 +37,10 @@ from dialect.types import Shared
 from passes import emit
 from passes.addressing import known
 from passes.rewriting import at, each_op
+from passes.stage_signals import Signals
 
 STAGES, THROTTLE, LATE = "lowbit.stages", "lowbit.throttle", "lowbit.refill_late"
+DRIFT = "lowbit.drift"
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
 
 
@@ -52,10 +59,10 @@ class PipelineCopies:
                 stages = in_range(attributes[STAGES], STAGES, 1)
                 throttle = in_range(attributes[THROTTLE], THROTTLE, 1) if THROTTLE in attributes else stages
                 if stages > 1:
-                    _Pipeline(loop, stages, throttle, LATE in attributes).run()
+                    _Pipeline(loop, stages, throttle, LATE in attributes, DRIFT in attributes).run()
                 else:
                     _move_before(loop, _fills(loop))
-                    for name in (STAGES, THROTTLE, LATE):
+                    for name in (STAGES, THROTTLE, LATE, DRIFT):
                         if name in attributes:
                             del attributes[name]
 
@@ -73,7 +80,7 @@ def _move_before(loop: Any, body: Sequence[Any]) -> None:
 class _Pipeline:
     """Rewrites one loop."""
 
-    def __init__(self, loop: Any, stages: int, throttle: int, late: bool) -> None:
+    def __init__(self, loop: Any, stages: int, throttle: int, late: bool, drift: bool) -> None:
         self.loop = loop
         self.upper = loop.operation.operands[1]
         self.sure = self._rounds(loop.operation.operands[0])
@@ -99,6 +106,7 @@ class _Pipeline:
         self.cut = names[:commit].index("lowbit.grid_wait") if "lowbit.grid_wait" in names[:commit] else commit
         self.throttle = throttle if self.cut < commit else stages
         self.buffers = self._widen_buffers()
+        self.signals = Signals(loop, self.scope, self.slots) if drift and self.refill_at > 0 else None
 
     def _widen_buffers(self) -> dict[Any, Any]:
         """Buffers that the loop fills, replaced by ones with a leading dim of stages."""
@@ -159,9 +167,12 @@ class _Pipeline:
             new = scf.ForOp(lower, self.upper, emit.constant(1), initial)
         index = new.induction_variable
         with ir.InsertionPoint(new.body):
-            self._wait(self.ahead)
-            self._clone([self.scope], {})
+            if not self.signals:
+                self._wait(self.ahead)
+                self._clone([self.scope], {})
             done = arith.subi(index, lower)
+            if self.signals:
+                self.signals.wait_full(done)
             if self.refill_at == 0:
                 self._refill(index, done)
             mapping = self._staged(arith.remui(done, emit.constant(self.slots)), index)
@@ -171,7 +182,10 @@ class _Pipeline:
             self._clone([*scalars, *self.compute[: self.refill_at]], mapping)
             if self.refill_at > 0:
                 self._refill(index, done)
-            self._clone([*self.compute[self.refill_at :], self.body[-1]], mapping)
+            self._clone(self.compute[self.refill_at :], mapping)
+            if self.signals:
+                self.signals.has_read(done)
+            self._clone(self.body[-1:], mapping)
         for old, result in zip(self.loop.operation.results, new.operation.results):
             old.replace_all_uses_with(result)
         self.loop.operation.erase()
@@ -187,9 +201,14 @@ class _Pipeline:
         """Start the copies of the round that is `ahead` of this one, if there is one."""
 
         def refill() -> None:
-            slot = arith.remui(arith.addi(done, ahead), emit.constant(self.slots))
+            coming = arith.addi(done, ahead)
+            slot = arith.remui(coming, emit.constant(self.slots))
+            if self.signals:
+                self.signals.wait_read(coming)
             copies = [op for op in self.produce if op.operation.name != "lowbit.grid_wait"]
             self._clone(copies, self._staged(slot, arith.addi(index, ahead)))
+            if self.signals:
+                self.signals.has_copied(slot)
 
         if self.refills:
             ahead = emit.constant(self.ahead)
@@ -202,9 +221,11 @@ class _Pipeline:
         scalars = [op for op in self.produce if op.operation.name.startswith("arith.")]
         late = [op for op in self.produce[self.cut + 1 :] if op not in scalars]
 
-        def start(body: Sequence[Any], slot: int, index: Any) -> None:
+        def start(body: Sequence[Any], slot: int, index: Any, last: bool = False) -> None:
             def copies() -> None:
                 self._clone(body, self._staged(emit.constant(slot), index))
+                if self.signals and last:
+                    self.signals.has_copied(emit.constant(slot))
 
             self._if(self._before(index), copies) if slot >= self.sure else copies()
 
@@ -218,6 +239,6 @@ class _Pipeline:
         if self.cut < len(self.produce):
             ops.GridWaitOp()
         for slot, index in enumerate(rounds):
-            if late:
-                start([*scalars, *late], slot, index)
+            if late or self.signals:
+                start([*scalars, *late], slot, index, last=True)
             ops.CommitOp()

@@ -32,7 +32,7 @@ class Schedule:
     least_blocks: int = 0  # of the grid: empty ones fill it up
     throttle: int = 0  # rounds of the weight under way at a time until the kernel before has ended; 0: as many as fit
     bare: int = 0  # 1: signed codes and such with zeros, too, are multiplied as stored; sums of x make up for that
-    late: int = 0  # 1: with wgmma, a round's first product is begun before a later round's copies are asked for
+    late: int = 0  # 1: with wgmma, a round's first product comes before its copies; 2: and warps may drift apart
     overlap: int = 0  # 1: the product of a group is begun, with wgmma, before that of the last has ended
 
     def __post_init__(self) -> None:
@@ -71,10 +71,15 @@ class Schedule:
                 f"schedule: overlap={self.overlap} must be 0, or 1 with wgmma=1 and row_blocks=1, not "
                 f"wgmma={self.wgmma} and row_blocks={self.row_blocks}"
             )
-        if self.late not in (0, 1) or (self.late and (not self.wgmma or self.resident)):
+        if self.late not in (0, 1, 2) or (self.late and (not self.wgmma or self.resident)):
             raise SpecError(
-                f"schedule: late={self.late} must be 0, or 1 with wgmma=1 and resident=0, not wgmma={self.wgmma} and "
-                f"resident={self.resident}"
+                f"schedule: late={self.late} must be 0, or 1 or 2 with wgmma=1 and resident=0, not "
+                f"wgmma={self.wgmma} and resident={self.resident}"
+            )
+        if self.late == 2 and (self.stages < 2 or self.throttle):
+            raise SpecError(
+                f"schedule: late=2 needs stages=2 or more and throttle=0, not stages={self.stages} and "
+                f"throttle={self.throttle}"
             )
         if self.bare not in (0, 1) or (self.bare and self.digits):
             raise SpecError(f"schedule: bare={self.bare} must be 0, or 1 with digits=0, not digits={self.digits}")

@@ -21,12 +21,14 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     def padded(size: int) -> int:
         return -(-size // 128) * 128
 
+    slots = plan.rounds if s.resident else min(s.stages, plan.rounds)
+    signals = padded(16 * slots * s.warps_k) if s.late == 2 else 0
     units = s.step_k // spec.packing.chunk * spec.packing.units * 512
     rows = plan.row_blocks * max(1, plan.groups) * 16
-    slots = plan.rounds if s.resident else min(s.stages, plan.rounds)
-    total = 0 if s.resident else padded(slots * s.warps_k * plan.row_blocks * units)
+    total = signals + (0 if s.resident else padded(slots * s.warps_k * plan.row_blocks * units))
+    total = -(-total // 1024) * 1024 if s.wgmma else total  # x is swizzled
     row = s.step_k if s.wgmma else s.step_k + 8
-    total += padded(slots * s.warps_k * s.tokens * row * 2)  # swizzled if wgmma, from a multiple of 1024 anyway
+    total += padded(slots * s.warps_k * s.tokens * row * 2)
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
             total += padded(slots * s.warps_k * rows * BYTES[kind])
@@ -36,7 +38,7 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
         total += DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes
     sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
     flag = 128 if s.splits > s.cluster else 0  # of the last block to arrive
-    return max(total, sums + flag)
+    return max(total, signals + sums + flag)
 
 
 def shared_room(spec: MatmulSpec, s: Schedule, target: Target) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from dialect.digits import PIECE
 from dialect.errors import SpecError
@@ -94,7 +93,8 @@ def _check_tile(spec: MatmulSpec, tile: int, target: Target) -> None:
 
 
 # (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
-_WGMMA = ((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1), (2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 8, 1))
+_ONE_BLOCK = ((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1))
+_WGMMA = (*_ONE_BLOCK, (2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 8, 1), (2, 8, 2))
 _ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
 _DIGITS = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
 _TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
@@ -140,18 +140,19 @@ def _shaped(
 ) -> Iterator[Schedule]:
     """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
     processors, chunk = multiprocessors(target), spec.packing.chunk
-    depths = ((2, 3, 4) if tokens > 64 else (2, 4)) if wgmma else (2, 3)
     least = 64 if wgmma else PIECE if digits else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
-    steps = steps[: 3 if tokens > 64 else 2]  # the wider x is, the less room there is for long steps
+    steps = steps[: 3 if tokens > 128 else 2]  # the wider x is, the less room there is for long steps
     for (row_blocks, warps_n, warps_k), splits in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * splits
         if splits > 1 and blocks > (6 if wgmma else 2) * processors:
             continue
         cluster = splits if target.has_clusters else 1
         most = enough_blocks(blocks, target) if wgmma else 0
-        for step, stages in itertools.product(steps, depths):
-            s = Schedule(tokens, row_blocks, warps_n, warps_k, step, stages, splits, cluster, wgmma, most, digits)
-            s = replace(s, late=int(tokens >= LATE))
-            if Plan(spec, s).rounds >= 2 and not spills(spec, s, target) and is_allowed(spec, s, target):
+        for step, stages in itertools.product(steps, (2, 3)):
+            if spec.packing.padded_k <= step * warps_k * splits:  # one round
+                continue
+            shared = (splits, cluster, wgmma, most, digits)
+            s = Schedule(tokens, row_blocks, warps_n, warps_k, step, stages, *shared, late=int(tokens >= LATE))
+            if not spills(spec, s, target) and is_allowed(spec, s, target):
                 yield s

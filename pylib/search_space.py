@@ -52,7 +52,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "max_blocks": (0, 1, 2),
         "least_blocks": (0, multiprocessors(target), 2 * multiprocessors(target)),
         "throttle": (0, 1, 2),
-        "late": (0, 1) if tile >= LATE // 2 else (0,),
+        "late": (0, 1, 2) if tile >= LATE // 2 else (0,),
         "resident": (0, 1),
         "overlap": (0, 1) if tile >= 8 and has_wgmma(spec, target) else (0,),
         "bare": (0, 1) if has_bare(spec) and not is_bare(spec) else (0,),

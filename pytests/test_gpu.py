@@ -139,6 +139,23 @@ def test_codes_as_they_are(schedule: tuple[int, ...], weight: str, zeros: str) -
     assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
 
 
+@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("schedule", [(16, 4, 2, 128), (64, 16, 1, 256), (128, 8, 2, 128), (256, 8, 1, 128)])
+def test_warps_that_drift_apart(schedule: tuple[int, ...], late: int) -> None:
+    """Many rounds, without a barrier among the warps that share x."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("wgmma needs sm_90a")
+    spec = pylib.MatmulSpec(2000, 8192, "u4", group_size=128)
+    tokens, warps_n, warps_k, step = schedule
+    x, *weights = random_problem(spec, tokens)
+    chosen = pylib.Schedule(tokens, 1, warps_n, warps_k, step, stages=2, wgmma=1, late=late)
+    mm = pylib.compile(spec, schedule=chosen)
+    w, on_gpu = mm.pack(*weights).to("cuda"), x.cuda()
+    bound = tolerance(spec, x, *weights, **rounding(mm, tokens))
+    assert agrees(mm(on_gpu, w), matmul(spec, x, *weights), bound).all()
+    assert all(torch.equal(mm(on_gpu, w), mm(on_gpu, w)) for _ in range(50))
+
+
 @pytest.mark.parametrize("spec", [pylib.MatmulSpec(1020, 1020, "i4"), pylib.MatmulSpec(960, 960, "i4", group_size=24)])
 def test_an_x_that_was_just_written(spec: pylib.MatmulSpec) -> None:
     """Where x is not copied in 16-byte pieces, too, it is read after the kernel before has written it."""

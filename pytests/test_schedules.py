@@ -352,6 +352,7 @@ def test_shared_memory_of_clusters_and_wgmma(spec: MatmulSpec, schedule: str) ->
     assert compile_matmul(spec, HOPPER, s).launch.shared_bytes == shared_bytes(spec, s)
 
 
+DRIFT = {"late": 2, "wgmma": 1, "warps_n": 4}
 UNFIT: list[tuple[str, dict[str, int]]] = [
     (r"cluster=3 must be 1, or splits=4 where that is at most 8", {"splits": 4, "cluster": 3}),
     (r"cluster=2 must be 1, or splits=1 where", {"cluster": 2}),
@@ -370,8 +371,10 @@ UNFIT: list[tuple[str, dict[str, int]]] = [
     (r"max_blocks=-1 must be 0 \(as many as fit\) or more", {"max_blocks": -1}),
     (r"bare=2 must be 0, or 1 with digits=0", {"bare": 2}),
     (r"bare=1 must be 0, or 1 with digits=0, not digits=1", {"bare": 1, "tokens": 1, "digits": 1}),
-    (r"late=1 must be 0, or 1 with wgmma=1 and resident=0, not wgmma=0", {"late": 1}),
-    (r"late=2 must be 0, or 1", {"late": 2, "wgmma": 1, "warps_n": 4}),
+    (r"late=1 must be 0, or 1 or 2 with wgmma=1 and resident=0, not wgmma=0", {"late": 1}),
+    (r"late=3 must be 0, or 1 or 2", {**DRIFT, "late": 3}),
+    (r"late=2 needs stages=2 or more and throttle=0, not stages=3 and throttle=1", {**DRIFT, "throttle": 1}),
+    (r"late=2 needs stages=2 or more and throttle=0, not stages=1", {**DRIFT, "stages": 1}),
     (r"throttle=-1 must be 0 \(as many as fit\) or more", {"throttle": -1}),
     (r"throttle=1 is for copies; with resident=1 it must be 0", {"throttle": 1, "resident": 1, "stages": 1}),
 ]

@@ -20,6 +20,9 @@ from dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
 from dialect.ops.digits import DigitMmaOp, DigitSumsOp, JoinDigitsOp, SplitDigitsOp
 from dialect.ops.memory import (
     AllocSharedOp,
+    AllocSignalsOp,
+    ArriveOp,
+    AwaitOp,
     BarrierOp,
     CommitOp,
     CopyAsyncOp,
@@ -65,6 +68,9 @@ __all__ = [
     "MOST_BLOCKS",
     "AddOp",
     "AllocSharedOp",
+    "AllocSignalsOp",
+    "ArriveOp",
+    "AwaitOp",
     "BarrierOp",
     "BiasSumsOp",
     "BlockIdOp",

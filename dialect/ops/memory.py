@@ -176,6 +176,37 @@ class BarrierOp(Lowbit.Operation, name="barrier"):
         in_range(op.warps, "warps", 1, 32)
 
 
+class AllocSignalsOp(Lowbit.Operation, name="alloc_signals"):
+    """mbarriers (PTX ISA 9.7.13.15), two words each: [groups, number, 2]. The block is divided into groups of warps
+    side by side; all threads of a group arrive at each of its own. All of the block come here."""
+
+    result: ext.Result[SharedType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        signals = Shared.of(op.result.type)
+        expect(signals.element == "i32", "element", "i32", signals.element)
+        expect(len(signals.shape) == 3 and signals.shape[2] == 2, "signals", "[groups, number, 2]", list(signals.shape))
+
+
+class ArriveOp(Lowbit.Operation, name="arrive"):
+    """This thread has come to signals[its group, index]; with the unit attribute `copies`, when all that it has started
+    to copy has arrived, which it does not wait for."""
+
+    signals: ext.Operand[SharedType]
+    index: ext.Operand[I32]
+
+
+class AwaitOp(Lowbit.Operation, name="await"):
+    """Waits until all threads of the group have come to signals[group, index], in its phase of `parity`; before the
+    first phase, that of parity 1 counts as over. With the unit attribute `async_proxy`, what they copied is visible
+    then, to instructions that read shared memory by themselves (wgmma), too; without it, nothing is to be read."""
+
+    signals: ext.Operand[SharedType]
+    index: ext.Operand[I32]
+    parity: ext.Operand[I32]
+
+
 class LastArrivalOp(Lowbit.Operation, name="last_arrival"):
     """True in the last of `count` blocks that come here with the same counter, which it leaves at zero.
 

@@ -23,6 +23,12 @@ class _Copy:
     data: Array
     group: Array  # number of the commit group, counted per thread
     number: int  # in the order of issue
+    noted: Array  # by `track`
+
+    def of(self, some: Array) -> _Copy:
+        """Those of some lanes."""
+        lanes, row, data, group = self.lanes[some], self.row[some], self.data[some], self.group[some]
+        return _Copy(lanes, row, data, group, self.number, self.noted[some])
 
 
 class CopyQueue:
@@ -39,7 +45,8 @@ class CopyQueue:
         self.committed[:] = 0
 
     def issue(self, lanes: Array, row: Array, data: Array) -> None:
-        self.copies.append(_Copy(lanes, row, data, self.committed[lanes], self.issued))
+        noted = np.zeros(len(lanes), bool)
+        self.copies.append(_Copy(lanes, row, data, self.committed[lanes], self.issued, noted))
         self.issued += 1
 
     def commit(self, lanes: Array) -> None:
@@ -50,6 +57,15 @@ class CopyQueue:
         waits = np.full(len(self.committed), -1, np.int64)
         waits[lanes] = self.committed[lanes] - pending
         self._finish(lambda copy: copy.group < waits[copy.lanes], self.shared.land_copy)
+
+    def track(self, lanes: Array) -> None:
+        """An mbarrier is to tell of what `lanes` have issued: of that alone, not of what they do until it arrives. So
+        for races it counts as written now."""
+        for copy in self.copies:
+            mine = np.isin(copy.lanes, lanes) & ~copy.noted
+            if mine.any():
+                self.shared.note_copy(copy.lanes[mine], copy.row[mine], copy.data.shape[1])
+                copy.noted |= mine
 
     def arrive(self, lanes: Array, before: int, barrier: MBarrier) -> None:
         """Finish the copies of `lanes` that were issued `before`: who waits for `barrier` may read them."""
@@ -67,5 +83,5 @@ class CopyQueue:
                 land(copy.lanes[done], copy.row[done], copy.data[done])
             rest = ~done
             if rest.any():
-                left.append(_Copy(copy.lanes[rest], copy.row[rest], copy.data[rest], copy.group[rest], copy.number))
+                left.append(copy.of(rest))
         self.copies = left

@@ -223,9 +223,9 @@ def arrive_after_copies(op: Op) -> Step:
     op.type("b64")
     groups, block = barriers_at(op, barrier_address(op), local=True), op.block
 
-    def finish(lanes: Array, before: int, barrier: MBarrier) -> None:
+    def finish(lanes: Array, before: int, known: Array | None, barrier: MBarrier) -> None:
         block.copies.arrive(lanes, before, barrier)
-        barrier.tell(block.shared.release(block.members(lanes), None))
+        barrier.tell(known)
         barrier.arrive(len(lanes))
 
     def step(mask: Mask) -> None:
@@ -234,9 +234,10 @@ def arrive_after_copies(op: Op) -> Step:
             barrier, who = memory.barriers.find(address, lanes[some]), lanes[some]
             if not noinc:
                 barrier.pending += len(who)
-            transfer = Transfer(
-                memory, address, partial(finish, who, block.copies.issued), block.reporter(op.instr, int(who[0]))
-            )
+            block.copies.track(who)
+            known = block.shared.release(block.members(who), None)
+            finished = partial(finish, who, block.copies.issued, known)
+            transfer = Transfer(memory, address, finished, block.reporter(op.instr, int(who[0])))
             block.cluster.transfers.queue.append(transfer)
 
     return step

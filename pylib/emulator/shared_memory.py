@@ -148,9 +148,10 @@ class SharedMemory:
         return row
 
     def land_copy(self, lanes: Array, row: Array, rows: Array, barrier: MBarrier | None = None) -> None:
-        """`barrier`: not to the thread that issued it, but to those that wait for this mbarrier."""
+        """`barrier`: not to the thread that issued it, but to those that wait for this mbarrier, which tracks it."""
         size = rows.shape[1]
-        self._note_write(lanes, row, size, False, self.rank)
+        if barrier is None:
+            self.note_copy(lanes, row, size)
         self.data.reshape(-1, size)[row] = rows
         self.state.reshape(-1, size)[row] = LANDED
         self._landed = True
@@ -158,6 +159,9 @@ class SharedMemory:
             self.proxy.write(lanes, row, size, barrier is None)
         if barrier:
             self._land(row, size, barrier)
+
+    def note_copy(self, lanes: Array, row: Array, size: int) -> None:
+        self._note_write(lanes, row, size, False, self.rank)
 
     # Bulk copies: begin at issue, land when they count at their mbarrier, published at a barrier after its wait.
 
