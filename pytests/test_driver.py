@@ -37,15 +37,17 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     [("u4", "sm_90a", 256), ("f6e3m2", "sm_90a", 128), ("u4", "sm_90", 64), ("u4", "sm_80", 64)],
 )
 def test_token_tiles(weight: str, target: str, widest: int) -> None:
-    """The least tile that holds m, by its definition; the widest up to three times. Where sums of groups are scaled,
-    which a power of two that decoding leaves out needs, registers hold no more than 128 tokens."""
+    """The least tile that holds m, by its definition; the widest up to three times, or for 512 rows. Where sums of
+    groups are scaled, which a power of two that decoding leaves out needs, registers hold no more than 128 tokens."""
     artifacts = Artifacts(replace(SPEC, weight=weight), parse_target(target), None)
     narrow = [tile for tile in TOKEN_TILES if tile <= min(widest, 128)]
     assert [artifacts.tiles(m) for m in narrow] == [[tile] for tile in narrow]
     assert [artifacts.tiles(m + 1) for m in narrow[:-1]] == [[tile] for tile in narrow[1:]]
     assert artifacts.tiles(0) == [1] and artifacts.tile(0) == 1
-    assert artifacts.tiles(3 * widest) == [widest] * 3 and artifacts.tiles(2 * widest + 5) == [widest, widest, 8]
-    assert artifacts.tiles(3 * widest + 1) is None and artifacts.tile(4096) is None
+    launches = min(3, 512 // widest)
+    most = launches * widest
+    assert artifacts.tiles(most) == [widest] * launches and artifacts.tiles(most + 1) is None
+    assert artifacts.tiles(most - widest + 5) == [*[widest] * (launches - 1), 8] and artifacts.tile(4096) is None
 
 
 def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
@@ -150,7 +152,7 @@ def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
     assert mm.ir("tile") == f"sm_90a {ONE}"
     assert mm.ir("tile", m=33) == "sm_90a 64"
     assert mm.ir("tile", m=384) == "sm_90a 256"  # launched for every 256 rows
-    assert mm.ir("tile", m=769) == "sm_90a None"
+    assert mm.ir("tile", m=513) == "sm_90a None"
     with pytest.raises(pylib.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
         mm.ir("asm")
 
