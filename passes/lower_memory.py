@@ -159,9 +159,12 @@ class MemoryRules(Lowering):
             for i in range(groups * number):
                 nvvm.mbarrier_init(emit.offset_bytes(base, static=8 * i), arrivals)
 
-        thread = self.threads.digit(self.threads_per_block, 1, self.threads_per_block)
-        self._when(arith.cmpi(arith.CmpIPredicate.eq, thread, emit.constant(0)), initialise)
+        self._in_one_thread(initialise)
         gpu.barrier()
+
+    def _in_one_thread(self, action: Callable[[], Any]) -> None:
+        thread = self.threads.digit(self.threads_per_block, 1, self.threads_per_block)
+        self._when(arith.cmpi(arith.CmpIPredicate.eq, thread, emit.constant(0)), action)
 
     def _signal(self, op: Any) -> Any:
         """The address of this thread's."""
@@ -204,7 +207,6 @@ class MemoryRules(Lowering):
             dynamic=arith.muli(arith.extui(emit.integer(64), self.values[op.index]), emit.constant(4, 64)),
         )
         gpu.barrier()
-        thread = self.threads.digit(self.threads_per_block, 1, self.threads_per_block)
         zero = emit.constant(0)
 
         def arrive() -> None:
@@ -220,7 +222,7 @@ class MemoryRules(Lowering):
             llvm.store(arith.extui(i32, last), flag, alignment=4)
             self._when(last, lambda: llvm.store(zero, counter, alignment=4))
 
-        self._when(arith.cmpi(arith.CmpIPredicate.eq, thread, zero), arrive)
+        self._in_one_thread(arrive)
         gpu.barrier()
         seen = llvm.load(i32, flag, alignment=4)
         llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True, asm_dialect=0)

@@ -177,8 +177,7 @@ class TileRules(Lowering):
             products = self._started(factors, b, reg)
         elif isinstance(c, Products) and c is self.sum and c in self.reads and c.b is b:  # not written yet: a chain
             self.reads.remove(c)
-            products = Products(self.threads, [*c.factors, *factors], b, c.c, reg)
-            products.written = c.written
+            products = Products(self.threads, [*c.factors, *factors], b, c.c, reg, written=c.written)
         else:
             self._finish_sums()
             products = Products(self.threads, factors, b, None if _is_zero(op.c) else c, reg)

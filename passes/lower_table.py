@@ -37,6 +37,7 @@ from passes import emit
 from passes.addressing import Place
 from passes.lowering import Lowering, int_attr, text_attr
 from passes.recipes import REALS, Real, place
+from passes.rewriting import enclosing
 
 COLUMN_BITS = 7  # of an address: the word of a lane in an entry of 128 bytes
 _LOADS = 16  # of entries that a thread has under way while it fills a table
@@ -140,7 +141,8 @@ def _both_codes(t: DType, sources: list[Any], register: int) -> tuple[Any, int]:
 def _constant_table(op: Any, table: DecodeTable, exponent: int) -> str:
     """The symbol of the entries in device memory, defined in the module around an operation."""
     name = f"lowbit_table_{table.format.name}_{table.element}{'_pairs' if table.paired else ''}"
-    return emit.constant_array(_enclosing_module(op), name, words(table, exponent), 32)
+    module = enclosing(op, "gpu.module", "builtin.module")
+    return emit.constant_array(module.regions[0].blocks[0], name, words(table, exponent), 32)
 
 
 def words(table: DecodeTable, exponent: int) -> list[int]:
@@ -158,11 +160,3 @@ def _bits(values: np.ndarray, real: Real) -> np.ndarray:
         return values.astype(np.float16).view(np.uint16).astype(np.int64)
     bits = values.astype(np.float32).view(np.uint32).astype(np.int64)
     return bits if real.bits == 32 else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-def _enclosing_module(op: Any) -> Any:
-    """The block of the innermost module around an operation."""
-    parent = op.operation.parent
-    while parent.operation.name not in ("gpu.module", "builtin.module"):
-        parent = parent.operation.parent
-    return parent.operation.regions[0].blocks[0]

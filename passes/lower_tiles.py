@@ -282,10 +282,10 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
         if len(op.operation.results) or len(op.operation.regions[1].blocks):
             raise PassError("lower-tiles: an scf.if in a program has no results and no else")
         aside = "lowbit.aside" in op.operation.attributes  # nothing here changes what is being read and multiplied
-        if not aside:
-            self._enter(op)
-        else:
+        if aside:
             self._begin_product()
+        else:
+            self._enter(op)
         new = scf.IfOp(self.values[op.operation.operands[0]])
         with ir.InsertionPoint(new.then_block):
             self._block(op.operation.regions[0].blocks[0])

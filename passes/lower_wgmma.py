@@ -39,6 +39,7 @@ class Products(Fragment):
 
     factors: every a, and the first column of b that belongs to it
     bank: of two sets of registers, for products from zero of which two may be under way (`start`)
+    written: how many instructions of the first row are
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Products(Fragment):
         c: Fragment | None,
         result: Reg,
         bank: int = 0,
+        written: int = 0,
     ) -> None:
-        self.factors, self.b, self.c, self.bank = factors, b, c, bank
+        self.factors, self.b, self.c, self.bank, self.written = factors, b, c, bank, written
         self.started = self.waited_for = False
-        self.written = 0  # instructions of the first row
         self._places = fragment_blocks(result.layout, MMA_M16N8_D)
         self._descriptor = _once(lambda: _descriptor(threads, b, result))
         self._rows: dict[int, list[Any]] = {}

@@ -39,8 +39,8 @@ from passes.addressing import known
 from passes.rewriting import at, each_op
 from passes.stage_signals import Signals
 
-STAGES, THROTTLE, LATE = "lowbit.stages", "lowbit.throttle", "lowbit.refill_late"
-DRIFT = "lowbit.drift"
+STAGES, THROTTLE = "lowbit.stages", "lowbit.throttle"
+LATE, DRIFT = "lowbit.refill_late", "lowbit.drift"
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
 
 

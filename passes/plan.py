@@ -128,5 +128,5 @@ def has_bare(spec: MatmulSpec) -> bool:
 
 
 def is_bare(spec: MatmulSpec) -> bool:
-    """Whether they are, whatever the schedule, as nothing is to be taken away from them."""
+    """Whether they are without `Schedule.bare`, as nothing is to be taken away from them."""
     return has_bare(spec) and spec.dtype.kind == "uint" and spec.zeros == "none"

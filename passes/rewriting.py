@@ -33,6 +33,14 @@ def each_op(module: ir.Module, kind: type) -> Iterator[Any]:
     yield from found
 
 
+def enclosing(op: Any, *names: str) -> Any:
+    """The innermost operation with one of these names around another."""
+    parent = op.operation.parent
+    while parent.operation.name not in names:
+        parent = parent.operation.parent
+    return parent.operation
+
+
 @contextmanager
 def at(op: Any) -> Generator[None]:
     """New operations get the location of `op`, and so does what goes wrong in the body."""

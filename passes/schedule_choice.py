@@ -93,8 +93,10 @@ def _check_tile(spec: MatmulSpec, tile: int, target: Target) -> None:
 
 
 # (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
-_ONE_BLOCK = ((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1))
-_WGMMA = (*_ONE_BLOCK, (2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 8, 1), (2, 8, 2))
+_WGMMA = (
+    *((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1)),
+    *((2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 8, 1), (2, 8, 2)),
+)
 _ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
 _DIGITS = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
 _TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
@@ -152,7 +154,7 @@ def _shaped(
         for step, stages in itertools.product(steps, (2, 3)):
             if spec.packing.padded_k <= step * warps_k * splits:  # one round
                 continue
-            shared = (splits, cluster, wgmma, most, digits)
-            s = Schedule(tokens, row_blocks, warps_n, warps_k, step, stages, *shared, late=int(tokens >= LATE))
+            choice = (tokens, row_blocks, warps_n, warps_k, step, stages, splits, cluster, wgmma, most, digits)
+            s = Schedule(*choice, late=int(tokens >= LATE))
             if not spills(spec, s, target) and is_allowed(spec, s, target):
                 yield s

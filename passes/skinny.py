@@ -139,7 +139,8 @@ class Kernel:
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
         p, s, operands = self.p, self.schedule, self.operands
-        with p.loop(0, self.plan.rounds, carried, s.stages, s.throttle, s.late > 0, s.late > 1) as loop:
+        rounds, late, drift = self.plan.rounds, s.late > 0, s.late > 1
+        with p.loop(0, rounds, carried, s.stages, s.throttle, refill_late=late, drift=drift) as loop:
             step = self._first_step(loop.index)
             operands.copy_codes(step)
             operands.copy_factors(step)

@@ -11,8 +11,10 @@ from typing import Any
 
 from dialect import ops
 from dialect.bindings import arith, ir
+from dialect.checks import in_range
 from dialect.types import Shared
 from passes import emit
+from passes.rewriting import enclosing
 
 
 class Signals:
@@ -20,15 +22,10 @@ class Signals:
 
     def __init__(self, loop: Any, barrier: Any, stages: int) -> None:
         self.stages = stages
-        program = loop.operation.parent
-        while program.name != "lowbit.program":
-            program = program.parent
-        warps = ir.IntegerAttr(program.attributes["threads"]).value // 32
+        program, number, groups = enclosing(loop, "lowbit.program"), 2 * stages, 1
         if ir.StringAttr(barrier.scope).value == "warps":
-            groups = warps // ir.IntegerAttr(barrier.warps).value
-        else:
-            groups = 1
-        number = 2 * stages
+            threads = in_range(program.attributes["threads"], "threads", 32)
+            groups = threads // (32 * in_range(barrier.warps, "warps", 1))
         kind = Shared("i32", (groups, number, 2), (2 * number, 2, 1), 0)
         with ir.InsertionPoint.at_block_begin(program.regions[0].blocks[0]), loop.operation.location:
             self._signals = ops.AllocSignalsOp(kind.type).result

@@ -17,14 +17,7 @@ from dialect.spec import MatmulSpec
 from passes.cost_model import predict, spills
 from passes.plan import MOST_SCALED, Plan, has_bare, is_bare
 from passes.schedule import Schedule
-from passes.schedule_check import (
-    enough_blocks,
-    has_digits,
-    has_wgmma,
-    is_allowed,
-    multiprocessors,
-    shared_room,
-)
+from passes.schedule_check import enough_blocks, has_digits, has_wgmma, is_allowed, multiprocessors, shared_room
 from passes.schedule_choice import LATE, default_schedule, schedule_for
 from passes.target import Target
 
