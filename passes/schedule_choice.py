@@ -61,6 +61,14 @@ def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table])
     return found or default_schedule(spec, tile, target)
 
 
+def usual_late(tokens: int, warps_n: int) -> int:
+    """`Schedule.late` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is, the
+    longer they wait for one another."""
+    if tokens >= 64 and (warps_n >= 16 or (warps_n >= 8 and tokens >= 256)):
+        return 2
+    return int(tokens >= LATE)
+
+
 def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
     """Whether a schedule does here what it did where it was measured: it is allowed, scales weights or sums as there,
     every warp has work, and its blocks fill the multiprocessors about as well."""
@@ -155,6 +163,6 @@ def _shaped(
             if spec.packing.padded_k <= step * warps_k * splits:  # one round
                 continue
             choice = (tokens, row_blocks, warps_n, warps_k, step, stages, splits, cluster, wgmma, most, digits)
-            s = Schedule(*choice, late=int(tokens >= LATE))
+            s = Schedule(*choice, late=usual_late(tokens, warps_n) if wgmma else 0)
             if not spills(spec, s, target) and is_allowed(spec, s, target):
                 yield s

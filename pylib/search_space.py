@@ -18,7 +18,7 @@ from passes.cost_model import predict, spills
 from passes.plan import MOST_SCALED, Plan, has_bare, is_bare
 from passes.schedule import Schedule
 from passes.schedule_check import enough_blocks, has_digits, has_wgmma, is_allowed, multiprocessors, shared_room
-from passes.schedule_choice import LATE, default_schedule, schedule_for
+from passes.schedule_choice import LATE, default_schedule, schedule_for, usual_late
 from passes.target import Target
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits", "resident")
@@ -115,10 +115,12 @@ def _schedule(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sched
 
 def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Schedule:
     """The schedule with these fields; those of `SECOND` that are not there as in the first pass: splits in a cluster,
-    no more blocks of warpgroups at a time than there are, copies of many tokens after the first product, and where
-    blocks of two kernels are to run side by side, grids that fill the multiprocessors."""
+    no more blocks of warpgroups at a time than there are, copies of many tokens after the first product and warps that
+    drift apart, and where blocks of two kernels are to run side by side, grids that fill the multiprocessors."""
     splits = choice["splits"]
-    cluster, late = splits if target.has_clusters and splits <= 8 else 1, int(choice["tokens"] >= LATE)
+    cluster = splits if target.has_clusters and splits <= 8 else 1
+    copies = choice["wgmma"] and not choice["resident"]
+    late = usual_late(choice["tokens"], choice["warps_n"]) if copies else 0
     s = Schedule(**{"cluster": cluster, "late": late} | choice)
     most = Plan(spec, s).rounds + 1
     if s.stages > most:  # the same kernel
