@@ -18,7 +18,7 @@ from passes import emit
 from passes.addressing import Place
 from passes.fragment import Fragment, kind_of
 from passes.lower_mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
-from passes.lower_wgmma import Products, wait, warpgroup_row_sums
+from passes.lower_wgmma import Products, RowSums, wait
 from passes.lowering import Lowering, int_attr, text_attr
 
 
@@ -181,6 +181,8 @@ class TileRules(Lowering):
         else:
             self._finish_sums()
             products = Products(self.threads, factors, b, None if _is_zero(op.c) else c, reg)
+        if self.row_sums is not None and self.row_sums.behind is None:
+            self.row_sums.behind = products
         self.sum = products
         self.reads.append(products)
         self.values[op.result] = products
@@ -203,10 +205,12 @@ class TileRules(Lowering):
     def _warpgroup_row_sums(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_row_sums", "sm_90a")
         self._finish_sums()
+        if self.row_sums is not None:
+            self.row_sums.force()  # whose accumulators these take
         reg, columns = Reg.of(op.result.type), int_attr(op, "columns")
-        sums = warpgroup_row_sums(self.threads, self.values[op.b], int_attr(op, "start"), columns, reg)
-        self.reads.append(sums)
-        self.row_sums = self.values[op.result] = sums
+        self.row_sums = RowSums(self.threads, self.values[op.b], int_attr(op, "start"), columns, reg)
+        self.reads.append(self.row_sums)
+        self.values[op.result] = self.row_sums
 
     def _row_sums(self, op: Any) -> None:
         self.values[op.result] = lower_row_sums(self.values[op.source], Reg.of(op.result.type))

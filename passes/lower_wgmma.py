@@ -32,6 +32,7 @@ _SUM = "wgmma_sum"
 _TOGETHER = 4  # instructions after one fence: on an H200, one by one is 5 % slower at m = 64, and so is all at once
 _COMMIT = "wgmma.commit_group.sync.aligned;"
 _MOST_SUMS = 4096  # names cost nothing
+_OF_ROW_SUMS = _MOST_SUMS // 2  # the first of the accumulators that sums of rows have for themselves
 
 
 class Products(Fragment):
@@ -110,24 +111,44 @@ class Products(Fragment):
 
     def _instructions(self, row: int) -> Instructions:
         element = str(self.factors[0][0].reg.element)
-        return Instructions(self._descriptor(), self.b.type.shape[-2], element, row + self.bank)
+        n = self.b.type.shape[-2]
+        return Instructions(self._descriptor(), n, element, (row + self.bank) * n // 2)
 
 
 def _pairs(a: Fragment, first: int) -> list[Any]:
     return [a.pair(first + i) for i in range(4)]
 
 
-def warpgroup_row_sums(threads: ThreadIndex, b: Place, start: int, columns: int, result: Reg) -> Fragment:
-    """A matrix of ones times b^T: all rows of the product are the sums, of which a lane keeps one."""
-    element = ir.Type.parse(str(b.type.element))
-    ones = [emit.real(1.0, ir.VectorType.get([2], element))] * 4
+class RowSums(Fragment):
+    """A matrix of ones times b^T: all rows of the product are the sums, of which a lane keeps one. Begun at once, in
+    accumulators of its own: the fragments of a product that comes behind can be decoded meanwhile.
 
-    def make() -> list[Any]:
+    behind: that product, whose wait is for the sums, too
+    """
+
+    def __init__(self, threads: ThreadIndex, b: Place, start: int, columns: int, result: Reg) -> None:
+        self.behind: Products | None = None
+        element, ones = str(b.type.element), _ones(str(b.type.element))
         terms = [Term(lambda: ones, _offset(b, start + BLOCK_K * i)) for i in range(columns // BLOCK_K)]
-        return Instructions(_descriptor(threads, b, result), b.type.shape[-2], str(b.type.element)).run(terms)
+        self._instructions = Instructions(_descriptor(threads, b, result), b.type.shape[-2], element, _OF_ROW_SUMS)
+        for number, batch in enumerate(_batches(terms)):
+            self._instructions.issue(batch, adds=number > 0, commit=True)
+        self._sums = _once(self._collect)
+        super().__init__(result, "scalar", lambda i: self._sums()[4 * (i // 2) + i % 2])
 
-    made = _once(make)
-    return Fragment(result, "scalar", lambda i: made()[4 * (i // 2) + i % 2])
+    def _collect(self) -> list[Any]:
+        if self.behind is None:
+            return self._instructions.collect([_waiting(0)])
+        self.behind.register(0)
+        return self._instructions.collect([])
+
+
+def _ones(element: str) -> list[Any]:
+    """A fragment of a matrix of ones. Of one register given for all four, nvJitLink 13 fills the other three too late."""
+    pair = {"f16": 0x3C003C00, "bf16": 0x3F803F80}[element]
+    lines = [f"mov.b32 ${i}, {pair};" for i in range(4)]
+    words = _assembly(ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"), [], lines, ["=r"] * 4)
+    return [llvm.extractvalue(emit.integer(), words, [i]) for i in range(4)]
 
 
 def _once(make: Callable[[], Any]) -> Callable[[], Any]:
@@ -175,9 +196,10 @@ class Instructions:
     """Those of one row of fragments, with accumulators of their own: rows' sums can stay where they are from one step
     to the next."""
 
-    def __init__(self, descriptor: Any, n: int, element: str, row: int = 0) -> None:
-        self.descriptor, count = descriptor, n // 2
-        self.sums = [f"{_SUM}{row * count + i}" for i in range(count)]
+    def __init__(self, descriptor: Any, n: int, element: str, first: int) -> None:
+        """first: number of the first accumulator"""
+        self.descriptor = descriptor
+        self.sums = [f"{_SUM}{first + i}" for i in range(n // 2)]
         kind = f"m64n{n}k16.f32.{element}.{element}"
         self.multiply = f"wgmma.mma_async.sync.aligned.{kind} {{{', '.join(self.sums)}}}"
 

@@ -9,7 +9,7 @@ from dialect.bindings import ir, scf
 from dialect.errors import PassError
 from passes.addressing import ThreadIndex
 from passes.fragment import Fragment
-from passes.lower_wgmma import Products
+from passes.lower_wgmma import Products, RowSums
 from passes.target import Target
 
 ALIGN = 128  # bytes; of buffers in shared memory
@@ -59,7 +59,7 @@ class Lowering:
         self.target = target
         self.values: dict[Any, Any] = {}  # SSA value of the program -> SSA value, Fragment or Place
         self.reads: list[Fragment] = []  # fragments whose registers are loads
-        self.row_sums: Fragment | None = None  # of the last wgmma with ones
+        self.row_sums: RowSums | None = None  # of the last wgmma with ones
         self.sum: Fragment | None = None  # of the last wgmma, with what was done to it since
         self.last_started: Products | None = None  # the last that overlap with the next
         self.shared = SharedMemory()
@@ -83,8 +83,6 @@ class Lowering:
     def _begin_product(self) -> None:
         """Write down the first instructions of the last wgmma; from then on its accumulators are taken."""
         if isinstance(self.sum, Products):
-            if self.row_sums in self.reads:
-                self.row_sums.force()
             self.sum.write_first()
 
     def _when(self, condition: Any | None, action: Callable[[], Any]) -> None:

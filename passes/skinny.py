@@ -209,7 +209,7 @@ class Kernel:
             if self.plan.biased:
                 zero = p.bias_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
             product = p.mma(a_group, b_group, zero)
-            sums = partial(p.row_sums, b_group, self.sum_layout) if self.shifted else None
+            sums = p.row_sums(b_group, self.sum_layout) if self.shifted else None
             total = self._add_scaled(total, product, group, sums)
         return [total]
 
@@ -239,8 +239,8 @@ class Kernel:
             if self.plan.rounds_scales:
                 total = p.warpgroup_mma(weights, self.operands.x_buffer, start, total)
                 continue
+            sums = self._sums_of_x(start, width) if self.shifted else None
             product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, bool(s.overlap))
-            sums = partial(self._sums_of_x, start, width) if self.shifted else None
             total = self._add_scaled(total, product, group, sums)
         return [total]
 
@@ -258,7 +258,7 @@ class Kernel:
             return p.add(codes, minus)
         return p.mul(codes, scale) if scale else codes
 
-    def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Callable[[], Tile] | None) -> Tile:
+    def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
         """total + s * product, and - s * z * (sums of x) where there are zeros still to be had."""
         p = self.p
         scale = self._group_factor("scales", group)
@@ -266,7 +266,7 @@ class Kernel:
         if sums_of_x is None:
             return total
         shift = p.mul(scale, self._minus_zero(partial(self._group_factor, "zeros", group)))
-        return p.fma(shift, sums_of_x(), total)
+        return p.fma(shift, sums_of_x, total)
 
     def _minus_zero(self, stored: Callable[[], Tile]) -> Tile:
         """What is added to codes before they are scaled."""

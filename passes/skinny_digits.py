@@ -21,7 +21,6 @@ in 32-bit words.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from dialect.bindings import ir
 from dialect.digits import DIGITS, HALVES, PIECE, ROW
@@ -70,7 +69,7 @@ class _DigitKernel(Kernel):
         width = s.step_k // self.plan.groups
         for group in range(self.plan.groups):
             start = group * width
-            sums_of_x = partial(sums, start, width) if self.shifted else None
+            sums_of_x = sums(start, width) if self.shifted else None
             total = self._add_scaled(total, product(start, width), group, sums_of_x)
         return [total]
 
