@@ -39,6 +39,7 @@ class Costs:
     tensor: float  # of two clocks per 16 x 16 weights and 8 tokens
     crowd: float  # of the time, where as many blocks again fit as are needed
     barrier: float  # times as long where warps share x and wait for one another
+    drift: float  # times that, where they may drift apart
     idle: float  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
     tail: float  # of the time that they leave room beside them on a multiprocessor
     scale: float  # of what scaling the sums of a group, or of a step of it, takes
@@ -60,6 +61,7 @@ MMA = Costs(
     tensor=1.15,
     crowd=0.39,
     barrier=1.5,
+    drift=1.0,
     idle=0.61,
     tail=0.16,
     scale=0.54,
@@ -80,6 +82,7 @@ WGMMA = Costs(
     tensor=0.287,
     crowd=0.34,
     barrier=1.436,
+    drift=0.9,
     idle=0.93,
     tail=0.31,
     scale=2.23,
@@ -126,7 +129,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK / min(1.0, waves)
     arithmetic *= math.hypot(1.0, costs.warps / (max(1.0, side_by_side) * s.threads / 32))
     if s.warps_n > 1 and tile > 1:
-        arithmetic *= costs.barrier
+        arithmetic *= costs.barrier * (costs.drift if s.late == 2 else 1.0)
 
     work = max(memory, cache, arithmetic)
     work *= rounds * s.warps_k * s.splits / plan.steps  # steps beyond the last

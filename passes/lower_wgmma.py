@@ -144,7 +144,7 @@ class RowSums(Fragment):
 
 
 def _ones(element: str) -> list[Any]:
-    """A fragment of a matrix of ones. Of one register given for all four, nvJitLink 13 fills the other three too late."""
+    """A fragment of a matrix of ones: four registers, as nvJitLink 13 may fill copies of a single one too late."""
     pair = {"f16": 0x3C003C00, "bf16": 0x3F803F80}[element]
     lines = [f"mov.b32 ${i}, {pair};" for i in range(4)]
     words = _assembly(ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"), [], lines, ["=r"] * 4)

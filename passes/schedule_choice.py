@@ -102,7 +102,7 @@ def _check_tile(spec: MatmulSpec, tile: int, target: Target) -> None:
 
 # (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
 _WGMMA = (
-    *((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1)),
+    *((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1), (1, 16, 1)),
     *((2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 8, 1), (2, 8, 2)),
 )
 _ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
@@ -111,10 +111,35 @@ _TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2,
 _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
 
 
+# The weights, per multiprocessor, up to which a small matrix is faster resident, by tokens (u4 on an H200).
+_SMALL = {8: 128 << 10, 16: 128 << 10, 32: 72 << 10, 64: 72 << 10}
+
+
 def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
-    """The schedule with the least predicted time of some dozens, for m up to `tile` (one of `token_tiles`)."""
+    """For m up to `tile` (one of `token_tiles`): a resident one where the matrix is small, else the schedule with the
+    least predicted time of some dozens."""
     _check_tile(spec, tile, target)
-    return min(family(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
+    small = resident_schedule(spec, tile, target)
+    return small or min(family(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
+
+
+def resident_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule | None:
+    """All of the weight on its way at once, in blocks that leave room for those of the next kernel. None where the
+    matrix is too large for that, or does not come out even."""
+    processors = multiprocessors(target)
+    if not has_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(tile, 0) * processors:
+        return None
+    tiles = -(-spec.n // 64)
+    wide = next((s for s in (1, 2, 4) if spec.k <= 4096 * s), 0)  # splits, of blocks of 16 warps
+    narrow = next((s for s in (1, 2, 4) if spec.k <= 1536 * s and tiles * s >= 64), 0)  # of four
+    shapes = [(4, wide)] if tile <= 16 and 32 <= tiles * wide <= 96 else []
+    shapes += [(1, narrow)] if 64 <= tiles * narrow <= processors else []
+    for (warps_k, splits), step in itertools.product(shapes, (256, 128)):
+        choice = (tile, 1, 4, warps_k, step, 1, splits, splits, 1)
+        s = Schedule(*choice, resident=1, least_blocks=processors)
+        if is_allowed(spec, s, target) and not spills(spec, s, target):
+            return s
+    return None
 
 
 def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:

@@ -107,7 +107,7 @@ def test_the_rule_where_there_is_no_neighbour(far: str) -> None:
 def test_resident_weights_are_for_as_many_blocks() -> None:
     """Half of the multiprocessors each for two kernels at a time: not with a block more for every fourth."""
     measured = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)
-    schedule = Schedule(8, 1, 4, 4, 256, 1, wgmma=1, resident=1, least_blocks=132)
+    schedule = Schedule(8, 1, 4, 2, 256, 1, wgmma=1, resident=1, least_blocks=132)
     for n, lent in ((4096, True), (4224, True), (3840, True), (5120, False), (3072, False)):
         spec = replace(measured, n=n)
         assert (choose(spec, 8, HOPPER, [table(entry(measured, schedule))]) == schedule) == lent, n
@@ -289,6 +289,26 @@ def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
     spec = replace(SPEC, k=4096 if s.resident else 8192)
     used = resource_usage(compile_matmul(spec, HOPPER, s).ptx, HOPPER)
     assert used.spill_stores == 0 and abs(registers(spec, s) - used.registers) <= 16
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tile", "shape"),
+    [
+        (4096, 4096, 16, (4, 1)),  # warps along k, splits
+        (2048, 8192, 8, (4, 2)),
+        (1024, 2048, 16, (1, 4)),  # too few rows for blocks of 16 warps
+        (2560, 2560, 64, (1, 2)),
+        (4096, 4096, 64, None),  # too large for so many tokens
+        (8192, 4096, 8, None),
+        (4096, 4096, 1, None),
+        (4000, 4000, 8, None),  # comes out even with no split
+    ],
+)
+def test_small_matrices_are_resident_by_rule(n: int, k: int, tile: int, shape: tuple[int, int] | None) -> None:
+    spec = replace(SPEC, n=n, k=k, weight="u4", group_size=None)
+    s = default_schedule(spec, tile, HOPPER)
+    assert s.resident == (shape is not None) and shape in (None, (s.warps_k, s.splits))
+    assert not default_schedule(spec, min(tile, 64), parse_target("sm_80")).resident
 
 
 @pytest.mark.parametrize("n", [1024, 2048, 6144, 14336])
