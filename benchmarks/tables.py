@@ -33,6 +33,9 @@ def tables(results: Results) -> str:
                 parts += [f"### {title(weight)}, without a rest", token_table(results, weight, "sustained_us")]
     for (n, k), m in pivots(results):
         parts += [f"### All formats, {n} x {k}, m = {m}", formats_table(results, (n, k), m)]
+    for time, rested in (("us", ""), ("sustained_us", ", without a rest")):
+        if weights and (costs := costs_table(results, weights[0], time)):
+            parts += [f"### Next to {title(weights[0])}{rested}", costs]
     if weights and (layers := layers_table(results, weights[0])):
         parts += [f"### Layers of models, {title(weights[0])}", layers]
     if weights and (eager := eager_table(results, weights[0])):
@@ -76,7 +79,19 @@ def best_peer(results: Results, weight: Record, n: int, k: int, m: int) -> Recor
 
 
 def formats(results: Results) -> list[Record]:
-    """The weights that were measured, in order."""
+    """The first weight of every format that was measured, in order."""
+    found: dict[str, Record] = {}
+    for weight in _weights(results):
+        found.setdefault(weight["weight"], weight)
+    return list(found.values())
+
+
+def variants(results: Results, weight: Record) -> list[Record]:
+    """The same format with other groups, zeros or activations."""
+    return [w for w in _weights(results) if w != weight and w["weight"] == weight["weight"]]
+
+
+def _weights(results: Results) -> list[Record]:
     found = [
         {name: r[name] for name in WEIGHT}
         for r in results.measurements
@@ -161,6 +176,40 @@ def formats_table(results: Results, size: Size, m: int) -> str:
         cells = [_cell(results, peer, weight, n, k, m) for peer in peers]
         rows.append([weight["weight"], f"{floor['us']:.2f}" if floor else "", *cells])
     return markdown(["weight", "read floor", *peers], rows)
+
+
+def costs_table(results: Results, weight: Record, time: str = "us") -> str | None:
+    """This compiler's times for what differs in groups, zeros or activations; in brackets, how many times as long that
+    takes, beyond what only reading it takes longer; None if nothing of the kind was measured."""
+    others = variants(results, weight)
+    rows: list[list[str]] = []
+    for n, k in plain_sizes(results, weight):
+        name = f"{n} x {k}"
+        for m in tokens_of(results, weight, (n, k)):
+            cells = [_cost(results, w, weight, time, n=n, k=k, m=m) for w in others]
+            ours = find(results, "lowbit", weight, n=n, k=k, m=m)
+            if any(cells) and ours and time in ours:
+                rows.append([name, str(m), f"{ours[time]:.2f}", *cells])
+                name = ""
+    head = ["n x k", "m", weight["weight"], *(_differences(w, weight) for w in others)]
+    return markdown(head, rows) if rows else None
+
+
+def _cost(results: Results, weight: Record, base: Record, time: str, **key: int) -> str:
+    size = {name: key[name] for name in ("n", "k")}
+    ours, plain = (find(results, "lowbit", w, **key) for w in (weight, base))
+    read, read_plain = (find(results, "floor", w, **size) for w in (weight, base))
+    if not (ours and plain and read and read_plain and time in ours and time in plain):
+        return ""
+    return f"{ours[time]:.2f} ({ours[time] / plain[time] / (read['us'] / read_plain['us']):.2f})"
+
+
+def _differences(weight: Record, base: Record) -> str:
+    """What a weight has that another has not."""
+    parts = [f"{weight['zeros']} zeros"] if weight["zeros"] != base["zeros"] else []
+    if weight["group_size"] != base["group_size"]:
+        parts.append(f"g{weight['group_size']}" if weight["group_size"] else "a scale per row")
+    return ", ".join(parts + ([weight["act"]] if weight["act"] != base["act"] else []))
 
 
 def layers_table(results: Results, weight: Record) -> str | None:

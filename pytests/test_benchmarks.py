@@ -282,6 +282,24 @@ def test_tables() -> None:
         assert len(columns) <= 1
 
 
+def test_what_zeros_and_groups_cost() -> None:
+    results, where = made_up(("u4", "u8")), {"weight": "u4", "n": 8192, "k": 8192}
+    plain = {name: results.all(peer=name, **where) for name in ("lowbit", "floor")}
+    costs = (("zeros", "int", 1.02, 1.05), ("group_size", 32, 1.5, 1.0), ("act", "bf16", 1.0, 1.1))
+    for name, value, read, slower in costs:
+        for record in plain["lowbit"]:
+            results.add(record | {name: value, "us": record["us"] * read * slower})
+        for record in plain["floor"]:
+            results.add(record | {name: value, "us": record["us"] * read})
+    text = tables(results)
+    _, _, after = text.partition("### Next to u4, groups of 128, f16\n\n")
+    head, _, *rows = after.split("\n\n")[0].splitlines()
+    assert head == "| n x k | m | u4 | int zeros | g32 | bf16 |"
+    assert len(rows) == len(TOKENS) and all(row.count("(") == 3 for row in rows)
+    assert "(1.05)" in rows[0] and "(1.00)" in rows[0] and "(1.10)" in rows[0]
+    assert text.count("### u4") == 1 and "without a rest" not in text  # one format, which was not timed so
+
+
 def test_summary_names_the_best_peer() -> None:
     results = made_up(("u4",))
     peers = ("lowbit", "humming", "torch")
