@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from passes.pipeline import CompiledKernel
 
 
-_MOST_LAUNCHES, _MOST_ROWS = 3, 512  # before writing the weight out is as fast (H200, 2026-11)
+_LARGE = 1 << 25  # weights, from which on launches of tiles are faster than writing the weight out for longer
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,15 @@ class Artifacts:
 
     def tiles(self, m: int) -> list[int] | None:
         """The rule that picks kernels for m rows: the least tile of 1, 8, 16, 32, 64 and (with wgmma) 128 and mostly
-        256 tokens that holds them. More, up to 512, take up to three launches of the widest, of which the last may
-        be of a lesser one; and those that would leave a quarter of 256 idle take 128 and what is left.
+        256 tokens that holds them. More take launches of the widest, of which the last may be of a lesser one; and
+        those that would leave a quarter of 256 idle take 128 and what is left. That is for up to 384 rows, four
+        times the widest tile where the weight is large, 192 without wgmma: measured on an H200 (docs/performance.md).
 
         None above: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so
         many is bound by arithmetic, not by reading the weight.
         """
-        widest = self._tiles[-1]
-        if m > min(_MOST_LAUNCHES * widest, _MOST_ROWS):
+        widest, large = self._tiles[-1], self._spec.n * self._spec.k >= _LARGE
+        if m > (192 if widest < 128 else 4 * widest if large else 384):
             return None
         found: list[int] = []
         while not found or m > 0:

@@ -37,21 +37,23 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     [("u4", "sm_90a", 256), ("f6e3m2", "sm_90a", 128), ("u4", "sm_90", 64), ("u4", "sm_80", 64)],
 )
 def test_token_tiles(weight: str, target: str, widest: int) -> None:
-    """The least tile that holds m, by its definition; the widest up to three times, or for 512 rows. Where sums of
+    """The least tile that holds m, by its definition, and up to a number of rows the widest several times. Where sums of
     groups are scaled, which a power of two that decoding leaves out needs, registers hold no more than 128 tokens."""
     artifacts = Artifacts(replace(SPEC, weight=weight), parse_target(target), None)
     narrow = [tile for tile in TOKEN_TILES if tile <= min(widest, 128)]
     assert [artifacts.tiles(m) for m in narrow] == [[tile] for tile in narrow]
     assert [artifacts.tiles(m + 1) for m in narrow[:-1]] == [[tile] for tile in narrow[1:]]
     assert artifacts.tiles(0) == [1] and artifacts.tile(0) == 1
-    launches = min(3, 512 // widest)
-    most = launches * widest
-    assert artifacts.tiles(most) == [widest] * launches and artifacts.tiles(most + 1) is None
-    assert artifacts.tiles(most - widest + 5) == [*[widest] * (launches - 1), 8] and artifacts.tile(4096) is None
+    large = Artifacts(replace(SPEC, weight=weight, n=8192, k=4096), parse_target(target), None)
+    rest = [128] if widest == 256 else [widest] * 2
+    for some, found in ((artifacts, [widest, *rest]), (large, [widest] * (4 if widest > 64 else 3))):
+        most = sum(found)
+        assert some.tiles(most) == found and some.tiles(most + 1) is None
+        assert some.tiles(most - found[-1] + 5) == [*found[:-1], 8] and some.tile(4096) is None
 
 
 def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
-    artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
+    artifacts = Artifacts(replace(SPEC, n=8192, k=4096), parse_target("sm_90a"), None)
     found = {m: artifacts.tiles(m) for m in (129, 192, 193, 256, 257, 256 + 140, 256 + 193)}
     assert found == {
         129: [128, 1],
