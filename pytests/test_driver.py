@@ -37,8 +37,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     [("u4", "sm_90a", 256), ("f6e3m2", "sm_90a", 128), ("u4", "sm_90", 64), ("u4", "sm_80", 64)],
 )
 def test_token_tiles(weight: str, target: str, widest: int) -> None:
-    """The least tile that holds m, by its definition, and up to a number of rows the widest several times. Where sums of
-    groups are scaled, which a power of two that decoding leaves out needs, registers hold no more than 128 tokens."""
+    """The least tile that holds m, by its definition, and up to a number of rows the widest several times. Where sums
+    of groups are scaled, which a power of two that decoding leaves out needs, registers hold no more than 128."""
     artifacts = Artifacts(replace(SPEC, weight=weight), parse_target(target), None)
     narrow = [tile for tile in TOKEN_TILES if tile <= min(widest, 128)]
     assert [artifacts.tiles(m) for m in narrow] == [[tile] for tile in narrow]
