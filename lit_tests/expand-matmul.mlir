@@ -46,8 +46,8 @@ func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 // A zero point in floating point never touches a weight: s * (q - z) x = s * q x - s * z * sum(x).
 // CHECK:      "lowbit.decode"(%{{[0-9]+}})
 // CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
-// CHECK:      %[[SCALED:.*]] = "lowbit.fma"(%[[PRODUCT]]
 // CHECK:      %[[X_SUM:.*]] = "lowbit.row_sums"
+// CHECK:      %[[SCALED:.*]] = "lowbit.fma"(%[[PRODUCT]]
 // CHECK:      "lowbit.fma"(%{{.*}}, %[[X_SUM]], %[[SCALED]])
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "float", "f16">
 func.func @float_zeros(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {

@@ -144,12 +144,18 @@
 // CHECK-SAME:      mov.f32 $3, wgmma_sum3;
 // CHECK-NEXT:    llvm.extractvalue %[[SUMS]][0]
 
-// Sums of x over columns 16 to 47: two instructions with ones.
-// CHECK:         %[[ONES:.*]] = llvm.bitcast %{{.*}} : vector<2xf16> to i32
+// Sums of x over columns 16 to 47: two instructions with a fragment of ones, in accumulators of their own.
+// CHECK:         %[[ONES:.*]] = llvm.inline_asm has_side_effects {{.*}}"mov.b32 $0, 1006648320;
+// CHECK-SAME:      mov.b32 $3, 1006648320;
+// CHECK:         %[[ONE:.*]] = llvm.extractvalue %[[ONES]][3]
 // CHECK:         llvm.inline_asm has_side_effects {{.*}}add.s64 at, at, 2;
 // CHECK-SAME:      setp.ne.b32 add, $8, $8;
+// CHECK-SAME:      {wgmma_sum2048, wgmma_sum2049, wgmma_sum2050, wgmma_sum2051}, {$0, $1, $2, $3}
 // CHECK-SAME:      add.s64 at, at, 4;
-// CHECK-SAME:      %[[ONES]], %[[ONES]],
+// CHECK-SAME:      wgmma.commit_group.sync.aligned;
+// CHECK-SAME:      %[[ONE]],
+// CHECK:         llvm.inline_asm has_side_effects {{.*}}"wgmma.wait_group.sync.aligned 0;
+// CHECK-SAME:      mov.f32 $0, wgmma_sum2048;
 "lowbit.program"() ({
 ^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
   %c0 = arith.constant 0 : i32
@@ -172,6 +178,46 @@
     operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[2, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "warpgroups", threads = 256, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
+
+// -----
+
+// Sums of x are under way while the fragments of the product behind them are decoded, and its wait is for them, too.
+!x_buffer = !lowbit.shared<[1, 1, 8, 64], f16, [512, 512, 64, 1], 128>
+!codes = !lowbit.global<[4, 32], vector<4xi32>, [32, 1], [1, 1]>
+!units = !lowbit.reg<[4, 32], vector<4xi32>, "spatial(4, 1).spatial(1, 32)">
+!units3 = !lowbit.reg<[1, 4, 32], vector<4xi32>, "spatial(1, 4, 32)">
+!a_codes = !lowbit.reg<[1, 64, 64], #lowbit.format<"u4", []>, "spatial(1, 4, 1).column_local(1, 2, 8).spatial(1, 8, 4).local(1, 1, 2)">
+!a = !lowbit.reg<[1, 64, 64], f16, "spatial(1, 4, 1).column_local(1, 2, 8).spatial(1, 8, 4).local(1, 1, 2)">
+!d = !lowbit.reg<[1, 64, 8], f32, "spatial(1, 4, 1).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+!sums = !lowbit.reg<[1, 1, 8], f32, "replicated(32, rank=3).spatial(1, 1, 4).local(1, 1, 2)">
+// CHECK-LABEL: gpu.func @sums_first
+// CHECK:         wgmma_sum2048
+// CHECK-COUNT-16: lowbit.decode_pair
+// CHECK:         wgmma.mma_async{{.*}}wgmma_sum0
+// CHECK:         wgmma.wait_group.sync.aligned 0;
+// CHECK-NOT:     wait_group
+// CHECK:         "mov.f32 $0, wgmma_sum2048;
+// CHECK-NOT:     wait_group
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>}
+    : (!llvm.ptr<1>) -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  %x = "lowbit.alloc_shared"() : () -> !x_buffer
+  %words = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!codes, i32, i32) -> !units
+  %units = "lowbit.reshape"(%words) : (!units) -> !units3
+  %a_codes = "lowbit.view"(%units) : (!units3) -> !a_codes
+  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
+  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
+  %sums = "lowbit.warpgroup_row_sums"(%x) {start = 0, columns = 64} : (!x_buffer) -> !sums
+  %d = "lowbit.warpgroup_mma"(%a, %x, %zero) {start = 0} : (!a, !x_buffer, !d) -> !d
+  %total = "lowbit.add"(%d, %sums) : (!d, !sums) -> !d
+  "lowbit.store"(%total, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
+    operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "sums_first", threads = 128, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
 
 // -----
 
