@@ -189,6 +189,20 @@ def test_resources_of_many_tokens(weight: str, tokens: int, act: str) -> None:
     assert (used.spill_stores, used.spill_loads) == (0, 0), kernel.schedule
 
 
+@pytest.mark.parametrize(
+    ("zeros", "group", "act"),
+    [("int", 128, "f16"), ("float", 128, "f16"), ("float", None, "f16"), ("float", None, "bf16")],
+)
+def test_no_fragment_is_one_register_several_times(zeros: str, group: int | None, act: str) -> None:
+    """Of a fragment {%r1, %r1, %r1, %r1} nvJitLink 13 filled three registers after the instructions that read them."""
+    spec = MatmulSpec(8192, 8192, "u4", group_size=group, zeros=zeros, act=act, scale=act)  # type: ignore[arg-type]
+    schedule = Schedule(16, 2, 4, 2, 256, 2, wgmma=1, bare=int(act == "f16"))
+    ptx = compile_matmul(spec, parse_target("sm_90a"), schedule).ptx
+    fragments = re.findall(r"wgmma\.mma_async[^{]*\{[^}]*\}, *\{([^}]*)\}", ptx)
+    assert len(fragments) >= 16
+    assert all(len(set(fragment.split(", "))) == 4 for fragment in fragments)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_product_in_front_of_copies(late: int) -> None:
     """It is under way when the warp comes to them, with all of its sums in registers."""
