@@ -155,7 +155,17 @@ class TileRules(Lowering):
         reg = Reg.of(op.result.type)
         operands: list[Fragment] = [self.values[v] for v in op.operation.operands]
         slots = [f.reg.layout.slots_for(reg.layout) for f in operands]
-        result = Fragment(reg, "scalar", lambda i: make(*[f.scalar(s[i]) for f, s in zip(operands, slots)]))
+        product = next((f for f in operands if isinstance(f, Products)), None)
+
+        def scalar(i: int) -> Any:
+            if product is not None:  # what scales it is read before it, not when it has been waited for
+                for f, s in zip(operands, slots):
+                    if f.count < product.count:
+                        for slot in dict.fromkeys(s[j] for j in product.row_of(i)):
+                            f.scalar(slot)
+            return make(*[f.scalar(s[i]) for f, s in zip(operands, slots)])
+
+        result = Fragment(reg, "scalar", scalar)
         if kind_of(reg) == "pair" and all(_pairs_up(s) for s in slots):
             pairs = [_pairs(f, s) for f, s in zip(operands, slots)]
             result = Fragment(reg, "pair", lambda i: make(*[pair(i) for pair in pairs]))
