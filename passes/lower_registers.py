@@ -158,11 +158,10 @@ class TileRules(Lowering):
         product = next((f for f in operands if isinstance(f, Products)), None)
 
         def scalar(i: int) -> Any:
-            if product is not None:  # what scales it is read before it, not when it has been waited for
-                for f, s in zip(operands, slots):
-                    if f.count < product.count:
-                        for slot in dict.fromkeys(s[j] for j in product.row_of(i)):
-                            f.scalar(slot)
+            if product is not None and product.rows == 1:
+                for f in operands:
+                    if f.count < product.count:  # what scales it is read before it, not when it has been waited for
+                        f.force()
             return make(*[f.scalar(s[i]) for f, s in zip(operands, slots)])
 
         result = Fragment(reg, "scalar", scalar)

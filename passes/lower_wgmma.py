@@ -56,14 +56,10 @@ class Products(Fragment):
         self.factors, self.b, self.c, self.bank, self.written = factors, b, c, bank, written
         self.started = self.waited_for = False
         self._places = fragment_blocks(result.layout, MMA_M16N8_D)
+        self.rows = len({row for row, _ in self._places})
         self._descriptor = _once(lambda: _descriptor(threads, b, result))
         self._rows: dict[int, list[Any]] = {}
         super().__init__(result, "scalar", self._scalar)
-
-    def row_of(self, i: int) -> list[int]:
-        """The registers that come from the same instructions as register i."""
-        row, _ = self._places[i // 4]
-        return [4 * n + j for n, (r, _) in enumerate(self._places) if r == row for j in range(4)]
 
     def start(self, finish_last: Callable[[], None]) -> None:
         """Write down the instructions of a single row from zero; once the first few are under way, those of the product
