@@ -30,6 +30,7 @@ class Costs:
 
     memory: float
     l2: float
+    x: float  # of the time that reading x takes, which up to 32 tokens the weight has to wait
     in_flight: float  # bytes of the weight that must be on their way to a multiprocessor for its share of the memory
     warps: float  # on a multiprocessor, to hide the latency of arithmetic
     round: float  # microseconds of a round,
@@ -52,6 +53,7 @@ class Costs:
 MMA = Costs(
     memory=4.5e6,
     l2=4.8e6,
+    x=0.0,
     in_flight=18e3,
     warps=5.6,
     round=0.047,
@@ -73,6 +75,7 @@ MMA = Costs(
 WGMMA = Costs(
     memory=4.8e6,
     l2=12.4e6,
+    x=0.8,
     in_flight=33.7e3,
     warps=5.33,
     round=0.079,
@@ -111,8 +114,9 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
 
     ahead = rounds if s.resident else min(rounds, max(s.stages - 1, 0.5))
     in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
-    memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight)
-    cache = (spec.bytes + tiles * tile * spec.k * 2) / costs.l2
+    x = tiles * tile * spec.k * 2 / costs.l2
+    memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight) + (costs.x * x if tile <= 32 else 0.0)
+    cache = spec.bytes / costs.l2 + x
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
     mma = columns / 4
