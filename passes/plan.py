@@ -4,7 +4,7 @@ chosen by it; so it needs no MLIR.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dialect.spec import MatmulSpec
 from passes.recipes import BIASED_BITS, can_be_bare, can_be_biased, compute_element, exponent
@@ -73,9 +73,11 @@ class Plan:
     @property
     def bare(self) -> bool:
         """Whether codes are multiplied as they are stored, with no subtraction: where nothing is to be taken away from
-        them, or the schedule has it that sums of x make up for that."""
-        s, decoded = self.schedule, self.biased or self.rounds_scales
-        return bool(s.bare) or (is_bare(self.spec) and not s.digits and not decoded)
+        them, where zeros are taken away by sums of x anyway, or where the schedule has it so."""
+        s, spec, decoded = self.schedule, self.spec, self.biased or self.rounds_scales
+        by_sums = spec.zeros == "float" and not self.rounds_zeros
+        nothing = spec.zeros == "none" and spec.dtype.kind == "uint"
+        return bool(s.bare) or (has_bare(spec) and (by_sums or nothing) and not s.digits and not decoded)
 
     @property
     def rounds_zeros(self) -> bool:
@@ -127,6 +129,6 @@ def has_bare(spec: MatmulSpec) -> bool:
     return can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act))
 
 
-def is_bare(spec: MatmulSpec) -> bool:
-    """Whether they are without `Schedule.bare`, as nothing is to be taken away from them."""
-    return has_bare(spec) and spec.dtype.kind == "uint" and spec.zeros == "none"
+def is_bare(spec: MatmulSpec, schedule: Schedule) -> bool:
+    """Whether they are, be it without `Schedule.bare`."""
+    return Plan(spec, replace(schedule, bare=0)).bare

@@ -59,8 +59,10 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         _check_digits(spec, s)
     if s.bare and not has_bare(spec):
         raise SpecError(f"schedule: bare=1 is for integers in f16; {spec.weight} in {spec.act} needs bare=0")
-    if s.bare and is_bare(spec):
-        raise SpecError(f"schedule: {spec.weight} without zeros is multiplied as it is stored anyway; take bare=0")
+    if s.bare and is_bare(spec, s):
+        raise SpecError(
+            f"schedule: {spec.weight} with zeros={spec.zeros!r} is multiplied as it is stored anyway; take bare=0"
+        )
     if s.resident:
         _check_resident(spec, s)
     if s.overlap and (not Plan(spec, s).groups or Plan(spec, s).rounds_scales):

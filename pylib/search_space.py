@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from dialect.errors import SpecError
 from dialect.spec import MatmulSpec
 from passes.cost_model import predict, spills
-from passes.plan import MOST_SCALED, Plan, has_bare, is_bare
+from passes.plan import MOST_SCALED, Plan, has_bare
 from passes.schedule import Schedule
 from passes.schedule_check import enough_blocks, has_digits, has_wgmma, is_allowed, multiprocessors, shared_room
 from passes.schedule_choice import LATE, default_schedule, schedule_for, usual_late
@@ -48,7 +48,7 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "late": (0, 1, 2) if tile >= LATE // 2 else (0,),
         "resident": (0, 1),
         "overlap": (0, 1) if tile >= 8 and has_wgmma(spec, target) else (0,),
-        "bare": (0, 1) if has_bare(spec) and not is_bare(spec) else (0,),
+        "bare": (0, 1) if has_bare(spec) else (0,),
         "digits": (0, 1) if tile == 1 and has_digits(spec) else (0,),
     }
 

@@ -10,6 +10,7 @@ import torch
 
 import pylib
 from dialect.dtypes import all_names, dtype
+from passes.plan import is_bare
 from pylib.cuda import Function
 from pylib.reference import agrees, matmul, random_problem, tolerance
 from pylib.trial import rounding
@@ -132,8 +133,8 @@ def test_codes_as_they_are(schedule: tuple[int, ...], weight: str, zeros: str) -
         pytest.skip("wgmma needs sm_90a")
     spec = pylib.MatmulSpec(2000, 2048, weight, group_size=256, zeros=zeros, out="f32")  # type: ignore[arg-type]
     x, *weights = random_problem(spec, schedule[0])
-    bare = int(weight[0] == "i" or zeros != "none")  # others are anyway
-    chosen = pylib.Schedule(*schedule, step_k=256, stages=2, wgmma=int(schedule[0] > 8), bare=bare)
+    chosen = pylib.Schedule(*schedule, step_k=256, stages=2, wgmma=int(schedule[0] > 8))
+    chosen = chosen if is_bare(spec, chosen) else replace(chosen, bare=1)
     mm = pylib.compile(spec, schedule=chosen)
     y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
     assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()

@@ -32,7 +32,7 @@ from dialect.dtypes import all_names
 from dialect.errors import EmulatorError, SpecError
 from dialect.spec import MatmulSpec
 from passes.pipeline import compile_dequantize, compile_matmul, compile_program
-from passes.plan import Plan
+from passes.plan import Plan, is_bare
 from passes.schedule import Schedule
 from passes.schedule_check import check_schedule
 from passes.skinny import skinny
@@ -150,8 +150,14 @@ def _spec(c: dict[str, Any]) -> MatmulSpec:
 
 def _schedule(c: dict[str, Any]) -> Schedule:
     names = ("row_blocks", "warps_n", "warps_k", "stages", "splits", "bare")
-    step = _spec(c).packing.chunk * c["step"]
-    return Schedule(tokens=_tokens(c["m"]), step_k=step, **{name: c[name] for name in names if name in c})
+    spec = _spec(c)
+    chosen = {name: c[name] for name in names if name in c}
+    return _asked_for(spec, Schedule(tokens=_tokens(c["m"]), step_k=spec.packing.chunk * c["step"], **chosen))
+
+
+def _asked_for(spec: MatmulSpec, schedule: Schedule) -> Schedule:
+    """Without `bare` where codes are anyway."""
+    return replace(schedule, bare=0) if schedule.bare and is_bare(spec, schedule) else schedule
 
 
 def _work(schedule: Schedule) -> int:
@@ -309,7 +315,7 @@ def _hopper(c: dict[str, Any]) -> Case:
     schedule = replace(schedule, **copies, **{name: c[name] for name in ("bare", "resident", "overlap")})
     if c["empty"]:
         schedule = replace(schedule, least_blocks=(Plan(spec, schedule).tiles + c["empty"]) * splits)
-    return Case(spec, schedule, "sm_90a", c["m"])
+    return Case(spec, _asked_for(spec, schedule), "sm_90a", c["m"])
 
 
 def _hopper_is_allowed(c: dict[str, Any]) -> bool:

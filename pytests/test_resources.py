@@ -196,7 +196,7 @@ def test_resources_of_many_tokens(weight: str, tokens: int, act: str) -> None:
 def test_no_fragment_is_one_register_several_times(zeros: str, group: int | None, act: str) -> None:
     """Of a fragment {%r1, %r1, %r1, %r1} nvJitLink 13 filled three registers after the instructions that read them."""
     spec = MatmulSpec(8192, 8192, "u4", group_size=group, zeros=zeros, act=act, scale=act)  # type: ignore[arg-type]
-    schedule = Schedule(16, 2, 4, 2, 256, 2, wgmma=1, bare=int(act == "f16"))
+    schedule = Schedule(16, 2, 4, 2, 256, 2, wgmma=1, bare=int(group is not None))
     ptx = compile_matmul(spec, parse_target("sm_90a"), schedule).ptx
     fragments = re.findall(r"wgmma\.mma_async[^{]*\{[^}]*\}, *\{([^}]*)\}", ptx)
     assert len(fragments) >= 16

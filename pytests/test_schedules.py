@@ -292,6 +292,28 @@ def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
 
 
 @pytest.mark.parametrize(
+    ("weight", "zeros", "choice", "bare"),
+    [
+        ("u4", "none", {}, True),  # nothing is to be taken away
+        ("i4", "none", {}, False),
+        ("u4", "int", {}, False),
+        ("i4", "float", {}, True),  # sums of x are there anyway
+        ("u4", "float", {"warps_n": 4, "wgmma": 1}, False),  # but not where they would cost as much as 64 rows
+        ("u4", "float", {"tokens": 1, "digits": 1}, False),
+        ("u2", "float", {"row_blocks": 2}, False),  # decoded too large by a bias instead
+        ("nf4", "float", {}, False),
+    ],
+)
+def test_what_is_multiplied_as_it_is_stored(weight: str, zeros: str, choice: dict[str, int], bare: bool) -> None:
+    spec = replace(SPEC, weight=weight, zeros=zeros)  # type: ignore[arg-type]
+    s = replace(Schedule(8, 1, 1, 8, 128, 2), **choice)
+    assert Plan(spec, s).bare == bare
+    if bare:
+        with pytest.raises(SpecError, match="multiplied as it is stored anyway; take bare=0"):
+            check_schedule(spec, replace(s, bare=1), HOPPER)
+
+
+@pytest.mark.parametrize(
     ("n", "k", "tile", "shape"),
     [
         (4096, 4096, 16, (4, 1)),  # warps along k, splits
