@@ -95,10 +95,11 @@ class Results:
         # tinygemm's activations are bf16 whatever was asked for; cuBLAS is as fast with either.
         return _ratio(self.find(peer="torch", act=record["act"], **shape), record, time)
 
-    def over_floor(self, record: Record) -> float | None:
+    def over_floor(self, record: Record, time: str = "us") -> float | None:
         """Times as long as reading the weight in this compiler's packing takes; None without either."""
         same = {name: record[name] for name in ("weight", "group_size", "zeros", "act", "n", "k")}
-        return _ratio(record, self.find(peer="floor", **same))
+        floor = self.find(peer="floor", **same)
+        return record[time] / floor["us"] if floor and "us" in floor and time in record else None
 
 
 def _matches(record: Record, key: Record) -> bool:

@@ -196,12 +196,9 @@ def costs_table(results: Results, weight: Record, time: str = "us") -> str | Non
 
 
 def _cost(results: Results, weight: Record, base: Record, time: str, **key: int) -> str:
-    size = {name: key[name] for name in ("n", "k")}
     ours, plain = (find(results, "lowbit", w, **key) for w in (weight, base))
-    read, read_plain = (find(results, "floor", w, **size) for w in (weight, base))
-    if not (ours and plain and read and read_plain and time in ours and time in plain):
-        return ""
-    return f"{ours[time]:.2f} ({ours[time] / plain[time] / (read['us'] / read_plain['us']):.2f})"
+    took, least = (results.over_floor(r, time) if r else None for r in (ours, plain))
+    return f"{ours[time]:.2f} ({took / least:.2f})" if ours and took and least else ""
 
 
 def _differences(weight: Record, base: Record) -> str:

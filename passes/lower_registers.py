@@ -10,7 +10,7 @@ from dialect import ops
 from dialect.bindings import arith, ir
 from dialect.dtypes import DType
 from dialect.errors import PassError
-from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, Layout
+from dialect.layout import MMA_M16N8K16_A, Layout
 from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, Piece, run_of
 from dialect.shared_memory import BANK_BYTES, BANKS
 from dialect.types import Reg, format_attr, read_format
@@ -155,13 +155,12 @@ class TileRules(Lowering):
         reg = Reg.of(op.result.type)
         operands: list[Fragment] = [self.values[v] for v in op.operation.operands]
         slots = [f.reg.layout.slots_for(reg.layout) for f in operands]
-        product = next((f for f in operands if isinstance(f, Products)), None)
+        single = next((f for f in operands if isinstance(f, Products) and f.rows == 1), None)
+        before = [f for f in operands if single is not None and f.count < single.count]
 
         def scalar(i: int) -> Any:
-            if product is not None and product.rows == 1:
-                for f in operands:
-                    if f.count < product.count:  # what scales it is read before it, not when it has been waited for
-                        f.force()
+            for f in before:  # what scales a product is read before it, not when it has been waited for
+                f.force()
             return make(*[f.scalar(s[i]) for f, s in zip(operands, slots)])
 
         result = Fragment(reg, "scalar", scalar)
@@ -181,9 +180,7 @@ class TileRules(Lowering):
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
         factors, reg = [(a, int_attr(op, "start"))], Reg.of(op.result.type)
         if "overlap" in op.operation.attributes:
-            if not _is_zero(op.c) or len({row for row, _ in fragment_blocks(reg.layout, MMA_M16N8_D)}) > 1:
-                raise PassError("lower-tiles: products overlap that start from zero and have one row of fragments")
-            products = self._started(factors, b, reg)
+            products = self._started(op, factors, b)
         elif isinstance(c, Products) and c is self.sum and c in self.reads and c.b is b:  # not written yet: a chain
             self.reads.remove(c)
             products = Products(self.threads, [*c.factors, *factors], b, c.c, reg, written=c.written)
@@ -196,10 +193,12 @@ class TileRules(Lowering):
         self.reads.append(products)
         self.values[op.result] = products
 
-    def _started(self, factors: list[tuple[Fragment, int]], b: Place, reg: Reg) -> Products:
+    def _started(self, op: Any, factors: list[tuple[Fragment, int]], b: Place) -> Products:
         """Products under way, while the last such may still be, which are waited for after a few instructions."""
-        last = self.last_started
+        last, reg = self.last_started, Reg.of(op.result.type)
         products = Products(self.threads, factors, b, None, reg, bank=0 if last is not None and last.bank else 1)
+        if not _is_zero(op.c) or products.rows > 1:
+            raise PassError("lower-tiles: products overlap that start from zero and have one row of fragments")
 
         def finish_last() -> None:
             if last is not None and last in self.reads:  # not written down yet

@@ -132,8 +132,7 @@ class RowSums(Fragment):
         element, ones = str(b.type.element), _ones(str(b.type.element))
         terms = [Term(lambda: ones, _offset(b, start + BLOCK_K * i)) for i in range(columns // BLOCK_K)]
         self._instructions = Instructions(_descriptor(threads, b, result), b.type.shape[-2], element, _OF_ROW_SUMS)
-        for number, batch in enumerate(_batches(terms)):
-            self._instructions.issue(batch, adds=number > 0, commit=True)
+        self._instructions.issue_all(terms, commit=True)
         self._sums = _once(self._collect)
         super().__init__(result, "scalar", lambda i: self._sums()[4 * (i // 2) + i % 2])
 
@@ -206,15 +205,19 @@ class Instructions:
 
     def run(self, terms: Sequence[Term], adds: bool = False) -> list[Any]:
         """The accumulators after all; adds: to what `begin` has put there, not from zero."""
-        for batch in _batches(terms):
-            self.issue(batch, adds)
-            adds = True
+        self.issue_all(terms, adds)
         return self.collect([_COMMIT, _waiting(0)])
 
     def begin(self, totals: Sequence[Any]) -> None:
         """Put totals into the accumulators."""
         moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(self.sums)]
         _assembly(None, list(totals), moves, ["f"] * len(totals))
+
+    def issue_all(self, terms: Sequence[Term], adds: bool = False, commit: bool = False) -> None:
+        """All instructions, a few at a time."""
+        for batch in _batches(terms):
+            self.issue(batch, adds, commit)
+            adds = True
 
     def issue(self, batch: Sequence[Term], adds: bool, commit: bool = False) -> None:
         """Some instructions after one fence, the first of which may begin from zero."""

@@ -74,10 +74,10 @@ class Plan:
     def bare(self) -> bool:
         """Whether codes are multiplied as they are stored, with no subtraction: where nothing is to be taken away from
         them, where zeros are taken away by sums of x anyway, or where the schedule has it so."""
-        s, spec, decoded = self.schedule, self.spec, self.biased or self.rounds_scales
-        by_sums = spec.zeros == "float" and not self.rounds_zeros
-        nothing = spec.zeros == "none" and spec.dtype.kind == "uint"
-        return bool(s.bare) or (has_bare(spec) and (by_sums or nothing) and not s.digits and not decoded)
+        s, spec = self.schedule, self.spec
+        if s.bare or s.digits or not has_bare(spec) or self.biased or self.rounds_scales:
+            return bool(s.bare)
+        return not self.rounds_zeros if spec.zeros == "float" else spec.zeros == "none" and spec.dtype.kind == "uint"
 
     @property
     def rounds_zeros(self) -> bool:
@@ -130,5 +130,5 @@ def has_bare(spec: MatmulSpec) -> bool:
 
 
 def is_bare(spec: MatmulSpec, schedule: Schedule) -> bool:
-    """Whether they are, be it without `Schedule.bare`."""
+    """Whether they are, even without `Schedule.bare`."""
     return Plan(spec, replace(schedule, bare=0)).bare

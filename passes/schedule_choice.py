@@ -64,7 +64,7 @@ def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table])
 def usual_late(tokens: int, warps_n: int) -> int:
     """`Schedule.late` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is, the
     longer they wait for one another."""
-    if tokens >= 64 and (warps_n >= 16 or (warps_n >= 8 and tokens >= 256)):
+    if (warps_n >= 16 and tokens >= 64) or (warps_n >= 8 and tokens >= 256):
         return 2
     return int(tokens >= LATE)
 

@@ -119,8 +119,8 @@ def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sche
     drift apart, and where blocks of two kernels are to run side by side, grids that fill the multiprocessors."""
     splits = choice["splits"]
     cluster = splits if target.has_clusters and splits <= 8 else 1
-    copies = choice["wgmma"] and not choice["resident"]
-    late = usual_late(choice["tokens"], choice["warps_n"]) if copies else 0
+    loops = choice["wgmma"] and not choice["resident"]
+    late = usual_late(choice["tokens"], choice["warps_n"]) if loops else 0
     s = Schedule(**{"cluster": cluster, "late": late} | choice)
     most = Plan(spec, s).rounds + 1
     if s.stages > most:  # the same kernel

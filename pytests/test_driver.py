@@ -154,7 +154,7 @@ def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
     assert mm.ir("tile") == f"sm_90a {ONE}"
     assert mm.ir("tile", m=33) == "sm_90a 64"
     assert mm.ir("tile", m=384) == "sm_90a 256"  # launched for every 256 rows
-    assert mm.ir("tile", m=513) == "sm_90a None"
+    assert mm.ir("tile", m=385) == "sm_90a None"
     with pytest.raises(pylib.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
         mm.ir("asm")
 
