@@ -238,7 +238,8 @@ def test_candidates(weight: str, tile: int, n: int) -> None:
     every = search_space.candidates(spec, tile, HOPPER, 10**6)
     assert len(every) == len(set(every)) and found == every[:30]
     assert len(every) > (20 if tile < 64 else 10)
-    given = {default_schedule(spec, tile, HOPPER), schedule_for(spec, tile, HOPPER)}
+    akin = search_space.akin(spec, tile, HOPPER)
+    given = {default_schedule(spec, tile, HOPPER), schedule_for(spec, tile, HOPPER), *akin}
     for s in every:
         check_schedule(spec, s, HOPPER)
         assert s.tokens in (tile, max(8, tile)) and (Plan(spec, s).rounds >= 2 or s.resident or s in given)
@@ -251,6 +252,16 @@ def test_candidates(weight: str, tile: int, n: int) -> None:
     assert len(again) == 1  # in order, the best of each shape first, then the others
     once = [_shape(s) for s in every[chosen : again[0]]]
     assert len(once) == len(set(once))
+
+
+def test_candidates_that_are_the_best_with_other_zeros() -> None:
+    """They are timed however late their prediction would bring them."""
+    plain = MatmulSpec(8192, 8192, "u4", group_size=128)
+    zeros = replace(plain, zeros="int", group_size=64)
+    best = schedule_for(plain, 1, HOPPER)
+    assert best in search_space.akin(zeros, 1, HOPPER)
+    assert best in search_space.candidates(zeros, 1, HOPPER, 1)
+    assert not search_space.akin(replace(zeros, n=8000), 1, HOPPER)
 
 
 def test_candidates_of_a_small_matmul() -> None:
