@@ -19,7 +19,7 @@ from passes.plan import MOST_SCALED, Plan, has_bare
 from passes.schedule import Schedule
 from passes.schedule_check import enough_blocks, has_digits, has_wgmma, is_allowed, multiprocessors, shared_room
 from passes.schedule_choice import LATE, default_schedule, schedule_for, usual_late
-from passes.schedule_tables import Key, shipped_tables
+from passes.schedule_tables import shipped_tables
 from passes.target import Target
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits", "resident")
@@ -58,7 +58,8 @@ def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[
     """At most `count` schedules for m up to `tile`: what is chosen without a search, by the rule and from the tables,
     and what is the best for this size with other zeros, groups or act; then the best of every shape; then the rest.
     Each of them the least predicted time first."""
-    chosen = [default_schedule(spec, tile, target), schedule_for(spec, tile, target), *akin(spec, tile, target)]
+    known = [default_schedule(spec, tile, target), schedule_for(spec, tile, target), *akin(spec, tile, target)]
+    chosen = list(dict.fromkeys(known))
     ordered = sorted(all_schedules(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
     shapes: dict[tuple[int, ...], Schedule] = {}
     for s in ordered:
@@ -68,11 +69,9 @@ def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[
 
 def akin(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
     """Those that the shipped tables have for the same format and size and that are allowed here."""
-    key = Key.of(spec, tile)
     entries = [e for t in shipped_tables() if t.capability == target.capability for e in t.entries.values()]
-    same = ("weight", "n", "k", "tokens")
-    found = [e.schedule for e in entries if all(getattr(e.key, name) == getattr(key, name) for name in same)]
-    return [s for s in found if is_allowed(spec, s, target)]
+    same = [e for e in entries if (e.key.weight, e.key.n, e.key.k, e.key.tokens) == (spec.weight, spec.n, spec.k, tile)]
+    return [e.schedule for e in same if is_allowed(spec, e.schedule, target)]
 
 
 def neighbours(spec: MatmulSpec, tile: int, target: Target, around: Schedule) -> list[Schedule]:

@@ -261,6 +261,8 @@ def test_candidates_that_are_the_best_with_other_zeros() -> None:
     best = schedule_for(plain, 1, HOPPER)
     assert best in search_space.akin(zeros, 1, HOPPER)
     assert best in search_space.candidates(zeros, 1, HOPPER, 1)
+    known = {default_schedule(zeros, 1, HOPPER), schedule_for(zeros, 1, HOPPER), *search_space.akin(zeros, 1, HOPPER)}
+    assert set(search_space.candidates(zeros, 1, HOPPER, 1)) == known  # each once, and nothing beyond
     assert not search_space.akin(replace(zeros, n=8000), 1, HOPPER)
 
 
