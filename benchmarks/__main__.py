@@ -121,6 +121,21 @@ def chain(
         print(f"{n} x {k}\n\n{table(n, k, [int(each) for each in m.split(',')])}\n")
 
 
+@app.command()
+def replay(
+    revision: Annotated[str, typer.Argument(help="What the working tree is compared with: a commit, tag or branch.")],
+    every: Annotated[int, typer.Option(min=1, help="Compare one of so many kernels.")] = 1,
+) -> None:
+    """Compile hundreds of kernels in two checkouts and compare their PTX: a refactoring changes none."""
+    from benchmarks.replay import replay as compare
+
+    count, different = compare(revision, every)
+    for kernel in different:
+        print(f"differs: {kernel}")
+    print(f"{count} kernels compared with {revision}, {len(different)} differ")
+    raise typer.Exit(bool(different))
+
+
 if __name__ == "__main__":
     try:
         app()
