@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dialect.errors import LowbitError
+from lowbit.dialect.errors import LowbitError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -115,7 +115,7 @@ def chain(
 ) -> None:
     """What dependent kernels take that read and write as a matmul does, and compute nothing."""
     from benchmarks.chain import chain as table
-    from pylib.models import shapes
+    from lowbit.pylib.tune.models import shapes
 
     for n, k in shapes([size]):
         print(f"{n} x {k}\n\n{table(n, k, [int(each) for each in m.split(',')])}\n")

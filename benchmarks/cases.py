@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import Shape, shapes
-from dialect.errors import SpecError
-from dialect.spec import MatmulSpec
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
 
 PLANS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 

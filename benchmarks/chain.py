@@ -18,15 +18,15 @@ import torch
 
 from benchmarks.floor import UNIT
 from benchmarks.tables import markdown
-from dialect.errors import SpecError, TargetError
-from dialect.layout import Layout, local, spatial
-from dialect.spec import MatmulSpec
-from passes.builder import Program, Tile
-from passes.pipeline import CompiledKernel, compile_program
-from passes.target import parse_target
-from pylib.cuda import Function, current_stream
-from pylib.matmul import this_machine
-from pylib.timing import copies_needed, graph_time
+from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.layouts.layout import Layout, local, spatial
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program, Tile
+from lowbit.passes.pipeline import CompiledKernel, compile_program
+from lowbit.passes.target import parse_target
+from lowbit.pylib.matmul import this_machine
+from lowbit.pylib.runtime.driver import Function, current_stream
+from lowbit.pylib.tune.timing import copies_needed, graph_time
 
 THREADS = 256  # few enough for blocks of two kernels side by side
 MOST_UNITS = 16  # of the weight that a thread holds: 64 registers

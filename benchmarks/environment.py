@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from pylib.cache import source_fingerprint
+from lowbit.pylib.build.cache import source_fingerprint
 
 PACKAGES = ("torch", "triton", "llvmlite", "torch-mlir", "humming-kernels", "gemlite", "bitsandbytes")
 CLOCKS = (

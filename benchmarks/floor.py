@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from dialect.layout import local, spatial
-from passes.builder import Program, Scalar, as_i32
-from passes.pipeline import CompiledKernel, compile_program
-from passes.schedule import Launch
-from passes.target import parse_target
-from pylib.cuda import Function
-from pylib.matmul import this_machine
-from pylib.timing import REST_SECONDS, Timing, copies_needed, graph_time
+from lowbit.dialect.layouts.layout import local, spatial
+from lowbit.passes.builder import Program, Scalar, as_i32
+from lowbit.passes.kernels.decode.schedule import Launch
+from lowbit.passes.pipeline import CompiledKernel, compile_program
+from lowbit.passes.target import parse_target
+from lowbit.pylib.matmul import this_machine
+from lowbit.pylib.runtime.driver import Function
+from lowbit.pylib.tune.timing import REST_SECONDS, Timing, copies_needed, graph_time
 
 UNIT = 16  # bytes
 NEVER = 1 << 30  # units: more than a weight has

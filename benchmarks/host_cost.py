@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-import pylib
-from pylib.reference import random_problem
+import lowbit
+from lowbit.pylib.reference import random_problem
 
 CALLS = 2000
 REPEATS = 20
@@ -34,8 +34,8 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    spec = pylib.MatmulSpec(n=64, k=256, weight="u4", group_size=128, zeros="int")
-    mm = pylib.compile(spec)
+    spec = lowbit.MatmulSpec(n=64, k=256, weight="u4", group_size=128, zeros="int")
+    mm = lowbit.compile(spec)
     x, *weight = random_problem(spec, 1)
     x, w = x.cuda(), mm.pack(*weight).to("cuda")
     batched = x[None]

@@ -1,9 +1,9 @@
 """One measurement, and a run of many: right first, then fast.
 
 A layer's output is compared with x W^T of the numbers that its own weight stands for. Then it is timed twice: in a
-CUDA graph that walks over so many copies of the weight that no cache holds them (`pylib.timing`), and eagerly, call
-after call, where the host may be the slower side. Every result is written before the next is begun, so a run that was
-killed is continued by the same command.
+CUDA graph that walks over so many copies of the weight that no cache holds them (`pylib.tune.timing`), and eagerly,
+call after call, where the host may be the slower side. Every result is written before the next is begun, so a run that
+was killed is continued by the same command.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from benchmarks.peers.peer import Call
 from benchmarks.prepare import prepare
 from benchmarks.results import Record, Results
 from benchmarks.shapes import Shape
-from dialect.errors import SpecError
-from pylib import timing
-from pylib.packed import TORCH
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.packed import TORCH
+from lowbit.pylib.tune import timing
 
 ROWS_AT_ONCE = 4096  # of a weight that is multiplied in float64
 EAGER_SECONDS = 0.1

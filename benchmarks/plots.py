@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.environment import describe
 from benchmarks.results import Record, Results
 from benchmarks.tables import by_bits, find, formats, methods, pivots, plain_sizes, title, tokens_of
-from pylib.models import MODELS
+from lowbit.pylib.tune.models import MODELS
 
 COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
     "lowbit": "#0072B2",

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.plots import plot
 from benchmarks.results import Results
 from benchmarks.tables import summary, tables
-from dialect.errors import SpecError
+from lowbit.dialect.errors import SpecError
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 FIRST = "formats_m1.svg"  # the one figure of README.md

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dialect.errors import SpecError
+from lowbit.dialect.errors import SpecError
 
 Record = dict[str, Any]
 KEY = ("peer", "weight", "group_size", "zeros", "act", "n", "k", "m")

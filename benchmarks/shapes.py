@@ -1,11 +1,11 @@
-"""Shapes to measure, by name: the linear layers of models (`pylib.models`), and sets of plain sizes."""
+"""Shapes to measure, by name: the linear layers of models (`pylib.tune.models`), and sets of plain sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dialect.errors import SpecError
-from pylib import models
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.tune import models
 
 
 @dataclass(frozen=True)

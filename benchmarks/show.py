@@ -17,16 +17,17 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-import pylib
+import lowbit
 from benchmarks.environment import describe, environment
 from benchmarks.host_cost import microseconds
 from benchmarks.measure import relative_error
 from benchmarks.peers.lowbit import compile_kernels
 from benchmarks.tables import markdown
-from dialect.dtypes import all_names
-from passes.target import parse_target
-from pylib import MatmulSpec, reference, timing
-from pylib.matmul import Matmul, this_machine
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.passes.target import parse_target
+from lowbit.pylib import MatmulSpec, reference
+from lowbit.pylib.matmul import Matmul, this_machine
+from lowbit.pylib.tune import timing
 
 ROWS = (1, 16, 64)
 SHAPES = ((57344, 8192), (8192, 8192), (4096, 4096))
@@ -103,7 +104,7 @@ def compile_rows(target: str, formats: Sequence[str] = COMPILED) -> list[Row]:
 def _compile_times(spec: MatmulSpec, target: str) -> list[float]:
     """Seconds for the kernel for one token, and for that for 16."""
     start = time.perf_counter()
-    mm = Matmul(spec, parse_target(target), None)  # what pylib.compile makes, which would remember it
+    mm = Matmul(spec, parse_target(target), None)  # what lowbit.compile makes, which would remember it
     middle = time.perf_counter()
     mm.kernel(16)
     return [middle - start, time.perf_counter() - middle]
@@ -126,7 +127,7 @@ def find_fault(spec: MatmulSpec, target: str, rows: Sequence[int] = ROWS) -> str
     expected = reference.matmul(spec, x, *weight)
     allowed = reference.tolerance(spec, x, *weight)
     try:
-        mm = pylib.compile(spec, target)
+        mm = lowbit.compile(spec, target)
         w = mm.pack(*weight).to(device)
         outputs = {m: mm(x[:m].to(device), w) for m in rows}
     except Exception as error:  # the other formats are to be checked all the same
@@ -138,7 +139,7 @@ def find_fault(spec: MatmulSpec, target: str, rows: Sequence[int] = ROWS) -> str
 def time_row(n: int, k: int, m: int) -> Row:
     """u4 with groups of 128 against torch's f16 matmul, checked and then timed."""
     spec = MatmulSpec(n=n, k=k, weight="u4", group_size=128)
-    mm = pylib.compile(spec)
+    mm = lowbit.compile(spec)
     w = timing.random_weight(spec)
     x = torch.randn(m, k, dtype=torch.float16, device="cuda")
     dense = mm.dequantize(w)
@@ -165,7 +166,7 @@ def _microseconds(time: timing.Timing) -> str:
 def host_rows() -> list[Row]:
     """What an eager call costs the host at m = 1, on a weight so small that the GPU is never waited for."""
     spec = MatmulSpec(n=64, k=256, weight="u4", group_size=128)
-    mm = pylib.compile(spec)
+    mm = lowbit.compile(spec)
     w = timing.random_weight(spec)
     x = torch.randn(1, spec.k, dtype=torch.float16, device="cuda")
     dense = mm.dequantize(w)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.environment import describe
 from benchmarks.results import Record, Results
-from dialect.dtypes import dtype
-from pylib.models import MODELS
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.pylib.tune.models import MODELS
 
 WEIGHT = ("weight", "group_size", "zeros", "act")
 NOT_METHODS = ("floor", "peak")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from dialect.errors import TargetError
+from lowbit.dialect.errors import TargetError
 
 _PACKAGES = {"mlir": "mlir-python-bindings", "torch_mlir": "torch-mlir"}
 """Import name -> distribution name, in order of preference."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dialect.bindings import ir
-from dialect.errors import LayoutError, LowbitError
-from dialect.layout import Layout
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.errors import LayoutError, LowbitError
+from lowbit.dialect.layouts.layout import Layout
 
 REALS = ("f16", "bf16", "f32")
 

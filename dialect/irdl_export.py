@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 
-from dialect import ops
-from dialect.bindings import new_context
-from dialect.types import Lowbit
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import new_context
+from lowbit.dialect.types import Lowbit
 
 
 def irdl_text() -> str:

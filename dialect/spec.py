@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
 
-from dialect.dtypes import DType, all_names, dtype
-from dialect.errors import SpecError
-from dialect.packing import Packing
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.dtypes import DType, all_names, dtype
+from lowbit.dialect.formats.packing import Packing
 
 Zeros = Literal["none", "int", "float"]
 Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3"]
@@ -37,7 +37,7 @@ class MatmulSpec:
     """A matmul with a low-bit weight W [n, k].
 
     n, k        rows and columns of the weight; k >= 16
-    weight      element format, see `dialect.dtypes`: "u4", "i3", "f6e3m2", "nf4", "lut4" ...
+    weight      element format, see `dialect.formats.dtypes`: "u4", "i3", "f6e3m2", "nf4", "lut4" ...
     group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
     zeros       "none"; "float"; "int", integers lo .. lo+255 with lo the least value of a u<b> or i<b> format, for bf16
                 and less than 8 bits lo .. lo+128

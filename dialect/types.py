@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from dialect.bindings import ext, ir
-from dialect.checks import Mismatch, expect
-from dialect.dtypes import DType, dtype
-from dialect.layout import Layout
-from dialect.packing import Packing
-from dialect.shared_memory import Swizzle
-from dialect.spec import MatmulSpec, Scale, Zeros
+from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.checks import Mismatch, expect
+from lowbit.dialect.formats.dtypes import DType, dtype
+from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.layouts.shared_memory import Swizzle
+from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
 
 Element = str | DType
 

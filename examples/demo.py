@@ -10,8 +10,8 @@ import time
 
 import torch
 
-import pylib
-from pylib.trial import time_call
+import lowbit
+from lowbit.pylib.tune.trial import time_call
 
 
 def quantize(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -25,10 +25,10 @@ def quantize(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch
 
 
 def show(target: str | None, n: int, k: int, m: int, timed: bool = True) -> None:
-    spec = pylib.MatmulSpec(n=n, k=k, weight="u4", group_size=128, zeros="int", act="f16")
+    spec = lowbit.MatmulSpec(n=n, k=k, weight="u4", group_size=128, zeros="int", act="f16")
 
     start = time.perf_counter()
-    mm = pylib.compile(spec, target)
+    mm = lowbit.compile(spec, target)
     if mm.target.is_gpu:
         mm.kernel(m)  # which would be compiled at the first call with m tokens
     compile_time = time.perf_counter() - start

@@ -2,12 +2,12 @@
 
     python examples/f16_i6_matmul.py
 
-`pylib.compile` makes such kernels from a `MatmulSpec`. This one is written with the tile program builder, in the
+`lowbit.compile` makes such kernels from a `MatmulSpec`. This one is written with the tile program builder, in the
 manner of Tilus (Ding et al., 2025), whose example it is: a program says what one block does with whole tiles, and
 every tile says in its layout which thread has which element. Nowhere is there a thread index or a bit operation.
 
-It is the plainest kernel that runs on the tensor cores: no shared memory, no pipeline, no scales. `passes/skinny.py`
-has all of these, in the same language.
+It is the plainest kernel that runs on the tensor cores: no shared memory, no pipeline, no scales.
+`passes/kernels/decode/kernel.py` has all of these, in the same language.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dialect.bindings import ir
-from dialect.dtypes import dtype
-from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, local
-from dialect.spec import MatmulSpec
-from passes.builder import Program
-from passes.pipeline import CompiledKernel, compile_program
-from passes.target import parse_target
-from pylib.cuda import Function
-from pylib.emulator import Emulator
-from pylib.matmul import this_machine
-from pylib.packed import pack
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, local
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
+from lowbit.passes.pipeline import CompiledKernel, compile_program
+from lowbit.passes.target import parse_target
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.matmul import this_machine
+from lowbit.pylib.packed import pack
+from lowbit.pylib.runtime.driver import Function
 
 R = 2  # a block computes 16 * R rows of the weight ...
 T = 2  # ... for 8 * T tokens

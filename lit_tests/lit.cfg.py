@@ -20,8 +20,8 @@ config.test_exec_root = lit_config.params.get("output", str(ROOT / "build" / "li
 python = lit_config.params.get("python", sys.executable)
 config.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 config.substitutions += [
-    ("%lowbit-opt", f"{python} -m passes.opt"),  # what `lowbit opt` runs, without loading the command line
-    ("%lowbit", f"{python} -m pylib.cli"),
+    ("%lowbit-opt", f"{python} -m lowbit.passes.opt.main"),  # what `lowbit opt` runs, without loading the command line
+    ("%lowbit", f"{python} -m lowbit.pylib.cli.main"),
     ("%filecheck", f"{python} -m filecheck"),
     ("%python", python),
 ]

@@ -1,6 +1,6 @@
 // RUN: %lowbit-opt %s --lower-tiles --canonicalize --cse | %filecheck %s
 
-// One token in integers, with codes of 2 bits: a piece of 128 columns of 16 rows (`dialect.digits`).
+// One token in integers, with codes of 2 bits: a piece of 128 columns of 16 rows (`dialect.formats.integer_limbs`).
 
 !x = !lowbit.shared<[1, 1, 128], f16, [136, 136, 1], 0>
 !digits = !lowbit.shared<[1, 1, 4, 4, 8], i32, [192, 192, 48, 12, 1], 0>

@@ -9,7 +9,7 @@
 
 Tiles are `Tile`s, scalars are `Scalar`s that know + - * // % and min; Python numbers may stand for either where the
 meaning is clear. Loops are `with p.loop(start, rounds, [carried tiles]) as loop`. The kernels of this compiler are
-written with it (`passes.skinny`, `passes.dequantize`), and so can anybody's be (examples/).
+written with it (`passes.kernels.decode.kernel`, `passes.kernels.dequantize`), and so can anybody's be (examples/).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dialect import ops
-from dialect.bindings import arith, ext, ir, scf
-from dialect.dtypes import DType
-from dialect.errors import PassError
-from dialect.layout import Layout, spatial
-from dialect.types import Element, Global, Reg, Shared, element_attr, format_attr, ints, row_major, strings
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import arith, ext, ir, scf
+from lowbit.dialect.errors import PassError
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.layouts.layout import Layout, spatial
+from lowbit.dialect.types import Element, Global, Reg, Shared, element_attr, format_attr, ints, row_major, strings
 
 
 @dataclass(frozen=True)

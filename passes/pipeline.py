@@ -10,24 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dialect import ops
-from dialect.bindings import ir, new_context
-from dialect.spec import MatmulSpec
-from dialect.types import read_ints, read_strings
-from passes.emit_cubin import emit_cubin
-from passes.emit_ptx import emit_ptx, translate
-from passes.expand_matmul import ExpandMatmul, dequantize_module, matmul_module, prepack_module
-from passes.lower_dequant import LowerDequant
-from passes.lower_tiles import LowerTiles
-from passes.lower_to_llvm import LowerToLLVM
-from passes.pipeline_copies import PipelineCopies
-from passes.plan_packing import PlanPacking
-from passes.rewriting import Pass
-from passes.schedule import Launch, Schedule
-from passes.schedule_choice import schedule_for
-from passes.select_schedule import SelectSchedule
-from passes.stages import GPU_STAGES, Stage
-from passes.target import Target
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import ir, new_context
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.types import read_ints, read_strings
+from lowbit.passes.base import Pass
+from lowbit.passes.codegen.cubin import emit_cubin
+from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
+from lowbit.passes.codegen.ptx import emit_ptx, translate
+from lowbit.passes.kernels.decode.schedule import Launch, Schedule
+from lowbit.passes.lowering.lower_dequant import LowerDequant
+from lowbit.passes.lowering.lower_tiles import LowerTiles
+from lowbit.passes.scheduling.choice import schedule_for
+from lowbit.passes.stages import GPU_STAGES, Stage
+from lowbit.passes.target import Target
+from lowbit.passes.transforms.expand_matmul import ExpandMatmul, dequantize_module, matmul_module, prepack_module
+from lowbit.passes.transforms.pipeline_copies import PipelineCopies
+from lowbit.passes.transforms.plan_packing import PlanPacking
+from lowbit.passes.transforms.select_schedule import SelectSchedule
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
@@ -87,7 +87,7 @@ def compile_dequantize(spec: MatmulSpec, target: Target, keep: bool = False) -> 
 
 
 def compile_prepack(spec: MatmulSpec, target: Target, keep: bool = False) -> CompiledKernel:
-    """The kernel that packs codes (i8 [n, k]) into the order of `dialect.packing`."""
+    """The kernel that packs codes (i8 [n, k]) into the order of `dialect.formats.packing`."""
     return _compile(lambda: prepack_module(spec), target, None, keep)
 
 

@@ -7,7 +7,7 @@ Compute Capability". A block may use 1 KB less shared memory than an SM has: the
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dialect.errors import TargetError
+from lowbit.dialect.errors import TargetError
 
 Kind = Literal["cpu", "cuda", "emulator"]
 

@@ -1,7 +1,7 @@
 """lowbit: a compiler for low-bit matrix multiplication.
 
-    spec = pylib.MatmulSpec(n=8192, k=8192, weight="u4", group_size=128)
-    mm = pylib.compile(spec)
+    spec = lowbit.MatmulSpec(n=8192, k=8192, weight="u4", group_size=128)
+    mm = lowbit.compile(spec)
     w = mm.pack(codes, scales)
     y = mm(x, w)
 
@@ -12,7 +12,8 @@ to be compiled or run. A program that only runs saved graphs imports `pylib.torc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dialect.errors import (
+from lowbit.aliases import alias
+from lowbit.dialect.errors import (
     EmulatorError,
     LayoutError,
     LowbitError,
@@ -21,13 +22,14 @@ from dialect.errors import (
     SpecError,
     TargetError,
 )
-from dialect.spec import MatmulSpec
-from passes.schedule import Schedule
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from pylib.matmul import Matmul, compile
-    from pylib.packed import PackedWeight
+    from lowbit.pylib.matmul import Matmul, compile
+    from lowbit.pylib.packed import PackedWeight
 
+alias(__name__)
 __version__ = "0.1.0"
 
 __all__ = [
@@ -46,11 +48,11 @@ __all__ = [
     "compile",
 ]
 
-_NEEDS_TORCH = {"Matmul": "pylib.matmul", "compile": "pylib.matmul", "PackedWeight": "pylib.packed"}
+_NEEDS_TORCH = {"Matmul": "matmul", "compile": "matmul", "PackedWeight": "packed"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module 'pylib' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(_NEEDS_TORCH[name]), name)
+        raise AttributeError(f"module 'lowbit' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = globals()[name] = getattr(import_module(f"lowbit.pylib.{_NEEDS_TORCH[name]}"), name)
     return value

@@ -12,7 +12,7 @@
 import os
 from pathlib import Path
 
-from dialect.errors import SpecError
+from lowbit.dialect.errors import SpecError
 
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"", "0", "false", "no", "off"})

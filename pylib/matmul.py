@@ -1,6 +1,6 @@
 """The compile driver: a `MatmulSpec` goes in, a function that takes and returns torch tensors comes out.
 
-    mm = pylib.compile(pylib.MatmulSpec(n=8192, k=8192, weight="u4", group_size=128))
+    mm = lowbit.compile(lowbit.MatmulSpec(n=8192, k=8192, weight="u4", group_size=128))
     w = mm.pack(codes, scales)
     y = mm(x, w)
 """
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dialect.errors import PackError, SpecError, TargetError
-from dialect.spec import MatmulSpec
-from passes.schedule import Schedule
-from passes.target import Target, parse_target
-from pylib import packed, torch_op
-from pylib.artifact import Artifact
-from pylib.packed import TORCH, PackedWeight
-from pylib.runtimes import make_runtime
+from lowbit.dialect.errors import PackError, SpecError, TargetError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.target import Target, parse_target
+from lowbit.pylib import packed, torch_op
+from lowbit.pylib.build.kernels import Artifact
+from lowbit.pylib.packed import TORCH, PackedWeight
+from lowbit.pylib.runtime.runtimes import make_runtime
 
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 
@@ -147,7 +147,7 @@ class Matmul:
         return self._runtime.dequantize(w.codes, w.scales, w.zeros)
 
     def kernel(self, m: int) -> Artifact:
-        """The kernel that serves m rows; `pylib.artifact.Artifacts.tile` has the rule."""
+        """The kernel that serves m rows; `pylib.build.kernels.Artifacts.tile` has the rule."""
         return self._runtime.kernel(m)
 
     @property

@@ -1,9 +1,9 @@
 """The codes and scales of a weight between [n, k] and the kernels' memory order, both ways, in torch.
 
 One permutation brings a tile of 16 rows by a chunk of columns into the order of registers (`_register_order`); then
-the halves of words are put together from the pieces that `dialect.packing.run_of` says are in them, and taken apart
-again. Both take a few row blocks at a time, so that the work stays in cache and the memory they need does not grow
-with the weight. Words are little-endian, as on every machine that CUDA runs on.
+the halves of words are put together from the pieces that `dialect.formats.packing.run_of` says are in them, and taken
+apart again. Both take a few row blocks at a time, so that the work stays in cache and the memory they need does not
+grow with the weight. Words are little-endian, as on every machine that CUDA runs on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dialect.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, run_of
+from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, run_of
 
 SLICE = 1 << 20  # codes per step: the working set stays in cache
 RUNS = 4  # of a chunk

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dialect.errors import PackError
-from dialect.spec import MatmulSpec
-from pylib.memory_order import pack_codes, pack_groups, unpack_codes, unpack_groups
+from lowbit.dialect.errors import PackError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.memory_order import pack_codes, pack_groups, unpack_codes, unpack_groups
 
 TORCH = {
     "f16": torch.float16,

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dialect.spec import MatmulSpec
-from pylib.packed import TORCH
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.packed import TORCH
 
 Array = Tensor | np.ndarray
 F64 = NDArray[np.float64]

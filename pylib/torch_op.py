@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dialect.errors import LowbitError, SpecError
-from dialect.spec import MatmulSpec
-from passes.schedule import Schedule
-from passes.target import Target
-from pylib.packed import TORCH, PackedWeight
+from lowbit.dialect.errors import LowbitError, SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.target import Target
+from lowbit.pylib.packed import TORCH, PackedWeight
 
 if TYPE_CHECKING:
-    from pylib.matmul import Matmul
+    from lowbit.pylib.matmul import Matmul
 
 _LIBRARY = torch.library.Library("lowbit", "DEF")
 _LIBRARY.define(
@@ -51,7 +51,7 @@ def _parts(kernel: str) -> dict[str, Any]:
 
 @cache
 def _resolve(kernel: str) -> Matmul:
-    from pylib.matmul import compile  # which imports this module
+    from lowbit.pylib.matmul import compile  # which imports this module
 
     return compile(**_parts(kernel))
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dialect.spec import MatmulSpec
-from passes.pipeline import CompiledKernel
-from passes.schedule import Launch
-from pylib.emulator import Emulator
-from pylib.packed import TORCH, PackedWeight, pack
-from pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Launch
+from lowbit.passes.pipeline import CompiledKernel
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.packed import TORCH, PackedWeight, pack
+from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pylib.emulator import Emulator
+from lowbit.pylib.emulator import Emulator
 
 Array = np.ndarray[Any, Any]
 

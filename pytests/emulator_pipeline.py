@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from emulator_kernel import HEADER
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
 
 #: %r0 = tid, %r1 = rank, mbarriers %r2 = full and %r3 = empty, %r4 = smem + 4 tid, %rd0 = p0 + 4 tid + 512 ctaid,
 #: %rd1 = p1 + 16 tid; %p1: thread 0, %p2: warp 0

@@ -1,4 +1,4 @@
-"""A GPU process without a GPU, for the tests of `pylib.tune_processes`. It loads nothing, so it starts at once."""
+"""A GPU process without a GPU, for the tests of `pylib.tune.processes`. It loads nothing, so it starts at once."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from dialect.spec import MatmulSpec
-from passes.schedule import Launch, Schedule
-from passes.target import Target
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Launch, Schedule
+from lowbit.passes.target import Target
 
 # Launches with three tokens write 3 to y[0]: enough to see that arguments arrive where they belong.
 PTX = """
@@ -71,10 +71,10 @@ class FakePipeline:
 def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> FakePipeline:
     """In the place of the real one, with an empty disk cache."""
     fake = FakePipeline()
-    module = ModuleType("passes.pipeline")
+    module = ModuleType("lowbit.passes.pipeline")
     module.compile_matmul = fake.compile_matmul  # type: ignore[attr-defined]
     module.compile_dequantize = fake.compile_dequantize  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "passes.pipeline", module)
-    monkeypatch.setattr(sys.modules["passes"], "pipeline", module, raising=False)
+    monkeypatch.setitem(sys.modules, "lowbit.passes.pipeline", module)
+    monkeypatch.setattr(sys.modules["lowbit.passes"], "pipeline", module, raising=False)
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
     return fake

@@ -25,11 +25,11 @@ from benchmarks.publish import BEGIN, END, publish
 from benchmarks.results import Record, Results
 from benchmarks.shapes import Shape, shapes
 from benchmarks.tables import summary, tables
-from dialect.errors import SpecError
-from pylib import MatmulSpec
-from pylib.emulator import Emulator
-from pylib.packed import pack
-from pylib.reference import dequantize, random_problem
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib import MatmulSpec
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.packed import pack
+from lowbit.pylib.reference import dequantize, random_problem
 
 ENVIRONMENT: dict[str, Any] = {
     "gpu": "NVIDIA H200",
@@ -360,5 +360,5 @@ def test_show_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert show.find_fault(spec, "cpu", rows=(1, 3)) is None
     row = show.correct_row("f16", [spec], "cpu")
     assert row[1] == "1 of 1"
-    monkeypatch.setattr(show.pylib.Matmul, "__call__", lambda self, x, w: torch.zeros(len(x), spec.n))
+    monkeypatch.setattr(show.lowbit.Matmul, "__call__", lambda self, x, w: torch.zeros(len(x), spec.n))
     assert show.find_fault(spec, "cpu", rows=(1, 3)) == "m = 1, 3"

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from dialect.errors import SpecError
-from pylib import cache, knobs
-from pylib.cache import Cache
-from pylib.installed import versions
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib import knobs
+from lowbit.pylib.build import cache
+from lowbit.pylib.build.cache import Cache
+from lowbit.pylib.build.installed import versions
 
 KEY = "ab" + "0" * 62
 FILES = {"kernel.cubin": bytes(range(256)) * 40, "kernel.ptx": b".version 8.0\n", "empty": b""}
@@ -235,13 +236,13 @@ def test_the_key_depends_on_sources_and_tools(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_fingerprint_sees_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of one byte that leaves size and time alone, a new file, and a renamed one."""
-    for folder in ("dialect", "passes/deep", "pylib"):
+    for folder in ("dialect", "passes/deep", "pylib/build", "pylib/cli"):
         (tmp_path / folder).mkdir(parents=True)
-    for name in ("artifact.py", "cache.py", "cli.py"):
+    for name in ("build/kernels.py", "build/cache.py", "cli/main.py"):
         (tmp_path / "pylib" / name).touch()
     source = tmp_path / "passes/deep/a.py"
     source.write_text("x = 1")
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "pylib/cache.py"))
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "pylib/build/cache.py"))
 
     def fingerprint() -> str:
         return cache.source_fingerprint.__wrapped__()
@@ -255,10 +256,10 @@ def test_the_fingerprint_sees_contents(tmp_path: Path, monkeypatch: pytest.Monke
     seen.append(fingerprint())
     source.rename(tmp_path / "passes/deep/b.py")
     seen.append(fingerprint())
-    (tmp_path / "pylib/artifact.py").write_text("x = 1")
+    (tmp_path / "pylib/build/kernels.py").write_text("x = 1")
     seen.append(fingerprint())
     assert len(set(seen)) == 5
-    (tmp_path / "pylib/cli.py").write_text("x = 1")
+    (tmp_path / "pylib/cli/main.py").write_text("x = 1")
     (tmp_path / "passes/__pycache__").mkdir()
     (tmp_path / "passes/__pycache__/a.pyc").write_text("")
     assert fingerprint() == seen[-1]
@@ -287,9 +288,8 @@ def test_versions_of_odd_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_making_a_key_imports_no_compiler(repo: Path) -> None:
     """With a warm cache neither MLIR nor LLVM is loaded; and the key is the same in every process."""
     code = (
-        "import sys, types; sys.modules['pylib'] = types.ModuleType('pylib'); "
-        f"sys.modules['pylib'].__path__ = [{str(repo / 'pylib')!r}]\n"
-        "from pylib import cache\n"
+        "import sys\n"
+        "from lowbit.pylib.build import cache\n"
         "print(cache.key(spec=1))\n"
         "print([m for m in ('torch_mlir', 'mlir', 'llvmlite', 'torch', 'filelock') if m in sys.modules])"
     )

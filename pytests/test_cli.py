@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dialect.spec import MatmulSpec
-from passes.stages import stages
-from passes.target import parse_target
-from pylib.cli import app
-from pylib.machine import TARGETS
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.stages import stages
+from lowbit.passes.target import parse_target
+from lowbit.pylib.cli.machine import TARGETS
+from lowbit.pylib.cli.main import app
 
 SMALL = ("--n", "32", "--k", "256", "--weight", "u4", "--group-size", "64", "--zeros", "int")
 
@@ -89,7 +89,7 @@ def test_run_without_a_gpu():
 
 
 def test_run_reports_a_wrong_result(monkeypatch: pytest.MonkeyPatch):
-    from pylib import reference
+    from lowbit.pylib import reference
 
     definition = reference.matmul
     monkeypatch.setattr(reference, "matmul", lambda *given: definition(*given) + 1.0)
@@ -104,7 +104,7 @@ def test_info():
 
 def test_opt_as_a_process(repo: Path):
     body = "%x = arith.constant 1 : i32\n%y = arith.addi %x, %x : i32\nreturn %y : i32"
-    command = [sys.executable, "-m", "pylib.cli", "opt", "-canonicalize", "-"]
+    command = [sys.executable, "-m", "lowbit.pylib.cli.main", "opt", "-canonicalize", "-"]
     ir = f"func.func @f() -> i32 {{{body}}}"
     done = subprocess.run(command, input=ir, capture_output=True, text=True, cwd=repo, check=True)
     assert "arith.constant 2" in done.stdout and "addi" not in done.stdout

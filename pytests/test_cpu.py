@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dialect.dtypes import all_names
-from dialect.errors import TargetError
-from dialect.packing import Packing
-from dialect.spec import MatmulSpec
-from passes.cpu_decode import ChunkMap
-from passes.lower_cpu import prepared_tokens
-from pylib import reference
-from pylib.cpu import CpuMatmul, _isa
-from pylib.packed import TORCH, PackedWeight, pack
+from lowbit.dialect.errors import TargetError
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.cpu.decode import ChunkMap
+from lowbit.passes.cpu.lower_cpu import prepared_tokens
+from lowbit.pylib import reference
+from lowbit.pylib.packed import TORCH, PackedWeight, pack
+from lowbit.pylib.runtime.cpu import CpuMatmul, _isa
 
 TABLES = {f"lut{b}": tuple(float(v) for v in np.linspace(-3, 4, 1 << b) ** 3) for b in range(1, 9)}
 FORMATS = (*all_names(), *TABLES)

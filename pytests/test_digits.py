@@ -13,20 +13,23 @@ from emulated import Problem, matmul_is_right, run_matmul
 from test_kernels import covering
 from test_mutations import without_barrier
 
-import pylib
-from dialect.digits import BITS, HALVES, PIECE, halves
-from dialect.errors import EmulatorError, SpecError
-from dialect.packing import BLOCK_K, ROWS, Packing, run_of
-from dialect.spec import MatmulSpec
-from passes import emit, lower_digits, schedule_choice, skinny
-from passes.lower_tiles import _Lowering
-from passes.pipeline import CompiledKernel, compile_matmul
-from passes.schedule import Schedule
-from passes.schedule_check import check_schedule
-from passes.schedule_choice import default_schedule
-from passes.target import parse_target
-from pylib.packed import TORCH
-from pylib.reference import dequantize, matmul, random_problem
+import lowbit
+from lowbit.dialect.errors import EmulatorError, SpecError
+from lowbit.dialect.formats.integer_limbs import BITS, HALVES, PIECE, halves
+from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing, run_of
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode import kernel as skinny
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering import integer_mma as lower_digits
+from lowbit.passes.lowering.lower_tiles import _Lowering
+from lowbit.passes.pipeline import CompiledKernel, compile_matmul
+from lowbit.passes.scheduling import choice as schedule_choice
+from lowbit.passes.scheduling.choice import default_schedule
+from lowbit.passes.scheduling.legality import check_schedule
+from lowbit.passes.target import parse_target
+from lowbit.pylib.packed import TORCH
+from lowbit.pylib.reference import dequantize, matmul, random_problem
 
 TARGETS = ("sm_80", "sm_90a")
 
@@ -123,7 +126,7 @@ def test_the_rule_takes_digits(target: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(schedule_choice, "_ONE_TOKEN", ())  # for a small weight, too
     spec = replace(large, n=256, k=4096)
     assert default_schedule(spec, 1, parse_target(target)).digits == 1
-    mm = pylib.compile(spec, f"emulator:{target}")
+    mm = lowbit.compile(spec, f"emulator:{target}")
     problem = random_problem(spec, 3)
     x, *weight = problem
     w = mm.pack(*weight)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from passes.pipeline import PASSES
-from passes.stages import stages
+from lowbit.passes.pipeline import PASSES
+from lowbit.passes.stages import stages
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -1,4 +1,4 @@
-"""`pylib.compile` and the kernels behind it: what is compiled, when, and what the disk cache saves."""
+"""`lowbit.compile` and the kernels behind it: what is compiled, when, and what the disk cache saves."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import pytest
 import torch
 from fake_pipeline import FakePipeline, pipeline
 
-import pylib
-from passes.schedule import Schedule
-from passes.schedule_choice import TOKEN_TILES, schedule_for
-from passes.target import parse_target
-from pylib.artifact import Artifact, Artifacts
-from pylib.matmul import Matmul, this_machine
+import lowbit
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.scheduling.choice import TOKEN_TILES, schedule_for
+from lowbit.passes.target import parse_target
+from lowbit.pylib.build.kernels import Artifact, Artifacts
+from lowbit.pylib.matmul import Matmul, this_machine
 
 __all__ = ["pipeline"]
 
-SPEC = pylib.MatmulSpec(n=32, k=128, weight="u4", group_size=64)
+SPEC = lowbit.MatmulSpec(n=32, k=128, weight="u4", group_size=64)
 ONE = TOKEN_TILES[0]
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees what another has compiled."""
-    monkeypatch.setattr("pylib.matmul._compile", Matmul)
+    monkeypatch.setattr("lowbit.pylib.matmul._compile", Matmul)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
 
 def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> None:
     spec = replace(SPEC, k=4096)  # long enough for every tile to have a schedule of its own
-    mm = pylib.compile(spec, "sm_90a")
+    mm = lowbit.compile(spec, "sm_90a")
     assert pipeline.compiled == [("sm_90a", ONE)]
     assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, ONE, mm.target))
     for m in (1, 8, 9, 16, 17, 64, 64, 65, 200, 256, 1000):
@@ -78,7 +78,7 @@ def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> 
 
 def test_schedule_is_for_the_tile_it_names(pipeline: FakePipeline) -> None:
     wanted = Schedule(tokens=16, warps_k=2)
-    mm = pylib.compile(SPEC, "sm_90a", wanted)
+    mm = lowbit.compile(SPEC, "sm_90a", wanted)
     assert [tokens for _, tokens in pipeline.compiled] == [ONE, 16]  # errors of a schedule show at compile
     assert mm.kernel(16).schedule == wanted
     assert mm.kernel(1).schedule == mm.schedule == schedule_for(SPEC, ONE, mm.target)
@@ -88,12 +88,12 @@ def test_same_arguments_give_the_same_matmul(monkeypatch: pytest.MonkeyPatch, pi
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOWBIT_NO_CACHE", "1")
-        assert pylib.compile(SPEC, "cpu") is pylib.compile(replace(SPEC), "cpu")
-        assert pylib.compile(SPEC, "cpu") is not pylib.compile(replace(SPEC, act="bf16"), "cpu")
+        assert lowbit.compile(SPEC, "cpu") is lowbit.compile(replace(SPEC), "cpu")
+        assert lowbit.compile(SPEC, "cpu") is not lowbit.compile(replace(SPEC, act="bf16"), "cpu")
 
 
 def test_many_threads_compile_once(pipeline: FakePipeline) -> None:
-    mm = pylib.compile(SPEC, "sm_90a")
+    mm = lowbit.compile(SPEC, "sm_90a")
     pipeline.seconds = 0.05
     threads = [threading.Thread(target=mm.kernel, args=(32,)) for _ in range(8)]
     for thread in threads:
@@ -104,8 +104,8 @@ def test_many_threads_compile_once(pipeline: FakePipeline) -> None:
 
 
 def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
-    first = pylib.compile(SPEC, "sm_90a").kernel(20)
-    again = pylib.compile(SPEC, "sm_90a").kernel(20)
+    first = lowbit.compile(SPEC, "sm_90a").kernel(20)
+    again = lowbit.compile(SPEC, "sm_90a").kernel(20)
     assert again == first and again is not first
     assert first.cubin == b"cubin of sm_90a 32"
     assert [tokens for _, tokens in pipeline.compiled] == [ONE, 32]
@@ -113,29 +113,29 @@ def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "emulator:sm_90a"])
 @pytest.mark.parametrize("spec", [replace(SPEC, act="bf16"), replace(SPEC, n=48), replace(SPEC, weight="i4")])
-def test_cache_tells_kernels_apart(pipeline: FakePipeline, target: str, spec: pylib.MatmulSpec) -> None:
-    pylib.compile(SPEC, "sm_90a")
-    pylib.compile(spec, "sm_90a")
-    pylib.compile(SPEC, target)
-    pylib.compile(SPEC, "sm_90a", Schedule(tokens=16, warps_k=2)).kernel(16)
-    pylib.compile(SPEC, "sm_90a").kernel(16)
+def test_cache_tells_kernels_apart(pipeline: FakePipeline, target: str, spec: lowbit.MatmulSpec) -> None:
+    lowbit.compile(SPEC, "sm_90a")
+    lowbit.compile(spec, "sm_90a")
+    lowbit.compile(SPEC, target)
+    lowbit.compile(SPEC, "sm_90a", Schedule(tokens=16, warps_k=2)).kernel(16)
+    lowbit.compile(SPEC, "sm_90a").kernel(16)
     assert len(pipeline.compiled) == 5
 
 
 def test_damaged_cache_is_rebuilt(pipeline: FakePipeline) -> None:
-    kernel = pylib.compile(SPEC, "sm_90a").kernel(1)
+    kernel = lowbit.compile(SPEC, "sm_90a").kernel(1)
     (entry,) = Path(os.environ["LOWBIT_CACHE_DIR"]).glob("**/*.kernel")
     content = entry.read_bytes()
     for damaged in (b"", content[:-1], content[: len(content) // 2], b"x" * len(content), content + b"x"):
         entry.write_bytes(damaged)
         pipeline.compiled.clear()
-        assert pylib.compile(SPEC, "sm_90a").kernel(1) == kernel
+        assert lowbit.compile(SPEC, "sm_90a").kernel(1) == kernel
         assert len(pipeline.compiled) == 1
         assert entry.read_bytes() == content
 
 
 def test_artifact_files_are_complete() -> None:
-    launch = pylib.artifact.Launch("k", (3, 2, 1), 256, 49152, ("x", "y", "m"), 64)
+    launch = lowbit.pylib.build.kernels.Launch("k", (3, 2, 1), 256, 49152, ("x", "y", "m"), 64)
     for schedule in (None, Schedule(tokens=16, stages=4)):
         for cubin in (None, b"\0\1"):
             artifact = Artifact(launch, schedule, ".version 8.0", cubin)
@@ -143,25 +143,25 @@ def test_artifact_files_are_complete() -> None:
 
 
 def test_emulator_has_no_cubin(pipeline: FakePipeline) -> None:
-    mm = pylib.compile(SPEC, "emulator:sm_80")
+    mm = lowbit.compile(SPEC, "emulator:sm_80")
     assert ".version" in mm.ptx
-    with pytest.raises(pylib.TargetError, match="emulator:sm_80 has no cubin"):
+    with pytest.raises(lowbit.TargetError, match="emulator:sm_80 has no cubin"):
         _ = mm.cubin
 
 
 def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
-    mm = pylib.compile(SPEC, "sm_90a")
+    mm = lowbit.compile(SPEC, "sm_90a")
     assert mm.ir("tile") == f"sm_90a {ONE}"
     assert mm.ir("tile", m=33) == "sm_90a 64"
     assert mm.ir("tile", m=384) == "sm_90a 256"  # launched for every 256 rows
     assert mm.ir("tile", m=385) == "sm_90a None"
-    with pytest.raises(pylib.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
+    with pytest.raises(lowbit.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
         mm.ir("asm")
 
 
 def test_emulator_gets_its_arguments(pipeline: FakePipeline) -> None:
     """The kernel of the fake writes the number of rows to the first element of y."""
-    mm = pylib.compile(SPEC, "emulator:sm_80")
+    mm = lowbit.compile(SPEC, "emulator:sm_80")
     w = mm.pack(torch.zeros(32, 128, dtype=torch.uint8), torch.ones(32, 2))
     assert [float(mm(torch.ones(m, 128).half(), w)[0, 0]) for m in (1, 3, 64)] == [1, 3, 64]
     assert float(mm.dequantize(w)[0, 0]) == 0
@@ -169,7 +169,7 @@ def test_emulator_gets_its_arguments(pipeline: FakePipeline) -> None:
 
 def test_dump(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOWBIT_DUMP", str(tmp_path / "new"))
-    pylib.compile(SPEC, "emulator:sm_80").kernel(200)
+    lowbit.compile(SPEC, "emulator:sm_80").kernel(200)
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     stem = "u4_32x128_sm_80"
     assert written.keys() == {f"{stem}_{k}.{s}" for k in (f"m{ONE}", "dequantize") for s in ("tile.mlir", "ptx")}
@@ -192,8 +192,8 @@ def test_target_of_a_machine_without_a_good_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert this_machine() == "cpu"
     _pretend_gpu(monkeypatch, (7, 5))
-    with pytest.raises(pylib.TargetError, match=r"is sm_75, but .* need sm_80 or later; use target='cpu'"):
-        pylib.compile(SPEC)
+    with pytest.raises(lowbit.TargetError, match=r"is sm_75, but .* need sm_80 or later; use target='cpu'"):
+        lowbit.compile(SPEC)
 
 
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -205,15 +205,15 @@ def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -
 
 def test_warm_compile_needs_no_compiler(pipeline: FakePipeline, repo: Path) -> None:
     """In a new process without MLIR, LLVM and the pipeline."""
-    pylib.compile(SPEC, "sm_90a")
+    lowbit.compile(SPEC, "sm_90a")
     program = f"""
 import sys
-import pylib
+import lowbit
 heavy = {{"torch_mlir", "mlir", "llvmlite"}}
 assert not {{"torch", "cuda", *heavy}} & sys.modules.keys(), "import pylib is not light"
-for name in (*heavy, "passes.pipeline"):
+for name in (*heavy, "lowbit.passes.pipeline"):
     sys.modules[name] = None
-assert pylib.compile({SPEC!r}, "sm_90a").cubin == b"cubin of sm_90a {ONE}"
+assert lowbit.compile({SPEC!r}, "sm_90a").cubin == b"cubin of sm_90a {ONE}"
 """
-    program = program.replace("MatmulSpec(", "pylib.MatmulSpec(")
+    program = program.replace("MatmulSpec(", "lowbit.MatmulSpec(")
     subprocess.run([sys.executable, "-c", program], check=True, cwd=repo)

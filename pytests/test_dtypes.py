@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dialect.dtypes import FP4_BNB, NF4, DType, all_names, dtype
-from dialect.errors import SpecError
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.dtypes import FP4_BNB, NF4, DType, all_names, dtype
 
 FLOATS = [name for name in all_names() if name.startswith("f") and "e" in name]
 OCP = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}

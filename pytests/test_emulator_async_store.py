@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from emulator_pipeline import CLUSTER, OUT, fails, kernel, run, start, wait
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
 
 STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{0}.{1} [%r16], {2}, [%r17];"
 

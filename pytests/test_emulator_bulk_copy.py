@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from emulator_pipeline import ARRIVE, CLUSTER, OUT, REMOTE, fails, kernel, run, start, wait
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
 
 FENCED = "fence.mbarrier_init.release.cluster; bar.sync 0;"
 EXPECT = "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {0};"

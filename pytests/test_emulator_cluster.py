@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from emulator_kernel import HEADER
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
 
 ALL = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 #: %r0 = tid, %r1 = ctaid.x, %r2 = rank, %r4 = smem + 4 tid, %r5 = 1000 ctaid.x + tid, %rd0 = p0 + 4 (ctaid.x 32 + tid)

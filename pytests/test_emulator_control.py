@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from emulator_kernel import kernel, run
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
 
 SMEM = ".shared .align 16 .b8 smem[4096];"
 #: %r0 = tid, %rd0 = p0 + 4 (ctaid * ntid + tid), %r9 = smem + 4 tid

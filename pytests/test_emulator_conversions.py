@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from emulator_kernel import apply
 
-from dialect.errors import EmulatorError
+from lowbit.dialect.errors import EmulatorError
 
 RNG = np.random.default_rng(3)
 HALVES = np.arange(2**16, dtype=np.uint16)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pylib.emulator import Emulator
+from lowbit.pylib.emulator import Emulator
 
 binding = pytest.importorskip("llvmlite.binding")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pylib.emulator import Emulator
-from pylib.tensor_map import TensorMap
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 pytest.importorskip("llvmlite.binding")
 from test_emulator_llvm import to_ptx

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from emulator_pipeline import ARRIVE, CLUSTER, OUT, REMOTE, START, fails, kernel, run, start, wait
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
 
 
 def passed(waits: str, write: str = "st.shared.b32 [%r4+-128], %r0;", arrive: str = ARRIVE.format("%r2")) -> str:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from emulator_kernel import HEADER, Array, kernel, run
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
 
 RNG = np.random.default_rng(4)
 #: %r0 = tid, %rd0 = p0 + 16 tid

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from emulator_kernel import HEADER, kernel, run
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
-from pylib.emulator.parser import parse
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.emulator.text.parser import parse
 
 LLVM = (
     HEADER

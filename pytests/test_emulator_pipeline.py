@@ -12,9 +12,9 @@ import pytest
 from emulator_kernel import HEADER
 from emulator_pipeline import wait
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
-from pylib.tensor_map import TensorMap
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 STEPS, STAGES, STAGE = 5, 3, 12288
 TENSOR = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from emulator_kernel import apply, kernel, run
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
 
 RNG = np.random.default_rng(6)
 

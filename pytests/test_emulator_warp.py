@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from emulator_kernel import apply, run
 
-from dialect.errors import EmulatorError
+from lowbit.dialect.errors import EmulatorError
 
 RNG = np.random.default_rng(5)
 

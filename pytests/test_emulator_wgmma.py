@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from emulator_kernel import kernel
 
-from dialect.errors import EmulatorError
-from pylib.emulator import Emulator
-from pylib.emulator.floats import FLOATS
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.emulator.isa.floats import FLOATS
 
 RNG = np.random.default_rng(15)
 

@@ -19,19 +19,19 @@ import pytest
 import torch
 from fake_pipeline import FakePipeline, pipeline
 
-import pylib
-from passes.schedule import Schedule
-from passes.target import parse_target
-from pylib import PackError, SpecError, TargetError, knobs
-from pylib.matmul import Matmul
-from pylib.reference import random_problem
+import lowbit
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.target import parse_target
+from lowbit.pylib import PackError, SpecError, TargetError, knobs
+from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.reference import random_problem
 
 __all__ = ["pipeline"]
 
-SPEC = pylib.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int")
+SPEC = lowbit.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int")
 PROBLEM = random_problem(SPEC, 3)
 
-MISTAKES: list[tuple[type[pylib.LowbitError], str, dict[str, Any]]] = [
+MISTAKES: list[tuple[type[lowbit.LowbitError], str, dict[str, Any]]] = [
     (SpecError, r"unknown weight format 'u9'; allowed: .*u1\.\.u8", {"weight": "u9"}),
     (SpecError, r"did you mean 'u4'\?", {"weight": "uint4"}),
     (SpecError, "weight=4 must be the name of a format", {"weight": 4}),
@@ -53,7 +53,7 @@ MISTAKES: list[tuple[type[pylib.LowbitError], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("error", "message", "change"), MISTAKES, ids=lambda v: str(v)[:40])
-def test_spec(error: type[pylib.LowbitError], message: str, change: dict[str, Any]) -> None:
+def test_spec(error: type[lowbit.LowbitError], message: str, change: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         replace(SPEC, **change)
 
@@ -79,8 +79,8 @@ def test_schedule_of_no_integers(change: dict[str, Any]) -> None:
     ],
 )
 def test_compile(message: str, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(pylib.LowbitError, match=message):
-        pylib.compile(*arguments)
+    with pytest.raises(lowbit.LowbitError, match=message):
+        lowbit.compile(*arguments)
 
 
 def _with(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
@@ -118,7 +118,7 @@ _, CODES, SCALES, ZEROS, _ = PROBLEM
     ],
 )
 def test_pack(message: str, change: dict[str, Any]) -> None:
-    mm = pylib.compile(SPEC, "cpu")
+    mm = lowbit.compile(SPEC, "cpu")
     good = {"codes": CODES, "scales": SCALES, "zeros": ZEROS, "bias": None}
     with pytest.raises(PackError, match=message):
         mm.pack(**(good | change))
@@ -145,8 +145,8 @@ X = PROBLEM[0]
         (TargetError, r"target cpu takes CPU tensors, not meta; use .cpu\(\)", X.to("meta")),
     ],
 )
-def test_x(error: type[pylib.LowbitError], message: str, x: Any) -> None:
-    mm = pylib.compile(SPEC, "cpu")
+def test_x(error: type[lowbit.LowbitError], message: str, x: Any) -> None:
+    mm = lowbit.compile(SPEC, "cpu")
     w = mm.pack(*PROBLEM[1:])
     before = mm(X, w)
     with pytest.raises(error, match=message):
@@ -161,9 +161,9 @@ def test_x(error: type[pylib.LowbitError], message: str, x: Any) -> None:
 )
 def test_packed_weight_of_another_spec(change: dict[str, Any]) -> None:
     """Even where the bytes have the same shape."""
-    mm = pylib.compile(SPEC, "cpu")
+    mm = lowbit.compile(SPEC, "cpu")
     other = replace(SPEC, **change)
-    w = pylib.compile(other, "cpu").pack(*random_problem(other, 1)[1:])
+    w = lowbit.compile(other, "cpu").pack(*random_problem(other, 1)[1:])
     for use in (lambda: mm(X, w), lambda: mm.dequantize(w)):
         with pytest.raises(PackError, match=r"the weight was packed for \(.*\), not for \(u4\[48, 256\]"):
             use()
@@ -171,7 +171,7 @@ def test_packed_weight_of_another_spec(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("w", [CODES, None, (CODES, SCALES)], ids=["tensor", "None", "tuple"])
 def test_weight_that_is_not_packed(w: Any) -> None:
-    mm = pylib.compile(SPEC, "cpu")
+    mm = lowbit.compile(SPEC, "cpu")
     for use in (lambda: mm(X, w), lambda: mm.dequantize(w)):
         with pytest.raises(PackError, match=f"must be a PackedWeight, not {type(w).__name__}; use pack"):
             use()
@@ -179,7 +179,7 @@ def test_weight_that_is_not_packed(w: Any) -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_functional_transforms(transform: str) -> None:
-    mm = pylib.compile(SPEC, "cpu")
+    mm = lowbit.compile(SPEC, "cpu")
     w = mm.pack(*PROBLEM[1:])
     transformed = getattr(torch.func, transform)(lambda x: mm(x, w).float().sum(-1 if transform == "vmap" else None))
     with pytest.raises(SpecError, match=r"torch.func's transforms \(grad, vmap\) do not go through a matmul"):
@@ -199,22 +199,22 @@ def test_functional_transforms(transform: str) -> None:
     ],
 )
 def test_saved_weight_that_is_damaged(message: str, change: dict[str, Any] | None) -> None:
-    saved: Any = pylib.compile(SPEC, "cpu").pack(*PROBLEM[1:]).state_dict()
+    saved: Any = lowbit.compile(SPEC, "cpu").pack(*PROBLEM[1:]).state_dict()
     with pytest.raises(PackError, match=message):
-        pylib.PackedWeight.from_state_dict(SPEC, None if change is None else saved | change)  # type: ignore[arg-type]
+        lowbit.PackedWeight.from_state_dict(SPEC, None if change is None else saved | change)  # type: ignore[arg-type]
     with pytest.raises(PackError, match="spec='u4' must be a MatmulSpec"):
-        pylib.PackedWeight.from_state_dict("u4", saved)  # type: ignore[arg-type]
+        lowbit.PackedWeight.from_state_dict("u4", saved)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("description", ["", "u4", "[]", '{"spec": {"n": 1}, "target": "cpu", "schedule": null}'])
 def test_operator_of_no_matmul(description: str) -> None:
-    w = pylib.compile(SPEC, "cpu").pack(*PROBLEM[1:])
+    w = lowbit.compile(SPEC, "cpu").pack(*PROBLEM[1:])
     with pytest.raises(SpecError, match="must be a Matmul's description"):
         torch.ops.lowbit.matmul(X, w.codes, w.scales, w.zeros, None, description)
 
 
 def test_weight_elsewhere() -> None:
-    mm = pylib.compile(SPEC, "cpu")
+    mm = lowbit.compile(SPEC, "cpu")
     w = mm.pack(*PROBLEM[1:])
     away = w.to("meta")
     for use in (lambda: mm(X, away), lambda: mm(X.to("meta"), away), lambda: mm.dequantize(away)):
@@ -225,7 +225,7 @@ def test_weight_elsewhere() -> None:
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
     """Compiling for a GPU works without one; calling says what is missing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    mm = pylib.compile(SPEC, "sm_90a")
+    mm = lowbit.compile(SPEC, "sm_90a")
     w = mm.pack(*PROBLEM[1:])
     message = "for sm_90a, but torch finds no CUDA device here; .* target='cpu', .* target='emulator:sm_90a'"
     uses: list[Callable[[], object]] = [lambda: mm(X, w), lambda: mm(X[:0], w), lambda: mm.dequantize(w)]
@@ -237,7 +237,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None
 
 def test_cpu_tensor_for_a_gpu_kernel(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    mm = pylib.compile(SPEC, "sm_86")
+    mm = lowbit.compile(SPEC, "sm_86")
     with pytest.raises(TargetError, match=r"a matmul for sm_86 takes CUDA tensors; use .cuda\(\)"):
         mm(X, mm.pack(*PROBLEM[1:]))
 
@@ -257,7 +257,7 @@ def test_cpu_tensor_for_a_gpu_kernel(monkeypatch: pytest.MonkeyPatch, pipeline: 
 def test_gpu_of_another_architecture(
     monkeypatch: pytest.MonkeyPatch, target: str, capability: tuple[int, int], fits: bool
 ) -> None:
-    from pylib.runtimes import check_device
+    from lowbit.pylib.runtime.runtimes import check_device
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
@@ -272,7 +272,7 @@ def test_gpu_of_another_architecture(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a driver")
 def test_no_driver() -> None:
-    from pylib.cuda import _driver
+    from lowbit.pylib.runtime.driver import _driver
 
     with pytest.raises(TargetError, match=r"no NVIDIA driver on this machine .*use target='cpu'"):
         _driver()
@@ -291,12 +291,12 @@ def test_missing_wheel(wheel: str, message: str, repo: Path) -> None:
     program = f"""
 import sys
 sys.modules["mlir"] = sys.modules["{wheel}"] = None
-import pylib
-spec = pylib.MatmulSpec(n=16, k=64, weight="u4")
+import lowbit
+spec = lowbit.MatmulSpec(n=16, k=64, weight="u4")
 for target in ("sm_80", "cpu"):
     try:
-        print(pylib.compile(spec, target))
-    except pylib.TargetError as error:
+        print(lowbit.compile(spec, target))
+    except lowbit.TargetError as error:
         print(error)
 """
     environment = os.environ | {"LOWBIT_NO_CACHE": "1", "PATH": "/nonexistent"}  # no ptxas
@@ -333,12 +333,12 @@ def test_dump_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_every_error_is_a_lowbit_error_and_a_value_error() -> None:
     names = ("SpecError", "PackError", "LayoutError", "PassError", "TargetError", "EmulatorError")
     for name in names:
-        assert issubclass(getattr(pylib, name), pylib.LowbitError)
-    assert issubclass(pylib.LowbitError, ValueError)
+        assert issubclass(getattr(lowbit, name), lowbit.LowbitError)
+    assert issubclass(lowbit.LowbitError, ValueError)
 
 
 def test_numpy_serves_where_it_can() -> None:
     """What is no mistake: NumPy arrays for the weight."""
-    mm = pylib.compile(SPEC, "cpu")
+    mm = lowbit.compile(SPEC, "cpu")
     arrays = [np.asarray(CODES), SCALES.numpy(), None if ZEROS is None else ZEROS.numpy()]
     assert torch.equal(mm(X, mm.pack(*arrays)), mm(X, mm.pack(*PROBLEM[1:])))

@@ -8,52 +8,52 @@ from dataclasses import replace
 import pytest
 import torch
 
-import pylib
-from dialect.dtypes import all_names, dtype
-from passes.plan import is_bare
-from pylib.cuda import Function
-from pylib.reference import agrees, matmul, random_problem, tolerance
-from pylib.trial import rounding
+import lowbit
+from lowbit.dialect.formats.dtypes import all_names, dtype
+from lowbit.passes.kernels.decode.plan import is_bare
+from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
+from lowbit.pylib.runtime.driver import Function
+from lowbit.pylib.tune.trial import rounding
 
 pytestmark = pytest.mark.gpu
 
-SPEC = pylib.MatmulSpec(n=272, k=1024, weight="u4", group_size=128, zeros="int")
-SMALL = pylib.MatmulSpec(n=48, k=256, weight="i6", bias=True)
+SPEC = lowbit.MatmulSpec(n=272, k=1024, weight="u4", group_size=128, zeros="int")
+SMALL = lowbit.MatmulSpec(n=48, k=256, weight="i6", bias=True)
 TABLE = tuple((i - 7.3) * abs(i - 7.3) for i in range(16))
 
 
-def _specs() -> list[pylib.MatmulSpec]:
+def _specs() -> list[lowbit.MatmulSpec]:
     """Every format, and for some every option."""
     base = {"n": 272, "k": 1024, "group_size": 128}
-    specs = [pylib.MatmulSpec(weight=name, **base) for name in all_names()]
-    specs += [pylib.MatmulSpec(weight="lut4", table=TABLE, **base)]
+    specs = [lowbit.MatmulSpec(weight=name, **base) for name in all_names()]
+    specs += [lowbit.MatmulSpec(weight="lut4", table=TABLE, **base)]
     for weight in ("u4", "i3", "f6e3m2", "nf4"):
         specs += [
-            pylib.MatmulSpec(weight=weight, act="bf16", scale="bf16", bias=True, **base),
-            pylib.MatmulSpec(weight=weight, out="f32", zeros="float", scale="f32", **base),
-            pylib.MatmulSpec(weight=weight, out="bf16", bias=True, n=257, k=1056, group_size=32),
-            pylib.MatmulSpec(weight=weight, n=100, k=1000, group_size=100),
-            pylib.MatmulSpec(weight=weight, n=64, k=2048, scale="e8m0", group_size=32),
-            pylib.MatmulSpec(weight=weight, n=64, k=2048, scale="e4m3", group_size=16),
-            pylib.MatmulSpec(weight=weight, n=64, k=2048),
+            lowbit.MatmulSpec(weight=weight, act="bf16", scale="bf16", bias=True, **base),
+            lowbit.MatmulSpec(weight=weight, out="f32", zeros="float", scale="f32", **base),
+            lowbit.MatmulSpec(weight=weight, out="bf16", bias=True, n=257, k=1056, group_size=32),
+            lowbit.MatmulSpec(weight=weight, n=100, k=1000, group_size=100),
+            lowbit.MatmulSpec(weight=weight, n=64, k=2048, scale="e8m0", group_size=32),
+            lowbit.MatmulSpec(weight=weight, n=64, k=2048, scale="e4m3", group_size=16),
+            lowbit.MatmulSpec(weight=weight, n=64, k=2048),
         ]
         if dtype(weight).kind in ("uint", "int"):
-            specs.append(pylib.MatmulSpec(weight=weight, zeros="int", **base))
+            specs.append(lowbit.MatmulSpec(weight=weight, zeros="int", **base))
     return specs
 
 
 def _make(
-    spec: pylib.MatmulSpec = SPEC, m: int = 4
-) -> tuple[torch.Tensor, pylib.Matmul, pylib.PackedWeight]:
+    spec: lowbit.MatmulSpec = SPEC, m: int = 4
+) -> tuple[torch.Tensor, lowbit.Matmul, lowbit.PackedWeight]:
     x, *weight = random_problem(spec, m)
-    mm = pylib.compile(spec)
+    mm = lowbit.compile(spec)
     return x.cuda(), mm, mm.pack(*weight).to("cuda")
 
 
 @pytest.mark.parametrize("spec", _specs(), ids=str)
-def test_numbers(spec: pylib.MatmulSpec) -> None:
+def test_numbers(spec: lowbit.MatmulSpec) -> None:
     x, *weight = random_problem(spec, 400)
-    mm = pylib.compile(spec)
+    mm = lowbit.compile(spec)
     w = mm.pack(*weight).to("cuda")
     expected = matmul(spec, x, *weight)
     for m in (1, 8, 16, 33, 64, 128, 150, 200, 400):
@@ -69,14 +69,14 @@ def test_numbers(spec: pylib.MatmulSpec) -> None:
 @pytest.mark.parametrize("row_blocks", [1, 4, 8])
 def test_one_token_in_integers(weight: str, act: str, zeros: str, row_blocks: int) -> None:
     """Next to float64, and next to the same with f16: as fine, with an x far larger than others."""
-    spec = pylib.MatmulSpec(2000, 4096, weight, group_size=256, act=act, zeros=zeros, out="f32")  # type: ignore[arg-type]
+    spec = lowbit.MatmulSpec(2000, 4096, weight, group_size=256, act=act, zeros=zeros, out="f32")  # type: ignore[arg-type]
     x, *weights = random_problem(spec, 1)
     x[0, 7] = 2000.0
-    schedule = pylib.Schedule(tokens=1, row_blocks=row_blocks, warps_k=4, step_k=256, stages=2, digits=1)
-    mm = pylib.compile(spec, schedule=schedule)
+    schedule = lowbit.Schedule(tokens=1, row_blocks=row_blocks, warps_k=4, step_k=256, stages=2, digits=1)
+    mm = lowbit.compile(spec, schedule=schedule)
     y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
     assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
-    other = pylib.compile(spec, schedule=replace(schedule, digits=0))
+    other = lowbit.compile(spec, schedule=replace(schedule, digits=0))
     with_reals = other(x.cuda(), other.pack(*weights).to("cuda"))
     exact = matmul(spec, x, *weights)
     off, off_with_reals = (abs(each.double().cpu().numpy() - exact).max() for each in (y, with_reals))
@@ -85,7 +85,7 @@ def test_one_token_in_integers(weight: str, act: str, zeros: str, row_blocks: in
 
 def test_packing_on_the_gpu_gives_the_same_weight() -> None:
     x, *weight = random_problem(SPEC, 4)
-    mm = pylib.compile(SPEC)
+    mm = lowbit.compile(SPEC)
     there = mm.pack(*(None if t is None else t.cuda() for t in weight))
     here = mm.pack(*weight)
     assert torch.equal(there.codes.cpu(), here.codes) and torch.equal(there.scales.cpu(), here.scales)
@@ -100,7 +100,7 @@ def test_a_weight_that_was_just_written() -> None:
         codes = torch.full_like(w.codes, -1)
         torch.cuda._sleep(200_000)
         codes.copy_(w.codes)
-        assert torch.equal(mm(x, pylib.PackedWeight(w.spec, codes, w.scales, w.zeros)), expected)
+        assert torch.equal(mm(x, lowbit.PackedWeight(w.spec, codes, w.scales, w.zeros)), expected)
 
 
 @pytest.mark.parametrize("wgmma", [0, 1])
@@ -109,10 +109,10 @@ def test_resident_weights_in_a_chain(splits: int, least_blocks: int, wgmma: int)
     """Kernels that share multiprocessors, each with the result of the one before as its x."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("clusters and wgmma need sm_90a")
-    spec = pylib.MatmulSpec(2048, 2048, "u4", group_size=128, zeros="int")
-    schedule = pylib.Schedule(8, 1, 4, 2, 256, 1, splits, splits, wgmma, resident=1, least_blocks=least_blocks)
+    spec = lowbit.MatmulSpec(2048, 2048, "u4", group_size=128, zeros="int")
+    schedule = lowbit.Schedule(8, 1, 4, 2, 256, 1, splits, splits, wgmma, resident=1, least_blocks=least_blocks)
     x = random_problem(spec, 8)[0]
-    kernels = [pylib.compile(spec, schedule=chosen) for chosen in (None, schedule)]
+    kernels = [lowbit.compile(spec, schedule=chosen) for chosen in (None, schedule)]
     weights = [kernels[0].pack(*random_problem(spec, 8, seed=i)[1:]).to("cuda") for i in range(5)]
     chains = []
     for mm in kernels:
@@ -131,11 +131,11 @@ def test_codes_as_they_are(schedule: tuple[int, ...], weight: str, zeros: str) -
     """Tensor cores multiply subnormals, with mma and with wgmma."""
     if schedule[0] > 8 and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("wgmma needs sm_90a")
-    spec = pylib.MatmulSpec(2000, 2048, weight, group_size=256, zeros=zeros, out="f32")  # type: ignore[arg-type]
+    spec = lowbit.MatmulSpec(2000, 2048, weight, group_size=256, zeros=zeros, out="f32")  # type: ignore[arg-type]
     x, *weights = random_problem(spec, schedule[0])
-    chosen = pylib.Schedule(*schedule, step_k=256, stages=2, wgmma=int(schedule[0] > 8))
+    chosen = lowbit.Schedule(*schedule, step_k=256, stages=2, wgmma=int(schedule[0] > 8))
     chosen = chosen if is_bare(spec, chosen) else replace(chosen, bare=1)
-    mm = pylib.compile(spec, schedule=chosen)
+    mm = lowbit.compile(spec, schedule=chosen)
     y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
     assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
 
@@ -146,19 +146,21 @@ def test_warps_that_drift_apart(schedule: tuple[int, ...], late: int) -> None:
     """Many rounds, without a barrier among the warps that share x."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("wgmma needs sm_90a")
-    spec = pylib.MatmulSpec(2000, 8192, "u4", group_size=128)
+    spec = lowbit.MatmulSpec(2000, 8192, "u4", group_size=128)
     tokens, warps_n, warps_k, step = schedule
     x, *weights = random_problem(spec, tokens)
-    chosen = pylib.Schedule(tokens, 1, warps_n, warps_k, step, stages=2, wgmma=1, late=late)
-    mm = pylib.compile(spec, schedule=chosen)
+    chosen = lowbit.Schedule(tokens, 1, warps_n, warps_k, step, stages=2, wgmma=1, late=late)
+    mm = lowbit.compile(spec, schedule=chosen)
     w, on_gpu = mm.pack(*weights).to("cuda"), x.cuda()
     bound = tolerance(spec, x, *weights, **rounding(mm, tokens))
     assert agrees(mm(on_gpu, w), matmul(spec, x, *weights), bound).all()
     assert all(torch.equal(mm(on_gpu, w), mm(on_gpu, w)) for _ in range(50))
 
 
-@pytest.mark.parametrize("spec", [pylib.MatmulSpec(1020, 1020, "i4"), pylib.MatmulSpec(960, 960, "i4", group_size=24)])
-def test_an_x_that_was_just_written(spec: pylib.MatmulSpec) -> None:
+@pytest.mark.parametrize(
+    "spec", [lowbit.MatmulSpec(1020, 1020, "i4"), lowbit.MatmulSpec(960, 960, "i4", group_size=24)]
+)
+def test_an_x_that_was_just_written(spec: lowbit.MatmulSpec) -> None:
     """Where x is not copied in 16-byte pieces, too, it is read after the kernel before has written it."""
     x, mm, w = _make(spec, 8)
 
@@ -198,9 +200,9 @@ def test_graph(m: int, warm: bool) -> None:
     """Captured even at the first call, when kernels have to be loaded; two graphs and eager calls mix."""
     x, mm, w = _make(m=m)
     if not warm:
-        mm = pylib.Matmul(mm.spec, mm.target, None)
+        mm = lowbit.Matmul(mm.spec, mm.target, None)
     given = [x * 2.0**-i for i in range(3)]
-    expected = [pylib.compile(SPEC)(each, w) for each in given]
+    expected = [lowbit.compile(SPEC)(each, w) for each in given]
     static = torch.zeros_like(x)
     graphs, results = [torch.cuda.CUDAGraph() for _ in range(2)], []
     for graph in graphs:
@@ -276,17 +278,17 @@ def test_opcheck() -> None:
 
 def test_wrong_device_is_an_error() -> None:
     x, mm, w = _make()
-    with pytest.raises(pylib.TargetError, match="x is on cpu, but the weight is on cuda:0"):
+    with pytest.raises(lowbit.TargetError, match="x is on cpu, but the weight is on cuda:0"):
         mm(x.cpu(), w)
-    with pytest.raises(pylib.TargetError, match="takes CUDA tensors"):
+    with pytest.raises(lowbit.TargetError, match="takes CUDA tensors"):
         mm(x.cpu(), w.to("cpu"))
-    with pytest.raises(pylib.TargetError, match="target cpu takes CPU tensors, not cuda:0"):
-        pylib.compile(SPEC, "cpu")(x, w)
+    with pytest.raises(lowbit.TargetError, match="target cpu takes CPU tensors, not cuda:0"):
+        lowbit.compile(SPEC, "cpu")(x, w)
 
 
 def test_driver_errors_have_names() -> None:
-    kernel = pylib.compile(SPEC).kernel(1)
-    with pytest.raises(pylib.TargetError, match=r"cuLibrary\w+: CUDA_ERROR_\w+ \(.+\)"):
+    kernel = lowbit.compile(SPEC).kernel(1)
+    with pytest.raises(lowbit.TargetError, match=r"cuLibrary\w+: CUDA_ERROR_\w+ \(.+\)"):
         Function(b"no cubin" + bytes(64), kernel.launch, 0, overlap=False)
 
 
@@ -303,5 +305,5 @@ def test_second_device() -> None:
         assert torch.equal(mm(x, w), expected)
         assert torch.equal(mm(x1, w1).to("cuda:0"), expected)
     assert torch.equal(mm.dequantize(w1).to("cuda:0"), mm.dequantize(w))
-    with pytest.raises(pylib.TargetError, match="x is on cuda:1, but the weight is on cuda:0"):
+    with pytest.raises(lowbit.TargetError, match="x is on cuda:1, but the weight is on cuda:0"):
         mm(x1, w)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dialect.irdl_export import irdl_text
-from dialect.spec import MatmulSpec
-from dialect.types import Lowbit
-from passes.pipeline import compile_matmul
-from passes.target import parse_target
+from lowbit.dialect.irdl_export import irdl_text
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.types import Lowbit
+from lowbit.passes.pipeline import compile_matmul
+from lowbit.passes.target import parse_target
 
 TOOLS = ("mlir-opt", "heir-opt", "iree-opt", "torch-mlir-opt")
 """mlir-opt and its like; on PyPI in heir-py, iree-base-compiler and torch-mlir."""

@@ -27,19 +27,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recipes import table
 
-import pylib
-from dialect.dtypes import all_names
-from dialect.errors import EmulatorError, SpecError
-from dialect.spec import MatmulSpec
-from passes.pipeline import compile_dequantize, compile_matmul, compile_program
-from passes.plan import Plan, is_bare
-from passes.schedule import Schedule
-from passes.schedule_check import check_schedule
-from passes.skinny import skinny
-from passes.target import parse_target
-from pylib.packed import TORCH
-from pylib.reference import agrees, matmul, random_problem, tolerance
-from pylib.trial import rounding
+import lowbit
+from lowbit.dialect.errors import EmulatorError, SpecError
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.kernel import skinny
+from lowbit.passes.kernels.decode.plan import Plan, is_bare
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.pipeline import compile_dequantize, compile_matmul, compile_program
+from lowbit.passes.scheduling.legality import check_schedule
+from lowbit.passes.target import parse_target
+from lowbit.pylib.packed import TORCH
+from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
+from lowbit.pylib.tune.trial import rounding
 
 TARGETS = ("sm_80", "sm_90a")
 TOKENS = (8, 16, 32, 64, 128, 256)  # that a schedule can be for
@@ -482,7 +482,7 @@ def test_number_of_tokens(m: int, target: str) -> None:
     """`compile` picks the kernel; above three of the widest tile dequantizes and multiplies."""
     spec = MatmulSpec(n=24, k=160, weight="u4", group_size=32, zeros="int", bias=True)
     x, *weight = problem = random_problem(spec, m, seed=3)
-    mm = pylib.compile(spec, f"emulator:{target}")
+    mm = lowbit.compile(spec, f"emulator:{target}")
     y = mm(x, mm.pack(*weight))
     assert y.shape == (m, spec.n) and y.dtype == torch.float16
     bound = tolerance(spec, *problem, **rounding(mm, m))

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dialect import layout as fragments
-from dialect.errors import LayoutError, LowbitError
-from dialect.layout import Layout, column_local, column_spatial, local, replicated, spatial
+from lowbit.dialect.errors import LayoutError, LowbitError
+from lowbit.dialect.layouts import layout as fragments
+from lowbit.dialect.layouts.layout import Layout, column_local, column_spatial, local, replicated, spatial
 
 RAW = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 

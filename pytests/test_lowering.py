@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dialect.dtypes import dtype
-from dialect.layout import (
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.layouts.layout import (
     MMA_M16N8_D,
     MMA_M16N8K16_A,
     MMA_M16N8K16_B_NK,
@@ -23,13 +24,12 @@ from dialect.layout import (
     replicated,
     spatial,
 )
-from dialect.packing import Packing
-from dialect.spec import MatmulSpec
-from passes.builder import Memory, Program
-from passes.pipeline import compile_program
-from passes.target import parse_target
-from pylib.emulator import Emulator, EmulatorError
-from pylib.packed import pack
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Memory, Program
+from lowbit.passes.pipeline import compile_program
+from lowbit.passes.target import parse_target
+from lowbit.pylib.emulator import Emulator, EmulatorError
+from lowbit.pylib.packed import pack
 
 Array = np.ndarray[Any, Any]
 Body = Callable[[Program], None]

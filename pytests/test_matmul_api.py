@@ -9,19 +9,19 @@ import threading
 import pytest
 import torch
 
-import pylib
-from pylib.reference import agrees, matmul, random_problem, tolerance
-from pylib.trial import rounding
+import lowbit
+from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
+from lowbit.pylib.tune.trial import rounding
 
 # Targets that run on any machine.
 TARGETS = ["cpu", "emulator:sm_90a", "emulator:sm_80"]
 
-SPEC = pylib.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int")
+SPEC = lowbit.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int")
 SPECS = [
     SPEC,
-    pylib.MatmulSpec(n=40, k=256, weight="i3", bias=True, out="f32"),
-    pylib.MatmulSpec(n=32, k=192, weight="f6e3m2", group_size=32, scale="e8m0", act="bf16", out="f16"),
-    pylib.MatmulSpec(n=17, k=128, weight="nf4", group_size=64, zeros="float", bias=True),
+    lowbit.MatmulSpec(n=40, k=256, weight="i3", bias=True, out="f32"),
+    lowbit.MatmulSpec(n=32, k=192, weight="f6e3m2", group_size=32, scale="e8m0", act="bf16", out="f16"),
+    lowbit.MatmulSpec(n=17, k=128, weight="nf4", group_size=64, zeros="float", bias=True),
 ]
 
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -34,9 +34,9 @@ def target(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("m", [1, 3, 8, 9, 33, 64, 70, 200])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_numbers(spec: pylib.MatmulSpec, target: str, m: int) -> None:
+def test_numbers(spec: lowbit.MatmulSpec, target: str, m: int) -> None:
     x, *weight = random_problem(spec, m, seed=m)
-    mm = pylib.compile(spec, target)
+    mm = lowbit.compile(spec, target)
     y = mm(x, mm.pack(*weight))
     assert y.shape == (m, spec.n) and y.dtype == TORCH[spec.out_dtype] and y.is_contiguous()
     expected = matmul(spec, x, *weight)
@@ -45,10 +45,10 @@ def test_numbers(spec: pylib.MatmulSpec, target: str, m: int) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_dequantize_gives_the_weight(spec: pylib.MatmulSpec, target: str) -> None:
+def test_dequantize_gives_the_weight(spec: lowbit.MatmulSpec, target: str) -> None:
     """Multiplied by unit vectors, the weight comes out column by column."""
     _, codes, scales, zeros, bias = random_problem(spec, 1)
-    mm = pylib.compile(spec, target)
+    mm = lowbit.compile(spec, target)
     w = mm.dequantize(mm.pack(codes, scales, zeros, bias))
     assert w.shape == (spec.n, spec.k) and w.dtype == TORCH[spec.act]
     unit = torch.eye(spec.k).to(TORCH[spec.act])
@@ -59,7 +59,7 @@ def test_dequantize_gives_the_weight(spec: pylib.MatmulSpec, target: str) -> Non
 @pytest.mark.parametrize("shape", [(256,), (0, 256), (3, 0, 256), (1, 256), (2, 3, 256), (2, 1, 3, 256)])
 def test_leading_dimensions(target: str, shape: tuple[int, ...]) -> None:
     x, *weight = random_problem(SPEC, 6)
-    mm = pylib.compile(SPEC, target)
+    mm = lowbit.compile(SPEC, target)
     w = mm.pack(*weight)
     x = x[: max(1, torch.Size(shape[:-1]).numel())].reshape(-1)[: torch.Size(shape).numel()].view(shape)
     y = mm(x, w)
@@ -71,7 +71,7 @@ def test_leading_dimensions(target: str, shape: tuple[int, ...]) -> None:
 def test_strides_and_alignment(target: str) -> None:
     """x is read as it lies: transposed, every other row or column, repeated, off by two bytes."""
     x, *weight = random_problem(SPEC, 4)
-    mm = pylib.compile(SPEC, target)
+    mm = lowbit.compile(SPEC, target)
     w = mm.pack(*weight)
     expected = mm(x, w)
     shifted = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(4, SPEC.k)
@@ -84,7 +84,7 @@ def test_strides_and_alignment(target: str) -> None:
 
 def test_x_is_left_alone_and_results_are_fresh(target: str) -> None:
     x, *weight = random_problem(SPEC, 2)
-    mm = pylib.compile(SPEC, target)
+    mm = lowbit.compile(SPEC, target)
     w = mm.pack(*weight)
     before = x.clone()
     first, second = mm(x, w), mm(x, w)
@@ -94,7 +94,7 @@ def test_x_is_left_alone_and_results_are_fresh(target: str) -> None:
 
 def test_no_gradient(target: str) -> None:
     x, *weight = random_problem(SPEC, 2)
-    mm = pylib.compile(SPEC, target)
+    mm = lowbit.compile(SPEC, target)
     w = mm.pack(*weight)
     for given in (x.clone().requires_grad_(), torch.nn.Parameter(x)):
         y = mm(given, w)
@@ -103,9 +103,9 @@ def test_no_gradient(target: str) -> None:
 
 def test_one_weight_serves_every_spec_that_equals_its_own(target: str) -> None:
     x, *weight = random_problem(SPEC, 2)
-    mm = pylib.compile(SPEC, target)
-    w = pylib.PackedWeight.from_state_dict(
-        pylib.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int"), mm.pack(*weight).state_dict()
+    mm = lowbit.compile(SPEC, target)
+    w = lowbit.PackedWeight.from_state_dict(
+        lowbit.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int"), mm.pack(*weight).state_dict()
     )
     assert w.spec is not SPEC
     assert torch.equal(mm(x, w), mm(x, mm.pack(*weight)))
@@ -113,7 +113,7 @@ def test_one_weight_serves_every_spec_that_equals_its_own(target: str) -> None:
 
 def test_threads(target: str) -> None:
     """Calls from several threads at once do not disturb each other."""
-    mm = pylib.compile(SPEC, target)
+    mm = lowbit.compile(SPEC, target)
     x, *weight = random_problem(SPEC, 4)
     w = mm.pack(*weight)
     scaled = [x * 2.0**-i for i in range(4)]
@@ -133,7 +133,7 @@ def test_threads(target: str) -> None:
 
 def test_a_model_can_be_copied_and_saved(target: str) -> None:
     x, *weight = random_problem(SPEC, 3)
-    mm = pylib.compile(SPEC, target)
+    mm = lowbit.compile(SPEC, target)
     model = {"mm": mm, "w": mm.pack(*weight)}
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other["mm"] is mm and other["w"] is not model["w"]
@@ -141,6 +141,6 @@ def test_a_model_can_be_copied_and_saved(target: str) -> None:
 
 
 def test_ir_of_the_cpu() -> None:
-    mm = pylib.compile(SPEC, "cpu")
+    mm = lowbit.compile(SPEC, "cpu")
     assert mm.schedule is None
     assert "llvm.func" in mm.ir("llvm") and "define" in mm.ir("ll") and "ret" in mm.ir("asm")

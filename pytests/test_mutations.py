@@ -15,21 +15,24 @@ import pytest
 import torch
 from emulated import Problem, exhaustive_problem, matmul_is_right, run_matmul
 
-from dialect.bindings import arith, nvvm
-from dialect.errors import EmulatorError
-from dialect.packing import Packing
-from dialect.spec import MatmulSpec
-from passes import emit, lower_dequant, lower_memory, lower_mma, lower_table, lower_tiles, recipes
-from passes.addressing import Access
-from passes.builder import Program
-from passes.factors import Factors
-from passes.lower_tiles import _Lowering
-from passes.pipeline import CompiledKernel, compile_matmul
-from passes.plan import Plan
-from passes.schedule import Schedule
-from passes.target import parse_target
-from pylib.packed import TORCH
-from pylib.reference import matmul
+from lowbit.dialect.bindings import arith, nvvm
+from lowbit.dialect.errors import EmulatorError
+from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
+from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.scales_zeros import Factors
+from lowbit.passes.lowering import emit, lower_dequant, lower_tiles, recipes
+from lowbit.passes.lowering import memory as lower_memory
+from lowbit.passes.lowering import mma as lower_mma
+from lowbit.passes.lowering import tables as lower_table
+from lowbit.passes.lowering.addressing import Access
+from lowbit.passes.lowering.lower_tiles import _Lowering
+from lowbit.passes.pipeline import CompiledKernel, compile_matmul
+from lowbit.passes.target import parse_target
+from lowbit.pylib.packed import TORCH
+from lowbit.pylib.reference import matmul
 
 Wrap = Callable[[Any], Any]  # from the right function to the wrong one
 

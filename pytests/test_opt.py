@@ -8,14 +8,14 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from dialect.bindings import ir
-from dialect.errors import PassError
-from passes import opt
-from passes.diagnostics import Diagnostic, expectations, mismatches
-from passes.pass_options import from_text, options
-from passes.pipeline import PASSES
-from passes.schedule import Schedule
-from passes.target import Target, parse_target
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.errors import PassError
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.opt import main as opt
+from lowbit.passes.opt.diagnostics import Diagnostic, expectations, mismatches
+from lowbit.passes.opt.options import from_text, options
+from lowbit.passes.pipeline import PASSES
+from lowbit.passes.target import Target, parse_target
 
 ADD_ZERO = """\
 func.func @f(%x: i32) -> i32 {

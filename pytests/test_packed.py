@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dialect.dtypes import all_names
-from dialect.errors import PackError
-from dialect.packing import run_of
-from dialect.spec import MatmulSpec
-from pylib import memory_order
-from pylib.packed import PackedWeight, pack
-from pylib.reference import random_problem
+from lowbit.dialect.errors import PackError
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.formats.packing import run_of
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib import memory_order
+from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.reference import random_problem
 
 INTEGERS = [f"{sign}{bits}" for sign in "ui" for bits in range(1, 9)]
 
@@ -362,7 +362,7 @@ def test_errors_name_the_culprit(changes: dict[str, Any], arguments: dict[str, A
 
 
 def test_the_first_culprit_is_named_with_its_row_in_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pylib.packed.CHECKED", 64)
+    monkeypatch.setattr("lowbit.pylib.packed.CHECKED", 64)
     codes = changed(changed(CODES, (18, 0), 99), (19, 0), 77)
     with pytest.raises(PackError, match=r"codes\[18, 0\] = 99"):
         pack(MatmulSpec(20, 64, "u4"), codes, torch.ones(20))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dialect.packing import BLOCK_K, UNIT_BYTES, Packing, Piece, round_up, run_of
+from lowbit.dialect.formats.packing import BLOCK_K, UNIT_BYTES, Packing, Piece, round_up, run_of
 
 BITS = range(1, 9)
 

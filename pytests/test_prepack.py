@@ -1,4 +1,4 @@
-"""The prepack kernel against pack in torch: one memory order, by two ways that share only `dialect.packing`."""
+"""The prepack kernel against pack in torch: one memory order, by two ways that share only `dialect.formats.packing`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from dialect.dtypes import all_names
-from dialect.spec import MatmulSpec
-from passes.pipeline import compile_prepack
-from passes.target import parse_target
-from pylib.emulator import Emulator
-from pylib.memory_order import pack_codes, unpack_codes
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.pipeline import compile_prepack
+from lowbit.passes.target import parse_target
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.memory_order import pack_codes, unpack_codes
 
 TARGET = parse_target("emulator:sm_80")
 

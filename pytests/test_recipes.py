@@ -13,19 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from dialect import ops
-from dialect.bindings import arith, gpu, ir, llvm, new_context
-from dialect.decode_table import DecodeTable
-from dialect.dtypes import DType, all_names, dtype
-from dialect.packing import Piece, run_of
-from dialect.shared_memory import BANKS, wavefronts
-from dialect.types import format_attr
-from passes import emit
-from passes.emit_ptx import emit_ptx, translate
-from passes.lower_dequant import LowerDequant
-from passes.lower_table import words as table_words
-from passes.lower_to_llvm import LowerToLLVM
-from passes.recipes import (
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import arith, gpu, ir, llvm, new_context
+from lowbit.dialect.formats.decode_table import DecodeTable
+from lowbit.dialect.formats.dtypes import DType, all_names, dtype
+from lowbit.dialect.formats.packing import Piece, run_of
+from lowbit.dialect.layouts.shared_memory import BANKS, wavefronts
+from lowbit.dialect.types import format_attr
+from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
+from lowbit.passes.codegen.ptx import emit_ptx, translate
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering.lower_dequant import LowerDequant
+from lowbit.passes.lowering.recipes import (
     REALS,
     bare_exponents,
     bare_lows,
@@ -36,9 +35,10 @@ from passes.recipes import (
     magic,
     place,
 )
-from passes.target import parse_target
-from pylib.emulator import Emulator
-from pylib.packed import TORCH
+from lowbit.passes.lowering.tables import words as table_words
+from lowbit.passes.target import parse_target
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.packed import TORCH
 
 THREADS = 1024
 TARGETS = ("sm_80", "sm_90a")

@@ -11,11 +11,11 @@ from itertools import product
 
 import pytest
 
-from dialect.spec import MatmulSpec
-from passes.emit_cubin import resource_usage
-from passes.pipeline import CompiledKernel, compile_matmul
-from passes.schedule import Schedule
-from passes.target import parse_target
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.pipeline import CompiledKernel, compile_matmul
+from lowbit.passes.target import parse_target
 
 # What decoding is made of: operations on bits and on pairs of 16-bit reals, and lookups in tables. A few percent are
 # the arithmetic of addresses.

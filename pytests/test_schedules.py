@@ -12,20 +12,21 @@ from pathlib import Path
 import pytest
 from fake_pipeline import FakePipeline, pipeline
 
-import pylib
-from dialect.errors import SpecError
-from dialect.spec import MatmulSpec
-from passes import schedule_choice
-from passes.cost_model import predict, registers, spills
-from passes.plan import Plan
-from passes.schedule import Schedule
-from passes.schedule_check import check_schedule, shared_bytes
-from passes.schedule_choice import TOKEN_TILES, choose, default_schedule, schedule_for, token_tiles
-from passes.schedule_tables import Entry, Key, Table, merge, parse_table, read_table, shipped_tables
-from passes.target import parse_target
-from pylib import knobs, schedules
-from pylib.matmul import Matmul
-from pylib.search_space import all_schedules
+import lowbit
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.scheduling import choice as schedule_choice
+from lowbit.passes.scheduling.choice import TOKEN_TILES, choose, default_schedule, schedule_for, token_tiles
+from lowbit.passes.scheduling.cost_model import predict, registers, spills
+from lowbit.passes.scheduling.legality import check_schedule, shared_bytes
+from lowbit.passes.scheduling.tables import Entry, Key, Table, merge, parse_table, read_table, shipped_tables
+from lowbit.passes.target import parse_target
+from lowbit.pylib import knobs
+from lowbit.pylib.build import user_tables as schedules
+from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.tune.search_space import all_schedules
 
 __all__ = ["pipeline"]
 
@@ -218,7 +219,7 @@ def test_the_choice_takes_no_time() -> None:
 def test_the_choice_needs_neither_compiler_nor_torch(repo: Path) -> None:
     code = (
         "import sys; from dialect.spec import MatmulSpec; from passes.target import parse_target\n"
-        "from passes.schedule_choice import schedule_for\n"
+        "from lowbit.passes.scheduling.choice import schedule_for\n"
         f"print(schedule_for({SPEC!r}, 1, parse_target('sm_90a')))\n"
         "print([m for m in ('torch_mlir', 'mlir', 'llvmlite', 'torch') if m in sys.modules])"
     )
@@ -283,8 +284,8 @@ def test_clusters_of_four_leave_multiprocessors_out() -> None:
     ],
 )
 def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
-    from passes.emit_cubin import resource_usage
-    from passes.pipeline import compile_matmul
+    from lowbit.passes.codegen.cubin import resource_usage
+    from lowbit.passes.pipeline import compile_matmul
 
     spec = replace(SPEC, k=4096 if s.resident else 8192)
     used = resource_usage(compile_matmul(spec, HOPPER, s).ptx, HOPPER)
@@ -362,7 +363,7 @@ LOOKUPS = (replace(SPEC, weight="nf4"), replace(SPEC, weight="lut6", table=tuple
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, weight="u3", group_size=32, zeros="int"), NEAR["rows"], *LOOKUPS])
 @pytest.mark.parametrize("tile", [1, 16])
 def test_shared_memory_is_what_the_kernel_takes(spec: MatmulSpec, tile: int) -> None:
-    from passes.pipeline import compile_matmul
+    from lowbit.passes.pipeline import compile_matmul
 
     kernel = compile_matmul(spec, HOPPER, tokens=tile)
     chosen = schedule_for(spec, tile, HOPPER)
@@ -387,7 +388,7 @@ HOPPERS = {
 @pytest.mark.parametrize("schedule", HOPPERS)
 @pytest.mark.parametrize("spec", [SPEC, NEAR["rows"], replace(SPEC, zeros="int", scale="e4m3"), LOOKUPS[0]])
 def test_shared_memory_of_clusters_and_wgmma(spec: MatmulSpec, schedule: str) -> None:
-    from passes.pipeline import compile_matmul
+    from lowbit.passes.pipeline import compile_matmul
 
     s = HOPPERS[schedule]
     check_schedule(spec, s, HOPPER)
@@ -488,7 +489,7 @@ def test_resident_and_overlap_where_they_do_not_fit(message: str, spec: MatmulSp
 
 def test_user_tables(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken at once; a new entry makes a new kernel where it is the one in question, and only there."""
-    monkeypatch.setattr("pylib.matmul._compile", Matmul)
+    monkeypatch.setattr("lowbit.pylib.matmul._compile", Matmul)
     file = schedules.user_file("NVIDIA H200")
     assert file == knobs.cache_dir() / "schedules" / "nvidia_h200.json"
     file.parent.mkdir()
@@ -497,7 +498,7 @@ def test_user_tables(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) ->
         file.with_suffix(".tmp").write_text(table(*entries).to_text())
         file.with_suffix(".tmp").replace(file)
         pipeline.compiled.clear()
-        return pylib.compile(SPEC, "sm_90a").kernel(16).schedule
+        return lowbit.compile(SPEC, "sm_90a").kernel(16).schedule
 
     other, far = replace(ODD, stages=4), replace(SPEC, n=64)
     assert compiled(entry(far, ODD)) == schedule_for(SPEC, 16, HOPPER) != ODD
@@ -507,7 +508,7 @@ def test_user_tables(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) ->
     assert compiled(entry(SPEC, other)) == other and pipeline.compiled == [("sm_90a", 16)]
     file.write_text("no table")
     with pytest.raises(SpecError, match=f"{file} is no table"):
-        pylib.compile(SPEC, "sm_90a")
+        lowbit.compile(SPEC, "sm_90a")
 
 
 def test_the_gpu_is_asked_for_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from math import prod
 import numpy as np
 import pytest
 
-from dialect.errors import LayoutError
-from dialect.layout import LDMATRIX_X4
-from dialect.shared_memory import SharedLayout, Swizzle, wavefronts
+from lowbit.dialect.errors import LayoutError
+from lowbit.dialect.layouts.layout import LDMATRIX_X4
+from lowbit.dialect.layouts.shared_memory import SharedLayout, Swizzle, wavefronts
 
 SWIZZLES = [Swizzle(b, m, s) for b in range(4) for m in range(5) for s in range(b, 6)]
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from dialect.errors import SpecError
-from dialect.packing import Packing
-from dialect.spec import MatmulSpec
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.spec import MatmulSpec
 
 
 def spec(**changes: Any) -> MatmulSpec:

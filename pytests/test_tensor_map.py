@@ -11,10 +11,10 @@ import pytest
 from emulator_kernel import HEADER
 from emulator_pipeline import wait
 
-from dialect.errors import EmulatorError, SpecError
-from pylib import cuda
-from pylib.emulator import Emulator
-from pylib.tensor_map import TensorMap
+from lowbit.dialect.errors import EmulatorError, SpecError
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.runtime import driver as cuda
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 RNG = np.random.default_rng(3)
 COPY = "cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dialect import bindings
-from dialect.bindings import ir, new_context, passmanager
-from dialect.errors import PassError, TargetError
-from passes import emit_cubin as cubin_module
-from passes.emit_cubin import NvJitLink, Ptxas, assemble, assembler, emit_cubin, resource_usage
-from passes.emit_ptx import emit_ptx, external_functions, translate
-from passes.host import HostModule, host_cpu, host_features
-from passes.llvm_codegen import binding, llvm_version
-from passes.llvm_text import downgrade
-from passes.target import parse_target
+from lowbit.dialect import bindings
+from lowbit.dialect.bindings import ir, new_context, passmanager
+from lowbit.dialect.errors import PassError, TargetError
+from lowbit.passes.codegen import cubin as cubin_module
+from lowbit.passes.codegen.cubin import NvJitLink, Ptxas, assemble, assembler, emit_cubin, resource_usage
+from lowbit.passes.codegen.host import HostModule, host_cpu, host_features
+from lowbit.passes.codegen.llvm import binding, llvm_version
+from lowbit.passes.codegen.llvm_text import downgrade
+from lowbit.passes.codegen.ptx import emit_ptx, external_functions, translate
+from lowbit.passes.target import parse_target
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_shared_addresses_have_32_bits(context: ir.Context) -> None:
 
 def test_ptx_is_the_same_in_every_process(repo: Path) -> None:
     code = (
-        "import sys; from passes.emit_ptx import emit_ptx; from passes.target import parse_target\n"
+        "import sys; from lowbit.passes.codegen.ptx import emit_ptx; from passes.target import parse_target\n"
         "sys.stdout.write(emit_ptx(sys.stdin.read(), parse_target('sm_80')))"
     )
     done = subprocess.run(

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import pylib
-from pylib.reference import random_problem
+import lowbit
+from lowbit.pylib.reference import random_problem
 
 TARGETS = ["cpu", "emulator:sm_90a"]
 
-SPEC = pylib.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int", bias=True)
-PLAIN = pylib.MatmulSpec(n=16, k=128, weight="f4e2m1", act="bf16", out="f32")
+SPEC = lowbit.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int", bias=True)
+PLAIN = lowbit.MatmulSpec(n=16, k=128, weight="f4e2m1", act="bf16", out="f32")
 
 
 @pytest.fixture(params=TARGETS)
@@ -30,7 +30,7 @@ def target(request: pytest.FixtureRequest) -> str:
 class Layer(torch.nn.Module):
     """As a model would have it."""
 
-    def __init__(self, mm: pylib.Matmul, w: pylib.PackedWeight) -> None:
+    def __init__(self, mm: lowbit.Matmul, w: lowbit.PackedWeight) -> None:
         super().__init__()
         self.mm, self.w = mm, w
 
@@ -38,19 +38,19 @@ class Layer(torch.nn.Module):
         return torch.relu(self.mm(x + 1, self.w)) * 2
 
 
-def _make(spec: pylib.MatmulSpec, target: str, m: int = 3) -> tuple[Tensor, pylib.Matmul, pylib.PackedWeight]:
+def _make(spec: lowbit.MatmulSpec, target: str, m: int = 3) -> tuple[Tensor, lowbit.Matmul, lowbit.PackedWeight]:
     x, *weight = random_problem(spec, m)
-    mm = pylib.compile(spec, target)
+    mm = lowbit.compile(spec, target)
     return x, mm, mm.pack(*weight)
 
 
-def _arguments(x: Tensor, mm: pylib.Matmul, w: pylib.PackedWeight) -> tuple[object, ...]:
+def _arguments(x: Tensor, mm: lowbit.Matmul, w: lowbit.PackedWeight) -> tuple[object, ...]:
     return x, w.codes, w.scales, w.zeros, w.bias, mm.description
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=str)
-def test_compiled_module(spec: pylib.MatmulSpec, target: str, backend: str) -> None:
+def test_compiled_module(spec: lowbit.MatmulSpec, target: str, backend: str) -> None:
     x, mm, w = _make(spec, target)
     layer = Layer(mm, w)
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
@@ -94,7 +94,7 @@ def test_mistakes_show_under_compile(target: str) -> None:
 
 
 @pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=str)
-def test_opcheck(spec: pylib.MatmulSpec, target: str) -> None:
+def test_opcheck(spec: lowbit.MatmulSpec, target: str) -> None:
     """PyTorch's own check: schema, fake implementation, dynamic shapes."""
     x, mm, w = _make(spec, target)
     for given in (x, x[:1], x[0], x[None, :0], x.T.contiguous().T):
@@ -129,7 +129,7 @@ def test_exported_program_runs_in_another_process(repo: Path, tmp_path: Path) ->
     torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
     torch.save(x, tmp_path / "x.pt")
     program = f"""
-import torch, pylib.torch_op
+import torch, lowbit.pylib.torch_op
 y = torch.export.load({str(tmp_path / "layer.pt2")!r}).module()(torch.load({str(tmp_path / "x.pt")!r}))
 torch.save(y, {str(tmp_path / "y.pt")!r})
 """
@@ -149,5 +149,5 @@ def test_operator_checks_its_arguments(target: str) -> None:
         (3, None, "zeros"),
     ]:
         given = [*good[:position], wrong, *good[position + 1 :]]
-        with pytest.raises(pylib.LowbitError, match=message):
+        with pytest.raises(lowbit.LowbitError, match=message):
             torch.ops.lowbit.matmul(*given)

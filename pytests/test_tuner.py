@@ -19,20 +19,24 @@ import torch
 from fake_gpu import crash, serve
 from typer.testing import CliRunner
 
-from dialect.errors import LowbitError, SpecError, TargetError
-from dialect.spec import MatmulSpec
-from passes.cost_model import predict
-from passes.plan import Plan
-from passes.schedule import Schedule
-from passes.schedule_check import check_schedule, enough_blocks, has_wgmma, shared_room
-from passes.schedule_choice import default_schedule, family, schedule_for
-from passes.schedule_tables import Entry, Key, Table, parse_table, read_table, shipped_tables
-from passes.target import parse_target
-from pylib import models, schedules, search_space, tune_check, tune_processes, tuner
-from pylib.artifact import Artifacts
-from pylib.cli import app
-from pylib.tune_processes import Compilers, Failed, GpuProcess, Problem, kernel_id
-from pylib.tuner import FINALISTS, LONG, SHORT, Log, Tuner
+from lowbit.dialect.errors import LowbitError, SpecError, TargetError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.scheduling.choice import default_schedule, family, schedule_for
+from lowbit.passes.scheduling.cost_model import predict
+from lowbit.passes.scheduling.legality import check_schedule, enough_blocks, has_wgmma, shared_room
+from lowbit.passes.scheduling.tables import Entry, Key, Table, parse_table, read_table, shipped_tables
+from lowbit.passes.target import parse_target
+from lowbit.pylib.build import user_tables as schedules
+from lowbit.pylib.build.kernels import Artifacts
+from lowbit.pylib.cli.main import app
+from lowbit.pylib.tune import check as tune_check
+from lowbit.pylib.tune import models, search_space
+from lowbit.pylib.tune import processes as tune_processes
+from lowbit.pylib.tune import session as tuner
+from lowbit.pylib.tune.processes import Compilers, Failed, GpuProcess, Problem, kernel_id
+from lowbit.pylib.tune.session import FINALISTS, LONG, SHORT, Log, Tuner
 
 HOPPER = parse_target("sm_90a")
 SPEC = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)
@@ -178,7 +182,7 @@ def test_measurements_of_other_sources_or_gpus_do_not_count(bench: Bench, monkey
     key, schedule = entry.key, entry.schedule
     assert Log(bench.path, "NVIDIA H200").get(key, schedule, "long") == entry.microseconds
     assert Log(bench.path, "NVIDIA H100").get(key, schedule, "long") is None
-    monkeypatch.setattr("pylib.cache.source_fingerprint", lambda: "0" * 64)
+    monkeypatch.setattr("lowbit.pylib.build.cache.source_fingerprint", lambda: "0" * 64)
     assert Log(bench.path, "NVIDIA H200").get(key, schedule, "long") is None
 
 
@@ -422,7 +426,7 @@ def test_no_pool_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_pool_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "dialect.bindings", raising=False)
+    monkeypatch.delitem(sys.modules, "lowbit.dialect.bindings", raising=False)
     monkeypatch.setattr("importlib.import_module", _none)
     with pytest.raises(TargetError, match=r"no usable MLIR Python bindings .* pip install"):
         Compilers(HOPPER)
@@ -478,7 +482,8 @@ def test_the_gpu_process_is_replaced_when_it_dies_or_hangs(monkeypatch: pytest.M
 
 def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Weights once per spec, launches with everything in its place, right and wrong results told apart."""
-    from pylib import timing, trial, tune_gpu
+    from lowbit.pylib.tune import gpu as tune_gpu
+    from lowbit.pylib.tune import timing, trial
 
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path))
     made: list[MatmulSpec] = []

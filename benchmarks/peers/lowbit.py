@@ -9,13 +9,14 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-import pylib
+import lowbit
 from benchmarks.cases import Case
 from benchmarks.peers.peer import DEVIATION, Call, Job, Layer, Peer, cores, finish
-from passes.target import parse_target
-from pylib import MatmulSpec, timing
-from pylib.matmul import Matmul, this_machine
-from pylib.packed import PackedWeight
+from lowbit.passes.target import parse_target
+from lowbit.pylib import MatmulSpec
+from lowbit.pylib.matmul import Matmul, this_machine
+from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.tune import timing
 
 
 class Lowbit(Peer):
@@ -28,7 +29,7 @@ class Lowbit(Peer):
 
     def layer(self, case: Case) -> Layer:
         spec = case.spec
-        mm = pylib.compile(spec)
+        mm = lowbit.compile(spec)
         w = timing.random_weight(spec)
 
         def bind(w: PackedWeight) -> Call:

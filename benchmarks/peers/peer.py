@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from pylib.packed import TORCH
+from lowbit.pylib.packed import TORCH
 
 Call = Callable[[Tensor], Tensor]
 Job = tuple[Case, int]  # a weight and a number of tokens

@@ -15,10 +15,10 @@ Verifiers say what was expected and what came. Accesses carry a `boundary`, one 
 
 from __future__ import annotations
 
-from dialect.bindings import ir
-from dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
-from dialect.ops.digits import DigitMmaOp, DigitSumsOp, JoinDigitsOp, SplitDigitsOp
-from dialect.ops.memory import (
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
+from lowbit.dialect.ops.integer_products import DigitMmaOp, DigitSumsOp, JoinDigitsOp, SplitDigitsOp
+from lowbit.dialect.ops.memory import (
     AllocSharedOp,
     AllocSignalsOp,
     ArriveOp,
@@ -34,8 +34,8 @@ from dialect.ops.memory import (
     StageOp,
     WaitOp,
 )
-from dialect.ops.products import BiasSumsOp, MmaOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
-from dialect.ops.programs import (
+from lowbit.dialect.ops.products import BiasSumsOp, MmaOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
+from lowbit.dialect.ops.programs import (
     CLUSTER,
     MOST_BLOCKS,
     BlockIdOp,
@@ -45,9 +45,9 @@ from dialect.ops.programs import (
     ProgramOp,
     ReturnOp,
 )
-from dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, LookupPairOp
-from dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp
-from dialect.ops.tiles import (
+from lowbit.dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, LookupPairOp
+from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp
+from lowbit.dialect.ops.tiles import (
     AddOp,
     CastOp,
     ConstantOp,
@@ -61,7 +61,7 @@ from dialect.ops.tiles import (
     StoreOp,
     ViewOp,
 )
-from dialect.types import Lowbit
+from lowbit.dialect.types import Lowbit
 
 __all__ = [
     "CLUSTER",

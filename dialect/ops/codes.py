@@ -4,12 +4,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dialect.bindings import ext, ir
-from dialect.checks import Mismatch, expect, fragments, in_range, real, same_element, verifier, within_warp
-from dialect.dtypes import DType
-from dialect.layout import MMA_M16N8K16_A
-from dialect.ops.common import check_shifted, check_table
-from dialect.types import Lowbit, Reg, RegType, SharedType
+from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.checks import Mismatch, expect, fragments, in_range, real, same_element, verifier, within_warp
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.layouts.layout import MMA_M16N8K16_A
+from lowbit.dialect.ops.common import check_shifted, check_table
+from lowbit.dialect.types import Lowbit, Reg, RegType, SharedType
 
 
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
@@ -17,9 +17,10 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
 
     Integers can have one of three extras. With the unit attribute `biased`, numbers are too large by a bias that
     `bias_sums` makes up for. With `bare` they are the codes as they are stored, signed ones in offset binary, times
-    the powers of two of `passes.recipes.bare_exponents`. `shifts` are added to the codes: tiles [.., rows, 1], each for
-    an equal part of the columns, in order. A shift is minus an integer zero point of a `MatmulSpec` (`zero_span`): the
-    sum is exact then, and costs nothing where the subtraction that decodes an integer can do it, too.
+    the powers of two of `passes.lowering.recipes.bare_exponents`. `shifts` are added to the codes: tiles [.., rows, 1],
+    each for an equal part of the columns, in order. A shift is minus an integer zero point of a `MatmulSpec`
+    (`zero_span`): the sum is exact then, and costs nothing where the subtraction that decodes an integer can do it,
+    too.
     """
 
     source: ext.Operand[RegType]

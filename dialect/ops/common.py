@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dialect.bindings import ir
-from dialect.checks import expect
-from dialect.decode_table import DecodeTable
-from dialect.dtypes import DType
-from dialect.types import Global, GlobalType, Shared, SharedType, read_strings, row_major
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.checks import expect
+from lowbit.dialect.formats.decode_table import DecodeTable
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.types import Global, GlobalType, Shared, SharedType, read_strings, row_major
 
 if TYPE_CHECKING:
     I1 = ir.IntegerType

@@ -4,10 +4,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dialect.bindings import ext, ir
-from dialect.checks import expect, in_range, real, same_element, verifier
-from dialect.ops.common import BOUNDARIES, I1, I32, check_access, check_table, one
-from dialect.types import (
+from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.checks import expect, in_range, real, same_element, verifier
+from lowbit.dialect.ops.common import BOUNDARIES, I1, I32, check_access, check_table, one
+from lowbit.dialect.types import (
     FormatAttr,
     Global,
     GlobalType,
@@ -124,7 +124,8 @@ def _check_copy(op: Any, source: Global, target: Shared) -> None:
 
 
 class FillTableOp(Lowbit.Operation, name="fill_table"):
-    """Fills a buffer with the table of `dialect.decode_table` that decodes `format` to `element`, times 2^-exponent.
+    """Fills a buffer with the table of `dialect.formats.decode_table` that decodes `format` to `element`, times
+    2^-exponent.
 
     All threads of the block take part, and see the table afterwards. In a loop that `pipeline-copies` rewrites it is
     done once, while the first copies are under way.

@@ -3,10 +3,10 @@
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
 from typing import Any
 
-from dialect.bindings import ext, ir
-from dialect.checks import expect, fragments, in_range, same_element, same_warps, verifier, within_warp
-from dialect.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
-from dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType
+from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.checks import expect, fragments, in_range, same_element, same_warps, verifier, within_warp
+from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
+from lowbit.dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType
 
 
 class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
@@ -138,8 +138,8 @@ class RowSumsOp(Lowbit.Operation, name="row_sums", traits=[ext.Pure]):
 class BiasSumsOp(Lowbit.Operation, name="bias_sums", traits=[ext.Pure]):
     """-sum_k bias(row, k) b[.., n, k], an accumulator [.., m, n] for mma to start from when a is decoded `biased`.
 
-    The biases of a 16 x 16 block of `format` depend on its place in a chunk (`dialect.packing`) and repeat down the
-    rows; `start` is the column of the packed weight, modulo the chunk, that column 0 of b meets.
+    The biases of a 16 x 16 block of `format` depend on its place in a chunk (`dialect.formats.packing`) and repeat down
+    the rows; `start` is the column of the packed weight, modulo the chunk, that column 0 of b meets.
     """
 
     source: ext.Operand[RegType]

@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dialect.bindings import ext, ir
-from dialect.checks import Mismatch, expect, in_range, verifier
-from dialect.errors import LowbitError
-from dialect.ops.common import I32
-from dialect.types import Global, GlobalType, Lowbit, RegType, read_ints, read_layout, read_strings
+from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.checks import Mismatch, expect, in_range, verifier
+from lowbit.dialect.errors import LowbitError
+from lowbit.dialect.ops.common import I32
+from lowbit.dialect.types import Global, GlobalType, Lowbit, RegType, read_ints, read_layout, read_strings
 
 CLUSTER = "lowbit.cluster"
 MOST_BLOCKS = 8  # of a cluster, on any GPU that has them (CUDA C++ Programming Guide, "Thread Block Clusters")

@@ -4,19 +4,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dialect.bindings import ext, ir
-from dialect.checks import REALS, expect, in_range, verifier
-from dialect.ops.common import I32, check_shifted
-from dialect.packing import run_of
-from dialect.types import FormatAttr, Lowbit, read_format
+from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.checks import REALS, expect, in_range, verifier
+from lowbit.dialect.formats.packing import run_of
+from lowbit.dialect.ops.common import I32, check_shifted
+from lowbit.dialect.types import FormatAttr, Lowbit, read_format
 
 
 class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
-    Operand i is the word with piece i of register `register` of a run (`dialect.packing`). The result is a vector of
-    two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of `passes.recipes.bias`, with `bare` it
-    is what the bits are as subnormals of f16.
+    Operand i is the word with piece i of register `register` of a run (`dialect.formats.packing`). The result is a
+    vector of two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of
+    `passes.lowering.recipes.bias`, with `bare` it is what the bits are as subnormals of f16.
     """
 
     words: Sequence[ext.Operand[I32]]

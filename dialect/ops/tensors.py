@@ -4,9 +4,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dialect.bindings import ext, ir
-from dialect.checks import REALS, expect, tensor, verifier
-from dialect.types import Lowbit, Packed, PackedType
+from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.checks import REALS, expect, tensor, verifier
+from lowbit.dialect.types import Lowbit, Packed, PackedType
 
 
 class MatmulOp(Lowbit.Operation, name="matmul"):

@@ -5,13 +5,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dialect.bindings import ext, ir
-from dialect.checks import expect, fragments, in_range, real, same_element, verifier, within_warp
-from dialect.dtypes import DType
-from dialect.layout import MMA_M16N8K16_A, MMA_M16N8K16_B_NK
-from dialect.ops.common import I32, check_access, memory_of
-from dialect.packing import BLOCK_K, ROWS, Packing
-from dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType, element_bits
+from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.checks import expect, fragments, in_range, real, same_element, verifier, within_warp
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
+from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.ops.common import I32, check_access, memory_of
+from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType, element_bits
 
 
 class LoadOp(Lowbit.Operation, name="load"):
@@ -85,8 +85,8 @@ class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
 class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
     """The same registers read as another tile: the bits of every thread stay where they are.
 
-    To a low-bit format, units of packed codes are read in the order of `dialect.packing`: per warp row blocks, then
-    chunks. Otherwise slots stay in order.
+    To a low-bit format, units of packed codes are read in the order of `dialect.formats.packing`: per warp row blocks,
+    then chunks. Otherwise slots stay in order.
     """
 
     source: ext.Operand[RegType]

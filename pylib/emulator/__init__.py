@@ -30,7 +30,7 @@ The instructions are in integers, bits, float_arithmetic, conversions, compariso
 tensor_copy, mbarrier, atomics, warp, tensor_core, warpgroup, distributed and control.
 """
 
-from dialect.errors import EmulatorError
-from pylib.emulator.launch import Emulator, Stats
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator.launch import Emulator, Stats
 
 __all__ = ["Emulator", "EmulatorError", "Stats"]

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dialect.errors import EmulatorError
-from pylib.emulator import (  # the instructions register themselves
+from lowbit.dialect.errors import EmulatorError
+from lowbit.pylib.emulator.isa import (  # the instructions register themselves
     async_copy,  # noqa: F401
     atomics,  # noqa: F401
     bits,  # noqa: F401
@@ -25,18 +25,18 @@ from pylib.emulator import (  # the instructions register themselves
     warp,  # noqa: F401
     warpgroup,  # noqa: F401
 )
-from pylib.emulator.async_proxy import AsyncProxy
-from pylib.emulator.cluster import MAX_CLUSTER, Cluster
-from pylib.emulator.decoder import decode
-from pylib.emulator.faults import Array
-from pylib.emulator.machine import WARP, Block, run_cluster
-from pylib.emulator.memory import DeviceMemory, LocalMemory
-from pylib.emulator.parser import parse
-from pylib.emulator.ptx import Kernel, Param, Variable
-from pylib.emulator.races import ClusterRaceDetector, RaceClock, RaceDetector
-from pylib.emulator.shared_memory import SharedMemory
-from pylib.emulator.tensor_copy import tensor_argument
-from pylib.tensor_map import ALIGN, SIZE, TensorMap
+from lowbit.pylib.emulator.isa.tensor_copy import tensor_argument
+from lowbit.pylib.emulator.machine.async_proxy import AsyncProxy
+from lowbit.pylib.emulator.machine.cluster import MAX_CLUSTER, Cluster
+from lowbit.pylib.emulator.machine.decoder import decode
+from lowbit.pylib.emulator.machine.faults import Array
+from lowbit.pylib.emulator.machine.machine import WARP, Block, run_cluster
+from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
+from lowbit.pylib.emulator.machine.races import ClusterRaceDetector, RaceClock, RaceDetector
+from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
+from lowbit.pylib.emulator.text.parser import parse
+from lowbit.pylib.emulator.text.ptx import Kernel, Param, Variable
+from lowbit.pylib.runtime.tensor_map import ALIGN, SIZE, TensorMap
 
 Dim3 = int | Sequence[int]
 

@@ -1,0 +1,525 @@
+"""The algebra of tile layouts: which thread holds which elements of a tile, and in which slot.
+
+A layout maps (thread, local slot) to the index of an element of an n-d tile, one to one up to replication.
+Two kinds of atoms, `local(*shape)` (one thread holds all, row-major) and `spatial(*shape)` (one element per
+thread, row-major), and the product `f * g` (every element of the outer layout f is a tile laid out as g)
+reach the layouts that tensor cores and vector loads ask for. The A fragment of mma.m16n8k8 is
+
+    local(2, 1).spatial(8, 4).local(1, 2)
+
+Inside, thread and slot are numbers in mixed radix, and every digit adds digit * stride to one coordinate.
+Products, quotients, inverses, reshapes and reductions rewrite these lists of digits. Neighbours that form one
+longer digit are merged, which leaves one form per map: two layouts are equal as values exactly when they are
+equal as maps.
+
+Source of the method: Tilus (Ding et al., 2025), section 4 and appendix A.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowbit.dialect.errors import LayoutError
+from lowbit.dialect.layouts import mixed_radix as radix
+from lowbit.dialect.layouts.mixed_radix import Digit, Mode
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The map from (thread, local slot) to the index of an element of a tile of the given shape.
+
+    Every dim of `shape` is cut, major to minor, into consecutive modes of `mode_shape`. A mode is a digit
+    either of the thread or of the slot. `spatial_modes` lists the mode numbers from the most to the least
+    significant digit of the thread; an entry -s is a replication digit of size s: threads that differ only
+    there hold the same elements. `local_modes` lists the digits of the slot.
+
+    The constructor brings its arguments into canonical form: no mode of size 1, and modes that are neighbours
+    both in their dim and in their list are one mode. Hence == is equality of maps.
+
+    Raises LayoutError when the modes do not tile the shape or are not listed exactly once.
+    """
+
+    shape: tuple[int, ...]
+    mode_shape: tuple[int, ...]
+    spatial_modes: tuple[int, ...]
+    local_modes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape = tuple(map(operator.index, self.shape))
+        modes = radix.modes_of(shape, tuple(map(operator.index, self.mode_shape)))
+        numbers = sorted(m for m in (*self.spatial_modes, *self.local_modes) if m >= 0)
+        if numbers != list(range(len(modes))) or any(m < 0 for m in self.local_modes):
+            raise LayoutError(
+                f"modes={self.mode_shape}: every mode number 0..{len(modes) - 1} must be once in spatial="
+                f"{self.spatial_modes} or local={self.local_modes}; only spatial may replicate (-size)"
+            )
+        spatial = radix.merge(modes[m] if m >= 0 else radix.replica(-m) for m in self.spatial_modes)
+        local = radix.merge(modes[m] for m in self.local_modes)
+        fields = ("shape", "mode_shape", "spatial_modes", "local_modes")
+        for field, value in zip(fields, (shape, *radix.numbered(spatial, local))):
+            object.__setattr__(self, field, value)  # frozen for everyone else
+
+    # Sizes and digits
+
+    @property
+    def rank(self) -> int:
+        """Number of dims of the tile."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the tile."""
+        return prod(self.shape)
+
+    @cached_property
+    def threads(self) -> int:
+        """Number of threads, replicas included."""
+        return prod(mode.size for mode in self._spatial)
+
+    @cached_property
+    def locals(self) -> int:
+        """Number of elements that each thread holds."""
+        return prod(mode.size for mode in self._local)
+
+    @cached_property
+    def replication(self) -> int:
+        """Number of threads that hold the same element."""
+        return prod(mode.size for mode in self._spatial if mode.dim < 0)
+
+    def thread_digits(self) -> list[Digit]:
+        """The digits of the thread that move the element, most significant first.
+
+        Coordinate d of slot l of thread t is the sum of ((t // divisor) % size) * stride over the thread
+        digits of dim d plus the sum of ((l // divisor) % size) * stride over the local digits of dim d.
+        """
+        return radix.digits(self._spatial)
+
+    def local_digits(self) -> list[Digit]:
+        """The digits of the slot, most significant first; see `thread_digits`."""
+        return radix.digits(self._local)
+
+    @cached_property
+    def _spatial(self) -> list[Mode]:
+        modes = radix.modes_of(self.shape, self.mode_shape)
+        return [modes[m] if m >= 0 else radix.replica(-m) for m in self.spatial_modes]
+
+    @cached_property
+    def _local(self) -> list[Mode]:
+        modes = radix.modes_of(self.shape, self.mode_shape)
+        return [modes[m] for m in self.local_modes]
+
+    # The map
+
+    def index(self, thread: int, local: int = 0) -> tuple[int, ...]:
+        """The index of the element in slot `local` of `thread`."""
+        if not (0 <= thread < self.threads and 0 <= local < self.locals):
+            raise LayoutError(f"thread {thread}, slot {local}: ({self}) has {self.threads} x {self.locals}")
+        coords = [0] * self.rank
+        for x, digits in ((thread, self.thread_digits()), (local, self.local_digits())):
+            for size, divisor, dim, stride in digits:
+                coords[dim] += x // divisor % size * stride
+        return tuple(coords)
+
+    def owner(self, index: Sequence[int]) -> list[tuple[int, int]]:
+        """All (thread, local) that hold the element at `index`, by thread; one unless replicated."""
+        if len(index) != self.rank or any(not 0 <= i < n for i, n in zip(index, self.shape)):
+            raise LayoutError(f"index {tuple(index)} is outside a tile of shape {self.shape}")
+
+        def number(digits: list[Digit]) -> int:
+            return sum(index[dim] // stride % size * divisor for size, divisor, dim, stride in digits)
+
+        thread, local = number(self.thread_digits()), number(self.local_digits())
+        divisors = zip(self._spatial, radix.divisors(self._spatial))
+        replicas = [range(0, mode.size * divisor, divisor) for mode, divisor in divisors if mode.dim < 0]
+        return [(thread + sum(replica), local) for replica in product(*replicas)]
+
+    def table(self) -> NDArray[np.int64]:
+        """All indices at once: int64 [threads, locals, rank]."""
+        return radix.coords(self._spatial, self.rank)[:, None] + radix.coords(self._local, self.rank)
+
+    # Product, quotients, inverse
+
+    def __mul__(self, inner: Layout) -> Layout:
+        """The product, self outside and `inner` inside.
+
+        Associative, not commutative, with identity local(1, ..., 1):
+        (f * g)(t, l) = f(t // g.threads, l // g.locals) * g.shape + g(t % g.threads, l % g.locals)
+        """
+        if self.rank != inner.rank:
+            raise LayoutError(f"({self}) * ({inner}) needs equal ranks, not {self.rank} and {inner.rank}")
+
+        def scaled(modes: list[Mode]) -> list[Mode]:
+            return [m if m.dim < 0 else m._replace(stride=m.stride * inner.shape[m.dim]) for m in modes]
+
+        shape = tuple(map(operator.mul, self.shape, inner.shape))
+        return _assemble(shape, scaled(self._spatial) + inner._spatial, scaled(self._local) + inner._local)
+
+    def __truediv__(self, inner: Layout) -> Layout:
+        """The quotient h / g: the one f with f * g == h. Raises LayoutError when there is none."""
+        factors = self._factor(inner.shape, inner.threads, inner.locals)
+        if factors is None or factors[1] != inner:
+            raise LayoutError(f"({self}) / ({inner}): there is no f with f * ({inner}) == ({self})")
+        return factors[0]
+
+    def left_divide(self, outer: Layout) -> Layout:
+        """The left quotient of h by f: the one g with f * g == h. Raises LayoutError when there is none."""
+        shape = tuple(n // m for n, m in zip(self.shape, outer.shape))
+        factors = self._factor(shape, self.threads // outer.threads, self.locals // outer.locals)
+        if factors is None or factors[0] != outer:
+            raise LayoutError(f"({self}).left_divide({outer}): there is no g with ({outer}) * g == ({self})")
+        return factors[1]
+
+    def _factor(self, shape: tuple[int, ...], threads: int, slots: int) -> tuple[Layout, Layout] | None:
+        """The (f, g) with f * g == self where g has the given sizes, which leave no choice; None if none."""
+        if len(shape) != self.rank or any(m < 1 or n % m for n, m in zip(self.shape, shape)):
+            return None
+
+        def unscaled(modes: list[Mode]) -> list[Mode]:
+            return [m if m.dim < 0 else m._replace(stride=m.stride // shape[m.dim]) for m in modes]
+
+        try:
+            outer_spatial, inner_spatial = radix.cut(self._spatial, threads)
+            outer_local, inner_local = radix.cut(self._local, slots)
+            inner = _assemble(shape, inner_spatial, inner_local)
+            outer_shape = tuple(n // m for n, m in zip(self.shape, shape))
+            return _assemble(outer_shape, unscaled(outer_spatial), unscaled(outer_local)), inner
+        except LayoutError:
+            return None
+
+    def inverse(self) -> Layout:
+        """The inverse map of a layout of a matrix without replication. f.inverse().inverse() == f.
+
+        A layout of rank 2 maps (thread, local) to (row, column). Its inverse maps (row, column) to (thread,
+        local): it has shape (threads, locals), shape[0] threads and shape[1] slots. Bring other ranks to rank
+        2 first: f.reshape((1, f.size)).inverse().index(0, i) is the (thread, local) of the i-th element,
+        row-major.
+        """
+        if self.rank != 2 or self.replication > 1:
+            raise LayoutError(
+                f"({self}) has rank {self.rank} and replication {self.replication}; an inverse needs rank 2 "
+                "and no replication: reshape first, or ask owner(index)"
+            )
+        dims: tuple[list[tuple[int, Mode]], ...] = ([], [])
+        for kind, digits in enumerate((self.thread_digits(), self.local_digits())):
+            for size, divisor, dim, stride in digits:
+                dims[dim].append((stride, Mode(size, kind, divisor)))
+        rows, columns = ([mode for _, mode in sorted(dim, reverse=True)] for dim in dims)
+        return _assemble((self.threads, self.locals), rows, columns)
+
+    # self * atom, as in local(2, 1).spatial(8, 4).local(1, 2)
+
+    def local(self, *shape: int) -> Layout:
+        """self * local(*shape)."""
+        return self * local(*shape)
+
+    def spatial(self, *shape: int) -> Layout:
+        """self * spatial(*shape)."""
+        return self * spatial(*shape)
+
+    def column_local(self, *shape: int) -> Layout:
+        """self * column_local(*shape)."""
+        return self * column_local(*shape)
+
+    def column_spatial(self, *shape: int) -> Layout:
+        """self * column_spatial(*shape)."""
+        return self * column_spatial(*shape)
+
+    def replicated(self, threads: int) -> Layout:
+        """self * replicated(threads, self.rank): groups of `threads` neighbours hold the same elements."""
+        return self * replicated(threads, self.rank)
+
+    # Change of shape
+
+    def reshape(self, shape: Sequence[int]) -> Layout:
+        """The same elements, numbered row-major, as a tile of another shape.
+
+        Raises LayoutError when the sizes differ or a mode would straddle the new dims.
+        """
+        shape = tuple(shape)
+        impossible = LayoutError(f"cannot reshape ({self}) of shape {self.shape} to {shape}")
+        old, new = radix.row_major(self.shape), radix.row_major(shape)
+        if old[0] != new[0] or any(n < 1 for n in shape):
+            raise impossible
+
+        def renumbered(modes: list[Mode]) -> list[Mode]:
+            parts: list[Mode] = []
+            for mode in radix.merge(
+                m if m.dim < 0 else Mode(m.size, 0, m.stride * old[m.dim + 1]) for m in modes
+            ):
+                if mode.dim < 0:
+                    parts.append(mode)
+                    continue
+                low, high = mode.stride, mode.stride * mode.size
+                cuts = [high, *(cut for cut in dict.fromkeys(new) if low < cut < high), low]
+                for upper, lower in pairwise(cuts):
+                    dim = next(d for d in range(len(shape)) if new[d + 1] <= lower < new[d])
+                    if upper % lower or lower % new[dim + 1]:
+                        raise impossible
+                    parts.append(Mode(upper // lower, dim, lower // new[dim + 1]))
+            return parts
+
+        return _assemble(shape, renumbered(self._spatial), renumbered(self._local))
+
+    def flatten(self) -> Layout:
+        """The tile as a vector, row-major."""
+        return self.reshape((self.size,))
+
+    def unsqueeze(self, dim: int) -> Layout:
+        """A new dim of size 1 before dim `dim`; dim == rank: at the end."""
+        if not 0 <= dim <= self.rank:
+            raise LayoutError(f"unsqueeze dim={dim} must be in 0..{self.rank}")
+        return self.reshape((*self.shape[:dim], 1, *self.shape[dim:]))
+
+    def squeeze(self, dim: int) -> Layout:
+        """Without dim `dim`, which must have size 1."""
+        (dim,) = self._dims((dim,))
+        if self.shape[dim] != 1:
+            raise LayoutError(f"squeeze dim={dim} of shape {self.shape} needs size 1")
+        return self.reshape((*self.shape[:dim], *self.shape[dim + 1 :]))
+
+    def permute(self, dims: Sequence[int]) -> Layout:
+        """Transposed: dim i of the result is dim dims[i] of self."""
+        dims = self._dims(dims)
+        if len(dims) != self.rank:
+            raise LayoutError(f"permute needs all {self.rank} dims, not {dims}")
+
+        def renamed(modes: list[Mode]) -> list[Mode]:
+            return [m if m.dim < 0 else m._replace(dim=dims.index(m.dim)) for m in modes]
+
+        return _assemble(tuple(self.shape[d] for d in dims), renamed(self._spatial), renamed(self._local))
+
+    # Reduction, broadcast, parts
+
+    def reduce(self, dims: Sequence[int]) -> Layout:
+        """The layout of a reduction over `dims`, which stay with size 1.
+
+        Slots along these dims are summed up inside their thread; all threads along them get the result.
+        """
+        dims = self._dims(dims)
+        shape = tuple(1 if d in dims else n for d, n in enumerate(self.shape))
+        spatial = [radix.replica(m.size) if m.dim in dims else m for m in self._spatial]
+        return _assemble(shape, spatial, [m for m in self._local if m.dim not in dims])
+
+    def broadcast_to(self, shape: Sequence[int]) -> Layout:
+        """Dims of size 1 grow to `shape`, in the fastest slots of every thread: no data moves.
+
+        f.broadcast_to(shape).reduce(grown dims) == f. To reach a given layout, see `slots_for`.
+        """
+        shape = tuple(shape)
+        grown = [Mode(shape[d], d, 1) for d in self._grown_dims(shape)]
+        return _assemble(shape, self._spatial, self._local + grown)
+
+    def slots_for(self, target: Layout) -> tuple[int, ...]:
+        """For each slot of `target` the slot of self, in the same thread, with its element (broadcast).
+
+        With equal shapes this is a renaming of registers. Raises LayoutError when no fixed choice of slots
+        does it, because elements would move between threads.
+        """
+        reduced = target.reduce(self._grown_dims(target.shape))
+        if reduced._spatial != self._spatial:
+            raise LayoutError(f"({self}) to ({target}) moves elements between threads")
+        held = {
+            tuple(index): slot for slot, index in enumerate(radix.coords(self._local, self.rank).tolist())
+        }
+        wanted = np.minimum(radix.coords(target._local, self.rank), np.array(self.shape, dtype=np.int64) - 1)
+        return tuple(held[tuple(index)] for index in wanted.tolist())
+
+    def restrict(self, dim: int, start: int, length: int) -> tuple[Layout, tuple[int, ...]]:
+        """The sub-tile [start, start + length) of `dim`: its layout, and its slots as slots of self.
+
+        Raises LayoutError unless local digits alone cut out the range, so that every thread keeps its part of
+        it.
+        """
+        (dim,) = self._dims((dim,))
+        if start < 0 or length < 1 or start + length > self.shape[dim]:
+            raise LayoutError(f"[{start}, {start + length}) is no range of dim {dim} of shape {self.shape}")
+        modes = radix.in_dim_order(self._spatial + self._local)
+        values = {mode: range(mode.size) for mode in modes}  # that the digit takes in the sub-tile
+        low, left = start, length  # the range within the current value of the digits above
+        for mode in (m for m in modes if m.dim == dim):
+            first, low = divmod(low, mode.stride)
+            count, rest = divmod(left, mode.stride) if left >= mode.stride else (1, 0)
+            left = min(left, mode.stride)
+            if rest or low + left > mode.stride or (count < mode.size and mode not in self._local):
+                raise LayoutError(
+                    f"local digits alone do not cut [{start}, {start + length}) of dim {dim} of ({self})"
+                )
+            values[mode] = range(first, first + count)
+        numbers = product(*(values[mode] for mode in self._local))
+        slots = tuple(sum(map(operator.mul, number, radix.divisors(self._local))) for number in numbers)
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return _assemble(shape, self._spatial, [m._replace(size=len(values[m])) for m in self._local]), slots
+
+    def _dims(self, dims: Sequence[int]) -> tuple[int, ...]:
+        positive = tuple(d + self.rank if d < 0 else d for d in dims)
+        if any(not 0 <= d < self.rank for d in positive) or len(set(positive)) < len(positive):
+            raise LayoutError(f"dims {tuple(dims)} must be distinct dims of a tile of rank {self.rank}")
+        return positive
+
+    def _grown_dims(self, shape: tuple[int, ...]) -> list[int]:
+        if len(shape) != self.rank or any(n not in (1, m) for n, m in zip(self.shape, shape)):
+            raise LayoutError(f"cannot broadcast {self.shape} to {shape}: only dims of size 1 grow")
+        return [d for d, (n, m) in enumerate(zip(self.shape, shape)) if n != m]
+
+    # Text
+
+    def __str__(self) -> str:
+        """A product of atoms where there is one, else layout(shape=, modes=, spatial=, local=)."""
+        return self._as_product() or (
+            f"layout(shape={self.shape}, modes={self.mode_shape}, spatial={self.spatial_modes}, "
+            f"local={self.local_modes})"
+        )
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """The layout that `text` writes: str(layout), or any product of atoms joined with dots."""
+        try:
+            return _evaluate(ast.parse(text.strip(), mode="eval").body)
+        except LayoutError:
+            raise
+        except (SyntaxError, ValueError, TypeError, KeyError):
+            raise LayoutError(f"cannot read {text!r} as a layout like 'local(2, 1).spatial(8, 4)'") from None
+
+    def _as_product(self) -> str | None:
+        """The layout as a product of atoms, peeled off from the inside out; None when it is no product."""
+        atoms: list[str] = []
+        strides = [1] * self.rank  # of the innermost mode of every dim that is not yet peeled off
+        lists = {"local": list(self._local), "spatial": list(self._spatial)}
+        while any(lists.values()):
+            before = len(atoms)
+            for name, modes in lists.items():
+                while modes and modes[-1].dim < 0:
+                    atoms.append(f"replicated({modes.pop().size})")
+                dims: list[int] = []
+                atom = [1] * self.rank
+                # Rising dims are a column-major atom, falling ones a row-major atom; a turn starts the next
+                # atom.
+                while modes and modes[-1].stride == strides[modes[-1].dim]:
+                    if not _monotone([*dims, modes[-1].dim]):
+                        break
+                    size, dim, _ = modes.pop()
+                    dims.append(dim)
+                    atom[dim] = size
+                    strides[dim] *= size
+                if dims:
+                    order = "column_" if dims[0] < dims[-1] else ""
+                    atoms.append(f"{order}{name}({', '.join(map(str, atom))})")
+            if len(atoms) == before:
+                return None
+        if not atoms:
+            return f"local({', '.join(map(str, self.shape))})"
+        if atoms[-1].startswith("replicated"):
+            atoms[-1] = f"{atoms[-1][:-1]}, rank={self.rank})"
+        return ".".join(reversed(atoms))
+
+
+# Constructors
+
+
+def local(*shape: int) -> Layout:
+    """One thread holds the whole tile, in row-major order."""
+    return Layout(shape, shape, (), tuple(range(len(shape))))
+
+
+def spatial(*shape: int) -> Layout:
+    """One element per thread, threads in row-major order."""
+    return Layout(shape, shape, tuple(range(len(shape))), ())
+
+
+def column_local(*shape: int) -> Layout:
+    """One thread holds the whole tile, in column-major order: dim 0 is the fastest."""
+    return Layout(shape, shape, (), tuple(reversed(range(len(shape)))))
+
+
+def column_spatial(*shape: int) -> Layout:
+    """One element per thread, threads in column-major order: dim 0 is the fastest."""
+    return Layout(shape, shape, tuple(reversed(range(len(shape)))), ())
+
+
+def replicated(threads: int, rank: int) -> Layout:
+    """A tile of one element, of shape (1, ..., 1), of which every thread has a copy."""
+    return Layout((1,) * rank, (), (-threads,), ())
+
+
+_ATOMS = {make.__name__: make for make in (local, spatial, column_local, column_spatial, replicated)}
+
+
+def _assemble(shape: tuple[int, ...], spatial: list[Mode], local: list[Mode]) -> Layout:
+    """The layout with these digits; LayoutError when their strides do not tile the shape."""
+    spatial, local = radix.merge(spatial), radix.merge(local)
+    mode_shape, spatial_modes, local_modes = radix.numbered(spatial, local)
+    if radix.modes_of(shape, mode_shape) != radix.in_dim_order(spatial + local):
+        raise LayoutError(f"strides of {spatial} and {local} do not tile shape={shape}")
+    return Layout(shape, mode_shape, spatial_modes, local_modes)
+
+
+def _monotone(dims: list[int]) -> bool:
+    return dims in (sorted(set(dims)), sorted(set(dims), reverse=True))
+
+
+def _evaluate(node: ast.expr) -> Layout:
+    if not isinstance(node, ast.Call):
+        raise LayoutError(f"a layout is written as calls joined with dots, not {ast.unparse(node)!r}")
+    args: list[Any] = [ast.literal_eval(arg) for arg in node.args]
+    named: dict[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    match node.func:
+        case ast.Name("layout"):
+            return Layout(named["shape"], named["modes"], named["spatial"], named["local"])
+        case ast.Name(name) if name in _ATOMS:
+            return _ATOMS[name](*args, **named)
+        case ast.Attribute(outer, name) if name in _ATOMS:
+            return getattr(_evaluate(outer), name)(*args)
+        case _:
+            raise LayoutError(f"no layout {ast.unparse(node.func)!r}; there are layout, {', '.join(_ATOMS)}")
+
+
+# Fragments: which lane of a warp holds which elements of an operand, in the order of its registers, low half
+# first. PTX ISA 9.7.14.5 (mma). B is [k, n] as in PTX; the _NK constants are its transposed view [n, k].
+
+# 9.7.14.5.8, .f16 and .bf16
+MMA_M16N8K16_A = column_local(2, 2).spatial(8, 4).local(1, 2)
+MMA_M16N8K16_B = local(2, 1).column_spatial(4, 8).local(2, 1)
+MMA_M16N8K16_B_NK = MMA_M16N8K16_B.permute((1, 0))
+# The accumulators C and D are the same for every k.
+MMA_M16N8K16_D = MMA_M16N8_D = local(2, 1).spatial(8, 4).local(1, 2)
+# Columns 0 to 3 of it, neighbours added up, where columns 4 to 7 are the same again (`dialect.formats.integer_limbs`)
+MMA_M16N8_PAIRS = local(2, 1).spatial(8, 1).replicated(2).spatial(1, 2)
+
+# 9.7.14.5.7, .f16 and .bf16, then .tf32
+MMA_M16N8K8_A = local(2, 1).spatial(8, 4).local(1, 2)
+MMA_M16N8K8_B = column_spatial(4, 8).local(2, 1)
+MMA_M16N8K8_B_NK = MMA_M16N8K8_B.permute((1, 0))
+MMA_M16N8K8_TF32_A = column_local(2, 2).spatial(8, 4)
+MMA_M16N8K8_TF32_B = local(2, 1).column_spatial(4, 8)
+MMA_M16N8K8_TF32_B_NK = MMA_M16N8K8_TF32_B.permute((1, 0))
+
+# 9.7.14.5.15: ldmatrix.m8n8 fills the lanes with 1, 2 or 4 matrices of 16-bit elements, here one above the
+# other in the order of the lanes that give their row addresses; .trans hands every lane its part of the
+# transposed matrices.
+LDMATRIX_X1 = spatial(8, 4).local(1, 2)
+LDMATRIX_X2 = local(2, 1) * LDMATRIX_X1
+LDMATRIX_X4 = local(4, 1) * LDMATRIX_X1
+LDMATRIX_X1_TRANS = LDMATRIX_X1.permute((1, 0))
+LDMATRIX_X2_TRANS = local(2, 1) * LDMATRIX_X1_TRANS
+LDMATRIX_X4_TRANS = local(4, 1) * LDMATRIX_X1_TRANS
+
+# 9.7.15.5.1.1.1: in wgmma.m64nNk16 each of the four warps has the m16n8k16 fragment of its 16 rows, so one
+# register image of A serves both instructions.
+WGMMA_M64K16_A = spatial(4, 1) * MMA_M16N8K16_A
+
+
+def wgmma_m64_d(n: int) -> Layout:
+    """The accumulator [64, n] of wgmma.m64nNk16; n is a multiple of 8 up to 256."""
+    if n % 8 or not 8 <= n <= 256:
+        raise LayoutError(f"wgmma has n = 8, 16, ..., 256, not n={n}")
+    return spatial(4, 1).local(1, n // 8) * MMA_M16N8_D

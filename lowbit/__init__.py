@@ -1,0 +1,24 @@
+"""lowbit: a compiler for low-bit matrix multiplication.
+
+    spec = lowbit.MatmulSpec(n=8192, k=8192, weight="u4", group_size=128)
+    mm = lowbit.compile(spec)
+    w = mm.pack(codes, scales)
+    y = mm(x, w)
+
+The package is made of three folders, which are links here: `lowbit.dialect` (what the IR can say), `lowbit.passes` (how
+it is lowered) and `lowbit.pylib` (what a user calls). The names of `lowbit.pylib` are also those of `lowbit`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowbit.pylib import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(import_module("lowbit.pylib"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *import_module("lowbit.pylib").__all__]

@@ -1,0 +1,262 @@
+"""From packed words to f32 on the host: which codes a vector of words holds, and how to decode them.
+
+The 64 bytes of a unit that belong to lanes g*4 .. g*4+3 are sixteen words, a vector<16xi32>. Brought into the order
+of words of a run (which they are in where a run is one word), element e is of lane e // 4 and run e % 4: all elements
+have the same registers at the same places. Even registers are of row g, odd ones of row g + 8, in the same columns.
+
+`ChunkMap` says where every decoded element comes from; it is read off `dialect.formats.packing`, nothing is restated.
+The activation is brought into that order once per call, so that a decoded vector meets its activations in one
+contiguous vector. A decoder may return a code times a power of two (an integer left in place in its word, a
+float with another format's bias): the activation takes the opposite power, which costs nothing per weight and
+is exact where the result is a normal f32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowbit.dialect.bindings import arith, ir, llvm, vector
+from lowbit.dialect.formats.dtypes import DType, dtype
+from lowbit.dialect.formats.packing import BLOCK_K, UNIT_BYTES, WORDS_PER_UNIT, Packing, run_of
+from lowbit.passes.cpu.vector_ops import (
+    LANES,
+    Value,
+    at,
+    bits_and,
+    constant,
+    constants,
+    f32,
+    gather,
+    i,
+    load,
+    pointer,
+    shift_left,
+    shift_right,
+    take,
+    vec,
+)
+
+Isa = Literal["generic", "avx2", "avx512"]
+"""What the host has beyond LLVM's portable vectors: a permutation of 8 or 16 f32 by a vector of indices."""
+
+_PERMUTE: dict[Isa, tuple[str, int]] = {
+    "avx2": ("llvm.x86.avx2.permps", 8),
+    "avx512": ("llvm.x86.avx512.permvar.sf.512", 16),
+}
+_MOST_PERMUTES = 4  # of one vector of indices; beyond, a gather is no slower
+_PREFETCH = 8192  # bytes ahead. The words of a row lie 512 bytes apart, no stream that hardware sees: to 1.8x
+_HALVES = 0x00010001  # times a 16-bit mask: that mask in both halves of a word
+TABLE = "lowbit_table"
+
+
+@dataclass(frozen=True)
+class Container:
+    """An IEEE type into whose bits a float code is moved."""
+
+    width: int
+    exponent: int
+
+    @property
+    def mantissa(self) -> int:
+        return self.width - 1 - self.exponent
+
+    @property
+    def bias(self) -> int:
+        return (1 << (self.exponent - 1)) - 1
+
+
+F16 = Container(16, 5)
+F32 = Container(32, 8)
+
+
+def container(t: DType) -> Container:
+    """f16 where it has room: the conversion to f32 is exact and, unlike an f32 multiplication, as fast for
+    subnormals. Without inf and NaN in the format all 31 exponents but the last are free."""
+    return F16 if t.exponent < F16.exponent or t.has_inf else F32
+
+
+@dataclass(frozen=True)
+class ChunkMap:
+    """Where the decoded vectors of a chunk come from. A *step* is a register of a run for row g, the next one for
+    row g + 8, and yields two vectors of 16."""
+
+    packing: Packing
+    type: DType
+
+    @property
+    def steps(self) -> int:
+        return len(run_of(self.packing.bits)) // 2
+
+    def position(self, step: int) -> int:
+        """The bit that the codes of a step are brought to in both halves of their words, so that one factor serves
+        both rows: where the even register has them, which the odd one follows closely."""
+        pieces = run_of(self.packing.bits)[2 * step]
+        return pieces[0].shift if len(pieces) == 1 else 0
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the two halves of a word become neighbours, as in a conversion of 32 f16; else the low
+        halves make the first vector and the high halves the second."""
+        return self.type.kind == "float" and container(self.type) is F16
+
+    @cached_property
+    def columns(self) -> NDArray[np.int64]:
+        """Column in the chunk of every element: int64 [steps, 2, 16]."""
+        fragment = Packing.fragment_order() % BLOCK_K
+        result = np.empty((self.steps, LANES, 2), np.int64)
+        for block, register in np.ndindex(self.packing.chunk // BLOCK_K, 4):
+            word, number = self.packing.place(block, register)
+            run = word // self.packing.units
+            for lane in range(LANES // WORDS_PER_UNIT):
+                codes = fragment[lane, 2 * register : 2 * register + 2]
+                result[number // 2, lane * WORDS_PER_UNIT + run] = block * BLOCK_K + codes
+        if not self.interleaved:
+            result = np.moveaxis(result, -1, -2)
+        return result.reshape(self.steps, 2, LANES)
+
+    @cached_property
+    def exponents(self) -> NDArray[np.int64]:
+        """The power of two by which a vector must be multiplied to be the codes' values: [steps, 2]."""
+        t, result = self.type, np.zeros((self.steps, 2), np.int64)
+        if t.kind in ("uint", "int"):
+            result[:] = [(-self.position(step), -self.position(step) - 16) for step in range(self.steps)]
+        elif self.interleaved:
+            result[:] = F16.bias - t.bias
+        return result
+
+    def groups(self, step: int, which: int) -> tuple[int, ...]:
+        """Group within the chunk of the 16 elements of a vector."""
+        g = self.packing.padded_group
+        size = self.packing.chunk if g is None else min(g, self.packing.chunk)
+        return tuple(int(c) // size for c in self.columns[step, which])
+
+
+class ChunkReader:
+    """Decodes one row of one chunk. `base` is the address of the words of lanes g*4 .. g*4+3 in its unit 0;
+    `odd` is 1 for row g + 8, else 0."""
+
+    def __init__(self, chunk_map: ChunkMap, isa: Isa, base: Value, odd: int) -> None:
+        self.map = chunk_map
+        self.isa: Isa = isa
+        self._base = base
+        self._odd = odd
+        self._units: dict[int, Value] = {}
+        self._words: dict[int, Value] = {}
+
+    def vectors(self, step: int) -> list[Value]:
+        """The two vectors of a step: vector<16xf32>, to be multiplied by 2**exponents."""
+        position, result = self.map.position(step), constant(vec(i(32)), 0)
+        for piece in run_of(self.map.packing.bits)[2 * step + self._odd]:
+            place = position + piece.low
+            moved = shift_right(self._run_word(piece.word), piece.shift - place)
+            field = bits_and(moved, (((1 << piece.bits) - 1) << place) * _HALVES)
+            result = arith.ori(result, field)
+        return decode(self.map.type, result, position, self.isa)
+
+    def _run_word(self, number: int) -> Value:
+        """Word `number` of sixteen runs."""
+        if number not in self._words:
+            sources = [divmod(run * self.map.packing.units + number, WORDS_PER_UNIT) for run in range(WORDS_PER_UNIT)]
+            result = self._unit(sources[0][0])
+            for unit in dict(sources):
+                # Of the four elements of a lane those whose word is in this unit; the others as they are.
+                order = [LANES + word if source == unit else run for run, (source, word) in enumerate(sources)]
+                lanes = range(0, LANES, WORDS_PER_UNIT)
+                result = vector.shuffle(result, self._unit(unit), [lane + e for lane in lanes for e in order])
+            self._words[number] = result
+        return self._words[number]
+
+    def _unit(self, unit: int) -> Value:
+        """The words of a unit, loaded once."""
+        if unit not in self._units:
+            address = at(self._base, byte=unit * UNIT_BYTES)
+            llvm.intr_prefetch(at(address, byte=_PREFETCH), rw=0, hint=3, cache=1)
+            self._units[unit] = load(vec(i(32)), address)
+        return self._units[unit]
+
+
+def decode(t: DType, word: Value, position: int, isa: Isa) -> list[Value]:
+    """Two codes per word, at bits `position` and 16 + `position` among zeros, to two vector<16xf32>."""
+    if t.kind in ("uint", "int"):
+        # Left in place: code * 2**position of an even pair is below 2**31: the signed conversion is right.
+        return [arith.sitofp(vec(f32()), bits_and(word, half)) for half in (0x0000FFFF, 0xFFFF0000)]
+    if t.kind == "table":
+        return [_look_up(t, bits_and(shift_right(word, position + h), t.codes - 1), isa) for h in (0, 16)]
+    if container(t) is F16:
+        wide = decode_half(t, vector.bitcast(vec(i(16), 2 * LANES), word), position)
+        return [take(wide, range(start, start + LANES)) for start in (0, LANES)]
+    scale = constant(vec(f32()), 2.0 ** (F32.bias - t.bias))
+    placed = [_place(t, F32, word, position + h) for h in (0, 16)]
+    return [arith.mulf(vector.bitcast(vec(f32()), x), scale) for x in placed]
+
+
+def decode_half(t: DType, codes: Value, position: int) -> Value:
+    """Float codes in 16-bit elements to as many f32, to be multiplied by 2**(F16.bias - t.bias)."""
+    lanes = ir.VectorType(codes.type).shape[0]
+    bits = _place(t, F16, codes, position)
+    if t.has_nan and not t.has_inf:  # f8e4m3: S.1111.111 is NaN, in f16 an ordinary number
+        top = constant(codes.type, ((1 << (t.bits - 1)) - 1) << (F16.mantissa - t.mantissa))
+        is_nan = arith.cmpi(arith.CmpIPredicate.eq, bits_and(bits, 0x7FFF), top)
+        bits = arith.select(is_nan, constant(codes.type, 0x7FFF), bits)
+    return arith.extf(vec(f32(), lanes), vector.bitcast(vec(ir.F16Type.get(), lanes), bits))
+
+
+def decode_e4m3(codes: Value) -> Value:
+    """vector<16xi8> of f8e4m3 scales to vector<16xf32>."""
+    t = dtype("f8e4m3")
+    wide = decode_half(t, arith.extui(vec(i(16)), codes), 0)
+    return arith.mulf(wide, constant(wide.type, 2.0 ** (F16.bias - t.bias)))
+
+
+def decode_e8m0(codes: Value) -> Value:
+    """vector<16xi8> of powers of two, 2**(code - 127), to vector<16xf32>; 255 is NaN (OCP MX 1.0, 5.4.1)."""
+    wide = arith.extui(vec(i(32)), codes)
+
+    def equals(code: int) -> Value:
+        return arith.cmpi(arith.CmpIPredicate.eq, wide, constant(wide.type, code))
+
+    bits = shift_left(wide, F32.mantissa)
+    bits = arith.select(equals(0), constant(wide.type, 1 << (F32.mantissa - 1)), bits)  # 2**-127 is subnormal
+    bits = arith.select(equals(255), constant(wide.type, 0x7FC00000), bits)
+    return vector.bitcast(vec(f32()), bits)
+
+
+def _place(t: DType, c: Container, codes: Value, position: int) -> Value:
+    """Sign and exponent+mantissa of the code at `position` at their places in a container, the rest zero.
+
+    The arithmetic shift opens the gap between sign and exponent; the mask clears what it filled in.
+    """
+    gap = c.exponent - t.exponent
+    bits = shift_left(codes, c.width - t.bits - position)
+    if not gap:
+        return bits
+    magnitude = ((1 << (t.bits - 1)) - 1) << (c.mantissa - t.mantissa)
+    return bits_and(shift_right(bits, gap, signed=True), 1 << (c.width - 1) | magnitude)
+
+
+def _look_up(t: DType, index: Value, isa: Isa) -> Value:
+    """Table entries at a vector<16xi32> of indices: permuted in registers if they fit, else gathered."""
+    name, lanes = _PERMUTE.get(isa, ("", 0))
+    entries = np.resize(t.values(), max(t.codes, lanes))
+    if len(entries) > _MOST_PERMUTES * lanes:
+        return gather(llvm.mlir_addressof(pointer(), TABLE), index)
+
+    def permute(table: NDArray[np.float64]) -> Value:
+        values = constants(f32(), table.tolist())
+        parts = [take(index, range(s, s + lanes)) for s in range(0, LANES, lanes)]
+        looked = [llvm.call_intrinsic(values.type, name, [values, part], [], []) for part in parts]
+        return looked[0] if len(looked) == 1 else vector.shuffle(*looked, list(range(LANES)))
+
+    found = [permute(entries[s : s + lanes]) for s in range(0, len(entries), lanes)]
+    bit = lanes.bit_length() - 1
+    while len(found) > 1:
+        sign = shift_left(index, 31 - bit)  # the next bit as the sign, which is what a blend looks at
+        odd = arith.cmpi(arith.CmpIPredicate.slt, sign, constant(index.type, 0))
+        found = [arith.select(odd, second, first) for first, second in zip(found[::2], found[1::2])]
+        bit += 1
+    return found[0]

@@ -1,0 +1,190 @@
+"""A few words for vector code on the host: constants, addresses in bytes, shifts, loops.
+
+Everything works on plain SSA values at the current insertion point. Integers that count or address are i64; a
+memory access is (pointer, byte offset), the offset being a constant plus an optional SSA value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from lowbit.dialect.bindings import arith, ir, llvm, scf, vector
+
+_INBOUNDS = llvm.GEPNoWrapFlags.inboundsFlag | llvm.GEPNoWrapFlags.nusw
+_DYNAMIC = -(1 << 31)  # marks an index of a GEP that is an operand
+LANES = 16  # f32 elements of a vector: one zmm register, or two ymm
+Value = Any
+
+
+def i(bits: int) -> ir.Type:
+    return ir.IntegerType.get_signless(bits)
+
+
+def f32() -> ir.Type:
+    return ir.F32Type.get()
+
+
+def pointer() -> ir.Type:
+    return ir.Type.parse("!llvm.ptr")
+
+
+def vec(element: ir.Type, lanes: int = LANES) -> ir.Type:
+    return ir.VectorType.get([lanes], element)
+
+
+def scalar_type(name: str) -> ir.Type:
+    """The MLIR type of "f16", "bf16" or "f32"."""
+    return {"f16": ir.F16Type, "bf16": ir.BF16Type, "f32": ir.F32Type}[name].get()
+
+
+def element_type(type_: ir.Type) -> ir.Type:
+    """Of a vector; a scalar's own type."""
+    return ir.VectorType(type_).element_type if isinstance(type_, ir.VectorType) else type_
+
+
+def constant(type_: ir.Type, value: float) -> Value:
+    """A scalar, or a vector of equal elements. Integers are taken modulo 2**width."""
+    element = element_type(type_)
+    if isinstance(element, ir.IntegerType):
+        half = 1 << (element.width - 1)
+        attribute: ir.Attribute = ir.IntegerAttr.get(element, (int(value) + half) % (2 * half) - half)
+    else:
+        attribute = ir.FloatAttr.get(element, value)
+    if isinstance(type_, ir.VectorType):
+        attribute = ir.DenseElementsAttr.get_splat(type_, attribute)
+    return arith.constant(type_, attribute)
+
+
+def constants(element: ir.Type, values: Sequence[float]) -> Value:
+    """A vector of i32 or f32."""
+    kind = np.int32 if isinstance(element, ir.IntegerType) else np.float32
+    type_ = vec(element, len(values))
+    return arith.constant(type_, ir.DenseElementsAttr.get(np.asarray(values, dtype=kind), type=type_))
+
+
+def i64(value: int) -> Value:
+    return constant(i(64), value)
+
+
+def add(a: Value, b: Value | int) -> Value:
+    if isinstance(b, int):
+        return arith.addi(a, i64(b)) if b else a
+    return arith.addi(a, b)
+
+
+def mul(a: Value, b: int) -> Value:
+    return arith.muli(a, i64(b))
+
+
+def divmod_(a: Value, b: int) -> tuple[Value, Value]:
+    return arith.divui(a, i64(b)), arith.remui(a, i64(b))
+
+
+def shift_left(x: Value, by: int) -> Value:
+    return arith.shli(x, constant(x.type, by)) if by else x
+
+
+def shift_right(x: Value, by: int, *, signed: bool = False) -> Value:
+    """x >> by, or x << -by."""
+    if by <= 0:
+        return shift_left(x, -by)
+    return (arith.shrsi if signed else arith.shrui)(x, constant(x.type, by))
+
+
+def bits_and(x: Value, mask: int) -> Value:
+    return arith.andi(x, constant(x.type, mask))
+
+
+def fma(a: Value, b: Value, c: Value) -> Value:
+    """a * b + c, rounded once."""
+    return vector.fma(a, b, c)
+
+
+def broadcast(x: Value, lanes: int = LANES) -> Value:
+    return vector.broadcast(vec(x.type, lanes), x)
+
+
+def take(x: Value, elements: Sequence[int]) -> Value:
+    """The elements of a vector at constant places."""
+    return vector.shuffle(x, x, list(elements))
+
+
+def at(base: Value, offset: Value | None = None, byte: int = 0) -> Value:
+    """The address `base` + offset + byte, in bytes."""
+    if offset is not None:
+        base = llvm.getelementptr(pointer(), base, [offset], [_DYNAMIC], i(8), _INBOUNDS)
+    if byte:
+        base = llvm.getelementptr(pointer(), base, [], [byte], i(8), _INBOUNDS)
+    return base
+
+
+def load(type_: ir.Type, address: Value) -> Value:
+    """A load that asks for the element's alignment only."""
+    return llvm.load(type_, address, alignment=_element_bytes(type_))
+
+
+def store(value: Value, address: Value) -> None:
+    llvm.store(value, address, alignment=_element_bytes(value.type))
+
+
+def gather(base: Value, index: Value) -> Value:
+    """The f32 at base + 4 * index, for every element of a vector<16xi32>."""
+    addresses = llvm.getelementptr(vec(pointer()), base, [index], [_DYNAMIC], f32(), _INBOUNDS)
+    return llvm.intr_masked_gather(vec(f32()), addresses, constant(vec(i(1)), 1), [], 4)
+
+
+def _element_bytes(type_: ir.Type) -> int:
+    element = element_type(type_)
+    width = ir.IntegerType(element).width if isinstance(element, ir.IntegerType) else ir.FloatType(element).width
+    return width // 8
+
+
+def scratch(nbytes: int) -> Value:
+    """Stack memory on a cache line. Only at the entry of a function: a loop would eat the stack."""
+    return llvm.alloca(pointer(), i64(nbytes), i(8), alignment=64)
+
+
+@contextmanager
+def loop(
+    start: Value | int, stop: Value | int, step: int = 1, carried: Sequence[Value] = (), unroll: bool = False
+) -> Generator[Loop]:
+    """`for index in range(start, stop, step)`, with loop-carried values.
+
+    LLVM may unroll it if `unroll`. Else it stays as written: it is in vectors already, and LLVM's guesses
+    would take as long as all the rest of the compilation.
+    """
+    bounds = [i64(b) if isinstance(b, int) else b for b in (start, stop, step)]
+    op = scf.ForOp(*bounds, list(carried))
+    if not unroll:
+        op.operation.attributes["loop_annotation"] = ir.Attribute.parse(
+            "#llvm.loop_annotation<disableNonforced = true>"
+        )
+    with ir.InsertionPoint(op.body):
+        body = Loop(op)
+        yield body
+        scf.YieldOp(body.carried)
+    body.carried = list(op.results)
+
+
+class Loop:
+    """Inside: `index`, and the `carried` values, to be replaced by the next round's. After: the last."""
+
+    def __init__(self, op: Any) -> None:
+        self.index: Value = op.induction_variable
+        self.carried: list[Value] = list(op.inner_iter_args)
+
+
+@contextmanager
+def when(condition: Value) -> Generator[None]:
+    op = scf.IfOp(condition)
+    with ir.InsertionPoint(op.then_block):
+        yield
+        scf.YieldOp([])
+
+
+def less(a: Value, b: Value) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.slt, a, b)

@@ -1,0 +1,155 @@
+"""A packed weight in host code: its tiles of k, and the codes, scales and zeros of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from lowbit.dialect.bindings import arith, vector
+from lowbit.dialect.formats.packing import ROWS, UNIT_BYTES
+from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.passes.cpu.decode import ChunkMap, ChunkReader, Isa, decode_e4m3, decode_e8m0
+from lowbit.passes.cpu.vector_ops import (
+    Value,
+    add,
+    at,
+    broadcast,
+    constant,
+    f32,
+    i,
+    load,
+    mul,
+    scalar_type,
+    scratch,
+    store,
+    take,
+    vec,
+)
+
+VECTOR_BYTES = 4 * ROWS  # of the f32 of 16 rows, or of 16 columns
+_MAX_TILE = 512  # columns
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How k is walked. A *span* is a group or, where groups are smaller, a chunk of several groups; a *tile*
+    is a run of chunks of a span, short enough for its activations to stay in the first-level cache."""
+
+    spec: MatmulSpec
+
+    @property
+    def group(self) -> int:
+        """Columns of a group in memory."""
+        p = self.spec.packing
+        return p.padded_group or p.padded_k
+
+    @property
+    def span(self) -> int:
+        return max(self.group, self.spec.packing.chunk)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a span."""
+        return self.span // self.group
+
+    @property
+    def spans(self) -> int:
+        return self.spec.packing.padded_k // self.span
+
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks of a tile: a divisor of the span's."""
+        chunk = self.spec.packing.chunk
+        of_span = self.span // chunk
+        return max(d for d in range(1, max(_MAX_TILE // chunk, 1) + 1) if of_span % d == 0)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a span."""
+        return self.span // (self.chunks * self.spec.packing.chunk)
+
+
+class Row(NamedTuple):
+    """Row `index` = g + 8 * odd of a block."""
+
+    index: Value
+    g: Value
+    odd: int
+
+    @classmethod
+    def pair(cls, g: Value) -> tuple[Row, Row]:
+        """The two rows that share their words."""
+        return cls(g, g, 0), cls(add(g, ROWS // 2), g, 1)
+
+
+class Weight:
+    """The arrays of a packed weight inside a function; `map` says how its chunks decode."""
+
+    def __init__(self, spec: MatmulSpec, isa: Isa, codes: Value, scales: Value, zeros: Value) -> None:
+        self.spec = spec
+        self.tiling = Tiling(spec)
+        self.map = ChunkMap(spec.packing, spec.dtype)
+        self._isa: Isa = isa
+        self._codes, self._scales, self._zeros = codes, scales, zeros
+
+    @property
+    def low(self) -> int:
+        """Value less stored code. Signed integers are stored in offset binary; integer zeros are stored less
+        the format's least value, and then the two offsets cancel."""
+        t = self.spec.dtype
+        return -(t.codes // 2) if t.kind == "int" and self.spec.zeros != "int" else 0
+
+    def scales(self, block: Value, group: Value) -> Value:
+        """Of 16 rows: vector<16xf32>."""
+        return self._per_row(self._scales, self.spec.scale, block, group)
+
+    def zeros(self, block: Value, group: Value) -> Value | None:
+        """Of 16 rows, to be subtracted from stored code + low: vector<16xf32>, or None."""
+        kind = self.spec.zero_kind
+        return None if kind is None else self._per_row(self._zeros, kind, block, group)
+
+    def offsets(self, block: Value, group: Value) -> Value | None:
+        """low - zeros, or None if that is 0."""
+        zeros, low = self.zeros(block, group), constant(vec(f32()), self.low)
+        if zeros is None:
+            return low if self.low else None
+        return arith.subf(low, zeros) if self.low else arith.negf(zeros)
+
+    def _per_row(self, base: Value, kind: str, block: Value, group: Value) -> Value:
+        place = add(mul(block, self.spec.packing.groups), group)
+        address = at(base, mul(place, ROWS * BYTES[kind]))
+        if kind in ("f16", "bf16", "f32"):
+            values = load(vec(scalar_type(kind)), address)
+            return values if kind == "f32" else arith.extf(vec(f32()), values)
+        codes = load(vec(i(8)), address)
+        if kind == "u8":
+            return arith.uitofp(vec(f32()), codes)
+        return decode_e8m0(codes) if kind == "e8m0" else decode_e4m3(codes)
+
+    def chunk(self, block: Value, chunk: Value, row: Row) -> ChunkReader:
+        """The codes of a row of a block in a chunk."""
+        p = self.spec.packing
+        unit = mul(add(mul(block, p.chunks), chunk), p.units * UNIT_BYTES)
+        words = at(self._codes, add(unit, mul(row.g, UNIT_BYTES * 2 // ROWS)))
+        return ChunkReader(self.map, self._isa, words, row.odd)
+
+
+class RowValues:
+    """f32 of 16 rows for every group of a tile, on the stack: written by group, read by row."""
+
+    def __init__(self, groups: int) -> None:
+        self._base = scratch(groups * VECTOR_BYTES)
+
+    def put(self, group: int, values: Value) -> None:
+        store(values, at(self._base, byte=group * VECTOR_BYTES))
+
+    def spread(self, row: Value, groups: Sequence[int]) -> Value:
+        """vector<16xf32> with a row's value of group groups[e] in element e."""
+        distinct = sorted(set(groups))
+        values = [load(f32(), at(self._base, mul(row, 4), g * VECTOR_BYTES)) for g in distinct]
+        if len(values) == 1:
+            return broadcast(values[0])
+        packed = vector.from_elements(vec(f32(), len(values)), values)
+        return take(packed, [distinct.index(g) for g in groups])

@@ -1,0 +1,107 @@
+"""The end of the matmul kernel: what the warps and blocks that split k have, added up, and stored.
+
+Sums of warps meet in shared memory. Blocks that split k either are a cluster, and each adds up its part of the rows
+from the shared memory of all; or they write to device memory, where the last one to arrive adds up.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lowbit.dialect.layouts.layout import Layout, column_spatial, local, replicated
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.schedule import Schedule
+
+
+class Epilogue:
+    """Writes the end of program `p`, in block `tile` along n."""
+
+    def __init__(self, p: Program, spec: MatmulSpec, schedule: Schedule, tile: Scalar) -> None:
+        self.p, self.spec, self.schedule, self.tile = p, spec, schedule, tile
+        self.plan = Plan(spec, schedule)
+
+    def finish(self, total: Tile) -> None:
+        """The sum over warps and splits that share rows, then bias, conversion, store."""
+        s = self.schedule
+        if s.cluster > 1:
+            rows = s.rows // s.cluster
+            rank = self.p.block_id(1)
+            self._store(self._across_cluster(total, rank), self.tile * s.rows + rank * rows)
+            self.p.barrier("cluster_wait")  # nobody leaves while its sums are read
+        elif s.splits > 1:
+            self._across_splits(self._across_warps(total))
+        else:
+            self._store(self._across_warps(total), self.tile * s.rows)
+
+    def _sums_buffer(self, total: Tile) -> Memory:
+        """Every warp's sums in shared memory: [warps_k, rows, tokens]."""
+        p, s = self.p, self.schedule
+        row = s.rows + 4  # keeps the lanes of a fragment in different banks
+        buffer = p.alloc_shared("f32", (s.warps_k, s.rows, s.tokens), (row * s.tokens, 1, row))
+        p.store(total, buffer, (0, 0, 0), ("none", "none", "none" if s.tokens == s.columns else "skip"))
+        return buffer
+
+    def _across_warps(self, total: Tile) -> Tile:
+        """The sum over the warps that split k: [rows, tokens] (or all columns, if there is one warp only)."""
+        p, s = self.p, self.schedule
+        if s.warps_k == 1:
+            return p.reshape(total, (s.rows, s.columns))
+        buffer = self._sums_buffer(total)
+        p.barrier()
+        partial = p.load(buffer, (0, 0, 0), self._sum_up_layout(s.warps_k, s.rows, s.tokens))
+        return p.reshape(p.reduce(partial, 0), (s.rows, s.tokens))
+
+    def _across_cluster(self, total: Tile, rank: Scalar) -> Tile:
+        """The sum over warps and blocks of the cluster, of this block's part of the rows: [rows / cluster, tokens]."""
+        p, s = self.p, self.schedule
+        rows = s.rows // s.cluster
+        buffer = self._sums_buffer(total)
+        p.barrier("cluster")
+        layout = self._sum_up_layout(s.warps_k, rows, s.tokens)
+        parts: list[Tile] = []
+        for turn in range(s.cluster):  # each starts with another block's
+            peer = p.peer(buffer, (rank + turn) % s.cluster)
+            parts.append(p.reduce(p.load(peer, (0, rank * rows, 0), layout), 0))
+        total = parts[0]
+        for part in parts[1:]:
+            total = p.add(total, part)
+        p.barrier("cluster_arrive")
+        return p.reshape(total, (rows, s.tokens))
+
+    def _sum_up_layout(self, parts: int, rows: int, columns: int) -> Layout:
+        """[parts, rows, columns]: all parts of an element in one thread, neighbours along the rows."""
+        s = self.schedule
+        across = math.gcd(rows, s.threads)
+        side = math.gcd(columns, s.threads // across)
+        spare = s.threads // (across * side)
+        return replicated(spare, 3) * (local(parts, rows // across, columns // side) * column_spatial(1, across, side))
+
+    def _across_splits(self, total: Tile) -> None:
+        """Through device memory: the last block of a tile to arrive adds up and stores."""
+        p, s = self.p, self.schedule
+        tiles, columns = self.plan.tiles, total.shape[1]
+        size = s.rows * columns
+        partial = p.global_view(
+            p["workspace"], "f32", (s.splits, tiles, s.rows, columns), (tiles * size, size, 1, s.rows)
+        )
+        counters = p.global_view(p["workspace"], "i32", (s.splits * tiles * size + tiles,))
+        here = (p.block_id(1), self.tile, 0, 0)
+        p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, here)
+        last = p.last_arrival(counters, self.tile + s.splits * tiles * size, s.splits)
+        with p.when(last):
+            layout = self._sum_up_layout(s.splits, s.rows, columns).reshape((s.splits, 1, s.rows, columns))
+            parts = p.load(partial, (0, self.tile, 0, 0), layout)
+            self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), self.tile * s.rows)
+
+    def _store(self, total: Tile, first_row: Scalar) -> None:
+        p, s, spec = self.p, self.schedule, self.spec
+        if spec.bias:
+            bias_view = p.global_view(p["bias"], spec.out_dtype, (spec.n, 1))
+            boundary = ("clamp" if spec.n % s.rows else "none", "none")
+            bias = p.load(bias_view, (first_row, 0), total.layout.reduce((1,)), boundary)
+            total = p.add(total, p.cast(bias, "f32"))
+        y = p.global_view(p["y"], spec.out_dtype, (spec.n, -1), (1, spec.n), sizes=[p["m"]])
+        boundary = ("skip" if spec.n % s.rows else "none", "skip")
+        p.store(p.cast(total, spec.out_dtype), y, (first_row, 0), boundary)

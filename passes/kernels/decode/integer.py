@@ -1,0 +1,83 @@
+"""The matmul kernel for one token in integers: `passes.kernels.decode.kernel` with another compute side
+(`Schedule.digits`).
+
+The idea. With narrow codes and one token, decoding to f16 and a tensor core with seven of its eight columns idle are
+the bound, not memory. As bytes, codes cost half as much; x takes four of the columns, a digit each
+(`dialect.formats.integer_limbs`).
+
+    for round:                         copies as ever
+        split x of the step into digits, in shared memory, every warp for itself
+        for group in step:
+            p   = codes * digits       exact sums in integers, f32 once per piece of 128 columns, from zero
+            acc = acc + scale * p      two columns: what the lower and the upper digits bring
+    acc[0] + 2^16 acc[1], then sums over warps and splits
+
+Signed codes are multiplied as they lie in memory, in offset binary: too large by a number that is taken for a zero
+point.
+
+Shared memory: beside the stages of `passes.kernels.decode.kernel` one buffer of digits [warps_k, pieces, 4 digits, 4
+lanes, 8 halves] in 32-bit words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.formats.integer_limbs import DIGITS, HALVES, PIECE, ROW
+from lowbit.dialect.layouts.layout import MMA_M16N8_PAIRS, spatial
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.types import row_major
+from lowbit.passes.builder import Tile
+from lowbit.passes.kernels.decode.kernel import Kernel
+from lowbit.passes.kernels.decode.operands import Operands
+from lowbit.passes.kernels.decode.schedule import Schedule
+
+
+class _DigitKernel(Kernel):
+    """Builds the program."""
+
+    def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
+        super().__init__(spec, schedule)
+        warps = spatial(schedule.warps_k, 1, 1)
+        self.d_layout = warps.local(1, schedule.row_blocks, 1) * MMA_M16N8_PAIRS.unsqueeze(0)
+        self.row_layout, self.sum_layout = self.d_layout.reduce((2,)), self.d_layout.reduce((1,))
+
+    def _operands(self) -> Operands:
+        operands = super()._operands()
+        shape = (self.schedule.warps_k, self.schedule.step_k // PIECE, DIGITS, 4, HALVES)
+        *strides, _ = row_major((*shape[:-1], ROW))
+        self.digits = self.p.alloc_shared("i32", shape, (*strides, 1))
+        operands.buffers.append(self.digits)
+        return operands
+
+    def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
+        p, s, format_ = self.p, self.schedule, self.spec.dtype
+        unit = p.split_digits(self.operands.x_buffer, self.digits, format_)
+        p.barrier("warps", 1)
+        codes = p.view(words(), format_, self.a_layout)
+
+        def product(start: int, width: int) -> Tile:
+            return p.digit_mma(codes, self.digits, unit, start, width, self.d_layout)
+
+        def sums(start: int, width: int) -> Tile:
+            return p.digit_sums(self.digits, unit, format_, start, width, self.sum_layout)
+
+        if not self.plan.groups:
+            total, *rest = carried
+            return [p.add(total, product(0, s.step_k)), *(p.add(c, sums(0, s.step_k)) for c in rest)]
+        (total,) = carried
+        width = s.step_k // self.plan.groups
+        for group in range(self.plan.groups):
+            start = group * width
+            sums_of_x = sums(start, width) if self.shifted else None
+            total = self._add_scaled(total, product(start, width), group, sums_of_x)
+        return [total]
+
+    def _whole(self, total: Tile) -> Tile:
+        return self.p.join_digits(total)
+
+
+def skinny_digits(spec: MatmulSpec, schedule: Schedule) -> ir.Module:
+    """The tile program of a matmul with one token, in a module of its own."""
+    return _DigitKernel(spec, schedule).build()

@@ -1,0 +1,318 @@
+"""The matmul kernel for few tokens (1 to 256): weights stream through shared memory into mma fragments.
+
+The idea. Y' = W X': the weight is operand A (16 rows of an mma), tokens are its 8 columns. A decode step reads every
+byte of the weight once and little else, so the kernel is a copy pipeline with a tensor core at its end. The weight
+is packed in fragment order: a lane copies 16-byte units and later reads back the very units it copied, without
+conflicts and without ldmatrix.
+
+Loop nest. A block owns `rows` = 16 * row_blocks * warps_n rows and, of several splits, one part of k. In a round it
+takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which share the activations):
+
+    for round:                         copies run `stages` rounds ahead (pipeline-copies); see `_turn` for the first
+        copy weight units, then activations, scales, zeros of (warp, step)
+        for group in step:             a step has several groups, or a group several steps
+            p   = decode(codes) x^T    f32, from zero
+            acc = acc + scale * p      scale late: once per group and accumulator, not per weight
+    reduce acc over the warps_k warps through shared memory; over splits through that of a cluster's blocks, each of
+        which adds up its part of the rows, or through device memory, where the last to arrive does
+    add the bias, convert, store y[t, n]
+
+With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
+reads the activations from shared memory by itself. Where a group has no more columns than there are tokens, sums are
+more to scale than weights: then these are scaled, and acc takes the products of all groups of a step in one chain.
+Else a group's product may be begun before the last one's has ended (`Schedule.overlap`).
+
+Where a matmul is small (`Schedule.resident`) there is no loop: all units are on their way to registers, and
+all activations to shared memory, before the first is waited for, and blocks of two kernels share a multiprocessor.
+Empty blocks fill up the grid then (`Schedule.least_blocks`), so that none gets two of one kernel.
+
+Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
+bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
+wgmma, where that mma would cost as much as 64 rows, weights are scaled at once, s * q + (- s * z), both rounded to
+the type of x. Unsigned integers without zeros are multiplied as they are stored, in f16, with no subtraction, and so is
+what has sums of x anyway (`Plan.bare`); with `Schedule.bare` others are, too, and all zero points and the offset of
+signed codes go by sums of x.
+
+Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
+step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
+zeros [warps_k, row blocks, groups, 16]. Beside the
+stages is the table of a format that has one (`dialect.formats.decode_table`). After the loop all their place is taken
+by partial sums [warps_k, tokens, rows + 4] in f32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.formats.packing import BLOCK_K, ROWS
+from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout, spatial
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program, Scalar, Tile, as_i32
+from lowbit.passes.kernels.decode.epilogue import Epilogue
+from lowbit.passes.kernels.decode.operands import Operands
+from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.scales_zeros import Factors
+from lowbit.passes.lowering.recipes import compute_element, zero_code
+
+TURNED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200
+
+
+class Kernel:
+    """Builds the program."""
+
+    def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
+        self.spec, self.schedule = spec, schedule
+        self.plan = Plan(spec, schedule)
+        self.packing = spec.packing
+        self.compute = compute_element(spec.dtype, spec.act)
+        names = ["x", "codes", "scales"]
+        names += ["zeros"] if spec.zeros != "none" else []
+        names += ["bias"] if spec.bias else []
+        names += ["y"] + (["workspace"] if self.plan.workspace_bytes else [])
+        s = schedule
+        self.p = Program(
+            "matmul",
+            s.threads,
+            (self.plan.launched_tiles, s.splits, 1),
+            dict.fromkeys(names, "pointer") | {"m": "i32"},
+            self.plan.workspace_bytes,
+            s.max_blocks,
+            (1, s.cluster, 1),
+        )
+        as_stored = self.plan.bare or bool(s.digits)  # signed codes in offset binary, which is taken for a zero point
+        excess = zero_code(spec.dtype) if as_stored else 0.0
+        self.convert = Factors(self.p, spec, excess, self.plan.bare)
+        # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
+        self.folded = spec.zeros == "int" and not self.plan.biased and not as_stored
+        self.early = self.plan.rounds_zeros
+        self.shifted = (spec.zeros != "none" or excess > 0) and not self.folded and not self.early
+        warps = spatial(s.warps_k, s.warps_n, 1)
+        step_blocks, columns = s.step_k // BLOCK_K, s.mma_columns // 8
+
+        def batched(fragment: Layout) -> Layout:
+            return fragment.unsqueeze(0)
+
+        self.a_layout = warps.local(1, s.row_blocks, step_blocks) * batched(MMA_M16N8K16_A)
+        replicas = spatial(s.warps_k, 1, 1).replicated(s.warps_n)
+        self.b_layout = replicas.local(1, columns, step_blocks) * batched(MMA_M16N8K16_B_NK)
+        self.d_layout = warps.local(1, s.row_blocks, columns) * batched(MMA_M16N8_D)
+        self.row_layout = self.d_layout.reduce((2,))
+        self.sum_layout = self.d_layout.reduce((1,))
+
+    def build(self) -> ir.Module:
+        p, tiles = self.p, self.plan.tiles
+        with p:
+            self.tile = p.block_id(0)
+            if self.plan.launched_tiles == tiles:
+                self._block()
+            else:
+                with p.when(self.tile < tiles):
+                    self._block()
+                with p.when(Scalar(as_i32(tiles - 1)) < self.tile):
+                    p.grid_wait()  # keeps a place until the kernel before has ended, and the next from starting
+        return p.module
+
+    def _block(self) -> None:
+        """What a block does."""
+        p, s, spec = self.p, self.schedule, self.spec
+        self.first_block = self.tile * self.plan.row_blocks
+        carried = [p.constant(0.0, "f32", self.d_layout)]
+        if self.shifted and not self.plan.groups:
+            carried.append(p.constant(0.0, "f32", self.sum_layout))
+        self.operands = self._operands()
+        if self.folded and not self.plan.groups:
+            self.row_zeros = self._row_factor("zeros", spec.zero_kind or "")
+        self.first, self.turn = p.block_id(1) * self.plan.rounds, self._turn()
+        p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
+        carried = self._resident(carried) if s.resident else self._stream(carried)
+        total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
+        p.barrier()
+        p.free_shared(*self.operands.buffers)
+        Epilogue(p, spec, s, self.tile).finish(total)
+
+    def _operands(self) -> Operands:
+        return Operands(self.p, self.spec, self.schedule, self.first_block)
+
+    def _stream(self, carried: list[Tile]) -> list[Tile]:
+        """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
+        p, s, operands = self.p, self.schedule, self.operands
+        rounds, late, drift = self.plan.rounds, s.late > 0, s.late > 1
+        with p.loop(0, rounds, carried, s.stages, s.throttle, refill_late=late, drift=drift) as loop:
+            step = self._first_step(loop.index)
+            operands.copy_codes(step)
+            operands.copy_factors(step)
+            operands.fill_table()
+            p.grid_wait()
+            operands.copy_x(step)
+            p.commit()
+            p.wait()
+            p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
+            loop.results = self._step(loop.carried, operands.copied_codes)
+            p.barrier("warps", s.warps_n)
+        return loop.carried
+
+    def _resident(self, carried: list[Tile]) -> list[Tile]:
+        """All rounds, with everything on its way at once: the codes to registers, so that blocks of two kernels have
+        room side by side, and those of the next have theirs by the time x is there."""
+        p, s, operands = self.p, self.schedule, self.operands
+        steps = [self._first_step(i) for i in range(self.plan.rounds)]
+        words = [operands.load_codes(step) for step in steps]
+        for operands.slot, step in enumerate(steps):
+            operands.copy_factors(step)
+        operands.fill_table()
+        p.grid_wait()
+        for operands.slot, step in enumerate(steps):
+            operands.copy_x(step)
+            p.commit()
+        for operands.slot, codes in enumerate(words):
+            if operands.slot == 0 or not s.overlap:  # between barriers alone, products may overlap
+                p.wait(0 if s.overlap else len(steps) - 1 - operands.slot)
+                p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
+            carried = self._step(carried, lambda codes=codes: codes)
+        return carried
+
+    def _first_step(self, index: Scalar | int) -> Scalar:
+        """Of a round's warps."""
+        index = (self.turn + index) % self.plan.rounds if self.turn else index
+        return (self.first + index) * self.schedule.warps_k
+
+    def _turn(self) -> Scalar | None:
+        """By how many rounds a block starts later than the first, coming to those before at its end: all blocks read
+        all of x, and if they began at the same columns, a few slices of the L2 would have all to do."""
+        if self.schedule.tokens not in TURNED or self.plan.rounds == 1:
+            return None
+        return self.tile % self.plan.rounds
+
+    def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
+        """One step of every warp, whose codes are in `words`."""
+        p, s = self.p, self.schedule
+        codes = p.view(words(), self.spec.dtype, self.a_layout)
+        if self.operands.table:
+            a = p.lookup(codes, self.operands.table, self.compute)
+        else:
+            extra = "bare" if self.plan.bare else "biased" if self.plan.biased else ""
+            a = p.decode(codes, self.compute, self.convert.exponent, extra, self._shifts())
+        if s.wgmma:
+            return self._warpgroup_step(carried, a)
+        b = p.load_matrix(self.operands.x_buffer, p["m"], self.b_layout)
+        if not self.plan.groups:
+            sums = [p.add(c, p.row_sums(b, self.sum_layout)) for c in carried[1:]]
+            return [p.mma(a, b, self._unbiased(carried[0], b)), *sums]
+        (total,) = carried
+        width = s.step_k // self.plan.groups
+        for group in range(self.plan.groups):
+            a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
+            zero = p.constant(0.0, "f32", self.d_layout)
+            if self.plan.biased:
+                zero = p.bias_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
+            product = p.mma(a_group, b_group, zero)
+            sums = p.row_sums(b_group, self.sum_layout) if self.shifted else None
+            total = self._add_scaled(total, product, group, sums)
+        return [total]
+
+    def _whole(self, total: Tile) -> Tile:
+        """[warps_k, rows, columns] of what a warp ends with."""
+        return total
+
+    def _shifts(self) -> list[Tile]:
+        """Minus integer zeros, which decoding subtracts for nothing: q - z is exact."""
+        if not self.folded:
+            return []
+        stored = [self._group_factor("zeros", group) for group in range(self.plan.groups)] or [self.row_zeros]
+        return [self.p.cast(self.convert.minus_zero(zero), self.compute) for zero in stored]
+
+    def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
+        """The same with x in shared memory."""
+        p, s = self.p, self.schedule
+        if not self.plan.groups:
+            sums = [p.add(c, self._sums_of_x(0, s.step_k)) for c in carried[1:]]
+            return [p.warpgroup_mma(a, self.operands.x_buffer, 0, carried[0]), *sums]
+        (total,) = carried
+        width = s.step_k // self.plan.groups
+        for group in range(self.plan.groups):
+            start = group * width
+            zero = p.constant(0.0, "f32", self.d_layout)
+            weights = self._plain_weights(p.slice(a, 2, start, width), group)
+            if self.plan.rounds_scales:
+                total = p.warpgroup_mma(weights, self.operands.x_buffer, start, total)
+                continue
+            sums = self._sums_of_x(start, width) if self.shifted else None
+            product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, bool(s.overlap))
+            total = self._add_scaled(total, product, group, sums)
+        return [total]
+
+    def _plain_weights(self, codes: Tile, group: int) -> Tile:
+        """Less their zeros, and scaled, as far as that is done before they are multiplied: q - z, s * q, or
+        s * q + (- s * z), which is one instruction for both."""
+        p, minus, scale = self.p, None, None
+        if self.early:
+            minus = p.cast(self.convert.minus_zero(self._group_factor("zeros", group)), self.compute)
+        if self.plan.rounds_scales:
+            scale = p.cast(self._group_factor("scales", group), self.compute)
+        if minus and scale:
+            return p.fma(codes, scale, p.mul(scale, minus))
+        if minus:
+            return p.add(codes, minus)
+        return p.mul(codes, scale) if scale else codes
+
+    def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
+        """total + s * product, and - s * z * (sums of x) where there are zeros still to be had."""
+        p = self.p
+        scale = self._group_factor("scales", group)
+        total = p.fma(product, self.convert.unfold(scale), total)
+        if sums_of_x is None:
+            return total
+        shift = p.mul(scale, self._minus_zero(partial(self._group_factor, "zeros", group)))
+        return p.fma(shift, sums_of_x, total)
+
+    def _minus_zero(self, stored: Callable[[], Tile]) -> Tile:
+        """What is added to codes before they are scaled."""
+        if self.spec.zeros == "none":
+            return self.p.constant(-self.convert.excess, "f32", self.row_layout)
+        return self.convert.minus_zero(stored())
+
+    def _sums_of_x(self, start: int, columns: int) -> Tile:
+        return self.p.warpgroup_row_sums(self.operands.x_buffer, start, columns, self.sum_layout)
+
+    def _unbiased(self, total: Tile, b: Tile) -> Tile:
+        """An accumulator for a product with b."""
+        if not self.plan.biased:
+            return total
+        return self.p.add(total, self.p.bias_sums(b, self.spec.dtype, 0, self.d_layout))
+
+    def _group_factor(self, name: str, group: int) -> Tile:
+        """Scale or zero of every row of the tile in one group, from shared memory: [warps_k, rows, 1] in f32."""
+        p, s = self.p, self.schedule
+        _, buffers, kind = self.operands.factors[name]
+        shape = (s.warps_k, self.plan.row_blocks, 1, ROWS)
+        loaded = p.load(buffers[self.operands.slot], (0, 0, group, 0), self.row_layout.reshape(shape))
+        return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
+
+    def _row_factor(self, name: str, kind: str) -> Tile:
+        """Scale or zero of every row of the tile, from device memory."""
+        p, s, packing = self.p, self.schedule, self.packing
+        element = Factors.element(kind)
+        view = p.global_view(p[name], element, (s.warps_k, packing.row_blocks, ROWS), (0, ROWS, 1))
+        layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, ROWS))
+        loaded = p.load(view, (0, self.first_block, 0), layout, ("none", self.operands.row_boundary, "none"))
+        return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
+
+    def _scale_rows(self, total: Tile, *sums: Tile) -> Tile:
+        """One scale per row: applied to a warp's sum, at the end."""
+        p = self.p
+        scale = self._row_factor("scales", self.spec.scale)
+        result = p.mul(total, self.convert.unfold(scale))
+        if sums:
+            zero = partial(self._row_factor, "zeros", self.spec.zero_kind or "")
+            shift = p.mul(scale, self._minus_zero(zero))
+            result = p.fma(shift, sums[0], result)
+        return result
+
+
+def skinny(spec: MatmulSpec, schedule: Schedule) -> Any:
+    """The tile program of a matmul, in a module of its own."""
+    return Kernel(spec, schedule).build()

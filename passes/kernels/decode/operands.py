@@ -1,0 +1,167 @@
+"""The copy side of the matmul kernel: views of the operands by step, the buffers they are copied to, and the copies."""
+
+from __future__ import annotations
+
+import math
+
+from lowbit.dialect.formats.decode_table import DecodeTable
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
+from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.types import UNIT
+from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.scales_zeros import Factors
+from lowbit.passes.lowering.recipes import compute_element, exponent
+
+LANE_BYTES = 16
+PANEL = 64  # columns of x that wgmma finds side by side
+
+
+def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
+    """A tile over `threads` threads: neighbours along the last dim, `vector` elements of it each; copies if small."""
+    rank = len(shape)
+
+    def along(dim: int, size: int) -> tuple[int, ...]:
+        return tuple(size if d == dim else 1 for d in range(rank))
+
+    layout = local(*along(rank - 1, vector))
+    for dim in reversed(range(rank)):
+        size = shape[dim] // (vector if dim == rank - 1 else 1)
+        taken = math.gcd(size, threads)
+        layout = local(*along(dim, size // taken)) * (spatial(*along(dim, taken)) * layout)
+        threads //= taken
+    return replicated(threads, rank) * layout
+
+
+class Operands:
+    """What a block reads, for the rows from `first_block` (of 16) on.
+
+    buffers    all in shared memory, to be freed after the loop
+    slot       of the buffers for x, scales and zeros: resident kernels have one for every round
+    factors    by name: scales and zeros [row blocks, groups, 16], their buffers, and their kind
+    table      of a format that has one
+    """
+
+    def __init__(self, p: Program, spec: MatmulSpec, schedule: Schedule, first_block: Scalar) -> None:
+        self.p, self.spec, self.schedule, self.first_block = p, spec, schedule, first_block
+        self.plan, self.packing = Plan(spec, schedule), spec.packing
+        self.slot = 0
+        s, packing = schedule, self.packing
+        self.units = s.step_k // packing.chunk * packing.units * 32
+        warps = spatial(s.warps_k, s.warps_n, 1)
+        self.unit_layout = warps.local(1, s.row_blocks, self.units // 32).spatial(1, 1, 32)
+        steps, units = self.plan.steps, packing.chunks * packing.units * 32
+        self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
+        self.buffers: list[Memory] = []
+        if not s.resident:
+            self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
+            self.buffers.append(self.codes_buffer)
+        self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
+        self.step_boundary = "none" if self.plan.covers_exactly else "zero"
+        self._view_x()
+        self.factors: dict[str, tuple[Memory, list[Memory], str]] = {}
+        if self.plan.groups:
+            self._view_factor("scales", spec.scale)
+            if spec.zero_kind:
+                self._view_factor("zeros", spec.zero_kind)
+        self.table: Memory | None = None
+        self._compute = compute_element(spec.dtype, spec.act)
+        if spec.dtype.kind == "table":
+            self.table = p.alloc_shared("i32", DecodeTable(spec.dtype, self._compute).shape)
+            self.buffers.append(self.table)
+
+    def _view_x(self) -> None:
+        p, s, act, k, row = self.p, self.schedule, self.spec.act, self.spec.k, self.schedule.step_k + 8
+        if s.wgmma:
+            x_steps, panels = -(-k // s.step_k), s.step_k // PANEL
+            self.x_buffers = self._slots(act, (s.warps_k, panels, s.tokens, PANEL), swizzle=128)
+            self.x = p.global_view(p["x"], act, (x_steps, panels, -1, PANEL), (s.step_k, PANEL, k, 1), sizes=[p["m"]])
+        elif self.plan.async_x:
+            self.x_buffers = self._slots(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
+            x_steps = -(-k // s.step_k)
+            self.x = p.global_view(p["x"], act, (x_steps, -1, s.step_k), (s.step_k, k, 1), sizes=[p["m"]])
+        else:
+            self.x_buffers = self._slots(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
+            self.x = p.global_view(p["x"], act, (-1, k), sizes=[p["m"]])
+
+    def _view_factor(self, name: str, kind: str) -> None:
+        """Scales or zeros [row blocks, groups, 16], by step."""
+        p, s, packing = self.p, self.schedule, self.packing
+        group, groups = packing.padded_group or 0, self.plan.groups
+        element = Factors.element(kind)
+        steps_per_group = max(1, group // s.step_k)
+        view = p.global_view(
+            p[name],
+            element,
+            (self.plan.steps, packing.row_blocks, groups, ROWS),
+            (groups * ROWS, packing.groups * ROWS, ROWS, 1),
+            (steps_per_group, 1, 1, 1),
+        )
+        self.factors[name] = view, self._slots(element, (s.warps_k, self.plan.row_blocks, groups, ROWS)), kind
+
+    def _slots(
+        self, element: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, swizzle: int = 0
+    ) -> list[Memory]:
+        """A buffer, of which `pipeline-copies` makes as many as there are stages; or one for every round."""
+        count = self.plan.rounds if self.schedule.resident else 1
+        buffers = [self.p.alloc_shared(element, shape, strides, swizzle) for _ in range(count)]
+        self.buffers += buffers
+        return buffers
+
+    @property
+    def x_buffer(self) -> Memory:
+        return self.x_buffers[self.slot]
+
+    def copy_codes(self, step: Scalar) -> None:
+        """To shared memory."""
+        p, packing = self.p, self.packing
+        units = packing.chunks * packing.units * 32
+        limit = (self.units, 0, 1, units) if units % self.units else ()
+        boundary = (self.step_boundary, self.row_boundary, "none")
+        p.copy_async(self.codes, self.codes_buffer, (step, self.first_block, 0), self.unit_layout, boundary, limit)
+
+    def copied_codes(self) -> Tile:
+        """From there."""
+        return self.p.load(self.codes_buffer, (0, 0, 0), self.unit_layout)
+
+    def load_codes(self, step: Scalar) -> Tile:
+        """From device memory at once."""
+        boundary = ("none", self.row_boundary, "none")
+        return self.p.load(self.codes, (step, self.first_block, 0), self.unit_layout, boundary)
+
+    def copy_factors(self, step: Scalar) -> None:
+        """Scales and zeros of groups."""
+        p, s, packing = self.p, self.schedule, self.packing
+        for view, buffers, kind in self.factors.values():
+            shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
+            vector = LANE_BYTES // BYTES[kind]
+            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, *shape[1:]), 32 * s.warps_n, vector)
+            span = self.plan.groups * ROWS
+            total = packing.groups * ROWS
+            cut = (span, 0, ROWS, 1, total) if self.plan.groups > 1 and total % span else ()
+            boundary = (self.step_boundary, self.row_boundary, "none", "none")
+            p.copy_async(view, buffers[self.slot], (step, self.first_block, 0, 0), layout, boundary, cut)
+
+    def fill_table(self) -> None:
+        if self.table:
+            t = self.spec.dtype
+            self.p.fill_table(self.table, t, self._compute, exponent(t, self._compute))
+
+    def copy_x(self, step: Scalar) -> None:
+        p, s, packing, buffer = self.p, self.schedule, self.packing, self.x_buffer
+        warps = 32 * s.warps_n
+        if s.wgmma:
+            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, s.step_k // PANEL, s.tokens, PANEL), warps, 8)
+            limit = (s.step_k, PANEL, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
+            boundary = (self.step_boundary, "none", "skip", "none")
+            p.copy_async(self.x, buffer, (step, 0, 0, 0), layout, boundary, limit)
+        elif self.plan.async_x:
+            layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)
+            limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
+            p.copy_async(self.x, buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
+        else:
+            layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 1)
+            group = packing.group or 1
+            p.copy_padded(self.x, buffer, (0, step), layout, group, packing.padded_group or 1)

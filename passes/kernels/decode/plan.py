@@ -1,0 +1,134 @@
+"""`Plan`: what follows from a spec and a schedule, in numbers. The skinny kernel is built from it, and schedules are
+chosen by it; so it needs no MLIR.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.lowering.recipes import BIASED_BITS, can_be_bare, can_be_biased, compute_element, exponent
+
+MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Numbers that follow from a spec and a schedule."""
+
+    spec: MatmulSpec
+    schedule: Schedule
+
+    @property
+    def steps(self) -> int:
+        """Of step_k columns, in the packed weight."""
+        return -(-self.spec.packing.padded_k // self.schedule.step_k)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of one block."""
+        return -(-self.steps // (self.schedule.warps_k * self.schedule.splits))
+
+    @property
+    def covers_exactly(self) -> bool:
+        """Whether no warp ever meets a step beyond the last."""
+        return self.rounds * self.schedule.warps_k * self.schedule.splits == self.steps
+
+    @property
+    def resident_words(self) -> int:
+        """Registers of codes in a thread that holds all of its weight at once."""
+        s, packing = self.schedule, self.spec.packing
+        return self.rounds * s.row_blocks * (s.step_k // packing.chunk) * packing.units * 4
+
+    @property
+    def row_blocks(self) -> int:
+        """Of 16 rows, per block."""
+        return self.schedule.row_blocks * self.schedule.warps_n
+
+    @property
+    def tiles(self) -> int:
+        """Blocks side by side along n."""
+        return -(-self.spec.packing.row_blocks // self.row_blocks)
+
+    @property
+    def launched_tiles(self) -> int:
+        """With the empty ones that fill up the grid."""
+        return max(self.tiles, -(-self.schedule.least_blocks // self.schedule.splits))
+
+    @property
+    def groups(self) -> int:
+        """Groups in a step, 1 if a group is longer; 0 for one scale per row."""
+        group = self.spec.packing.padded_group
+        return 0 if group is None else max(1, self.schedule.step_k // group)
+
+    @property
+    def biased(self) -> bool:
+        """Whether codes are decoded too large by a bias: one mma per fragment of x makes up for it, whatever the rows,
+        instead of a subtraction per pair of weights."""
+        t, s = self.spec.dtype, self.schedule
+        narrow = t.bits <= BIASED_BITS and can_be_biased(t, compute_element(t, self.spec.act))
+        return narrow and s.row_blocks > 1 and not s.wgmma and not s.bare
+
+    @property
+    def bare(self) -> bool:
+        """Whether codes are multiplied as they are stored, with no subtraction: where nothing is to be taken away from
+        them, where zeros are taken away by sums of x anyway, or where the schedule has it so."""
+        s, spec = self.schedule, self.spec
+        if s.bare or s.digits or not has_bare(spec) or self.biased or self.rounds_scales:
+            return bool(s.bare)
+        return not self.rounds_zeros if spec.zeros == "float" else spec.zeros == "none" and spec.dtype.kind == "uint"
+
+    @property
+    def rounds_zeros(self) -> bool:
+        """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
+        and the sums of x that would make up for them would cost as much as 64 rows of products."""
+        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._decodes_values
+
+    @property
+    def rounds_scales(self) -> bool:
+        """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
+        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums;
+        and what takes float zeros away can scale as well. So it is where there are registers for sums only once, too.
+        Scales must be numbers of x's type."""
+        s, spec = self.schedule, self.spec
+        group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
+        less = group is not None and (group <= s.tokens or self.rounds_zeros or s.tokens > MOST_SCALED)
+        return bool(s.wgmma) and less and same and self._decodes_values
+
+    @property
+    def sums_once(self) -> bool:
+        """Whether, with wgmma, sums need registers only once: no group's are scaled, none of x stand beside them."""
+        return self.rounds_scales or not (self.groups or self.spec.zeros == "float" or self.schedule.bare)
+
+    @property
+    def _decodes_values(self) -> bool:
+        """Whether codes can be decoded to their values, with no power of two left out."""
+        t = self.spec.dtype
+        return not self.schedule.bare and exponent(t, compute_element(t, self.spec.act)) == 0
+
+    @property
+    def rounding(self) -> dict[str, bool]:
+        """What is rounded besides sums, as `pylib.reference.tolerance` has it."""
+        return {"dequantized": self.rounds_scales, "rounded_zeros": self.rounds_zeros}
+
+    @property
+    def async_x(self) -> bool:
+        """Whether 16-byte copies fit the rows of x."""
+        return self.spec.k % 8 == 0 and not self.spec.packing.pads_groups
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Partial sums of all splits and a counter per tile, where splits add up through device memory."""
+        s = self.schedule
+        return 0 if s.splits == s.cluster else self.tiles * (s.splits * s.rows * s.columns + 1) * 4
+
+
+def has_bare(spec: MatmulSpec) -> bool:
+    """Whether codes can be multiplied as they are stored."""
+    return can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act))
+
+
+def is_bare(spec: MatmulSpec, schedule: Schedule) -> bool:
+    """Whether they are, even without `Schedule.bare`."""
+    return Plan(spec, replace(schedule, bare=0)).bare

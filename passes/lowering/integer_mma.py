@@ -1,0 +1,256 @@
+"""One token in integers, for `lower-tiles`: x to digits in shared memory, codes to bytes, their products by
+mma.m16n8k32 of u8 and s8 (`dialect.formats.integer_limbs` has the idea).
+
+The accumulators of a piece start from the bits of the f32 1.5 * 2^23 instead of 0. Read as f32, they then are that
+number plus the sum, exactly, and two fused multiply-adds make of two digits' sums one number in units of x: no
+conversion from integers, which runs at a quarter of the rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from lowbit.dialect.bindings import arith, ir, llvm, nvvm
+from lowbit.dialect.errors import PassError
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.formats.integer_limbs import DIGITS, HALVES, PIECE, TOP, halves
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.types import Reg, element_bits, read_format
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering.addressing import Place
+from lowbit.passes.lowering.context import Lowering, int_attr
+from lowbit.passes.lowering.fragment import Fragment
+
+_BYTES = 0x01010101
+_CARRIES = 0x00808080  # adding it, and then flipping it, makes unsigned bytes signed digits
+_LEAST = TOP + 8  # exponent fields below it are taken for it, so that units, and theirs of rows g + 8, are normal
+_SPECIAL = 255  # the exponent field of inf and NaN
+_NAN = 0x7FC00000
+_ORIGIN = 1.5 * 2.0**23  # sums of digits below 2^22 keep f32's exponent
+_ORIGIN_BITS = 0x4B400000
+_ALL_LANES = -1
+
+
+class DigitRules(Lowering):
+    """One method per operation on digits."""
+
+    def _split_digits(self, op: Any) -> None:
+        self._finish_reads()
+        reg, bits = Reg.of(op.unit.type), read_format(op.format).bits
+        x, digits = self.values[op.x], self.values[op.digits]
+        q, half = self.lane_digit(4, 1), self.lane_digit(8, 4)
+        per_word = 4 // bits
+        word = arith.divui(half, emit.constant(per_word))
+        within = arith.remui(half, emit.constant(per_word))
+        shift = arith.muli(within, emit.constant(2 * bits))
+        column = arith.addi(arith.muli(word, emit.constant(64 // bits)), arith.muli(within, emit.constant(8)))
+        column = arith.addi(column, arith.muli(q, emit.constant(2)))
+        source = emit.offset_bytes(self.of_warp(x), dynamic=arith.muli(column, emit.constant(2)))
+        *_, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in digits.type.strides)
+        place = arith.addi(arith.muli(q, emit.constant(lane_bytes)), arith.muli(half, emit.constant(4)))
+        target = emit.offset_bytes(self.of_warp(digits), dynamic=place)
+        pair = ir.VectorType.get([2], ir.Type.parse(str(x.type.element)))
+        units: list[Any] = []
+        for piece in range(reg.shape[-1]):
+            at = [emit.offset_bytes(source, static=2 * (PIECE * piece + more)) for more in (0, 32 // bits)]
+            pairs = [llvm.load(pair, address, alignment=4) for address in at]
+            values = [arith.extf(ir.F32Type.get(), emit.element(p, i)) for i in range(2) for p in pairs]
+            unit, factor = _scale(values, shift)
+            units.append(unit)
+            for digit, word_of_digit in enumerate(_digits([_round(arith.mulf(v, factor)) for v in values])):
+                static = piece * piece_bytes + digit * digit_bytes
+                llvm.store(word_of_digit, emit.offset_bytes(target, static=static), alignment=4)
+        self.values[op.unit] = Fragment(reg, "scalar", units.__getitem__)
+
+    def _digit_mma(self, op: Any) -> None:
+        codes: Fragment = self.values[op.a]
+        reg, format_ = Reg.of(op.result.type), codes.reg.element
+        if not isinstance(format_, DType) or codes.kind != "word":
+            raise PassError(f"lower-tiles: lowbit.digit_mma multiplies the words of codes, not {codes.reg.element}")
+        bits = format_.bits
+        per_row = codes.count * ROWS // reg.shape[1]
+        per_piece = PIECE * bits // 64
+        terms = _Terms(self, op, bits)
+        products: dict[int, list[Any]] = {}
+
+        def product(row_block: int) -> list[Any]:
+            """Of rows g and g + 8."""
+
+            def of_piece(piece: int) -> list[Any]:
+                first = row_block * per_row + piece * per_piece
+                words = [codes.register(first + i) for i in range(per_piece)]
+                places = [(half.word, half.shift + more) for half in halves(bits) for more in (0, bits)]
+                a = [emit.mask(words[word], ((1 << bits) - 1) * _BYTES << shift) for word, shift in places]
+                return terms.product(piece, a)
+
+            by_row = zip(*map(of_piece, terms.pieces), strict=True)
+            return [_sum(row) for row in by_row]
+
+        def make(slot: int) -> Any:
+            row_block, row = divmod(slot, 2)
+            if row_block not in products:
+                products[row_block] = product(row_block)
+            return products[row_block][row]
+
+        self._read(op, Fragment(reg, "scalar", make))
+
+    def _digit_sums(self, op: Any) -> None:
+        bits = read_format(op.format).bits
+        terms = _Terms(self, op, bits)
+
+        def make(_: int) -> Any:
+            zero = emit.constant(0)
+            ones = [a for half in halves(bits) for a in (emit.constant(_BYTES << half.shift), zero)]
+            return _sum([terms.product(piece, ones)[0] for piece in terms.pieces])
+
+        self._read(op, Fragment(Reg.of(op.result.type), "scalar", make))
+
+    def _join_digits(self, op: Any) -> None:
+        source: Fragment = self.values[op.source]
+
+        def make(slot: int) -> Any:
+            mine = source.scalar(slot)
+            all_lanes, whole = emit.constant(_ALL_LANES), emit.constant(31)
+            kind = ir.Attribute.parse("#nvvm<shfl_kind bfly>")
+            other = nvvm.shfl_sync(all_lanes, mine, emit.constant(1), whole, kind)
+            is_upper = arith.cmpi(arith.CmpIPredicate.ne, self.lane_digit(2, 1), emit.constant(0))
+            lower, upper = arith.select(is_upper, other, mine), arith.select(is_upper, mine, other)
+            return emit.fma(upper, emit.real(2.0**16, ir.F32Type.get()), lower)
+
+        joined = Fragment(Reg.of(op.result.type), "scalar", make)
+        joined.force()  # here, where all lanes are: they shuffle
+        self.values[op.result] = joined
+
+    def _read(self, op: Any, fragment: Fragment) -> None:
+        """The result of an operation, which reads digits that may be overwritten after the next barrier."""
+        self.reads.append(fragment)
+        self.values[op.result] = fragment
+
+    def lane_digit(self, size: int, divisor: int) -> Any:
+        return self.threads.digit(size, divisor, self.threads_per_block)
+
+    def of_warp(self, place: Place) -> Any:
+        """The part of a buffer [warps, ..] that is this warp's."""
+        warps = place.type.shape[0]
+        if warps == 1:
+            return place.base
+        size = place.type.strides[0] * element_bits(place.type.element) // 8
+        return emit.offset_bytes(place.base, dynamic=arith.muli(self.lane_digit(warps, 32), emit.constant(size)))
+
+
+class _Terms:
+    """Products with the digits of x that one operation reads, each piece's fragments of B loaded once."""
+
+    def __init__(self, lowering: DigitRules, op: Any, bits: int) -> None:
+        self._lowering = lowering
+        self._digits: Place = lowering.values[op.digits]
+        self._units: Fragment = lowering.values[op.unit]
+        self._bits = bits
+        start, columns = int_attr(op, "start"), int_attr(op, "columns")
+        self.pieces = range(start // PIECE, (start + columns) // PIECE)
+        self._base: Any = None
+        self._words: dict[int, list[Any]] = {}
+        self._factors: dict[int, list[tuple[Any, Any, Any]]] = {}
+
+    def product(self, piece: int, a: Sequence[Any]) -> list[Any]:
+        """What two digits of x bring in a piece, of rows g and g + 8 in f32; a: two registers for each half."""
+        b = self._fragments(piece)
+        sums = [emit.constant(_ORIGIN_BITS)] * 4
+        for half in range(0, HALVES, 2):
+            sums = _mma(a[2 * half : 2 * half + 4], b[half : half + 2], sums)
+        numbers = [emit.bitcast(ir.F32Type.get(), x) for x in sums]
+        result: list[Any] = []
+        for row, (upper, both, unit) in enumerate(self._scales(piece)):
+            high = emit.fma(numbers[2 * row + 1], upper, both)  # (256 h - origin) * unit, exactly
+            result.append(emit.fma(numbers[2 * row], unit, high))
+        return result
+
+    def _fragments(self, piece: int) -> list[Any]:
+        """Lane 4 g + q loads what it needs of digit g % 4: columns 4 to 7 of B are columns 0 to 3 again."""
+        if piece not in self._words:
+            _, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in self._digits.type.strides)
+            if self._base is None:
+                digit, q = self._lowering.lane_digit(DIGITS, 4), self._lowering.lane_digit(4, 1)
+                lane = arith.muli(q, emit.constant(lane_bytes))
+                place = arith.addi(arith.muli(digit, emit.constant(digit_bytes)), lane)
+                self._base = emit.offset_bytes(self._lowering.of_warp(self._digits), dynamic=place)
+            vector = ir.VectorType.get([4], emit.integer())
+            at = [emit.offset_bytes(self._base, static=piece * piece_bytes + 4 * i) for i in range(0, HALVES, 4)]
+            loaded = [llvm.load(vector, address, alignment=16) for address in at]
+            self._words[piece] = [emit.element(v, i) for v in loaded for i in range(4)]
+        return self._words[piece]
+
+    def _scales(self, piece: int) -> list[tuple[Any, Any, Any]]:
+        """Of rows g and g + 8: 256 units, minus 257 origins, and a unit, smaller where codes are too large."""
+        if piece not in self._factors:
+            unit = self._units.scalar(piece)
+
+            def times(factor: float) -> Any:
+                return arith.mulf(unit, emit.real(factor, ir.F32Type.get()))
+
+            self._factors[piece] = [
+                (times(256 * size), times(-257 * _ORIGIN * size), times(size)) for size in (1.0, 2.0**-self._bits)
+            ]
+        return self._factors[piece]
+
+
+def _scale(values: Sequence[Any], shift: Any) -> tuple[Any, Any]:
+    """The unit of a piece, of which each lane has some values, and what to multiply this lane's by, which meet codes
+    that are 2^shift too large."""
+    f32 = ir.F32Type.get()
+    top = None
+    for value in values:
+        magnitude = emit.mask(emit.bitcast(emit.integer(), value), 0x7FFFFFFF)
+        top = magnitude if top is None else arith.maxui(top, magnitude)
+    kind = ir.Attribute.parse("#nvvm<reduction_kind umax>")
+    top = nvvm.redux_sync(top, kind, emit.constant(_ALL_LANES))
+    field = emit.shift_right(top, 23)
+    is_special = arith.cmpi(arith.CmpIPredicate.eq, field, emit.constant(_SPECIAL))
+    field = arith.maxui(field, emit.constant(_LEAST))
+    unit = emit.shift_right(arith.subi(field, emit.constant(TOP)), -23)
+    unit = arith.select(is_special, emit.constant(_NAN), unit)
+    factor = arith.subi(arith.subi(emit.constant(254 + TOP), field), shift)
+    return emit.bitcast(f32, unit), emit.bitcast(f32, emit.shift_right(factor, -23))
+
+
+def _sum(terms: Sequence[Any]) -> Any:
+    return reduce(arith.addf, terms)
+
+
+def _round(x: Any) -> Any:
+    """To the nearest integer."""
+    return llvm.inline_asm(emit.integer(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f", asm_dialect=0)
+
+
+def _digits(numbers: Sequence[Any]) -> list[Any]:
+    """Word d: digit d of four numbers, the first in the lowest byte."""
+    carries = emit.constant(_CARRIES)
+    x = [arith.xori(arith.addi(number, carries), carries) for number in numbers]
+    # Digits 0 and 1 of two numbers, and digits 2 and 3
+    halves_of_pairs = [[_permute(x[i], x[i + 1], selector) for i in (0, 2)] for selector in (0x5140, 0x7362)]
+    return [_permute(a, b, selector) for a, b in halves_of_pairs for selector in (0x5410, 0x7632)]
+
+
+def _permute(a: Any, b: Any, selector: int) -> Any:
+    """prmt: four bytes of b and a (PTX ISA 9.7.9.7)."""
+    operands = [a, b, emit.constant(selector)]
+    return llvm.inline_asm(emit.integer(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", asm_dialect=0)
+
+
+def _mma(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Any]:
+    """One mma.sync.m16n8k32 of u8 and s8 (PTX ISA 9.7.14.5.10)."""
+    result = nvvm.mma_sync(
+        ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
+        ir.Attribute.parse("#nvvm.shape<m = 16, n = 8, k = 32>"),
+        nvvm.MMALayout.row,
+        nvvm.MMALayout.col,
+        list(a),
+        list(b),
+        list(c),
+        int_overflow_behavior=nvvm.MMAIntOverflow.wrapped,
+        multiplicand_a_ptx_type=nvvm.MMATypes.u8,
+        multiplicand_b_ptx_type=nvvm.MMATypes.s8,
+    )
+    return [llvm.extractvalue(emit.integer(), result, [i]) for i in range(4)]

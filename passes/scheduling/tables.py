@@ -1,0 +1,235 @@
+"""Tables of measured schedules, one JSON file per GPU: passes/scheduling/data/*.json, and those that `lowbit tune`
+writes.
+
+An entry says which schedule was the fastest for one matmul:
+
+    {"weight": "u4", "n": 4096, "k": 4096, "group_size": 128, "zeros": "none", "scale": "f16", "act": "f16",
+     "tokens": 1, "schedule": {"row_blocks": 1, ...}, "microseconds": 3.2, "date": "2026-11-21",
+     "version": "0.1.0+5bd2c1f0", "kernel": "1e8d3aad6b2c"}
+
+A matmul that is not in a table is served by its nearest neighbour: of the same token tile, both with zeros or both
+without, and decoded in the same way (so many bits of an integer, a float or a table). How far apart two are is a
+number of octaves: |log2| of the ratio of their n plus that of their k, and a quarter for everything else that
+differs. Beyond an octave the rule is the better guess: docs/tuning.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.lowering.recipes import compute_element
+
+REACH = 1.0  # octaves
+ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "stages", "splits")  # of a schedule, in a file
+OTHERWISE = 0.25  # for another format of the same class, group size, kind of zeros or scales, or act
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a schedule depends on: the matmul, but for its bias and the type of y, and the token tile."""
+
+    weight: str
+    n: int
+    k: int
+    group_size: int | None
+    zeros: str
+    scale: str
+    act: str
+    tokens: int
+
+    @staticmethod
+    def of(spec: MatmulSpec, tile: int) -> Key:
+        return Key(spec.weight, spec.n, spec.k, spec.group_size, spec.zeros, spec.scale, spec.act, tile)
+
+    @property
+    def spec(self) -> MatmulSpec:
+        """A matmul with this key; of a codebook's the values are made up."""
+        about = {name: getattr(self, name) for name in ("group_size", "zeros", "scale", "act")}
+        if self.weight.startswith("lut"):
+            about["table"] = tuple(map(float, range(2 ** int(self.weight[3:]))))
+        return MatmulSpec(self.n, self.k, self.weight, **about)
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What neighbours have in common."""
+        return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens)
+
+    def distance(self, other: Key) -> float:
+        """Octaves between two of a family."""
+        others = ("weight", "group_size", "zeros", "scale", "act")
+        differences = sum(getattr(self, name) != getattr(other, name) for name in others)
+        return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k)) + OTHERWISE * differences
+
+
+@lru_cache(maxsize=None)
+def _decoding(weight: str, act: str) -> tuple[str, int, bool]:
+    """How codes become numbers: kind, bits, and whether through f32."""
+    if weight.startswith("lut"):
+        return "table", int(weight[3:]), False
+    t = dtype(weight)
+    return "integer" if t.kind in ("uint", "int") else t.kind, t.bits, compute_element(t, act) == "f32"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The fastest schedule for one matmul, and what is known of its measurement.
+
+    microseconds  of a call
+    date          as 2026-11-21
+    version       of lowbit, to the source: "0.1.0+1e8d3aad"
+    kernel        a hash of its PTX, or "": if the schedule now makes another kernel, the measurement is stale
+    """
+
+    key: Key
+    schedule: Schedule
+    microseconds: float
+    date: str
+    version: str
+    kernel: str = ""
+
+    def supersedes(self, other: Entry) -> bool:
+        """Whether to take this of two measurements of one matmul, of which this came later if on the same day: with
+        the same compiler the faster, else the newer, however fast the kernels of the older compiler were."""
+        if self.version == other.version:
+            return self.microseconds < other.microseconds
+        return self.date >= other.date
+
+    def to_json(self) -> dict[str, Any]:
+        schedule = spelled_out(self.schedule)
+        if schedule["tokens"] == max(8, self.key.tokens):
+            del schedule["tokens"]  # goes without saying
+        about = {"microseconds": round(self.microseconds, 3), "date": self.date, "version": self.version}
+        return asdict(self.key) | {"schedule": schedule} | about | ({"kernel": self.kernel} if self.kernel else {})
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Entry:
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        key = Key(**{field.name: values[field.name] for field in fields(Key)})
+        schedule = Schedule(**({"tokens": max(8, key.tokens)} | values["schedule"]))
+        if not (key.n > 0 < key.k and key.family):
+            raise ValueError(f"n={key.n}, k={key.k}")
+        about = values["date"], values["version"], values.get("kernel", "")
+        return Entry(key, schedule, float(values["microseconds"]), *about)
+
+
+def spelled_out(s: Schedule) -> dict[str, int]:
+    """The fields of a schedule, but for rare choices that it does not make."""
+    usual = {f.name: f.default for f in fields(Schedule) if f.name not in ALWAYS}
+    return {name: value for name, value in asdict(s).items() if value != usual.get(name)}
+
+
+@dataclass(frozen=True)
+class Table:
+    """All that is known about one GPU.
+
+    gpu         its name, as CUDA spells it
+    capability  its compute capability times ten
+    made        how the table came about, for people
+    """
+
+    gpu: str
+    capability: int
+    made: str
+    entries: dict[Key, Entry]
+
+    @cached_property
+    def families(self) -> dict[tuple[object, ...], list[Entry]]:
+        found: dict[tuple[object, ...], list[Entry]] = {}
+        for entry in self.entries.values():
+            found.setdefault(entry.key.family, []).append(entry)
+        return found
+
+    def with_entries(self, entries: Iterable[Entry]) -> Table:
+        """This table and these; of two for one matmul, the one that `supersedes` the other."""
+        merged = dict(self.entries)
+        for entry in entries:
+            known = merged.get(entry.key)
+            if known is None or entry.supersedes(known):
+                merged[entry.key] = entry
+        return Table(self.gpu, self.capability, self.made, merged)
+
+    def replaced(self, entry: Entry) -> Table:
+        """This table with a newer entry."""
+        return Table(self.gpu, self.capability, self.made, self.entries | {entry.key: entry})
+
+    def to_text(self) -> str:
+        """As JSON, an entry to a line, in an order that does not depend on how they were found."""
+        about = {"gpu": self.gpu, "capability": self.capability, "made": self.made}
+        head = json.dumps(about, indent=1, ensure_ascii=False)[:-2]
+        entries = sorted(self.entries.values(), key=lambda e: tuple(map(_orderly, asdict(e.key).values())))
+        lines = ",\n  ".join(json.dumps(entry.to_json()) for entry in entries)
+        return f'{head},\n "entries": [\n  {lines}\n ]\n}}\n'
+
+
+def _orderly(value: object) -> tuple[bool, float, str]:
+    """A key for sorting numbers, names and None."""
+    return value is not None, value if isinstance(value, int) else 0, str(value)
+
+
+def merge(tables: Sequence[Table]) -> Table:
+    """One table of several for the same GPU, the latest last (`Entry.supersedes`). Raises SpecError where they are
+    not for the same."""
+    first = tables[0]
+    others = sorted({t.gpu for t in tables} - {first.gpu})
+    if others:
+        raise SpecError(f"a table is for one GPU, but these are for {first.gpu} and {', '.join(others)}")
+    made = "; ".join(dict.fromkeys(t.made for t in tables))
+    merged = Table(first.gpu, first.capability, made, {})
+    return merged.with_entries(entry for t in tables for entry in t.entries.values())
+
+
+def parse_table(text: str, name: str) -> Table:
+    """The inverse of `Table.to_text`. Raises SpecError that speaks of `name`."""
+    try:
+        values = json.loads(text)
+        entries = [Entry.from_json(entry) for entry in values["entries"]]
+        return Table(values["gpu"], values["capability"], values["made"], {e.key: e for e in entries})
+    except (ValueError, KeyError, TypeError) as error:
+        fix = "delete it, or have `lowbit tune` write it"
+        raise SpecError(f"{name} is no table of schedules ({type(error).__name__}: {error}); {fix}") from None
+
+
+def read_table(path: Path) -> Table:
+    """The table in a file, read once until the file changes. Raises SpecError for a file that holds none."""
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except OSError as error:
+        raise SpecError(f"{path} can't be read: {error.strerror}") from None
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, changed: int) -> Table:
+    return parse_table(path.read_text(encoding="utf-8", errors="replace"), str(path))  # JSON says what is wrong
+
+
+@lru_cache(maxsize=1)
+def shipped_tables() -> tuple[Table, ...]:
+    """Those that come with lowbit, in the order of their names."""
+    return tuple(map(read_table, sorted((Path(__file__).parent / "data").glob("*.json"))))
+
+
+def nearest(tables: Sequence[Table], spec: MatmulSpec, tile: int, fits: Callable[[Entry], bool]) -> Schedule | None:
+    """The schedule of the very matmul, or of its nearest neighbour that `fits`; of equals, that in the first table."""
+    key = Key.of(spec, tile)
+    for table in tables:
+        entry = table.entries.get(key)
+        if entry and fits(entry):
+            return entry.schedule
+    family = key.family
+    near = [(key.distance(e.key), e) for table in tables for e in table.families.get(family, ())]
+    for distance, entry in sorted(near, key=lambda pair: pair[0]):
+        if distance > REACH:
+            break
+        if fits(entry):
+            return entry.schedule
+    return None

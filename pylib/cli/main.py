@@ -1,0 +1,287 @@
+"""The command line: `lowbit compile | opt | run | tune | info | irdl`.
+
+A command that takes a matmul is a function with a `spec` parameter: `takes_spec` turns it into one option for
+each field of `MatmulSpec`. What is slow to import is imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
+
+from lowbit.dialect.errors import LowbitError, SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.stages import stages
+from lowbit.pylib.cli.machine import TARGETS
+from lowbit.pylib.cli.tune import tune
+
+if TYPE_CHECKING:
+    from lowbit.passes.kernels.decode.schedule import Schedule
+    from lowbit.pylib.tune.trial import Trial
+
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+class Commands(TyperGroup):
+    """Reports what is wrong with the input as one line, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # | head
+            raise
+        except (LowbitError, OSError) as error:
+            errors.print("[bold red]error:[/] ", end="")
+            errors.print(str(error), markup=False)
+            raise typer.Exit(1) from None
+
+
+class Raw(TyperCommand):
+    """A command that gets its arguments as they are, --help included, in `ctx.args`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = args
+        return []
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="lowbit",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="A compiler for low-bit matrix multiplication: y = x Wᵀ with weights of 1 to 8 bits.",
+)
+
+_SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "n": (int, 4096, "Rows of the weight: outputs."),
+    "k": (int, 4096, "Columns of the weight: inputs."),
+    "weight": (str, "u4", "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8."),
+    "group_size": (int | None, None, "Columns that share a scale; without it, one scale per row."),
+    "zeros": (str, "none", "Zero points: none, int or float."),
+    "scale": (str, "f16", "Type of the scales: f16, bf16, f32, e8m0 or e4m3."),
+    "act": (str, "f16", "Type of x: f16 or bf16."),
+    "out": (str | None, None, "Type of y: f16, bf16 or f32; without it, as x."),
+    "bias": (bool, False, "Add a bias."),
+    "table": (str | None, None, "The values of a lut<b> format, separated by commas."),
+}  # fmt: skip
+
+
+def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command with a first parameter `spec` the options that make one."""
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        fields = {name: given.pop(name) for name in _SPEC_OPTIONS}
+        if fields["table"] is not None:
+            fields["table"] = _numbers(fields["table"])
+        command(spec=MatmulSpec(**fields), **given)
+
+    def parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
+        flags = [f"--{name.replace('_', '-')}"]
+        annotation = Annotated[kind, typer.Option(*flags, help=text, rich_help_panel="Matmul")]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    # Typer reads the signature and the annotations; those of the command itself are strings until resolved.
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    parameters = [parameter(name, *option) for name, option in _SPEC_OPTIONS.items()]
+    parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(v) for v in text.split(","))
+    except ValueError:
+        raise SpecError(f"--table={text} must be numbers separated by commas, such as -1,0,0.5,1") from None
+
+
+def _schedule(text: str | None) -> Schedule | None:
+    from lowbit.passes.kernels.decode.schedule import Schedule
+    from lowbit.passes.opt.options import from_text
+
+    return None if text is None else from_text(Schedule, text, "--schedule")
+
+
+TargetName = Annotated[str | None, typer.Option("--target", help=f"{TARGETS}; without it, this machine's.")]
+Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
+_STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
+ScheduleText = Annotated[
+    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,stages=3.")
+]
+
+
+@app.command("compile")
+@takes_spec
+def compile_(
+    spec: MatmulSpec,
+    target: TargetName = None,
+    tokens: Tokens = 1,
+    schedule: ScheduleText = None,
+    stop_after: Annotated[str | None, typer.Option(help=_STAGES)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write to.")] = None,
+    dump: Annotated[Path | None, typer.Option(help="Folder that gets a file for every stage.")] = None,
+) -> None:
+    """Compile a matmul and print it after any stage: PTX, or assembly for a CPU, unless told otherwise.
+
+    No GPU is needed to compile for one.
+
+    [bold]Examples[/]
+
+      lowbit compile --n 8192 --k 8192 --weight u4 --group-size 128 --target sm_90a > kernel.ptx
+
+      lowbit compile --weight f6e3m2 --target sm_80 --stop-after tile
+
+      lowbit compile --weight nf4 --group-size 64 --target sm_90a --stop-after cubin -o kernel.cubin
+
+      lowbit compile --weight i3 --target sm_90a --dump stages/
+    """
+    import lowbit
+
+    mm = lowbit.compile(spec, target, _schedule(schedule))
+    known = stages(mm.target.is_gpu)
+    stage = stop_after or ("ptx" if mm.target.is_gpu else "asm")
+    if stage not in known:
+        raise SpecError(f"--stop-after={stage} must be one of {', '.join(known)} for target {mm.target}")
+
+    def read(name: str) -> bytes:
+        if name != "cubin":
+            return mm.ir(name, tokens).encode()
+        return mm.kernel(tokens).cubin or mm.cubin  # which says why there is none
+
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        for each in known.values():
+            if each.name != "cubin" or mm.target.kind == "cuda":
+                (dump / f"matmul.{each.suffix}").write_bytes(read(each.name))
+        errors.print(f"wrote {dump}/matmul.*", markup=False)
+        if stop_after is None and output is None:
+            return
+    if output is not None:
+        output.write_bytes(read(stage))
+    elif stage == "cubin":
+        raise SpecError("--stop-after=cubin is machine code; name a file with -o")
+    else:
+        sys.stdout.write(read(stage).decode())
+
+
+@app.command(cls=Raw, add_help_option=False)
+def opt(ctx: typer.Context) -> None:
+    """Read IR, run passes in the order given, print IR: the project's mlir-opt.
+
+    [bold]Examples[/]
+
+      lowbit opt --list-passes
+
+      lowbit opt kernel.mlir --canonicalize --cse --dump-after-each
+
+      lowbit opt invalid.mlir --split-input-file --verify-diagnostics
+    """
+    from lowbit.passes.opt.main import main
+
+    raise typer.Exit(main(ctx.args))
+
+
+@app.command()
+@takes_spec
+def run(
+    spec: MatmulSpec, target: TargetName = None, tokens: Tokens = 1, schedule: ScheduleText = None
+) -> None:
+    """Multiply random data: check the result against float64 and time it.
+
+    [bold]Examples[/]
+
+      lowbit run --n 8192 --k 8192 --weight u4 --group-size 128 --zeros int -m 16
+
+      lowbit run --weight f6e3m2 --act bf16 --target cpu
+
+      lowbit run --n 64 --k 512 --weight i3 --target emulator:sm_90a
+    """
+    from lowbit.pylib.tune.trial import run_trial
+
+    console = Console(highlight=False)
+    with console.status("starting") as status:
+        trial = run_trial(spec, tokens, target, _schedule(schedule), on_step=status.update)
+    console.print(report(trial))
+    if not trial.right:
+        errors.print("[bold red]error:[/] the result is wrong")
+        raise typer.Exit(1)
+
+
+def report(trial: Trial) -> Table:
+    """What a trial found, as a table of two columns."""
+    mm = trial.matmul
+    table = _table(escape(f"{mm.spec}, m = {trial.m}, on {mm.target}"))
+    verdict = "[green]right[/]" if trial.right else "[bold red]wrong[/]"
+    worst = f"worst element at {trial.worst:.0%} of what rounding explains"
+    table.add_row("result", f"{verdict}: relative error {trial.error:.1e}, {worst}")
+    table.add_row("ready in", f"{trial.compile_time * 1e3:.0f} ms, compiled or from the cache")
+    if trial.time is not None:
+        table.add_row("time", f"{trial.time * 1e6:.2f} µs")
+        bandwidth = trial.bytes / trial.time / 1e9
+        table.add_row("bandwidth", f"{bandwidth:.1f} GB/s for {trial.bytes / 1e6:.2f} MB")
+        table.add_row("arithmetic", f"{trial.flops / trial.time / 1e12:.3f} TFLOP/s")
+    if trial.schedule:
+        table.add_row("schedule", str(trial.schedule))
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    return table
+
+
+app.command()(tune)
+
+
+@app.command()
+def info() -> None:
+    """Show the GPU, the toolchain, the cache and the targets.
+
+    [bold]Example[/]
+
+      lowbit info
+    """
+    from lowbit.pylib.cli.machine import facts
+
+    table = _table("lowbit")
+    for name, value in facts().items():
+        table.add_row(name, escape(value))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def irdl() -> None:
+    """Print the definition of the lowbit dialect in IRDL, MLIR's language for dialects.
+
+    [bold]Example[/]
+
+      lowbit irdl > lowbit.irdl.mlir
+    """
+    from lowbit.dialect.irdl_export import irdl_text
+
+    sys.stdout.write(irdl_text())
+
+
+def main() -> None:
+    """The entry point of the `lowbit` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

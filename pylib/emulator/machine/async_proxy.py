@@ -1,0 +1,55 @@
+"""What shared memory has to remember because wgmma reads it through the async proxy, and bulk copies write it (PTX ISA
+8.5, 9.7.15.4).
+
+Ordinary stores and cp.async write through the generic proxy. Before a wgmma reads such bytes, or a bulk copy overwrites
+them, a fence.proxy.async has to come between: by the thread that wrote them, or by another one after a barrier with it.
+While a wgmma is in flight, nobody may write what it reads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowbit.pylib.emulator.machine.faults import Array, require
+
+_ANYONE = -1
+
+
+class AsyncProxy:
+    """Per byte: whether a write is not fenced yet, whose fence it needs, and how many wgmma in flight read it."""
+
+    def reset(self, size: int) -> None:
+        self.unfenced = np.zeros(size, np.bool_)
+        self.writer = np.zeros(size, np.int32)
+        self.readers = np.zeros(size, np.int32)
+
+    def check_write(self, lanes: Array, row: Array, size: int) -> None:
+        free = self.readers.reshape(-1, size)[row] == 0
+        require(free, lanes, "write to shared memory that a wgmma in flight reads: wgmma.wait_group comes first")
+
+    def write(self, lanes: Array, row: Array, size: int, own: bool) -> None:
+        """`own`: by threads of this block; the writes of others need a fence here."""
+        self.unfenced.reshape(-1, size)[row] = True
+        self.writer.reshape(-1, size)[row] = lanes[:, None] if own else _ANYONE
+
+    def fence(self, lanes: Array) -> None:
+        self.unfenced &= (self.writer != _ANYONE) & ~np.isin(self.writer, lanes)
+
+    def publish(self, members: Array | None) -> None:
+        """A barrier shows others what `members` (a mask; None: all) have written; their fence will do from now on."""
+        written = self.unfenced if members is None else self.unfenced & members[self.writer]
+        self.writer[written] = _ANYONE
+
+    def begin_read(self, lanes: Array, row: Array, size: int) -> None:
+        self._check_fenced(lanes, row, size, "wgmma reads shared memory that")
+        np.add.at(self.readers.reshape(-1, size), row, 1)
+
+    def begin_write(self, lanes: Array, row: Array, size: int) -> None:
+        self._check_fenced(lanes, row, size, "a bulk copy overwrites what")
+
+    def _check_fenced(self, lanes: Array, row: Array, size: int, what: str) -> None:
+        fenced = ~self.unfenced.reshape(-1, size)[row]
+        require(fenced, lanes, f"{what} was written without a fence.proxy.async since")
+
+    def end_read(self, row: Array, size: int) -> None:
+        np.subtract.at(self.readers.reshape(-1, size), row, 1)

@@ -1,0 +1,406 @@
+"""One thread block at work: its registers and the scheduler of its threads.
+
+All threads that stand at the same instruction take it together, as NumPy vectors over the lanes of the block.
+Threads that part at a branch form groups; always the group at the lowest instruction runs, so that groups
+meet again where the code joins. A group that reaches another's instruction merges with it. Threads wait in
+two places: at a barrier, and at a warp-level instruction whose other lanes have not come yet. When nobody can
+run and somebody waits, that is a deadlock, and an error; unless they wait for the other blocks of the cluster, which
+run then, or for an mbarrier, to which copies come then (`run_cluster`).
+
+The block is padded to whole warps; the padding lanes have exited before the start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lowbit.pylib.emulator.machine.cluster import Cluster, ClusterMemory
+from lowbit.pylib.emulator.machine.copy_queue import CopyQueue
+from lowbit.pylib.emulator.machine.faults import Array, Fault
+from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
+from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
+from lowbit.pylib.emulator.machine.wgmma_queue import Flight, WgmmaQueue, wgmma_registers
+from lowbit.pylib.emulator.text.ptx import BITS, Instruction, Kernel, Reg
+
+#: The threads that take a step: a bool per lane, or None for every lane of the block (the fast path).
+Mask = Array | None
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Jump:
+    threads: Mask
+    target: int
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Each thread goes to a target of its own; `targets` has one for every lane."""
+
+    threads: Mask
+    targets: Array
+
+
+@dataclass(frozen=True)
+class Exit:
+    threads: Mask
+
+
+@dataclass(frozen=True)
+class Converge:
+    """These threads wait for others of their warps at this instruction; the rest of the step is done.
+
+    `awaits`: they wait for something that other blocks or copies do, and this is, for a lane, what it is when it never
+    happens.
+    """
+
+    threads: Array
+    awaits: Callable[[int], str] | None = None
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """At barrier `number` (one, or one per lane), which opens when `count` threads (None: all) have come."""
+
+    threads: Mask
+    number: Array
+    count: int | None
+    wait: bool
+    aligned: bool
+
+
+Outcome = Jump | Scatter | Exit | Converge | Arrive
+Step = Callable[[Mask], Outcome | None]
+
+
+class Register:
+    """A register of every lane: raw bits, and which lanes have set it."""
+
+    __slots__ = ("complete", "defined", "flight", "name", "type", "value")
+
+    def __init__(self, reg: Reg, lanes: int) -> None:
+        self.name, self.type = reg.name, reg.type
+        dtype = np.bool_ if reg.type == "pred" else np.dtype(f"u{BITS[reg.type] // 8}")
+        self.value = np.zeros(lanes, dtype)
+        self.defined = np.zeros(lanes, np.bool_)
+        self.complete = False
+        self.flight: Flight | None = None  # for registers of a wgmma
+
+    def define(self, mask: Mask) -> None:
+        if mask is None:
+            self.complete = True
+        elif not self.complete:
+            self.defined |= mask
+            self.complete = bool(self.defined.all())
+
+    def check(self, mask: Mask) -> None:
+        """Raise a Fault if one of the threads in `mask` reads the register before it has set it."""
+        unset = ~self.defined if mask is None else mask & ~self.defined
+        if unset.any():
+            raise Fault(f"{self.name} is read before it is set", int(np.flatnonzero(unset)[0]))
+
+
+@dataclass
+class Barrier:
+    count: int | None
+    arrived: Array
+    waiting: Array
+    resume: Array  # the instruction each waiting thread goes on with
+    aligned: bool = False
+    known: Array | None = None  # see RaceDetector
+
+
+@dataclass
+class Block:
+    """A block of `shape` threads of `kernel`, to be run once for each block of the grid."""
+
+    kernel: Kernel
+    shape: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    device: DeviceMemory
+    constant: DeviceMemory
+    shared: SharedMemory
+    local: LocalMemory
+    cluster: Cluster
+    rank: int  # in the cluster
+    symbols: dict[str, tuple[str, int]]  # name -> (space, address)
+    params: Array
+    dynamic_shared_bytes: int
+    max_steps: int
+    registers: list[Register] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.threads = self.shape[0] * self.shape[1] * self.shape[2]
+        self.warps = -(-self.threads // WARP)
+        self.lanes = self.warps * WARP
+        self.everyone = np.arange(self.lanes)
+        self.registers = [Register(reg, self.lanes) for reg in self.kernel.registers]
+        self.copies = CopyQueue(self.lanes, self.shared)
+        self.wgmmas = WgmmaQueue(self.lanes, self.shared)
+        for reg in wgmma_registers(self.kernel):
+            self.registers[reg.index].flight = self.wgmmas.flight(reg)
+        self.cluster_memory = ClusterMemory(self.cluster, self.rank)
+        self.index = np.zeros((3, self.lanes), np.uint32)  # %ctaid
+        self.cluster_index = np.zeros((3, self.lanes), np.uint32)  # %clusterid
+        self.counts = np.zeros(len(self.kernel.instructions) + 1, np.int64)
+        self.exited = np.zeros(self.lanes, np.bool_)
+
+    def lanes_of(self, mask: Mask) -> Array:
+        return self.everyone if mask is None else np.flatnonzero(mask)
+
+    def members(self, lanes: Array) -> Array:
+        """These lanes as a mask."""
+        mask = np.zeros(self.lanes, np.bool_)
+        mask[lanes] = True
+        return mask
+
+    def thread_index(self, lane: int) -> tuple[int, int, int]:
+        x, y, _ = self.shape
+        return lane % x, lane // x % y, lane // (x * y)
+
+    # Running
+
+    def start(self, index: tuple[int, int, int]) -> None:
+        """Put all threads at the start of the kernel, as block `index` of the grid."""
+        self.index[:] = np.array(index)[:, None]
+        self.cluster_index[:] = (np.array(index) // self.cluster.shape)[:, None]
+        self.shared.reset()
+        self.local.reset()
+        self.copies.reset()
+        self.wgmmas.reset()
+        for register in self.registers:
+            register.defined[:] = False
+            register.complete = False
+        self.exited = self.everyone >= self.threads
+        self.groups: dict[int, Array] = {0: ~self.exited}
+        self.parked: dict[int, Array] = {}
+        self.barriers: dict[int, Barrier] = {}
+        self.awaits: dict[int, Callable[[int], str]] = {}  # where threads may wait for other blocks: see Converge
+        self.budget = self.max_steps
+        self.cluster.exit(self.rank, self.exited)
+
+    def advance(self) -> bool:
+        """Run all threads until they have exited or can only wait for another block; whether all have exited.
+
+        Raises EmulatorError at the first mistake.
+        """
+        while self.groups or self._resume():
+            at = min(self.groups)
+            mask = self.groups.pop(at)
+            self.budget -= self._run_group(at, mask, min(self.groups, default=len(self.steps)))
+            if self.budget < 0:
+                raise self._error(at, f"no end after {self.max_steps} steps", None)
+        return not self.parked
+
+    def _run_group(self, at: int, group: Array, limit: int, again: bool = False) -> int:
+        """Run until the group splits, waits, jumps or comes to `limit`; the number of steps. `again`: an instruction
+        that is counted already."""
+        mask = None if group.all() else group
+        warps = 0 if again else int(group.reshape(-1, WARP).any(axis=1).sum())
+        steps, counts, start = self.steps, self.counts, at
+        outcome = None
+        try:
+            while at < limit:
+                counts[at] += warps
+                outcome = steps[at](mask)
+                if outcome is not None:
+                    break
+                at += 1
+        except Fault as fault:
+            raise self._error(at, fault.message, fault.lane) from None
+        if outcome is None:
+            if at < len(steps):
+                self._join(at, group)
+            else:
+                self._exit(group, at - 1)
+        else:
+            self._apply(outcome, at, group)
+        return at - start + 1
+
+    def _join(self, at: int, group: Array) -> None:
+        if group.any():
+            self.groups[at] = self.groups[at] | group if at in self.groups else group
+
+    def _apply(self, outcome: Outcome, at: int, group: Array) -> None:
+        some = group if outcome.threads is None else outcome.threads
+        match outcome:
+            case Jump(target=target):
+                self._join(at + 1, group & ~some)
+                self._join(target, some)
+            case Scatter(targets=targets):
+                self._join(at + 1, group & ~some)
+                for target in np.unique(targets[some]).tolist():
+                    self._join(target, some & (targets == target))
+            case Exit():
+                self._join(at + 1, group & ~some)
+                self._exit(some, at)
+            case Converge():
+                if outcome.awaits:
+                    self.awaits[at] = outcome.awaits
+                self._join(at + 1, group & ~some)
+                together = some | self.parked.pop(at) if at in self.parked else some
+                if together is some:
+                    self.parked[at] = some
+                else:
+                    self.groups[at] = together  # again, with those who came before
+            case Arrive():
+                self._join(at + 1, group & ~some if outcome.wait else group)
+                numbers = np.broadcast_to(outcome.number, some.shape)
+                for number in np.unique(numbers[some]).tolist():
+                    self._arrive(outcome, number, at, some & (numbers == number))
+
+    def _exit(self, some: Array, at: int) -> None:
+        self.exited = self.exited | some
+        try:
+            self.cluster.exit(self.rank, some)
+        except Fault as fault:
+            raise self._error(at, fault.message, fault.lane) from None
+        for number in list(self.barriers):
+            self._open(number)
+
+    def _resume(self) -> bool:
+        """Nobody can run: let threads that wait for lanes look again, since some may have exited."""
+        if not self.parked and not self.barriers:
+            return False
+        waiting = dict(self.parked)
+        self.parked.clear()
+        for at, group in sorted(waiting.items()):
+            self._run_group(at, group, at + 1, again=True)
+        if self.groups:
+            return True
+        if not self.parked.keys().isdisjoint(self.awaits):
+            return False
+        self.deadlock()
+        return False
+
+    def deadlock(self) -> None:
+        if self.parked:
+            at = min(self.parked)
+            lane = int(np.flatnonzero(self.parked[at])[0])
+            group = "warpgroup" if self.kernel.instructions[at].opcode == "wgmma" else "warp"
+            what = self.awaits[at](lane) if at in self.awaits else f"the other threads of the {group} never come here"
+            raise self._error(at, f"deadlock: {what}{self._waiting()}", lane)
+        if self.barriers:
+            number = min(self.barriers)
+            barrier = self.barriers[number]
+            lanes = np.flatnonzero(barrier.waiting if barrier.waiting.any() else barrier.arrived)
+            at = int(barrier.resume[lanes[0]]) - 1
+            raise self._error(at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0]))
+
+    def _waiting(self) -> str:
+        places = [(f"line {self._line(at)}{self._awaited(at)}", group) for at, group in sorted(self.parked.items())]
+        places += [
+            (f"barrier {number} (needs {barrier.count or 'all'})", barrier.arrived)
+            for number, barrier in sorted(self.barriers.items())
+        ]
+        text = "; ".join(f"{int(group.sum())} threads wait at {name}" for name, group in places)
+        return f" ({text}; {int(self.exited[: self.threads].sum())} have exited)"
+
+    def _awaited(self, at: int) -> str:
+        lane = int(np.flatnonzero(self.parked[at])[0])
+        return f": {self.awaits[at](lane)}" if at in self.awaits else ""
+
+    # Barriers
+
+    def _arrive(self, arrival: Arrive, number: int, at: int, some: Array) -> None:
+        barrier = self.barriers.get(number)
+        if barrier is None:
+            nobody = np.zeros(self.lanes, np.bool_)
+            barrier = Barrier(arrival.count, nobody, nobody, np.zeros(self.lanes, np.int64))
+            self.barriers[number] = barrier
+        lane = int(np.flatnonzero(some)[0])
+        if barrier.count != arrival.count:
+            raise self._error(at, f"barrier {number} is used with two thread counts at a time", lane)
+        if (barrier.arrived & some).any():
+            raise self._error(at, f"a thread comes to barrier {number} twice before it opens", lane)
+        barrier.arrived = barrier.arrived | some
+        barrier.known = self.shared.release(some, barrier.known)
+        if arrival.wait:
+            barrier.waiting = barrier.waiting | some
+        else:
+            self.shared.publish(some)
+        barrier.aligned |= arrival.aligned
+        barrier.resume[some] = at + 1
+        self._open(number)
+
+    def _open(self, number: int) -> None:
+        """Open the barrier if all have come."""
+        barrier = self.barriers[number]
+        present = int(barrier.arrived.sum())
+        live = ~self.exited
+        if barrier.count is None and not (barrier.arrived | ~live).all():
+            return
+        if barrier.count is not None and present < barrier.count:
+            return
+        lane = int(np.flatnonzero(barrier.arrived)[0])
+        at = int(barrier.resume[lane]) - 1
+        if barrier.count is not None and present > barrier.count:
+            raise self._error(at, f"{present} threads at barrier {number}, which counts {barrier.count}", lane)
+        everyone = bool((barrier.waiting | ~live).all())
+        targets = np.unique(barrier.resume[barrier.arrived])
+        if barrier.aligned and not (everyone and len(targets) == 1):
+            self._check_aligned(barrier, number)
+        del self.barriers[number]
+        if everyone:
+            self.shared.synchronize()
+        else:
+            self.shared.publish(barrier.waiting)
+            self.shared.acquire(barrier.waiting, barrier.known)
+        for target in targets.tolist():
+            self._join(target, barrier.waiting & (barrier.resume == target))
+
+    def _check_aligned(self, barrier: Barrier, number: int) -> None:
+        """All live threads of a warp execute the same `.aligned` barrier (PTX ISA 9.7.13.1)."""
+        arrived, resume = barrier.arrived.reshape(-1, WARP), barrier.resume.reshape(-1, WARP)
+        absent = ~barrier.arrived & ~self.exited
+        for warp in np.flatnonzero(arrived.any(axis=1)).tolist():
+            lanes = slice(warp * WARP, (warp + 1) * WARP)
+            places = np.unique(resume[warp][arrived[warp]])
+            if len(places) > 1 or absent[lanes].any():
+                lane = warp * WARP + int(np.flatnonzero(arrived[warp])[0])
+                message = f"the threads of warp {warp} come to barrier {number} apart (divergent aligned barrier)"
+                raise self._error(int(places[0]) - 1, message, lane)
+
+    # Reporting
+
+    def _line(self, at: int) -> int:
+        return self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)].line
+
+    def _error(self, at: int, message: str, lane: int | None) -> Exception:
+        return self.reporter(self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)], lane)(message)
+
+    def reporter(self, instruction: Instruction, lane: int | None) -> Callable[[str], Exception]:
+        """What makes errors of messages about an instruction."""
+        where = f" in block {tuple(self.index[:, 0].tolist())}"
+        if lane is not None:
+            where += f", thread {self.thread_index(lane)}"
+        return lambda message: instruction.error(message, where)
+
+    def opcode_counts(self) -> Counter[str]:
+        counter: Counter[str] = Counter()
+        for instruction, count in zip(self.kernel.instructions, self.counts.tolist()):
+            if count:
+                counter[instruction.name] += count
+        return counter
+
+
+def run_cluster(blocks: list[Block], indices: list[tuple[int, int, int]]) -> None:
+    """Run the blocks of a cluster, as blocks `indices` of the grid, in turns: the first until it waits for the others
+    or ends, then the next. When all wait, the oldest copy in flight arrives."""
+    cluster = blocks[0].cluster
+    cluster.reset()
+    for block, index in zip(blocks, indices):
+        block.start(index)
+    running = blocks
+    while running:
+        progress = cluster.progress()
+        left = [block for block in running if not block.advance()]
+        if len(left) == len(running) and cluster.progress() == progress and not cluster.transfers.land():
+            left[0].deadlock()
+        running = left

@@ -1,0 +1,159 @@
+"""The memories of a kernel: device memory made of separate arrays, and the local memory of a block's threads.
+
+All accesses are bulk: `lanes[i]` reads or writes `size` bytes at `address[i]` (int64), as a row of uint8. Every
+access is checked for alignment and bounds. Device arrays lie gigabytes apart, so that an index that leaves
+its array hits nothing, and above 4 GiB, so that a truncated pointer is found out too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from lowbit.pylib.emulator.machine.faults import Array, Fault, require
+from lowbit.pylib.runtime.tensor_map import TensorMap
+
+#: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
+#: and no more.
+GLOBAL_BASE, GLOBAL_STRIDE, GLOBAL_ALIGN = 0x7000_0000_0000, 1 << 33, 256
+#: Where generic addresses see the shared, constant and local memories, and the kernel's parameters.
+SHARED_WINDOW, CONST_WINDOW, LOCAL_WINDOW = 0x6000_0000_0000, 0x6100_0000_0000, 0x6200_0000_0000
+PARAM_WINDOW = 0x6300_0000_0000
+
+
+class DeviceMemory:
+    """Arrays at simulated addresses; the host's arrays are copied in, and back by `copy_back` if written."""
+
+    def __init__(self, base: int = GLOBAL_BASE, stride: int = GLOBAL_STRIDE) -> None:
+        self.base, self.stride = base, stride
+        self.tensors: list[tuple[TensorMap, int]] = []  # with the addresses of their arrays
+        self.names: list[str] = []
+        self.hosts: list[Array | None] = []
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.offsets: list[int] = []  # of the array in `data`
+        self.stored: list[bool] = []
+        self.data = np.zeros(0, np.uint8)
+        self.bytes_loaded = self.bytes_stored = 0
+        self._size = 0
+
+    def add(self, name: str, size: int, host: Array | None = None) -> int:
+        """Make room for an array; its address. Arrays with a `host` take its contents at `allocate`."""
+        start = self.base + len(self.starts) * self.stride + GLOBAL_ALIGN
+        self.names.append(name)
+        self.hosts.append(host)
+        self.starts.append(start)
+        self.ends.append(start + size)
+        self.offsets.append(self._size)
+        self.stored.append(False)
+        self._size += -(-size // GLOBAL_ALIGN) * GLOBAL_ALIGN
+        return start
+
+    def allocate(self) -> None:
+        self.data = np.zeros(self._size, np.uint8)
+        self.written = np.zeros(self._size, np.bool_)  # by this launch
+        for host, offset in zip(self.hosts, self.offsets):
+            if host is not None:
+                flat = host.reshape(-1).view(np.uint8)
+                self.data[offset : offset + flat.size] = flat
+        self._starts = np.array(self.starts, np.int64)
+        self._ends = np.array(self.ends, np.int64)
+        self._shift = np.array(self.starts, np.int64) - np.array(self.offsets, np.int64)
+
+    def copy_back(self) -> None:
+        for host, offset, stored in zip(self.hosts, self.offsets, self.stored):
+            if host is not None and stored:
+                flat = host.reshape(-1).view(np.uint8)
+                flat[:] = self.data[offset : offset + flat.size]
+
+    def locate(self, lanes: Array, address: Array, size: int, align: int | None = None) -> tuple[Array, list[int]]:
+        """Offsets into `data` of accesses that lie in one array each, and the arrays' numbers."""
+        if not len(address):
+            return address, []
+        align = align or size
+        require(address & (align - 1) == 0, lanes, f"an address that is not a multiple of {align}")
+        low, high = int(address.min()), int(address.max()) + size
+        number = bisect_right(self.starts, low) - 1
+        if number >= 0 and high <= self.ends[number]:
+            return address - (self.starts[number] - self.offsets[number]), [number]
+        if not self.starts:
+            raise Fault(self.describe(low, size), int(lanes[0]))
+        index = np.searchsorted(self._starts, address, "right") - 1
+        inside = (index >= 0) & (address + size <= self._ends[index])
+        if not inside.all():
+            first = int(np.flatnonzero(~inside)[0])
+            raise Fault(self.describe(int(address[first]), size), int(lanes[first]))
+        return address - self._shift[index], np.unique(index).tolist()
+
+    def describe(self, address: int, size: int) -> str:
+        if not self.starts:
+            return f"out of bounds: {size} bytes at {address:#x}, and there are no arrays"
+        ends = zip(self.starts, self.ends)
+        distance, number = min((max(start - address, address + size - end), i) for i, (start, end) in enumerate(ends))
+        text = f"out of bounds: {size} bytes at {address:#x}"
+        if distance > self.stride // 2:
+            return text
+        start, end = self.starts[number], self.ends[number]
+        return f"{text} = byte {address - start} of `{self.names[number]}`, which has {end - start} bytes"
+
+    def read(self, lanes: Array, address: Array, size: int, constant: bool = False) -> Array:
+        """`constant`: by `ld.global.nc`, whose cache does not see what this launch stores."""
+        offset, arrays = self.locate(lanes, address, size)
+        if constant and any(self.stored[i] for i in arrays):
+            stored = self.written.reshape(-1, size)[offset // size]
+            require(~stored, lanes, "ld.global.nc of memory that this launch has written")
+        self.bytes_loaded += size * len(lanes)
+        return self.data.reshape(-1, size)[offset // size]
+
+    def read_prefix(self, lanes: Array, address: Array, size: int, count: Array) -> Array:
+        """Rows of `size` bytes of which only the first `count[i]` are read; the others are 0 (cp.async)."""
+        if (count == size).all():
+            return self.read(lanes, address, size)
+        rows = np.zeros((len(lanes), size), np.uint8)
+        for some in np.unique(count[count > 0]).tolist():
+            chosen = np.flatnonzero(count == some)
+            offset, _ = self.locate(lanes[chosen], address[chosen], some, align=size)
+            rows[chosen, :some] = self.data[offset[:, None] + np.arange(some)]
+            self.bytes_loaded += some * len(chosen)
+        return rows
+
+    def write(self, lanes: Array, address: Array, rows: Array) -> None:
+        size = rows.shape[1]
+        offset, arrays = self.locate(lanes, address, size)
+        for number in arrays:
+            host = self.hosts[number]
+            if host is not None and not host.flags.writeable:
+                raise Fault(f"store to `{self.names[number]}`, a read-only array", int(lanes[0]))
+            self.stored[number] = True
+        self.data.reshape(-1, size)[offset // size] = rows
+        self.written.reshape(-1, size)[offset // size] = True
+        self.bytes_stored += rows.size
+
+
+class LocalMemory:
+    """Each thread's own bytes, with the same address for every thread."""
+
+    def __init__(self, size: int, lanes: int) -> None:
+        self.size = -(-size // 16) * 16
+        self.data = np.zeros((lanes, self.size), np.uint8)
+        self.known = np.zeros((lanes, self.size), np.bool_)
+
+    def reset(self) -> None:
+        self.known[:] = False
+
+    def locate(self, lanes: Array, address: Array, size: int) -> Array:
+        require(address & (size - 1) == 0, lanes, f"an address that is not a multiple of {size}")
+        inside = (address >= 0) & (address + size <= self.size)
+        require(np.asarray(inside), lanes, f"out of bounds of {self.size} local bytes")
+        return (lanes * self.size + address) // size
+
+    def read(self, lanes: Array, address: Array, size: int) -> Array:
+        row = self.locate(lanes, address, size)
+        require(self.known.reshape(-1, size)[row], lanes, "read of local memory that was never written")
+        return self.data.reshape(-1, size)[row]
+
+    def write(self, lanes: Array, address: Array, rows: Array) -> None:
+        row = self.locate(lanes, address, rows.shape[1])
+        self.data.reshape(-1, rows.shape[1])[row] = rows
+        self.known.reshape(-1, rows.shape[1])[row] = True

@@ -1,0 +1,178 @@
+"""What a parsed PTX module is made of: operands, instructions, variables and kernels, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lowbit.dialect.errors import EmulatorError
+
+#: Bits of every fundamental type (PTX ISA 5.2) and of the packed types that instructions name.
+BITS = {
+    **{f"{kind}{bits}": bits for kind in "usb" for bits in (8, 16, 32, 64)},
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "tf32": 32,
+    "f16x2": 32,
+    "bf16x2": 32,
+    "u16x2": 32,
+    "s16x2": 32,
+    "e4m3x2": 16,
+    "e5m2x2": 16,
+    "pred": 1,
+}
+
+
+@dataclass(frozen=True)
+class Reg:
+    """A declared register; `index` numbers the registers of a kernel, scopes apart."""
+
+    name: str
+    type: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Imm:
+    """A constant. `kind` is "int", "f32" or "f64" (`value` is then the bit pattern), or "decimal"."""
+
+    kind: str
+    value: int | float
+
+
+@dataclass(frozen=True)
+class Special:
+    """A special register such as %tid.x (PTX ISA 10)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """The address of a variable, or of a kernel parameter."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Address:
+    """`[base + offset]`."""
+
+    base: Reg | Symbol | Imm
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class TensorAddress:
+    """`[map + offset, {x, y, ...}]`: a place in a tensor; x is the innermost dim."""
+
+    base: Reg | Symbol | Imm
+    offset: int
+    coordinates: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Not:
+    """`!%p`."""
+
+    reg: Reg
+
+
+@dataclass(frozen=True)
+class Sink:
+    """`_`: a result that nobody wants."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """`{a, b, ...}`."""
+
+    items: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`d|p`: two results."""
+
+    first: Operand
+    second: Operand
+
+
+@dataclass
+class Label:
+    """A branch target; `target` is the index of an instruction, set once the whole kernel is read."""
+
+    name: str
+    target: int = -1
+
+
+@dataclass(frozen=True)
+class Table:
+    """The labels of a `.branchtargets` list."""
+
+    labels: tuple[Label, ...]
+
+
+Operand = Reg | Imm | Special | Symbol | Address | TensorAddress | Not | Sink | Vector | Pair | Label | Table
+
+
+@dataclass(frozen=True)
+class Instruction:
+    line: int
+    text: str
+    guard: Reg | Not | None
+    opcode: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+
+    @property
+    def name(self) -> str:
+        return ".".join((self.opcode, *self.modifiers))
+
+    def error(self, message: str, where: str = "") -> EmulatorError:
+        return EmulatorError(f"PTX line {self.line}: `{self.text}`{where}: {message}")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable in `space` ("shared", "local", "global" or "const"). `size` is None for `extern` arrays."""
+
+    name: str
+    space: str
+    align: int
+    size: int | None
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class Param:
+    """A kernel parameter. `array` marks `.b8 name[n]`: bytes passed by value."""
+
+    name: str
+    type: str
+    align: int
+    size: int
+    array: bool
+
+
+@dataclass
+class Kernel:
+    name: str
+    params: list[Param] = field(default_factory=list)
+    variables: list[Variable] = field(default_factory=list)
+    registers: list[Reg] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    reqntid: tuple[int, ...] | None = None
+    maxntid: tuple[int, ...] | None = None
+    cluster: tuple[int, ...] | None = None  # .reqnctapercluster
+    explicit_cluster: bool = False
+
+
+@dataclass
+class Module:
+    version: str = ""
+    target: str = ""
+    variables: list[Variable] = field(default_factory=list)
+    kernels: dict[str, Kernel] = field(default_factory=dict)

@@ -1,0 +1,318 @@
+"""Where a matmul runs: on a GPU, in the PTX emulator, or on this machine's CPU.
+
+Every runtime has `matmul(x [..., k], codes, scales, zeros, bias) -> y [..., n]` and `dequantize(codes,
+scales, zeros) -> W [n, k]`, for tensors that fit the spec: `pylib.matmul` sees to that. The emulator goes the
+way the GPU goes, launch for launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.target import Target
+from lowbit.pylib import knobs
+from lowbit.pylib.build.kernels import Artifact, Artifacts
+from lowbit.pylib.packed import TORCH
+from lowbit.pylib.runtime.driver import Function, allocate, current_stream
+
+if TYPE_CHECKING:
+    from lowbit.pylib.emulator import Emulator
+
+
+class Runtime(Protocol):
+    """What `Matmul` needs of a place to run. A tile of None means the kernel that dequantizes."""
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor: ...
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor: ...
+
+    @property
+    def schedule(self) -> Schedule | None: ...
+
+    def kernel(self, m: int) -> Artifact: ...
+
+    def stages(self, m: int) -> dict[str, str]: ...
+
+
+def make_runtime(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Runtime:
+    """The runtime for a target."""
+    if target.kind == "cuda":
+        return CudaRuntime(spec, target, schedule)
+    if target.kind == "emulator":
+        return EmulatorRuntime(spec, target, schedule)
+    if schedule is not None:
+        raise SpecError("schedule= is for GPU targets; the CPU's kernel has no such choices, so drop it")
+    return CpuRuntime(spec)
+
+
+class _GpuRuntime:
+    """What running PTX has in common, wherever it runs."""
+
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+        self._n, self._k = spec.n, spec.k
+        self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
+        self._target = target
+        self._artifacts = Artifacts(spec, target, schedule)
+        self.schedule = self.kernel(1).schedule  # compiles it, so that its errors show here
+        if schedule is not None:
+            self._artifacts.kernel(schedule.tokens)
+
+    def kernel(self, m: int) -> Artifact:
+        return self._artifacts.kernel(self._artifacts.tile(m))
+
+    def stages(self, m: int) -> dict[str, str]:
+        return self._artifacts.stages(self._artifacts.tile(m))
+
+
+class CudaRuntime(_GpuRuntime):
+    """NVIDIA GPUs. `matmul` is the eager path of decoding: 7 us on an H200's host in all (2026-11,
+    benchmarks/host_cost.py), less than torch.nn.functional.linear."""
+
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+        super().__init__(spec, target, schedule)
+        self._by_rows: dict[tuple[int, int], Function] = {}  # (device, m)
+        self._by_tile: dict[tuple[int, int | None], Function] = {}  # (device, token tile), the same functions
+        self._lock = threading.Lock()
+        self._several_devices = False  # known once a function is loaded
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        device = x.get_device()
+        m = x.numel() // self._k
+        function = self._by_rows.get((device, m))
+        if function is None:
+            tiles = self._artifacts.tiles(m)
+            if tiles is None or m == 0:
+                return self._vendor_matmul(x, codes, scales, zeros, bias)
+            if len(tiles) > 1:
+                return self._in_tiles(tiles, x, codes, scales, zeros, bias)
+            function = self._by_rows[device, m] = self._function(device, tiles[0])
+        if self._several_devices and torch.cuda.current_device() != device:
+            with torch.cuda.device(device):
+                return self.matmul(x, codes, scales, zeros, bias)
+        source = x.data_ptr()
+        if source % 16 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+            source = x.data_ptr()
+        n = self._n
+        y = allocate((m, n), (n, 1), self._out) if x.ndim == 2 else allocate(*_batched(x.shape, n), self._out)
+        weight = codes.data_ptr()
+        function(
+            current_stream(device),
+            _settled(codes, weight),
+            source,
+            weight,
+            scales.data_ptr(),
+            0 if zeros is None else zeros.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            m,
+        )
+        return y
+
+    def _in_tiles(
+        self, tiles: list[int], x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """A launch for every tile of rows of x; the first brings the weight, or much of it, into the L2 cache."""
+        device = x.get_device()
+        y = x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
+        rows = x.reshape(-1, self._k)
+        if not rows.is_contiguous() or rows.data_ptr() % 16:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        weight, scale = codes.data_ptr(), scales.data_ptr()
+        zero, extra = (0 if t is None else t.data_ptr() for t in (zeros, bias))
+        with torch.cuda.device(device):
+            for tile, part, out in _parts(tiles, rows, y.view(-1, self._n)):
+                function = self._function(device, tile)
+                stream, settled = current_stream(device), _settled(codes, weight)
+                function(stream, settled, part.data_ptr(), weight, scale, zero, extra, out.data_ptr(), len(part))
+        return y
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        device = codes.get_device()
+        function = self._function(device, None)
+        with torch.cuda.device(device):
+            weight = allocate((self._n, self._k), (self._k, 1), self._act)
+            pointers = codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
+            function(current_stream(device), False, 0, *pointers, 0, weight.data_ptr(), 0)
+        return weight
+
+    def _vendor_matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        if x.numel() == 0:
+            check_device(self._target, x.get_device())
+            return x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
+        weight = self.dequantize(codes, scales, zeros)
+        if self._out is self._act:
+            return torch.nn.functional.linear(x, weight, bias)
+        y = torch.mm(x.reshape(-1, self._k), weight.t(), out_dtype=torch.float32)
+        y = y if bias is None else y.add_(bias)
+        return y.to(self._out).view(*x.shape[:-1], self._n)
+
+    def _function(self, device: int, tile: int | None) -> Function:
+        """The kernel for `tile` tokens, loaded on `device`."""
+        function = self._by_tile.get((device, tile))
+        if function is None:
+            check_device(self._target, device)
+            artifact = self._artifacts.kernel(tile)
+            with self._lock:
+                function = self._by_tile.get((device, tile)) or load(artifact, self._target, device)
+                self._by_tile[device, tile] = function
+            self._several_devices = torch.cuda.device_count() > 1
+        return function
+
+
+def _batched(shape: torch.Size, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of [*shape[:-1], n]. (To view a matrix so would take 2.8 us.)"""
+    *batch, _ = shape
+    strides = [1]
+    for size in reversed([*batch[1:], n]):
+        strides.append(strides[-1] * size)
+    return (*batch, n), tuple(reversed(strides[: len(shape)]))
+
+
+def _parts(tiles: list[int], x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each tile with its rows of x and y."""
+    return zip(tiles, *(rows.split([*tiles[:-1], len(x) - sum(tiles[:-1])]) for rows in (x, y)))
+
+
+def _settled(codes: Tensor, address: int) -> bool:
+    """Whether an earlier launch has waited until the weight was there.
+
+    A kernel that overlaps its predecessor reads the weight without waiting. If the predecessor is what packed
+    or copied the weight, that is a race; so the first launch on every weight does not overlap.
+    """
+    if getattr(codes, "_lowbit_settled", 0) == address:
+        return True
+    codes._lowbit_settled = address  # type: ignore[attr-defined]
+    return False
+
+
+def check_device(target: Target, device: int) -> None:
+    """Raise TargetError if there is no device or it can't run code for the target."""
+    if device < 0:
+        if torch.cuda.is_available():
+            raise TargetError(f"a matmul for {target} takes CUDA tensors; use .cuda(), or target='cpu'")
+        raise TargetError(
+            f"this matmul is for {target}, but torch finds no CUDA device here; use target='cpu', or run the "
+            f"same PTX with target='emulator:{target}'"
+        )
+    have = _capability(device)
+    # "a" code is for one architecture alone; other code runs on later ones, too (CUDA Programming Guide,
+    # "Binary Compatibility", "PTX Compatibility").
+    fits = have == target.capability if target.arch.endswith("a") else have >= target.capability
+    if not fits:
+        raise TargetError(
+            f"this matmul is for {target}, but cuda:{device} ({torch.cuda.get_device_name(device)}) is "
+            f"sm_{have}; compile with target=None for the GPU at hand"
+        )
+
+
+def _capability(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def load(artifact: Artifact, target: Target, device: int) -> Function:
+    """A kernel on a device. Raises TargetError if the driver refuses it."""
+    # A cubin runs on its own major architecture; for a later one the driver compiles the PTX.
+    same_major = target.capability // 10 == _capability(device) // 10
+    image = artifact.cubin if same_major and artifact.cubin else artifact.ptx.encode() + b"\0"
+    return Function(image, artifact.launch, device, overlap=target.has_clusters)
+
+
+class EmulatorRuntime(_GpuRuntime):
+    """The GPU's kernels on CPU tensors, PTX instruction by instruction: to test them, not to be fast."""
+
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+        super().__init__(spec, target, schedule)
+        self._emulators: dict[int | None, Emulator] = {}
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        _check_cpu(self._target.name, x, codes)
+        m = x.numel() // self._k
+        tiles = self._artifacts.tiles(m)
+        if tiles is None:
+            weight = self.dequantize(codes, scales, zeros)
+            y = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+            return y.to(self._out)
+        y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
+        rows = x.reshape(-1, self._k).contiguous()
+        for tile, part, out in _parts(tiles, rows, y.view(-1, self._n)) if m else ():
+            self._launch(tile, len(part), x=part, codes=codes, scales=scales, zeros=zeros, bias=bias, y=out)
+        return y
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        _check_cpu(self._target.name, codes)
+        weight = torch.empty((self._n, self._k), dtype=self._act)
+        self._launch(None, 0, codes=codes, scales=scales, zeros=zeros, y=weight)
+        return weight
+
+    def _launch(self, tile: int | None, m: int, **tensors: Tensor | None) -> None:
+        launch = self._artifacts.kernel(tile).launch
+        values: dict[str, object] = {name: _bytes(t) for name, t in tensors.items() if t is not None}
+        values |= {"workspace": np.zeros(launch.workspace_bytes, np.uint8), "m": m}
+        arguments = [values[name] for name in launch.params]
+        shape = {"grid": launch.grid, "block": launch.threads, "shared_bytes": launch.shared_bytes}
+        self._emulator(tile).launch(launch.name, args=arguments, **shape)
+
+    def _emulator(self, tile: int | None) -> Emulator:
+        emulator = self._emulators.get(tile)
+        if emulator is None:
+            from lowbit.pylib.emulator import Emulator
+
+            emulator = self._emulators[tile] = Emulator(self._artifacts.kernel(tile).ptx)
+        return emulator
+
+
+class CpuRuntime:
+    """This machine's CPU: one program for every m, compiled in this process."""
+
+    schedule = None
+
+    def __init__(self, spec: MatmulSpec) -> None:
+        from lowbit.pylib.runtime.cpu import CpuMatmul  # which loads MLIR
+
+        self._program = CpuMatmul(spec, knobs.cpu(), knobs.num_threads())
+
+    def matmul(
+        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        _check_cpu("cpu", x, codes)
+        return self._program.matmul(x, codes, scales, zeros, bias)
+
+    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        _check_cpu("cpu", codes)
+        return self._program.dequantize(codes, scales, zeros)
+
+    def kernel(self, m: int) -> Artifact:
+        raise TargetError("target cpu has no PTX or cubin: see ir('asm'), or compile for 'sm_90a', say")
+
+    def stages(self, m: int) -> dict[str, str]:
+        return self._program.stages()
+
+
+def _check_cpu(target: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise TargetError(f"target {target} takes CPU tensors, not {tensor.device}; use .cpu()")
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor, shared."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,159 @@
+"""Tensor maps: what cp.async.bulk.tensor has to know of a tensor in device memory and of the boxes that it copies.
+
+    TensorMap(x, "f16", shape=(m, k), box=(64, 64), swizzle=128)
+
+A kernel takes one as a parameter `.param .align 64 .b8 name[128]`. For the emulator the address is a NumPy array, for a
+GPU (`encode`) a number. Dims are in NumPy's order: the last is contiguous; the coordinates in PTX come in the opposite
+one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from lowbit.dialect.errors import SpecError
+
+#: Bytes of an encoded tensor map, and its alignment.
+SIZE, ALIGN = 128, 64
+#: Bytes of an element, and the number of the type in CUtensorMapDataType.
+ELEMENTS = {
+    "u8": (1, 0),
+    "u16": (2, 1),
+    "u32": (4, 2),
+    "s32": (4, 3),
+    "u64": (8, 4),
+    "s64": (8, 5),
+    "f16": (2, 6),
+    "f32": (4, 7),
+    "f64": (8, 8),
+    "bf16": (2, 9),
+}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes -> CUtensorMapSwizzle
+_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}  # bytes -> CUtensorMapL2promotion
+_MAX_RANK, _MAX_BOX, _CHUNK = 5, 256, 16
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMap:
+    """address         of the tensor in device memory, or the array that holds it (for the emulator)
+    element         one of ELEMENTS
+    shape, box      of the tensor, and of what one instruction copies; beyond the tensor it copies zeros
+    strides_bytes   of all dims but the last, whose elements are neighbours; by default there are no gaps
+    swizzle         0, 32, 64 or 128: rows of so many bytes in shared memory whose 16-byte chunks are exchanged, by
+                    exclusive-or of the address bits from 4 on with those from 7 on
+    l2_promotion    0, 64, 128 or 256: bytes that L2 fetches at least
+    """
+
+    address: int | np.ndarray[Any, Any]
+    element: str
+    shape: tuple[int, ...]
+    box: tuple[int, ...]
+    strides_bytes: tuple[int, ...] | None = None
+    swizzle: int = 0
+    l2_promotion: int = 128
+
+    def __post_init__(self) -> None:
+        if self.element not in ELEMENTS:
+            raise SpecError(f"element={self.element!r} is not one of {', '.join(ELEMENTS)}")
+        rank = len(self.shape)
+        if not 1 <= rank <= _MAX_RANK or len(self.box) != rank:
+            raise SpecError(f"shape={self.shape} and box={self.box} must have the same 1 to {_MAX_RANK} dims")
+        if any(not 1 <= n <= 2**32 for n in self.shape):
+            raise SpecError(f"shape={self.shape}: every dim must be 1 to 2^32")
+        if any(not 1 <= n <= _MAX_BOX for n in self.box):
+            raise SpecError(f"box={self.box}: every dim must be 1 to {_MAX_BOX}; copy several boxes")
+        for name, given in (("swizzle", _SWIZZLES), ("l2_promotion", _PROMOTIONS)):
+            if getattr(self, name) not in given:
+                raise SpecError(f"{name}={getattr(self, name)} is not one of {', '.join(map(str, given))}")
+        self._check_row()
+        self._check_strides()
+        self._check_address()
+
+    def _check_row(self) -> None:
+        row, what = self.row_bytes, f"box={self.box} of {self.element} has rows of {self.row_bytes} bytes"
+        if row % _CHUNK:
+            raise SpecError(f"{what}: they must be a multiple of {_CHUNK}; make the last dim longer")
+        if self.swizzle and row != self.swizzle:
+            fits = f"make the last dim {self.swizzle // self.itemsize}"
+            raise SpecError(f"{what}, with swizzle={self.swizzle}: {fits}, or take the swizzle of the row's length")
+
+    def _check_strides(self) -> None:
+        strides = self.strides
+        if len(strides) != len(self.shape):
+            raise SpecError(f"strides_bytes={self.strides_bytes} must have one stride for each dim but the last")
+        for stride in strides[:-1]:
+            if stride % _CHUNK or not 0 < stride < 2**40:
+                raise SpecError(f"a stride of {stride} bytes must be a multiple of {_CHUNK} below 2^40; pad the rows")
+
+    def _check_address(self) -> None:
+        array = self.address
+        if isinstance(array, int):
+            if array % _CHUNK or array <= 0:
+                raise SpecError(f"address={array:#x} must be a multiple of {_CHUNK} above 0; copy the tensor")
+        elif self.extent > array.nbytes:
+            raise SpecError(f"shape={self.shape} needs {self.extent} bytes, and the array has {array.nbytes}")
+
+    @property
+    def itemsize(self) -> int:
+        return ELEMENTS[self.element][0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of the box."""
+        return self.box[-1] * self.itemsize
+
+    @property
+    def box_bytes(self) -> int:
+        """What one instruction copies, zeros beyond the tensor included: what it counts at its mbarrier."""
+        return prod(self.box) * self.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of all dims, in bytes."""
+        if self.strides_bytes is not None:
+            return (*self.strides_bytes, self.itemsize)
+        return tuple(prod(self.shape[dim + 1 :]) * self.itemsize for dim in range(len(self.shape)))
+
+    @property
+    def extent(self) -> int:
+        """From the first byte of the tensor to its end."""
+        return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides)) + self.itemsize
+
+    def encode(self) -> bytes:
+        """The 128 bytes for a kernel's parameter, by the driver (cuTensorMapEncodeTiled).
+
+        Raises TargetError if there is no driver, or it refuses the tensor.
+        """
+        if not isinstance(self.address, int):
+            raise SpecError("a tensor map for a GPU takes the tensor's address: tensor.data_ptr()")
+        from lowbit.pylib.runtime.driver import driver_call
+
+        rank = len(self.shape)
+        # The driver counts dims from the innermost, and leaves out its stride.
+        dims = (ctypes.c_uint64 * rank)(*reversed(self.shape))
+        strides = (ctypes.c_uint64 * max(rank - 1, 1))(*reversed(self.strides[:-1]))
+        box = (ctypes.c_uint32 * rank)(*reversed(self.box))
+        steps = (ctypes.c_uint32 * rank)(*(1,) * rank)
+        memory = ctypes.create_string_buffer(SIZE + ALIGN)
+        start = -ctypes.addressof(memory) % ALIGN
+        driver_call(
+            "cuTensorMapEncodeTiled",
+            ctypes.c_void_p(ctypes.addressof(memory) + start),
+            ctypes.c_int(ELEMENTS[self.element][1]),
+            ctypes.c_uint32(rank),
+            ctypes.c_void_p(self.address),
+            dims,
+            strides,
+            box,
+            steps,
+            ctypes.c_int(0),  # CU_TENSOR_MAP_INTERLEAVE_NONE
+            ctypes.c_int(_SWIZZLES[self.swizzle]),
+            ctypes.c_int(_PROMOTIONS[self.l2_promotion]),
+            ctypes.c_int(0),  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros
+        )
+        return memory.raw[start : start + SIZE]

@@ -1,0 +1,96 @@
+"""What the GPU process of a tuning session does: keeps weights, times kernels, checks what they give."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.scheduling.choice import TOKEN_TILES
+from lowbit.passes.target import Target
+from lowbit.pylib.build.kernels import Artifacts
+from lowbit.pylib.packed import TORCH, PackedWeight
+from lowbit.pylib.runtime.driver import current_stream
+from lowbit.pylib.runtime.runtimes import load
+from lowbit.pylib.tune import timing, trial
+from lowbit.pylib.tune.processes import PERIOD, Problem
+
+KEPT = 3  # specs whose weights stay on the GPU: the second pass over one meets the first pass over the next
+FEW = 5  # replays up to which a timing is a coarse one
+HOT_TOKENS = 16  # from so many on a GPU soon meets its power cap
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of one spec: a sample with its answer, and copies of its weight that no cache holds."""
+
+    data: trial.Sample
+    copies: list[PackedWeight]
+
+
+class Stand:
+    """A test stand for kernels on this machine's GPU."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._device = torch.cuda.current_device()
+        self._weights: OrderedDict[MatmulSpec, Weights] = OrderedDict()
+        torch.zeros(1, device="cuda")  # makes the context
+
+    def time(self, problem: Problem, schedule: Schedule, replays: int) -> float:
+        """Microseconds per call, in a CUDA graph: after a rest; from `HOT_TOKENS` tokens on, half way between that and
+        what a GPU does that never rests. A few replays are coarser: whatever the GPU is at."""
+        call, _ = self._kernel(problem, schedule)
+        calls = [partial(call, weight) for weight in self._of(problem.spec).copies]
+        if replays <= FEW:
+            return timing.graph_time(calls, replays, least_us=1000.0, rest_seconds=0.0).median
+        rested = timing.graph_time(calls, replays).median
+        return rested if problem.tile < HOT_TOKENS else (rested + timing.sustained_time(calls).median) / 2
+
+    def check(self, problem: Problem, schedule: Schedule) -> bool:
+        """Whether all outputs are right, of a launch that had the GPU to itself and of one among others."""
+        call, y = self._kernel(problem, schedule)
+        weights = self._of(problem.spec)
+        for calls in (1, 8):
+            y.fill_(float("nan"))
+            for i in range(calls):
+                call(weights.copies[-i % len(weights.copies)])
+            if not weights.data.errors(y)[1] <= 1:
+                return False
+        return True
+
+    def _of(self, spec: MatmulSpec) -> Weights:
+        """A spec's weights, made where they are not there."""
+        if spec not in self._weights:
+            while len(self._weights) >= KEPT:
+                self._weights.popitem(last=False)
+            torch.cuda.empty_cache()
+            rounding = {"dequantized": True, "rounded_zeros": True}  # some kernels with wgmma do
+            data = trial.sample(spec, TOKEN_TILES[-1], "cuda", PERIOD, **rounding)
+            self._weights[spec] = Weights(data, timing.copies(data.weight))
+            torch.cuda.synchronize()  # kernels read weights ahead of their turn in the stream
+        self._weights.move_to_end(spec)
+        return self._weights[spec]
+
+    def _kernel(self, problem: Problem, schedule: Schedule) -> tuple[Callable[[PackedWeight], None], Tensor]:
+        """A launch on a weight, and the tensor that it writes."""
+        spec, tile = problem.spec, problem.tile
+        function = load(Artifacts(spec, self._target, schedule).kernel(tile), self._target, self._device)
+        x = self._of(spec).data.x[:tile]
+        y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
+
+        def call(w: PackedWeight) -> None:
+            weight = w.codes.data_ptr(), w.scales.data_ptr(), _address(w.zeros), _address(w.bias)
+            function(current_stream(self._device), True, x.data_ptr(), *weight, y.data_ptr(), tile)
+
+        return call, y
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()

@@ -1,0 +1,128 @@
+"""Time on a GPU, as it is in a running model: kernels back to back, weights that no cache holds.
+
+Calls are captured into a CUDA graph that walks over enough copies of the weight to defeat the L2 cache, and the graph
+is replayed; host time is not in it. Microseconds are per call: median and spread of the replays.
+
+A GPU that has been at work is slower than one that has rested. An H200 keeps its full clocks for 40 milliseconds of
+work after a pause of 100 and is at the pace that its power cap leaves after 250 (docs/performance.md). `graph_time`
+is short and begins with a rest, so that it does not matter what ran before; `sustained_time` begins with work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.packed import TORCH, PackedWeight
+
+DEFEAT_L2_BYTES = 400e6
+REST_SECONDS, WARM_SECONDS = 0.1, 0.004
+SUSTAINED_SECONDS = 0.3  # of work, before the GPU's pace is steady
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call: the median of the replays, the fastest, and the slowest."""
+
+    median: float
+    best: float
+    worst: float
+
+
+def graph_time(
+    calls: Sequence[Callable[[], object]],
+    replays: int = 11,
+    least_us: float = 2000.0,
+    rest_seconds: float = REST_SECONDS,
+    warm_seconds: float = WARM_SECONDS,
+) -> Timing:
+    """Time per call of `calls`, captured in order into one graph, as often as makes `least_us` of work; after a rest,
+    and then some work that is not timed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:  # the first launch on a weight does not overlap with its predecessor: not in the graph
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    time.sleep(rest_seconds)
+    warm_until = time.perf_counter() + warm_seconds
+    while time.perf_counter() < warm_until:
+        graph.replay()
+        torch.cuda.synchronize()
+    rounds, times = 1, []
+    while len(times) < replays:
+        start.record()
+        for _ in range(rounds):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        total = 1000 * start.elapsed_time(end)
+        if total < least_us and not times and rounds < 64:
+            rounds *= 2
+            continue
+        times.append(total / (rounds * len(calls)))
+    return Timing(statistics.median(times), min(times), max(times))
+
+
+def sustained_time(calls: Sequence[Callable[[], object]]) -> Timing:
+    """The same while the GPU does nothing else for long."""
+    return graph_time(calls, rest_seconds=0.0, warm_seconds=SUSTAINED_SECONDS)
+
+
+def random_weight(spec: MatmulSpec, device: str = "cuda") -> PackedWeight:
+    """A packed weight of random codes and scales around 0.01, made where it is needed: for timing only."""
+    packing = spec.packing
+    codes = torch.randint(-(2**31), 2**31 - 1, packing.codes_shape, dtype=torch.int32, device=device)
+    if spec.dtype.has_nan:  # both are formats of 8 bits: a byte is a code
+        finite = torch.from_numpy(np.isfinite(spec.dtype.values())).to(device)
+        data = codes.view(torch.uint8)
+        for part in data.split(max(1, len(data) // 16)):
+            part.masked_fill_(~finite[part.int()], 0)
+
+    def floats(kind: str) -> torch.Tensor:
+        values = torch.rand(packing.scales_shape, device=device) * 0.01 + 0.005
+        if kind == "e8m0":
+            values = torch.exp2(torch.floor(torch.log2(values)))
+        return values.to(TORCH[kind])
+
+    zeros = None
+    if spec.zero_kind == "u8":
+        zeros = torch.randint(0, spec.dtype.codes, packing.scales_shape, dtype=torch.uint8, device=device)
+    elif spec.zero_kind:
+        zeros = floats(spec.zero_kind)
+    bias = torch.randn(spec.n, device=device).to(TORCH[spec.out_dtype]) if spec.bias else None
+    return PackedWeight(spec, codes, floats(spec.scale), zeros, bias)
+
+
+def copies_needed(size: int, total: float = DEFEAT_L2_BYTES) -> int:
+    """How many copies of so many bytes make `total` bytes, at least two: what no cache holds."""
+    return max(2, -(-int(total) // size))
+
+
+def copies(weight: PackedWeight, total: float = DEFEAT_L2_BYTES) -> list[PackedWeight]:
+    """The weight and as many clones as make `total` bytes, at least two in all."""
+
+    def clone(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.clone()
+
+    count = copies_needed(weight.nbytes, total)
+    return [weight] + [
+        replace(
+            weight,
+            codes=weight.codes.clone(),
+            scales=weight.scales.clone(),
+            zeros=clone(weight.zeros),
+            bias=clone(weight.bias),
+        )
+        for _ in range(count - 1)
+    ]

@@ -1,0 +1,170 @@
+"""A matmul on random data: is it right, and how fast is it? What `lowbit run` and the demo report.
+
+Every output is checked. The weight repeats itself every `PERIOD` rows, so that float64 has little to do.
+
+On a GPU the time is what `pylib.tune.timing` says; on a CPU it is from call to return.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.pylib import packed, reference
+from lowbit.pylib.matmul import Matmul, compile
+from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.runtime.runtimes import check_device
+from lowbit.pylib.tune import timing
+
+PERIOD = 1009  # rows; a prime, so that no tile of a kernel repeats
+CPU_REPEATS = 15
+CPU_SECONDS = 2.0  # at most, about
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came out of one. Times in seconds."""
+
+    matmul: Matmul
+    m: int
+    schedule: Schedule | None  # of the kernel for m tokens, where it has one
+    error: float  # relative, in the Frobenius norm
+    worst: float  # largest error as a share of what is allowed there; inf if NaN or inf was not met
+    compile_time: float
+    time: float | None  # of one call; None in the emulator, whose time says nothing
+    bytes: int  # read and written by one call
+
+    @property
+    def right(self) -> bool:
+        return self.worst <= 1
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.matmul.spec.n * self.matmul.spec.k
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A matmul on random data, and what must come out.
+
+    x         [m, k]
+    weight    [n, k], whose rows repeat themselves
+    expected  [m, rows] of one period, by the definition in float64
+    allowed   [m, rows]: how far a right result may be off
+    """
+
+    x: Tensor
+    weight: PackedWeight
+    expected: reference.F64
+    allowed: reference.F64
+
+    def errors(self, y: Tensor) -> tuple[float, float]:
+        """How far y [up to m, n] is off: relative, in the Frobenius norm; and at worst, as a share of what is allowed
+        there (inf where NaN or inf was not met)."""
+        m, n = y.shape
+        at = np.ix_(np.arange(m), np.arange(n) % self.expected.shape[1])
+        expected = self.expected[at]
+        error = y.double().cpu().numpy() - expected
+        worst = np.nan_to_num(np.abs(error) / self.allowed[at], nan=np.inf).max()
+        return float(np.linalg.norm(error) / np.linalg.norm(expected)), float(worst)
+
+
+def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **rounding: bool) -> Sample:
+    """Random data on a device, where the weight is packed. The period should be a prime.
+
+    rounding: what the kernel rounds besides its sums (`dequantized`, `rounded_zeros` of `reference.tolerance`)
+    """
+    part = replace(spec, n=min(spec.n, period))
+    x, codes, scales, zeros, bias = reference.random_problem(part, m)
+    expected = reference.matmul(part, x, codes, scales, zeros, bias)
+    allowed = reference.tolerance(part, x, codes, scales, zeros, bias, **rounding)
+    rows = torch.arange(spec.n, device=device) % part.n
+
+    def whole(t: Tensor) -> Tensor:
+        return _take(t.to(device), rows)
+
+    weight = packed.pack(spec, whole(codes), whole(scales), *(None if t is None else whole(t) for t in (zeros, bias)))
+    return Sample(x.to(device), weight, expected, allowed)
+
+
+def run_trial(
+    spec: MatmulSpec,
+    m: int,
+    target: str | None = None,
+    schedule: Schedule | None = None,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Trial:
+    """Compile, pack random data, multiply, check, time; `on_step` hears of each. Raises as `compile` does."""
+    on_step("compiling")
+    start = time.perf_counter()
+    mm = compile(spec, target, schedule)
+    chosen = mm.kernel(m).schedule if mm.target.is_gpu else None  # compiles the kernel for m tokens
+    compile_time = time.perf_counter() - start
+
+    if mm.target.kind == "cuda" and not torch.cuda.is_available():
+        check_device(mm.target, -1)
+    on_step("packing random data")
+    device = "cuda" if mm.target.kind == "cuda" else "cpu"
+    data = sample(spec, m, device, **rounding(mm, m))
+
+    on_step("multiplying")
+    y = mm(data.x, data.weight)
+
+    on_step("checking")
+    error, worst = data.errors(y)
+
+    on_step("timing")
+    return Trial(
+        matmul=mm,
+        m=m,
+        schedule=chosen,
+        error=error,
+        worst=worst,
+        compile_time=compile_time,
+        time=None if mm.target.kind == "emulator" else time_call(mm, data.x, data.weight),
+        bytes=data.weight.nbytes + data.x.nbytes + y.nbytes,
+    )
+
+
+def rounding(mm: Matmul, m: int) -> dict[str, bool]:
+    """What the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it."""
+    if not mm.target.is_gpu:
+        return {}
+    schedule = mm.kernel(m).schedule
+    return Plan(mm.spec, schedule).rounding if schedule else {"dequantized": True}
+
+
+def _take(t: Tensor, rows: Tensor) -> Tensor:
+    """t[rows], for types that torch cannot index (float8), too."""
+    return t.view(torch.uint8)[rows].view(t.dtype) if t.element_size() == 1 else t[rows]
+
+
+def time_call(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
+    """Median seconds of mm(x, w): on a GPU in a graph, with a cold cache; on a CPU from call to return."""
+    return _cuda_time(mm, x, w) if x.is_cuda else _cpu_time(mm, x, w)
+
+
+def _cuda_time(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
+    weights = timing.copies(w)
+    for each in weights:  # the first call on a weight is not the fast one
+        mm(x, each)
+    return timing.graph_time([partial(mm, x, each) for each in weights]).median * 1e-6
+
+
+def _cpu_time(mm: Matmul, x: Tensor, w: PackedWeight) -> float:
+    times: list[float] = []
+    while len(times) < CPU_REPEATS and sum(times) < CPU_SECONDS:
+        start = time.perf_counter()
+        mm(x, w)
+        times.append(time.perf_counter() - start)
+    return median(times)
