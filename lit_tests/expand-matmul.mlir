@@ -1,4 +1,4 @@
-// RUN: %lowbit-opt %s --split-input-file --plan-packing --select-schedule=row-blocks=1,warps-k=2,step-k=64,stages=2 --expand-matmul | %filecheck %s
+// RUN: %lowbit-opt %s --split-input-file --plan-packing --select-schedule=row-blocks=1,warps-k=2,step-k=64,num_stages=2 --expand-matmul | %filecheck %s
 
 // A function around a matmul becomes a kernel: the program of one block, written on tiles.
 
@@ -28,7 +28,7 @@
 // CHECK-NOT:      "lowbit.row_sums"
 // CHECK:          %[[NEXT:.*]] = "lowbit.fma"(%[[PRODUCT]], %{{.*}}, %[[SUM]])
 // CHECK:          scf.yield %[[NEXT]]
-// CHECK-NEXT:   } {lowbit.stages = 2 : i64}
+// CHECK-NEXT:   } {lowbit.num_stages = 2 : i64}
 
 // At the end the sums of the two warps meet in shared memory; rows of y beyond m are skipped.
 // CHECK:        "lowbit.reduce"

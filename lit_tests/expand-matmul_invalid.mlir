@@ -24,7 +24,7 @@ func.func @another_plan(%w: !weight) -> tensor<64x512xf16> {
 func.func @no_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{expand-matmul: a lowbit.matmul has no schedule; run select-schedule first}}
   %y = "lowbit.matmul"(%x, %w) {
-    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], factors = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
+    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
     operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
@@ -35,7 +35,7 @@ func.func @no_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 func.func @strange_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{lowbit.schedule must be a dictionary of integers for}}
   %y = "lowbit.matmul"(%x, %w) {lowbit.schedule = {depth = 3},
-    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], factors = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
+    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
     operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
@@ -47,7 +47,7 @@ func.func @strange_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf
 func.func @two(%w: !weight) -> (tensor<64x512xf16>, tensor<64x512xf16>) {
   // expected-error @below {{expand-matmul: a function must be lowbit.dequantize and func.return alone, not lowbit.dequantize, lowbit.dequantize, func.return}}
   %y = "lowbit.dequantize"(%w) {
-    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], factors = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1}
+    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1}
   } : (!weight) -> tensor<64x512xf16>
   %z = "lowbit.dequantize"(%w) : (!weight) -> tensor<64x512xf16>
   return %y, %z : tensor<64x512xf16>, tensor<64x512xf16>

@@ -40,20 +40,20 @@ func.func @i4_f16_shifted(%shift: vector<2xf16>, %w: i32) -> vector<2xf16> {
 
 // -----
 
-// Left biased, the subtraction is somebody else's, for all weights at once.
+// Left deferred_offset, the subtraction is somebody else's, for all weights at once.
 // CHECK-LABEL: func.func @u2_biased
 // CHECK:         llvm.inline_asm
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u2_biased(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u2", []>, register = 2, exponent = 0, biased,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u2", []>, register = 2, exponent = 0, deferred_offset,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
 
 // -----
 
-// Left bare, nothing is done but to bring the bits to their place: here those of codes 2 and 6 to the lowest.
+// Left raw, nothing is done but to bring the bits to their place: here those of codes 2 and 6 to the lowest.
 // CHECK-LABEL: func.func @u4_bare
 // CHECK-DAG:     %[[EIGHT:.*]] = arith.constant 8 : i32
 // CHECK-DAG:     %[[MASK:.*]] = arith.constant 983055 : i32
@@ -62,7 +62,7 @@ func.func @u2_biased(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast %[[BITS]] : i32 to vector<2xf16>
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u4_bare(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 2, exponent = 0, bare,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 2, exponent = 0, raw,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }

@@ -11,9 +11,9 @@ func.func @range(%w: i32) -> vector<2xf16> {
 // -----
 
 // Nobody takes off again what a float or a wide integer would be too large by.
-func.func @biased(%w: i32) -> vector<2xf16> {
-  // expected-error @below {{lower-dequant: f8e4m3 in f16 cannot be biased, as narrow integers can}}
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e4m3", []>, register = 0, exponent = 8, biased,
+func.func @deferred_offset(%w: i32) -> vector<2xf16> {
+  // expected-error @below {{lower-dequant: f8e4m3 in f16 cannot be deferred_offset, as narrow integers can}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e4m3", []>, register = 0, exponent = 8, deferred_offset,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -21,9 +21,9 @@ func.func @biased(%w: i32) -> vector<2xf16> {
 // -----
 
 // bf16's subnormals are too small for a scale in f32 to bring them back.
-func.func @bare(%w: i32) -> vector<2xbf16> {
-  // expected-error @below {{lower-dequant: u4 in bf16 cannot be left bare, as integers in f16 can}}
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0, bare,
+func.func @raw(%w: i32) -> vector<2xbf16> {
+  // expected-error @below {{lower-dequant: u4 in bf16 cannot be left raw, as integers in f16 can}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0, raw,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
   return %0 : vector<2xbf16>
 }

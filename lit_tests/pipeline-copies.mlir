@@ -43,7 +43,7 @@
 // CHECK-NEXT:      %[[TILE:.*]] = "lowbit.load"(%[[MINE]]
 // CHECK-NEXT:      "lowbit.store"(%[[TILE]]
 // CHECK-NOT:       lowbit.barrier
-// CHECK-NOT:       lowbit.stages
+// CHECK-NOT:       lowbit.num_stages
 // CHECK:         "lowbit.free_shared"(%[[BUFFERS]])
 "lowbit.program"() ({
 ^bb0(%p: !llvm.ptr<1>, %n: i32):
@@ -62,7 +62,7 @@
     "lowbit.store"(%tile, %x, %i, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
       : (!tile, !x, i32, i32) -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.stages = 3}
+  } {lowbit.num_stages = 3}
   "lowbit.free_shared"(%buffer) : (!buffer) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "three", threads = 32, grid = [1, 1, 1], params = ["x", "n"], workspace = 0} : () -> ()
@@ -111,7 +111,7 @@
     "lowbit.wait"() {pending = 0} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.stages = 3}
+  } {lowbit.num_stages = 3}
   "lowbit.return"() : () -> ()
 }) {sym_name = "overlap", threads = 32, grid = [1, 1, 1], params = ["w", "x"], workspace = 0} : () -> ()
 
@@ -144,7 +144,7 @@
     "lowbit.wait"() {pending = 0} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.stages = 3}
+  } {lowbit.num_stages = 3}
   "lowbit.return"() : () -> ()
 }) {sym_name = "all_at_once", threads = 32, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
 
@@ -164,7 +164,7 @@
 // CHECK-NOT:     lowbit.wait
 // CHECK:         scf.for
 // CHECK-NEXT:      "lowbit.wait"() {pending = 1 : i64}
-// CHECK-NOT:     lowbit.throttle
+// CHECK-NOT:     lowbit.prefetch_limit
 // CHECK:         "lowbit.return"
 "lowbit.program"() ({
 ^bb0(%pw: !llvm.ptr<1>, %px: !llvm.ptr<1>):
@@ -185,7 +185,7 @@
     "lowbit.wait"() {pending = 0} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.stages = 3, lowbit.throttle = 1}
+  } {lowbit.num_stages = 3, lowbit.prefetch_limit = 1}
   "lowbit.return"() : () -> ()
 }) {sym_name = "throttled", threads = 32, grid = [1, 1, 1], params = ["w", "x"], workspace = 0} : () -> ()
 
@@ -219,7 +219,7 @@
     "lowbit.wait"() {pending = 0} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
-  } {lowbit.stages = 3}
+  } {lowbit.num_stages = 3}
   "lowbit.return"() : () -> ()
 }) {sym_name = "filled", threads = 32, grid = [1, 1, 1], params = ["w"], workspace = 0} : () -> ()
 
@@ -243,7 +243,7 @@
     "lowbit.wait"() {pending = 0} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
-  } {lowbit.stages = 1}
+  } {lowbit.num_stages = 1}
   "lowbit.return"() : () -> ()
 }) {sym_name = "filled_once", threads = 32, grid = [1, 1, 1], params = ["n"], workspace = 0} : () -> ()
 
@@ -257,7 +257,7 @@
 // CHECK-NEXT:      "lowbit.wait"() {pending = 0 : i64}
 // CHECK-NEXT:      "lowbit.barrier"
 // CHECK-NEXT:      "lowbit.barrier"
-// CHECK-NOT:     lowbit.stages
+// CHECK-NOT:     lowbit.num_stages
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
 !buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 "lowbit.program"() ({
@@ -273,7 +273,7 @@
     "lowbit.wait"() {pending = 0} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.stages = 1}
+  } {lowbit.num_stages = 1}
   "lowbit.return"() : () -> ()
 }) {sym_name = "one", threads = 32, grid = [1, 1, 1], params = ["x", "n"], workspace = 0} : () -> ()
 
@@ -317,7 +317,7 @@
     %two = "lowbit.warpgroup_mma"(%a, %buffer, %one) {start = 0} : (!a, !buffer, !d) -> !d
     "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
     scf.yield %two : !d
-  } {lowbit.stages = 2, lowbit.refill_late}
+  } {lowbit.num_stages = 2, lowbit.refill_late}
   "lowbit.return"() : () -> ()
 }) {sym_name = "late", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
 
@@ -367,6 +367,6 @@
     %two = "lowbit.warpgroup_mma"(%a, %buffer, %one) {start = 0} : (!a, !buffer, !d) -> !d
     "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
     scf.yield %two : !d
-  } {lowbit.stages = 2, lowbit.refill_late, lowbit.drift}
+  } {lowbit.num_stages = 2, lowbit.refill_late, lowbit.drift}
   "lowbit.return"() : () -> ()
 }) {sym_name = "drift", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()

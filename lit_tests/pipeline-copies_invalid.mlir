@@ -5,9 +5,9 @@
 func.func @no_copies(%n: i32) {
   %c0 = arith.constant 0 : i32
   %c1 = arith.constant 1 : i32
-  // expected-error @below {{a loop with lowbit.stages is { copies, commit, wait, barrier, compute, barrier }; got []}}
+  // expected-error @below {{a loop with lowbit.num_stages is { copies, commit, wait, barrier, compute, barrier }; got []}}
   scf.for %i = %c0 to %n step %c1 : i32 {
-  } {lowbit.stages = 2}
+  } {lowbit.num_stages = 2}
   return
 }
 
@@ -20,7 +20,7 @@ func.func @one_barrier(%n: i32) {
   scf.for %i = %c0 to %n step %c1 : i32 {
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
-  } {lowbit.stages = 2}
+  } {lowbit.num_stages = 2}
   return
 }
 
@@ -30,13 +30,13 @@ func.func @one_barrier(%n: i32) {
 func.func @step(%n: i32) {
   %c0 = arith.constant 0 : i32
   %c2 = arith.constant 2 : i32
-  // expected-error @below {{a loop with lowbit.stages must count in steps of the constant 1}}
+  // expected-error @below {{a loop with lowbit.num_stages must count in steps of the constant 1}}
   scf.for %i = %c0 to %n step %c2 : i32 {
     "lowbit.commit"() : () -> ()
     "lowbit.wait"() {pending = 0} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.stages = 2}
+  } {lowbit.num_stages = 2}
   return
 }
 
@@ -56,7 +56,7 @@ func.func @buffer(%x: !x, %buffer: !buffer, %n: i32) {
     "lowbit.wait"() {pending = 0} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.stages = 2}
+  } {lowbit.num_stages = 2}
   return
 }
 
@@ -66,9 +66,9 @@ func.func @buffer(%x: !x, %buffer: !buffer, %n: i32) {
 func.func @stages(%n: i32) {
   %c0 = arith.constant 0 : i32
   %c1 = arith.constant 1 : i32
-  // expected-error @below {{lowbit.stages: expected at least 1, got 0}}
+  // expected-error @below {{lowbit.num_stages: expected at least 1, got 0}}
   scf.for %i = %c0 to %n step %c1 : i32 {
-  } {lowbit.stages = 0}
+  } {lowbit.num_stages = 0}
   return
 }
 
@@ -77,8 +77,8 @@ func.func @stages(%n: i32) {
 func.func @no_number(%n: i32) {
   %c0 = arith.constant 0 : i32
   %c1 = arith.constant 1 : i32
-  // expected-error @below {{lowbit.stages: expected an integer, got "two"}}
+  // expected-error @below {{lowbit.num_stages: expected an integer, got "two"}}
   scf.for %i = %c0 to %n step %c1 : i32 {
-  } {lowbit.stages = "two"}
+  } {lowbit.num_stages = "two"}
   return
 }

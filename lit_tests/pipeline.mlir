@@ -1,11 +1,11 @@
-// RUN: %lowbit-opt %s --plan-packing --select-schedule=target=sm_90a,row-blocks=1,warps-k=2,step-k=64,stages=2 --expand-matmul --pipeline-copies --lower-tiles=target=sm_90a --lower-dequant --lower-to-llvm | %filecheck %s
-// RUN: %lowbit-opt %s --plan-packing --select-schedule=row-blocks=1,warps-k=2,step-k=64,stages=2 --expand-matmul --pipeline-copies --stop-after=expand-matmul | %filecheck %s --check-prefix=TILE
+// RUN: %lowbit-opt %s --plan-packing --select-schedule=target=sm_90a,row-blocks=1,warps-k=2,step-k=64,num_stages=2 --expand-matmul --pipeline-copies --lower-tiles=target=sm_90a --lower-dequant --lower-to-llvm | %filecheck %s
+// RUN: %lowbit-opt %s --plan-packing --select-schedule=row-blocks=1,warps-k=2,step-k=64,num_stages=2 --expand-matmul --pipeline-copies --stop-after=expand-matmul | %filecheck %s --check-prefix=TILE
 
 // The whole way, from a matmul on tensors to the llvm dialect.
 
 // --stop-after leaves out the passes behind the one it names.
 // TILE:     "lowbit.program"
-// TILE:     lowbit.stages = 2
+// TILE:     lowbit.num_stages = 2
 
 // CHECK-NOT:   lowbit.mma
 // CHECK-LABEL: llvm.func @matmul

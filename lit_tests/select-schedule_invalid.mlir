@@ -1,5 +1,5 @@
-// RUN: %lowbit-opt %s --split-input-file --select-schedule=target=sm_86,tokens=64,step-k=128,warps-k=8,stages=4 --verify-diagnostics
-// RUN: not %lowbit-opt %s --select-schedule=stages=0 2>&1 | %filecheck %s --check-prefix=STAGES
+// RUN: %lowbit-opt %s --split-input-file --select-schedule=target=sm_86,tokens=64,step-k=128,warps-k=8,num_stages=4 --verify-diagnostics
+// RUN: not %lowbit-opt %s --select-schedule=num_stages=0 2>&1 | %filecheck %s --check-prefix=STAGES
 // RUN: not %lowbit-opt %s --select-schedule=depth=3 2>&1 | %filecheck %s --check-prefix=OPTION
 // RUN: not %lowbit-opt %s --select-schedule=target=sm_70 2>&1 | %filecheck %s --check-prefix=TARGET
 

@@ -204,26 +204,23 @@ class Program:
         start: Index,
         steps: Index,
         carried: Sequence[Tile] = (),
-        stages: int = 1,
-        throttle: int = 0,
-        refill_late: bool = False,
-        drift: bool = False,
+        num_stages: int = 1,
+        prefetch_limit: int = 0,
+        refill: str = "before_mma",
     ) -> Generator[Loop]:
         """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles.
 
-        stages > 1 asks `pipeline-copies` to keep that many rounds of copies under way, throttle > 0 for no more than
-        that many before `grid_wait`, and refill_late for a round's first product to come before its copies; with
-        drift, too, warps need not wait for one another in every round.
+        num_stages > 1 asks `pipeline-copies` to keep that many rounds of copies under way, and prefetch_limit > 0 to
+        start no more than that many before `grid_wait`. `refill` says when a round starts the copies of a later one
+        (`Schedule.refill`).
         """
         values = [t.value for t in carried]
         for_op = scf.ForOp(as_i32(start), as_i32(start + steps), as_i32(1), values)
-        for_op.operation.attributes["lowbit.stages"] = _i64(stages)
-        if throttle:
-            for_op.operation.attributes["lowbit.throttle"] = _i64(throttle)
-        if refill_late:
-            for_op.operation.attributes["lowbit.refill_late"] = ir.UnitAttr.get()
-        if drift:
-            for_op.operation.attributes["lowbit.drift"] = ir.UnitAttr.get()
+        for_op.operation.attributes["lowbit.num_stages"] = _i64(num_stages)
+        if prefetch_limit:
+            for_op.operation.attributes["lowbit.prefetch_limit"] = _i64(prefetch_limit)
+        if refill != "before_mma":
+            for_op.operation.attributes["lowbit.refill"] = ir.StringAttr.get(refill)
         with ir.InsertionPoint(for_op.body):
             loop = Loop(Scalar(for_op.induction_variable), [Tile(v) for v in for_op.inner_iter_args])
             yield loop
@@ -360,8 +357,8 @@ class Program:
     def decode(
         self, codes: Tile, element: str, exponent: int = 0, extra: str = "", shifts: Sequence[Tile] = ()
     ) -> Tile:
-        """Numbers from codes, exactly. extra: "", "biased" or "bare". shifts: minus zero points [.., rows, 1], each
-        for an equal part of columns."""
+        """Numbers from codes, exactly. extra: "", "deferred_offset" or "raw". shifts: minus zero points [.., rows, 1],
+        each for an equal part of columns."""
         values = [s.value for s in shifts]
         op = ops.DecodeOp(codes.value, values, _i64(exponent), Reg(element, codes.layout).type)
         if extra:
@@ -374,9 +371,9 @@ class Program:
     def encode(self, numbers: Tile, format: DType) -> Tile:
         return Tile(ops.EncodeOp(numbers.value, Reg(format, numbers.layout).type).result)
 
-    def bias_sums(self, tile: Tile, format: DType, start: int, layout: Layout) -> Tile:
+    def offset_sums(self, tile: Tile, format: DType, start: int, layout: Layout) -> Tile:
         """What an accumulator starts from when its weights were decoded biased."""
-        return Tile(ops.BiasSumsOp(tile.value, format_attr(format), _i64(start), Reg("f32", layout).type).result)
+        return Tile(ops.OffsetSumsOp(tile.value, format_attr(format), _i64(start), Reg("f32", layout).type).result)
 
     def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:
         layout, _ = tile.layout.restrict(dim, start, size)
@@ -418,27 +415,27 @@ class Program:
     def row_sums(self, tile: Tile, layout: Layout) -> Tile:
         return Tile(ops.RowSumsOp(tile.value, Reg("f32", layout).type).result)
 
-    def split_digits(self, x: Memory, digits: Memory, format: DType) -> Tile:
-        """Write x [warps, 1, k] as digits; the units of its pieces."""
-        warps, pieces = digits.type.shape[:2]
+    def split_limbs(self, x: Memory, limbs: Memory, format: DType) -> Tile:
+        """Write x [warps, 1, k] as limbs; the units of its pieces."""
+        warps, pieces = limbs.type.shape[:2]
         reg = Reg("f32", spatial(warps, 1, 1).local(1, 1, pieces).replicated(32))
-        return Tile(ops.SplitDigitsOp(x.value, digits.value, format_attr(format), reg.type).result)
+        return Tile(ops.SplitLimbsOp(x.value, limbs.value, format_attr(format), reg.type).result)
 
-    def digit_mma(self, a: Tile, digits: Memory, unit: Tile, start: int, columns: int, layout: Layout) -> Tile:
-        """Columns start .. of codes times those of x; see `join_digits`."""
+    def limb_mma(self, a: Tile, limbs: Memory, unit: Tile, start: int, columns: int, layout: Layout) -> Tile:
+        """Columns start .. of codes times those of x; see `join_limbs`."""
         place = _i64(start), _i64(columns)
-        return Tile(ops.DigitMmaOp(a.value, digits.value, unit.value, *place, Reg("f32", layout).type).result)
+        return Tile(ops.LimbMmaOp(a.value, limbs.value, unit.value, *place, Reg("f32", layout).type).result)
 
-    def digit_sums(
-        self, digits: Memory, unit: Tile, format: DType, start: int, columns: int, layout: Layout
+    def limb_sums(
+        self, limbs: Memory, unit: Tile, format: DType, start: int, columns: int, layout: Layout
     ) -> Tile:
         about = format_attr(format), _i64(start), _i64(columns)
-        return Tile(ops.DigitSumsOp(digits.value, unit.value, *about, Reg("f32", layout).type).result)
+        return Tile(ops.LimbSumsOp(limbs.value, unit.value, *about, Reg("f32", layout).type).result)
 
-    def join_digits(self, tile: Tile) -> Tile:
-        """The number that the two columns of a sum of `digit_mma` stand for."""
+    def join_limbs(self, tile: Tile) -> Tile:
+        """The number that the two columns of a sum of `limb_mma` stand for."""
         reg = Reg("f32", tile.layout.reduce((tile.layout.rank - 1,)))
-        return Tile(ops.JoinDigitsOp(tile.value, reg.type).result)
+        return Tile(ops.JoinLimbsOp(tile.value, reg.type).result)
 
     def reduce(self, tile: Tile, dim: int) -> Tile:
         reg = Reg(tile.reg.element, tile.layout.reduce((dim,)))

@@ -73,7 +73,7 @@ class CompiledKernel:
 def compile_matmul(
     spec: MatmulSpec, target: Target, schedule: Schedule | None = None, tokens: int = 8, keep: bool = False
 ) -> CompiledKernel:
-    """The skinny matmul kernel for up to `tokens` tokens (of TOKEN_TILES); `keep` records the IR of every stage.
+    """The decode kernel for up to `tokens` tokens (of TOKEN_TILES); `keep` records the IR of every stage.
 
     Raises SpecError where the schedule does not fit.
     """

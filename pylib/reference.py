@@ -74,8 +74,8 @@ def tolerance(
     and then accumulates all of k.
 
     rounded_zeros: bound a kernel that rounds float zeros z to the operand's type, and each value - z again
-    (`Plan.rounds_zeros`). What that changes is known: with v the weight so rounded, |sum_k x s (v - (value - z))|.
-    With dequantized, s * z is rounded, too: u s |z|.
+    (`KernelPlan.rounds_zeros`). What that changes is known: with v the weight so rounded, |sum_k x s (v - (value -
+    z))|. With dequantized, s * z is rounded, too: u s |z|.
     """
     t = spec.dtype
     magnitude, scale, zero = np.abs(_decode(spec, codes)), np.abs(_spread(spec, scales)), _spread(spec, zeros)

@@ -42,7 +42,7 @@ def _parts(kernel: str) -> dict[str, Any]:
     try:
         parts = json.loads(kernel)
         spec, target, schedule = parts["spec"], parts["target"], parts["schedule"]
-        return {"spec": MatmulSpec(**spec), "target": target, "schedule": schedule and Schedule(**schedule)}
+        return {"spec": MatmulSpec(**spec), "target": target, "schedule": schedule and Schedule.from_dict(schedule)}
     except LowbitError:
         raise
     except (KeyError, TypeError, ValueError) as error:

@@ -78,7 +78,7 @@ def _memory(value: Tensor | int | None) -> np.ndarray | int:
 
 
 def matmul_is_right(y: Tensor, spec: MatmulSpec, problem: Problem, **rounding: bool) -> bool:
-    """Whether y agrees with the definition. rounding: `Plan.rounding` of the kernel."""
+    """Whether y agrees with the definition. rounding: `KernelPlan.rounding` of the kernel."""
     bound = tolerance(spec, *problem, **rounding)
     return bool(agrees(y, matmul(spec, *problem), bound).all())
 

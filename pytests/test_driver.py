@@ -136,7 +136,7 @@ def test_damaged_cache_is_rebuilt(pipeline: FakePipeline) -> None:
 
 def test_artifact_files_are_complete() -> None:
     launch = lowbit.pylib.build.kernels.Launch("k", (3, 2, 1), 256, 49152, ("x", "y", "m"), 64)
-    for schedule in (None, Schedule(tokens=16, stages=4)):
+    for schedule in (None, Schedule(tokens=16, num_stages=4)):
         for cubin in (None, b"\0\1"):
             artifact = Artifact(launch, schedule, ".version 8.0", cubin)
             assert Artifact.from_files(artifact.to_files()) == artifact

@@ -10,7 +10,7 @@ import torch
 
 import lowbit
 from lowbit.dialect.formats.dtypes import all_names, dtype
-from lowbit.passes.kernels.decode.plan import is_bare
+from lowbit.passes.kernels.decode.plan import always_uses_raw_codes
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 from lowbit.pylib.runtime.driver import Function
 from lowbit.pylib.tune.trial import rounding
@@ -72,11 +72,11 @@ def test_one_token_in_integers(weight: str, act: str, zeros: str, row_blocks: in
     spec = lowbit.MatmulSpec(2000, 4096, weight, group_size=256, act=act, zeros=zeros, out="f32")  # type: ignore[arg-type]
     x, *weights = random_problem(spec, 1)
     x[0, 7] = 2000.0
-    schedule = lowbit.Schedule(tokens=1, row_blocks=row_blocks, warps_k=4, step_k=256, stages=2, digits=1)
+    schedule = lowbit.Schedule(tokens=1, row_blocks=row_blocks, warps_k=4, step_k=256, num_stages=2, integer_mma=True)
     mm = lowbit.compile(spec, schedule=schedule)
     y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
     assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
-    other = lowbit.compile(spec, schedule=replace(schedule, digits=0))
+    other = lowbit.compile(spec, schedule=replace(schedule, integer_mma=False))
     with_reals = other(x.cuda(), other.pack(*weights).to("cuda"))
     exact = matmul(spec, x, *weights)
     off, off_with_reals = (abs(each.double().cpu().numpy() - exact).max() for each in (y, with_reals))
@@ -110,7 +110,7 @@ def test_resident_weights_in_a_chain(splits: int, least_blocks: int, wgmma: int)
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("clusters and wgmma need sm_90a")
     spec = lowbit.MatmulSpec(2048, 2048, "u4", group_size=128, zeros="int")
-    schedule = lowbit.Schedule(8, 1, 4, 2, 256, 1, splits, splits, wgmma, resident=1, least_blocks=least_blocks)
+    schedule = lowbit.Schedule(8, 1, 4, 2, 256, 1, splits, splits, wgmma, preload_weights=True, min_blocks=least_blocks)
     x = random_problem(spec, 8)[0]
     kernels = [lowbit.compile(spec, schedule=chosen) for chosen in (None, schedule)]
     weights = [kernels[0].pack(*random_problem(spec, 8, seed=i)[1:]).to("cuda") for i in range(5)]
@@ -133,8 +133,8 @@ def test_codes_as_they_are(schedule: tuple[int, ...], weight: str, zeros: str) -
         pytest.skip("wgmma needs sm_90a")
     spec = lowbit.MatmulSpec(2000, 2048, weight, group_size=256, zeros=zeros, out="f32")  # type: ignore[arg-type]
     x, *weights = random_problem(spec, schedule[0])
-    chosen = lowbit.Schedule(*schedule, step_k=256, stages=2, wgmma=int(schedule[0] > 8))
-    chosen = chosen if is_bare(spec, chosen) else replace(chosen, bare=1)
+    chosen = lowbit.Schedule(*schedule, step_k=256, num_stages=2, wgmma=int(schedule[0] > 8))
+    chosen = chosen if always_uses_raw_codes(spec, chosen) else replace(chosen, raw_codes=True)
     mm = lowbit.compile(spec, schedule=chosen)
     y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
     assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
@@ -149,7 +149,7 @@ def test_warps_that_drift_apart(schedule: tuple[int, ...], late: int) -> None:
     spec = lowbit.MatmulSpec(2000, 8192, "u4", group_size=128)
     tokens, warps_n, warps_k, step = schedule
     x, *weights = random_problem(spec, tokens)
-    chosen = lowbit.Schedule(tokens, 1, warps_n, warps_k, step, stages=2, wgmma=1, late=late)
+    chosen = lowbit.Schedule(tokens, 1, warps_n, warps_k, step, num_stages=2, wgmma=True, refill=late)
     mm = lowbit.compile(spec, schedule=chosen)
     w, on_gpu = mm.pack(*weights).to("cuda"), x.cuda()
     bound = tolerance(spec, x, *weights, **rounding(mm, tokens))

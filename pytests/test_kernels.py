@@ -32,7 +32,7 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.kernel import skinny
-from lowbit.passes.kernels.decode.plan import Plan, is_bare
+from lowbit.passes.kernels.decode.plan import KernelPlan, always_uses_raw_codes
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import compile_dequantize, compile_matmul, compile_program
 from lowbit.passes.scheduling.legality import check_schedule
@@ -61,7 +61,7 @@ def test_every_code(weight: str, act: str) -> None:
     chunk = spec_of(weight, 16, 16).packing.chunk
     spec = spec_of(weight, n=25, k=chunk + 32, group_size=None, act=act, out="f32")
     problem = exhaustive_problem(spec, m=5)
-    schedule = Schedule(row_blocks=1, warps_k=2, step_k=chunk, stages=1)
+    schedule = Schedule(row_blocks=1, warps_k=2, step_k=chunk, num_stages=1)
     for name in TARGETS:
         target = parse_target(name)
         y = run_matmul(compile_matmul(spec, target, schedule), spec, problem)
@@ -90,7 +90,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "stages": (1, 2, 3, 4),
     "splits": (1, 2, 3),
     "step": (1, 2),  # chunks
-    "bare": (0, 1),
+    "raw": (0, 1),
 }
 K = {1: 16, 2: 250, 3: 264}  # without groups
 MOST_WORK = 64  # mma instructions per warp and step, if there is a choice: LLVM and the emulator take time
@@ -111,7 +111,7 @@ class Case:
         parts += [f"m{self.m}", f"r{p.row_blocks}n{p.warps_n}k{p.warps_k}", f"step{p.step_k}"]
         parts += [f"stages{p.stages}", f"splits{p.splits}", *["cluster"] * (p.cluster > 1), *["wgmma"] * p.wgmma]
         parts += ["resident"] * p.resident + ["overlap"] * p.overlap + [f"late{p.late}"] * (p.late > 0)
-        parts += ["bare"] * p.bare
+        parts += ["raw"] * p.bare
         parts += [f"grid{p.least_blocks}"] * (p.least_blocks > 0) + [f"throttle{p.throttle}"] * (p.throttle > 0)
         return "-".join([*parts, self.target, *["bias"] * s.bias])
 
@@ -137,7 +137,7 @@ def for_integers(choice: dict[str, Any]) -> dict[str, Any]:
     integer = choice["weight"][0] in "ui"
     zeros = "float" if choice["zeros"] == "int" and not integer else choice["zeros"]
     optional = integer and choice.get("act") == "f16" and (choice["weight"][0] == "i" or zeros != "none")
-    return choice | {"zeros": zeros, "bare": int(optional and choice.get("bare", 0))}
+    return choice | {"zeros": zeros, "raw": int(optional and choice.get("raw", 0))}
 
 
 def _spec(c: dict[str, Any]) -> MatmulSpec:
@@ -149,15 +149,16 @@ def _spec(c: dict[str, Any]) -> MatmulSpec:
 
 
 def _schedule(c: dict[str, Any]) -> Schedule:
-    names = ("row_blocks", "warps_n", "warps_k", "stages", "splits", "bare")
+    names = ("row_blocks", "warps_n", "warps_k", "stages", "splits", "raw")
     spec = _spec(c)
     chosen = {name: c[name] for name in names if name in c}
     return _asked_for(spec, Schedule(tokens=_tokens(c["m"]), step_k=spec.packing.chunk * c["step"], **chosen))
 
 
 def _asked_for(spec: MatmulSpec, schedule: Schedule) -> Schedule:
-    """Without `bare` where codes are anyway."""
-    return replace(schedule, bare=0) if schedule.bare and is_bare(spec, schedule) else schedule
+    """Without `raw` where codes are anyway."""
+    anyway = schedule.raw_codes and always_uses_raw_codes(spec, schedule)
+    return replace(schedule, raw_codes=False) if anyway else schedule
 
 
 def _work(schedule: Schedule) -> int:
@@ -221,7 +222,7 @@ def test_choices(case: Case) -> None:
     problem = random_problem(spec, case.m, seed=1, finite=False)
     kernel = compile_matmul(spec, target, case.schedule)
     racecheck = case.schedule.threads <= 128 and len(kernel.ptx) < 60_000  # it is slow
-    y = run_matmul(kernel, spec, problem, launches=2 if case.schedule.splits > 1 else 1, racecheck=racecheck)
+    y = run_matmul(kernel, spec, problem, launches=2 if case.schedule.split_k > 1 else 1, racecheck=racecheck)
     assert matmul_is_right(y, spec, problem)
 
 
@@ -253,7 +254,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "stages": (1, 2, 3),
     "step": (1, 2),  # chunks, or 64 columns for wgmma
     "throttle": (0, 1),
-    "bare": (0, 1),
+    "raw": (0, 1),
     "resident": (0, 1),
     "empty": (0, 1, 3),  # tiles that the grid has beyond those with work
     "overlap": (0, 1),
@@ -274,7 +275,7 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
         c["m"] = 100
     if not c["wgmma"] or c["row_blocks"] > 1:
         c["overlap"] = 0
-    if c["overlap"] and c["zeros"] == "float" and not c["bare"]:  # scaled at once: nothing overlaps
+    if c["overlap"] and c["zeros"] == "float" and not c["raw"]:  # scaled at once: nothing overlaps
         c["zeros"] = "none"
     if c["overlap"] and c["resident"]:  # whole steps, of groups that are longer than the tile is wide
         c |= {"group": 128, "warps_k": 1, "sharing": (1, 1), "m": min(c["m"], 64)}
@@ -312,9 +313,9 @@ def _hopper(c: dict[str, Any]) -> Case:
     )
     copies = {"stages": 1} if c["resident"] else {"throttle": c["throttle"]}
     copies["late"] = _late(c)
-    schedule = replace(schedule, **copies, **{name: c[name] for name in ("bare", "resident", "overlap")})
+    schedule = replace(schedule, **copies, **{name: c[name] for name in ("raw", "resident", "overlap")})
     if c["empty"]:
-        schedule = replace(schedule, least_blocks=(Plan(spec, schedule).tiles + c["empty"]) * splits)
+        schedule = replace(schedule, least_blocks=(KernelPlan(spec, schedule).tiles + c["empty"]) * splits)
     return Case(spec, _asked_for(spec, schedule), "sm_90a", c["m"])
 
 
@@ -333,16 +334,16 @@ def test_hopper_has_cases() -> None:
         assert any(case.spec.n % case.schedule.rows for case in found)
         assert any(case.m < case.schedule.tokens for case in found)
     assert {case.schedule.warps_n for case in HOPPER_CASES if case.schedule.wgmma} == {4, 8}
-    resident = [case for case in HOPPER_CASES if case.schedule.resident]
+    resident = [case for case in HOPPER_CASES if case.schedule.preload_weights]
     assert {case.schedule.wgmma for case in resident} == {0, 1}
-    assert any(Plan(case.spec, case.schedule).rounds > 2 for case in resident)
-    assert {case.schedule.resident for case in HOPPER_CASES if case.schedule.overlap} == {0, 1}
-    assert {case.schedule.wgmma for case in HOPPER_CASES if case.schedule.bare} == {0, 1}
-    late = [case for case in HOPPER_CASES if case.schedule.late and case.schedule.stages > 1]
-    assert sum(Plan(case.spec, case.schedule).rounds > case.schedule.stages for case in late) > 5
+    assert any(KernelPlan(case.spec, case.schedule).rounds > 2 for case in resident)
+    assert {case.schedule.preload_weights for case in HOPPER_CASES if case.schedule.overlap_groups} == {0, 1}
+    assert {case.schedule.wgmma for case in HOPPER_CASES if case.schedule.raw_codes} == {0, 1}
+    late = [case for case in HOPPER_CASES if case.schedule.refill and case.schedule.num_stages > 1]
+    assert sum(KernelPlan(case.spec, case.schedule).rounds > case.schedule.num_stages for case in late) > 5
     assert sum(case.schedule.tokens == 256 for case in HOPPER_CASES) > 5
-    throttled = [case for case in HOPPER_CASES if 0 < case.schedule.throttle < case.schedule.stages - 1]
-    assert any(Plan(case.spec, case.schedule).rounds > 2 for case in throttled)
+    throttled = [case for case in HOPPER_CASES if 0 < case.schedule.prefetch_limit < case.schedule.num_stages - 1]
+    assert any(KernelPlan(case.spec, case.schedule).rounds > 2 for case in throttled)
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
@@ -353,7 +354,7 @@ def test_hopper(case: Case) -> None:
     racecheck = len(kernel.ptx) < 60_000  # it is slow
     launches = 2 if kernel.launch.workspace_bytes else 1
     y = run_matmul(kernel, case.spec, problem, launches=launches, racecheck=racecheck)
-    assert matmul_is_right(y, case.spec, problem, **Plan(case.spec, case.schedule).rounding)
+    assert matmul_is_right(y, case.spec, problem, **KernelPlan(case.spec, case.schedule).rounding)
 
 
 DRIFTS = ((16, 4, 2), (64, 8, 1), (128, 8, 2), (64, 16, 1), (256, 4, 1))  # tokens, warps along n and along k
@@ -370,25 +371,25 @@ def test_warps_that_drift_apart(
     """Stages are filled and read two or three times, with no barrier among the warps that share them."""
     step = {"i3": 256}.get(weight, 128) if tokens < 256 else 64
     spec = spec_of(weight, 16 * warps_n + 40, 8 * warps_k * step, group_size=group, zeros=zeros)
-    schedule = Schedule(tokens, 1, warps_n, warps_k, step, stages, wgmma=1, late=2)
+    schedule = Schedule(tokens, 1, warps_n, warps_k, step, stages, wgmma=True, refill="per_warp")
     if not _is_allowed(spec, schedule, "sm_90a"):
-        schedule = replace(schedule, step_k=spec.packing.chunk, stages=2, tokens=min(tokens, 64))
+        schedule = replace(schedule, step_k=spec.packing.chunk, num_stages=2, tokens=min(tokens, 64))
     problem = random_problem(spec, schedule.tokens - 3, seed=2, finite=False)
     kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
     loop = kernel.ptx.split("griddepcontrol.wait")[1]
     assert loop.count("mbarrier.try_wait") == 2 and loop.count("bar.sync") <= 3  # of sums and stores
     y = run_matmul(kernel, spec, problem, racecheck=tokens < 64)
-    assert matmul_is_right(y, spec, problem, **Plan(spec, schedule).rounding)
+    assert matmul_is_right(y, spec, problem, **KernelPlan(spec, schedule).rounding)
 
 
 @pytest.mark.parametrize("signal", [0, 1])
 def test_warps_that_drift_too_far(signal: int) -> None:
     """Neither wait can go: the emulator sees it, whatever the numbers come to."""
     spec = MatmulSpec(128, 1024, "u4", group_size=128)
-    kernel = compile_matmul(spec, parse_target("sm_90a"), Schedule(16, 1, 8, 1, 128, 2, wgmma=1, late=2))
+    kernel = compile_matmul(spec, parse_target("sm_90a"), Schedule(16, 1, 8, 1, 128, 2, wgmma=True, refill="per_warp"))
     waits = re.findall(r"mbarrier\.try_wait.*\n@!over bra again;", kernel.ptx)
     assert len(waits) == 2
-    broken = replace(kernel, stages={**kernel.stages, "ptx": kernel.ptx.replace(waits[signal], "")})
+    broken = replace(kernel, num_stages={**kernel.stages, "ptx": kernel.ptx.replace(waits[signal], "")})
     problem = random_problem(spec, 16, seed=2)
     run_matmul(kernel, spec, problem, racecheck=True)
     with pytest.raises(EmulatorError, match=r"race|in flight|waited"):
@@ -424,7 +425,7 @@ def test_integer_zeros(weight: str, act: str, wgmma: int, group: int | None) -> 
     draw = torch.Generator().manual_seed(0)
     x = torch.randint(-3, 4, (5, spec.k), generator=draw).to(TORCH[act])
     scales = torch.randint(-2, 3, (spec.n, spec.groups), generator=draw).float().exp2().to(TORCH[spec.scale])
-    schedule = Schedule(row_blocks=1, warps_n=4 if wgmma else 1, warps_k=1, step_k=step, stages=2, wgmma=wgmma)
+    schedule = Schedule(row_blocks=1, warps_n=4 if wgmma else 1, warps_k=1, step_k=step, num_stages=2, wgmma=wgmma)
     y = run_matmul(compile_matmul(spec, parse_target("sm_90a"), schedule), spec, (x, codes, scales, zeros, None))
     assert (y.double().numpy() == matmul(spec, x, codes, scales, zeros)).all()
 
@@ -439,7 +440,7 @@ def test_tables(weight: str, warps: int, stages: int) -> None:
     chunk = spec_of(weight, 16, 16).packing.chunk
     spec = spec_of(weight, n=25, k=3 * chunk * warps, group_size=chunk, out="f32")
     problem = exhaustive_problem(spec, m=1)
-    schedule = Schedule(tokens=1, row_blocks=1, warps_k=warps, step_k=chunk, stages=stages)
+    schedule = Schedule(tokens=1, row_blocks=1, warps_k=warps, step_k=chunk, num_stages=stages)
     kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
     assert matmul_is_right(run_matmul(kernel, spec, problem, racecheck=True), spec, problem)
 

@@ -20,9 +20,9 @@ from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.scales_zeros import Factors
+from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering import emit, lower_dequant, lower_tiles, recipes
 from lowbit.passes.lowering import memory as lower_memory
 from lowbit.passes.lowering import mma as lower_mma
@@ -45,9 +45,9 @@ F8 = MatmulSpec(n=25, k=64, weight="f8e4m3", act="bf16", out="f32")
 NF4 = MatmulSpec(n=16, k=128, weight="nf4", group_size=64, bias=True)
 PADDED = MatmulSpec(n=16, k=150, weight="u4", group_size=50, out="f32")
 SCHEDULES = {  # by bits
-    4: Schedule(row_blocks=1, warps_k=2, step_k=64, stages=2),
-    6: Schedule(row_blocks=1, warps_k=2, step_k=128, stages=2),
-    8: Schedule(row_blocks=1, warps_k=2, step_k=32, stages=2),
+    4: Schedule(row_blocks=1, warps_k=2, step_k=64, num_stages=2),
+    6: Schedule(row_blocks=1, warps_k=2, step_k=128, num_stages=2),
+    8: Schedule(row_blocks=1, warps_k=2, step_k=32, num_stages=2),
 }
 
 
@@ -143,16 +143,16 @@ WRONG_NUMBERS = [
     Mutation("exponent off by one", F8, lower_dequant, "float_places", with_fields(factor=lambda x: 2 * x)),
     Mutation("nan lost", F8, lower_dequant, "float_places", with_fields(unit=lambda _: 0)),
     Mutation("table entry lost", NF4, lower_table, "words", lambda right: lambda *a: [*right(*a)[:-1], 0]),
-    Mutation("scale dropped", NF4, Factors, "as_f32", constant(0.25)),
-    Mutation("power of two dropped", F6, Factors, "unfold", lambda right: lambda self, scale: scale),
-    Mutation("zero dropped", U4, Factors, "minus_zero", constant(0.0)),
+    Mutation("scale dropped", NF4, ScalesZeros, "as_f32", constant(0.25)),
+    Mutation("power of two dropped", F6, ScalesZeros, "unfold", lambda right: lambda self, scale: scale),
+    Mutation("zero dropped", U4, ScalesZeros, "minus_zero", constant(0.0)),
     Mutation("sum of x lost", FLOAT, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),
     Mutation("zeros of groups exchanged", U4, Program, "decode", with_argument(5, lambda shifts: shifts[::-1])),
     Mutation("zero of one group for all", U4, Program, "decode", with_argument(5, lambda shifts: shifts[:1])),
     Mutation("padding of groups read", PADDED, Program, "copy_padded", with_argument(6, lambda padded: 50)),
     Mutation("one row too many", U4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
     Mutation("one column too many", I4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
-    Mutation("one round too few", U4, Plan, "rounds", lambda right: property(lambda self: right.fget(self) - 1)),
+    Mutation("one round too few", U4, KernelPlan, "rounds", lambda right: property(lambda self: right.fget(self) - 1)),
     Mutation("no clamp", U4, Access, "_linear", lambda right: lambda self, dim: True, TWO_ROW_BLOCKS),
     Mutation("tokens beyond m", U4, lower_memory, "lower_load_matrix", with_argument(3, lambda m: emit.constant(8))),
     Mutation("splits miscounted", U6, Program, "last_arrival", with_argument(3, lambda n: n + 1), TWO_SPLITS),

@@ -140,11 +140,11 @@ def test_list_passes(run):
 
 def test_options():
     mark = from_text(Mark, "target=emulator:sm_90a stages=4,step-k=64 mode=b,fast,limit=none", "--test-mark")
-    assert mark == Mark(parse_target("emulator:sm_90a"), Schedule(stages=4, step_k=64), "b", True, None)
+    assert mark == Mark(parse_target("emulator:sm_90a"), Schedule(num_stages=4, step_k=64), "b", True, None)
     assert from_text(Mark, "target=cpu", "--test-mark").schedule is None
     # A name of both the pass and its schedule sets both, but alone it makes no schedule.
     both = from_text(PASSES["select-schedule"], "tokens=16,stages=4", "--select-schedule")
-    assert (both.tokens, both.schedule) == (16, Schedule(tokens=16, stages=4))
+    assert (both.tokens, both.schedule) == (16, Schedule(tokens=16, num_stages=4))
     alone = from_text(PASSES["select-schedule"], "tokens=16", "--select-schedule")
     assert (alone.tokens, alone.schedule) == (16, None)
     assert list(options(Refuse)) == ["located"]

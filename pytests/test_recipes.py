@@ -26,14 +26,14 @@ from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.lower_dequant import LowerDequant
 from lowbit.passes.lowering.recipes import (
     REALS,
-    bare_exponents,
-    bare_lows,
     bias,
-    can_be_biased,
+    can_defer_offset,
     compute_element,
     exponent,
     magic,
     place,
+    raw_exponents,
+    raw_lows,
 )
 from lowbit.passes.lowering.tables import words as table_words
 from lowbit.passes.target import parse_target
@@ -256,14 +256,14 @@ def test_bare_codes_are_in_two_places(bits: int, lows: tuple[int, int], shifts: 
         for register, pieces in enumerate(run_of(bits))
         for f in place(dtype(f"u{bits}"), register, 0, bits, lows[register % 2])
     }
-    assert bare_lows(bits) == lows
+    assert raw_lows(bits) == lows
     assert len({(word, shift) for word, shift in moved if shift}) == shifts
-    assert bare_exponents(dtype(f"u{bits}")) == (24 - lows[0], 24 - lows[1])
+    assert raw_exponents(dtype(f"u{bits}")) == (24 - lows[0], 24 - lows[1])
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16"])
 @pytest.mark.parametrize("bits", range(1, 7))
 def test_biases_are_small(bits: int, element: str) -> None:
     t, real = dtype(f"u{bits}"), REALS[element]
-    assert can_be_biased(t, element)
+    assert can_defer_offset(t, element)
     assert all(1 << bits <= bias(t, real, register) <= 128 for register in range(len(run_of(bits))))

@@ -125,7 +125,7 @@ def test_resources_of_integer_zeros(weight: str, act: str, tokens: int, target: 
 
 @pytest.mark.parametrize("weight", DIGITS)
 def test_resources_of_digits(weight: str) -> None:
-    schedule = Schedule(1, 4, 1, 8, 256, 2, digits=1)
+    schedule = Schedule(1, 4, 1, 8, 256, 2, integer_mma=True)
     kernel = compile_matmul(MatmulSpec(weight=weight, **SPEC), parse_target("sm_90a"), schedule)  # type: ignore[arg-type]
     used = resource_usage(kernel.ptx, kernel.target)
     assert per_weight(kernel) <= DIGITS[weight]
@@ -139,7 +139,7 @@ def test_resources_of_small_groups(weight: str) -> None:
     """With fewer columns to a group than tokens: weights are scaled, and all sums of a step are one chain."""
     spec = MatmulSpec(8192, 8192, weight, group_size=32)
     step = max(128, spec.packing.chunk)
-    kernel = compile_matmul(spec, parse_target("sm_90a"), Schedule(64, 1, 4, 2, step, 2, wgmma=1))
+    kernel = compile_matmul(spec, parse_target("sm_90a"), Schedule(64, 1, 4, 2, step, 2, wgmma=True))
     assert_one_chain(kernel, SMALL_GROUPS[weight])
 
 
@@ -156,7 +156,7 @@ def assert_one_chain(kernel: CompiledKernel, bound: float) -> None:
 @pytest.mark.parametrize(("weight", "bound"), [("u2", 1.7), ("u4", 1.75), ("nf4", 2.5)])
 def test_resources_of_float_zeros(weight: str, bound: float, group: int) -> None:
     """One instruction for two weights takes zeros away and scales; sums are one chain, and not scaled."""
-    spec, s = MatmulSpec(8192, 8192, weight, group_size=group, zeros="float"), Schedule(16, 1, 4, 4, 256, 2, wgmma=1)
+    spec, s = MatmulSpec(8192, 8192, weight, group_size=group, zeros="float"), Schedule(16, 1, 4, 4, 256, 2, wgmma=True)
     assert_one_chain(compile_matmul(spec, parse_target("sm_90a"), s), bound)
 
 
@@ -167,7 +167,7 @@ def test_resources_of_float_zeros(weight: str, bound: float, group: int) -> None
 def test_resources_of_bare_codes(weight: str, zeros: str, bound: float) -> None:
     """No subtraction: for 4 bits half a lop3 and an eighth of a shift per weight."""
     spec = MatmulSpec(8192, 8192, weight, group_size=128, zeros=zeros)  # type: ignore[arg-type]
-    schedule = Schedule(16, 4, 4, 2, spec.packing.chunk, 2, wgmma=1, bare=1)
+    schedule = Schedule(16, 4, 4, 2, spec.packing.chunk, 2, wgmma=True, raw_codes=True)
     kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
     used = resource_usage(kernel.ptx, kernel.target)
     assert per_weight(kernel) <= bound
@@ -196,7 +196,7 @@ def test_resources_of_many_tokens(weight: str, tokens: int, act: str) -> None:
 def test_no_fragment_is_one_register_several_times(zeros: str, group: int | None, act: str) -> None:
     """Of a fragment {%r1, %r1, %r1, %r1} nvJitLink 13 filled three registers after the instructions that read them."""
     spec = MatmulSpec(8192, 8192, "u4", group_size=group, zeros=zeros, act=act, scale=act)  # type: ignore[arg-type]
-    schedule = Schedule(16, 2, 4, 2, 256, 2, wgmma=1, bare=int(group is not None))
+    schedule = Schedule(16, 2, 4, 2, 256, 2, wgmma=True, raw_codes=int(group is not None))
     ptx = compile_matmul(spec, parse_target("sm_90a"), schedule).ptx
     fragments = re.findall(r"wgmma\.mma_async[^{]*\{[^}]*\}, *\{([^}]*)\}", ptx)
     assert len(fragments) >= 16
@@ -206,7 +206,7 @@ def test_no_fragment_is_one_register_several_times(zeros: str, group: int | None
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_product_in_front_of_copies(late: int) -> None:
     """It is under way when the warp comes to them, with all of its sums in registers."""
-    schedule = Schedule(256, 1, 8, 1, 128, 2, wgmma=1, late=late)
+    schedule = Schedule(256, 1, 8, 1, 128, 2, wgmma=True, refill=late)
     kernel = compile_matmul(MatmulSpec(8192, 8192, "u4", group_size=128), parse_target("sm_90a"), schedule)
     between = kernel.ptx.split("bar.sync")[1].split("cp.async.cg")[0]
     assert between.count("wgmma.mma_async") == 4 * late
@@ -217,7 +217,7 @@ def test_a_product_in_front_of_copies(late: int) -> None:
 @pytest.mark.parametrize(("tokens", "splits", "registers"), [(8, 1, 112), (8, 2, 80), (16, 1, 120), (16, 2, 88)])
 def test_resources_of_resident_weights(tokens: int, splits: int, registers: int) -> None:
     """All of the weight is on its way before the kernel waits, and stays in registers."""
-    schedule = Schedule(tokens, 1, 4, 4, 256, 1, splits, splits, 1, resident=1)
+    schedule = Schedule(tokens, 1, 4, 4, 256, 1, splits, splits, 1, preload_weights=True)
     spec = MatmulSpec(4096, 4096, "u4", group_size=128)
     kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
     used = resource_usage(kernel.ptx, kernel.target)

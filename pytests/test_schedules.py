@@ -15,7 +15,7 @@ from fake_pipeline import FakePipeline, pipeline
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling import choice as schedule_choice
 from lowbit.passes.scheduling.choice import TOKEN_TILES, choose, default_schedule, schedule_for, token_tiles
@@ -32,7 +32,7 @@ __all__ = ["pipeline"]
 
 HOPPER = parse_target("sm_90a")
 SPEC = MatmulSpec(n=6144, k=1536, weight="u4", group_size=128)
-ODD = Schedule(tokens=16, row_blocks=2, warps_n=2, warps_k=4, step_k=64, stages=5)  # as no rule would have it
+ODD = Schedule(tokens=16, row_blocks=2, warps_n=2, warps_k=4, step_k=64, num_stages=5)  # as no rule would have it
 
 
 def entry(spec: MatmulSpec, schedule: Schedule, microseconds: float = 5.0) -> Entry:
@@ -99,7 +99,7 @@ def test_a_neighbour_lends_its_schedule(near: str) -> None:
 def test_the_rule_where_there_is_no_neighbour(far: str) -> None:
     schedule = ODD
     if far == "shared memory":
-        schedule = replace(ODD, warps_n=1, row_blocks=4, warps_k=8, stages=6)
+        schedule = replace(ODD, warps_n=1, row_blocks=4, warps_k=8, num_stages=6)
         check_schedule(SPEC, schedule, HOPPER)
     assert chosen(FAR[far], table(entry(SPEC, schedule))) != schedule
     assert chosen(SPEC, table(entry(SPEC, schedule))) == schedule
@@ -108,7 +108,7 @@ def test_the_rule_where_there_is_no_neighbour(far: str) -> None:
 def test_resident_weights_are_for_as_many_blocks() -> None:
     """Half of the multiprocessors each for two kernels at a time: not with a block more for every fourth."""
     measured = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)
-    schedule = Schedule(8, 1, 4, 2, 256, 1, wgmma=1, resident=1, least_blocks=132)
+    schedule = Schedule(8, 1, 4, 2, 256, 1, wgmma=True, preload_weights=True, min_blocks=132)
     for n, lent in ((4096, True), (4224, True), (3840, True), (5120, False), (3072, False)):
         spec = replace(measured, n=n)
         assert (choose(spec, 8, HOPPER, [table(entry(measured, schedule))]) == schedule) == lent, n
@@ -119,14 +119,14 @@ def test_another_token_tile_is_no_neighbour() -> None:
 
 
 def test_the_nearest_neighbour_that_fits() -> None:
-    other, unfit = replace(ODD, stages=4), replace(ODD, step_k=192)
+    other, unfit = replace(ODD, num_stages=4), replace(ODD, step_k=192)
     near, nearer = replace(SPEC, n=5632), replace(SPEC, n=5888)
     assert chosen(SPEC, table(entry(near, ODD), entry(nearer, other))) == other
     assert chosen(SPEC, table(entry(near, ODD), entry(nearer, unfit))) == ODD
 
 
 def test_whose_table_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, other = replace(ODD, stages=3), replace(ODD, stages=4)
+    known, other = replace(ODD, num_stages=3), replace(ODD, num_stages=4)
     shipped, mine = table(entry(SPEC, known)), table(entry(SPEC, ODD))
     monkeypatch.setattr(schedule_choice, "shipped_tables", lambda: (shipped,))
     assert chosen(SPEC) == known and chosen(SPEC, mine) == ODD
@@ -139,7 +139,7 @@ def test_whose_table_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_target_lacks_is_not_taken() -> None:
     """A schedule that was measured with wgmma, where there is none."""
-    mine = table(entry(SPEC, warpgroups := replace(ODD, warps_n=4, warps_k=2, wgmma=1)))
+    mine = table(entry(SPEC, warpgroups := replace(ODD, warps_n=4, warps_k=2, wgmma=True)))
     assert chosen(SPEC, mine) == warpgroups
     older = parse_target("sm_90")
     assert schedule_for(SPEC, 16, older, None, [mine]) == schedule_for(SPEC, 16, older) != warpgroups
@@ -154,7 +154,7 @@ def test_distance_is_in_octaves() -> None:
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
     some = [entry(replace(SPEC, group_size=g), ODD, 1.25) for g in (None, 16, 128)]
-    some.append(replace(entry(replace(SPEC, n=64), replace(ODD, max_blocks=2)), kernel="1e8d3aad6b2c"))
+    some.append(replace(entry(replace(SPEC, n=64), replace(ODD, max_blocks_per_sm=2)), kernel="1e8d3aad6b2c"))
     file = tmp_path / "a.json"
     file.write_text(table(*some).to_text())
     assert read_table(file) == table(*some)
@@ -177,7 +177,7 @@ def test_a_damaged_table_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_merge_keeps_the_faster_of_one_version_and_the_newer_of_two() -> None:
-    other = replace(ODD, stages=4)
+    other = replace(ODD, num_stages=4)
     a = table(entry(SPEC, ODD, 5.0), entry(replace(SPEC, n=64), ODD))
     b = table(entry(SPEC, other, 4.0), entry(replace(SPEC, n=32), ODD))
     for both in (merge([a, b]), merge([b, a])):
@@ -242,9 +242,9 @@ def test_the_rule_always_fits(target: str) -> None:
             continue
         s = default_schedule(spec, tile, t)
         check_schedule(spec, s, t)
-        plan = Plan(spec, s)
+        plan = KernelPlan(spec, s)
         assert s.tokens in (tile, max(8, tile)) and (s.warps_k == 1 or plan.steps >= s.warps_k)
-        assert s.splits == 1 or plan.rounds >= 2
+        assert s.split_k == 1 or plan.rounds >= 2
 
 
 def test_the_rule_fills_the_multiprocessors() -> None:
@@ -255,14 +255,14 @@ def test_the_rule_fills_the_multiprocessors() -> None:
                 continue
             s = default_schedule(spec, tile, target)
             # Half of them were enough to win at 2048 x 5632.
-            assert Plan(spec, s).tiles * s.splits >= min(0.45 * 132, n / 16), (n, tile)
+            assert KernelPlan(spec, s).tiles * s.split_k >= min(0.45 * 132, n / 16), (n, tile)
 
 
 def test_clusters_of_four_leave_multiprocessors_out() -> None:
     """128 blocks for 132 multiprocessors: in one go in clusters of two, not in clusters of four."""
     spec, two = replace(SPEC, n=4096, k=8192), Schedule(16, 1, 4, 4, 128, 2, 2, 2, 1, 1)
-    four = replace(two, warps_n=8, warps_k=2, splits=4, cluster=4)
-    assert Plan(spec, two).tiles * 2 == Plan(spec, four).tiles * 4 == 128
+    four = replace(two, warps_n=8, warps_k=2, split_k=4, cluster=4)
+    assert KernelPlan(spec, two).tiles * 2 == KernelPlan(spec, four).tiles * 4 == 128
     fewer = replace(spec, n=3072)  # 96 blocks
 
     def ratio(spec: MatmulSpec) -> float:
@@ -274,26 +274,26 @@ def test_clusters_of_four_leave_multiprocessors_out() -> None:
 @pytest.mark.parametrize(
     "s",
     [
-        Schedule(8, 1, 4, 4, 128, 2, wgmma=1),
-        Schedule(64, 2, 4, 1, 256, 2, wgmma=1),
-        Schedule(128, 1, 4, 4, 64, 2, wgmma=1),
-        Schedule(8, 1, 4, 4, 512, 1, wgmma=1, resident=1),
-        Schedule(8, 1, 2, 8, 512, 1, resident=1),
+        Schedule(8, 1, 4, 4, 128, 2, wgmma=True),
+        Schedule(64, 2, 4, 1, 256, 2, wgmma=True),
+        Schedule(128, 1, 4, 4, 64, 2, wgmma=True),
+        Schedule(8, 1, 4, 4, 512, 1, wgmma=True, preload_weights=True),
+        Schedule(8, 1, 2, 8, 512, 1, preload_weights=True),
         Schedule(8, 2, 1, 8, 128, 3),
-        Schedule(1, 4, 1, 8, 256, 2, digits=1),
+        Schedule(1, 4, 1, 8, 256, 2, integer_mma=True),
     ],
 )
 def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
     from lowbit.passes.codegen.cubin import resource_usage
     from lowbit.passes.pipeline import compile_matmul
 
-    spec = replace(SPEC, k=4096 if s.resident else 8192)
+    spec = replace(SPEC, k=4096 if s.preload_weights else 8192)
     used = resource_usage(compile_matmul(spec, HOPPER, s).ptx, HOPPER)
     assert used.spill_stores == 0 and abs(registers(spec, s) - used.registers) <= 16
 
 
 @pytest.mark.parametrize(
-    ("weight", "zeros", "choice", "bare"),
+    ("weight", "zeros", "choice", "raw"),
     [
         ("u4", "none", {}, True),  # nothing is to be taken away
         ("i4", "none", {}, False),
@@ -308,10 +308,10 @@ def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
 def test_what_is_multiplied_as_it_is_stored(weight: str, zeros: str, choice: dict[str, int], bare: bool) -> None:
     spec = replace(SPEC, weight=weight, zeros=zeros)  # type: ignore[arg-type]
     s = replace(Schedule(8, 1, 1, 8, 128, 2), **choice)
-    assert Plan(spec, s).bare == bare
+    assert KernelPlan(spec, s).bare == bare
     if bare:
         with pytest.raises(SpecError, match="multiplied as it is stored anyway; take bare=0"):
-            check_schedule(spec, replace(s, bare=1), HOPPER)
+            check_schedule(spec, replace(s, raw_codes=True), HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_what_is_multiplied_as_it_is_stored(weight: str, zeros: str, choice: dic
 def test_small_matrices_are_resident_by_rule(n: int, k: int, tile: int, shape: tuple[int, int] | None) -> None:
     spec = replace(SPEC, n=n, k=k, weight="u4", group_size=None)
     s = default_schedule(spec, tile, HOPPER)
-    assert s.resident == (shape is not None) and shape in (None, (s.warps_k, s.splits))
+    assert s.preload_weights == (shape is not None) and shape in (None, (s.warps_k, s.split_k))
     assert not default_schedule(spec, min(tile, 64), parse_target("sm_80")).resident
 
 
@@ -368,20 +368,22 @@ def test_shared_memory_is_what_the_kernel_takes(spec: MatmulSpec, tile: int) -> 
     kernel = compile_matmul(spec, HOPPER, tokens=tile)
     chosen = schedule_for(spec, tile, HOPPER)
     assert kernel.schedule == chosen
-    free = replace(chosen, max_blocks=0)  # a limit claims more than it needs
+    free = replace(chosen, max_blocks_per_sm=0)  # a limit claims more than it needs
     assert compile_matmul(spec, HOPPER, free).launch.shared_bytes == shared_bytes(spec, free)
 
 
 HOPPERS = {
-    "wgmma": Schedule(tokens=16, row_blocks=1, warps_n=4, warps_k=2, step_k=128, stages=3, wgmma=1),
-    "wgmma alone along k": Schedule(tokens=64, row_blocks=1, warps_n=8, warps_k=1, step_k=64, stages=2, wgmma=1),
-    "cluster": Schedule(tokens=8, row_blocks=2, warps_k=4, step_k=64, stages=2, splits=4, cluster=4),
-    "cluster of single warps": Schedule(tokens=8, row_blocks=1, warps_k=1, step_k=64, stages=2, splits=2, cluster=2),
-    "cluster with wgmma": Schedule(
-        tokens=32, row_blocks=2, warps_n=4, warps_k=1, step_k=64, stages=2, splits=8, cluster=8, wgmma=1
+    "wgmma": Schedule(tokens=16, row_blocks=1, warps_n=4, warps_k=2, step_k=128, num_stages=3, wgmma=True),
+    "wgmma alone along k": Schedule(tokens=64, row_blocks=1, warps_n=8, warps_k=1, step_k=64, num_stages=2, wgmma=True),
+    "cluster": Schedule(tokens=8, row_blocks=2, warps_k=4, step_k=64, num_stages=2, split_k=4, cluster=4),
+    "cluster of single warps": Schedule(
+        tokens=8, row_blocks=1, warps_k=1, step_k=64, num_stages=2, split_k=2, cluster=2
     ),
-    "splits": Schedule(tokens=8, row_blocks=2, warps_k=4, step_k=64, stages=1, splits=4),
-    "sums are the most": Schedule(tokens=64, row_blocks=4, warps_k=8, step_k=64, stages=1, splits=2),
+    "cluster with wgmma": Schedule(
+        tokens=32, row_blocks=2, warps_n=4, warps_k=1, step_k=64, num_stages=2, split_k=8, cluster=8, wgmma=True
+    ),
+    "splits": Schedule(tokens=8, row_blocks=2, warps_k=4, step_k=64, num_stages=1, split_k=4),
+    "sums are the most": Schedule(tokens=64, row_blocks=4, warps_k=8, step_k=64, num_stages=1, split_k=2),
 }
 
 
@@ -403,18 +405,18 @@ UNFIT: list[tuple[str, dict[str, int]]] = [
     (r"cluster=3 must be .* and divides the 32 rows of a block", {"splits": 3, "cluster": 3, "row_blocks": 2}),
     (r"cluster=0 must be at least 1", {"cluster": 0}),
     (r"wgmma=2 must be 0, or 1 with warps_n=4", {"wgmma": 2, "warps_n": 4}),
-    (r"wgmma=1 must be .* warps_n=2 a multiple of 4", {"wgmma": 1, "warps_n": 2}),
-    (r"wgmma=1 must be .* tokens=1 at least 8", {"wgmma": 1, "warps_n": 4, "tokens": 1}),
-    (r"tokens=128 needs wgmma=1", {"tokens": 128}),
+    (r"wgmma=True must be .* warps_n=2 a multiple of 4", {"wgmma": 1, "warps_n": 2}),
+    (r"wgmma=True must be .* tokens=1 at least 8", {"wgmma": 1, "warps_n": 4, "tokens": 1}),
+    (r"tokens=128 needs wgmma=True", {"tokens": 128}),
     (r"tokens=48 must be one of 1, 8, 16, 32, 64, 128", {"tokens": 48}),
     (r"resident=1 must be 0, or 1 with stages=1 and digits=0, not stages=3", {"resident": 1}),
-    (r"overlap=1 must be 0, or 1 with wgmma=1 and row_blocks=1, not wgmma=0", {"overlap": 1, "row_blocks": 1}),
-    (r"overlap=1 must be .*, not wgmma=1 and row_blocks=2", {"overlap": 1, "wgmma": 1, "warps_n": 4}),
+    (r"overlap=1 must be 0, or 1 with wgmma=True and row_blocks=1, not wgmma=False", {"overlap": 1, "row_blocks": 1}),
+    (r"overlap=1 must be .*, not wgmma=True and row_blocks=2", {"overlap": 1, "wgmma": 1, "warps_n": 4}),
     (r"least_blocks=-1 must be 0 \(as many as have work\) or more", {"least_blocks": -1}),
     (r"max_blocks=-1 must be 0 \(as many as fit\) or more", {"max_blocks": -1}),
-    (r"bare=2 must be 0, or 1 with digits=0", {"bare": 2}),
-    (r"bare=1 must be 0, or 1 with digits=0, not digits=1", {"bare": 1, "tokens": 1, "digits": 1}),
-    (r"late=1 must be 0, or 1 or 2 with wgmma=1 and resident=0, not wgmma=0", {"late": 1}),
+    (r"bare=2 must be 0, or 1 with digits=0", {"raw": 2}),
+    (r"bare=1 must be 0, or 1 with digits=0, not digits=1", {"raw": 1, "tokens": 1, "digits": 1}),
+    (r"late=1 must be 0, or 1 or 2 with wgmma=True and resident=0, not wgmma=False", {"late": 1}),
     (r"late=3 must be 0, or 1 or 2", {**DRIFT, "late": 3}),
     (r"late=2 needs stages=2 or more and throttle=0, not stages=3 and throttle=1", {**DRIFT, "throttle": 1}),
     (r"late=2 needs stages=2 or more and throttle=0, not stages=1", {**DRIFT, "stages": 1}),
@@ -429,10 +431,10 @@ def test_clusters_and_wgmma_have_their_sizes(message: str, change: dict[str, int
         Schedule(**change)
 
 
-WIDE = Schedule(tokens=16, row_blocks=1, warps_n=4, warps_k=2, step_k=64, wgmma=1)
+WIDE = Schedule(tokens=16, row_blocks=1, warps_n=4, warps_k=2, step_k=64, wgmma=True)
 UNFIT_HERE: list[tuple[str, MatmulSpec, Schedule, str]] = [
-    ("wgmma needs sm_90a, the target is sm_90; take wgmma=0", SPEC, WIDE, "sm_90"),
-    ("wgmma needs sm_90a, the target is emulator:sm_80; take wgmma=0", SPEC, WIDE, "emulator:sm_80"),
+    ("wgmma needs sm_90a, the target is sm_90; take wgmma=False", SPEC, WIDE, "sm_90"),
+    ("wgmma needs sm_90a, the target is emulator:sm_80; take wgmma=False", SPEC, WIDE, "emulator:sm_80"),
     (
         "step_k=32 must be a multiple of 64 for wgmma",
         replace(SPEC, weight="u8", group_size=32),
@@ -440,7 +442,7 @@ UNFIT_HERE: list[tuple[str, MatmulSpec, Schedule, str]] = [
         "sm_90a",
     ),
     (
-        "wgmma multiplies f16 by f16 in whole 16-byte pieces of x; u4 with k=1540 and groups of None needs wgmma=0",
+        "wgmma multiplies f16 by f16 in whole 16-byte pieces of x; u4 with k=1540 and groups of None needs wgmma=False",
         replace(SPEC, k=1540, group_size=None),
         WIDE,
         "sm_90a",
@@ -448,12 +450,12 @@ UNFIT_HERE: list[tuple[str, MatmulSpec, Schedule, str]] = [
     (
         "tokens=256 leaves registers for one set of sums, and .* needs two; take tokens of at most 128",
         replace(SPEC, scale="f32"),
-        replace(WIDE, tokens=256, warps_k=1, stages=2),
+        replace(WIDE, tokens=256, warps_k=1, num_stages=2),
         "sm_90a",
     ),
-    ("u4 with k=1536 and groups of 48 needs wgmma=0", replace(SPEC, group_size=48), WIDE, "sm_90a"),
+    ("u4 with k=1536 and groups of 48 needs wgmma=False", replace(SPEC, group_size=48), WIDE, "sm_90a"),
     ("wgmma multiplies f16 by f16 .* f7e6m0 with", replace(SPEC, weight="f7e6m0"), replace(WIDE, step_k=256), "sm_90a"),
-    ("cluster=2 needs sm_90, the target is sm_89; take", SPEC, Schedule(warps_k=4, splits=2, cluster=2), "sm_89"),
+    ("cluster=2 needs sm_90, the target is sm_89; take", SPEC, Schedule(warps_k=4, split_k=2, cluster=2), "sm_89"),
 ]
 
 
@@ -468,7 +470,7 @@ def test_clusters_and_wgmma_where_they_do_not_fit(
     check_schedule(spec, fitting, parse_target(target))
 
 
-RESIDENT = Schedule(8, 1, 4, 2, 128, 1, wgmma=1, resident=1)
+RESIDENT = Schedule(8, 1, 4, 2, 128, 1, wgmma=True, preload_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +502,7 @@ def test_user_tables(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) ->
         pipeline.compiled.clear()
         return lowbit.compile(SPEC, "sm_90a").kernel(16).schedule
 
-    other, far = replace(ODD, stages=4), replace(SPEC, n=64)
+    other, far = replace(ODD, num_stages=4), replace(SPEC, n=64)
     assert compiled(entry(far, ODD)) == schedule_for(SPEC, 16, HOPPER) != ODD
     assert compiled(entry(far, other)) == schedule_for(SPEC, 16, HOPPER) and not pipeline.compiled
     assert compiled(entry(SPEC, ODD)) == ODD and pipeline.compiled == [("sm_90a", 16)]

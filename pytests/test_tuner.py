@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from lowbit.dialect.errors import LowbitError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.choice import default_schedule, family, schedule_for
 from lowbit.passes.scheduling.cost_model import predict
@@ -242,11 +242,11 @@ def test_candidates(weight: str, tile: int, n: int) -> None:
     every = search_space.candidates(spec, tile, HOPPER, 10**6)
     assert len(every) == len(set(every)) and found == every[:30]
     assert len(every) > (20 if tile < 64 else 10)
-    akin = search_space.akin(spec, tile, HOPPER)
-    given = {default_schedule(spec, tile, HOPPER), schedule_for(spec, tile, HOPPER), *akin}
+    same_size_entries = search_space.same_size_entries(spec, tile, HOPPER)
+    given = {default_schedule(spec, tile, HOPPER), schedule_for(spec, tile, HOPPER), *same_size_entries}
     for s in every:
         check_schedule(spec, s, HOPPER)
-        assert s.tokens in (tile, max(8, tile)) and (Plan(spec, s).rounds >= 2 or s.resident or s in given)
+        assert s.tokens in (tile, max(8, tile)) and (KernelPlan(spec, s).rounds >= 2 or s.preload_weights or s in given)
     chosen = len(given)
     shapes = {_shape(s) for s in every}
     assert {_shape(s) for s in every[: chosen + len(shapes)]} == shapes  # each, before any comes twice
@@ -263,11 +263,12 @@ def test_candidates_that_are_the_best_with_other_zeros() -> None:
     plain = MatmulSpec(8192, 8192, "u4", group_size=128)
     zeros = replace(plain, zeros="int", group_size=64)
     best = schedule_for(plain, 1, HOPPER)
-    assert best in search_space.akin(zeros, 1, HOPPER)
+    assert best in search_space.same_size_entries(zeros, 1, HOPPER)
     assert best in search_space.candidates(zeros, 1, HOPPER, 1)
-    known = {default_schedule(zeros, 1, HOPPER), schedule_for(zeros, 1, HOPPER), *search_space.akin(zeros, 1, HOPPER)}
+    same_size = search_space.same_size_entries(zeros, 1, HOPPER)
+    known = {default_schedule(zeros, 1, HOPPER), schedule_for(zeros, 1, HOPPER), *same_size}
     assert set(search_space.candidates(zeros, 1, HOPPER, 1)) == known  # each once, and nothing beyond
-    assert not search_space.akin(replace(zeros, n=8000), 1, HOPPER)
+    assert not search_space.same_size_entries(replace(zeros, n=8000), 1, HOPPER)
 
 
 def test_candidates_of_a_small_matmul() -> None:
@@ -311,7 +312,7 @@ def test_neighbours(tile: int) -> None:
         if len(names) == 1 and names <= set(search_space.SECOND):
             continue
         assert len(names - set(search_space.SECOND)) == 1
-        assert s.cluster == s.splits and s.max_blocks == (_enough(s) if s.wgmma else 0)
+        assert s.cluster == s.split_k and s.max_blocks_per_sm == (_enough(s) if s.wgmma else 0)
     assert changed >= {"row_blocks", "warps_k", "step_k", "stages"}
     assert "max_blocks" in changed or shared_room(SPEC, around, HOPPER) == 1
     assert ("tokens" in changed) == (tile == 1)
@@ -319,7 +320,7 @@ def test_neighbours(tile: int) -> None:
 
 
 def _enough(s: Schedule) -> int:
-    return enough_blocks(Plan(SPEC, s).tiles * s.splits, HOPPER)
+    return enough_blocks(KernelPlan(SPEC, s).tiles * s.split_k, HOPPER)
 
 
 def test_the_second_pass_tries_splits_without_a_cluster() -> None:
@@ -331,48 +332,48 @@ def test_the_second_pass_tries_splits_without_a_cluster() -> None:
     assert [n for n in found if n.cluster > 1] == [s] and {n.splits for n in found} == {1, 2, 4}
 
 
-WARPGROUP = Schedule(16, 1, 4, 2, 64, 3, 2, 2, wgmma=1, max_blocks=1)  # 128 blocks
+WARPGROUP = Schedule(16, 1, 4, 2, 64, 3, 2, 2, wgmma=True, max_blocks_per_sm=1)  # 128 blocks
 
 
-@pytest.mark.parametrize("s", [WARPGROUP, replace(WARPGROUP, wgmma=0), replace(WARPGROUP, max_blocks=0)])
+@pytest.mark.parametrize("s", [WARPGROUP, replace(WARPGROUP, wgmma=False), replace(WARPGROUP, max_blocks_per_sm=0)])
 def test_the_second_pass_varies_how_many_blocks_a_multiprocessor_takes(s: Schedule) -> None:
     assert shared_room(SPEC, s, HOPPER) > 2
     found = search_space.neighbours(SPEC, 16, HOPPER, s)
-    assert {replace(s, max_blocks=blocks) for blocks in {0, 1, 2} - {s.max_blocks}} <= set(found)
+    assert {replace(s, max_blocks_per_sm=blocks) for blocks in {0, 1, 2} - {s.max_blocks_per_sm}} <= set(found)
     halved = [n for n in found if n.splits == 1]  # in blocks
     split = [n for n in found if n.splits == 4]
     follows = s == WARPGROUP  # the others are as somebody wanted them to be
-    assert halved and {n.max_blocks for n in halved} == {s.max_blocks}
-    assert split and {n.max_blocks for n in split} == {2 if follows else s.max_blocks}
-    large = replace(s, stages=8, warps_k=4)  # leaves room for one, whatever its max_blocks
+    assert halved and {n.max_blocks for n in halved} == {s.max_blocks_per_sm}
+    assert split and {n.max_blocks for n in split} == {2 if follows else s.max_blocks_per_sm}
+    large = replace(s, num_stages=8, warps_k=4)  # leaves room for one, whatever its max_blocks
     assert shared_room(SPEC, large, HOPPER) == 1
     found = search_space.neighbours(SPEC, 16, HOPPER, large)
-    assert found and not [n for n in found if replace(n, max_blocks=large.max_blocks) == large]
+    assert found and not [n for n in found if replace(n, max_blocks_per_sm=large.max_blocks) == large]
 
 
 def test_the_first_pass_has_as_many_blocks_of_warpgroups_as_are_needed() -> None:
     spec = replace(SPEC, n=8192)
     found = search_space.all_schedules(spec, 8, HOPPER)
-    assert not any(s.max_blocks for s in found if not s.wgmma)
-    assert {s.max_blocks for s in found if s.wgmma} == {0, 1, 2}
+    assert not any(s.max_blocks_per_sm for s in found if not s.wgmma)
+    assert {s.max_blocks_per_sm for s in found if s.wgmma} == {0, 1, 2}
     for s in found:
-        if s.max_blocks:
-            blocks = Plan(spec, s).tiles * s.splits
-            assert 132 * (s.max_blocks - 1) < blocks <= 132 * s.max_blocks
+        if s.max_blocks_per_sm:
+            blocks = KernelPlan(spec, s).tiles * s.split_k
+            assert 132 * (s.max_blocks_per_sm - 1) < blocks <= 132 * s.max_blocks_per_sm
 
 
 def test_clusters_and_wgmma_where_there_are() -> None:
     for tile, wgmma in ((1, {0}), (8, {0, 1}), (16, {1}), (64, {1})):
         found = search_space.all_schedules(SPEC, tile, HOPPER)
-        assert {s.wgmma for s in found} == wgmma and {s.splits for s in found} >= {2, 4, 8}
-        assert all(s.cluster == s.splits for s in found)
+        assert {s.wgmma for s in found} == wgmma and {s.split_k for s in found} >= {2, 4, 8}
+        assert all(s.cluster == s.split_k for s in found)
     for other in (replace(SPEC, group_size=None, k=4090), replace(SPEC, weight="f8e4m3", act="bf16", scale="bf16")):
         has = {s.wgmma for s in search_space.all_schedules(other, 16, HOPPER)}
         assert has == {int(has_wgmma(other, HOPPER))}
     before = search_space.all_schedules(SPEC, 16, parse_target("sm_90"))
     assert {s.wgmma for s in before} == {0} and any(s.cluster > 1 for s in before)
     older = search_space.all_schedules(SPEC, 16, parse_target("sm_80"))
-    assert {(s.cluster, s.wgmma) for s in older} == {(1, 0)} and any(s.splits > 1 for s in older)
+    assert {(s.cluster, s.wgmma) for s in older} == {(1, 0)} and any(s.split_k > 1 for s in older)
 
 
 @pytest.mark.parametrize("tile", [1, 8])
@@ -609,7 +610,7 @@ def test_the_command_from_start_to_end(clock: Bench, tmp_path: Path) -> None:
 def test_first_calls_on_the_command_line(clock: Bench, tmp_path: Path) -> None:
     """An entry is measured against what its matmul would get without it: of its neighbour, or by the rule."""
     specs = [MatmulSpec(64, 1024, "u4"), MatmulSpec(64, 1280, "u4"), MatmulSpec(64, 1024, "nf4")]
-    odd = [replace(default_schedule(s, 1, HOPPER), stages=2, warps_k=w) for s, w in zip(specs, (1, 2, 2))]
+    odd = [replace(default_schedule(s, 1, HOPPER), num_stages=2, warps_k=w) for s, w in zip(specs, (1, 2, 2))]
     entries = [Entry(Key.of(s, 1), o, 5.0, "2026-11-21", "0.1.0") for s, o in zip(specs, odd)]
     table = Table("NVIDIA H200", 90, "by hand", {}).with_entries(entries)
     file = tmp_path / "table.json"

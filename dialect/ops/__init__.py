@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
-from lowbit.dialect.ops.integer_products import DigitMmaOp, DigitSumsOp, JoinDigitsOp, SplitDigitsOp
+from lowbit.dialect.ops.integer_products import JoinLimbsOp, LimbMmaOp, LimbSumsOp, SplitLimbsOp
 from lowbit.dialect.ops.memory import (
     AllocSharedOp,
     AllocSignalsOp,
@@ -34,7 +34,7 @@ from lowbit.dialect.ops.memory import (
     StageOp,
     WaitOp,
 )
-from lowbit.dialect.ops.products import BiasSumsOp, MmaOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
+from lowbit.dialect.ops.products import MmaOp, OffsetSumsOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
 from lowbit.dialect.ops.programs import (
     CLUSTER,
     MOST_BLOCKS,
@@ -72,7 +72,6 @@ __all__ = [
     "ArriveOp",
     "AwaitOp",
     "BarrierOp",
-    "BiasSumsOp",
     "BlockIdOp",
     "CastOp",
     "CommitOp",
@@ -83,8 +82,6 @@ __all__ = [
     "DecodePairOp",
     "DecodeShiftedPairOp",
     "DequantizeOp",
-    "DigitMmaOp",
-    "DigitSumsOp",
     "EncodeOp",
     "FillTableOp",
     "FmaOp",
@@ -92,8 +89,10 @@ __all__ = [
     "GlobalViewOp",
     "GridLaunchOp",
     "GridWaitOp",
-    "JoinDigitsOp",
+    "JoinLimbsOp",
     "LastArrivalOp",
+    "LimbMmaOp",
+    "LimbSumsOp",
     "LoadMatrixOp",
     "LoadOp",
     "LookupOp",
@@ -101,6 +100,7 @@ __all__ = [
     "MatmulOp",
     "MmaOp",
     "MulOp",
+    "OffsetSumsOp",
     "PeerOp",
     "PrepackOp",
     "ProgramOp",
@@ -109,7 +109,7 @@ __all__ = [
     "ReturnOp",
     "RowSumsOp",
     "SliceOp",
-    "SplitDigitsOp",
+    "SplitLimbsOp",
     "StageOp",
     "StoreOp",
     "ViewOp",

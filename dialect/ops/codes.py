@@ -15,10 +15,10 @@ from lowbit.dialect.types import Lowbit, Reg, RegType, SharedType
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
 
-    Integers can have one of three extras. With the unit attribute `biased`, numbers are too large by a bias that
-    `bias_sums` makes up for. With `bare` they are the codes as they are stored, signed ones in offset binary, times
-    the powers of two of `passes.lowering.recipes.bare_exponents`. `shifts` are added to the codes: tiles [.., rows, 1],
-    each for an equal part of the columns, in order. A shift is minus an integer zero point of a `MatmulSpec`
+    Integers can have one of three extras. With the unit attribute `deferred_offset`, numbers are too large by a bias
+    that `offset_sums` makes up for. With `raw` they are the codes as they are stored, signed ones in offset binary,
+    times the powers of two of `passes.lowering.recipes.raw_exponents`. `shifts` are added to the codes: tiles [..,
+    rows, 1], each for an equal part of the columns, in order. A shift is minus an integer zero point of a `MatmulSpec`
     (`zero_span`): the sum is exact then, and costs nothing where the subtraction that decodes an integer can do it,
     too.
     """
@@ -38,7 +38,7 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
         if not op.shifts:
             return
         check_shifted(a.element)
-        for extra in ("biased", "bare"):
+        for extra in ("deferred_offset", "raw"):
             expect(extra not in op.operation.attributes, "decoding with shifts", "plain", extra)
         fragments_ = fragments(b.layout, MMA_M16N8K16_A, "result")
         within_warp(fragments_, fragments_.rank - 1, "columns with shifts")

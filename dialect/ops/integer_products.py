@@ -6,21 +6,21 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, fragments, in_range, verifier
 from lowbit.dialect.formats.dtypes import DType
-from lowbit.dialect.formats.integer_limbs import BITS, DIGITS, HALVES, PIECE, takes
+from lowbit.dialect.formats.integer_limbs import BITS, HALVES, LIMBS, PIECE, takes
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_PAIRS, MMA_M16N8K16_A, Layout, spatial
 from lowbit.dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType, read_format
 
 
-def _check_digits(digits: Shared, unit: Reg) -> tuple[int, int]:
-    """Warps and pieces of digits [warps, pieces, 4, 4, 8] and their units [warps, 1, pieces]."""
-    expect(digits.element == "i32", "element of the digits", "i32", digits.element)
-    rank = len(digits.shape)
-    lanes = (DIGITS, 4, HALVES)
-    expect(rank == 5 and digits.shape[2:] == lanes, "digits", f"[warps, pieces, {DIGITS}, 4, {HALVES}]", digits.shape)
-    aligned = digits.strides[-1] == 1 and all(stride % 4 == 0 for stride in digits.strides[:-1])
-    expect(aligned, "strides of the digits", "multiples of 4 (16 bytes) and 1 for the last dim", list(digits.strides))
-    warps, pieces = digits.shape[:2]
+def _check_limbs(limbs: Shared, unit: Reg) -> tuple[int, int]:
+    """Warps and pieces of limbs [warps, pieces, 4, 4, 8] and their units [warps, 1, pieces]."""
+    expect(limbs.element == "i32", "element of the limbs", "i32", limbs.element)
+    rank = len(limbs.shape)
+    lanes = (LIMBS, 4, HALVES)
+    expect(rank == 5 and limbs.shape[2:] == lanes, "limbs", f"[warps, pieces, {LIMBS}, 4, {HALVES}]", limbs.shape)
+    aligned = limbs.strides[-1] == 1 and all(stride % 4 == 0 for stride in limbs.strides[:-1])
+    expect(aligned, "strides of the limbs", "multiples of 4 (16 bytes) and 1 for the last dim", list(limbs.strides))
+    warps, pieces = limbs.shape[:2]
     layout = spatial(warps, 1, 1).local(1, 1, pieces).replicated(32)
     _check_f32(unit, layout, "unit")
     return warps, pieces
@@ -30,7 +30,7 @@ def _check_f32(tile: Reg, layout: Layout, what: str) -> None:
     expect(tile == Reg("f32", layout), what, f"f32 laid out as {layout}", f"{tile.element} as {tile.layout}")
 
 
-def _check_digit_format(format_: Any) -> DType:
+def _check_limb_format(format_: Any) -> DType:
     fits = isinstance(format_, DType) and takes(format_)
     expect(fits, "codes", f"integers of {', '.join(map(str, BITS))} bits", format_)
     return format_
@@ -42,38 +42,38 @@ def _check_pieces(op: Any, columns: int) -> None:
     expect(start % PIECE == 0 and size % PIECE == 0, "start and columns", f"multiples of {PIECE}", (start, size))
 
 
-class SplitDigitsOp(Lowbit.Operation, name="split_digits"):
-    """Writes x [warps, 1, k] as digits for codes of `format`, every warp its own row, and gives the unit of every
+class SplitLimbsOp(Lowbit.Operation, name="split_limbs"):
+    """Writes x [warps, 1, k] as limbs for codes of `format`, every warp its own row, and gives the unit of every
     piece.
 
     A piece with an infinity or a NaN has NaN for a unit, and so has all that is made of it.
     """
 
     x: ext.Operand[SharedType]
-    digits: ext.Operand[SharedType]
+    limbs: ext.Operand[SharedType]
     format: FormatAttr
     unit: ext.Result[RegType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        x, digits = Shared.of(op.x.type), Shared.of(op.digits.type)
-        _check_digit_format(read_format(op.format))
-        warps, pieces = _check_digits(digits, Reg.of(op.unit.type))
+        x, limbs = Shared.of(op.x.type), Shared.of(op.limbs.type)
+        _check_limb_format(read_format(op.format))
+        warps, pieces = _check_limbs(limbs, Reg.of(op.unit.type))
         expect(x.element in ("f16", "bf16"), "element of x", "f16 or bf16", x.element)
         expect(x.shape == (warps, 1, PIECE * pieces), "x", (warps, 1, PIECE * pieces), x.shape)
         plain = x.swizzle == 0 and x.strides[-1] == 1 and x.strides[0] % 2 == 0
         expect(plain, "x", "rows in one piece that start at even columns", list(x.strides))
 
 
-class DigitMmaOp(Lowbit.Operation, name="digit_mma"):
-    """Columns start .. start + columns of codes [warps, m, k] times as many of x in digits: [warps, m, 2] in f32.
+class LimbMmaOp(Lowbit.Operation, name="limb_mma"):
+    """Columns start .. start + columns of codes [warps, m, k] times as many of x in limbs: [warps, m, 2] in f32.
 
-    Codes are as they lie in memory: signed ones are 2^(b-1) too large. Column 0 is what the two lower digits of x
-    bring, column 1 what the upper two bring, 2^16 times too small; `join_digits` adds them up.
+    Codes are as they lie in memory: signed ones are 2^(b-1) too large. Column 0 is what the two lower limbs of x
+    bring, column 1 what the upper two bring, 2^16 times too small; `join_limbs` adds them up.
     """
 
     a: ext.Operand[RegType]
-    digits: ext.Operand[SharedType]
+    limbs: ext.Operand[SharedType]
     unit: ext.Operand[RegType]
     start: ir.IntegerAttr
     columns: ir.IntegerAttr
@@ -82,8 +82,8 @@ class DigitMmaOp(Lowbit.Operation, name="digit_mma"):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, d = Reg.of(op.a.type), Reg.of(op.result.type)
-        _check_digit_format(a.element)
-        warps, pieces = _check_digits(Shared.of(op.digits.type), Reg.of(op.unit.type))
+        _check_limb_format(a.element)
+        warps, pieces = _check_limbs(Shared.of(op.limbs.type), Reg.of(op.unit.type))
         rank, k = len(a.shape), PIECE * pieces
         expect(rank == 3 and a.shape[::2] == (warps, k), "a", f"[{warps}, m, {k}]", list(a.shape))
         blocks = fragments(a.layout, MMA_M16N8K16_A, "a")
@@ -95,10 +95,10 @@ class DigitMmaOp(Lowbit.Operation, name="digit_mma"):
         _check_pieces(op, k)
 
 
-class DigitSumsOp(Lowbit.Operation, name="digit_sums"):
-    """Sums of x over columns start .. start + columns, as of a row of `digit_mma` with all codes 1: [warps, 1, 2]."""
+class LimbSumsOp(Lowbit.Operation, name="limb_sums"):
+    """Sums of x over columns start .. start + columns, as of a row of `limb_mma` with all codes 1: [warps, 1, 2]."""
 
-    digits: ext.Operand[SharedType]
+    limbs: ext.Operand[SharedType]
     unit: ext.Operand[RegType]
     format: FormatAttr
     start: ir.IntegerAttr
@@ -108,15 +108,15 @@ class DigitSumsOp(Lowbit.Operation, name="digit_sums"):
     @verifier
     def verify_invariants(op: Any) -> None:
         d = Reg.of(op.result.type)
-        _check_digit_format(read_format(op.format))
-        warps, pieces = _check_digits(Shared.of(op.digits.type), Reg.of(op.unit.type))
+        _check_limb_format(read_format(op.format))
+        warps, pieces = _check_limbs(Shared.of(op.limbs.type), Reg.of(op.unit.type))
         layout = spatial(warps, 1, 1) * MMA_M16N8_PAIRS.reduce((0,)).unsqueeze(0)
         _check_f32(d, layout, "result")
         _check_pieces(op, PIECE * pieces)
 
 
-class JoinDigitsOp(Lowbit.Operation, name="join_digits", traits=[ext.Pure]):
-    """Of a sum of `digit_mma` [warps, m, 2], column 0 and 2^16 times column 1: [warps, m, 1]."""
+class JoinLimbsOp(Lowbit.Operation, name="join_limbs", traits=[ext.Pure]):
+    """Of a sum of `limb_mma` [warps, m, 2], column 0 and 2^16 times column 1: [warps, m, 1]."""
 
     source: ext.Operand[RegType]
     result: ext.Result[RegType]

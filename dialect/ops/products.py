@@ -135,8 +135,9 @@ class RowSumsOp(Lowbit.Operation, name="row_sums", traits=[ext.Pure]):
         expect(d.layout == columns * sums, "layout of the result", columns * sums, d.layout)
 
 
-class BiasSumsOp(Lowbit.Operation, name="bias_sums", traits=[ext.Pure]):
-    """-sum_k bias(row, k) b[.., n, k], an accumulator [.., m, n] for mma to start from when a is decoded `biased`.
+class OffsetSumsOp(Lowbit.Operation, name="offset_sums", traits=[ext.Pure]):
+    """-sum_k bias(row, k) b[.., n, k], an accumulator [.., m, n] for mma to start from when a is decoded
+    `deferred_offset`.
 
     The biases of a 16 x 16 block of `format` depend on its place in a chunk (`dialect.formats.packing`) and repeat down
     the rows; `start` is the column of the packed weight, modulo the chunk, that column 0 of b meets.

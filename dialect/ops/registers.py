@@ -15,8 +15,8 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
     Operand i is the word with piece i of register `register` of a run (`dialect.formats.packing`). The result is a
-    vector of two f16, bf16 or f32. With the unit attribute `biased` it keeps the offset of
-    `passes.lowering.recipes.bias`, with `bare` it is what the bits are as subnormals of f16.
+    vector of two f16, bf16 or f32. With the unit attribute `deferred_offset` it keeps the offset of
+    `passes.lowering.recipes.bias`, with `raw` it is what the bits are as subnormals of f16.
     """
 
     words: Sequence[ext.Operand[I32]]

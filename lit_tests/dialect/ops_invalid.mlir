@@ -658,8 +658,8 @@ func.func @decode_layout(%t: !codes) {
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u2", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4)">
 func.func @decode_shift_biased(%t: !codes, %a: !shift) {
-  // expected-error @below {{decoding with shifts: expected plain, got biased}}
-  %0 = "lowbit.decode"(%t, %a) {exponent = 0, biased, operandSegmentSizes = array<i32: 1, 1>} : (!codes, !shift)
+  // expected-error @below {{decoding with shifts: expected plain, got deferred_offset}}
+  %0 = "lowbit.decode"(%t, %a) {exponent = 0, deferred_offset, operandSegmentSizes = array<i32: 1, 1>} : (!codes, !shift)
     -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
   return
 }

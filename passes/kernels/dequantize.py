@@ -16,7 +16,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Tile
 from lowbit.passes.kernels.decode.operands import spread
-from lowbit.passes.kernels.scales_zeros import Factors
+from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
 _WARPS = (4, 2, 1)
@@ -39,25 +39,25 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
         codes = p.view(words, spec.dtype, fragments)
         numbers = p.cast(p.decode(codes, compute, exponent(spec.dtype, compute)), "f32")
         numbers = p.reshape(numbers, (ROWS, c.groups, c.width))
-        factors = Factors(p, spec)
+        tables = ScalesZeros(p, spec)
         rows = numbers.layout.reduce((2,))
 
-        def factor(name: str, kind: str) -> Tile:
-            element = factors.element(kind)
+        def table(name: str, kind: str) -> Tile:
+            element = tables.element(kind)
             view = p.global_view(
                 p[name],
                 element,
                 (ROWS, packing.groups, packing.row_blocks),
                 (1, ROWS, packing.groups * ROWS),
             )
-            return factors.as_f32(p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind)
+            return tables.as_f32(p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind)
 
-        scale = factor("scales", spec.scale)
+        scale = table("scales", spec.scale)
         if spec.zero_kind:
-            shift = p.mul(scale, factors.minus_zero(factor("zeros", spec.zero_kind)))
-            numbers = p.fma(numbers, factors.unfold(scale), shift)
+            shift = p.mul(scale, tables.minus_zero(table("zeros", spec.zero_kind)))
+            numbers = p.fma(numbers, tables.with_exponent(scale), shift)
         else:
-            numbers = p.mul(numbers, factors.unfold(scale))
+            numbers = p.mul(numbers, tables.with_exponent(scale))
         tile = p.reshape(p.cast(numbers, spec.act), (ROWS, c.columns))
         staged = p.alloc_shared(spec.act, (ROWS, c.columns), (c.columns + 8, 1))
         p.store(tile, staged, (0, 0))

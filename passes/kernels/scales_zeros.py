@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
-from lowbit.passes.lowering.recipes import bare_exponents, compute_element, exponent
+from lowbit.passes.lowering.recipes import compute_element, exponent, raw_exponents
 
 
-class Factors:
+class ScalesZeros:
     """Scales and zeros as f32 tiles."""
 
-    def __init__(self, p: Program, spec: MatmulSpec, excess: float = 0.0, bare: bool = False) -> None:
-        """excess: by how much the codes are too large that are multiplied; bare: whether they are subnormals."""
-        self.p, self.spec, self.excess, self.bare = p, spec, excess, bare
+    def __init__(self, p: Program, spec: MatmulSpec, offset: float = 0.0, raw: bool = False) -> None:
+        """offset: by how much the codes are too large that are multiplied; raw: whether they are subnormals."""
+        self.p, self.spec, self.offset, self.raw = p, spec, offset, raw
         self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act))
 
     @staticmethod
@@ -23,19 +23,19 @@ class Factors:
     def as_f32(self, tile: Tile, kind: str) -> Tile:
         return self.p.cast(tile, "f32", {"e4m3": "e4m3", "e8m0": "e8m0", "u8": "unsigned"}.get(kind, "float"))
 
-    def unfold(self, scale: Tile) -> Tile:
+    def with_exponent(self, scale: Tile) -> Tile:
         """The scale times the power of two that decoding left out."""
-        if self.bare:
-            upper, lower = bare_exponents(self.spec.dtype)
+        if self.raw:
+            upper, lower = raw_exponents(self.spec.dtype)
             return self.p.mul(scale, self.p.constant(2.0**upper, "f32", scale.layout, 2.0**lower))
         if self.exponent == 0:
             return scale
         return self.p.mul(scale, self.p.constant(2.0**self.exponent, "f32", scale.layout))
 
     def minus_zero(self, stored: Tile) -> Tile:
-        """-z, and minus the excess; integer zeros are stored from the format's least value up."""
+        """-z, and minus the offset; integer zeros are stored from the format's least value up."""
         p, layout = self.p, stored.layout
         minus = p.mul(stored, p.constant(-1.0, "f32", layout))
         least = float(self.spec.dtype.values().min()) if self.spec.zeros == "int" else 0.0
-        more = -least - self.excess
+        more = -least - self.offset
         return p.add(minus, p.constant(more, "f32", layout)) if more else minus

@@ -1,8 +1,8 @@
-"""One token in integers, for `lower-tiles`: x to digits in shared memory, codes to bytes, their products by
+"""One token in integers, for `lower-tiles`: x to limbs in shared memory, codes to bytes, their products by
 mma.m16n8k32 of u8 and s8 (`dialect.formats.integer_limbs` has the idea).
 
 The accumulators of a piece start from the bits of the f32 1.5 * 2^23 instead of 0. Read as f32, they then are that
-number plus the sum, exactly, and two fused multiply-adds make of two digits' sums one number in units of x: no
+number plus the sum, exactly, and two fused multiply-adds make of two limbs' sums one number in units of x: no
 conversion from integers, which runs at a quarter of the rate.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.dtypes import DType
-from lowbit.dialect.formats.integer_limbs import DIGITS, HALVES, PIECE, TOP, halves
+from lowbit.dialect.formats.integer_limbs import HALVES, LIMBS, PIECE, TOP, halves
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.types import Reg, element_bits, read_format
 from lowbit.passes.lowering import emit
@@ -24,22 +24,22 @@ from lowbit.passes.lowering.context import Lowering, int_attr
 from lowbit.passes.lowering.fragment import Fragment
 
 _BYTES = 0x01010101
-_CARRIES = 0x00808080  # adding it, and then flipping it, makes unsigned bytes signed digits
+_CARRIES = 0x00808080  # adding it, and then flipping it, makes unsigned bytes signed limbs
 _LEAST = TOP + 8  # exponent fields below it are taken for it, so that units, and theirs of rows g + 8, are normal
 _SPECIAL = 255  # the exponent field of inf and NaN
 _NAN = 0x7FC00000
-_ORIGIN = 1.5 * 2.0**23  # sums of digits below 2^22 keep f32's exponent
+_ORIGIN = 1.5 * 2.0**23  # sums of limbs below 2^22 keep f32's exponent
 _ORIGIN_BITS = 0x4B400000
 _ALL_LANES = -1
 
 
-class DigitRules(Lowering):
-    """One method per operation on digits."""
+class LimbRules(Lowering):
+    """One method per operation on limbs."""
 
-    def _split_digits(self, op: Any) -> None:
+    def _split_limbs(self, op: Any) -> None:
         self._finish_reads()
         reg, bits = Reg.of(op.unit.type), read_format(op.format).bits
-        x, digits = self.values[op.x], self.values[op.digits]
+        x, limbs = self.values[op.x], self.values[op.limbs]
         q, half = self.lane_digit(4, 1), self.lane_digit(8, 4)
         per_word = 4 // bits
         word = arith.divui(half, emit.constant(per_word))
@@ -48,9 +48,9 @@ class DigitRules(Lowering):
         column = arith.addi(arith.muli(word, emit.constant(64 // bits)), arith.muli(within, emit.constant(8)))
         column = arith.addi(column, arith.muli(q, emit.constant(2)))
         source = emit.offset_bytes(self.of_warp(x), dynamic=arith.muli(column, emit.constant(2)))
-        *_, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in digits.type.strides)
+        *_, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in limbs.type.strides)
         place = arith.addi(arith.muli(q, emit.constant(lane_bytes)), arith.muli(half, emit.constant(4)))
-        target = emit.offset_bytes(self.of_warp(digits), dynamic=place)
+        target = emit.offset_bytes(self.of_warp(limbs), dynamic=place)
         pair = ir.VectorType.get([2], ir.Type.parse(str(x.type.element)))
         units: list[Any] = []
         for piece in range(reg.shape[-1]):
@@ -59,16 +59,16 @@ class DigitRules(Lowering):
             values = [arith.extf(ir.F32Type.get(), emit.element(p, i)) for i in range(2) for p in pairs]
             unit, factor = _scale(values, shift)
             units.append(unit)
-            for digit, word_of_digit in enumerate(_digits([_round(arith.mulf(v, factor)) for v in values])):
-                static = piece * piece_bytes + digit * digit_bytes
+            for limb, word_of_digit in enumerate(_limbs([_round(arith.mulf(v, factor)) for v in values])):
+                static = piece * piece_bytes + limb * digit_bytes
                 llvm.store(word_of_digit, emit.offset_bytes(target, static=static), alignment=4)
         self.values[op.unit] = Fragment(reg, "scalar", units.__getitem__)
 
-    def _digit_mma(self, op: Any) -> None:
+    def _limb_mma(self, op: Any) -> None:
         codes: Fragment = self.values[op.a]
         reg, format_ = Reg.of(op.result.type), codes.reg.element
         if not isinstance(format_, DType) or codes.kind != "word":
-            raise PassError(f"lower-tiles: lowbit.digit_mma multiplies the words of codes, not {codes.reg.element}")
+            raise PassError(f"lower-tiles: lowbit.limb_mma multiplies the words of codes, not {codes.reg.element}")
         bits = format_.bits
         per_row = codes.count * ROWS // reg.shape[1]
         per_piece = PIECE * bits // 64
@@ -96,7 +96,7 @@ class DigitRules(Lowering):
 
         self._read(op, Fragment(reg, "scalar", make))
 
-    def _digit_sums(self, op: Any) -> None:
+    def _limb_sums(self, op: Any) -> None:
         bits = read_format(op.format).bits
         terms = _Terms(self, op, bits)
 
@@ -107,7 +107,7 @@ class DigitRules(Lowering):
 
         self._read(op, Fragment(Reg.of(op.result.type), "scalar", make))
 
-    def _join_digits(self, op: Any) -> None:
+    def _join_limbs(self, op: Any) -> None:
         source: Fragment = self.values[op.source]
 
         def make(slot: int) -> Any:
@@ -124,7 +124,7 @@ class DigitRules(Lowering):
         self.values[op.result] = joined
 
     def _read(self, op: Any, fragment: Fragment) -> None:
-        """The result of an operation, which reads digits that may be overwritten after the next barrier."""
+        """The result of an operation, which reads limbs that may be overwritten after the next barrier."""
         self.reads.append(fragment)
         self.values[op.result] = fragment
 
@@ -141,11 +141,11 @@ class DigitRules(Lowering):
 
 
 class _Terms:
-    """Products with the digits of x that one operation reads, each piece's fragments of B loaded once."""
+    """Products with the limbs of x that one operation reads, each piece's fragments of B loaded once."""
 
-    def __init__(self, lowering: DigitRules, op: Any, bits: int) -> None:
+    def __init__(self, lowering: LimbRules, op: Any, bits: int) -> None:
         self._lowering = lowering
-        self._digits: Place = lowering.values[op.digits]
+        self._limbs: Place = lowering.values[op.limbs]
         self._units: Fragment = lowering.values[op.unit]
         self._bits = bits
         start, columns = int_attr(op, "start"), int_attr(op, "columns")
@@ -155,7 +155,7 @@ class _Terms:
         self._factors: dict[int, list[tuple[Any, Any, Any]]] = {}
 
     def product(self, piece: int, a: Sequence[Any]) -> list[Any]:
-        """What two digits of x bring in a piece, of rows g and g + 8 in f32; a: two registers for each half."""
+        """What two limbs of x bring in a piece, of rows g and g + 8 in f32; a: two registers for each half."""
         b = self._fragments(piece)
         sums = [emit.constant(_ORIGIN_BITS)] * 4
         for half in range(0, HALVES, 2):
@@ -168,14 +168,14 @@ class _Terms:
         return result
 
     def _fragments(self, piece: int) -> list[Any]:
-        """Lane 4 g + q loads what it needs of digit g % 4: columns 4 to 7 of B are columns 0 to 3 again."""
+        """Lane 4 g + q loads what it needs of limb g % 4: columns 4 to 7 of B are columns 0 to 3 again."""
         if piece not in self._words:
-            _, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in self._digits.type.strides)
+            _, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in self._limbs.type.strides)
             if self._base is None:
-                digit, q = self._lowering.lane_digit(DIGITS, 4), self._lowering.lane_digit(4, 1)
+                limb, q = self._lowering.lane_digit(LIMBS, 4), self._lowering.lane_digit(4, 1)
                 lane = arith.muli(q, emit.constant(lane_bytes))
-                place = arith.addi(arith.muli(digit, emit.constant(digit_bytes)), lane)
-                self._base = emit.offset_bytes(self._lowering.of_warp(self._digits), dynamic=place)
+                place = arith.addi(arith.muli(limb, emit.constant(digit_bytes)), lane)
+                self._base = emit.offset_bytes(self._lowering.of_warp(self._limbs), dynamic=place)
             vector = ir.VectorType.get([4], emit.integer())
             at = [emit.offset_bytes(self._base, static=piece * piece_bytes + 4 * i) for i in range(0, HALVES, 4)]
             loaded = [llvm.load(vector, address, alignment=16) for address in at]
@@ -224,11 +224,11 @@ def _round(x: Any) -> Any:
     return llvm.inline_asm(emit.integer(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f", asm_dialect=0)
 
 
-def _digits(numbers: Sequence[Any]) -> list[Any]:
-    """Word d: digit d of four numbers, the first in the lowest byte."""
+def _limbs(numbers: Sequence[Any]) -> list[Any]:
+    """Word d: limb d of four numbers, the first in the lowest byte."""
     carries = emit.constant(_CARRIES)
     x = [arith.xori(arith.addi(number, carries), carries) for number in numbers]
-    # Digits 0 and 1 of two numbers, and digits 2 and 3
+    # Limbs 0 and 1 of two numbers, and limbs 2 and 3
     halves_of_pairs = [[_permute(x[i], x[i + 1], selector) for i in (0, 2)] for selector in (0x5140, 0x7362)]
     return [_permute(a, b, selector) for a, b in halves_of_pairs for selector in (0x5410, 0x7632)]
 

@@ -24,14 +24,14 @@ from lowbit.passes.lowering.recipes import (
     Field,
     Magic,
     Real,
-    bare_lows,
-    can_be_bare,
-    can_be_biased,
+    can_be_raw,
+    can_defer_offset,
     compute_element,
     exponent,
     float_places,
     magic,
     place,
+    raw_lows,
     zero_code,
 )
 from lowbit.passes.lowering.tables import lower_decode_pair, lower_lookup_pair
@@ -75,12 +75,12 @@ class _Decoder:
         self.register = self.vector if self.packed else self.vector.element_type
         if compute_element(self.format, self.real.name) != self.real.name:
             raise PassError(f"lower-dequant: {self.format.name} does not fit {self.real.name}; decode it to f32")
-        self.biased, self.bare = (name in op.operation.attributes for name in ("biased", "bare"))
+        self.deferred, self.raw = (name in op.operation.attributes for name in ("deferred_offset", "raw"))
         name = f"{self.format.name} in {self.real.name}"
-        if self.biased and not can_be_biased(self.format, self.real.name):
-            raise PassError(f"lower-dequant: {name} cannot be biased, as narrow integers can")
-        if self.bare and not can_be_bare(self.format, self.real.name):
-            raise PassError(f"lower-dequant: {name} cannot be left bare, as integers in f16 can")
+        if self.deferred and not can_defer_offset(self.format, self.real.name):
+            raise PassError(f"lower-dequant: {name} cannot be deferred, as narrow integers can")
+        if self.raw and not can_be_raw(self.format, self.real.name):
+            raise PassError(f"lower-dequant: {name} cannot be left raw, as integers in f16 can")
         # The power of two that is left to do here.
         self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)
 
@@ -125,11 +125,11 @@ class _Decoder:
     def _integer(self, half: int) -> Any:
         t = self.format
         zero = zero_code(t)
-        if self.bare:
-            low = bare_lows(t.bits)[self.number % 2]
+        if self.raw:
+            low = raw_lows(t.bits)[self.number % 2]
             return emit.bitcast(self.register, self._fields(place(t, self.number, 0, t.bits, low), half))
-        if self.biased:
-            return self._magic(magic(t, self.real, self.number, 0, t.bits, biased=True), half)
+        if self.deferred:
+            return self._magic(magic(t, self.real, self.number, 0, t.bits, deferred=True), half)
         if t.bits <= self.real.mantissa:
             m = magic(t, self.real, self.number, 0, t.bits)
             return self._add(self._magic(m, half), self._shifted(-m.offset - zero, half))

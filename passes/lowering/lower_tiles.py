@@ -24,7 +24,7 @@ from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex
 from lowbit.passes.lowering.context import ALIGN, int_attr, text_attr
 from lowbit.passes.lowering.fragment import Fragment
-from lowbit.passes.lowering.integer_mma import DigitRules
+from lowbit.passes.lowering.integer_mma import LimbRules
 from lowbit.passes.lowering.memory import MemoryRules
 from lowbit.passes.lowering.registers import TileRules
 from lowbit.passes.lowering.tables import TableRules
@@ -49,7 +49,7 @@ class LowerTiles:
             program.operation.erase()
 
 
-class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
+class _Lowering(MemoryRules, TableRules, TileRules, LimbRules):
     """Rewrites one program."""
 
     def __init__(self, program: Any, target: Target) -> None:
@@ -92,11 +92,11 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
             "lowbit.warpgroup_row_sums": self._warpgroup_row_sums,
             "lowbit.reduce": self._reduce,
             "lowbit.row_sums": self._row_sums,
-            "lowbit.bias_sums": self._bias_sums,
-            "lowbit.split_digits": self._split_digits,
-            "lowbit.digit_mma": self._digit_mma,
-            "lowbit.digit_sums": self._digit_sums,
-            "lowbit.join_digits": self._join_digits,
+            "lowbit.offset_sums": self._offset_sums,
+            "lowbit.split_limbs": self._split_limbs,
+            "lowbit.limb_mma": self._limb_mma,
+            "lowbit.limb_sums": self._limb_sums,
+            "lowbit.join_limbs": self._join_limbs,
             "lowbit.return": lambda op: None,
             "scf.for": self._for,
             "scf.if": self._if,
@@ -282,14 +282,14 @@ class _Lowering(MemoryRules, TableRules, TileRules, DigitRules):
     def _if(self, op: Any) -> None:
         if len(op.operation.results) or len(op.operation.regions[1].blocks):
             raise PassError("lower-tiles: an scf.if in a program has no results and no else")
-        aside = "lowbit.aside" in op.operation.attributes  # nothing here changes what is being read and multiplied
-        if aside:
+        beside_mma = "lowbit.beside_mma" in op.operation.attributes  # nothing here changes what is being multiplied
+        if beside_mma:
             self._begin_product()
         else:
             self._enter(op)
         new = scf.IfOp(self.values[op.operation.operands[0]])
         with ir.InsertionPoint(new.then_block):
             self._block(op.operation.regions[0].blocks[0])
-            if not aside:
+            if not beside_mma:
                 self._finish_reads()
             scf.YieldOp([])

@@ -15,7 +15,7 @@ from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex
 from lowbit.passes.lowering.fragment import Fragment
-from lowbit.passes.lowering.recipes import REALS, bias
+from lowbit.passes.lowering.recipes import REALS, deferred_offset
 
 Block = tuple[int, int]
 
@@ -106,8 +106,8 @@ def lower_row_sums(b: Fragment, result: Reg) -> Fragment:
     return Fragment(result, "scalar", registers.__getitem__)
 
 
-def lower_bias_sums(b: Fragment, result: Reg, format_: DType, start: int) -> Fragment:
-    """Minus the biases times b^T: one fragment of biases serves all row blocks."""
+def lower_offset_sums(b: Fragment, result: Reg, format_: DType, start: int) -> Fragment:
+    """Minus the deferred_offsetes times b^T: one fragment of deferred_offsetes serves all row blocks."""
     real = REALS[str(b.reg.element)]
     vector = ir.VectorType.get([2], ir.Type.parse(real.name))
     packing = Packing(format_.bits, ROWS, 1)
@@ -117,9 +117,9 @@ def lower_bias_sums(b: Fragment, result: Reg, format_: DType, start: int) -> Fra
     for j, (column, k) in sorted(enumerate(blocks), key=lambda item: item[1][1]):
         block = (start // BLOCK_K + k) % (packing.chunk // BLOCK_K)
         numbers = [packing.place(block, register)[1] for register in range(4)]
-        biases = [emit.real(-bias(format_, real, number), vector) for number in numbers]
+        deferred_offsetes = [emit.real(-deferred_offset(format_, real, number), vector) for number in numbers]
         pairs = [b.pair(2 * j + r) for r in range(2)]
-        totals[column] = mma_sync(biases, pairs, totals.get(column, [zero] * 4), real.name)
+        totals[column] = mma_sync(deferred_offsetes, pairs, totals.get(column, [zero] * 4), real.name)
     places = fragment_blocks(result.layout, MMA_M16N8_D)
     return Fragment(result, "scalar", lambda i: totals[places[i // 4][1]][i % 4])
 

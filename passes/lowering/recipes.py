@@ -9,11 +9,11 @@ sit in the mantissa is free (another place, another exponent), so many need no s
 with their neighbours in the word: `aims` finds the fewest shifts for a run. Eight bits do not fit bf16's seven: two
 nibbles, each under its own exponent, are added.
 
-Where the subtraction is too dear, for the narrowest formats, it is left out (`biased`): the numbers are too large by a
-bias that depends on the register alone, and the accumulator starts from minus the sum of bias * x. In f16 the magic
-exponent can be left out as well (`bare`): a code is a subnormal then, u * 2^-24 or more by where it sits, and tensor
-cores take that as any number. Codes may sit in two places, one for the first eight rows of a block of 16 and one for
-the others, since scales are per row; what is to be subtracted from signed codes, and zero points, go by sums of x.
+Where the subtraction is too dear, for the narrowest formats, it is left out (`deferred_offset`): the numbers are too
+large by a bias that depends on the register alone, and the accumulator starts from minus the sum of bias * x. In f16
+the magic exponent can be left out as well (`raw`): a code is a subnormal then, u * 2^-24 or more by where it sits, and
+tensor cores take that as any number. Codes may sit in two places, one for the first eight rows of a block of 16 and one
+for the others, since scales are per row; what is to be subtracted from signed codes, and zero points, go by sums of x.
 
 *Floats*: sign, and exponent with mantissa, move to their places; the bias difference is a power of two that the
 kernel folds into its scale (f16), or one multiplication (bf16, f32, whose range is too wide to leave it for later).
@@ -138,8 +138,8 @@ def aims(bits: int, count: int, least: int, most: int) -> dict[tuple[int, int], 
     return found
 
 
-BIASED_BITS = 2  # formats up to which a subtraction per pair would be the bound (H200, 2026-11)
-_LARGEST_BIAS = 128.0  # costs 7 of f32's 24 bits
+OFFSET_BITS = 2  # formats up to which a subtraction per pair would be the bound (H200, 2026-11)
+_LARGEST_OFFSET = 128.0  # costs 7 of f32's 24 bits
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Magic:
     offset: float
 
 
-def magic(t: DType, real: Real, register: int, first: int, count: int, biased: bool = False) -> Magic:
+def magic(t: DType, real: Real, register: int, first: int, count: int, deferred: bool = False) -> Magic:
     """Bits first .. first+count-1 of the code, u of weight 2^first each, as the number offset + u * 2^first.
 
-    biased: keep the offset small, as it will not be subtracted right away.
+    deferred: keep the offset small, as it will not be subtracted right away.
     """
-    least = max(0, real.mantissa - int(math.log2(_LARGEST_BIAS))) if biased else 0
+    least = max(0, real.mantissa - int(math.log2(_LARGEST_OFFSET))) if deferred else 0
     low = aims(t.bits, count, least, real.mantissa - count)[register, first]
     exponent_ = real.mantissa - low + first
     fields = place(t, register, first, count, low)
@@ -168,24 +168,24 @@ def zero_code(t: DType) -> float:
     return float(1 << (t.bits - 1)) if t.kind == "int" else 0.0
 
 
-def can_be_biased(t: DType, element: str) -> bool:
+def can_defer_offset(t: DType, element: str) -> bool:
     """Whether a format can be decoded without the subtraction: integers with room above them in the mantissa."""
     real = REALS[element]
-    return t.kind in ("uint", "int") and real is not F32 and 2.0**t.bits <= _LARGEST_BIAS and t.bits < real.mantissa
+    return t.kind in ("uint", "int") and real is not F32 and 2.0**t.bits <= _LARGEST_OFFSET and t.bits < real.mantissa
 
 
-def bias(t: DType, real: Real, register: int) -> float:
-    """What biased decoding adds to the numbers of a register of a run."""
-    return magic(t, real, register, 0, t.bits, biased=True).offset + zero_code(t)
+def deferred_offset(t: DType, real: Real, register: int) -> float:
+    """Returns what decoding with a deferred offset adds to the numbers of a register of a run."""
+    return magic(t, real, register, 0, t.bits, deferred=True).offset + zero_code(t)
 
 
-def can_be_bare(t: DType, element: str) -> bool:
+def can_be_raw(t: DType, element: str) -> bool:
     """Whether integers can be left in the mantissa's bits as they are: f16, whose tensor cores take subnormals."""
     return t.kind in ("uint", "int") and element == "f16" and t.bits < F16.mantissa
 
 
 @lru_cache(maxsize=None)
-def bare_lows(bits: int) -> tuple[int, int]:
+def raw_lows(bits: int) -> tuple[int, int]:
     """The lowest bit of codes that stay subnormals of f16, in even registers of a run (the first eight rows of a
     block of 16) and in odd ones: such that as few shifts are needed as can be."""
     run = run_of(bits)
@@ -202,10 +202,10 @@ def bare_lows(bits: int) -> tuple[int, int]:
     return min(itertools.product(places, places), key=shifts)
 
 
-def bare_exponents(t: DType) -> tuple[int, int]:
-    """The e for which bare codes are code * 2^-e, in the first eight rows of a block of 16 and in the others."""
+def raw_exponents(t: DType) -> tuple[int, int]:
+    """The e for which raw codes are code * 2^-e, in the first eight rows of a block of 16 and in the others."""
     least = F16.bias - 1 + F16.mantissa  # f16's smallest number is 2^-24
-    even, odd = bare_lows(t.bits)
+    even, odd = raw_lows(t.bits)
     return least - even, least - odd
 
 

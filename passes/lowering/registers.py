@@ -18,7 +18,7 @@ from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place
 from lowbit.passes.lowering.context import Lowering, int_attr, text_attr
 from lowbit.passes.lowering.fragment import Fragment, kind_of
-from lowbit.passes.lowering.mma import fragment_blocks, lower_bias_sums, lower_mma, lower_row_sums
+from lowbit.passes.lowering.mma import fragment_blocks, lower_mma, lower_offset_sums, lower_row_sums
 from lowbit.passes.lowering.wgmma import Products, RowSums, wait
 
 
@@ -55,7 +55,7 @@ class TileRules(Lowering):
         reg, format_ = Reg.of(op.result.type), codes.reg.element
         if not isinstance(format_, DType):
             raise PassError(f"lower-tiles: nothing to decode in {format_}")
-        extras = [name for name in ("biased", "bare") if name in op.operation.attributes]
+        extras = [name for name in ("deferred_offset", "raw") if name in op.operation.attributes]
 
         shifts = [_pairs(f, f.reg.layout.slots_for(reg.layout)) for f in (self.values[v] for v in op.shifts)]
         columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K16_A)]
@@ -178,25 +178,25 @@ class TileRules(Lowering):
     def _warpgroup_mma(self, op: Any) -> None:
         self._require(self.target.has_wgmma, "lowbit.warpgroup_mma", "sm_90a")
         a, b, c = (self.values[v] for v in (op.a, op.b, op.c))
-        factors, reg = [(a, int_attr(op, "start"))], Reg.of(op.result.type)
+        operands, reg = [(a, int_attr(op, "start"))], Reg.of(op.result.type)
         if "overlap" in op.operation.attributes:
-            products = self._started(op, factors, b)
+            products = self._started(op, operands, b)
         elif isinstance(c, Products) and c is self.sum and c in self.reads and c.b is b:  # not written yet: a chain
             self.reads.remove(c)
-            products = Products(self.threads, [*c.factors, *factors], b, c.c, reg, written=c.written)
+            products = Products(self.threads, [*c.operands, *operands], b, c.c, reg, written=c.written)
         else:
             self._finish_sums()
-            products = Products(self.threads, factors, b, None if _is_zero(op.c) else c, reg)
+            products = Products(self.threads, operands, b, None if _is_zero(op.c) else c, reg)
         if self.row_sums is not None and self.row_sums.behind is None:
             self.row_sums.behind = products
         self.sum = products
         self.reads.append(products)
         self.values[op.result] = products
 
-    def _started(self, op: Any, factors: list[tuple[Fragment, int]], b: Place) -> Products:
+    def _started(self, op: Any, operands: list[tuple[Fragment, int]], b: Place) -> Products:
         """Products under way, while the last such may still be, which are waited for after a few instructions."""
         last, reg = self.last_started, Reg.of(op.result.type)
-        products = Products(self.threads, factors, b, None, reg, bank=0 if last is not None and last.bank else 1)
+        products = Products(self.threads, operands, b, None, reg, bank=0 if last is not None and last.bank else 1)
         if not _is_zero(op.c) or products.rows > 1:
             raise PassError("lower-tiles: products overlap that start from zero and have one row of fragments")
 
@@ -223,9 +223,9 @@ class TileRules(Lowering):
     def _row_sums(self, op: Any) -> None:
         self.values[op.result] = lower_row_sums(self.values[op.source], Reg.of(op.result.type))
 
-    def _bias_sums(self, op: Any) -> None:
+    def _offset_sums(self, op: Any) -> None:
         reg, start = Reg.of(op.result.type), int_attr(op, "start")
-        self.values[op.result] = lower_bias_sums(self.values[op.source], reg, read_format(op.format), start)
+        self.values[op.result] = lower_offset_sums(self.values[op.source], reg, read_format(op.format), start)
 
     def _reduce(self, op: Any) -> None:
         source: Fragment = self.values[op.source]

@@ -38,7 +38,7 @@ _OF_ROW_SUMS = _MOST_SUMS // 2  # the first of the accumulators that sums of row
 class Products(Fragment):
     """c + a b^T + a' b'^T + ... (c None: zero), whose accumulators stay where they are from one product to the next.
 
-    factors: every a, and the first column of b that belongs to it
+    operands: every a, and the first column of b that belongs to it
     bank: of two sets of registers, for products from zero of which two may be under way (`start`)
     written: how many instructions of the first row are
     """
@@ -46,14 +46,14 @@ class Products(Fragment):
     def __init__(
         self,
         threads: ThreadIndex,
-        factors: Sequence[tuple[Fragment, int]],
+        operands: Sequence[tuple[Fragment, int]],
         b: Place,
         c: Fragment | None,
         result: Reg,
         bank: int = 0,
         written: int = 0,
     ) -> None:
-        self.factors, self.b, self.c, self.bank, self.written = factors, b, c, bank, written
+        self.operands, self.b, self.c, self.bank, self.written = operands, b, c, bank, written
         self.started = self.waited_for = False
         self._places = fragment_blocks(result.layout, MMA_M16N8_D)
         self.rows = len({row for row, _ in self._places})
@@ -104,14 +104,14 @@ class Products(Fragment):
 
     def _terms(self, row: int) -> list[Term]:
         terms: list[Term] = []
-        for a, start in self.factors:
+        for a, start in self.operands:
             at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
             for n, k in enumerate(sorted({column for _, column in at})):
                 terms.append(Term(partial(_pairs, a, 4 * at[row, k]), _offset(self.b, start + BLOCK_K * n)))
         return terms
 
     def _instructions(self, row: int) -> Instructions:
-        element = str(self.factors[0][0].reg.element)
+        element = str(self.operands[0][0].reg.element)
         n = self.b.type.shape[-2]
         return Instructions(self._descriptor(), n, element, (row + self.bank) * n // 2)
 

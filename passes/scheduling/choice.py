@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.integer_limbs import PIECE
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import Plan
-from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, Schedule
+from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, Refill, Schedule
 from lowbit.passes.scheduling.cost_model import predict, spills
 from lowbit.passes.scheduling.legality import (
     enough_blocks,
     group_fits,
-    has_digits,
+    has_integer_mma,
     has_wgmma,
     is_allowed,
     multiprocessors,
@@ -28,7 +28,7 @@ from lowbit.passes.scheduling.legality import (
 from lowbit.passes.scheduling.tables import Entry, Table, nearest, shipped_tables
 from lowbit.passes.target import Target
 
-LATE = 128  # tokens from which on a round has so many copies that its first product had better not wait for them
+REFILL_AFTER_MMA = 128  # tokens from which on a round has too many copies for its first product to wait for them
 _PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room in registers
 
 
@@ -37,7 +37,7 @@ def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     if not has_wgmma(spec, target):
         return _PLAIN_TILES
     step = math.lcm(spec.packing.chunk, 64)
-    widest = Plan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, stages=1, wgmma=1))
+    widest = KernelPlan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, num_stages=1, wgmma=True))
     return TOKEN_TILES if widest.sums_once else TOKEN_TILES[:-1]
 
 
@@ -61,12 +61,12 @@ def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table])
     return found or default_schedule(spec, tile, target)
 
 
-def usual_late(tokens: int, warps_n: int) -> int:
-    """`Schedule.late` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is, the
-    longer they wait for one another."""
+def usual_refill(tokens: int, warps_n: int) -> Refill:
+    """`Schedule.refill` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is,
+    the longer they wait for one another."""
     if (warps_n >= 16 and tokens >= 64) or (warps_n >= 8 and tokens >= 256):
-        return 2
-    return int(tokens >= LATE)
+        return "per_warp"
+    return "after_first_mma" if tokens >= REFILL_AFTER_MMA else "before_mma"
 
 
 def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
@@ -75,16 +75,17 @@ def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
     s, processors = entry.schedule, multiprocessors(target)
     if not is_allowed(spec, s, target):
         return False
-    plan, there = Plan(spec, s), Plan(entry.key.spec, s)
-    if plan.rounds_scales != there.rounds_scales or s.warps_k * s.splits > plan.steps:
+    plan, there = KernelPlan(spec, s), KernelPlan(entry.key.spec, s)
+    if plan.rounds_scales != there.rounds_scales or s.warps_k * s.split_k > plan.steps:
         return False
 
     def filled(n: int) -> float:
-        blocks = -(-n // s.rows) * s.splits
+        blocks = -(-n // s.rows) * s.split_k
         return blocks / (-(-blocks // processors) * processors)
 
     share = filled(spec.n) / filled(entry.key.n)
-    return 0.9 <= share <= (1.1 if s.resident else math.inf)  # two kernels share the multiprocessors: no more blocks
+    # Two kernels with preloaded weights share the multiprocessors: there must not be more blocks.
+    return 0.9 <= share <= (1.1 if s.preload_weights else math.inf)
 
 
 def check_tile(tile: int, tiles: Sequence[int] = TOKEN_TILES, where: str = "") -> None:
@@ -106,7 +107,7 @@ _WGMMA = (
     *((2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 8, 1), (2, 8, 2), (4, 4, 2), (4, 8, 2)),
 )
 _ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
-_DIGITS = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
+_INTEGER = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
 _TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
 _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
 
@@ -119,11 +120,11 @@ def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
     """For m up to `tile` (one of `token_tiles`): a resident one where the matrix is small, else the schedule with the
     least predicted time of some dozens."""
     _check_tile(spec, tile, target)
-    small = resident_schedule(spec, tile, target)
+    small = preloaded_schedule(spec, tile, target)
     return small or min(family(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
 
 
-def resident_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule | None:
+def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule | None:
     """All of the weight on its way at once, in blocks that leave room for those of the next kernel. None where the
     matrix is too large for that, or does not come out even."""
     processors = multiprocessors(target)
@@ -134,9 +135,9 @@ def resident_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule |
     narrow = next((s for s in (1, 2, 4) if spec.k <= 1536 * s and tiles * s >= 64), 0)  # of four
     shapes = [(4, wide)] if tile <= 16 and 32 <= tiles * wide <= 96 else []
     shapes += [(1, narrow)] if 64 <= tiles * narrow <= processors else []
-    for (warps_k, splits), step in itertools.product(shapes, (256, 128)):
-        choice = (tile, 1, 4, warps_k, step, 1, splits, splits, 1)
-        s = Schedule(*choice, resident=1, least_blocks=processors)
+    for (warps_k, split_k), step in itertools.product(shapes, (256, 128)):
+        choice = (tile, 1, 4, warps_k, step, 1, split_k, split_k, True)
+        s = Schedule(*choice, preload_weights=True, min_blocks=processors)
         if is_allowed(spec, s, target) and not spills(spec, s, target):
             return s
     return None
@@ -147,22 +148,22 @@ def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
     if tile > 1 and has_wgmma(spec, target):
         # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
         shapes = [shape for shape in _WGMMA if tile <= 64 or shape[2] != 3]
-        found = list(_shaped(spec, target, shapes, tile, wgmma=1))
+        found = list(_shaped(spec, target, shapes, tile, wgmma=True))
     elif tile > 1:
         found = list(_shaped(spec, target, _TOKENS, tile))
     else:
         # A tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
         found = list(_shaped(spec, target, _ONE_TOKEN, 8))
-        if spec.packing.bits <= 2 and has_digits(spec):  # with more, memory is the bound
-            found += _shaped(spec, target, _DIGITS, 1, digits=1)
+        if spec.packing.bits <= 2 and has_integer_mma(spec):  # with more, memory is the bound
+            found += _shaped(spec, target, _INTEGER, 1, integer_mma=True)
     if found:
         return found
     chunk = spec.packing.chunk
     if tile > max(_PLAIN_TILES):
-        return [Schedule(tile, 1, 4, 1, math.lcm(chunk, 64), stages=1, wgmma=1)]
+        return [Schedule(tile, 1, 4, 1, math.lcm(chunk, 64), num_stages=1, wgmma=True)]
     least = [Schedule(tile, *shape, chunk, 2) for shape in _LEAST]
     fitting = [s for s in least if is_allowed(spec, s, target)]
-    return [s for s in fitting if s.warps_k <= Plan(spec, s).steps] or fitting[-1:]
+    return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
 
 
 def _shaped(
@@ -170,24 +171,25 @@ def _shaped(
     target: Target,
     shapes: Sequence[tuple[int, int, int]],
     tokens: int,
-    wgmma: int = 0,
-    digits: int = 0,
+    wgmma: bool = False,
+    integer_mma: bool = False,
 ) -> Iterator[Schedule]:
     """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
     processors, chunk = multiprocessors(target), spec.packing.chunk
-    least = 64 if wgmma else PIECE if digits else chunk
+    least = 64 if wgmma else PIECE if integer_mma else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
     steps = steps[: 3 if tokens > 128 else 2]  # the wider x is, the less room there is for long steps
-    for (row_blocks, warps_n, warps_k), splits in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
-        blocks = -(-spec.n // (16 * row_blocks * warps_n)) * splits
-        if splits > 1 and blocks > (6 if wgmma else 2) * processors:
+    for (row_blocks, warps_n, warps_k), split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
+        blocks = -(-spec.n // (16 * row_blocks * warps_n)) * split_k
+        if split_k > 1 and blocks > (6 if wgmma else 2) * processors:
             continue
-        cluster = splits if target.has_clusters else 1
+        cluster = split_k if target.has_clusters else 1
         most = enough_blocks(blocks, target) if wgmma else 0
-        for step, stages in itertools.product(steps, (2, 3)):
-            if spec.packing.padded_k <= step * warps_k * splits:  # one round
+        for step, num_stages in itertools.product(steps, (2, 3)):
+            if spec.packing.padded_k <= step * warps_k * split_k:  # one round
                 continue
-            choice = (tokens, row_blocks, warps_n, warps_k, step, stages, splits, cluster, wgmma, most, digits)
-            s = Schedule(*choice, late=usual_late(tokens, warps_n) if wgmma else 0)
+            shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
+            refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
+            s = Schedule(*shape, wgmma, most, integer_mma, refill=refill)
             if not spills(spec, s, target) and is_allowed(spec, s, target):
                 yield s

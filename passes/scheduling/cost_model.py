@@ -3,7 +3,7 @@
 A roofline with three bounds: the weight from memory, slower where too few bytes are in flight; the weight and x,
 which every block reads for itself, through the L2 cache; and decoding, fragments and mma, slower where there are few
 warps. On top come the rounds of the pipeline, the start and end of a block, multiprocessors that the last blocks leave
-idle or half full, those that blocks of the next kernel crowd, and sums over splits.
+idle or half full, those that blocks of the next kernel crowding, and sums over splits.
 
 The constants are fitted to an H200 (2026-11), by what choosing with them loses: docs/tuning.md says to which timings,
 and how good the choices are. Times are only as right as comparing needs.
@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass, replace
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.lowering.recipes import BIASED_BITS
+from lowbit.passes.lowering.recipes import OFFSET_BITS
 from lowbit.passes.scheduling.legality import multiprocessors, shared_room
 from lowbit.passes.target import Target
 
@@ -38,14 +38,14 @@ class Costs:
     split: float  # until all splits are there: through device memory,
     cluster: float  # and within a cluster of two; twice for four, three times for eight
     tensor: float  # of two clocks per 16 x 16 weights and 8 tokens
-    crowd: float  # of the time, where as many blocks again fit as are needed
+    crowding: float  # of the time, where as many blocks again fit as are needed
     barrier: float  # times as long where warps share x and wait for one another
-    drift: float  # times that, where they may drift apart
+    per_warp: float  # times that, where they may drift apart
     idle: float  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
     tail: float  # of the time that they leave room beside them on a multiprocessor
     scale: float  # of what scaling the sums of a group, or of a step of it, takes
     decode: tuple[float, ...]  # clocks of a multiprocessor for 256 codes of 1 to 8 bits
-    decode_bare: float  # times as many, where codes are multiplied as they are stored
+    decode_raw: float  # times as many, where codes are multiplied as they are stored
     decode_float: float
     decode_table: float  # clocks, whatever the bits
 
@@ -61,14 +61,14 @@ MMA = Costs(
     split=3.2,
     cluster=1.62,
     tensor=1.15,
-    crowd=0.39,
+    crowding=0.39,
     barrier=1.5,
-    drift=1.0,
+    per_warp=1.0,
     idle=0.61,
     tail=0.16,
     scale=0.54,
     decode=(2.3, 2.6, 4.3, 4.55, 4.65, 5.6, 5.6, 5.4),
-    decode_bare=0.8,
+    decode_raw=0.8,
     decode_float=1.0,
     decode_table=5.0,
 )
@@ -83,36 +83,36 @@ WGMMA = Costs(
     split=12.7,
     cluster=1.56,
     tensor=0.287,
-    crowd=0.34,
+    crowding=0.34,
     barrier=1.436,
-    drift=0.9,
+    per_warp=0.9,
     idle=0.93,
     tail=0.31,
     scale=2.23,
     decode=(3.7, 3.7, 4.1, 3.5, 2.4, 2.4, 2.4, 2.4),
-    decode_bare=0.8,
+    decode_raw=0.8,
     decode_float=1.8,
     decode_table=6.06,
 )
-DIGITS = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
+INTEGER = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
-SPLIT_DIGITS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
+SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
 def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     """About how many microseconds a call takes, inf where there is no room for a block: good for comparing schedules,
     not for more."""
-    costs = WGMMA if s.wgmma else DIGITS if s.digits else MMA
-    resident = _resident(spec, s, target)
+    costs = WGMMA if s.wgmma else INTEGER if s.integer_mma else MMA
+    resident = blocks_per_sm(spec, s, target)
     if not resident:
         return math.inf
-    plan, processors, bits = Plan(spec, s), multiprocessors(target), spec.packing.bits
+    plan, processors, bits = KernelPlan(spec, s), multiprocessors(target), spec.packing.bits
     tiles, rounds, rows, columns = plan.tiles, plan.rounds, s.rows, s.mma_columns
-    waves = tiles * s.splits / (processors * (REACH if s.cluster > 2 else 1.0))
+    waves = tiles * s.split_k / (processors * (REACH if s.cluster > 2 else 1.0))
     whole_waves = math.ceil(waves)
     side_by_side = min(resident, waves)
 
-    ahead = rounds if s.resident else min(rounds, max(s.stages - 1, 0.5))
+    ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
     in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
     x = tiles * tile * spec.k * 2 / costs.l2
     memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight) + (costs.x * x if tile <= 32 else 0.0)
@@ -120,11 +120,11 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
     mma = columns / 4
-    if not s.wgmma and (spec.zeros == "float" or (spec.zeros == "int" and bits <= BIASED_BITS)):
+    if not s.wgmma and (spec.zeros == "float" or (spec.zeros == "int" and bits <= OFFSET_BITS)):
         mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
     mma *= costs.tensor
     fragments = 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
-    decode = _decode_clocks(plan, costs) + (SPLIT_DIGITS / s.row_blocks if s.digits else 0.0)
+    decode = _decode_clocks(plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
     if spec.group_size:  # sums or, where that is less, weights are scaled
         scaled = 1.0 if plan.rounds_scales else columns / min(spec.group_size, s.step_k)
         decode += costs.scale * 2 * scaled
@@ -133,20 +133,20 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK / min(1.0, waves)
     arithmetic *= math.hypot(1.0, costs.warps / (max(1.0, side_by_side) * s.threads / 32))
     if s.warps_n > 1 and tile > 1:
-        arithmetic *= costs.barrier * (costs.drift if s.late == 2 else 1.0)
+        arithmetic *= costs.barrier * (costs.per_warp if s.refill == "per_warp" else 1.0)
 
     work = max(memory, cache, arithmetic)
-    work *= rounds * s.warps_k * s.splits / plan.steps  # steps beyond the last
+    work *= rounds * s.warps_k * s.split_k / plan.steps  # steps beyond the last
     if waves > 1:
         turns = math.ceil(waves / resident) * resident / max(waves, resident)
         work *= (1 + costs.idle * (whole_waves / waves - 1)) * (1 + costs.tail * (turns - 1))
     work += costs.round * rounds * waves / side_by_side
-    # Blocks of the next kernel that start early crowd some multiprocessors, where more fit than are needed.
-    work *= 1 + costs.crowd * (min(2.0, resident / whole_waves) - 1 if resident > waves else 0.0)
+    # Blocks of the next kernel that start early crowding some multiprocessors, where more fit than are needed.
+    work *= 1 + costs.crowding * (min(2.0, resident / whole_waves) - 1 if resident > waves else 0.0)
     ends = costs.block * max(1.0, waves / side_by_side)
-    if s.splits == 1:
+    if s.split_k == 1:
         return work + ends
-    sums = 2 * tiles * s.splits * rows * s.columns * 4 / costs.l2
+    sums = 2 * tiles * s.split_k * rows * s.columns * 4 / costs.l2
     return work + ends + sums + (costs.split if s.cluster == 1 else costs.cluster * math.log2(s.cluster))
 
 
@@ -158,22 +158,22 @@ def spills(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
 
 def registers(spec: MatmulSpec, s: Schedule) -> int:
     """Of a thread, about."""
-    plan = Plan(spec, s)
+    plan = KernelPlan(spec, s)
     if s.wgmma:
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
-        codes = plan.resident_words + 4 if s.resident else min(s.step_k, 128) // 4
+        codes = plan.preloaded_words + 4 if s.preload_weights else min(s.step_k, 128) // 4
         decoding = 38 if spec.dtype.kind == "float" else 30
-        if plan.bare:
+        if plan.raw_codes:
             decoding = 24 if spec.packing.bits in (1, 2, 4) else 28
         return decoding + codes + s.tokens // 2 * sums * s.row_blocks
-    if s.digits:
+    if s.integer_mma:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
-    if s.resident:
-        return 42 + plan.resident_words + s.columns // 2 * s.row_blocks
+    if s.preload_weights:
+        return 42 + plan.preloaded_words + s.columns // 2 * s.row_blocks
     return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
 
 
-def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
+def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     """Blocks that a multiprocessor holds at a time, about; 0 if none has room."""
     threads = s.threads
     given = 8 * (target.registers_per_sm // (8 * threads))  # in eights, as registers are handed out
@@ -183,12 +183,12 @@ def _resident(spec: MatmulSpec, s: Schedule, target: Target) -> int:
         target.max_threads_per_sm // threads,
         target.registers_per_sm // (threads * used),
     )
-    return min(fitting, s.max_blocks or fitting)
+    return min(fitting, s.max_blocks_per_sm or fitting)
 
 
-def _decode_clocks(plan: Plan, costs: Costs) -> float:
+def _decode_clocks(plan: KernelPlan, costs: Costs) -> float:
     spec = plan.spec
     if spec.dtype.kind == "table":
         return costs.decode_table
-    factor = costs.decode_float if spec.dtype.kind == "float" else costs.decode_bare if plan.bare else 1.0
+    factor = costs.decode_float if spec.dtype.kind == "float" else costs.decode_raw if plan.raw_codes else 1.0
     return costs.decode[spec.packing.bits - 1] * factor

@@ -30,7 +30,7 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.lowering.recipes import compute_element
 
 REACH = 1.0  # octaves
-ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "stages", "splits")  # of a schedule, in a file
+ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "num_stages", "split_k")  # of a schedule, in a file
 OTHERWISE = 0.25  # for another format of the same class, group size, kind of zeros or scales, or act
 
 
@@ -115,14 +115,14 @@ class Entry:
     def from_json(values: dict[str, Any]) -> Entry:
         """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         key = Key(**{field.name: values[field.name] for field in fields(Key)})
-        schedule = Schedule(**({"tokens": max(8, key.tokens)} | values["schedule"]))
+        schedule = Schedule.from_dict({"tokens": max(8, key.tokens)} | values["schedule"])
         if not (key.n > 0 < key.k and key.family):
             raise ValueError(f"n={key.n}, k={key.k}")
         about = values["date"], values["version"], values.get("kernel", "")
         return Entry(key, schedule, float(values["microseconds"]), *about)
 
 
-def spelled_out(s: Schedule) -> dict[str, int]:
+def spelled_out(s: Schedule) -> dict[str, Any]:
     """The fields of a schedule, but for rare choices that it does not make."""
     usual = {f.name: f.default for f in fields(Schedule) if f.name not in ALWAYS}
     return {name: value for name, value in asdict(s).items() if value != usual.get(name)}

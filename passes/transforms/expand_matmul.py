@@ -16,8 +16,8 @@ from lowbit.dialect.errors import PassError
 from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
 from lowbit.dialect.types import packed_type
 from lowbit.passes.base import at, each_op
-from lowbit.passes.kernels.decode.integer import skinny_digits
-from lowbit.passes.kernels.decode.kernel import skinny
+from lowbit.passes.kernels.decode.integer import decode_matmul_integer
+from lowbit.passes.kernels.decode.kernel import decode_matmul
 from lowbit.passes.kernels.dequantize import dequantize
 from lowbit.passes.kernels.prepack import prepack
 from lowbit.passes.transforms.plan_packing import check_planned, packed_of
@@ -38,7 +38,7 @@ class ExpandMatmul:
                 if SCHEDULE not in op.operation.attributes:
                     raise PassError("expand-matmul: a lowbit.matmul has no schedule; run select-schedule first")
                 schedule = read_schedule(op.operation.attributes[SCHEDULE])
-                program = skinny_digits if schedule.digits else skinny
+                program = decode_matmul_integer if schedule.integer_mma else decode_matmul
                 _replace_function(op, program(spec_of(op), schedule))
         for kind, kernel in ((ops.DequantizeOp, dequantize), (ops.PrepackOp, prepack)):
             for op in each_op(module, kind):

@@ -1,6 +1,6 @@
 """pipeline-copies: loops that copy, wait and compute keep several rounds of copies under way.
 
-A loop marked `lowbit.stages = S` has the form
+A loop marked `lowbit.num_stages = S` has the form
 
     { copies, commit, wait 0, barrier, compute, barrier }
 
@@ -10,17 +10,17 @@ of fewer rounds than S has a stage for each of them, and starts all copies in fr
 
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
-is nothing to do but wait, tables are filled (`lowbit.fill_table`), once. With `lowbit.throttle = T` no more than T
-rounds of the first are under way at a time, so that the kernel before need not queue behind them for its activations.
+is nothing to do but wait, tables are filled (`lowbit.fill_table`), once. With `lowbit.prefetch_limit = T` no more than
+T rounds of the first are under way at a time, so that the kernel before need not queue behind them for its activations.
 
-With `lowbit.refill_late` a round starts the copies of round i+S-1 not in front of what it computes but once its first
-product by wgmma is under way: with wide tiles of activations a warp takes long to ask for its copies, and the tensor
-core need not wait for that. Marked `lowbit.aside`, they do not end the product (`lower-tiles`).
+With `lowbit.refill = "after_first_mma"` a round starts the copies of round i+S-1 not in front of what it computes but
+once its first product by wgmma is under way: with wide tiles of activations a warp takes long to ask for its copies,
+and the tensor core need not wait for that. Marked `lowbit.beside_mma`, they do not end the product (`lower-tiles`).
 
-With `lowbit.drift`, too, there is no barrier in a round, so that some warps decode while others multiply. Instead
-every stage has two signals (`passes.transforms.stage_signals`): that all copies into it have arrived, for which a warp
-waits before it reads it, and that all warps have read it, for which a warp waits before it fills it again: a round
-later, behind its own first product.
+With `lowbit.refill = "per_warp"` there is no barrier in a round either, so some warps decode while others multiply.
+Instead every stage has two signals (`passes.transforms.stage_signals`): that all copies into it have arrived, for which
+a warp waits before it reads it, and that all warps have read it, for which a warp waits before it fills it again: a
+round later, behind its own first product.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import known
 from lowbit.passes.transforms.stage_signals import Signals
 
-STAGES, THROTTLE = "lowbit.stages", "lowbit.throttle"
-LATE, DRIFT = "lowbit.refill_late", "lowbit.drift"
+STAGES, PREFETCH, REFILL = "lowbit.num_stages", "lowbit.prefetch_limit", "lowbit.refill"
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
 
 
 @dataclass(frozen=True)
 class PipelineCopies:
-    """Software-pipeline the copies of loops marked lowbit.stages: several buffers, one barrier a round."""
+    """Software-pipeline the copies of loops marked lowbit.num_stages: several buffers, one barrier a round."""
 
     name: ClassVar[str] = "pipeline-copies"
 
@@ -57,12 +56,13 @@ class PipelineCopies:
             with at(loop):
                 attributes = loop.operation.attributes
                 stages = in_range(attributes[STAGES], STAGES, 1)
-                throttle = in_range(attributes[THROTTLE], THROTTLE, 1) if THROTTLE in attributes else stages
+                limit = in_range(attributes[PREFETCH], PREFETCH, 1) if PREFETCH in attributes else stages
+                refill = ir.StringAttr(attributes[REFILL]).value if REFILL in attributes else "before_mma"
                 if stages > 1:
-                    _Pipeline(loop, stages, throttle, LATE in attributes, DRIFT in attributes).run()
+                    _Pipeline(loop, stages, limit, refill).run()
                 else:
                     _move_before(loop, _fills(loop))
-                    for name in (STAGES, THROTTLE, LATE, DRIFT):
+                    for name in (STAGES, PREFETCH, REFILL):
                         if name in attributes:
                             del attributes[name]
 
@@ -80,7 +80,7 @@ def _move_before(loop: Any, body: Sequence[Any]) -> None:
 class _Pipeline:
     """Rewrites one loop."""
 
-    def __init__(self, loop: Any, stages: int, throttle: int, late: bool, drift: bool) -> None:
+    def __init__(self, loop: Any, stages: int, prefetch_limit: int, refill: str) -> None:
         self.loop = loop
         self.upper = loop.operation.operands[1]
         self.sure = self._rounds(loop.operation.operands[0])
@@ -94,19 +94,20 @@ class _Pipeline:
         commit = names.index("lowbit.commit") if "lowbit.commit" in names else -1
         if names[commit : commit + 3] != expected or names[-2] != "lowbit.barrier":
             raise PassError(
-                "pipeline-copies: a loop with lowbit.stages is { copies, commit, wait, barrier, compute, barrier }; "
+                "pipeline-copies: a loop with lowbit.num_stages is "
+                "{ copies, commit, wait, barrier, compute, barrier }; "
                 f"got {[n for n in names if n.startswith('lowbit.')]}"
             )
         if known(loop.operation.operands[2]) != 1:
-            raise PassError("pipeline-copies: a loop with lowbit.stages must count in steps of the constant 1")
+            raise PassError("pipeline-copies: a loop with lowbit.num_stages must count in steps of the constant 1")
         self.produce, self.compute = self.body[:commit], self.body[commit + 3 : -2]
         self.scope = self.body[commit + 2]
         products = [i for i, op in enumerate(self.compute) if op.operation.name == "lowbit.warpgroup_mma"]
-        self.refill_at = products[0] + 1 if late and products else 0  # operation of `compute`
+        self.refill_at = products[0] + 1 if refill != "before_mma" and products else 0  # operation of `compute`
         self.cut = names[:commit].index("lowbit.grid_wait") if "lowbit.grid_wait" in names[:commit] else commit
-        self.throttle = throttle if self.cut < commit else stages
+        self.prefetch_limit = prefetch_limit if self.cut < commit else stages
         self.buffers = self._widen_buffers()
-        self.signals = Signals(loop, self.scope, self.slots) if drift and self.refill_at > 0 else None
+        self.signals = Signals(loop, self.scope, self.slots) if refill == "per_warp" and self.refill_at > 0 else None
 
     def _widen_buffers(self) -> dict[Any, Any]:
         """Buffers that the loop fills, replaced by ones with a leading dim of stages."""
@@ -139,10 +140,10 @@ class _Pipeline:
             mapping[narrow] = ops.StageOp(wide, slot, narrow.type).result
         return mapping
 
-    def _if(self, condition: Any, action: Callable[[], None], aside: bool = False) -> None:
+    def _if(self, condition: Any, action: Callable[[], None], beside_mma: bool = False) -> None:
         branch = scf.IfOp(condition)
-        if aside:
-            branch.operation.attributes["lowbit.aside"] = ir.UnitAttr.get()
+        if beside_mma:
+            branch.operation.attributes["lowbit.beside_mma"] = ir.UnitAttr.get()
         with ir.InsertionPoint(branch.then_block):
             action()
             scf.YieldOp([])
@@ -212,14 +213,14 @@ class _Pipeline:
 
         if self.refills:
             ahead = emit.constant(self.ahead)
-            self._if(self._before(arith.addi(index, ahead)), refill, aside=self.refill_at > 0)
+            self._if(self._before(arith.addi(index, ahead)), refill, beside_mma=self.refill_at > 0)
         ops.CommitOp()  # of nothing, if need be: waiting counts rounds
 
     def _prologue(self, lower: Any) -> None:
         """Start the first rounds: what needs no wait for all of them, then the rest, round by round."""
         rounds = [arith.addi(lower, emit.constant(i)) if i else lower for i in range(self.ahead)]
         scalars = [op for op in self.produce if op.operation.name.startswith("arith.")]
-        late = [op for op in self.produce[self.cut + 1 :] if op not in scalars]
+        after_wait = [op for op in self.produce[self.cut + 1 :] if op not in scalars]
 
         def start(body: Sequence[Any], slot: int, index: Any, last: bool = False) -> None:
             def copies() -> None:
@@ -230,15 +231,15 @@ class _Pipeline:
             self._if(self._before(index), copies) if slot >= self.sure else copies()
 
         for slot, index in enumerate(rounds):
-            if slot >= self.throttle:
-                self._wait(self.throttle)
+            if slot >= self.prefetch_limit:
+                self._wait(self.prefetch_limit)
             start(self.produce[: self.cut], slot, index)
-            if self.throttle < self.ahead:
+            if self.prefetch_limit < self.ahead:
                 ops.CommitOp()
         _move_before(self.loop, self.fills)
         if self.cut < len(self.produce):
             ops.GridWaitOp()
         for slot, index in enumerate(rounds):
-            if late or self.signals:
-                start([*scalars, *late], slot, index, last=True)
+            if after_wait or self.signals:
+                start([*scalars, *after_wait], slot, index, last=True)
             ops.CommitOp()

@@ -47,7 +47,7 @@ def packing_attr(packing: Packing) -> Any:
     }
     plan: dict[str, Any] = {name: ir.IntegerAttr.get(i64, value) for name, value in numbers.items()}
     plan["codes"] = ints(packing.codes_shape)
-    plan["factors"] = ints(packing.scales_shape)
+    plan["scales"] = ints(packing.scales_shape)
     return ir.DictAttr.get(plan)
 
 

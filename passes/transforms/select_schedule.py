@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir
@@ -39,14 +39,30 @@ class SelectSchedule:
 
 
 def schedule_attr(schedule: Schedule) -> Any:
-    i64 = ir.IntegerType.get_signless(64)
-    return ir.DictAttr.get({k: ir.IntegerAttr.get(i64, v) for k, v in asdict(schedule).items()})
+    """A schedule as a dictionary attribute."""
+    return ir.DictAttr.get({name: _attribute(value) for name, value in asdict(schedule).items()})
+
+
+def _attribute(value: int | bool | str) -> Any:
+    if isinstance(value, str):
+        return ir.StringAttr.get(value)
+    if isinstance(value, bool):
+        return ir.BoolAttr.get(value)
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
+
+
+def _value(attribute: Any) -> int | bool | str | None:
+    """The inverse of `_attribute`, None for any other attribute."""
+    for kind in (ir.BoolAttr, ir.IntegerAttr, ir.StringAttr):
+        if isinstance(attribute, kind):
+            return kind(attribute).value
+    return None
 
 
 def read_schedule(attribute: Any) -> Schedule:
     """The schedule in a `lowbit.schedule` attribute."""
     names = {field.name for field in fields(Schedule)}
-    entries = {named.name: named.attr for named in attribute} if isinstance(attribute, ir.DictAttr) else {}
-    if not entries or set(entries) - names or not all(isinstance(v, ir.IntegerAttr) for v in entries.values()):
-        raise PassError(f"{SCHEDULE} must be a dictionary of integers for {', '.join(sorted(names))}; got {attribute}")
-    return Schedule(**{name: int(ir.IntegerAttr(value).value) for name, value in entries.items()})
+    entries = {named.name: _value(named.attr) for named in attribute} if isinstance(attribute, ir.DictAttr) else {}
+    if not entries or set(entries) - names or None in entries.values():
+        raise PassError(f"{SCHEDULE} must be a dictionary of {', '.join(sorted(names))}; got {attribute}")
+    return Schedule(**cast(dict[str, Any], entries))

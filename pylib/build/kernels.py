@@ -51,7 +51,7 @@ class Artifact:
         schedule = about["schedule"]
         return Artifact(
             Launch(**launch),
-            schedule and Schedule(**schedule),
+            schedule and Schedule.from_dict(schedule),
             files["kernel.ptx"].decode(),
             files.get("kernel.cubin"),
         )

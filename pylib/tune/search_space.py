@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, replace
+from typing import Any, get_args
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import MOST_SCALED, Plan, has_bare
-from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.scheduling.choice import LATE, default_schedule, schedule_for, usual_late
+from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
+from lowbit.passes.kernels.decode.schedule import Refill, Schedule
+from lowbit.passes.scheduling.choice import REFILL_AFTER_MMA, default_schedule, schedule_for, usual_refill
 from lowbit.passes.scheduling.cost_model import predict, spills
 from lowbit.passes.scheduling.legality import (
     enough_blocks,
-    has_digits,
+    has_integer_mma,
     has_wgmma,
     is_allowed,
     multiprocessors,
@@ -29,14 +30,14 @@ from lowbit.passes.scheduling.legality import (
 from lowbit.passes.scheduling.tables import shipped_tables
 from lowbit.passes.target import Target
 
-SHAPE = ("row_blocks", "warps_n", "warps_k", "splits", "wgmma", "digits", "resident")
+SHAPE = ("row_blocks", "warps_n", "warps_k", "split_k", "wgmma", "integer_mma", "preload_weights")
 # Only the second pass varies these; in the first they follow.
-SECOND = ("cluster", "max_blocks", "least_blocks", "throttle", "late", "overlap", "bare")
+SECOND = ("cluster", "max_blocks_per_sm", "min_blocks", "prefetch_limit", "refill", "overlap_groups", "raw_codes")
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
 
-def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, ...]]:
+def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[Any, ...]]:
     """What each field of a `Schedule` may be, in order."""
     chunk = spec.packing.chunk
     splits = (1, 2, 4, 8) if target.has_clusters else (1, 2, 4)
@@ -46,18 +47,18 @@ def space(spec: MatmulSpec, tile: int, target: Target) -> dict[str, tuple[int, .
         "warps_n": (1, 2, 4, 8, 16),
         "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
         "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
-        "stages": (1, 2, 3, 4, 6, 8),  # 1 for resident ones, and only for them
-        "splits": splits,
+        "num_stages": (1, 2, 3, 4, 6, 8),  # 1 for resident ones, and only for them
+        "split_k": splits,
         "cluster": splits if target.has_clusters else (1,),
-        "wgmma": ((0, 1) if tile == 8 else (1,)) if tile >= 8 and has_wgmma(spec, target) else (0,),
-        "max_blocks": (0, 1, 2),
-        "least_blocks": (0, multiprocessors(target), 2 * multiprocessors(target)),
-        "throttle": (0, 1, 2),
-        "late": (0, 1, 2) if tile >= LATE // 2 else (0,),
-        "resident": (0, 1),
-        "overlap": (0, 1) if tile >= 8 and has_wgmma(spec, target) else (0,),
-        "bare": (0, 1) if has_bare(spec) else (0,),
-        "digits": (0, 1) if tile == 1 and has_digits(spec) else (0,),
+        "wgmma": ((False, True) if tile == 8 else (True,)) if tile >= 8 and has_wgmma(spec, target) else (False,),
+        "max_blocks_per_sm": (0, 1, 2),
+        "min_blocks": (0, multiprocessors(target), 2 * multiprocessors(target)),
+        "prefetch_limit": (0, 1, 2),
+        "refill": get_args(Refill) if tile >= REFILL_AFTER_MMA // 2 else ("before_mma",),
+        "preload_weights": (False, True),
+        "overlap_groups": (False, True) if tile >= 8 and has_wgmma(spec, target) else (False,),
+        "raw_codes": (False, True) if can_use_raw_codes(spec) else (False,),
+        "integer_mma": (False, True) if tile == 1 and has_integer_mma(spec) else (False,),
     }
 
 
@@ -65,16 +66,17 @@ def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[
     """At most `count` schedules for m up to `tile`: what is chosen without a search, by the rule and from the tables,
     and what is the best for this size with other zeros, groups or act; then the best of every shape; then the rest.
     Each of them the least predicted time first."""
-    known = [default_schedule(spec, tile, target), schedule_for(spec, tile, target), *akin(spec, tile, target)]
+    known = [default_schedule(spec, tile, target), schedule_for(spec, tile, target), *same_size_entries(spec, tile,
+    target)]
     chosen = list(dict.fromkeys(known))
     ordered = sorted(all_schedules(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
-    shapes: dict[tuple[int, ...], Schedule] = {}
+    shapes: dict[tuple[Any, ...], Schedule] = {}
     for s in ordered:
         shapes.setdefault(tuple(getattr(s, name) for name in SHAPE), s)
     return list(dict.fromkeys([*chosen, *shapes.values(), *ordered]))[: max(count, len(chosen))]
 
 
-def akin(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
+def same_size_entries(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
     """Those that the shipped tables have for the same format and size and that are allowed here."""
     entries = [e for t in shipped_tables() if t.capability == target.capability for e in t.entries.values()]
     same = [e for e in entries if (e.key.weight, e.key.n, e.key.k, e.key.tokens) == (spec.weight, spec.n, spec.k, tile)]
@@ -88,7 +90,7 @@ def neighbours(spec: MatmulSpec, tile: int, target: Target, around: Schedule) ->
     def limited(s: Schedule) -> Schedule:
         """Alike for schedules that make the same kernel, as a limit to what shared memory has no room for is none."""
         room = shared_room(spec, s, target)
-        return replace(s, max_blocks=min(s.max_blocks or room, room))
+        return replace(s, max_blocks_per_sm=min(s.max_blocks_per_sm or room, room))
 
     fields = asdict(around)
     first = _completed({name: value for name, value in fields.items() if name not in SECOND}, spec, target)
@@ -112,16 +114,18 @@ def all_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]
     found = [s for s in every if s]
     most = max((_blocks(spec, s) for s in found), default=0)
     processors = multiprocessors(target)
-    return [s for s in found if 2 * _blocks(spec, s) >= min(most, processors) * (0.9 if s.resident else 1)]
+    return [s for s in found if 2 * _blocks(spec, s) >= min(most, processors) * (0.9 if s.preload_weights else 1)]
 
 
 def _blocks(spec: MatmulSpec, s: Schedule) -> int:
-    return Plan(spec, s).tiles * s.splits
+    return KernelPlan(spec, s).tiles * s.split_k
 
 
-def _schedule(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Schedule | None:
+def _schedule(choice: dict[str, Any], spec: MatmulSpec, target: Target) -> Schedule | None:
     """The schedule with these fields, if it is worth trying."""
-    if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS or choice["resident"] != (choice["stages"] == 1):
+    if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS:
+        return None
+    if choice["preload_weights"] != (choice["num_stages"] == 1):
         return None
     try:
         s = _completed(choice, spec, target)
@@ -130,27 +134,27 @@ def _schedule(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Sched
     return s if _worth(spec, s, target) else None
 
 
-def _completed(choice: dict[str, int], spec: MatmulSpec, target: Target) -> Schedule:
+def _completed(choice: dict[str, Any], spec: MatmulSpec, target: Target) -> Schedule:
     """The schedule with these fields; those of `SECOND` that are not there as in the first pass: splits in a cluster,
     no more blocks of warpgroups at a time than there are, copies of many tokens after the first product and warps that
     drift apart, and where blocks of two kernels are to run side by side, grids that fill the multiprocessors."""
-    splits = choice["splits"]
+    splits = choice["split_k"]
     cluster = splits if target.has_clusters and splits <= 8 else 1
-    loops = choice["wgmma"] and not choice["resident"]
-    late = usual_late(choice["tokens"], choice["warps_n"]) if loops else 0
-    s = Schedule(**{"cluster": cluster, "late": late} | choice)
-    most = Plan(spec, s).rounds + 1
-    if s.stages > most:  # the same kernel
-        s = replace(s, stages=most)
-    if 0 < s.throttle >= s.stages - 1:
-        s = replace(s, throttle=0)
-    if s.resident:
+    loops = choice["wgmma"] and not choice["preload_weights"]
+    refill = usual_refill(choice["tokens"], choice["warps_n"]) if loops else "before_mma"
+    s = Schedule(**{"cluster": cluster, "refill": refill} | choice)
+    most = KernelPlan(spec, s).rounds + 1
+    if s.num_stages > most:  # the same kernel
+        s = replace(s, num_stages=most)
+    if 0 < s.prefetch_limit >= s.num_stages - 1:
+        s = replace(s, prefetch_limit=0)
+    if s.preload_weights:
         processors = multiprocessors(target)
         filled = -(-_blocks(spec, s) // processors) * processors
-        return s if "least_blocks" in choice else replace(s, least_blocks=filled)
-    if "max_blocks" in choice or not s.wgmma:
+        return s if "min_blocks" in choice else replace(s, min_blocks=filled)
+    if "max_blocks_per_sm" in choice or not s.wgmma:
         return s
-    return replace(s, max_blocks=enough_blocks(_blocks(spec, s), target))
+    return replace(s, max_blocks_per_sm=enough_blocks(_blocks(spec, s), target))
 
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
@@ -159,8 +163,8 @@ def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
         return False
     if s.tokens > MOST_SCALED and spills(spec, s, target):
         return False
-    if s.rows >= spec.n + 16 * s.row_blocks or (Plan(spec, s).rounds < 2 and not s.resident):
+    if s.rows >= spec.n + 16 * s.row_blocks or (KernelPlan(spec, s).rounds < 2 and not s.preload_weights):
         return False
-    if s.resident and (spills(spec, s, target) or _blocks(spec, s) > 2 * multiprocessors(target)):
+    if s.preload_weights and (spills(spec, s, target) or _blocks(spec, s) > 2 * multiprocessors(target)):
         return False  # they are for multiprocessors that have one block or two
     return is_allowed(spec, s, target)

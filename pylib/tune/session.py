@@ -98,7 +98,7 @@ class Log:
         for line in text.splitlines():
             values = json.loads(line)
             if {name: values[name] for name in self._of} == self._of:
-                known = Key(**values["key"]), Schedule(**values["schedule"]), values["what"]
+                known = Key(**values["key"]), Schedule.from_dict(values["schedule"]), values["what"]
                 self._known[known] = math.inf if values["value"] is None else values["value"]
 
     def get(self, key: Key, schedule: Schedule, what: str) -> float | None:

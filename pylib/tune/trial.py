@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.pylib import packed, reference
 from lowbit.pylib.matmul import Matmul, compile
@@ -141,7 +141,7 @@ def rounding(mm: Matmul, m: int) -> dict[str, bool]:
     if not mm.target.is_gpu:
         return {}
     schedule = mm.kernel(m).schedule
-    return Plan(mm.spec, schedule).rounding if schedule else {"dequantized": True}
+    return KernelPlan(mm.spec, schedule).rounding if schedule else {"dequantized": True}
 
 
 def _take(t: Tensor, rows: Tensor) -> Tensor:

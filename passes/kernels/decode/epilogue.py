@@ -11,7 +11,7 @@ import math
 from lowbit.dialect.layouts.layout import Layout, column_spatial, local, replicated
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
-from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 
 
@@ -20,7 +20,7 @@ class Epilogue:
 
     def __init__(self, p: Program, spec: MatmulSpec, schedule: Schedule, tile: Scalar) -> None:
         self.p, self.spec, self.schedule, self.tile = p, spec, schedule, tile
-        self.plan = Plan(spec, schedule)
+        self.plan = KernelPlan(spec, schedule)
 
     def finish(self, total: Tile) -> None:
         """The sum over warps and splits that share rows, then bias, conversion, store."""
@@ -30,7 +30,7 @@ class Epilogue:
             rank = self.p.block_id(1)
             self._store(self._across_cluster(total, rank), self.tile * s.rows + rank * rows)
             self.p.barrier("cluster_wait")  # nobody leaves while its sums are read
-        elif s.splits > 1:
+        elif s.split_k > 1:
             self._across_splits(self._across_warps(total))
         else:
             self._store(self._across_warps(total), self.tile * s.rows)
@@ -84,14 +84,14 @@ class Epilogue:
         tiles, columns = self.plan.tiles, total.shape[1]
         size = s.rows * columns
         partial = p.global_view(
-            p["workspace"], "f32", (s.splits, tiles, s.rows, columns), (tiles * size, size, 1, s.rows)
+            p["workspace"], "f32", (s.split_k, tiles, s.rows, columns), (tiles * size, size, 1, s.rows)
         )
-        counters = p.global_view(p["workspace"], "i32", (s.splits * tiles * size + tiles,))
+        counters = p.global_view(p["workspace"], "i32", (s.split_k * tiles * size + tiles,))
         here = (p.block_id(1), self.tile, 0, 0)
         p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, here)
-        last = p.last_arrival(counters, self.tile + s.splits * tiles * size, s.splits)
+        last = p.last_arrival(counters, self.tile + s.split_k * tiles * size, s.split_k)
         with p.when(last):
-            layout = self._sum_up_layout(s.splits, s.rows, columns).reshape((s.splits, 1, s.rows, columns))
+            layout = self._sum_up_layout(s.split_k, s.rows, columns).reshape((s.split_k, 1, s.rows, columns))
             parts = p.load(partial, (0, self.tile, 0, 0), layout)
             self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), self.tile * s.rows)
 

@@ -1,21 +1,21 @@
 """The matmul kernel for one token in integers: `passes.kernels.decode.kernel` with another compute side
-(`Schedule.digits`).
+(`Schedule.integer_mma`).
 
 The idea. With narrow codes and one token, decoding to f16 and a tensor core with seven of its eight columns idle are
-the bound, not memory. As bytes, codes cost half as much; x takes four of the columns, a digit each
+the bound, not memory. As bytes, codes cost half as much; x takes four of the columns, a limb each
 (`dialect.formats.integer_limbs`).
 
     for round:                         copies as ever
-        split x of the step into digits, in shared memory, every warp for itself
+        split x of the step into limbs, in shared memory, every warp for itself
         for group in step:
-            p   = codes * digits       exact sums in integers, f32 once per piece of 128 columns, from zero
-            acc = acc + scale * p      two columns: what the lower and the upper digits bring
+            p   = codes * limbs       exact sums in integers, f32 once per piece of 128 columns, from zero
+            acc = acc + scale * p      two columns: what the lower and the upper limbs bring
     acc[0] + 2^16 acc[1], then sums over warps and splits
 
 Signed codes are multiplied as they lie in memory, in offset binary: too large by a number that is taken for a zero
 point.
 
-Shared memory: beside the stages of `passes.kernels.decode.kernel` one buffer of digits [warps_k, pieces, 4 digits, 4
+Shared memory: beside the stages of `passes.kernels.decode.kernel` one buffer of limbs [warps_k, pieces, 4 limbs, 4
 lanes, 8 halves] in 32-bit words.
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.formats.integer_limbs import DIGITS, HALVES, PIECE, ROW
+from lowbit.dialect.formats.integer_limbs import HALVES, LIMBS, PIECE, ROW
 from lowbit.dialect.layouts.layout import MMA_M16N8_PAIRS, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import row_major
@@ -34,7 +34,7 @@ from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.schedule import Schedule
 
 
-class _DigitKernel(Kernel):
+class _IntegerKernel(Kernel):
     """Builds the program."""
 
     def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
@@ -45,23 +45,23 @@ class _DigitKernel(Kernel):
 
     def _operands(self) -> Operands:
         operands = super()._operands()
-        shape = (self.schedule.warps_k, self.schedule.step_k // PIECE, DIGITS, 4, HALVES)
+        shape = (self.schedule.warps_k, self.schedule.step_k // PIECE, LIMBS, 4, HALVES)
         *strides, _ = row_major((*shape[:-1], ROW))
-        self.digits = self.p.alloc_shared("i32", shape, (*strides, 1))
-        operands.buffers.append(self.digits)
+        self.limbs = self.p.alloc_shared("i32", shape, (*strides, 1))
+        operands.buffers.append(self.limbs)
         return operands
 
     def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
         p, s, format_ = self.p, self.schedule, self.spec.dtype
-        unit = p.split_digits(self.operands.x_buffer, self.digits, format_)
+        unit = p.split_limbs(self.operands.x_buffer, self.limbs, format_)
         p.barrier("warps", 1)
         codes = p.view(words(), format_, self.a_layout)
 
         def product(start: int, width: int) -> Tile:
-            return p.digit_mma(codes, self.digits, unit, start, width, self.d_layout)
+            return p.limb_mma(codes, self.limbs, unit, start, width, self.d_layout)
 
         def sums(start: int, width: int) -> Tile:
-            return p.digit_sums(self.digits, unit, format_, start, width, self.sum_layout)
+            return p.limb_sums(self.limbs, unit, format_, start, width, self.sum_layout)
 
         if not self.plan.groups:
             total, *rest = carried
@@ -70,14 +70,14 @@ class _DigitKernel(Kernel):
         width = s.step_k // self.plan.groups
         for group in range(self.plan.groups):
             start = group * width
-            sums_of_x = sums(start, width) if self.shifted else None
+            sums_of_x = sums(start, width) if self.zeros_in_sums else None
             total = self._add_scaled(total, product(start, width), group, sums_of_x)
         return [total]
 
     def _whole(self, total: Tile) -> Tile:
-        return self.p.join_digits(total)
+        return self.p.join_limbs(total)
 
 
-def skinny_digits(spec: MatmulSpec, schedule: Schedule) -> ir.Module:
+def decode_matmul_integer(spec: MatmulSpec, schedule: Schedule) -> ir.Module:
     """The tile program of a matmul with one token, in a module of its own."""
-    return _DigitKernel(spec, schedule).build()
+    return _IntegerKernel(spec, schedule).build()

@@ -8,7 +8,7 @@ conflicts and without ldmatrix.
 Loop nest. A block owns `rows` = 16 * row_blocks * warps_n rows and, of several splits, one part of k. In a round it
 takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which share the activations):
 
-    for round:                         copies run `stages` rounds ahead (pipeline-copies); see `_turn` for the first
+    for round:                         copies run `stages` rounds ahead (pipeline-copies); see `_rotation` for the first
         copy weight units, then activations, scales, zeros of (warp, step)
         for group in step:             a step has several groups, or a group several steps
             p   = decode(codes) x^T    f32, from zero
@@ -20,18 +20,18 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
 With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
 reads the activations from shared memory by itself. Where a group has no more columns than there are tokens, sums are
 more to scale than weights: then these are scaled, and acc takes the products of all groups of a step in one chain.
-Else a group's product may be begun before the last one's has ended (`Schedule.overlap`).
+Else a group's product may be begun before the last one's has ended (`Schedule.overlap_groups`).
 
-Where a matmul is small (`Schedule.resident`) there is no loop: all units are on their way to registers, and
+Where a matmul is small (`Schedule.preload_weights`) there is no loop: all units are on their way to registers, and
 all activations to shared memory, before the first is waited for, and blocks of two kernels share a multiprocessor.
-Empty blocks fill up the grid then (`Schedule.least_blocks`), so that none gets two of one kernel.
+Empty blocks fill up the grid then (`Schedule.min_blocks`), so that none gets two of one kernel.
 
 Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
 bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
 wgmma, where that mma would cost as much as 64 rows, weights are scaled at once, s * q + (- s * z), both rounded to
 the type of x. Unsigned integers without zeros are multiplied as they are stored, in f16, with no subtraction, and so is
-what has sums of x anyway (`Plan.bare`); with `Schedule.bare` others are, too, and all zero points and the offset of
-signed codes go by sums of x.
+what has sums of x anyway (`KernelPlan.bare`); with `Schedule.raw_codes` others are, too, and all zero points and the
+offset of signed codes go by sums of x.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
@@ -53,12 +53,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.decode.epilogue import Epilogue
 from lowbit.passes.kernels.decode.operands import Operands
-from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.scales_zeros import Factors
+from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, zero_code
 
-TURNED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200
+ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200
 
 
 class Kernel:
@@ -66,7 +66,7 @@ class Kernel:
 
     def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
         self.spec, self.schedule = spec, schedule
-        self.plan = Plan(spec, schedule)
+        self.plan = KernelPlan(spec, schedule)
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
         names = ["x", "codes", "scales"]
@@ -77,19 +77,20 @@ class Kernel:
         self.p = Program(
             "matmul",
             s.threads,
-            (self.plan.launched_tiles, s.splits, 1),
+            (self.plan.launched_tiles, s.split_k, 1),
             dict.fromkeys(names, "pointer") | {"m": "i32"},
             self.plan.workspace_bytes,
-            s.max_blocks,
+            s.max_blocks_per_sm,
             (1, s.cluster, 1),
         )
-        as_stored = self.plan.bare or bool(s.digits)  # signed codes in offset binary, which is taken for a zero point
-        excess = zero_code(spec.dtype) if as_stored else 0.0
-        self.convert = Factors(self.p, spec, excess, self.plan.bare)
+        as_stored = self.plan.raw_codes or s.integer_mma
+        offset = zero_code(spec.dtype) if as_stored else 0.0  # signed codes are in offset binary
+        self.convert = ScalesZeros(self.p, spec, offset, self.plan.raw_codes)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
-        self.folded = spec.zeros == "int" and not self.plan.biased and not as_stored
-        self.early = self.plan.rounds_zeros
-        self.shifted = (spec.zeros != "none" or excess > 0) and not self.folded and not self.early
+        self.zeros_in_decode = spec.zeros == "int" and not self.plan.defers_offset and not as_stored
+        self.zeros_in_weights = self.plan.rounds_zeros
+        elsewhere = self.zeros_in_decode or self.zeros_in_weights
+        self.zeros_in_sums = (spec.zeros != "none" or offset > 0) and not elsewhere
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks, columns = s.step_k // BLOCK_K, s.mma_columns // 8
 
@@ -121,14 +122,14 @@ class Kernel:
         p, s, spec = self.p, self.schedule, self.spec
         self.first_block = self.tile * self.plan.row_blocks
         carried = [p.constant(0.0, "f32", self.d_layout)]
-        if self.shifted and not self.plan.groups:
+        if self.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()
-        if self.folded and not self.plan.groups:
-            self.row_zeros = self._row_factor("zeros", spec.zero_kind or "")
-        self.first, self.turn = p.block_id(1) * self.plan.rounds, self._turn()
+        if self.zeros_in_decode and not self.plan.groups:
+            self.row_zeros = self._row_scale_or_zero("zeros", spec.zero_kind or "")
+        self.first, self.rotation = p.block_id(1) * self.plan.rounds, self._rotation()
         p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
-        carried = self._resident(carried) if s.resident else self._stream(carried)
+        carried = self._preloaded(carried) if s.preload_weights else self._stream(carried)
         total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
         p.barrier()
         p.free_shared(*self.operands.buffers)
@@ -140,50 +141,49 @@ class Kernel:
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
         p, s, operands = self.p, self.schedule, self.operands
-        rounds, late, drift = self.plan.rounds, s.late > 0, s.late > 1
-        with p.loop(0, rounds, carried, s.stages, s.throttle, refill_late=late, drift=drift) as loop:
+        with p.loop(0, self.plan.rounds, carried, s.num_stages, s.prefetch_limit, s.refill) as loop:
             step = self._first_step(loop.index)
             operands.copy_codes(step)
-            operands.copy_factors(step)
+            operands.copy_scales_zeros(step)
             operands.fill_table()
             p.grid_wait()
             operands.copy_x(step)
             p.commit()
             p.wait()
-            p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
+            p.barrier("warps", s.warps_n, async_proxy=s.wgmma)
             loop.results = self._step(loop.carried, operands.copied_codes)
             p.barrier("warps", s.warps_n)
         return loop.carried
 
-    def _resident(self, carried: list[Tile]) -> list[Tile]:
+    def _preloaded(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, with everything on its way at once: the codes to registers, so that blocks of two kernels have
         room side by side, and those of the next have theirs by the time x is there."""
         p, s, operands = self.p, self.schedule, self.operands
         steps = [self._first_step(i) for i in range(self.plan.rounds)]
         words = [operands.load_codes(step) for step in steps]
         for operands.slot, step in enumerate(steps):
-            operands.copy_factors(step)
+            operands.copy_scales_zeros(step)
         operands.fill_table()
         p.grid_wait()
         for operands.slot, step in enumerate(steps):
             operands.copy_x(step)
             p.commit()
         for operands.slot, codes in enumerate(words):
-            if operands.slot == 0 or not s.overlap:  # between barriers alone, products may overlap
-                p.wait(0 if s.overlap else len(steps) - 1 - operands.slot)
-                p.barrier("warps", s.warps_n, async_proxy=bool(s.wgmma))
+            if operands.slot == 0 or not s.overlap_groups:  # between barriers alone, products may overlap
+                p.wait(0 if s.overlap_groups else len(steps) - 1 - operands.slot)
+                p.barrier("warps", s.warps_n, async_proxy=s.wgmma)
             carried = self._step(carried, lambda codes=codes: codes)
         return carried
 
     def _first_step(self, index: Scalar | int) -> Scalar:
         """Of a round's warps."""
-        index = (self.turn + index) % self.plan.rounds if self.turn else index
+        index = (self.rotation + index) % self.plan.rounds if self.rotation else index
         return (self.first + index) * self.schedule.warps_k
 
-    def _turn(self) -> Scalar | None:
+    def _rotation(self) -> Scalar | None:
         """By how many rounds a block starts later than the first, coming to those before at its end: all blocks read
         all of x, and if they began at the same columns, a few slices of the L2 would have all to do."""
-        if self.schedule.tokens not in TURNED or self.plan.rounds == 1:
+        if self.schedule.tokens not in ROTATED or self.plan.rounds == 1:
             return None
         return self.tile % self.plan.rounds
 
@@ -194,23 +194,23 @@ class Kernel:
         if self.operands.table:
             a = p.lookup(codes, self.operands.table, self.compute)
         else:
-            extra = "bare" if self.plan.bare else "biased" if self.plan.biased else ""
+            extra = "raw" if self.plan.raw_codes else "deferred_offset" if self.plan.defers_offset else ""
             a = p.decode(codes, self.compute, self.convert.exponent, extra, self._shifts())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = p.load_matrix(self.operands.x_buffer, p["m"], self.b_layout)
         if not self.plan.groups:
             sums = [p.add(c, p.row_sums(b, self.sum_layout)) for c in carried[1:]]
-            return [p.mma(a, b, self._unbiased(carried[0], b)), *sums]
+            return [p.mma(a, b, self._with_offset_sums(carried[0], b)), *sums]
         (total,) = carried
         width = s.step_k // self.plan.groups
         for group in range(self.plan.groups):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
             zero = p.constant(0.0, "f32", self.d_layout)
-            if self.plan.biased:
-                zero = p.bias_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
+            if self.plan.defers_offset:
+                zero = p.offset_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
             product = p.mma(a_group, b_group, zero)
-            sums = p.row_sums(b_group, self.sum_layout) if self.shifted else None
+            sums = p.row_sums(b_group, self.sum_layout) if self.zeros_in_sums else None
             total = self._add_scaled(total, product, group, sums)
         return [total]
 
@@ -220,9 +220,9 @@ class Kernel:
 
     def _shifts(self) -> list[Tile]:
         """Minus integer zeros, which decoding subtracts for nothing: q - z is exact."""
-        if not self.folded:
+        if not self.zeros_in_decode:
             return []
-        stored = [self._group_factor("zeros", group) for group in range(self.plan.groups)] or [self.row_zeros]
+        stored = [self._group_scale_or_zero("zeros", group) for group in range(self.plan.groups)] or [self.row_zeros]
         return [self.p.cast(self.convert.minus_zero(zero), self.compute) for zero in stored]
 
     def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
@@ -240,8 +240,8 @@ class Kernel:
             if self.plan.rounds_scales:
                 total = p.warpgroup_mma(weights, self.operands.x_buffer, start, total)
                 continue
-            sums = self._sums_of_x(start, width) if self.shifted else None
-            product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, bool(s.overlap))
+            sums = self._sums_of_x(start, width) if self.zeros_in_sums else None
+            product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, s.overlap_groups)
             total = self._add_scaled(total, product, group, sums)
         return [total]
 
@@ -249,10 +249,10 @@ class Kernel:
         """Less their zeros, and scaled, as far as that is done before they are multiplied: q - z, s * q, or
         s * q + (- s * z), which is one instruction for both."""
         p, minus, scale = self.p, None, None
-        if self.early:
-            minus = p.cast(self.convert.minus_zero(self._group_factor("zeros", group)), self.compute)
+        if self.zeros_in_weights:
+            minus = p.cast(self.convert.minus_zero(self._group_scale_or_zero("zeros", group)), self.compute)
         if self.plan.rounds_scales:
-            scale = p.cast(self._group_factor("scales", group), self.compute)
+            scale = p.cast(self._group_scale_or_zero("scales", group), self.compute)
         if minus and scale:
             return p.fma(codes, scale, p.mul(scale, minus))
         if minus:
@@ -262,40 +262,40 @@ class Kernel:
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
         """total + s * product, and - s * z * (sums of x) where there are zeros still to be had."""
         p = self.p
-        scale = self._group_factor("scales", group)
-        total = p.fma(product, self.convert.unfold(scale), total)
+        scale = self._group_scale_or_zero("scales", group)
+        total = p.fma(product, self.convert.with_exponent(scale), total)
         if sums_of_x is None:
             return total
-        shift = p.mul(scale, self._minus_zero(partial(self._group_factor, "zeros", group)))
+        shift = p.mul(scale, self._minus_zero(partial(self._group_scale_or_zero, "zeros", group)))
         return p.fma(shift, sums_of_x, total)
 
     def _minus_zero(self, stored: Callable[[], Tile]) -> Tile:
         """What is added to codes before they are scaled."""
         if self.spec.zeros == "none":
-            return self.p.constant(-self.convert.excess, "f32", self.row_layout)
+            return self.p.constant(-self.convert.offset, "f32", self.row_layout)
         return self.convert.minus_zero(stored())
 
     def _sums_of_x(self, start: int, columns: int) -> Tile:
         return self.p.warpgroup_row_sums(self.operands.x_buffer, start, columns, self.sum_layout)
 
-    def _unbiased(self, total: Tile, b: Tile) -> Tile:
+    def _with_offset_sums(self, total: Tile, b: Tile) -> Tile:
         """An accumulator for a product with b."""
-        if not self.plan.biased:
+        if not self.plan.defers_offset:
             return total
-        return self.p.add(total, self.p.bias_sums(b, self.spec.dtype, 0, self.d_layout))
+        return self.p.add(total, self.p.offset_sums(b, self.spec.dtype, 0, self.d_layout))
 
-    def _group_factor(self, name: str, group: int) -> Tile:
+    def _group_scale_or_zero(self, name: str, group: int) -> Tile:
         """Scale or zero of every row of the tile in one group, from shared memory: [warps_k, rows, 1] in f32."""
         p, s = self.p, self.schedule
-        _, buffers, kind = self.operands.factors[name]
+        _, buffers, kind = self.operands.scales_zeros[name]
         shape = (s.warps_k, self.plan.row_blocks, 1, ROWS)
         loaded = p.load(buffers[self.operands.slot], (0, 0, group, 0), self.row_layout.reshape(shape))
         return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
 
-    def _row_factor(self, name: str, kind: str) -> Tile:
+    def _row_scale_or_zero(self, name: str, kind: str) -> Tile:
         """Scale or zero of every row of the tile, from device memory."""
         p, s, packing = self.p, self.schedule, self.packing
-        element = Factors.element(kind)
+        element = ScalesZeros.element(kind)
         view = p.global_view(p[name], element, (s.warps_k, packing.row_blocks, ROWS), (0, ROWS, 1))
         layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, ROWS))
         loaded = p.load(view, (0, self.first_block, 0), layout, ("none", self.operands.row_boundary, "none"))
@@ -304,15 +304,15 @@ class Kernel:
     def _scale_rows(self, total: Tile, *sums: Tile) -> Tile:
         """One scale per row: applied to a warp's sum, at the end."""
         p = self.p
-        scale = self._row_factor("scales", self.spec.scale)
-        result = p.mul(total, self.convert.unfold(scale))
+        scale = self._row_scale_or_zero("scales", self.spec.scale)
+        result = p.mul(total, self.convert.with_exponent(scale))
         if sums:
-            zero = partial(self._row_factor, "zeros", self.spec.zero_kind or "")
+            zero = partial(self._row_scale_or_zero, "zeros", self.spec.zero_kind or "")
             shift = p.mul(scale, self._minus_zero(zero))
             result = p.fma(shift, sums[0], result)
         return result
 
 
-def skinny(spec: MatmulSpec, schedule: Schedule) -> Any:
+def decode_matmul(spec: MatmulSpec, schedule: Schedule) -> Any:
     """The tile program of a matmul, in a module of its own."""
     return Kernel(spec, schedule).build()

@@ -10,9 +10,9 @@ from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.dialect.spec import BYTES, MatmulSpec
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
-from lowbit.passes.kernels.decode.plan import Plan
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.scales_zeros import Factors
+from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
 LANE_BYTES = 16
@@ -46,7 +46,7 @@ class Operands:
 
     def __init__(self, p: Program, spec: MatmulSpec, schedule: Schedule, first_block: Scalar) -> None:
         self.p, self.spec, self.schedule, self.first_block = p, spec, schedule, first_block
-        self.plan, self.packing = Plan(spec, schedule), spec.packing
+        self.plan, self.packing = KernelPlan(spec, schedule), spec.packing
         self.slot = 0
         s, packing = schedule, self.packing
         self.units = s.step_k // packing.chunk * packing.units * 32
@@ -55,13 +55,13 @@ class Operands:
         steps, units = self.plan.steps, packing.chunks * packing.units * 32
         self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
         self.buffers: list[Memory] = []
-        if not s.resident:
+        if not s.preload_weights:
             self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
             self.buffers.append(self.codes_buffer)
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
         self._view_x()
-        self.factors: dict[str, tuple[Memory, list[Memory], str]] = {}
+        self.scales_zeros: dict[str, tuple[Memory, list[Memory], str]] = {}
         if self.plan.groups:
             self._view_factor("scales", spec.scale)
             if spec.zero_kind:
@@ -90,7 +90,7 @@ class Operands:
         """Scales or zeros [row blocks, groups, 16], by step."""
         p, s, packing = self.p, self.schedule, self.packing
         group, groups = packing.padded_group or 0, self.plan.groups
-        element = Factors.element(kind)
+        element = ScalesZeros.element(kind)
         steps_per_group = max(1, group // s.step_k)
         view = p.global_view(
             p[name],
@@ -99,13 +99,13 @@ class Operands:
             (groups * ROWS, packing.groups * ROWS, ROWS, 1),
             (steps_per_group, 1, 1, 1),
         )
-        self.factors[name] = view, self._slots(element, (s.warps_k, self.plan.row_blocks, groups, ROWS)), kind
+        self.scales_zeros[name] = view, self._slots(element, (s.warps_k, self.plan.row_blocks, groups, ROWS)), kind
 
     def _slots(
         self, element: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, swizzle: int = 0
     ) -> list[Memory]:
         """A buffer, of which `pipeline-copies` makes as many as there are stages; or one for every round."""
-        count = self.plan.rounds if self.schedule.resident else 1
+        count = self.plan.rounds if self.schedule.preload_weights else 1
         buffers = [self.p.alloc_shared(element, shape, strides, swizzle) for _ in range(count)]
         self.buffers += buffers
         return buffers
@@ -131,10 +131,10 @@ class Operands:
         boundary = ("none", self.row_boundary, "none")
         return self.p.load(self.codes, (step, self.first_block, 0), self.unit_layout, boundary)
 
-    def copy_factors(self, step: Scalar) -> None:
+    def copy_scales_zeros(self, step: Scalar) -> None:
         """Scales and zeros of groups."""
         p, s, packing = self.p, self.schedule, self.packing
-        for view, buffers, kind in self.factors.values():
+        for view, buffers, kind in self.scales_zeros.values():
             shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
             vector = LANE_BYTES // BYTES[kind]
             layout = spatial(s.warps_k, 1, 1, 1) * spread((1, *shape[1:]), 32 * s.warps_n, vector)

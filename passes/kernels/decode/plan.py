@@ -1,5 +1,5 @@
-"""`Plan`: what follows from a spec and a schedule, in numbers. The skinny kernel is built from it, and schedules are
-chosen by it; so it needs no MLIR.
+"""`KernelPlan`: what follows from a spec and a schedule, in numbers. The decode kernel is built from it, and schedules
+are chosen by it; so it needs no MLIR.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.lowering.recipes import BIASED_BITS, can_be_bare, can_be_biased, compute_element, exponent
+from lowbit.passes.lowering.recipes import OFFSET_BITS, can_be_raw, can_defer_offset, compute_element, exponent
 
 MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """Numbers that follow from a spec and a schedule."""
 
     spec: MatmulSpec
@@ -28,15 +28,15 @@ class Plan:
     @property
     def rounds(self) -> int:
         """Rounds of one block."""
-        return -(-self.steps // (self.schedule.warps_k * self.schedule.splits))
+        return -(-self.steps // (self.schedule.warps_k * self.schedule.split_k))
 
     @property
     def covers_exactly(self) -> bool:
         """Whether no warp ever meets a step beyond the last."""
-        return self.rounds * self.schedule.warps_k * self.schedule.splits == self.steps
+        return self.rounds * self.schedule.warps_k * self.schedule.split_k == self.steps
 
     @property
-    def resident_words(self) -> int:
+    def preloaded_words(self) -> int:
         """Registers of codes in a thread that holds all of its weight at once."""
         s, packing = self.schedule, self.spec.packing
         return self.rounds * s.row_blocks * (s.step_k // packing.chunk) * packing.units * 4
@@ -54,7 +54,7 @@ class Plan:
     @property
     def launched_tiles(self) -> int:
         """With the empty ones that fill up the grid."""
-        return max(self.tiles, -(-self.schedule.least_blocks // self.schedule.splits))
+        return max(self.tiles, -(-self.schedule.min_blocks // self.schedule.split_k))
 
     @property
     def groups(self) -> int:
@@ -63,27 +63,27 @@ class Plan:
         return 0 if group is None else max(1, self.schedule.step_k // group)
 
     @property
-    def biased(self) -> bool:
+    def defers_offset(self) -> bool:
         """Whether codes are decoded too large by a bias: one mma per fragment of x makes up for it, whatever the rows,
         instead of a subtraction per pair of weights."""
         t, s = self.spec.dtype, self.schedule
-        narrow = t.bits <= BIASED_BITS and can_be_biased(t, compute_element(t, self.spec.act))
-        return narrow and s.row_blocks > 1 and not s.wgmma and not s.bare
+        narrow = t.bits <= OFFSET_BITS and can_defer_offset(t, compute_element(t, self.spec.act))
+        return narrow and s.row_blocks > 1 and not s.wgmma and not s.raw_codes
 
     @property
-    def bare(self) -> bool:
+    def raw_codes(self) -> bool:
         """Whether codes are multiplied as they are stored, with no subtraction: where nothing is to be taken away from
         them, where zeros are taken away by sums of x anyway, or where the schedule has it so."""
         s, spec = self.schedule, self.spec
-        if s.bare or s.digits or not has_bare(spec) or self.biased or self.rounds_scales:
-            return bool(s.bare)
+        if s.raw_codes or s.integer_mma or not can_use_raw_codes(spec) or self.defers_offset or self.rounds_scales:
+            return s.raw_codes
         return not self.rounds_zeros if spec.zeros == "float" else spec.zeros == "none" and spec.dtype.kind == "uint"
 
     @property
     def rounds_zeros(self) -> bool:
         """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
         and the sums of x that would make up for them would cost as much as 64 rows of products."""
-        return bool(self.schedule.wgmma) and self.spec.zeros == "float" and self.groups > 0 and self._decodes_values
+        return self.schedule.wgmma and self.spec.zeros == "float" and self.groups > 0 and self._decodes_values
 
     @property
     def rounds_scales(self) -> bool:
@@ -94,18 +94,18 @@ class Plan:
         s, spec = self.schedule, self.spec
         group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
         less = group is not None and (group <= s.tokens or self.rounds_zeros or s.tokens > MOST_SCALED)
-        return bool(s.wgmma) and less and same and self._decodes_values
+        return s.wgmma and less and same and self._decodes_values
 
     @property
     def sums_once(self) -> bool:
         """Whether, with wgmma, sums need registers only once: no group's are scaled, none of x stand beside them."""
-        return self.rounds_scales or not (self.groups or self.spec.zeros == "float" or self.schedule.bare)
+        return self.rounds_scales or not (self.groups or self.spec.zeros == "float" or self.schedule.raw_codes)
 
     @property
     def _decodes_values(self) -> bool:
         """Whether codes can be decoded to their values, with no power of two left out."""
         t = self.spec.dtype
-        return not self.schedule.bare and exponent(t, compute_element(t, self.spec.act)) == 0
+        return not self.schedule.raw_codes and exponent(t, compute_element(t, self.spec.act)) == 0
 
     @property
     def rounding(self) -> dict[str, bool]:
@@ -121,14 +121,14 @@ class Plan:
     def workspace_bytes(self) -> int:
         """Partial sums of all splits and a counter per tile, where splits add up through device memory."""
         s = self.schedule
-        return 0 if s.splits == s.cluster else self.tiles * (s.splits * s.rows * s.columns + 1) * 4
+        return 0 if s.split_k == s.cluster else self.tiles * (s.split_k * s.rows * s.columns + 1) * 4
 
 
-def has_bare(spec: MatmulSpec) -> bool:
+def can_use_raw_codes(spec: MatmulSpec) -> bool:
     """Whether codes can be multiplied as they are stored."""
-    return can_be_bare(spec.dtype, compute_element(spec.dtype, spec.act))
+    return can_be_raw(spec.dtype, compute_element(spec.dtype, spec.act))
 
 
-def is_bare(spec: MatmulSpec, schedule: Schedule) -> bool:
-    """Whether they are, even without `Schedule.bare`."""
-    return Plan(spec, replace(schedule, bare=0)).bare
+def always_uses_raw_codes(spec: MatmulSpec, schedule: Schedule) -> bool:
+    """Whether they are, even without `Schedule.raw_codes`."""
+    return KernelPlan(spec, replace(schedule, raw_codes=False)).raw_codes

@@ -2,93 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 from lowbit.dialect.errors import SpecError
 
-TOKEN_TILES = (1, 8, 16, 32, 64, 128, 256)  # the m for which a kernel of its own is made, up to the next
+TOKEN_TILES = (1, 8, 16, 32, 64, 128, 256)  # most tokens of a launch that have a kernel of their own
+
+
+Refill = Literal["before_mma", "after_first_mma", "per_warp"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The free choices of the skinny matmul kernel; every choice gives the same numbers up to f32 rounding.
+    """The free choices of the decode kernel. Every choice gives the same numbers up to f32 rounding.
 
     A block computes 16 * row_blocks * warps_n rows of the weight for `tokens` tokens. Its warps_n * warps_k warps
-    split the rows and, within every step of step_k * warps_k columns, k. `splits` blocks share a row's k.
+    share the rows and, within every step of step_k * warps_k columns, k. `split_k` blocks share a row's k.
+
+    tokens             the most tokens of one launch: one of TOKEN_TILES
+    row_blocks         blocks of 16 rows per warp
+    warps_n, warps_k   warps of a block along n and along k
+    step_k             columns that a warp takes per step: whole chunks of the packed weight
+    num_stages         depth of the copy pipeline; with more stages than rounds, all copies are started in front
+    split_k            blocks that share k and add up their sums
+    cluster            of these, blocks that add up through distributed shared memory: 1 or all (sm_90)
+    wgmma              use wgmma, which multiplies with four warps and reads x from shared memory (sm_90a)
+    max_blocks_per_sm  at most so many blocks on a multiprocessor at a time; 0: as many as fit
+    integer_mma        multiply one token as 8-bit limbs with codes as bytes, in integers (`formats.integer_limbs`)
+    preload_weights    load a block's part of the weight to registers, and x to shared memory, before the first product
+    min_blocks         fill the grid up to so many blocks with empty ones
+    prefetch_limit     rounds of the weight under way until the kernel before has ended; 0: as many as there are stages
+    raw_codes          skip the subtraction for signed codes and zero points as well; sums of x correct the result
+    refill             when a round starts the copies of a later one: before its products, after its first product has
+                       begun (wgmma), or as each warp gets there, without a barrier per round (wgmma)
+    overlap_groups     begin the product of a group before that of the last group has ended (wgmma)
     """
 
-    tokens: int = 8  # at most: one of TOKEN_TILES
-    row_blocks: int = 2  # of 16 rows, per warp
+    tokens: int = 8
+    row_blocks: int = 2
     warps_n: int = 1
     warps_k: int = 8
-    step_k: int = 128  # columns a warp takes per step: whole chunks
-    stages: int = 3  # of the copy pipeline; with more than there are rounds, everything is copied at the start
-    splits: int = 1
-    cluster: int = 1  # of these splits, those that add up through distributed shared memory: 1 or all (sm_90)
-    wgmma: int = 0  # 1: instructions of whole warpgroups, which read x from shared memory (sm_90a)
-    max_blocks: int = 0  # on a multiprocessor at a time; 0: as many as fit
-    digits: int = 0  # 1: one token as digits times codes as bytes, in integers (`dialect.formats.integer_limbs`)
-    resident: int = 0  # 1: a block's part of the weight in registers, x in shared memory, each all at once
-    least_blocks: int = 0  # of the grid: empty ones fill it up
-    throttle: int = 0  # rounds of the weight under way at a time until the kernel before has ended; 0: as many as fit
-    bare: int = 0  # 1: signed codes and such with zeros, too, are multiplied as stored; sums of x make up for that
-    late: int = 0  # 1: with wgmma, a round's first product comes before its copies; 2: and warps may drift apart
-    overlap: int = 0  # 1: the product of a group is begun, with wgmma, before that of the last has ended
+    step_k: int = 128
+    num_stages: int = 3
+    split_k: int = 1
+    cluster: int = 1
+    wgmma: bool = False
+    max_blocks_per_sm: int = 0
+    integer_mma: bool = False
+    preload_weights: bool = False
+    min_blocks: int = 0
+    prefetch_limit: int = 0
+    raw_codes: bool = False
+    refill: Refill = "before_mma"
+    overlap_groups: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if type(value) is not int:
-                raise SpecError(f"schedule: {name}={value!r} must be an integer")
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), field.default)
+        self._check_sizes()
+        for given, rule, holds in _RULES:
+            if not holds(self):
+                raise SpecError(f"schedule: {given} {rule}".format(s=self))
+
+    def _check_sizes(self) -> None:
+        """The ranges of single fields."""
         if self.tokens not in TOKEN_TILES:
             raise SpecError(f"schedule: tokens={self.tokens} must be one of {', '.join(map(str, TOKEN_TILES))}")
-        for name in ("row_blocks", "warps_n", "warps_k", "stages", "splits", "cluster"):
+        for name in ("row_blocks", "warps_n", "warps_k", "num_stages", "split_k", "cluster"):
             if getattr(self, name) < 1:
                 raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")
-        if self.cluster not in (1, self.splits) or self.cluster > 8 or self.rows % self.cluster:
-            raise SpecError(
-                f"schedule: cluster={self.cluster} must be 1, or splits={self.splits} where that is at most 8 and "
-                f"divides the {self.rows} rows of a block"
-            )
-        if self.wgmma not in (0, 1) or (self.wgmma and (self.warps_n % 4 or self.tokens < 8)):
-            raise SpecError(
-                f"schedule: wgmma={self.wgmma} must be 0, or 1 with warps_n={self.warps_n} a multiple of 4 and "
-                f"tokens={self.tokens} at least 8"
-            )
-        if self.tokens > 64 and not self.wgmma:
-            raise SpecError(f"schedule: tokens={self.tokens} needs wgmma=1; without it at most 64 fit into registers")
-        if self.digits not in (0, 1) or (self.digits and (self.tokens, self.warps_n, self.wgmma) != (1, 1, 0)):
-            raise SpecError(
-                f"schedule: digits={self.digits} must be 0, or 1 with tokens=1, warps_n=1 and wgmma=0, not "
-                f"tokens={self.tokens}, warps_n={self.warps_n} and wgmma={self.wgmma}"
-            )
-        if self.resident not in (0, 1) or (self.resident and (self.digits or self.stages != 1)):
-            raise SpecError(
-                f"schedule: resident={self.resident} must be 0, or 1 with stages=1 and digits=0, not "
-                f"stages={self.stages} and digits={self.digits}"
-            )
-        if self.overlap not in (0, 1) or (self.overlap and (not self.wgmma or self.row_blocks > 1)):
-            raise SpecError(
-                f"schedule: overlap={self.overlap} must be 0, or 1 with wgmma=1 and row_blocks=1, not "
-                f"wgmma={self.wgmma} and row_blocks={self.row_blocks}"
-            )
-        if self.late not in (0, 1, 2) or (self.late and (not self.wgmma or self.resident)):
-            raise SpecError(
-                f"schedule: late={self.late} must be 0, or 1 or 2 with wgmma=1 and resident=0, not "
-                f"wgmma={self.wgmma} and resident={self.resident}"
-            )
-        if self.late == 2 and (self.stages < 2 or self.throttle):
-            raise SpecError(
-                f"schedule: late=2 needs stages=2 or more and throttle=0, not stages={self.stages} and "
-                f"throttle={self.throttle}"
-            )
-        if self.bare not in (0, 1) or (self.bare and self.digits):
-            raise SpecError(f"schedule: bare={self.bare} must be 0, or 1 with digits=0, not digits={self.digits}")
-        if self.resident and self.throttle:
-            raise SpecError(f"schedule: throttle={self.throttle} is for copies; with resident=1 it must be 0")
-        zeros = {"max_blocks": "as many as fit", "least_blocks": "as many as have work", "throttle": "as many as fit"}
-        for name, zero in zeros.items():
+        for name in ("max_blocks_per_sm", "min_blocks", "prefetch_limit"):
             if getattr(self, name) < 0:
-                raise SpecError(f"schedule: {name}={getattr(self, name)} must be 0 ({zero}) or more")
+                raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 0, which sets no limit")
         if self.step_k < 16 or self.step_k % 16:
             raise SpecError(f"schedule: step_k={self.step_k} must be a positive multiple of 16")
         if self.threads > 1024:
@@ -100,18 +87,109 @@ class Schedule:
 
     @property
     def mma_columns(self) -> int:
-        """Of the products: an mma has eight, of which a single token uses one (or digits four)."""
+        """Columns of the products: an mma has eight, of which a single token uses one (its limbs four)."""
         return max(8, self.tokens)
 
     @property
     def columns(self) -> int:
-        """Of the sums a block ends with: digits leave one for their token."""
-        return 1 if self.digits else self.mma_columns
+        """Columns of the sums that a block ends with; limbs leave one for their token."""
+        return 1 if self.integer_mma else self.mma_columns
 
     @property
     def rows(self) -> int:
         """Rows of the weight per block."""
         return 16 * self.row_blocks * self.warps_n
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Schedule:
+        """The inverse of `dataclasses.asdict`. Fields may have the names and numbers of version 0.1, as in old tables
+        and tuning logs. Raises SpecError for an unknown field or a value that does not fit."""
+        read = dict(_modern(name, value) for name, value in values.items())
+        known = [field.name for field in fields(Schedule)]
+        if unknown := sorted(read.keys() - set(known)):
+            raise SpecError(f"schedule: unknown field {unknown[0]!r}; allowed: {', '.join(known)}")
+        return Schedule(**read)
+
+
+# Fields that depend on others: what was given, what it needs (`s` is the schedule), and whether it has that.
+_RULES: tuple[tuple[str, str, Callable[[Schedule], bool]], ...] = (
+    (
+        "cluster={s.cluster}",
+        "must be 1, or split_k={s.split_k} where that is at most 8 and divides the {s.rows} rows of a block",
+        lambda s: s.cluster in (1, s.split_k) and s.cluster <= 8 and s.rows % s.cluster == 0,
+    ),
+    (
+        "wgmma=True",
+        "needs warps_n={s.warps_n} to be a multiple of 4 and tokens={s.tokens} to be at least 8",
+        lambda s: not s.wgmma or (s.warps_n % 4 == 0 and s.tokens >= 8),
+    ),
+    (
+        "tokens={s.tokens}",
+        "needs wgmma=True; without it the sums of at most 64 tokens fit into registers",
+        lambda s: s.tokens <= 64 or s.wgmma,
+    ),
+    (
+        "integer_mma=True",
+        "needs tokens=1, warps_n=1 and wgmma=False; got tokens={s.tokens}, warps_n={s.warps_n}, wgmma={s.wgmma}",
+        lambda s: not s.integer_mma or (s.tokens, s.warps_n, s.wgmma) == (1, 1, False),
+    ),
+    (
+        "preload_weights=True",
+        "needs num_stages={s.num_stages} to be 1, prefetch_limit={s.prefetch_limit} to be 0, and integer_mma=False",
+        lambda s: not s.preload_weights or (s.num_stages, s.prefetch_limit, s.integer_mma) == (1, 0, False),
+    ),
+    (
+        "overlap_groups=True",
+        "needs wgmma=True and row_blocks=1; got wgmma={s.wgmma}, row_blocks={s.row_blocks}",
+        lambda s: not s.overlap_groups or (s.wgmma and s.row_blocks == 1),
+    ),
+    (
+        "refill={s.refill!r}",
+        "needs wgmma=True and preload_weights=False; got wgmma={s.wgmma}, preload_weights={s.preload_weights}",
+        lambda s: s.refill == "before_mma" or (s.wgmma and not s.preload_weights),
+    ),
+    (
+        "refill='per_warp'",
+        "needs num_stages={s.num_stages} to be at least 2 and prefetch_limit={s.prefetch_limit} to be 0",
+        lambda s: s.refill != "per_warp" or (s.num_stages >= 2 and s.prefetch_limit == 0),
+    ),
+    ("raw_codes=True", "needs integer_mma=False", lambda s: not (s.raw_codes and s.integer_mma)),
+)
+
+# Fields of version 0.1, whose choices were all integers.
+_RENAMED = {
+    "stages": "num_stages",
+    "splits": "split_k",
+    "max_blocks": "max_blocks_per_sm",
+    "digits": "integer_mma",
+    "resident": "preload_weights",
+    "least_blocks": "min_blocks",
+    "throttle": "prefetch_limit",
+    "bare": "raw_codes",
+    "late": "refill",
+    "overlap": "overlap_groups",
+}
+_CHOICES = ("wgmma", "integer_mma", "preload_weights", "raw_codes", "overlap_groups")
+
+
+def _modern(name: str, value: Any) -> tuple[str, Any]:
+    """A field as it is called now, and its value as it is written now."""
+    name = _RENAMED.get(name, name)
+    if type(value) is int and name in _CHOICES and value in (0, 1):
+        value = bool(value)
+    if type(value) is int and name == "refill" and 0 <= value < len(get_args(Refill)):
+        value = get_args(Refill)[value]
+    return name, value
+
+
+def _check_type(name: str, value: object, default: object) -> None:
+    """Raises SpecError unless a field's value is of the type of its default."""
+    if name == "refill":
+        if value not in get_args(Refill):
+            raise SpecError(f"schedule: refill={value!r} must be one of {', '.join(map(repr, get_args(Refill)))}")
+    elif type(value) is not type(default):
+        kind = "True or False" if isinstance(default, bool) else "an integer"
+        raise SpecError(f"schedule: {name}={value!r} must be {kind}")
 
 
 @dataclass(frozen=True)

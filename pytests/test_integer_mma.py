@@ -1,4 +1,4 @@
-"""One token in integers: which codes meet which digits of x, kernels against float64, and how fine they are."""
+"""One token in integers: which codes meet which limbs of x, kernels against float64, and how fine they are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode import kernel as skinny
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering import integer_mma as lower_digits
+from lowbit.passes.lowering import integer_mma as lower_limbs
 from lowbit.passes.lowering.lower_tiles import _Lowering
 from lowbit.passes.pipeline import CompiledKernel, compile_matmul
 from lowbit.passes.scheduling import choice as schedule_choice
@@ -102,7 +102,7 @@ def _schedule(c: dict[str, Any]) -> Schedule:
     step = c["step"] if group is None or group % c["step"] == 0 or c["step"] % group == 0 else 128
     splits, cluster = c["sharing"]
     shape = c["row_blocks"], 1, c["warps_k"], step, c["stages"], splits, cluster
-    return Schedule(1, *shape, digits=1)
+    return Schedule(1, *shape, integer_mma=True)
 
 
 CASES = [(_spec(c), _schedule(c), c["target"]) for c in covering(FACTORS, fit)]
@@ -119,13 +119,13 @@ def test_choices(spec: MatmulSpec, schedule: Schedule, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_rule_takes_digits(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule_takes_limbs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is much of a narrow weight. Through the door, for one token; more have a kernel with reals."""
     large = MatmulSpec(57344, 8192, "u2", group_size=128, zeros="int")
-    assert default_schedule(large, 1, parse_target(target)).digits == 1
+    assert default_schedule(large, 1, parse_target(target)).limbs == 1
     monkeypatch.setattr(schedule_choice, "_ONE_TOKEN", ())  # for a small weight, too
     spec = replace(large, n=256, k=4096)
-    assert default_schedule(spec, 1, parse_target(target)).digits == 1
+    assert default_schedule(spec, 1, parse_target(target)).limbs == 1
     mm = lowbit.compile(spec, f"emulator:{target}")
     problem = random_problem(spec, 3)
     x, *weight = problem
@@ -162,7 +162,7 @@ def test_precision(weight: str, kind: str, act: str) -> None:
     """Far finer than the tolerance of f16's kernels: a few roundings of f32, of terms and of the largest of a piece."""
     spec = MatmulSpec(24, 1024, weight, group_size=256, act=act, out="f32", scale="f32")  # type: ignore[arg-type]
     x, *weights = problem = _problem(spec, _numbers(kind, spec.k))
-    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 2, 256, 2, digits=1))
+    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 2, 256, 2, integer_mma=True))
     y = run_matmul(kernel, spec, problem).double().numpy()
     size = np.abs(x.double().numpy())
     largest = np.repeat(size.reshape(-1, PIECE).max(axis=1), PIECE)[None]
@@ -173,12 +173,12 @@ def test_precision(weight: str, kind: str, act: str) -> None:
 
 @pytest.mark.parametrize("weight", ["u1", "u2", "u4"])
 def test_largest_sums(weight: str) -> None:
-    """All codes the largest, and of all x the third digit -128: sums of digits still fit a mantissa."""
+    """All codes the largest, and of all x the third limb -128: sums of limbs still fit a mantissa."""
     spec = MatmulSpec(16, 256, weight, group_size=128, out="f32", scale="f32")
     codes = torch.full((16, 256), spec.dtype.codes - 1, dtype=torch.uint8)
     x = torch.full((1, 256), 1 + 2.0**-6, dtype=torch.float16)
     problem = x, codes, torch.ones(16, 2), None, None
-    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 1, 1, 1, 256, 2, digits=1))
+    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 1, 1, 1, 256, 2, integer_mma=True))
     assert (run_matmul(kernel, spec, problem) == 256 * (1 + 2.0**-6) * (spec.dtype.codes - 1)).all()
 
 
@@ -189,7 +189,7 @@ def test_no_number_stays_none(special: float, act: str) -> None:
     spec = MatmulSpec(24, 1024, "u2", group_size=128, act=act)  # type: ignore[arg-type]
     x = _numbers("outliers", spec.k)
     x[700] = special
-    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 2, 256, 2, digits=1))
+    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 2, 256, 2, integer_mma=True))
     assert not torch.isfinite(run_matmul(kernel, spec, _problem(spec, x))).any()
 
 
@@ -199,23 +199,23 @@ def test_range(largest: float) -> None:
     spec = MatmulSpec(24, 512, "u2", group_size=128, act="bf16", out="f32", scale="f32")
     x = _numbers("outliers", spec.k)
     problem = _problem(spec, x / np.abs(x).max() * largest)
-    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 1, 256, 2, digits=1))
+    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 1, 256, 2, integer_mma=True))
     assert matmul_is_right(run_matmul(kernel, spec, problem), spec, problem)
 
 
 # -- broken compilers
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "no carries": (lower_digits, "_CARRIES", 0),
-    "one carry less": (lower_digits, "_CARRIES", 0x00008080),
-    "another origin": (lower_digits, "_ORIGIN", 2.0**23),
-    "shifts not taken from x": (lower_digits, "_scale", lambda values, shift: SCALE(values, emit.constant(0))),
-    "digits in another order": (lower_digits, "_digits", lambda numbers: DIGITS_OF(numbers)[::-1]),
-    "columns in another order": (lower_digits, "_digits", lambda numbers: DIGITS_OF(numbers[::-1])),
-    "coarser digits": (lower_digits, "TOP", 21),
+    "no carries": (lower_limbs, "_CARRIES", 0),
+    "one carry less": (lower_limbs, "_CARRIES", 0x00008080),
+    "another origin": (lower_limbs, "_ORIGIN", 2.0**23),
+    "shifts not taken from x": (lower_limbs, "_scale", lambda values, shift: SCALE(values, emit.constant(0))),
+    "limbs in another order": (lower_limbs, "_limbs", lambda numbers: DIGITS_OF(numbers)[::-1]),
+    "columns in another order": (lower_limbs, "_limbs", lambda numbers: DIGITS_OF(numbers[::-1])),
+    "coarser limbs": (lower_limbs, "TOP", 21),
     "excess forgotten": (skinny, "zero_code", lambda format_: 0.0),
 }
-SCALE, DIGITS_OF = lower_digits._scale, lower_digits._digits
+SCALE, DIGITS_OF = lower_limbs._scale, lower_limbs._limbs
 I2 = MatmulSpec(40, 1024, "i2", group_size=256, zeros="float", out="f32", scale="f32")
 
 
@@ -229,7 +229,7 @@ def _is_right(kernel: CompiledKernel, racecheck: bool = False) -> bool:
 
 
 def _compiled(stages: int = 2) -> CompiledKernel:
-    return compile_matmul(I2, parse_target("sm_80"), Schedule(1, 1, 1, 2, 256, stages, digits=1))
+    return compile_matmul(I2, parse_target("sm_80"), Schedule(1, 1, 1, 2, 256, stages, integer_mma=True))
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -240,7 +240,7 @@ def test_broken(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("stages", "number"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0), (3, 1)])
 def test_no_barrier_can_go(stages: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrived, split, (consumed): every one keeps digits or weights from being read too early, or overwritten."""
+    """Arrived, split, (consumed): every one keeps limbs or weights from being read too early, or overwritten."""
     monkeypatch.setattr(_Lowering, "_barrier", without_barrier(number)(_Lowering._barrier))
     with pytest.raises(EmulatorError):
         _is_right(_compiled(stages), racecheck=True)
@@ -257,10 +257,11 @@ def test_nothing_broken(stages: int) -> None:
 @pytest.mark.parametrize(
     ("weight", "group", "schedule", "message"),
     [
-        ("u1", 128, Schedule(1, step_k=128, digits=1), "step_k=128 must be a multiple of 256"),
-        ("u3", 128, Schedule(1, step_k=256, digits=1), "digits=1 multiplies integers of 1, 2 or 4 bits in groups of"),
-        ("lut2", 128, Schedule(1, digits=1), "lut2 in groups of 128 needs digits=0"),
-        ("u2", 64, Schedule(1, digits=1), "u2 in groups of 64 needs digits=0"),
+        ("u1", 128, Schedule(1, step_k=128, integer_mma=True), "step_k=128 must be a multiple of 256"),
+        ("u3", 128, Schedule(1, step_k=256, integer_mma=True),
+         "integer_mma=True multiplies integers of 1, 2 or 4 bits in groups of"),
+        ("lut2", 128, Schedule(1, integer_mma=True), "lut2 in groups of 128 needs integer_mma=False"),
+        ("u2", 64, Schedule(1, integer_mma=True), "u2 in groups of 64 needs integer_mma=False"),
     ],
 )
 def test_schedules_that_do_not_fit(weight: str, group: int, schedule: Schedule, message: str) -> None:
@@ -270,11 +271,11 @@ def test_schedules_that_do_not_fit(weight: str, group: int, schedule: Schedule, 
 
 
 def test_steps_are_whole_pieces() -> None:
-    with pytest.raises(SpecError, match="step_k=64 must be a multiple of 128 for digits=1"):
-        check_schedule(MatmulSpec(64, 1024, "u4"), Schedule(1, step_k=64, digits=1), parse_target("sm_90a"))
+    with pytest.raises(SpecError, match="step_k=64 must be a multiple of 128 for limbs=1"):
+        check_schedule(MatmulSpec(64, 1024, "u4"), Schedule(1, step_k=64, integer_mma=True), parse_target("sm_90a"))
 
 
 @pytest.mark.parametrize("choice", [{"tokens": 8}, {"warps_n": 2}, {"tokens": 8, "warps_n": 4, "wgmma": 1}])
 def test_digits_are_for_one_token_and_one_warp(choice: dict[str, int]) -> None:
-    with pytest.raises(SpecError, match="digits=1 must be 0, or 1 with tokens=1, warps_n=1 and wgmma=0"):
-        Schedule(**({"tokens": 1} | choice), digits=1)
+    with pytest.raises(SpecError, match="limbs=1 must be 0, or 1 with tokens=1, warps_n=1 and wgmma=False"):
+        Schedule(**({"tokens": 1} | choice), integer_mma=True)

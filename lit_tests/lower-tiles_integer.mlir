@@ -3,7 +3,7 @@
 // One token in integers, with codes of 2 bits: a piece of 128 columns of 16 rows (`dialect.formats.integer_limbs`).
 
 !x = !lowbit.shared<[1, 1, 128], f16, [136, 136, 1], 0>
-!digits = !lowbit.shared<[1, 1, 4, 4, 8], i32, [192, 192, 48, 12, 1], 0>
+!limbs = !lowbit.shared<[1, 1, 4, 4, 8], i32, [192, 192, 48, 12, 1], 0>
 !unit = !lowbit.reg<[1, 1, 1], f32, "replicated(32, rank=3)">
 !codes = !lowbit.reg<[1, 16, 128], #lowbit.format<"u2", []>, "column_local(1, 2, 16).spatial(1, 8, 4).local(1, 1, 2)">
 !pairs = !lowbit.reg<[1, 16, 2], f32, "local(1, 2, 1).spatial(1, 8, 1).replicated(2).spatial(1, 1, 2)">
@@ -13,7 +13,7 @@
 !y = !lowbit.shared<[1, 16, 1], f32, [16, 1, 1], 0>
 
 // A lane takes two pairs of columns, 16 apart, whose codes one mask takes.
-// CHECK-LABEL: gpu.func @digits
+// CHECK-LABEL: gpu.func @limbs
 // CHECK:         %[[FIRST:.*]] = llvm.load %[[X:.*]] {alignment = 4 : i64} : !llvm.ptr<3> -> vector<2xf16>
 // CHECK:         %[[SECOND:.*]] = llvm.load %{{.*}} {alignment = 4 : i64} : !llvm.ptr<3> -> vector<2xf16>
 
@@ -24,7 +24,7 @@
 // CHECK:         %[[UNIT_BITS:.*]] = arith.select %{{.*}}, %c2143289344_i32
 // CHECK:         %[[UNIT:.*]] = llvm.bitcast %[[UNIT_BITS]] : i32 to f32
 
-// Rounded to integers, which become signed digits, 0x00808080 being carries: eight prmt sort the bytes of four numbers.
+// Rounded to integers, which become signed limbs, 0x00808080 being carries: eight prmt sort the bytes of four numbers.
 // CHECK-COUNT-4: llvm.inline_asm {{.*}} "cvt.rni.s32.f32 $0, $1;"
 // CHECK-COUNT-4: arith.xori %{{.*}}, %c8421504_i32
 // CHECK-COUNT-8: llvm.inline_asm {{.*}} "prmt.b32 $0, $1, $2, $3;"
@@ -40,9 +40,9 @@
 // CHECK:         %[[A3:.*]] = arith.andi %[[WORD]], %c-1061109568_i32
 
 // Four mma for 16 rows of 128 columns, from the bits of 1.5 * 2^23.
-// CHECK:         %[[DIGITS:.*]] = llvm.load %{{.*}} {alignment = 16 : i64} : !llvm.ptr<3> -> vector<4xi32>
-// CHECK:         %[[B0:.*]] = llvm.extractelement %[[DIGITS]][%c0_i32 : i32]
-// CHECK:         %[[B1:.*]] = llvm.extractelement %[[DIGITS]][%c1_i32 : i32]
+// CHECK:         %[[LIMBS:.*]] = llvm.load %{{.*}} {alignment = 16 : i64} : !llvm.ptr<3> -> vector<4xi32>
+// CHECK:         %[[B0:.*]] = llvm.extractelement %[[LIMBS]][%c0_i32 : i32]
+// CHECK:         %[[B1:.*]] = llvm.extractelement %[[LIMBS]][%c1_i32 : i32]
 // CHECK:         nvvm.mma.sync A[%[[A0]], %[[A1]], %[[A2]], %[[A3]]] B[%[[B0]], %[[B1]]] C[%c1262485504_i32,
 // CHECK-COUNT-2: nvvm.mma.sync
 // CHECK:         %[[LAST:.*]] = nvvm.mma.sync
@@ -51,7 +51,7 @@
 // CHECK:         %[[LOW:.*]] = llvm.bitcast %[[D0]] : i32 to f32
 // CHECK:         %[[HIGH:.*]] = llvm.bitcast %[[D1]] : i32 to f32
 
-// Two digits' sums as one number: (256 high - origin) unit, and low unit, which brings the origin back, on top.
+// Two limbs' sums as one number: (256 high - origin) unit, and low unit, which brings the origin back, on top.
 // CHECK:         %[[UPPER:.*]] = arith.mulf %[[UNIT]], %
 // CHECK:         %[[BOTH:.*]] = arith.mulf %[[UNIT]], %
 // CHECK:         %[[HIGHER:.*]] = llvm.intr.fma(%[[HIGH]], %[[UPPER]], %[[BOTH]])
@@ -61,18 +61,18 @@
 // CHECK:         nvvm.shfl.sync bfly %{{.*}}, %[[SUM]], %c1_i32
 "lowbit.program"() ({
   %x = "lowbit.alloc_shared"() : () -> !x
-  %digits = "lowbit.alloc_shared"() : () -> !digits
+  %limbs = "lowbit.alloc_shared"() : () -> !limbs
   %units = "lowbit.alloc_shared"() : () -> !units
   %y = "lowbit.alloc_shared"() : () -> !y
   %c0 = arith.constant 0 : i32
-  %unit = "lowbit.split_digits"(%x, %digits) {format = #lowbit.format<"u2", []>} : (!x, !digits) -> !unit
+  %unit = "lowbit.split_limbs"(%x, %limbs) {format = #lowbit.format<"u2", []>} : (!x, !limbs) -> !unit
   "lowbit.barrier"() {scope = "warps", warps = 1} : () -> ()
   %words = "lowbit.load"(%units, %c0, %c0, %c0) {boundary = ["none", "none", "none"], operandSegmentSizes = array<i32: 1, 3>}
     : (!units, i32, i32, i32) -> !words
   %codes = "lowbit.view"(%words) : (!words) -> !codes
-  %pairs = "lowbit.digit_mma"(%codes, %digits, %unit) {start = 0, columns = 128} : (!codes, !digits, !unit) -> !pairs
-  %joined = "lowbit.join_digits"(%pairs) : (!pairs) -> !joined
+  %pairs = "lowbit.limb_mma"(%codes, %limbs, %unit) {start = 0, columns = 128} : (!codes, !limbs, !unit) -> !pairs
+  %joined = "lowbit.join_limbs"(%pairs) : (!pairs) -> !joined
   "lowbit.store"(%joined, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"], operandSegmentSizes = array<i32: 1, 1, 3>}
     : (!joined, !y, i32, i32, i32) -> ()
   "lowbit.return"() : () -> ()
-}) {sym_name = "digits", threads = 32, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+}) {sym_name = "limbs", threads = 32, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
