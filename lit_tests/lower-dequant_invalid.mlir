@@ -12,7 +12,7 @@ func.func @range(%w: i32) -> vector<2xf16> {
 
 // Nobody takes off again what a float or a wide integer would be too large by.
 func.func @deferred_offset(%w: i32) -> vector<2xf16> {
-  // expected-error @below {{lower-dequant: f8e4m3 in f16 cannot be deferred_offset, as narrow integers can}}
+  // expected-error @below {{lower-dequant: f8e4m3 in f16 cannot keep its offset, as narrow integers can}}
   %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e4m3", []>, register = 0, exponent = 8, deferred_offset,
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>

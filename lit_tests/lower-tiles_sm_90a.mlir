@@ -291,11 +291,11 @@
 
 // -----
 
-// What is aside does not end a product: its first instructions are under way meanwhile, the rest follows, and one wait is for all.
+// A branch marked beside_mma does not end a product: its first instructions are under way meanwhile, the rest follows, and one wait is for all.
 !x_buffer = !lowbit.shared<[1, 2, 8, 64], f16, [1024, 512, 64, 1], 128>
 !a = !lowbit.reg<[1, 64, 128], f16, "spatial(1, 4, 1).local(1, 1, 8).column_local(1, 2, 2).spatial(1, 8, 4).local(1, 1, 2)">
 !d = !lowbit.reg<[1, 64, 8], f32, "spatial(1, 4, 1).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
-// CHECK-LABEL: gpu.func @aside
+// CHECK-LABEL: gpu.func @beside_mma
 // CHECK:         llvm.inline_asm has_side_effects {{.*}}mov.f32 wgmma_sum0, $0;
 // CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.fence.sync.aligned;
 // CHECK-SAME:      setp.eq.b32 add, $16, $16;
@@ -319,11 +319,11 @@
   %again = arith.cmpi slt, %c0, %more : i32
   scf.if %again {
     "lowbit.commit"() : () -> ()
-  } {lowbit.aside}
+  } {lowbit.beside_mma}
   "lowbit.store"(%d, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
     operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
   "lowbit.return"() : () -> ()
-}) {sym_name = "aside", threads = 128, grid = [1, 1, 1], params = ["y", "more"], workspace = 0} : () -> ()
+}) {sym_name = "beside_mma", threads = 128, grid = [1, 1, 1], params = ["y", "more"], workspace = 0} : () -> ()
 
 // -----
 

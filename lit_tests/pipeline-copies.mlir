@@ -291,11 +291,11 @@
 // CHECK:           "lowbit.warpgroup_mma"
 // CHECK:           scf.if
 // CHECK:             "lowbit.copy_async"
-// CHECK:           } {lowbit.aside}
+// CHECK:           } {lowbit.beside_mma}
 // CHECK-NEXT:      "lowbit.commit"
 // CHECK-NEXT:      "lowbit.warpgroup_mma"
 // CHECK-NEXT:      scf.yield
-// CHECK-NOT:     lowbit.refill_late
+// CHECK-NOT:     lowbit.refill
 // CHECK:         "lowbit.return"
 "lowbit.program"() ({
 ^bb0(%px: !llvm.ptr<1>):
@@ -317,7 +317,7 @@
     %two = "lowbit.warpgroup_mma"(%a, %buffer, %one) {start = 0} : (!a, !buffer, !d) -> !d
     "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
     scf.yield %two : !d
-  } {lowbit.num_stages = 2, lowbit.refill_late}
+  } {lowbit.num_stages = 2, lowbit.refill = "after_first_mma"}
   "lowbit.return"() : () -> ()
 }) {sym_name = "late", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
 
@@ -342,11 +342,11 @@
 // CHECK:             "lowbit.await"(%[[SIGNALS]], %{{.*}}, %{{.*}}) : (
 // CHECK:             "lowbit.copy_async"
 // CHECK-NEXT:        "lowbit.arrive"(%[[SIGNALS]], %{{.*}}) {copies}
-// CHECK-NEXT:      } {lowbit.aside}
+// CHECK-NEXT:      } {lowbit.beside_mma}
 // CHECK:           "lowbit.warpgroup_mma"
 // CHECK:           "lowbit.arrive"(%[[SIGNALS]], %{{.*}}) : (
 // CHECK-NEXT:      scf.yield
-// CHECK-NOT:     lowbit.drift
+// CHECK-NOT:     lowbit.refill
 "lowbit.program"() ({
 ^bb0(%px: !llvm.ptr<1>):
   %c0 = arith.constant 0 : i32
@@ -367,6 +367,6 @@
     %two = "lowbit.warpgroup_mma"(%a, %buffer, %one) {start = 0} : (!a, !buffer, !d) -> !d
     "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
     scf.yield %two : !d
-  } {lowbit.num_stages = 2, lowbit.refill_late, lowbit.drift}
+  } {lowbit.num_stages = 2, lowbit.refill = "per_warp"}
   "lowbit.return"() : () -> ()
-}) {sym_name = "drift", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
+}) {sym_name = "per_warp", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()

@@ -4,11 +4,11 @@
 // Choices given as options go to every matmul that has none. Dashes and underscores mean the same.
 // CHECK-LABEL: func.func @free
 // CHECK:         lowbit.schedule = {
-// CHECK-SAME:      row_blocks = 1 : i64, split_k = 3 : i64, num_stages = 2 : i64, step_k = 64 : i64, prefetch_limit = 0 : i64, tokens = 16 : i64, warps_k = 4 : i64, warps_n = 2 : i64, wgmma = 0 : i64}
+// CHECK-SAME:      refill = "before_mma", row_blocks = 1 : i64, split_k = 3 : i64, step_k = 64 : i64, tokens = 16 : i64, warps_k = 4 : i64, warps_n = 2 : i64, wgmma = false}
 
 // Without options the pass chooses.
 // DEFAULT-LABEL: func.func @free
-// DEFAULT:         lowbit.schedule = {{.*}}step_k = {{(64|128)}} : i64, prefetch_limit = 0 : i64, tokens = 8 : i64
+// DEFAULT:         lowbit.schedule = {{.*}}step_k = {{(64|128)}} : i64, tokens = 8 : i64
 !weight = !lowbit.packed<[64, 1024], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @free(%x: tensor<?x1024xf16>, %w: !weight) -> tensor<?x64xf16> {
   %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x1024xf16>, !weight) -> tensor<?x64xf16>

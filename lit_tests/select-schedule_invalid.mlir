@@ -3,7 +3,7 @@
 // RUN: not %lowbit-opt %s --select-schedule=depth=3 2>&1 | %filecheck %s --check-prefix=OPTION
 // RUN: not %lowbit-opt %s --select-schedule=target=sm_70 2>&1 | %filecheck %s --check-prefix=TARGET
 
-// STAGES: error: schedule: stages=0 must be at least 1
+// STAGES: error: schedule: num_stages=0 must be at least 1
 // OPTION: error: --select-schedule: unknown option 'depth'; allowed: target, tokens, row_blocks
 // TARGET: error: --select-schedule: target=sm_70 unknown target 'sm_70'
 
@@ -30,7 +30,7 @@ func.func @group(%x: tensor<?x960xf16>, %w: !weight) -> tensor<?x64xf16> {
 // All stages have to fit into shared memory, of which sm_86 has 99 KB to a block.
 !weight = !lowbit.packed<[64, 1024], #lowbit.format<"u4", []>, 0, "none", "f16">
 func.func @shared(%x: tensor<?x1024xf16>, %w: !weight) -> tensor<?x64xf16> {
-  // expected-error @below {{sm_86 allows 101376; take fewer stages or warps_k, or a smaller step_k}}
+  // expected-error @below {{sm_86 allows 101376; take fewer num_stages or warps_k, or a smaller step_k}}
   %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x1024xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }

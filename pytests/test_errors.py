@@ -58,7 +58,9 @@ def test_spec(error: type[lowbit.LowbitError], message: str, change: dict[str, A
         replace(SPEC, **change)
 
 
-@pytest.mark.parametrize("change", [{"tokens": "8"}, {"stages": None}, {"warps_k": 2.0}, {"splits": True}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"tokens": "8"}, {"num_stages": None}, {"warps_k": 2.0}, {"split_k": True}], ids=str
+)
 def test_schedule_of_no_integers(change: dict[str, Any]) -> None:
     ((name, value),) = change.items()
     with pytest.raises(SpecError, match=f"schedule: {name}={value!r} must be an integer"):

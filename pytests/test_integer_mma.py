@@ -18,7 +18,7 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.formats.integer_limbs import BITS, HALVES, PIECE, halves
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing, run_of
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode import kernel as skinny
+from lowbit.passes.kernels.decode import kernel as decode_kernel
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering import integer_mma as lower_limbs
@@ -122,10 +122,10 @@ def test_choices(spec: MatmulSpec, schedule: Schedule, target: str) -> None:
 def test_the_rule_takes_limbs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is much of a narrow weight. Through the door, for one token; more have a kernel with reals."""
     large = MatmulSpec(57344, 8192, "u2", group_size=128, zeros="int")
-    assert default_schedule(large, 1, parse_target(target)).limbs == 1
+    assert default_schedule(large, 1, parse_target(target)).integer_mma
     monkeypatch.setattr(schedule_choice, "_ONE_TOKEN", ())  # for a small weight, too
     spec = replace(large, n=256, k=4096)
-    assert default_schedule(spec, 1, parse_target(target)).limbs == 1
+    assert default_schedule(spec, 1, parse_target(target)).integer_mma
     mm = lowbit.compile(spec, f"emulator:{target}")
     problem = random_problem(spec, 3)
     x, *weight = problem
@@ -213,7 +213,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
     "limbs in another order": (lower_limbs, "_limbs", lambda numbers: DIGITS_OF(numbers)[::-1]),
     "columns in another order": (lower_limbs, "_limbs", lambda numbers: DIGITS_OF(numbers[::-1])),
     "coarser limbs": (lower_limbs, "TOP", 21),
-    "excess forgotten": (skinny, "zero_code", lambda format_: 0.0),
+    "offset forgotten": (decode_kernel, "zero_code", lambda format_: 0.0),
 }
 SCALE, DIGITS_OF = lower_limbs._scale, lower_limbs._limbs
 I2 = MatmulSpec(40, 1024, "i2", group_size=256, zeros="float", out="f32", scale="f32")
@@ -271,11 +271,11 @@ def test_schedules_that_do_not_fit(weight: str, group: int, schedule: Schedule, 
 
 
 def test_steps_are_whole_pieces() -> None:
-    with pytest.raises(SpecError, match="step_k=64 must be a multiple of 128 for limbs=1"):
+    with pytest.raises(SpecError, match="step_k=64 must be a multiple of 128 for integer_mma=True"):
         check_schedule(MatmulSpec(64, 1024, "u4"), Schedule(1, step_k=64, integer_mma=True), parse_target("sm_90a"))
 
 
-@pytest.mark.parametrize("choice", [{"tokens": 8}, {"warps_n": 2}, {"tokens": 8, "warps_n": 4, "wgmma": 1}])
-def test_digits_are_for_one_token_and_one_warp(choice: dict[str, int]) -> None:
-    with pytest.raises(SpecError, match="limbs=1 must be 0, or 1 with tokens=1, warps_n=1 and wgmma=False"):
+@pytest.mark.parametrize("choice", [{"tokens": 8}, {"warps_n": 2}, {"tokens": 8, "warps_n": 4, "wgmma": True}])
+def test_limbs_are_for_one_token_and_one_warp(choice: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="integer_mma=True needs tokens=1, warps_n=1 and wgmma=False"):
         Schedule(**({"tokens": 1} | choice), integer_mma=True)

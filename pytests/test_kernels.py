@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -31,9 +31,9 @@ import lowbit
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.kernel import skinny
+from lowbit.passes.kernels.decode.kernel import decode_matmul
 from lowbit.passes.kernels.decode.plan import KernelPlan, always_uses_raw_codes
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.pipeline import compile_dequantize, compile_matmul, compile_program
 from lowbit.passes.scheduling.legality import check_schedule
 from lowbit.passes.target import parse_target
@@ -87,10 +87,10 @@ FACTORS: dict[str, Sequence[Any]] = {
     "row_blocks": (1, 2, 4),
     "warps_n": (1, 2, 4),
     "warps_k": (1, 2, 4, 8),
-    "stages": (1, 2, 3, 4),
-    "splits": (1, 2, 3),
+    "num_stages": (1, 2, 3, 4),
+    "split_k": (1, 2, 3),
     "step": (1, 2),  # chunks
-    "raw": (0, 1),
+    "raw_codes": (False, True),
 }
 K = {1: 16, 2: 250, 3: 264}  # without groups
 MOST_WORK = 64  # mma instructions per warp and step, if there is a choice: LLVM and the emulator take time
@@ -109,10 +109,10 @@ class Case:
         s, p = self.spec, self.schedule
         parts = [s.weight, f"{s.n}x{s.k}", f"g{s.group_size}", f"z{s.zeros}", s.scale, s.act, s.out_dtype]
         parts += [f"m{self.m}", f"r{p.row_blocks}n{p.warps_n}k{p.warps_k}", f"step{p.step_k}"]
-        parts += [f"stages{p.stages}", f"splits{p.splits}", *["cluster"] * (p.cluster > 1), *["wgmma"] * p.wgmma]
-        parts += ["resident"] * p.resident + ["overlap"] * p.overlap + [f"late{p.late}"] * (p.late > 0)
-        parts += ["raw"] * p.bare
-        parts += [f"grid{p.least_blocks}"] * (p.least_blocks > 0) + [f"throttle{p.throttle}"] * (p.throttle > 0)
+        parts += [f"stages{p.num_stages}", f"splits{p.split_k}", *["cluster"] * (p.cluster > 1), *["wgmma"] * p.wgmma]
+        parts += ["preload"] * p.preload_weights + ["overlap"] * p.overlap_groups + ["raw"] * p.raw_codes
+        parts += [p.refill] * (p.refill != "before_mma") + [f"grid{p.min_blocks}"] * (p.min_blocks > 0)
+        parts += [f"prefetch{p.prefetch_limit}"] * (p.prefetch_limit > 0)
         return "-".join([*parts, self.target, *["bias"] * s.bias])
 
 
@@ -127,17 +127,17 @@ def fit(choice: dict[str, Any]) -> dict[str, Any]:
     while _work(_schedule(c)) > MOST_WORK and c["row_blocks"] * c["step"] > 1:
         c["step" if c["step"] > 1 else "row_blocks"] //= 2
     while not _is_allowed(spec, _schedule(c), c["target"]):
-        name = max(("stages", "warps_k", "warps_n"), key=lambda name: c[name])
-        c[name] -= 1 if name == "stages" else c[name] // 2
+        name = max(("num_stages", "warps_k", "warps_n"), key=lambda name: c[name])
+        c[name] -= 1 if name == "num_stages" else c[name] // 2
     return c
 
 
 def for_integers(choice: dict[str, Any]) -> dict[str, Any]:
-    """Only they have integer zeros, and can be left bare, in f16; where they have no offset they are anyway."""
+    """Only they have integer zeros, and can be multiplied raw, in f16; where they have no offset they are anyway."""
     integer = choice["weight"][0] in "ui"
     zeros = "float" if choice["zeros"] == "int" and not integer else choice["zeros"]
     optional = integer and choice.get("act") == "f16" and (choice["weight"][0] == "i" or zeros != "none")
-    return choice | {"zeros": zeros, "raw": int(optional and choice.get("raw", 0))}
+    return choice | {"zeros": zeros, "raw_codes": optional and choice.get("raw_codes", False)}
 
 
 def _spec(c: dict[str, Any]) -> MatmulSpec:
@@ -149,7 +149,7 @@ def _spec(c: dict[str, Any]) -> MatmulSpec:
 
 
 def _schedule(c: dict[str, Any]) -> Schedule:
-    names = ("row_blocks", "warps_n", "warps_k", "stages", "splits", "raw")
+    names = ("row_blocks", "warps_n", "warps_k", "num_stages", "split_k", "raw_codes")
     spec = _spec(c)
     chosen = {name: c[name] for name in names if name in c}
     return _asked_for(spec, Schedule(tokens=_tokens(c["m"]), step_k=spec.packing.chunk * c["step"], **chosen))
@@ -230,14 +230,14 @@ def test_choices(case: Case) -> None:
 def test_blocks_begin_at_columns_of_their_own(tokens: int, turned: bool) -> None:
     """Where x is much and the weight still decides: or all blocks would read the same few lines at once."""
     spec, schedule = MatmulSpec(64, 512, "u4"), Schedule(tokens, 1, 1, 2, 64)
-    program = compile_program(lambda: skinny(spec, schedule), parse_target("sm_80"), keep=True).stages["lowbit"]
+    program = compile_program(lambda: decode_matmul(spec, schedule), parse_target("sm_80"), keep=True).stages["lowbit"]
     assert ("arith.remui" in program) == turned
 
 
 # -- clusters and wgmma
 
 HOPPER: dict[str, Sequence[Any]] = {
-    "wgmma": (0, 1),
+    "wgmma": (False, True),
     "sharing": ((1, 1), (2, 1), (2, 2), (3, 3), (4, 4), (8, 8)),  # splits of k, of them in a cluster
     "weight": ("u2", "u3", "u4", "u8", "f6e3m2", "nf4"),
     "group": (None, 32, 128),
@@ -251,14 +251,14 @@ HOPPER: dict[str, Sequence[Any]] = {
     "row_blocks": (1, 2),
     "warps": (1, 2),  # along n; warpgroups with wgmma
     "warps_k": (1, 2),
-    "stages": (1, 2, 3),
+    "num_stages": (1, 2, 3),
     "step": (1, 2),  # chunks, or 64 columns for wgmma
-    "throttle": (0, 1),
-    "raw": (0, 1),
-    "resident": (0, 1),
+    "prefetch_limit": (0, 1),
+    "raw_codes": (False, True),
+    "preload_weights": (False, True),
     "empty": (0, 1, 3),  # tiles that the grid has beyond those with work
-    "overlap": (0, 1),
-    "late": (0, 1, 2),
+    "overlap_groups": (False, True),
+    "refill": get_args(Refill),
 }
 HOPPER_K = {1: 64, 3: 328, 11: 1000}  # without groups
 
@@ -267,37 +267,41 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
     """The nearest choice that is a kernel."""
     c = for_integers(choice)
     if c["m"] > 64:
-        c["wgmma"] = 1
+        c["wgmma"] = True
     if c["sharing"][1] == 3:
         c["row_blocks"] = 3  # 48 rows are three equal parts
-    least = {"stages": 1, "warps_k": 1, "step": 1, "resident": 0, "overlap": 0, "throttle": 0}
+    least = {"num_stages": 1, "warps_k": 1, "step": 1, "prefetch_limit": 0}
+    least |= {"preload_weights": False, "overlap_groups": False}
     if c["m"] > 128 and not _hopper_is_allowed(c | least):  # sums that are scaled leave no room for so many
         c["m"] = 100
     if not c["wgmma"] or c["row_blocks"] > 1:
-        c["overlap"] = 0
-    if c["overlap"] and c["zeros"] == "float" and not c["raw"]:  # scaled at once: nothing overlaps
+        c["overlap_groups"] = False
+    if c["overlap_groups"] and c["zeros"] == "float" and not c["raw_codes"]:  # scaled at once: nothing overlaps
         c["zeros"] = "none"
-    if c["overlap"] and c["resident"]:  # whole steps, of groups that are longer than the tile is wide
+    if c["overlap_groups"] and c["preload_weights"]:  # whole steps, of groups that are longer than the tile is wide
         c |= {"group": 128, "warps_k": 1, "sharing": (1, 1), "m": min(c["m"], 64)}
-    if c["throttle"]:  # which takes two rounds ahead
-        c |= {"stages": 3, "warps_k": 1}
-    for name in ("overlap", "resident"):
+    if c["prefetch_limit"]:  # which takes two rounds ahead
+        c |= {"num_stages": 3, "warps_k": 1}
+    for name in ("overlap_groups", "preload_weights"):
         if not _hopper_is_allowed(c):
-            c[name] = 0
-    c["late"] = _late(c)
+            c[name] = False
+    c["refill"] = _refill(c)
     if _work(_hopper(c).schedule) > MOST_WORK or not _hopper_is_allowed(c):
         c["step"] = 1
     if _work(_hopper(c).schedule) > MOST_WORK and c["row_blocks"] == 2:
         c["row_blocks"] = 1
     while not _hopper_is_allowed(c):
-        name = max(("stages", "warps_k"), key=lambda name: c[name])
+        name = max(("num_stages", "warps_k"), key=lambda name: c[name])
         c[name] -= 1
     return c
 
 
-def _late(c: dict[str, Any]) -> int:
-    drifts = c["stages"] > 1 and not c["throttle"]
-    return min(c["late"], 2 if drifts else 1) if c["wgmma"] and not c["resident"] else 0
+def _refill(c: dict[str, Any]) -> str:
+    """The chosen refill, or the nearest that the other choices allow."""
+    if not c["wgmma"] or c["preload_weights"]:
+        return "before_mma"
+    per_warp = c["num_stages"] > 1 and not c["prefetch_limit"]
+    return c["refill"] if per_warp or c["refill"] != "per_warp" else "after_first_mma"
 
 
 def _hopper(c: dict[str, Any]) -> Case:
@@ -309,13 +313,14 @@ def _hopper(c: dict[str, Any]) -> Case:
     step = c["step"] * max(spec.packing.chunk, 64 if wgmma else 0)
     warps_n = c["warps"] * (4 if wgmma else 1)
     schedule = Schedule(
-        _tokens(c["m"]), c["row_blocks"], warps_n, c["warps_k"], step, c["stages"], splits, cluster, wgmma
+        _tokens(c["m"]), c["row_blocks"], warps_n, c["warps_k"], step, c["num_stages"], splits, cluster, wgmma
     )
-    copies = {"stages": 1} if c["resident"] else {"throttle": c["throttle"]}
-    copies["late"] = _late(c)
-    schedule = replace(schedule, **copies, **{name: c[name] for name in ("raw", "resident", "overlap")})
+    copies = {"num_stages": 1} if c["preload_weights"] else {"prefetch_limit": c["prefetch_limit"]}
+    copies["refill"] = _refill(c)
+    flags = {name: c[name] for name in ("raw_codes", "preload_weights", "overlap_groups")}
+    schedule = replace(schedule, **copies, **flags)
     if c["empty"]:
-        schedule = replace(schedule, least_blocks=(KernelPlan(spec, schedule).tiles + c["empty"]) * splits)
+        schedule = replace(schedule, min_blocks=(KernelPlan(spec, schedule).tiles + c["empty"]) * splits)
     return Case(spec, _asked_for(spec, schedule), "sm_90a", c["m"])
 
 
@@ -334,16 +339,16 @@ def test_hopper_has_cases() -> None:
         assert any(case.spec.n % case.schedule.rows for case in found)
         assert any(case.m < case.schedule.tokens for case in found)
     assert {case.schedule.warps_n for case in HOPPER_CASES if case.schedule.wgmma} == {4, 8}
-    resident = [case for case in HOPPER_CASES if case.schedule.preload_weights]
-    assert {case.schedule.wgmma for case in resident} == {0, 1}
-    assert any(KernelPlan(case.spec, case.schedule).rounds > 2 for case in resident)
+    preloaded = [case for case in HOPPER_CASES if case.schedule.preload_weights]
+    assert {case.schedule.wgmma for case in preloaded} == {0, 1}
+    assert any(KernelPlan(case.spec, case.schedule).rounds > 2 for case in preloaded)
     assert {case.schedule.preload_weights for case in HOPPER_CASES if case.schedule.overlap_groups} == {0, 1}
     assert {case.schedule.wgmma for case in HOPPER_CASES if case.schedule.raw_codes} == {0, 1}
-    late = [case for case in HOPPER_CASES if case.schedule.refill and case.schedule.num_stages > 1]
-    assert sum(KernelPlan(case.spec, case.schedule).rounds > case.schedule.num_stages for case in late) > 5
+    refilled = [case for case in HOPPER_CASES if case.schedule.refill != "before_mma" and case.schedule.num_stages > 1]
+    assert sum(KernelPlan(case.spec, case.schedule).rounds > case.schedule.num_stages for case in refilled) > 5
     assert sum(case.schedule.tokens == 256 for case in HOPPER_CASES) > 5
-    throttled = [case for case in HOPPER_CASES if 0 < case.schedule.prefetch_limit < case.schedule.num_stages - 1]
-    assert any(KernelPlan(case.spec, case.schedule).rounds > 2 for case in throttled)
+    limited = [case for case in HOPPER_CASES if 0 < case.schedule.prefetch_limit < case.schedule.num_stages - 1]
+    assert any(KernelPlan(case.spec, case.schedule).rounds > 2 for case in limited)
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
@@ -357,21 +362,21 @@ def test_hopper(case: Case) -> None:
     assert matmul_is_right(y, case.spec, problem, **KernelPlan(case.spec, case.schedule).rounding)
 
 
-DRIFTS = ((16, 4, 2), (64, 8, 1), (128, 8, 2), (64, 16, 1), (256, 4, 1))  # tokens, warps along n and along k
+PER_WARP = ((16, 4, 2), (64, 8, 1), (128, 8, 2), (64, 16, 1), (256, 4, 1))  # tokens, warps along n and along k
 
 
 @pytest.mark.parametrize(
     ("weight", "zeros", "group"), [("u4", "none", 128), ("i3", "float", 64), ("nf4", "none", None)]
 )
-@pytest.mark.parametrize(("tokens", "warps_n", "warps_k"), DRIFTS)
-@pytest.mark.parametrize("stages", [2, 3])
-def test_warps_that_drift_apart(
-    weight: str, zeros: str, group: int | None, tokens: int, warps_n: int, warps_k: int, stages: int
+@pytest.mark.parametrize(("tokens", "warps_n", "warps_k"), PER_WARP)
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_warps_that_refill_on_their_own(
+    weight: str, zeros: str, group: int | None, tokens: int, warps_n: int, warps_k: int, num_stages: int
 ) -> None:
     """Stages are filled and read two or three times, with no barrier among the warps that share them."""
     step = {"i3": 256}.get(weight, 128) if tokens < 256 else 64
     spec = spec_of(weight, 16 * warps_n + 40, 8 * warps_k * step, group_size=group, zeros=zeros)
-    schedule = Schedule(tokens, 1, warps_n, warps_k, step, stages, wgmma=True, refill="per_warp")
+    schedule = Schedule(tokens, 1, warps_n, warps_k, step, num_stages, wgmma=True, refill="per_warp")
     if not _is_allowed(spec, schedule, "sm_90a"):
         schedule = replace(schedule, step_k=spec.packing.chunk, num_stages=2, tokens=min(tokens, 64))
     problem = random_problem(spec, schedule.tokens - 3, seed=2, finite=False)
@@ -383,13 +388,13 @@ def test_warps_that_drift_apart(
 
 
 @pytest.mark.parametrize("signal", [0, 1])
-def test_warps_that_drift_too_far(signal: int) -> None:
+def test_warps_that_do_not_wait(signal: int) -> None:
     """Neither wait can go: the emulator sees it, whatever the numbers come to."""
     spec = MatmulSpec(128, 1024, "u4", group_size=128)
     kernel = compile_matmul(spec, parse_target("sm_90a"), Schedule(16, 1, 8, 1, 128, 2, wgmma=True, refill="per_warp"))
     waits = re.findall(r"mbarrier\.try_wait.*\n@!over bra again;", kernel.ptx)
     assert len(waits) == 2
-    broken = replace(kernel, num_stages={**kernel.stages, "ptx": kernel.ptx.replace(waits[signal], "")})
+    broken = replace(kernel, stages={**kernel.stages, "ptx": kernel.ptx.replace(waits[signal], "")})
     problem = random_problem(spec, 16, seed=2)
     run_matmul(kernel, spec, problem, racecheck=True)
     with pytest.raises(EmulatorError, match=r"race|in flight|waited"):
@@ -434,13 +439,13 @@ def test_integer_zeros(weight: str, act: str, wgmma: int, group: int | None) -> 
 
 
 @pytest.mark.parametrize(("weight", "warps"), [("lut1", 3), ("lut3", 1), ("nf4", 3), ("lut8", 5)])
-@pytest.mark.parametrize("stages", [1, 3])
-def test_tables(weight: str, warps: int, stages: int) -> None:
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_tables(weight: str, warps: int, num_stages: int) -> None:
     """Filled by threads that do not divide it, or of which some have nothing to do; one row of x."""
     chunk = spec_of(weight, 16, 16).packing.chunk
     spec = spec_of(weight, n=25, k=3 * chunk * warps, group_size=chunk, out="f32")
     problem = exhaustive_problem(spec, m=1)
-    schedule = Schedule(tokens=1, row_blocks=1, warps_k=warps, step_k=chunk, num_stages=stages)
+    schedule = Schedule(tokens=1, row_blocks=1, warps_k=warps, step_k=chunk, num_stages=num_stages)
     kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
     assert matmul_is_right(run_matmul(kernel, spec, problem, racecheck=True), spec, problem)
 

@@ -568,7 +568,7 @@ def test_pipeline_copies(stages: int, scope: str) -> None:
     def body(p: Program) -> None:
         views = [p.global_view(p[name], "f16", (5, 64)) for name in ("w", "x")]
         buffers = [p.alloc_shared("f16", (1, 64)) for _ in views]
-        with p.loop(0, p["rounds"], [p.constant(0.0, "f32", layout)], stages=stages) as loop:
+        with p.loop(0, p["rounds"], [p.constant(0.0, "f32", layout)], num_stages=stages) as loop:
             p.copy_async(views[0], buffers[0], (loop.index, 0), layout)
             p.grid_wait()
             p.copy_async(views[1], buffers[1], (loop.index, 0), layout)

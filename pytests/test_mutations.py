@@ -127,7 +127,7 @@ class Mutation:
             return compiled(self.spec, **dict(self.choices))
 
 
-TWO_ROW_BLOCKS, TWO_SPLITS = (("row_blocks", 2),), (("splits", 2), ("warps_k", 1))
+TWO_ROW_BLOCKS, TWO_SPLITS = (("row_blocks", 2),), (("split_k", 2), ("warps_k", 1))
 WRONG_NUMBERS = [
     Mutation("rows of the fragment swapped", U4, lower_mma, "mma_sync", registers(1, 0, 3, 2)),
     Mutation("columns of the fragment swapped", U4, lower_mma, "mma_sync", registers(2, 3, 0, 1)),
@@ -144,7 +144,7 @@ WRONG_NUMBERS = [
     Mutation("nan lost", F8, lower_dequant, "float_places", with_fields(unit=lambda _: 0)),
     Mutation("table entry lost", NF4, lower_table, "words", lambda right: lambda *a: [*right(*a)[:-1], 0]),
     Mutation("scale dropped", NF4, ScalesZeros, "as_f32", constant(0.25)),
-    Mutation("power of two dropped", F6, ScalesZeros, "unfold", lambda right: lambda self, scale: scale),
+    Mutation("power of two dropped", F6, ScalesZeros, "with_exponent", lambda right: lambda self, scale: scale),
     Mutation("zero dropped", U4, ScalesZeros, "minus_zero", constant(0.0)),
     Mutation("sum of x lost", FLOAT, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),
     Mutation("zeros of groups exchanged", U4, Program, "decode", with_argument(5, lambda shifts: shifts[::-1])),
@@ -173,7 +173,7 @@ WRONG_ORDER = [
             _Lowering,
             "_barrier",
             without_barrier(number),
-            (("stages", stages), ("warps_n", warps_n)),
+            (("num_stages", stages), ("warps_n", warps_n)),
         )
         # Arrived, (consumed,) after the loop, partial sums. One is spare: (1, 2) has two at the loop's end.
         for stages, warps_n, barriers in ((1, 1, (0, 1, 2, 3)), (1, 2, (0, 3)), (2, 1, (0, 1, 2)), (2, 2, (0, 1, 2)))

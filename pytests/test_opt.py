@@ -134,16 +134,16 @@ def test_wrong_arguments(run, argument, message):
 def test_list_passes(run):
     out = run("", "--list-passes")[1]
     assert "--test-mark\n    Write the options on every function.\n      target: target\n" in out
-    assert "stages: int = 3" in out and "fast: true|false = false" in out
+    assert "num_stages: int = 3" in out and "fast: true|false = false" in out
     assert all(f"--{name}\n" in out for name in PASSES)
 
 
 def test_options():
-    mark = from_text(Mark, "target=emulator:sm_90a stages=4,step-k=64 mode=b,fast,limit=none", "--test-mark")
+    mark = from_text(Mark, "target=emulator:sm_90a num_stages=4,step-k=64 mode=b,fast,limit=none", "--test-mark")
     assert mark == Mark(parse_target("emulator:sm_90a"), Schedule(num_stages=4, step_k=64), "b", True, None)
     assert from_text(Mark, "target=cpu", "--test-mark").schedule is None
     # A name of both the pass and its schedule sets both, but alone it makes no schedule.
-    both = from_text(PASSES["select-schedule"], "tokens=16,stages=4", "--select-schedule")
+    both = from_text(PASSES["select-schedule"], "tokens=16,num_stages=4", "--select-schedule")
     assert (both.tokens, both.schedule) == (16, Schedule(tokens=16, num_stages=4))
     alone = from_text(PASSES["select-schedule"], "tokens=16", "--select-schedule")
     assert (alone.tokens, alone.schedule) == (16, None)

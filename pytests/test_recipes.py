@@ -26,9 +26,9 @@ from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.lower_dequant import LowerDequant
 from lowbit.passes.lowering.recipes import (
     REALS,
-    bias,
     can_defer_offset,
     compute_element,
+    deferred_offset,
     exponent,
     magic,
     place,
@@ -266,4 +266,4 @@ def test_bare_codes_are_in_two_places(bits: int, lows: tuple[int, int], shifts: 
 def test_biases_are_small(bits: int, element: str) -> None:
     t, real = dtype(f"u{bits}"), REALS[element]
     assert can_defer_offset(t, element)
-    assert all(1 << bits <= bias(t, real, register) <= 128 for register in range(len(run_of(bits))))
+    assert all(1 << bits <= deferred_offset(t, real, register) <= 128 for register in range(len(run_of(bits))))

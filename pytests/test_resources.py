@@ -13,7 +13,7 @@ import pytest
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.pipeline import CompiledKernel, compile_matmul
 from lowbit.passes.target import parse_target
 
@@ -196,28 +196,28 @@ def test_resources_of_many_tokens(weight: str, tokens: int, act: str) -> None:
 def test_no_fragment_is_one_register_several_times(zeros: str, group: int | None, act: str) -> None:
     """Of a fragment {%r1, %r1, %r1, %r1} nvJitLink 13 filled three registers after the instructions that read them."""
     spec = MatmulSpec(8192, 8192, "u4", group_size=group, zeros=zeros, act=act, scale=act)  # type: ignore[arg-type]
-    schedule = Schedule(16, 2, 4, 2, 256, 2, wgmma=True, raw_codes=int(group is not None))
+    schedule = Schedule(16, 2, 4, 2, 256, 2, wgmma=True, raw_codes=group is not None)
     ptx = compile_matmul(spec, parse_target("sm_90a"), schedule).ptx
     fragments = re.findall(r"wgmma\.mma_async[^{]*\{[^}]*\}, *\{([^}]*)\}", ptx)
     assert len(fragments) >= 16
     assert all(len(set(fragment.split(", "))) == 4 for fragment in fragments)
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_product_in_front_of_copies(late: int) -> None:
+@pytest.mark.parametrize(("refill", "products"), [("before_mma", 0), ("after_first_mma", 4)])
+def test_a_product_in_front_of_copies(refill: Refill, products: int) -> None:
     """It is under way when the warp comes to them, with all of its sums in registers."""
-    schedule = Schedule(256, 1, 8, 1, 128, 2, wgmma=True, refill=late)
+    schedule = Schedule(256, 1, 8, 1, 128, 2, wgmma=True, refill=refill)
     kernel = compile_matmul(MatmulSpec(8192, 8192, "u4", group_size=128), parse_target("sm_90a"), schedule)
     between = kernel.ptx.split("bar.sync")[1].split("cp.async.cg")[0]
-    assert between.count("wgmma.mma_async") == 4 * late
+    assert between.count("wgmma.mma_async") == products
     used = resource_usage(kernel.ptx, kernel.target)
     assert used.registers <= 208 and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
 @pytest.mark.parametrize(("tokens", "splits", "registers"), [(8, 1, 112), (8, 2, 80), (16, 1, 120), (16, 2, 88)])
-def test_resources_of_resident_weights(tokens: int, splits: int, registers: int) -> None:
+def test_resources_of_preloaded_weights(tokens: int, splits: int, registers: int) -> None:
     """All of the weight is on its way before the kernel waits, and stays in registers."""
-    schedule = Schedule(tokens, 1, 4, 4, 256, 1, splits, splits, 1, preload_weights=True)
+    schedule = Schedule(tokens, 1, 4, 4, 256, 1, splits, splits, True, preload_weights=True)
     spec = MatmulSpec(4096, 4096, "u4", group_size=128)
     kernel = compile_matmul(spec, parse_target("sm_90a"), schedule)
     used = resource_usage(kernel.ptx, kernel.target)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_pipeline import FakePipeline, pipeline
@@ -299,18 +300,18 @@ def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
         ("i4", "none", {}, False),
         ("u4", "int", {}, False),
         ("i4", "float", {}, True),  # sums of x are there anyway
-        ("u4", "float", {"warps_n": 4, "wgmma": 1}, False),  # but not where they would cost as much as 64 rows
-        ("u4", "float", {"tokens": 1, "digits": 1}, False),
+        ("u4", "float", {"warps_n": 4, "wgmma": True}, False),  # but not where they would cost as much as 64 rows
+        ("u4", "float", {"tokens": 1, "integer_mma": True}, False),
         ("u2", "float", {"row_blocks": 2}, False),  # decoded too large by a bias instead
         ("nf4", "float", {}, False),
     ],
 )
-def test_what_is_multiplied_as_it_is_stored(weight: str, zeros: str, choice: dict[str, int], bare: bool) -> None:
+def test_what_is_multiplied_as_it_is_stored(weight: str, zeros: str, choice: dict[str, Any], raw: bool) -> None:
     spec = replace(SPEC, weight=weight, zeros=zeros)  # type: ignore[arg-type]
     s = replace(Schedule(8, 1, 1, 8, 128, 2), **choice)
-    assert KernelPlan(spec, s).bare == bare
-    if bare:
-        with pytest.raises(SpecError, match="multiplied as it is stored anyway; take bare=0"):
+    assert KernelPlan(spec, s).raw_codes == raw
+    if raw:
+        with pytest.raises(SpecError, match="multiplied as it is stored anyway; take raw_codes=False"):
             check_schedule(spec, replace(s, raw_codes=True), HOPPER)
 
 
@@ -397,36 +398,37 @@ def test_shared_memory_of_clusters_and_wgmma(spec: MatmulSpec, schedule: str) ->
     assert compile_matmul(spec, HOPPER, s).launch.shared_bytes == shared_bytes(spec, s)
 
 
-DRIFT = {"late": 2, "wgmma": 1, "warps_n": 4}
-UNFIT: list[tuple[str, dict[str, int]]] = [
-    (r"cluster=3 must be 1, or splits=4 where that is at most 8", {"splits": 4, "cluster": 3}),
-    (r"cluster=2 must be 1, or splits=1 where", {"cluster": 2}),
-    (r"cluster=16 must be 1, or splits=16 where that is at most 8", {"splits": 16, "cluster": 16}),
-    (r"cluster=3 must be .* and divides the 32 rows of a block", {"splits": 3, "cluster": 3, "row_blocks": 2}),
+PER_WARP = {"refill": "per_warp", "wgmma": True, "warps_n": 4}
+UNFIT: list[tuple[str, dict[str, Any]]] = [
+    (r"cluster=3 must be 1, or split_k=4 where that is at most 8", {"split_k": 4, "cluster": 3}),
+    (r"cluster=2 must be 1, or split_k=1 where", {"cluster": 2}),
+    (r"cluster=16 must be 1, or split_k=16 where that is at most 8", {"split_k": 16, "cluster": 16}),
+    (r"cluster=3 must be .* and divides the 32 rows of a block", {"split_k": 3, "cluster": 3, "row_blocks": 2}),
     (r"cluster=0 must be at least 1", {"cluster": 0}),
-    (r"wgmma=2 must be 0, or 1 with warps_n=4", {"wgmma": 2, "warps_n": 4}),
-    (r"wgmma=True must be .* warps_n=2 a multiple of 4", {"wgmma": 1, "warps_n": 2}),
-    (r"wgmma=True must be .* tokens=1 at least 8", {"wgmma": 1, "warps_n": 4, "tokens": 1}),
+    (r"wgmma=1 must be True or False", {"wgmma": 1, "warps_n": 4}),
+    (r"wgmma=True needs warps_n=2 to be a multiple of 4", {"wgmma": True, "warps_n": 2}),
+    (r"wgmma=True needs .* tokens=1 to be at least 8", {"wgmma": True, "warps_n": 4, "tokens": 1}),
     (r"tokens=128 needs wgmma=True", {"tokens": 128}),
     (r"tokens=48 must be one of 1, 8, 16, 32, 64, 128", {"tokens": 48}),
-    (r"resident=1 must be 0, or 1 with stages=1 and digits=0, not stages=3", {"resident": 1}),
-    (r"overlap=1 must be 0, or 1 with wgmma=True and row_blocks=1, not wgmma=False", {"overlap": 1, "row_blocks": 1}),
-    (r"overlap=1 must be .*, not wgmma=True and row_blocks=2", {"overlap": 1, "wgmma": 1, "warps_n": 4}),
-    (r"least_blocks=-1 must be 0 \(as many as have work\) or more", {"least_blocks": -1}),
-    (r"max_blocks=-1 must be 0 \(as many as fit\) or more", {"max_blocks": -1}),
-    (r"bare=2 must be 0, or 1 with digits=0", {"raw": 2}),
-    (r"bare=1 must be 0, or 1 with digits=0, not digits=1", {"raw": 1, "tokens": 1, "digits": 1}),
-    (r"late=1 must be 0, or 1 or 2 with wgmma=True and resident=0, not wgmma=False", {"late": 1}),
-    (r"late=3 must be 0, or 1 or 2", {**DRIFT, "late": 3}),
-    (r"late=2 needs stages=2 or more and throttle=0, not stages=3 and throttle=1", {**DRIFT, "throttle": 1}),
-    (r"late=2 needs stages=2 or more and throttle=0, not stages=1", {**DRIFT, "stages": 1}),
-    (r"throttle=-1 must be 0 \(as many as fit\) or more", {"throttle": -1}),
-    (r"throttle=1 is for copies; with resident=1 it must be 0", {"throttle": 1, "resident": 1, "stages": 1}),
+    (r"preload_weights=True needs num_stages=3 to be 1", {"preload_weights": True}),
+    (r"preload_weights=True needs .* prefetch_limit=1 to be 0", {"preload_weights": True, "prefetch_limit": 1}),
+    (r"overlap_groups=True needs wgmma=True and row_blocks=1; got wgmma=False", {"overlap_groups": True}),
+    (r"overlap_groups=True .* row_blocks=2", {"overlap_groups": True, "wgmma": True, "warps_n": 4}),
+    (r"min_blocks=-1 must be at least 0", {"min_blocks": -1}),
+    (r"max_blocks_per_sm=-1 must be at least 0", {"max_blocks_per_sm": -1}),
+    (r"raw_codes=2 must be True or False", {"raw_codes": 2}),
+    (r"raw_codes=True needs integer_mma=False", {"raw_codes": True, "tokens": 1, "integer_mma": True}),
+    (r"integer_mma=True needs tokens=1, warps_n=1 and wgmma=False; got tokens=8", {"integer_mma": True}),
+    (r"refill='after_first_mma' needs wgmma=True .* got wgmma=False", {"refill": "after_first_mma"}),
+    (r"refill='late' must be one of 'before_mma', 'after_first_mma'", PER_WARP | {"refill": "late"}),
+    (r"refill='per_warp' needs .* prefetch_limit=1 to be 0", PER_WARP | {"prefetch_limit": 1}),
+    (r"refill='per_warp' needs num_stages=1 to be at least 2", PER_WARP | {"num_stages": 1}),
+    (r"prefetch_limit=-1 must be at least 0", {"prefetch_limit": -1}),
 ]
 
 
 @pytest.mark.parametrize(("message", "change"), UNFIT)
-def test_clusters_and_wgmma_have_their_sizes(message: str, change: dict[str, int]) -> None:
+def test_fields_that_do_not_fit_each_other(message: str, change: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=f"schedule: {message}"):
         Schedule(**change)
 
@@ -518,3 +520,20 @@ def test_the_gpu_is_asked_for_only_where_it_matters(monkeypatch: pytest.MonkeyPa
     assert schedules.gpu_name(HOPPER) is None
     assert schedules.gpu_name(HOPPER, (table(gpu="NVIDIA H20"),)) == "NVIDIA H20"
     assert schedules.gpu_name(parse_target("emulator:sm_90a"), (table(gpu="NVIDIA H20"),)) is None
+
+
+def test_a_schedule_of_the_first_version_is_still_read() -> None:
+    """Tables and tuning logs of version 0.1 have other names, and numbers for all choices."""
+    old = {"tokens": 64, "stages": 2, "splits": 2, "cluster": 2, "wgmma": 1, "warps_n": 4, "max_blocks": 1, "late": 2}
+    new = Schedule(64, warps_n=4, num_stages=2, split_k=2, cluster=2, wgmma=True, max_blocks_per_sm=1)
+    new = replace(new, refill="per_warp")
+    assert Schedule.from_dict(old) == new == Schedule.from_dict(asdict(new))
+    old = {"tokens": 1, "stages": 1, "resident": 1, "least_blocks": 132, "throttle": 0, "bare": 1, "late": 0}
+    assert Schedule.from_dict(old) == Schedule(1, num_stages=1, preload_weights=True, min_blocks=132, raw_codes=True)
+    assert Schedule.from_dict({"tokens": 1, "integer_mma": True}) == Schedule(1, integer_mma=True)
+
+
+@pytest.mark.parametrize("wrong", [{"depth": 3}, {"late": 3}, {"digits": 2}, {"stages": "2"}], ids=str)
+def test_a_schedule_of_no_version_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="schedule: "):
+        Schedule.from_dict(wrong)

@@ -313,10 +313,10 @@ def test_neighbours(tile: int) -> None:
             continue
         assert len(names - set(search_space.SECOND)) == 1
         assert s.cluster == s.split_k and s.max_blocks_per_sm == (_enough(s) if s.wgmma else 0)
-    assert changed >= {"row_blocks", "warps_k", "step_k", "stages"}
-    assert "max_blocks" in changed or shared_room(SPEC, around, HOPPER) == 1
+    assert changed >= {"row_blocks", "warps_k", "step_k", "num_stages"}
+    assert "max_blocks_per_sm" in changed or shared_room(SPEC, around, HOPPER) == 1
     assert ("tokens" in changed) == (tile == 1)
-    assert {"splits", "cluster"} <= changed or tile == 1  # which has no work for more splits
+    assert {"split_k", "cluster"} <= changed or tile == 1  # which has no work for more splits
 
 
 def _enough(s: Schedule) -> int:
@@ -327,9 +327,9 @@ def test_the_second_pass_tries_splits_without_a_cluster() -> None:
     s = Schedule(16, 1, 4, 2, 64, 3, 2, 2)
     apart = replace(s, cluster=1)
     found = search_space.neighbours(SPEC, 16, HOPPER, s)
-    assert [n for n in found if n.cluster != n.splits] == [apart]
+    assert [n for n in found if n.cluster != n.split_k] == [apart]
     found = search_space.neighbours(SPEC, 16, HOPPER, apart)
-    assert [n for n in found if n.cluster > 1] == [s] and {n.splits for n in found} == {1, 2, 4}
+    assert [n for n in found if n.cluster > 1] == [s] and {n.split_k for n in found} == {1, 2, 4}
 
 
 WARPGROUP = Schedule(16, 1, 4, 2, 64, 3, 2, 2, wgmma=True, max_blocks_per_sm=1)  # 128 blocks
@@ -340,15 +340,15 @@ def test_the_second_pass_varies_how_many_blocks_a_multiprocessor_takes(s: Schedu
     assert shared_room(SPEC, s, HOPPER) > 2
     found = search_space.neighbours(SPEC, 16, HOPPER, s)
     assert {replace(s, max_blocks_per_sm=blocks) for blocks in {0, 1, 2} - {s.max_blocks_per_sm}} <= set(found)
-    halved = [n for n in found if n.splits == 1]  # in blocks
-    split = [n for n in found if n.splits == 4]
+    halved = [n for n in found if n.split_k == 1]  # in blocks
+    split = [n for n in found if n.split_k == 4]
     follows = s == WARPGROUP  # the others are as somebody wanted them to be
-    assert halved and {n.max_blocks for n in halved} == {s.max_blocks_per_sm}
-    assert split and {n.max_blocks for n in split} == {2 if follows else s.max_blocks_per_sm}
+    assert halved and {n.max_blocks_per_sm for n in halved} == {s.max_blocks_per_sm}
+    assert split and {n.max_blocks_per_sm for n in split} == {2 if follows else s.max_blocks_per_sm}
     large = replace(s, num_stages=8, warps_k=4)  # leaves room for one, whatever its max_blocks
     assert shared_room(SPEC, large, HOPPER) == 1
     found = search_space.neighbours(SPEC, 16, HOPPER, large)
-    assert found and not [n for n in found if replace(n, max_blocks_per_sm=large.max_blocks) == large]
+    assert found and not [n for n in found if replace(n, max_blocks_per_sm=large.max_blocks_per_sm) == large]
 
 
 def test_the_first_pass_has_as_many_blocks_of_warpgroups_as_are_needed() -> None:

@@ -78,7 +78,7 @@ class _Decoder:
         self.deferred, self.raw = (name in op.operation.attributes for name in ("deferred_offset", "raw"))
         name = f"{self.format.name} in {self.real.name}"
         if self.deferred and not can_defer_offset(self.format, self.real.name):
-            raise PassError(f"lower-dequant: {name} cannot be deferred, as narrow integers can")
+            raise PassError(f"lower-dequant: {name} cannot keep its offset, as narrow integers can")
         if self.raw and not can_be_raw(self.format, self.real.name):
             raise PassError(f"lower-dequant: {name} cannot be left raw, as integers in f16 can")
         # The power of two that is left to do here.
