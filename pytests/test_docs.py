@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import PASSES
 from lowbit.passes.stages import stages
 from lowbit.pylib import knobs
@@ -54,6 +56,12 @@ def test_headings_that_comments_name_exist() -> None:
     texts = [" ".join(file.read_text().replace("#", " ").split()) for file in files if file != Path(__file__)]
     named = [name for text in texts for name in re.findall(r'docs/lab-notebook\.md, "([^"]+)"', text)]
     assert named and [name for name in named if name not in headings] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_schedule_fields_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"`Schedule\.(\w+)", page.read_text())
+    assert set(named) <= {field.name for field in fields(Schedule)}
 
 
 def test_glossary_is_alphabetical() -> None:
