@@ -1,15 +1,18 @@
-"""What the documentation says exists, and its example runs."""
+"""What the documentation says exists, and its examples run."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import PASSES
 from lowbit.passes.stages import stages
+from lowbit.pylib import knobs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -21,6 +24,57 @@ def test_example_of_the_readme() -> None:
     names: dict[str, torch.Tensor] = {}
     exec(code, names)
     assert names["y"].shape == (3, 4096) and names["y"].dtype == torch.float16 and names["y"].isfinite().all()
+
+
+def test_examples_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of the page are one program, which checks itself."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.DOTALL)
+    assert len(blocks) > 4
+    monkeypatch.chdir(tmp_path)
+    exec("".join(blocks), {})
+    assert (tmp_path / "weight.pt").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_headings_that_are_linked_exist(page: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text())
+    pages = [(page.parent / path if path else page, anchor) for path, anchor in links]
+    assert [f"{path}#{anchor}" for path, anchor in pages if anchor not in _anchors(path)] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_headings_that_comments_name_exist() -> None:
+    """A comment refers to an experiment as (docs/lab-notebook.md, "Its heading")."""
+    headings = re.findall(r"^### (.*)$", (ROOT / "docs/lab-notebook.md").read_text(), re.MULTILINE)
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    texts = [" ".join(file.read_text().replace("#", " ").split()) for file in files if file != Path(__file__)]
+    named = [name for text in texts for name in re.findall(r'docs/lab-notebook\.md, "([^"]+)"', text)]
+    assert named and [name for name in named if name not in headings] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_schedule_fields_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"`Schedule\.(\w+)", page.read_text())
+    assert set(named) <= {field.name for field in fields(Schedule)}
+
+
+def test_glossary_is_alphabetical() -> None:
+    terms = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    terms = [term.lower() for term in terms if term != "term"]
+    assert len(terms) > 50 and terms == sorted(terms)
+
+
+def test_environment_variables() -> None:
+    """The page lists what `pylib.knobs` reads, and nothing else."""
+    listed = re.findall(r"^\| `(LOWBIT_\w+)` \|", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    read = re.findall(r'"(LOWBIT_\w+)"', Path(knobs.__file__).read_text())
+    assert len(set(read)) > 3 and sorted(listed) == sorted(set(read))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

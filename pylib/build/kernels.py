@@ -74,7 +74,8 @@ class Artifacts:
         """The rule that picks kernels for m rows: the least tile of 1, 8, 16, 32, 64 and (with wgmma) 128 and mostly
         256 tokens that holds them. More take launches of the widest, of which the last may be of a lesser one; and
         those that would leave a quarter of 256 idle take 128 and what is left. That is for up to 384 rows, four
-        times the widest tile where the weight is large, 192 without wgmma: measured on an H200 (docs/performance.md).
+        times the widest tile where the weight is large, 192 without wgmma: measured on an H200 (docs/lab-notebook.md,
+        "More than 256 tokens").
 
         None above: then the dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so
         many is bound by arithmetic, not by reading the weight.
