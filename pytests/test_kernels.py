@@ -334,7 +334,7 @@ HOPPER_CASES = [_hopper(c) for c in covering(HOPPER, fit_hopper)]
 
 def test_hopper_has_cases() -> None:
     """Clusters of every size with and without wgmma, reaching beyond the weight's rows and with m below the tile."""
-    for wgmma, cluster in itertools.product((0, 1), (1, 2, 3, 4, 8)):
+    for wgmma, cluster in itertools.product((False, True), (1, 2, 3, 4, 8)):
         found = [case for case in HOPPER_CASES if (case.schedule.wgmma, case.schedule.cluster) == (wgmma, cluster)]
         assert any(case.spec.n % case.schedule.rows for case in found)
         assert any(case.m < case.schedule.tokens for case in found)
@@ -408,7 +408,7 @@ ZEROS = [  # half of all, in which every pair of choices meets
     for (a, weight), (b, act), wgmma, (c, group) in itertools.product(
         enumerate(("u1", "u2", "u3", "u4", "i4", "u5", "u8", "i8")),
         enumerate(("f16", "bf16")),
-        (0, 1),
+        (False, True),
         enumerate((32, 64, 128, None)),
     )
     if (a + b + wgmma + c) % 2 == 0
@@ -416,7 +416,7 @@ ZEROS = [  # half of all, in which every pair of choices meets
 
 
 @pytest.mark.parametrize(("weight", "act", "wgmma", "group"), ZEROS)
-def test_integer_zeros(weight: str, act: str, wgmma: int, group: int | None) -> None:
+def test_integer_zeros(weight: str, act: str, wgmma: bool, group: int | None) -> None:
     """Exactly: x are small integers, scales powers of two. Steps have several groups. In the first rows codes are all
     the least, and all the largest, with zeros of both, and with the largest zero that there can be."""
     chunk = spec_of(weight, 16, 16).packing.chunk

@@ -165,7 +165,9 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     assert not read_table(file).entries  # read anew, as the file is another
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{", '"u4"->"u9"', '"k": 1536->"k": 0', '"stages": 5->"stages": 0'])
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{", '"u4"->"u9"', '"k": 1536->"k": 0', '"num_stages": 5->"num_stages": 0']
+)
 def test_a_damaged_table_is_named(tmp_path: Path, damage: str) -> None:
     old, arrow, new = damage.partition("->")
     text = table(entry(SPEC, ODD)).to_text()
@@ -261,7 +263,7 @@ def test_the_rule_fills_the_multiprocessors() -> None:
 
 def test_clusters_of_four_leave_multiprocessors_out() -> None:
     """128 blocks for 132 multiprocessors: in one go in clusters of two, not in clusters of four."""
-    spec, two = replace(SPEC, n=4096, k=8192), Schedule(16, 1, 4, 4, 128, 2, 2, 2, 1, 1)
+    spec, two = replace(SPEC, n=4096, k=8192), Schedule(16, 1, 4, 4, 128, 2, 2, 2, True, 1)
     four = replace(two, warps_n=8, warps_k=2, split_k=4, cluster=4)
     assert KernelPlan(spec, two).tiles * 2 == KernelPlan(spec, four).tiles * 4 == 128
     fewer = replace(spec, n=3072)  # 96 blocks
@@ -328,7 +330,7 @@ def test_what_is_multiplied_as_it_is_stored(weight: str, zeros: str, choice: dic
         (4000, 4000, 8, None),  # comes out even with no split
     ],
 )
-def test_small_matrices_are_resident_by_rule(n: int, k: int, tile: int, shape: tuple[int, int] | None) -> None:
+def test_small_matrices_are_preloaded_by_rule(n: int, k: int, tile: int, shape: tuple[int, int] | None) -> None:
     spec = replace(SPEC, n=n, k=k, weight="u4", group_size=None)
     s = default_schedule(spec, tile, HOPPER)
     assert s.preload_weights == (shape is not None) and shape in (None, (s.warps_k, s.split_k))
@@ -342,7 +344,7 @@ def test_the_rule_with_wgmma_is_the_best_predicted(n: int, weight: str, tile: in
     """About: of all schedules, not only of the few that there is time for."""
     spec = replace(SPEC, n=n, k=8192, weight=weight)
     s = default_schedule(spec, tile, HOPPER)
-    known = [e for e in all_schedules(spec, tile, HOPPER) if e.wgmma and not e.resident and e.warps_n <= 8]
+    known = [e for e in all_schedules(spec, tile, HOPPER) if e.wgmma and not e.preload_weights and e.warps_n <= 8]
     every = [e for e in known if not spills(spec, e, HOPPER)]
     assert s.wgmma
     assert predict(spec, tile, s, HOPPER) <= 1.07 * min(predict(spec, tile, each, HOPPER) for each in every)
@@ -468,27 +470,39 @@ def test_clusters_and_wgmma_where_they_do_not_fit(
     with pytest.raises(SpecError, match=f"schedule: .*{message}"):
         check_schedule(spec, schedule, parse_target(target))
     changes = {"cluster": {"cluster": 1}, "tokens=": {"tokens": 128}}
-    fitting = replace(schedule, **next((c for name, c in changes.items() if name in message), {"wgmma": 0}))
+    fitting = replace(schedule, **next((c for name, c in changes.items() if name in message), {"wgmma": False}))
     check_schedule(spec, fitting, parse_target(target))
 
 
-RESIDENT = Schedule(8, 1, 4, 2, 128, 1, wgmma=True, preload_weights=True)
+PRELOADED = Schedule(8, 1, 4, 2, 128, 1, wgmma=True, preload_weights=True)
 
 
 @pytest.mark.parametrize(
     ("message", "spec", "change"),
     [
-        ("resident=1 needs steps of .* come out even for k=1280", replace(SPEC, k=1280), {"warps_k": 4}),
-        ("resident=1 needs .* x in 16-byte pieces", replace(SPEC, k=1020, group_size=None), {"wgmma": 0}),
-        ("resident=1 has at most 128 registers of weight .* needs 512", replace(SPEC, k=16384), {"warps_k": 2}),
-        ("overlap=1 is for .* group by group; .* needs overlap=0", replace(SPEC, group_size=None), {"overlap": 1}),
-        ("overlap=1 is for .* needs overlap=0", replace(SPEC, group_size=32), {"overlap": 1, "tokens": 64}),
+        ("preload_weights=True needs steps of .* come out even for k=1280", replace(SPEC, k=1280), {"warps_k": 4}),
+        (
+            "preload_weights=True needs .* x in 16-byte pieces",
+            replace(SPEC, k=1020, group_size=None),
+            {"wgmma": False},
+        ),
+        (
+            "preload_weights=True has at most 128 registers of weight .* needs 512",
+            replace(SPEC, k=16384),
+            {"warps_k": 2},
+        ),
+        ("overlap_groups=True is for .* group by group", replace(SPEC, group_size=None), {"overlap_groups": True}),
+        (
+            "overlap_groups=True is for .* needs overlap_groups=False",
+            replace(SPEC, group_size=32),
+            {"overlap_groups": True, "tokens": 64},
+        ),
     ],
 )
-def test_resident_and_overlap_where_they_do_not_fit(message: str, spec: MatmulSpec, change: dict[str, int]) -> None:
+def test_preloading_and_overlap_where_they_do_not_fit(message: str, spec: MatmulSpec, change: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=f"schedule: {message}"):
-        check_schedule(spec, replace(RESIDENT, **change), HOPPER)
-    check_schedule(SPEC, RESIDENT, HOPPER)
+        check_schedule(spec, replace(PRELOADED, **change), HOPPER)
+    check_schedule(SPEC, PRELOADED, HOPPER)
 
 
 def test_user_tables(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
