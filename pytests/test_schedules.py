@@ -106,7 +106,7 @@ def test_the_rule_where_there_is_no_neighbour(far: str) -> None:
     assert chosen(SPEC, table(entry(SPEC, schedule))) == schedule
 
 
-def test_resident_weights_are_for_as_many_blocks() -> None:
+def test_preloaded_weights_are_for_as_many_blocks() -> None:
     """Half of the multiprocessors each for two kernels at a time: not with a block more for every fourth."""
     measured = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)
     schedule = Schedule(8, 1, 4, 2, 256, 1, wgmma=True, preload_weights=True, min_blocks=132)
@@ -334,7 +334,7 @@ def test_small_matrices_are_preloaded_by_rule(n: int, k: int, tile: int, shape: 
     spec = replace(SPEC, n=n, k=k, weight="u4", group_size=None)
     s = default_schedule(spec, tile, HOPPER)
     assert s.preload_weights == (shape is not None) and shape in (None, (s.warps_k, s.split_k))
-    assert not default_schedule(spec, min(tile, 64), parse_target("sm_80")).resident
+    assert not default_schedule(spec, min(tile, 64), parse_target("sm_80")).preload_weights
 
 
 @pytest.mark.parametrize("n", [1024, 2048, 6144, 14336])
