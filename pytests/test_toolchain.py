@@ -451,15 +451,27 @@ def test_ptx_of_llvm_assembles_for_every_gpu() -> None:
         assert resource_usage(emit_ptx(PLAIN, target), target).registers > 0
 
 
-def test_a_missing_assembler_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_library(name: str) -> None:
-        raise OSError(name)
+def test_nvjitlink_says_what_it_can_not_do() -> None:
+    """Its words for an architecture that it does not know, and its log for PTX without a line that is wrong."""
+    if not isinstance(link := assembler(), NvJitLink):
+        pytest.skip("nvJitLink is not here")
+    with pytest.raises(TargetError, match=r"nvJitLink \d+\.\d+ takes no sm_333 \(.*ARCH.*\); install a newer"):
+        link.run(SHARED, "sm_333")
+    with pytest.raises(PassError, match=r"(?s)refuses the PTX:\n.*SM version"):
+        link.run(SHARED.replace("sm_80", "sm_90"), "sm_80")
 
+
+def _raise(fault: Exception) -> None:
+    raise fault
+
+
+def test_a_missing_assembler_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cubin_module, "find_spec", lambda _: None)
-    monkeypatch.setattr(cubin_module.ctypes, "CDLL", no_library)
     monkeypatch.setattr(cubin_module.shutil, "which", lambda _: None)
-    with pytest.raises(TargetError, match=r"pip install 'lowbit\[cuda\]'"):
-        assembler.__wrapped__()
+    for fault in (ImportError("no cuda.bindings"), RuntimeError("no libnvJitLink")):
+        monkeypatch.setattr(cubin_module, "import_module", lambda _, fault=fault: _raise(fault))
+        with pytest.raises(TargetError, match=r"pip install 'lowbit\[cuda\]'"):
+            assembler.__wrapped__()
     with pytest.raises(TargetError, match="no cubin for target cpu"):
         emit_cubin(SHARED, parse_target("cpu"))
 

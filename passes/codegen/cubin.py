@@ -1,10 +1,9 @@
 """PTX to a cubin: nvJitLink from its wheel (any CUDA build of PyTorch brings one), or else ptxas.
 
-Both hold the same assembler, and neither needs a driver or a GPU. nvJitLink is called through ctypes: it is
+Both hold the same assembler, and neither needs a driver or a GPU. nvJitLink is called through cuda.bindings: it is
 loaded in this process, where ptxas costs a process per kernel.
 """
 
-import ctypes
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -85,11 +85,10 @@ def assembler() -> Assembler:
     Raises:
         TargetError: there is none.
     """
-    for library in (*_wheel_files("lib/libnvJitLink.so*"), "libnvJitLink.so.13", "libnvJitLink.so.12"):
-        try:
-            return NvJitLink(ctypes.CDLL(str(library)))
-        except OSError:
-            continue
+    try:
+        return NvJitLink()
+    except (ImportError, RuntimeError):  # no cuda.bindings, or no libnvJitLink that it finds
+        pass
     if program := shutil.which("ptxas") or next(_wheel_files("bin/ptxas"), None):
         return Ptxas(str(program))
     raise TargetError("a cubin needs nvJitLink or ptxas, and neither is here; pip install 'lowbit[cuda]'")
@@ -103,45 +102,34 @@ def _wheel_files(pattern: str) -> Iterator[Path]:
 
 
 class NvJitLink:
-    """libnvJitLink; its entry points carry the version of the interface in their names."""
+    """libnvJitLink, in this process. Raises ImportError or RuntimeError where it can't be loaded."""
 
-    _INPUT_PTX = 2  # nvJitLinkInputType
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        self._suffix = "13_0" if hasattr(library, "__nvJitLinkCreate_13_0") else "12_0"
-
-    @property
-    def version(self) -> str:
-        major, minor = ctypes.c_uint(), ctypes.c_uint()
-        self._library.nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor))
-        return f"nvJitLink {major.value}.{minor.value}"
+    def __init__(self) -> None:
+        self._api = import_module("cuda.bindings.nvjitlink")
+        self.version = "nvJitLink {}.{}".format(*self._api.version())
 
     def run(self, ptx: str, arch: str) -> tuple[bytes, str]:
         """The cubin and the log in ptxas's words."""
-        options = (ctypes.c_char_p * 2)(f"-arch={arch}".encode(), b"-verbose")
-        handle, source = ctypes.c_void_p(), ptx.encode()
-        if self._call("Create", ctypes.byref(handle), len(options), options):
-            raise TargetError(f"{self.version} does not know {arch}; install a newer nvidia-nvjitlink")
+        api, options, source = self._api, [f"-arch={arch}", "-verbose"], ptx.encode() + b"\0"
         try:
-            size = ctypes.c_size_t(len(source) + 1)
-            failed = self._call("AddData", handle, self._INPUT_PTX, source, size, b"kernel.ptx")
-            if failed or self._call("Complete", handle):
-                _refuse(ptx, self._buffer("ErrorLog", handle).decode(errors="replace"), self.version)
-            log = self._buffer("InfoLog", handle).decode(errors="replace")
-            return self._buffer("LinkedCubin", handle), log
+            handle = api.create(len(options), options)
+        except api.nvJitLinkError as error:
+            raise TargetError(f"{self.version} takes no {arch} ({error}); install a newer nvidia-nvjitlink") from None
+        try:
+            api.add_data(handle, api.InputType.PTX, source, len(source), "kernel.ptx")
+            api.complete(handle)
+            log = self._read("info_log", handle).decode(errors="replace")
+            return self._read("linked_cubin", handle), log
+        except api.nvJitLinkError as error:
+            log = self._read("error_log", handle).decode(errors="replace")
+            _refuse(ptx, log.strip("\0\n") or str(error), self.version)
         finally:
-            self._call("Destroy", ctypes.byref(handle))
+            api.destroy(handle)
 
-    def _call(self, name: str, *arguments: object) -> int:
-        return self._library[f"__nvJitLink{name}_{self._suffix}"](*arguments)
-
-    def _buffer(self, name: str, handle: ctypes.c_void_p) -> bytes:
-        size = ctypes.c_size_t()
-        self._call(f"Get{name}Size", handle, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        self._call(f"Get{name}", handle, buffer)
-        return buffer.raw
+    def _read(self, what: str, handle: int) -> bytes:
+        buffer = bytearray(getattr(self._api, f"get_{what}_size")(handle))
+        getattr(self._api, f"get_{what}")(handle, buffer)
+        return bytes(buffer)
 
 
 class Ptxas:

@@ -10,7 +10,7 @@ from lowbit.pylib.build.cache import Cache
 from lowbit.pylib.build.installed import versions
 
 TARGETS = "sm_80, sm_86, sm_87, sm_89, sm_90, sm_90a, cpu, or emulator:<sm>"
-_PACKAGES = ("torch-mlir", "llvmlite", "nvidia-nvjitlink", "torch", "numpy")
+_PACKAGES = ("torch-mlir", "llvmlite", "cuda-bindings", "nvidia-nvjitlink", "torch", "numpy")
 _CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512vnni", "avx512bf16", "avx512fp16", "amx-bf16")
 
 
