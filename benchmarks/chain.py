@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import lowbit
 from benchmarks.floor import UNIT
 from benchmarks.tables import markdown
 from lowbit.dialect.errors import SpecError, TargetError
@@ -25,7 +26,6 @@ from lowbit.passes.builder import Program, Tile
 from lowbit.passes.pipeline import CompiledKernel, compile_program
 from lowbit.passes.target import parse_target
 from lowbit.pylib.matmul import this_machine
-from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.tune.timing import copies_needed, graph_time
 
 THREADS = 256  # few enough for blocks of two kernels side by side
@@ -67,8 +67,8 @@ def link(spec: MatmulSpec, m: int, blocks: int, threads: int = THREADS) -> Link:
 
 
 def chain_program(link: Link) -> Any:
-    """The tile program, as a module: sums of four 32-bit columns of "codes" and "x", rounded to f16, to "y"."""
-    p = Program("chain", link.threads, (link.blocks, 1, 1), dict.fromkeys(("x", "codes", "y"), "pointer"))
+    """The tile program, as a module: sums of four 32-bit columns of "weight" and "x", rounded to f16, to "y"."""
+    p = Program("chain", link.threads, (link.blocks, 1, 1), dict.fromkeys(("x", "weight", "y"), "pointer"))
 
     def parts(tile: Tile) -> list[Tile]:
         return [p.slice(tile, 0, first, link.threads) for first in range(0, tile.shape[0], link.threads)]
@@ -81,8 +81,8 @@ def chain_program(link: Link) -> Any:
         p.grid_launch_dependents()
         weight: list[Tile] = []
         if link.units:
-            codes = p.global_view(p["codes"], "f32", (link.blocks * chunk, 4))
-            weight = parts(p.load(codes, (block * chunk, 0), layout(link.units)))  # on its way while the kernel waits
+            memory = p.global_view(p["weight"], "f32", (link.blocks * chunk, 4))
+            weight = parts(p.load(memory, (block * chunk, 0), layout(link.units)))  # on its way while the kernel waits
         p.grid_wait()
         total = p.constant(0.0, "f32", layout(1))
         if link.x_units:
@@ -129,11 +129,5 @@ def chain(n: int, k: int, tokens: list[int]) -> str:
 
 
 def _time(link: Link, x: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> float:
-    kernel, device = compile_link(link, this_machine()), torch.cuda.current_device()
-    function = Function(kernel.cubin(), kernel.launch, device, overlap=True)
-
-    def call(weight: torch.Tensor) -> None:
-        addresses = {"x": x.data_ptr(), "codes": weight.data_ptr(), "y": y.data_ptr()}
-        function(current_stream(device), True, scales=0, zeros=0, bias=0, m=0, **addresses)
-
-    return graph_time([partial(call, weight) for weight in weights]).median
+    kernel = lowbit.load(compile_link(link, this_machine()), overlap=True)
+    return graph_time([partial(kernel, x=x, weight=weight, y=y) for weight in weights]).median

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from lowbit.dialect.layouts.layout import local, spatial
+from lowbit.dialect.signature import parse_grid
 from lowbit.passes.builder import Program, Scalar, as_i32
-from lowbit.passes.kernels.decode.schedule import Launch
+from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel, compile_program
 from lowbit.passes.target import parse_target
 from lowbit.pylib.matmul import this_machine
@@ -61,24 +62,24 @@ def readers(processors: int) -> list[Reader]:
 
 
 def read_program(reader: Reader, never: int = NEVER) -> Any:
-    """The tile program, as a module: reads m units of 16 bytes at "codes"; the grid is set at launch.
+    """The tile program, as a module: reads so many "units" of 16 bytes of "memory"; `launch_for` sets the grid.
 
-    If m exceeds `never`, block b stores its chunk of sums, f32 [chunk, 4], at "y" [b].
+    With more units than `never`, block b stores its chunk of sums, f32 [chunk, 4], at "sums" [b].
     """
     chunk, span = reader.chunk, reader.chunk * reader.most_blocks
-    p = Program("read", reader.threads, (1, 1, 1), {"codes": "pointer", "y": "pointer", "m": "i32"})
+    p = Program("read", reader.threads, (1, 1, 1), {"memory": "pointer", "sums": "pointer", "units": "i32"})
     with p:
-        units, block = p["m"], p.block_id(0)
+        units, block = p["units"], p.block_id(0)
         rounds = (units + (span - 1)) // span
         layout = local(reader.unroll, 1) * spatial(reader.threads, 1) * local(1, 4)
-        memory = p.global_view(p["codes"], "f32", (-1, 4), sizes=[units])
+        memory = p.global_view(p["memory"], "f32", (-1, 4), sizes=[units])
         p.grid_launch_dependents()
         with p.loop(block * rounds, rounds, [p.constant(0.0, "f32", layout)]) as loop:
             tile = p.load(memory, (loop.index * chunk, 0), layout, ("clamp", "none"))
             loop.results = [p.add(loop.carried[0], tile)]
         p.grid_wait()
         with p.when(Scalar(as_i32(never)) < units):
-            sums = p.global_view(p["y"], "f32", (ANY_BLOCKS * chunk, 4))
+            sums = p.global_view(p["sums"], "f32", (ANY_BLOCKS * chunk, 4))
             p.store(loop.carried[0], sums, (block * chunk, 0))
     return p.module
 
@@ -90,7 +91,7 @@ def compile_reader(reader: Reader, target: str, never: int = NEVER) -> CompiledK
 
 def launch_for(reader: Reader, launch: Launch, units: int) -> Launch:
     """The launch that reads so many units."""
-    return replace(launch, grid=(reader.blocks(units), 1, 1))
+    return replace(launch, grid=parse_grid((reader.blocks(units), 1, 1)))
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def floor(size: int) -> Floor:
 
 def _read(function: Function, memory: int, sums: int, units: int) -> None:
     stream = torch.cuda.current_stream().cuda_stream
-    function(stream, True, x=0, codes=memory, scales=0, zeros=0, bias=0, y=sums, m=units)
+    function(stream, True, memory, sums, units)
 
 
 def _load(reader: Reader, units: int) -> Function:

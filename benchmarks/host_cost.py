@@ -3,18 +3,24 @@
     python benchmarks/host_cost.py
 
 The weight is tiny, so that the GPU is never what one waits for. Each figure is the least of several runs of a
-tight loop that ends with a synchronization.
+tight loop that ends with a synchronization. Two of them decide how kernels are started: the same launch once by ctypes,
+as `pylib/runtime/driver.py` has it, and once by cuda.bindings.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 
 import torch
 
 import lowbit
+from lowbit.dialect.signature import WORKSPACE
+from lowbit.pylib.build.kernels import Artifact
 from lowbit.pylib.reference import random_problem
+from lowbit.pylib.runtime.driver import Function, bindings, current_stream
+from lowbit.pylib.runtime.runtimes import load_function
 
 CALLS = 2000
 REPEATS = 20
@@ -33,6 +39,40 @@ def microseconds(call: Callable[[], object]) -> float:
     return least / CALLS * 1e6
 
 
+def start_by_bindings(function: Function, artifact: Artifact, stream: int) -> None:
+    """Has `function` start its kernel by cuda.bindings' cuLaunchKernelEx, with the same configuration."""
+    cuda, launch = bindings(), artifact.launch
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = cuda.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.blocks({}, sm_count=0)
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = launch.shared_bytes, [attribute], 1
+    handle, addresses = cuda.CUfunction(function.handle.value), ctypes.addressof(function.addresses)
+
+    def start(*_: object) -> int:
+        config.hStream = stream
+        return int(cuda.cuLaunchKernelEx(config, handle, addresses, 0)[0])
+
+    function.start = start
+
+
+def launches(mm: lowbit.Matmul, x: torch.Tensor, w: lowbit.PackedWeight) -> dict[str, Callable[[], object]]:
+    """A launch of the kernel alone, by ctypes and by cuda.bindings."""
+    artifact, stream = mm.kernel(1), current_stream(0)
+    y = torch.empty((1, mm.spec.n), dtype=x.dtype, device="cuda")
+    given = {"x": x, "codes": w.codes, "scales": w.scales, "zeros": w.zeros, "bias": w.bias, "y": y}
+    values = {name: tensor.data_ptr() for name, tensor in given.items() if tensor is not None} | {"m": 1}
+    arguments = [values[param.name] for param in artifact.launch.params if param.name != WORKSPACE]
+    by_ctypes, by_bindings = (load_function(artifact, mm.target, 0) for _ in range(2))
+    start_by_bindings(by_bindings, artifact, stream)
+    return {
+        "a launch, by ctypes": lambda: by_ctypes(stream, True, *arguments),
+        "a launch, by cuda.bindings": lambda: by_bindings(stream, True, *arguments),
+    }
+
+
 def main() -> None:
     spec = lowbit.MatmulSpec(n=64, k=256, weight="u4", group_size=128, zeros="int")
     mm = lowbit.compile(spec)
@@ -48,6 +88,7 @@ def main() -> None:
         "torch.ops.lowbit.matmul": lambda: torch.ops.lowbit.matmul(
             x, w.codes, w.scales, w.zeros, w.bias, mm.description
         ),
+        **launches(mm, x, w),
         "torch.nn.functional.linear, f16": lambda: torch.nn.functional.linear(x, dense),
         "torch.empty": lambda: torch.empty((1, 64), dtype=torch.float16, device="cuda"),
     }.items():

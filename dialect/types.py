@@ -24,6 +24,7 @@ from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.layouts.shared_memory import Swizzle
+from lowbit.dialect.signature import PARAM_TYPES, Grid, ParamKind, parse_grid
 from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
 
 Element = str | DType
@@ -78,6 +79,31 @@ def read_ints(attribute: ir.Attribute) -> tuple[int, ...]:
         return tuple(int(ir.IntegerAttr(a).value) for a in ir.ArrayAttr(attribute))
     except ValueError:
         raise Mismatch(f"expected a list of integers, got {attribute}") from None
+
+
+def grid_attr(grid: Grid) -> ir.ArrayAttr:
+    """A list of three extents: i64 attributes for constants, strings for the others."""
+    i64 = ir.IntegerType.get_signless(64)
+    written = [extent.written for extent in grid]
+    each = [ir.StringAttr.get(w) if isinstance(w, str) else ir.IntegerAttr.get(i64, w) for w in written]
+    return ir.ArrayAttr.get(each)
+
+
+def read_grid(attribute: ir.Attribute) -> Grid:
+    """The extents of `grid_attr`."""
+    written = [
+        a.value if isinstance(a, ir.StringAttr | ir.IntegerAttr) else str(a) for a in ir.ArrayAttr(attribute)
+    ]
+    return parse_grid(written)
+
+
+def param_kind(type_: ir.Type, name: str) -> ParamKind:
+    """The kind of the parameter `name` of a kernel, by its type."""
+    text = str(type_)
+    for kind, known in PARAM_TYPES.items():
+        if text == known:
+            return kind
+    raise Mismatch(f"{name}: expected {', '.join(PARAM_TYPES.values())} (a tensor map), got {text}")
 
 
 def strings(values: "tuple[str, ...] | list[str]") -> ir.ArrayAttr:

@@ -15,24 +15,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+import lowbit
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, local
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.pipeline import CompiledKernel, compile_program
+from lowbit.passes.pipeline import compile_program
 from lowbit.passes.target import parse_target
-from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.matmul import this_machine
 from lowbit.pylib.packed import pack
-from lowbit.pylib.runtime.driver import Function
 
 R = 2  # a block computes 16 * R rows of the weight ...
 T = 2  # ... for 8 * T tokens
 
 
-def program(n: int, k: int, m: int) -> ir.Module:
-    """The kernel for these sizes: n a multiple of 16 * R, k of a chunk (128 columns), any m."""
+def program(n: int, k: int) -> ir.Module:
+    """The kernel for a weight of this size, n a multiple of 16 * R and k of a chunk (128 columns), and for any m."""
     # How 6-bit codes sit in memory. A chunk is the least number of columns whose codes are whole 16-byte words for
     # every lane of a warp: for 6 bits 128 columns, with which a lane has 64 codes of 16 rows, or three words.
     i6 = MatmulSpec(n, k, "i6").packing
@@ -48,9 +47,9 @@ def program(n: int, k: int, m: int) -> ir.Module:
     # The packed words: each lane loads three of every 16 rows, next to its neighbours' (coalesced).
     word_layout = local(R, 1, words // 32).spatial(1, 1, 32)
 
-    # One warp to a block; blocks side by side along n and along m. Parameters by name: how to start the kernel
-    # is part of what the compiler returns.
-    grid = (n // rows, -(-m // tokens), 1)
+    # One warp to a block; blocks side by side along n and along m, as many as m needs when the kernel is called.
+    # Parameters by name: how to start the kernel is part of what the compiler returns.
+    grid = (n // rows, f"ceil(m / {tokens})", 1)
     p = Program("f16_i6_matmul", 32, grid, {"x": "pointer", "codes": "pointer", "y": "pointer", "m": "i32"})
     with p:
         # Device memory as arrays. A size of -1 is known when the kernel runs. y is [m, n] in memory; seen with
@@ -87,30 +86,8 @@ def program(n: int, k: int, m: int) -> ir.Module:
     return p.module
 
 
-def run(kernel: CompiledKernel, x: torch.Tensor, codes: torch.Tensor, n: int) -> torch.Tensor:
-    """y [m, n], by the GPU or by the emulator, whichever the kernel was compiled for."""
-    launch, m = kernel.launch, len(x)
-    if kernel.target.kind == "cuda":
-        function = Function(kernel.cubin(), launch, x.get_device(), overlap=False)
-        y = torch.empty((m, n), dtype=torch.float16, device=x.device)
-        stream, pointers = torch.cuda.current_stream().cuda_stream, {"x": x, "codes": codes, "y": y}
-        addresses = {name: tensor.data_ptr() for name, tensor in pointers.items()}
-        function(stream, False, **addresses, scales=0, zeros=0, bias=0, m=m)
-        return y
-    y = torch.empty((m, n), dtype=torch.float16)
-    values = {"x": x.numpy(), "codes": codes.numpy(), "y": y.numpy(), "m": m}
-    Emulator(kernel.ptx).launch(
-        launch.name,
-        grid=launch.grid,
-        block=launch.threads,
-        args=[values[name] for name in launch.params],
-        shared_bytes=launch.shared_bytes,
-    )
-    return y
-
-
 def main(n: int, k: int, m: int, target: str) -> None:
-    kernel = compile_program(lambda: program(n, k, m), parse_target(target))
+    compiled = compile_program(lambda: program(n, k), parse_target(target))
 
     rng = np.random.default_rng(0)
     x = rng.standard_normal((m, k)).astype(np.float16)
@@ -118,8 +95,12 @@ def main(n: int, k: int, m: int, target: str) -> None:
 
     # The order in memory is made once, ahead of time. (A packed weight has scales, too, which are not used here.)
     codes = pack(MatmulSpec(n, k, "i6"), weight, np.ones(n)).codes
-    device = "cuda" if kernel.target.kind == "cuda" else "cpu"
-    y = run(kernel, torch.from_numpy(x).to(device), codes.to(device), n).cpu().numpy()
+    device = "cuda" if compiled.target.kind == "cuda" else "cpu"
+    output = torch.empty((m, n), dtype=torch.float16, device=device)
+    # On the GPU or in the emulator, whichever the kernel was compiled for.
+    kernel = lowbit.load(compiled)
+    kernel(x=torch.from_numpy(x).to(device), codes=codes.to(device), y=output, m=m)
+    y = output.cpu().numpy()
 
     # Products of f16 and 6-bit integers are exact in f32. Wrong by no more than k f32 roundings of the running sum,
     # which is at most sum |x w|, and one rounding to f16.
@@ -127,7 +108,7 @@ def main(n: int, k: int, m: int, target: str) -> None:
     magnitude = np.abs(x.astype(np.float64)) @ np.abs(weight.T)
     bound = k * 2.0**-23 * magnitude + 2.0**-11 * np.abs(expected) + 2.0**-25
     worst = float((np.abs(y - expected) / bound).max())
-    print(f"i6[{n}, {k}], {m} tokens, on {kernel.target}: worst element at {worst:.0%} of what rounding explains")
+    print(f"i6[{n}, {k}], {m} tokens, on {compiled.target}: worst element at {worst:.0%} of what rounding explains")
     if not worst <= 1:
         raise SystemExit("the result is wrong")
 

@@ -359,7 +359,7 @@
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   }
   "lowbit.return"() : () -> ()
-}) {sym_name = "last", threads = 64, grid = [3, 1, 1], params = ["counters"], workspace = 4} : () -> ()
+}) {sym_name = "last", threads = 64, grid = [3, 1, 1], params = ["workspace"], workspace = 4} : () -> ()
 
 // -----
 

@@ -36,3 +36,15 @@ gpu.module @double_module {
     gpu.return
   }
 }
+
+// What is passed by value stays in parameter memory: one copy for the grid, and its address is what the kernel uses.
+
+// CHECK-LABEL: llvm.func @by_value
+// CHECK-SAME:    (%{{.*}}: !llvm.ptr {llvm.align = 64 : i64, llvm.byval = !llvm.array<128 x i8>, nvvm.grid_constant},
+// CHECK-SAME:     %{{.*}}: f32)
+gpu.module @by_value_module {
+  gpu.func @by_value(%map: !llvm.ptr {llvm.align = 64 : i64, llvm.byval = !llvm.array<128 x i8>}, %scale: f32) kernel {
+    nvvm.prefetch tensormap, %map : !llvm.ptr
+    gpu.return
+  }
+}

@@ -1,6 +1,6 @@
 """A small builder for tile programs: what one thread block does, in terms of tiles.
 
-    p = Program("copy", threads=128, grid=(8, 1, 1), params={"x": "pointer", "y": "pointer", "m": "i32"})
+    p = Program("copy", threads=128, grid=("ceil(m / 16)", 1, 1), params={"x": "pointer", "y": "pointer", "m": "i32"})
     with p:
         x = p.global_view(p["x"], "f16", (-1, 64), sizes=[p["m"]])
         tile = p.load(x, [p.block_id(0) * 16, 0], layout, boundary=("zero", "none"))
@@ -15,22 +15,34 @@ written with it (`passes.kernels.decode.kernel`, `passes.kernels.dequantize`), a
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ext, ir, scf
-from lowbit.dialect.errors import PassError
+from lowbit.dialect.errors import PassError, SpecError
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.layouts.layout import Layout, spatial
-from lowbit.dialect.types import Element, Global, Reg, Shared, element_attr, format_attr, ints, row_major, strings
+from lowbit.dialect.signature import PARAM_TYPES, parse_grid
+from lowbit.dialect.types import (
+    Element,
+    Global,
+    Reg,
+    Shared,
+    element_attr,
+    format_attr,
+    grid_attr,
+    ints,
+    row_major,
+    strings,
+)
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """An i32 (or an i1 condition) of the program, the same for all threads."""
+    """A number that is the same for all threads, an i32, a condition, or a parameter. Arithmetic is for i32."""
 
     value: Any
 
@@ -133,37 +145,48 @@ class Program:
 
     What a verifier finds then is a PassError with the line that made the operation.
 
-    params: name -> "pointer" (to device memory) or "i32". threads per block; grid in blocks; workspace in bytes;
-    max_blocks on a multiprocessor at a time (0: as many as fit), by claiming shared memory. cluster: blocks along each
-    axis of the grid that can read each other's shared memory (sm_90; PTX ISA 5.2.2).
+    params: name -> "pointer" (to device memory), "i32", "f32" or "tensor_map" (128 bytes by value). threads per block;
+    grid in blocks along three axes, each a number, "ceil(m / 16)" (m: any i32 parameter) or "sm_count * 2". workspace
+    in bytes, at the pointer "workspace"; max_blocks on a multiprocessor at a time (0: as many as fit), by claiming
+    shared memory. cluster: blocks along each axis of the grid that can read each other's shared memory (sm_90; PTX ISA
+    5.2.2).
     """
 
     def __init__(
         self,
         name: str,
         threads: int,
-        grid: tuple[int, int, int],
-        params: dict[str, str],
+        grid: tuple[int | str, ...],
+        params: Mapping[str, str],
         workspace: int = 0,
         max_blocks: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
-        kinds = {"pointer": ir.Type.parse("!llvm.ptr<1>"), "i32": ir.IntegerType.get_signless(32)}
+        types: dict[str, str] = {**PARAM_TYPES}
         for parameter, kind in params.items():
-            if kind not in kinds:
-                raise PassError(f"{name}: parameter {parameter} is a {kind!r}; it must be one of {', '.join(kinds)}")
+            if kind not in types:
+                allowed = ", ".join(types)
+                raise PassError(f"{name}: parameter {parameter} is a {kind!r}; it must be one of {allowed}")
+        try:
+            extents = parse_grid(grid)
+        except SpecError as error:
+            raise PassError(f"{name}: {error}") from None
         self._name = name
         self._frames = ir.loc_tracebacks()
         self.module = ir.Module.create()
         with ir.loc_tracebacks(), ir.InsertionPoint(self.module.body):
             self.op = ops.ProgramOp(
-                ir.StringAttr.get(name), _i64(threads), ints(grid), strings(tuple(params)), _i64(workspace)
+                ir.StringAttr.get(name),
+                _i64(threads),
+                grid_attr(extents),
+                strings(tuple(params)),
+                _i64(workspace),
             )
         if max_blocks:
             self.op.operation.attributes["lowbit.max_blocks"] = _i64(max_blocks)
         if cluster != (1, 1, 1):
             self.op.operation.attributes[ops.CLUSTER] = ints(cluster)
-        block = self.op.body.blocks.append(*[kinds[kind] for kind in params.values()])
+        block = self.op.body.blocks.append(*[ir.Type.parse(types[kind]) for kind in params.values()])
         self._arguments = dict(zip(params, block.arguments))
         self._point = ir.InsertionPoint(block)
 
@@ -350,6 +373,10 @@ class Program:
         if lower is not None:
             op.operation.attributes["lower"] = ir.FloatAttr.get(ir.F32Type.get(), lower)
         return Tile(op.result)
+
+    def splat(self, value: Scalar, element: str, layout: Layout) -> Tile:
+        """A tile of one value that is known when the kernel runs: an f32 parameter, rounded to `element`."""
+        return Tile(ops.SplatOp(value.value, Reg(element, layout).type).result)
 
     def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
         return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)

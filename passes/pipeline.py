@@ -12,13 +12,15 @@ from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir, new_context
+from lowbit.dialect.signature import Param
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.dialect.types import read_ints, read_strings
+from lowbit.dialect.types import param_kind, read_grid, read_strings
 from lowbit.passes.base import Pass
 from lowbit.passes.codegen.cubin import emit_cubin
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
-from lowbit.passes.kernels.decode.schedule import Launch, Schedule
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.launch import Launch
 from lowbit.passes.lowering.lower_dequant import LowerDequant
 from lowbit.passes.lowering.lower_tiles import LowerTiles
 from lowbit.passes.scheduling.choice import schedule_for
@@ -126,19 +128,26 @@ def read_launches(module: ir.Module) -> list[Launch]:
 
     def visit(op: Any) -> Any:
         if op.name == "gpu.func":
-            a = op.attributes
-            grid = read_ints(a["lowbit.grid"])
-            found.append(
-                Launch(
-                    ir.StringAttr(a["sym_name"]).value,
-                    (grid[0], grid[1], grid[2]),
-                    int(ir.IntegerAttr(a["lowbit.threads"]).value),
-                    int(ir.IntegerAttr(a["lowbit.shared_bytes"]).value),
-                    read_strings(a["lowbit.params"]),
-                    int(ir.IntegerAttr(a["lowbit.workspace"]).value),
-                )
-            )
+            found.append(_read_launch(op.attributes))
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
     return found
+
+
+def _read_launch(attributes: Any) -> Launch:
+    """The launch in the attributes of a gpu.func, whose type says which kinds its parameters have."""
+
+    def number(name: str) -> int:
+        return int(ir.IntegerAttr(attributes[f"lowbit.{name}"]).value)
+
+    types = ir.FunctionType(ir.TypeAttr(attributes["function_type"]).value).inputs
+    names = read_strings(attributes["lowbit.params"])
+    return Launch(
+        ir.StringAttr(attributes["sym_name"]).value,
+        read_grid(attributes["lowbit.grid"]),
+        number("threads"),
+        number("shared_bytes"),
+        tuple(Param(name, param_kind(type_, name)) for name, type_ in zip(names, types)),
+        number("workspace"),
+    )

@@ -28,12 +28,14 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 if TYPE_CHECKING:
     from lowbit.pylib.matmul import Matmul, compile
     from lowbit.pylib.packed import PackedWeight
+    from lowbit.pylib.runtime.kernel import Kernel, load
 
 alias(__name__)
 __version__ = "0.1.0"
 
 __all__ = [
     "EmulatorError",
+    "Kernel",
     "LayoutError",
     "LowbitError",
     "Matmul",
@@ -46,9 +48,16 @@ __all__ = [
     "TargetError",
     "__version__",
     "compile",
+    "load",
 ]
 
-_NEEDS_TORCH = {"Matmul": "matmul", "compile": "matmul", "PackedWeight": "packed"}
+_NEEDS_TORCH = {
+    "Kernel": "runtime.kernel",
+    "Matmul": "matmul",
+    "PackedWeight": "packed",
+    "compile": "matmul",
+    "load": "runtime.kernel",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Launch
+from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.packed import TORCH, PackedWeight, pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
 
@@ -59,21 +60,13 @@ def _launch(
     emulator: Emulator, launch: Launch, w: PackedWeight, racecheck: bool, seed: int, **arguments: Tensor | int
 ) -> None:
     values = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "bias": w.bias, **arguments}
-    blocks = list(np.ndindex(*launch.grid))
+    memory = {name: _memory(value) for name, value in values.items() if value is not None}
+    blocks = list(np.ndindex(*launch.blocks(memory, SM_COUNT)))
     random.Random(seed).shuffle(blocks)
-    emulator.launch(
-        launch.name,
-        grid=launch.grid,
-        block=launch.threads,
-        args=[_memory(values[name]) for name in launch.params],
-        shared_bytes=launch.shared_bytes,
-        racecheck=racecheck,
-        blocks=blocks,
-    )
+    emulator.run(launch, memory, racecheck=racecheck, blocks=blocks)
 
 
-def _memory(value: Tensor | int | None) -> np.ndarray | int:
-    assert value is not None
+def _memory(value: Tensor | int) -> np.ndarray | int:
     return value if isinstance(value, int) else value.view(-1).view(torch.uint8).numpy()
 
 

@@ -9,8 +9,10 @@ from types import ModuleType
 
 import pytest
 
+from lowbit.dialect.signature import Param, parse_grid
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Launch, Schedule
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.launch import Launch
 from lowbit.passes.target import Target
 
 # Launches with three tokens write 3 to y[0]: enough to see that arguments arrive where they belong.
@@ -63,7 +65,8 @@ class FakePipeline:
     def _compile(self, target: Target, tokens: int | None, schedule: Schedule | None) -> FakeKernel:
         time.sleep(self.seconds)
         self.compiled.append((target.name, tokens))
-        launch = Launch("kernel", (1, 1, 1), 1, 0, ("y", "m"), 256)
+        params = (Param("y", "pointer"), Param("m", "i32"))
+        launch = Launch("kernel", parse_grid((1, 1, 1)), threads=1, shared_bytes=0, params=params)
         return FakeKernel(launch, schedule, {"tile": f"{target} {tokens}", "ptx": PTX})
 
 

@@ -202,12 +202,10 @@ def test_the_floor_reads_everything(units: int) -> None:
     kernel = compile_reader(reader, "emulator:sm_90a", never=0)  # stores its sums
     launch = launch_for(reader, kernel.launch, units)
     data = np.random.default_rng(0).integers(1, 8, (units, 4)).astype(np.float32)
-    sums = np.zeros((launch.grid[0] * reader.chunk, 4), np.float32)
-    arguments = [data.view(np.uint8), sums.view(np.uint8), units]
-    Emulator(kernel.ptx).launch(
-        launch.name, grid=launch.grid, block=launch.threads, shared_bytes=0, args=arguments
-    )
-    beyond = launch.grid[0] * reader.rounds(units) * reader.chunk - units  # read the last unit once more
+    blocks = launch.grid[0].number
+    sums = np.zeros((blocks * reader.chunk, 4), np.float32)
+    Emulator(kernel.ptx).run(launch, {"memory": data, "sums": sums, "units": units})
+    beyond = blocks * reader.rounds(units) * reader.chunk - units  # read the last unit once more
     np.testing.assert_array_equal(sums.sum(0), data.sum(0) + beyond * data[-1])
     assert beyond < reader.rounds(units) * reader.chunk
 
@@ -225,17 +223,11 @@ def test_a_link_of_a_chain_reads_and_stores_everything(left_out: tuple[str, ...]
     assert 5 * chain.link(spec, 8, 5, threads).units * threads * 16 >= spec.bytes and each.rows * 5 * 4 >= 128 * 8
     kernel = chain.compile_link(each, "emulator:sm_90a")
     rng = np.random.default_rng(0)
-    codes, x = (rng.integers(1, 8, (count * threads, 4)).astype(np.float32) for count in (5 * each.units, each.x_units))
+    counts = (5 * each.units, each.x_units)
+    weight, x = (rng.integers(1, 8, (count * threads, 4)).astype(np.float32) for count in counts)
     y = np.zeros((5, each.rows, 4), np.float16)
-    memory = [x, codes, y]
-    Emulator(kernel.ptx).launch(
-        kernel.launch.name,
-        grid=kernel.launch.grid,
-        block=threads,
-        shared_bytes=kernel.launch.shared_bytes,
-        args=[a.reshape(-1).view(np.uint8) for a in memory],
-    )
-    expected = codes.reshape(5, -1, threads, 4).sum(1) + x.reshape(-1, threads, 4).sum(0)
+    Emulator(kernel.ptx).run(kernel.launch, {"weight": weight, "x": x, "y": y})
+    expected = weight.reshape(5, -1, threads, 4).sum(1) + x.reshape(-1, threads, 4).sum(0)
     np.testing.assert_array_equal(y, expected[:, : each.rows])
 
 

@@ -194,10 +194,27 @@ def test_the_line_is_named() -> None:
     [
         ({"threads": 48}, "threads: expected a multiple of 32, got 48"),
         ({"threads": 2048}, "threads: expected 32..1024, got 2048"),
-        ({"grid": (4, 0, 1)}, "grid: expected three sizes of at least 1, got [4, 0, 1]"),
-        ({"grid": (4, 1)}, "grid: expected three sizes of at least 1, got [4, 1]"),
+        ({"grid": (4, 0, 1)}, "test: grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)' or"),
+        ({"grid": (4, True, 1)}, "'sm_count * NUMBER', got True"),
+        ({"grid": (4, "m / 16", 1)}, "'sm_count * NUMBER', got 'm / 16'"),
+        ({"grid": (4, "ceil(m / 0)", 1)}, "'sm_count * NUMBER', got 'ceil(m / 0)'"),
+        ({"grid": (4, "ceil(n / 16)", 1)}, "grid: expected the name of an i32 parameter, got ceil(n / 16)"),
+        ({"grid": (4, "ceil(x / 16)", 1)}, "grid: expected the name of an i32 parameter, got ceil(x / 16)"),
+        ({"grid": (4, 1)}, "grid: expected three extents, got [4, 1]"),
         ({"workspace": -1}, "workspace: expected at least 0, got -1"),
-        ({"params": {"x": "f32"}}, "test: parameter x is a 'f32'; it must be one of pointer, i32"),
+        ({"workspace": 4}, "workspace: expected a pointer parameter called 'workspace', got x, m"),
+        (
+            {"params": {"x": "f16"}},
+            "test: parameter x is a 'f16'; it must be one of pointer, i32, f32, tensor_map",
+        ),
+        (
+            {"grid": ("ceil(m / 8)", 2, 1), "cluster": (2, 2, 1)},
+            "lowbit.cluster: expected three divisors of the grid's ['ceil(m / 8)', 2, 1], got [2, 2, 1]",
+        ),
+        (
+            {"grid": ("sm_count * 3", 2, 1), "cluster": (2, 1, 1)},
+            "lowbit.cluster: expected three divisors of the grid's ['sm_count * 3', 2, 1], got [2, 1, 1]",
+        ),
     ],
 )
 def test_a_wrong_frame_is_refused(choices: dict[str, Any], message: str) -> None:

@@ -14,7 +14,9 @@ import torch
 from fake_pipeline import FakePipeline, pipeline
 
 import lowbit
+from lowbit.dialect.signature import Param, parse_grid
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.launch import Launch
 from lowbit.passes.scheduling.choice import TOKEN_TILES, schedule_for
 from lowbit.passes.target import parse_target
 from lowbit.pylib.build.kernels import Artifact, Artifacts
@@ -135,7 +137,8 @@ def test_damaged_cache_is_rebuilt(pipeline: FakePipeline) -> None:
 
 
 def test_artifact_files_are_complete() -> None:
-    launch = lowbit.pylib.build.kernels.Launch("k", (3, 2, 1), 256, 49152, ("x", "y", "m"), 64)
+    params = (Param("x", "pointer"), Param("alpha", "f32"), Param("workspace", "pointer"), Param("m", "i32"))
+    launch = Launch("k", parse_grid((3, "ceil(m / 8)", "sm_count * 2")), 256, 49152, params, 64)
     for schedule in (None, Schedule(tokens=16, num_stages=4)):
         for cubin in (None, b"\0\1"):
             artifact = Artifact(launch, schedule, ".version 8.0", cubin)

@@ -274,10 +274,10 @@ def test_gpu_of_another_architecture(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a driver")
 def test_no_driver() -> None:
-    from lowbit.pylib.runtime.driver import _driver
+    from lowbit.pylib.runtime.driver import driver_call
 
     with pytest.raises(TargetError, match=r"no NVIDIA driver on this machine .*use target='cpu'"):
-        _driver()
+        driver_call("cuDeviceGetCount")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_no_driver() -> None:
     [
         ("torch_mlir", "no usable MLIR Python bindings .*torch_mlir.* pip install 'lowbit.compile.'"),
         ("llvmlite", "llvmlite is needed to generate code .* pip install 'lowbit.compile.'"),
-        ("nvidia", "a cubin needs nvJitLink or ptxas, and neither is here; pip install 'lowbit.cuda.'"),
+        ("cuda", "a cubin needs nvJitLink or ptxas, and neither is here; pip install 'lowbit.cuda.'"),
     ],
 )
 def test_missing_wheel(wheel: str, message: str, repo: Path) -> None:
@@ -306,7 +306,7 @@ for target in ("sm_80", "cpu"):
     done = subprocess.run(command, check=True, cwd=repo, env=environment, capture_output=True, text=True)
     gpu, cpu = done.stdout.splitlines()
     assert re.match(message, gpu)
-    assert cpu == "Matmul(u4[16, 64] f16 scale per row: f16 -> f16; on cpu)" if wheel == "nvidia" else cpu == gpu
+    assert cpu == "Matmul(u4[16, 64] f16 scale per row: f16 -> f16; on cpu)" if wheel == "cuda" else cpu == gpu
 
 
 def test_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: FakePipeline) -> None:

@@ -56,14 +56,7 @@ def run(
     kernel = compile_program(build, parse_target(target))
     emulator = Emulator(kernel.ptx)
     for _ in range(launches):
-        emulator.launch(
-            "test",
-            grid=grid,
-            block=threads,
-            args=list(arguments.values()),
-            shared_bytes=kernel.launch.shared_bytes,
-            racecheck=True,
-        )
+        emulator.run(kernel.launch, arguments, racecheck=True)
     return kernel
 
 

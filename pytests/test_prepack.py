@@ -21,14 +21,7 @@ def packed_by_kernel(spec: MatmulSpec, codes: np.ndarray) -> np.ndarray:
     kernel = compile_prepack(spec, TARGET)
     result = np.full(spec.packing.codes_shape, -1, np.int32)
     values = {"codes": np.ascontiguousarray(codes).view(np.uint8), "packed": result}
-    launch = kernel.launch
-    Emulator(kernel.ptx).launch(
-        launch.name,
-        grid=launch.grid,
-        block=launch.threads,
-        shared_bytes=launch.shared_bytes,
-        args=[values[name] for name in launch.params],
-    )
+    Emulator(kernel.ptx).run(kernel.launch, values)
     return result
 
 

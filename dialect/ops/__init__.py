@@ -58,6 +58,7 @@ from lowbit.dialect.ops.tiles import (
     ReduceOp,
     ReshapeOp,
     SliceOp,
+    SplatOp,
     StoreOp,
     ViewOp,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "ReturnOp",
     "RowSumsOp",
     "SliceOp",
+    "SplatOp",
     "SplitLimbsOp",
     "StageOp",
     "StoreOp",

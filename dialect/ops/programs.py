@@ -9,7 +9,18 @@ from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import Mismatch, expect, in_range, verifier
 from lowbit.dialect.errors import LowbitError
 from lowbit.dialect.ops.common import I32
-from lowbit.dialect.types import Global, GlobalType, Lowbit, RegType, read_ints, read_layout, read_strings
+from lowbit.dialect.signature import WORKSPACE, Grid
+from lowbit.dialect.types import (
+    Global,
+    GlobalType,
+    Lowbit,
+    RegType,
+    param_kind,
+    read_grid,
+    read_ints,
+    read_layout,
+    read_strings,
+)
 
 CLUSTER = "lowbit.cluster"
 MOST_BLOCKS = 8  # of a cluster, on any GPU that has them (CUDA C++ Programming Guide, "Thread Block Clusters")
@@ -17,6 +28,9 @@ MOST_BLOCKS = 8  # of a cluster, on any GPU that has them (CUDA C++ Programming 
 
 class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAboveTrait]):
     """One block's program. The region's arguments are the kernel's parameters, named by `params`.
+
+    A parameter is a pointer to device memory (!llvm.ptr<1>), an i32, an f32, or a tensor map, which is passed by value
+    and seen by its address (!llvm.ptr). `grid` has three extents as `dialect.signature` describes them.
 
     Two attributes may be added: `lowbit.cluster`, how many blocks along each axis of the grid run side by side and see
     each other's shared memory (PTX ISA 5.2.2), and `lowbit.max_blocks`, how many fit on a multiprocessor.
@@ -33,20 +47,34 @@ class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAbove
     def verify_invariants(op: Any) -> None:
         threads = in_range(op.threads, "threads", 32, 1024)
         expect(threads % 32 == 0, "threads", "a multiple of 32", threads)
-        grid = read_ints(op.grid)
-        expect(len(grid) == 3 and min(grid) >= 1, "grid", "three sizes of at least 1", list(grid))
-        in_range(op.workspace, "workspace", 0)
+        grid = read_grid(op.grid)
         if CLUSTER in op.operation.attributes:
-            cluster = read_ints(op.operation.attributes[CLUSTER])
-            whole = len(cluster) == 3 and min(cluster) >= 1 and not any(n % c for n, c in zip(grid, cluster))
-            expect(whole, CLUSTER, f"three divisors of the grid's {list(grid)}", list(cluster))
-            expect(math.prod(cluster) <= MOST_BLOCKS, CLUSTER, f"at most {MOST_BLOCKS} blocks", math.prod(cluster))
+            _check_cluster(read_ints(op.operation.attributes[CLUSTER]), grid)
+        workspace = in_range(op.workspace, "workspace", 0)
         expect(len(op.body.blocks) == 1, "body", "one block", len(op.body.blocks))
-        names, arguments = read_strings(op.params), op.body.blocks[0].arguments
-        expect(len(names) == len(arguments), "params", f"names of {len(arguments)} arguments", len(names))
-        for name, argument in zip(names, arguments):
-            expect(str(argument.type) in ("!llvm.ptr<1>", "i32"), name, "!llvm.ptr<1> or i32", argument.type)
+        _check_params(op, grid, workspace)
         _check_threads(op, threads)
+
+
+def _check_cluster(cluster: tuple[int, ...], grid: Grid) -> None:
+    """A grid must consist of whole clusters, whatever its arguments are."""
+    written = [extent.written for extent in grid]
+    whole = len(cluster) == 3 and min(cluster) >= 1 and all(n.is_multiple_of(c) for n, c in zip(grid, cluster))
+    expect(whole, CLUSTER, f"three divisors of the grid's {written}", list(cluster))
+    expect(math.prod(cluster) <= MOST_BLOCKS, CLUSTER, f"at most {MOST_BLOCKS} blocks", math.prod(cluster))
+
+
+def _check_params(program: Any, grid: Grid, workspace: int) -> None:
+    """Every argument of the body must have a name of its own and a kind, and what the grid divides must be an i32."""
+    names, arguments = read_strings(program.params), program.body.blocks[0].arguments
+    expect(len(names) == len(arguments), "params", f"names of {len(arguments)} arguments", len(names))
+    expect(len(set(names)) == len(names), "params", "different names", ", ".join(names))
+    kinds = {name: param_kind(argument.type, name) for name, argument in zip(names, arguments)}
+    for extent in grid:
+        known = extent.rule != "ceil" or kinds.get(extent.param) == "i32"
+        expect(known, "grid", "the name of an i32 parameter", extent.written)
+    pointed = not workspace or kinds.get(WORKSPACE) == "pointer"
+    expect(pointed, "workspace", f"a pointer parameter called {WORKSPACE!r}", ", ".join(names) or "none")
 
 
 def _check_threads(program: Any, threads: int) -> None:

@@ -82,6 +82,18 @@ class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
         real(Reg.of(op.result.type).element, "result")
 
 
+class SplatOp(Lowbit.Operation, name="splat", traits=[ext.Pure]):
+    """A tile of one value that is known when the kernel runs: an f32 parameter, rounded to the tile's element."""
+
+    value: ext.Operand[Any]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        expect(str(op.value.type) == "f32", "value", "f32", op.value.type)
+        real(Reg.of(op.result.type).element, "result")
+
+
 class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
     """The same registers read as another tile: the bits of every thread stay where they are.
 

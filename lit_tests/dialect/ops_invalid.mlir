@@ -73,7 +73,7 @@ func.func @dequantize_y(%w: !weight) -> tensor<256x64xf16> {
 
 // -----
 
-// expected-error @below {{grid: expected three sizes of at least 1, got [8, 0, 1]}}
+// expected-error @below {{grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)' or 'sm_count * NUMBER', got 0}}
 "lowbit.program"() ({
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 32, grid = [8, 0, 1], params = [], workspace = 0} : () -> ()
@@ -109,11 +109,60 @@ func.func @dequantize_y(%w: !weight) -> tensor<256x64xf16> {
 
 // -----
 
-// expected-error @below {{'lowbit.program' op x: expected !llvm.ptr<1> or i32, got tensor<8xf16>}}
+// expected-error @below {{'lowbit.program' op x: expected !llvm.ptr<1>, i32, f32, !llvm.ptr (a tensor map), got tensor<8xf16>}}
 "lowbit.program"() ({
 ^bb0(%x: tensor<8xf16>):
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
+
+// -----
+
+// An extent that depends on the arguments names an i32.
+// expected-error @below {{'lowbit.program' op grid: expected the name of an i32 parameter, got ceil(x / 16)}}
+"lowbit.program"() ({
+^bb0(%x: !llvm.ptr<1>):
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = ["ceil(x / 16)", 1, 1], params = ["x"], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)' or 'sm_count * NUMBER', got 'x * 2'}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [1, "x * 2", 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{grid: expected three extents, got [8, 1]}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 1], params = [], workspace = 0} : () -> ()
+
+// -----
+
+// expected-error @below {{'lowbit.program' op params: expected different names, got m, m}}
+"lowbit.program"() ({
+^bb0(%m: i32, %n: i32):
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = ["m", "m"], workspace = 0} : () -> ()
+
+// -----
+
+// The runtime has to know where the workspace goes.
+// expected-error @below {{'lowbit.program' op workspace: expected a pointer parameter called 'workspace', got counters}}
+"lowbit.program"() ({
+^bb0(%counters: !llvm.ptr<1>):
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = ["counters"], workspace = 4} : () -> ()
+
+// -----
+
+// Whole clusters, whatever m is.
+// expected-error @below {{lowbit.cluster: expected three divisors of the grid's ['ceil(m / 8)', 1, 1], got [2, 1, 1]}}
+"lowbit.program"() ({
+^bb0(%m: i32):
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = ["ceil(m / 8)", 1, 1], params = ["m"], workspace = 0, lowbit.cluster = [2, 1, 1]} : () -> ()
 
 // -----
 
@@ -372,6 +421,22 @@ func.func @counters_rank(%c: !lowbit.global<[4, 4], i32, [4, 1], [1, 1]>, %i: i3
 func.func @count(%c: !lowbit.global<[4], i32, [1], [1]>, %i: i32) {
   // expected-error @below {{count: expected at least 1, got 0}}
   %0 = "lowbit.last_arrival"(%c, %i) {count = 0} : (!lowbit.global<[4], i32, [1], [1]>, i32) -> i1
+  return
+}
+
+// -----
+
+func.func @splat(%value: f16) {
+  // expected-error @below {{'lowbit.splat' op value: expected f32, got f16}}
+  %0 = "lowbit.splat"(%value) : (f16) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @splat_of_integers(%value: f32) {
+  // expected-error @below {{'lowbit.splat' op element of the result: expected f16 or bf16 or f32, got i8}}
+  %0 = "lowbit.splat"(%value) : (f32) -> !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
   return
 }
 

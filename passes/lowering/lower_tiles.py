@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, gpu, ir, llvm, nvvm, scf
 from lowbit.dialect.errors import PassError
-from lowbit.dialect.types import read_ints
+from lowbit.dialect.signature import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, ParamKind
+from lowbit.dialect.types import param_kind, read_ints
 from lowbit.passes.base import at, each_op
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex
@@ -74,6 +75,7 @@ class _Lowering(MemoryRules, TableRules, TileRules, LimbRules):
             "lowbit.barrier": self._barrier,
             "lowbit.last_arrival": self._last_arrival,
             "lowbit.constant": self._constant,
+            "lowbit.splat": self._splat,
             "lowbit.load": self._load,
             "lowbit.load_matrix": self._load_matrix,
             "lowbit.store": self._store,
@@ -173,18 +175,8 @@ class _Lowering(MemoryRules, TableRules, TileRules, LimbRules):
                 view = op.operation.operands[1 if op.operation.name == "lowbit.store" else 0].owner
                 if not isinstance(view, ir.Block) and view.name == "lowbit.global_view":
                     written.add(view.operands[0])
-        unit = ir.UnitAttr.get()
-        result: list[Any] = []
-        for argument in source.arguments:
-            attributes: dict[str, Any] = {}
-            if str(argument.type).startswith("!llvm.ptr"):
-                attributes["llvm.align"] = ir.IntegerAttr.get(emit.integer(64), 16)
-                if argument in written or not overlaps:
-                    attributes["llvm.noalias"] = unit
-                if argument not in written and not overlaps:
-                    attributes["llvm.readonly"] = unit
-            result.append(ir.DictAttr.get(attributes))
-        return ir.ArrayAttr.get(result)
+        each = [_attributes_of(param_kind(a.type, "parameter"), a in written, overlaps) for a in source.arguments]
+        return ir.ArrayAttr.get([ir.DictAttr.get(attributes) for attributes in each])
 
     def _all_ops(self) -> list[Any]:
         found: list[Any] = []
@@ -293,3 +285,20 @@ class _Lowering(MemoryRules, TableRules, TileRules, LimbRules):
             if not beside_mma:
                 self._finish_reads()
             scf.YieldOp([])
+
+
+def _attributes_of(kind: ParamKind, written: bool, overlaps: bool) -> dict[str, Any]:
+    """The attributes of a parameter, for `_argument_attributes`. A tensor map is passed by value and never written."""
+    align, unit = "llvm.align", ir.UnitAttr.get()
+    if kind == "tensor_map":
+        by_value = ir.TypeAttr.get(ir.Type.parse(f"!llvm.array<{TENSOR_MAP_BYTES} x i8>"))
+        alignment = ir.IntegerAttr.get(emit.integer(64), TENSOR_MAP_ALIGN)
+        return {"llvm.byval": by_value, align: alignment}
+    if kind != "pointer":
+        return {}
+    attributes: dict[str, Any] = {align: ir.IntegerAttr.get(emit.integer(64), 16)}
+    if written or not overlaps:
+        attributes["llvm.noalias"] = unit
+    if not written and not overlaps:
+        attributes["llvm.readonly"] = unit
+    return attributes

@@ -37,6 +37,13 @@ class TileRules(Lowering):
             fragment = Fragment(reg, "scalar", lambda i: emit.real(lower if below[0, i] else value, fragment.type()))
         self.values[op.result] = fragment
 
+    def _splat(self, op: Any) -> None:
+        reg = Reg.of(op.result.type)
+        value = self.values[op.value]
+        if reg.element != "f32":
+            value = arith.truncf(ir.Type.parse(str(reg.element)), value)
+        self.values[op.result] = Fragment(reg, "scalar", lambda i: value)
+
     def _view(self, op: Any) -> None:
         source: Fragment = self.values[op.source]
         reg = Reg.of(op.result.type)

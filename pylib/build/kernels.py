@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, Launch, Schedule
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, Schedule
+from lowbit.passes.launch import Launch
 from lowbit.passes.scheduling.choice import schedule_for, token_tiles
 from lowbit.passes.stages import stages
 from lowbit.passes.target import Target
@@ -39,7 +40,7 @@ class Artifact:
 
     def to_files(self) -> dict[str, bytes]:
         """For the disk cache."""
-        about = {"launch": asdict(self.launch), "schedule": self.schedule and asdict(self.schedule)}
+        about = {"launch": self.launch.to_dict(), "schedule": self.schedule and asdict(self.schedule)}
         files = {"about.json": json.dumps(about).encode(), "kernel.ptx": self.ptx.encode()}
         return files | ({} if self.cubin is None else {"kernel.cubin": self.cubin})
 
@@ -47,10 +48,9 @@ class Artifact:
     def from_files(files: dict[str, bytes]) -> Artifact:
         """The inverse of `to_files`."""
         about = json.loads(files["about.json"])
-        launch = about["launch"] | {key: tuple(about["launch"][key]) for key in ("grid", "params")}
         schedule = about["schedule"]
         return Artifact(
-            Launch(**launch),
+            Launch.from_dict(about["launch"]),
             schedule and Schedule.from_dict(schedule),
             files["kernel.ptx"].decode(),
             files.get("kernel.cubin"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from lowbit.dialect.errors import EmulatorError
+from lowbit.passes.launch import Launch
 from lowbit.pylib.emulator.isa import (  # the instructions register themselves
     async_copy,  # noqa: F401
     atomics,  # noqa: F401
@@ -41,6 +43,8 @@ from lowbit.pylib.runtime.tensor_map import ALIGN, SIZE, TensorMap
 Dim3 = int | Sequence[int]
 
 MAX_THREADS, MAX_SHARED = 1024, 232448
+SM_COUNT = 4
+"""The multiprocessors of the GPU that is emulated: few, so that grids which depend on their number stay small."""
 _CONST_BASE, _CONST_STRIDE = 0x10000, 0x20000
 
 
@@ -127,6 +131,21 @@ class Emulator:
             device.copy_back()
             counts = sum((machine.opcode_counts() for machine in machines), Counter[str]())
             self.stats = Stats(counts, device.bytes_loaded, device.bytes_stored)
+
+    def run(self, launch: Launch, arguments: Mapping[str, object], **options: Any) -> None:
+        """Run a compiled kernel to its end.
+
+        arguments: by the names of the kernel's parameters, the workspace included; values as `args` of `launch`.
+        options: the other options of `launch`.
+        """
+        self.launch(
+            launch.name,
+            grid=launch.blocks(arguments, SM_COUNT),
+            block=launch.threads,
+            args=[arguments[p.name] for p in launch.params],
+            shared_bytes=launch.shared_bytes,
+            **options,
+        )
 
     def _prepare(
         self,

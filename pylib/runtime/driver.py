@@ -1,25 +1,27 @@
-"""Starting kernels on NVIDIA GPUs: libcuda through ctypes.
+"""Loads kernels on NVIDIA GPUs and starts them.
 
-At m = 1 the host takes as long for a launch as the GPU for the kernel. So whatever stays the same between
-calls (launch configuration, attributes, the array of argument addresses) is built when a kernel is loaded. A
-call only overwrites eight 64-bit words and the stream (`Function`): 4.1 us on an H200's host, 3.2 of them in
-the driver (2026-11).
+All but the launch goes through cuda.bindings (cuda-python), which is imported when the first kernel is loaded. At m = 1
+the host takes as long for a launch as the GPU for the kernel. So whatever stays the same between calls (launch
+configuration, attributes, the addresses of arguments) is built when a kernel is loaded, and a call only overwrites the
+arguments and the stream: 4.1 us on an H200's host, 3.2 of them in the driver (2026-11). The launch itself is a ctypes
+call of that one function, which was faster than that of cuda.bindings; `benchmarks/host_cost.py` compares the two.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from lowbit.dialect.errors import TargetError
-from lowbit.passes.kernels.decode.schedule import Launch
+from lowbit.passes.launch import Launch
+from lowbit.pylib.runtime.arguments import ArgumentBuffer
 
 # As Inductor allocates (shape, strides, dtype; on the current device), without the dispatcher: 1.0 us where
 # torch.empty takes 3.0 (H200 host, torch 2.11).
@@ -27,14 +29,9 @@ allocate: Callable[..., torch.Tensor] = torch._C._dynamo.guards._empty_strided_c
 # The handle of a device's current stream. None in a torch without CUDA.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-ARGUMENTS = ("x", "codes", "scales", "zeros", "bias", "y", "m", "workspace")
-"""What a kernel can take, in the order of `Function.__call__`."""
-
-# From cuda.h; the driver's binary interface does not change them.
+# From cuda.h, for the launch; the driver's binary interface does not change them.
 _INVALID_CONTEXT = 201
-_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_CAPTURE_MODE_RELAXED = 2
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -56,59 +53,75 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-class _Driver:
-    """libcuda, with errors by name."""
+@cache
+def bindings() -> Any:
+    """Returns the module cuda.bindings.driver, initialized. Raises TargetError where it or the driver is missing."""
+    try:
+        driver = import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise TargetError(f"kernels are loaded with cuda-bindings ({error}); pip install 'lowbit[cuda]'") from None
+    try:
+        (code,) = driver.cuInit(0)
+    except RuntimeError as error:  # no libcuda
+        raise TargetError(f"no NVIDIA driver on this machine ({error}); use target='cpu'") from None
+    if code:
+        raise TargetError(f"cuInit: {_described(driver, code)}")
+    return driver
 
-    def __init__(self) -> None:
-        try:
-            self.library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise TargetError(f"no NVIDIA driver on this machine ({error}); use target='cpu'") from None
-        self.call("cuInit", 0)
 
-    def call(self, name: str, *arguments: object) -> None:
-        """Call a function of the driver. Raises TargetError with the driver's words for what went wrong."""
-        if code := getattr(self.library, name)(*arguments):
-            raise TargetError(f"{name}: {self.describe(code)}")
+def driver_call(name: str, *arguments: object) -> Any:
+    """Calls a function of cuda.bindings.driver. Returns its result, or a tuple where it has several.
 
-    def describe(self, code: int) -> str:
-        """CUDA_ERROR_... and what the driver says of it."""
-        name, text = ctypes.c_char_p(), ctypes.c_char_p()
-        self.library.cuGetErrorName(code, ctypes.byref(name))
-        self.library.cuGetErrorString(code, ctypes.byref(text))
-        return f"{(name.value or b'error %d' % code).decode()} ({(text.value or b'unknown').decode()})"
+    Raises TargetError with the driver's words for what went wrong.
+    """
+    code, *results = getattr(bindings(), name)(*arguments)
+    if code:
+        raise TargetError(f"{name}: {describe(code)}")
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def describe(code: int) -> str:
+    """Returns CUDA_ERROR_... and what the driver says of it."""
+    return _described(bindings(), code)
+
+
+def _described(driver: Any, code: int) -> str:
+    try:
+        result = driver.CUresult(code)
+    except ValueError:  # a newer driver than these bindings
+        return f"error {code}"
+    (_, name), (_, text) = driver.cuGetErrorName(result), driver.cuGetErrorString(result)
+    return f"{name.decode()} ({text.decode()})"
 
 
 @cache
-def _driver() -> _Driver:
-    return _Driver()
-
-
-def driver_call(name: str, *arguments: object) -> None:
-    """Call a function of libcuda. Raises TargetError with the driver's words for what went wrong."""
-    _driver().call(name, *arguments)
+def launch_function() -> Any:
+    """Returns cuLaunchKernelEx of libcuda, which `bindings` has found."""
+    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
 
 @cache
-def _primary_context(device: int) -> ctypes.c_void_p:
-    """The context that torch uses on `device`."""
-    handle, context = ctypes.c_int(), ctypes.c_void_p()
-    _driver().call("cuDeviceGet", ctypes.byref(handle), device)
-    _driver().call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
-    return context
+def _primary_context(device: int) -> Any:
+    """Returns the context that torch uses on `device`."""
+    return driver_call("cuDevicePrimaryCtxRetain", driver_call("cuDeviceGet", device))
 
 
 @contextmanager
 def _loading_on(device: int) -> Iterator[None]:
-    """Make `device` current, and let code be loaded even while this thread captures a graph."""
-    call, mode = _driver().call, ctypes.c_int(_CAPTURE_MODE_RELAXED)
-    call("cuCtxPushCurrent_v2", _primary_context(device))
-    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    """Makes `device` current, and lets code be loaded even while this thread captures a graph."""
+    driver_call("cuCtxPushCurrent", _primary_context(device))
+    relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    mode = driver_call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:
         yield
     finally:
-        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        driver_call("cuThreadExchangeStreamCaptureMode", mode)
+        driver_call("cuCtxPopCurrent")
+
+
+def sm_count(device: int) -> int:
+    """Returns the number of multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Function:
@@ -117,29 +130,39 @@ class Function:
     image      cubin, or PTX (which the driver compiles) ending in a zero byte
     overlap    whether the kernel executes griddepcontrol.wait before it touches what an earlier kernel has
                written, so that it may start before that one ends (PTX ISA 9.7.13.13); needs sm_90 or later
+    order      the names of the arguments in the order of a call; by default that of the kernel's signature. It may
+               name pointers that the kernel does not take: they are not passed on
 
-    Raises TargetError if the driver refuses the image or the amount of shared memory.
+    `start(configuration, handle, addresses, None)` launches it, as cuLaunchKernelEx does. Raises TargetError if the
+    driver refuses the image or the amount of shared memory.
     """
 
-    def __init__(self, image: bytes, launch: Launch, device: int, overlap: bool) -> None:
+    def __init__(
+        self, image: bytes, launch: Launch, device: int, overlap: bool, order: Sequence[str] | None = None
+    ) -> None:
         self._launch = launch
         self._device = device
-        self._handle = self._load(image)
+        order = order or [p.name for p in launch.arguments]
         self._workspace_bytes = launch.workspace_bytes
         self._workspaces: dict[tuple[int, bool], tuple[int, torch.Tensor]] = {}
         self._lock = threading.Lock()
-        self._words = (ctypes.c_uint64 * len(ARGUMENTS))()
-        at = {name: ctypes.addressof(self._words) + 8 * i for i, name in enumerate(ARGUMENTS)}
-        self._addresses = (ctypes.c_void_p * len(launch.params))(*(at[name] for name in launch.params))
+        arguments = ArgumentBuffer(launch, order)
+        self._set_arguments, self.addresses = arguments.set, arguments.addresses
+        # Axis, place in a call of the argument that is divided, and divisor.
+        ceil = [(axis, extent) for axis, extent in enumerate(launch.grid) if extent.rule == "ceil"]
+        self._varying = [(axis, list(order).index(extent.param), extent.number) for axis, extent in ceil]
         self._ordered = self._configuration(False)
         self._overlapping = self._configuration(overlap)
-        self._set_words = partial(struct.Struct(f"{len(ARGUMENTS)}Q").pack_into, self._words, 0)
-        self._start = _driver().library.cuLaunchKernelEx
+        self.handle = self._load(image)
+        self.start = launch_function()
 
-    def _configuration(self, overlap: bool) -> tuple[_LaunchConfig, object]:
-        """A launch configuration and the reference that ctypes passes for it."""
+    def _configuration(self, overlap: bool) -> tuple[_LaunchConfig, Any]:
+        """Returns a launch configuration and the reference that ctypes passes for it."""
         launch = self._launch
-        config = _LaunchConfig(launch.grid, (launch.threads, 1, 1), launch.shared_bytes)
+        config = _LaunchConfig(block=(launch.threads, 1, 1), shared_bytes=launch.shared_bytes)
+        for axis, extent in enumerate(launch.grid):
+            if extent.rule != "ceil":
+                config.grid[axis] = extent.blocks({}, sm_count(self._device) if extent.rule == "sm_count" else 0)
         if overlap:
             attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
             attribute.value[0] = 1
@@ -147,43 +170,41 @@ class Function:
         return config, ctypes.byref(config)
 
     def _load(self, image: bytes) -> ctypes.c_void_p:
-        call, launch = _driver().call, self._launch
-        library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        attribute = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         with _loading_on(self._device):
-            call("cuLibraryLoadData", ctypes.byref(library), image, None, None, 0, None, None, 0)
-            call("cuLibraryGetKernel", ctypes.byref(kernel), library, launch.name.encode())
-            call("cuKernelGetFunction", ctypes.byref(function), kernel)
-            call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, launch.shared_bytes)
-        return function
+            library = driver_call("cuLibraryLoadData", image, [], [], 0, [], [], 0)
+            kernel = driver_call("cuLibraryGetKernel", library, self._launch.name.encode())
+            function = driver_call("cuKernelGetFunction", kernel)
+            driver_call("cuFuncSetAttribute", function, attribute, self._launch.shared_bytes)
+        return ctypes.c_void_p(int(function))
 
-    def __call__(
-        self,
-        stream: int,
-        overlap: bool,
-        x: int,
-        codes: int,
-        scales: int,
-        zeros: int,
-        bias: int,
-        y: int,
-        m: int,
-    ) -> None:
+    def __call__(self, stream: int, overlap: bool, *values: Any) -> None:
         """Start the kernel on `stream` of the current device.
 
         overlap   whether it may start before its predecessor ends, if it is a kernel that can
-        x ... m   addresses of the tensors, 0 for those that the kernel does not take, and the number of rows
+        values    of the arguments, in their order: addresses, numbers, and tensor maps as `TensorMap.encode` makes them
         """
-        workspace = self._workspace(stream) if self._workspace_bytes else 0
+        if self._workspace_bytes:
+            values = (*values, self._workspace(stream))
         with self._lock:
-            self._set_words(x, codes, scales, zeros, bias, y, m, workspace)
+            self._set_arguments(*values)
             config, reference = self._overlapping if overlap else self._ordered
             config.stream = stream
-            code = self._start(reference, self._handle, self._addresses, None)
-            if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet has no context
-                _driver().call("cuCtxSetCurrent", _primary_context(self._device))
-                code = self._start(reference, self._handle, self._addresses, None)
+            for axis, place, divisor in self._varying:
+                config.grid[axis] = blocks = -(-values[place] // divisor)
+                if not blocks:
+                    return  # there is no work, and the driver would refuse
+            code = self.start(reference, self.handle, self.addresses, None)
+            if code:
+                self._start_again(reference, code)
+
+    def _start_again(self, reference: object, code: int) -> None:
+        """Gives a thread that has not used CUDA yet the context that it lacks. Raises TargetError for other errors."""
+        if code == _INVALID_CONTEXT:
+            driver_call("cuCtxSetCurrent", _primary_context(self._device))
+            code = self.start(reference, self.handle, self.addresses, None)
         if code:
-            raise TargetError(f"launch of {self._launch.name} failed: {_driver().describe(code)}")
+            raise TargetError(f"launch of {self._launch.name} failed: {describe(code)}")
 
     def _workspace(self, stream: int) -> int:
         """The address of memory that was zero before this kernel's first launch with it.
@@ -202,8 +223,6 @@ class Function:
 
 
 def _capture_id(stream: int) -> int:
-    """Of the graph that is being captured on `stream`."""
-    status, graph = ctypes.c_int(), ctypes.c_uint64()
-    arguments = (ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(graph), None, None, None)
-    _driver().call("cuStreamGetCaptureInfo_v2", *arguments)
-    return graph.value
+    """Returns the number of the graph that is being captured on `stream`."""
+    _, number, *_ = driver_call("cuStreamGetCaptureInfo", stream)
+    return int(number)

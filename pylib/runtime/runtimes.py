@@ -8,7 +8,7 @@ way the GPU goes, launch for launch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
@@ -26,6 +27,10 @@ from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator
+
+# The order of arguments in a call of `Function`. A kernel without zeros or a bias is not given their addresses.
+MATMUL_ORDER = ("x", "codes", "scales", "zeros", "bias", "y", "m")
+_DEQUANTIZE_ORDER = ("codes", "scales", "zeros", "y")
 
 
 class Runtime(Protocol):
@@ -146,7 +151,7 @@ class CudaRuntime(_GpuRuntime):
         with torch.cuda.device(device):
             weight = allocate((self._n, self._k), (self._k, 1), self._act)
             pointers = codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
-            function(current_stream(device), False, 0, *pointers, 0, weight.data_ptr(), 0)
+            function(current_stream(device), False, *pointers, weight.data_ptr())
         return weight
 
     def _vendor_matmul(
@@ -169,7 +174,8 @@ class CudaRuntime(_GpuRuntime):
             check_device(self._target, device)
             artifact = self._artifacts.kernel(tile)
             with self._lock:
-                function = self._by_tile.get((device, tile)) or load(artifact, self._target, device)
+                order = _DEQUANTIZE_ORDER if tile is None else MATMUL_ORDER
+                function = self._by_tile.get((device, tile)) or load_function(artifact, self._target, device, order)
                 self._by_tile[device, tile] = function
             self._several_devices = torch.cuda.device_count() > 1
         return function
@@ -226,12 +232,14 @@ def _capability(device: int) -> int:
     return 10 * major + minor
 
 
-def load(artifact: Artifact, target: Target, device: int) -> Function:
-    """A kernel on a device. Raises TargetError if the driver refuses it."""
+def load_function(
+    artifact: Artifact, target: Target, device: int, order: Sequence[str] | None = None
+) -> Function:
+    """A kernel on a device, which takes its arguments in this order. Raises TargetError if the driver refuses it."""
     # A cubin runs on its own major architecture; for a later one the driver compiles the PTX.
     same_major = target.capability // 10 == _capability(device) // 10
     image = artifact.cubin if same_major and artifact.cubin else artifact.ptx.encode() + b"\0"
-    return Function(image, artifact.launch, device, overlap=target.has_clusters)
+    return Function(image, artifact.launch, device, target.has_clusters, order)
 
 
 class EmulatorRuntime(_GpuRuntime):
@@ -265,11 +273,9 @@ class EmulatorRuntime(_GpuRuntime):
 
     def _launch(self, tile: int | None, m: int, **tensors: Tensor | None) -> None:
         launch = self._artifacts.kernel(tile).launch
-        values: dict[str, object] = {name: _bytes(t) for name, t in tensors.items() if t is not None}
-        values |= {"workspace": np.zeros(launch.workspace_bytes, np.uint8), "m": m}
-        arguments = [values[name] for name in launch.params]
-        shape = {"grid": launch.grid, "block": launch.threads, "shared_bytes": launch.shared_bytes}
-        self._emulator(tile).launch(launch.name, args=arguments, **shape)
+        values: dict[str, object] = {name: memory_of(t) for name, t in tensors.items() if t is not None}
+        values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
+        self._emulator(tile).run(launch, values)
 
     def _emulator(self, tile: int | None) -> Emulator:
         emulator = self._emulators.get(tile)
@@ -313,6 +319,6 @@ def _check_cpu(target: str, *tensors: Tensor) -> None:
             raise TargetError(f"target {target} takes CPU tensors, not {tensor.device}; use .cpu()")
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
+def memory_of(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor, shared."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -2,24 +2,24 @@
 
     TensorMap(x, "f16", shape=(m, k), box=(64, 64), swizzle=128)
 
-A kernel takes one as a parameter `.param .align 64 .b8 name[128]`. For the emulator the address is a NumPy array, for a
-GPU (`encode`) a number. Dims are in NumPy's order: the last is contiguous; the coordinates in PTX come in the opposite
-one.
+A kernel takes one as a parameter `.param .align 64 .b8 name[128]`. In place of the address stands what holds the
+tensor: a torch tensor for `lowbit.load`, a NumPy array for the emulator; a number is for a GPU alone. Dims are in
+NumPy's order: the last is contiguous; the coordinates in PTX come in the opposite one.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.signature import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES
 
 #: Bytes of an encoded tensor map, and its alignment.
-SIZE, ALIGN = 128, 64
+SIZE, ALIGN = TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN
 #: Bytes of an element, and the number of the type in CUtensorMapDataType.
 ELEMENTS = {
     "u8": (1, 0),
@@ -40,7 +40,7 @@ _MAX_RANK, _MAX_BOX, _CHUNK = 5, 256, 16
 
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """address         of the tensor in device memory, or the array that holds it (for the emulator)
+    """address         of the tensor in device memory; or the tensor, or (for the emulator) the array, that holds it
     element         one of ELEMENTS
     shape, box      of the tensor, and of what one instruction copies; beyond the tensor it copies zeros
     strides_bytes   of all dims but the last, whose elements are neighbours; by default there are no gaps
@@ -49,7 +49,7 @@ class TensorMap:
     l2_promotion    0, 64, 128 or 256: bytes that L2 fetches at least
     """
 
-    address: int | np.ndarray[Any, Any]
+    address: Any
     element: str
     shape: tuple[int, ...]
     box: tuple[int, ...]
@@ -91,12 +91,15 @@ class TensorMap:
                 raise SpecError(f"a stride of {stride} bytes must be a multiple of {_CHUNK} below 2^40; pad the rows")
 
     def _check_address(self) -> None:
-        array = self.address
-        if isinstance(array, int):
-            if array % _CHUNK or array <= 0:
-                raise SpecError(f"address={array:#x} must be a multiple of {_CHUNK} above 0; copy the tensor")
-        elif self.extent > array.nbytes:
-            raise SpecError(f"shape={self.shape} needs {self.extent} bytes, and the array has {array.nbytes}")
+        address, memory = self._number(), self.address
+        if address is not None and (address % _CHUNK or address <= 0):
+            raise SpecError(f"address={address:#x} must be a multiple of {_CHUNK} above 0; copy the tensor")
+        if not isinstance(memory, int) and self.extent > memory.nbytes:
+            raise SpecError(f"shape={self.shape} needs {self.extent} bytes, and the array has {memory.nbytes}")
+
+    def _number(self) -> int | None:
+        """The address as a number; None for a NumPy array, which no GPU reads."""
+        return self.address if isinstance(self.address, int) else getattr(self.address, "data_ptr", lambda: None)()
 
     @property
     def itemsize(self) -> int:
@@ -129,31 +132,29 @@ class TensorMap:
 
         Raises TargetError if there is no driver, or it refuses the tensor.
         """
-        if not isinstance(self.address, int):
-            raise SpecError("a tensor map for a GPU takes the tensor's address: tensor.data_ptr()")
-        from lowbit.pylib.runtime.driver import driver_call
+        address = self._number()
+        if address is None:
+            raise SpecError("a tensor map for a GPU takes a tensor or its address, tensor.data_ptr(), not an array")
+        from lowbit.pylib.runtime.driver import bindings, driver_call
 
-        rank = len(self.shape)
-        # The driver counts dims from the innermost, and leaves out its stride.
-        dims = (ctypes.c_uint64 * rank)(*reversed(self.shape))
-        strides = (ctypes.c_uint64 * max(rank - 1, 1))(*reversed(self.strides[:-1]))
-        box = (ctypes.c_uint32 * rank)(*reversed(self.box))
-        steps = (ctypes.c_uint32 * rank)(*(1,) * rank)
-        memory = ctypes.create_string_buffer(SIZE + ALIGN)
-        start = -ctypes.addressof(memory) % ALIGN
-        driver_call(
+        cuda, rank = bindings(), len(self.shape)
+
+        def sizes(kind: Any, values: Iterable[int]) -> list[Any]:
+            """As the driver counts: from the innermost dim on."""
+            return [kind(n) for n in reversed(tuple(values))]
+
+        encoded = driver_call(
             "cuTensorMapEncodeTiled",
-            ctypes.c_void_p(ctypes.addressof(memory) + start),
-            ctypes.c_int(ELEMENTS[self.element][1]),
-            ctypes.c_uint32(rank),
-            ctypes.c_void_p(self.address),
-            dims,
-            strides,
-            box,
-            steps,
-            ctypes.c_int(0),  # CU_TENSOR_MAP_INTERLEAVE_NONE
-            ctypes.c_int(_SWIZZLES[self.swizzle]),
-            ctypes.c_int(_PROMOTIONS[self.l2_promotion]),
-            ctypes.c_int(0),  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros
+            cuda.CUtensorMapDataType(ELEMENTS[self.element][1]),
+            rank,
+            address,
+            sizes(cuda.cuuint64_t, self.shape),
+            sizes(cuda.cuuint64_t, self.strides[:-1]),
+            sizes(cuda.cuuint32_t, self.box),
+            sizes(cuda.cuuint32_t, (1,) * rank),
+            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cuda.CUtensorMapSwizzle(_SWIZZLES[self.swizzle]),
+            cuda.CUtensorMapL2promotion(_PROMOTIONS[self.l2_promotion]),
+            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros
         )
-        return memory.raw[start : start + SIZE]
+        return ctypes.string_at(encoded.getPtr(), SIZE)

@@ -17,7 +17,7 @@ from lowbit.passes.target import Target
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import TORCH, PackedWeight
 from lowbit.pylib.runtime.driver import current_stream
-from lowbit.pylib.runtime.runtimes import load
+from lowbit.pylib.runtime.runtimes import MATMUL_ORDER, load_function
 from lowbit.pylib.tune import timing, trial
 from lowbit.pylib.tune.processes import PERIOD, Problem
 
@@ -81,7 +81,8 @@ class Stand:
     def _kernel(self, problem: Problem, schedule: Schedule) -> tuple[Callable[[PackedWeight], None], Tensor]:
         """A launch on a weight, and the tensor that it writes."""
         spec, tile = problem.spec, problem.tile
-        function = load(Artifacts(spec, self._target, schedule).kernel(tile), self._target, self._device)
+        artifact = Artifacts(spec, self._target, schedule).kernel(tile)
+        function = load_function(artifact, self._target, self._device, MATMUL_ORDER)
         x = self._of(spec).data.x[:tile]
         y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
 

@@ -1,4 +1,4 @@
-"""What a kernel's free choices are (`Schedule`) and what a launch needs to know (`Launch`)."""
+"""What a kernel's free choices are: `Schedule`."""
 
 from __future__ import annotations
 
@@ -190,16 +190,3 @@ def _check_type(name: str, value: object, default: object) -> None:
     elif type(value) is not type(default):
         kind = "True or False" if isinstance(default, bool) else "an integer"
         raise SpecError(f"schedule: {name}={value!r} must be {kind}")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How to start a compiled kernel. `params` names the arguments in order: device pointers "x", "codes",
-    "scales", "zeros", "bias", "y", "workspace" and the i32 "m"."""
-
-    name: str
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    params: tuple[str, ...]
-    workspace_bytes: int = 0  # zero before the first launch; then as the last launch of the same kernel left it

@@ -1,0 +1,87 @@
+"""How to start a compiled kernel: its name, its parameters, its grid, and what it needs of the GPU. No MLIR here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.signature import PARAM_TYPES, WORKSPACE, Grid, Param, parse_grid
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that a runtime must know of a kernel, besides its code.
+
+    grid              extents, which may depend on the arguments and on the GPU
+    threads           per block
+    shared_bytes      of dynamic shared memory per block
+    params            in the order of the kernel's signature
+    workspace_bytes   of memory that is zero before the first launch and later what the last launch of the kernel left
+    """
+
+    name: str
+    grid: Grid
+    threads: int
+    shared_bytes: int
+    params: tuple[Param, ...]
+    workspace_bytes: int = 0
+
+    @property
+    def arguments(self) -> tuple[Param, ...]:
+        """The parameters that a caller gives: all but the workspace, which the runtime provides."""
+        return tuple(p for p in self.params if not (self.workspace_bytes and p.name == WORKSPACE))
+
+    def check_names(self, given: Iterable[str]) -> None:
+        """Raises SpecError unless `given` are the names of the arguments, in any order."""
+        wanted, names = [p.name for p in self.arguments], list(given)
+        unknown = [name for name in names if name not in wanted]
+        missing = [name for name in wanted if name not in names]
+        if unknown or missing:
+            faults = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(unknown)}"] * bool(unknown)
+            takes = ", ".join(wanted) or "nothing"
+            raise SpecError(f"kernel {self.name} is called {' and '.join(faults)}; it takes {takes}")
+
+    def blocks(self, arguments: Mapping[str, Any], sm_count: int) -> tuple[int, int, int]:
+        """Returns the grid for these arguments on a GPU of `sm_count` multiprocessors; 0 where there is no work."""
+        x, y, z = (extent.blocks(arguments, sm_count) for extent in self.grid)
+        if min(x, y, z) < 0:
+            raise SpecError(f"kernel {self.name} is called with a negative size: its grid would be {(x, y, z)}")
+        return x, y, z
+
+    def to_dict(self) -> dict[str, Any]:
+        """The launch in terms of JSON."""
+        return {
+            "name": self.name,
+            "grid": [extent.written for extent in self.grid],
+            "threads": self.threads,
+            "shared_bytes": self.shared_bytes,
+            "params": [[p.name, p.kind] for p in self.params],
+            "workspace_bytes": self.workspace_bytes,
+        }
+
+    @staticmethod
+    def from_dict(written: Mapping[str, Any]) -> Launch:
+        """The inverse of `to_dict`. Raises SpecError for what another version has written."""
+        try:
+            return Launch(
+                name=written["name"],
+                grid=parse_grid(written["grid"]),
+                threads=written["threads"],
+                shared_bytes=written["shared_bytes"],
+                params=tuple(map(_read_param, written["params"])),
+                workspace_bytes=written["workspace_bytes"],
+            )
+        except KeyError as error:
+            raise SpecError(f"launch: {error} is missing; compile the kernel again with this version") from None
+
+
+def _read_param(written: Any) -> Param:
+    """Reads a pair of name and kind. Before parameters had kinds, this was the name alone."""
+    if not isinstance(written, str) and len(written) == 2 and written[1] in PARAM_TYPES:
+        return Param(*written)
+    raise SpecError(
+        f"launch: expected params as pairs of a name and one of {', '.join(PARAM_TYPES)}, got {written!r}; "
+        "compile the kernel again with this version"
+    )

@@ -1,0 +1,163 @@
+"""A compiled tile program as a function of its arguments by name.
+
+    kernel = lowbit.load(compile_program(build, parse_target("sm_90a")))
+    kernel(x=x, y=y, m=len(x))
+
+The call is the same on a GPU and in the emulator; only the tensors are on another device. What the program writes are
+arguments, too: nothing is returned. Arguments are checked at every call, which costs some microseconds: the matmuls of
+this package call `pylib.runtime.driver.Function` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.signature import WORKSPACE, Param
+from lowbit.pylib.build.kernels import Artifact
+from lowbit.pylib.runtime.driver import Function, current_stream
+from lowbit.pylib.runtime.runtimes import check_device, load_function, memory_of
+from lowbit.pylib.runtime.tensor_map import TensorMap
+
+if TYPE_CHECKING:
+    from lowbit.passes.pipeline import CompiledKernel
+
+_ALIGNMENT = 16  # bytes, which kernels rely on
+
+
+def load(compiled: CompiledKernel, overlap: bool = False) -> Kernel:
+    """Makes a compiled kernel callable, on the GPU or in the emulator, whichever it was compiled for.
+
+    overlap   lets each launch start before the kernel in front of it has ended (sm_90 on). The program must then wait
+              (`grid_wait`) before it touches what an earlier kernel reads or writes.
+
+    Raises TargetError where machine code can't be made.
+    """
+    return EmulatedKernel(compiled) if compiled.target.kind == "emulator" else CudaKernel(compiled, overlap)
+
+
+class Kernel:
+    """A loaded kernel; make it with `load`.
+
+    A call takes every parameter by its name: a contiguous tensor for a pointer, an int for an i32, a number for an f32,
+    and for a tensor map a `TensorMap` of a tensor. The grid follows from the arguments and the GPU. Raises SpecError or
+    TargetError for arguments that do not fit, by their names.
+    """
+
+    def __init__(self, compiled: CompiledKernel) -> None:
+        self.launch, self.target = compiled.launch, compiled.target
+
+    def __call__(self, **arguments: Any) -> None:
+        self.launch.check_names(arguments)
+        for param in self.launch.arguments:
+            self._check(param, arguments[param.name])
+        if 0 not in self.launch.blocks(arguments, sm_count=1):  # else there is nothing to do, on any GPU
+            self._start(arguments)
+
+    def __repr__(self) -> str:
+        params = ", ".join(f"{p.name}: {p.kind}" for p in self.launch.arguments)
+        return f"Kernel({self.launch.name}({params}); on {self.target})"
+
+    def _start(self, arguments: Mapping[str, Any]) -> None:
+        """Runs the kernel on arguments that have been checked."""
+        raise NotImplementedError
+
+    def _check(self, param: Param, value: Any) -> None:
+        """Raises SpecError or TargetError if a value does not fit its parameter."""
+        wanted = _mismatch(param, value)
+        if wanted:
+            given = f"{type(value).__name__} {value!r}" if isinstance(value, int | float) else type(value).__name__
+            raise SpecError(f"{self.launch.name}: {param.name} must be {wanted}, not {given}")
+        tensor = value.address if isinstance(value, TensorMap) else value
+        if isinstance(tensor, Tensor):
+            self._check_tensor(param.name, tensor)
+
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        what, device = f"{self.launch.name}: {name}", "cpu" if self.target.kind == "emulator" else "cuda"
+        if tensor.device.type != device:
+            fix = f"use {name}.to({device!r})"
+            raise TargetError(f"{what} is on {tensor.device}, but target {self.target} takes {device} tensors; {fix}")
+        if not tensor.is_contiguous():
+            raise SpecError(f"{what} must be contiguous; use {name}.contiguous()")
+        if tensor.data_ptr() % _ALIGNMENT:
+            raise SpecError(f"{what} must begin at a multiple of {_ALIGNMENT} bytes; use {name}.clone()")
+
+
+def _mismatch(param: Param, value: Any) -> str | None:
+    """Returns what the parameter takes where that is not what was given."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    match param.kind:
+        case "pointer":
+            return None if isinstance(value, Tensor) else "a torch tensor"
+        case "i32":
+            fits = number and isinstance(value, int) and -(1 << 31) <= value < 1 << 31
+            return None if fits else "an int of 32 bits"
+        case "f32":
+            return None if number else "a number"
+        case "tensor_map":
+            fits = isinstance(value, TensorMap) and isinstance(value.address, Tensor)
+            return None if fits else "a TensorMap of a torch tensor"
+
+
+class CudaKernel(Kernel):
+    """A kernel for NVIDIA GPUs, loaded on each device at its first use there."""
+
+    def __init__(self, compiled: CompiledKernel, overlap: bool) -> None:
+        super().__init__(compiled)
+        self._artifact = Artifact(compiled.launch, compiled.schedule, compiled.ptx, compiled.cubin())
+        self._overlap = overlap
+        self._functions: dict[int, Function] = {}
+
+    def _start(self, arguments: Mapping[str, Any]) -> None:
+        device = self._device(arguments)
+        if device not in self._functions:
+            check_device(self.target, device)
+            self._functions[device] = load_function(self._artifact, self.target, device)
+        with torch.cuda.device(device):
+            values = [_for_gpu(arguments[p.name]) for p in self.launch.arguments]
+            self._functions[device](current_stream(device), self._overlap, *values)
+
+    def _device(self, arguments: Mapping[str, Any]) -> int:
+        """Returns the device of the tensors, the current one without any. Raises TargetError if they have several."""
+        memory = {name: v.address if isinstance(v, TensorMap) else v for name, v in arguments.items()}
+        devices = {name: tensor.get_device() for name, tensor in memory.items() if isinstance(tensor, Tensor)}
+        if len(set(devices.values())) > 1:
+            listed = ", ".join(f"{name} on cuda:{device}" for name, device in devices.items())
+            raise TargetError(f"{self.launch.name}: all tensors must be on one GPU, not {listed}")
+        return next(iter(devices.values())) if devices else torch.cuda.current_device()
+
+
+def _for_gpu(value: Any) -> Any:
+    """Returns a checked argument as `Function` takes it."""
+    if isinstance(value, TensorMap):
+        return value.encode()
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+class EmulatedKernel(Kernel):
+    """A kernel in the emulator, on CPU tensors."""
+
+    def __init__(self, compiled: CompiledKernel) -> None:
+        from lowbit.pylib.emulator import Emulator
+
+        super().__init__(compiled)
+        self._emulator = Emulator(compiled.ptx)
+        # It passes from launch to launch, as on a GPU.
+        self._workspace = np.zeros(self.launch.workspace_bytes, np.uint8)
+
+    def _start(self, arguments: Mapping[str, Any]) -> None:
+        values = {name: _for_emulator(value) for name, value in arguments.items()}
+        self._emulator.run(self.launch, {WORKSPACE: self._workspace, **values})
+
+
+def _for_emulator(value: Any) -> Any:
+    """Returns a checked argument as the emulator takes it: memory as an array of bytes."""
+    if isinstance(value, TensorMap):
+        return replace(value, address=memory_of(value.address))
+    return memory_of(value) if isinstance(value, Tensor) else value
