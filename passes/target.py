@@ -37,6 +37,8 @@ class Target:
     max_blocks_per_sm: int = 0
     max_registers_per_thread: int = 0
     registers_per_sm: int = 0
+    multiprocessors: int = 0
+    """Of the GPU that the rule for schedules has in mind."""
 
     @property
     def is_gpu(self) -> bool:
@@ -77,7 +79,7 @@ class Target:
         return self.name
 
 
-def _cuda(arch: str, ptx_version: int, shared_kb: int, threads: int, blocks: int) -> Target:
+def _cuda(arch: str, ptx_version: int, shared_kb: int, threads: int, blocks: int, multiprocessors: int) -> Target:
     return Target(
         name=arch,
         kind="cuda",
@@ -90,18 +92,19 @@ def _cuda(arch: str, ptx_version: int, shared_kb: int, threads: int, blocks: int
         max_blocks_per_sm=blocks,
         max_registers_per_thread=255,
         registers_per_sm=65536,
+        multiprocessors=multiprocessors,
     )
 
 
 # The oldest PTX version with all we use (8.0, CUDA 12.0; fp8 mma.sync came with 8.4), so that older
 # assemblers and drivers take it; on Hopper 8.6 (CUDA 12.7).
 _CUDA = (
-    _cuda("sm_80", ptx_version=80, shared_kb=164, threads=2048, blocks=32),
-    _cuda("sm_86", ptx_version=80, shared_kb=100, threads=1536, blocks=16),
-    _cuda("sm_87", ptx_version=80, shared_kb=164, threads=1536, blocks=16),
-    _cuda("sm_89", ptx_version=84, shared_kb=100, threads=1536, blocks=24),
-    _cuda("sm_90", ptx_version=86, shared_kb=228, threads=2048, blocks=32),
-    _cuda("sm_90a", ptx_version=86, shared_kb=228, threads=2048, blocks=32),
+    _cuda("sm_80", ptx_version=80, shared_kb=164, threads=2048, blocks=32, multiprocessors=108),
+    _cuda("sm_86", ptx_version=80, shared_kb=100, threads=1536, blocks=16, multiprocessors=84),
+    _cuda("sm_87", ptx_version=80, shared_kb=164, threads=1536, blocks=16, multiprocessors=16),
+    _cuda("sm_89", ptx_version=84, shared_kb=100, threads=1536, blocks=24, multiprocessors=142),
+    _cuda("sm_90", ptx_version=86, shared_kb=228, threads=2048, blocks=32, multiprocessors=132),
+    _cuda("sm_90a", ptx_version=86, shared_kb=228, threads=2048, blocks=32, multiprocessors=132),
 )
 _EMULATED = tuple(replace(target, name=f"emulator:{target.arch}", kind="emulator") for target in _CUDA)
 _TARGETS = {target.name: target for target in (Target("cpu", "cpu"), *_CUDA, *_EMULATED)}

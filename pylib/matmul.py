@@ -19,7 +19,8 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib import packed, torch_op
-from lowbit.pylib.build.kernels import Artifact
+from lowbit.pylib.build.choices import KernelChoices
+from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.packed import TORCH, PackedWeight
 from lowbit.pylib.runtime.runtimes import make_runtime
 
@@ -147,8 +148,14 @@ class Matmul:
         return self._runtime.dequantize(w.codes, w.scales, w.zeros)
 
     def kernel(self, m: int) -> Artifact:
-        """The kernel that serves m rows; `pylib.build.kernels.Artifacts.tile` has the rule."""
+        """The kernel that serves m rows, or the first of them; `choices` has the table."""
         return self._runtime.kernel(m)
+
+    @property
+    def choices(self) -> KernelChoices:
+        """Which kernel family and schedule serve which number of rows: print it, or take `.to_dict()` for JSON. Raises
+        TargetError for the CPU, which has one program for all."""
+        return self._runtime.choices()
 
     @property
     def ptx(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,10 +16,14 @@ import torch
 from fake_pipeline import FakePipeline, pipeline
 
 import lowbit
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Launch, Schedule
+from lowbit.passes.kernels.dequantize.family import DequantizeSchedule
+from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.scheduling.choice import TOKEN_TILES, schedule_for
 from lowbit.passes.target import parse_target
-from lowbit.pylib.build.kernels import Artifact, Artifacts
+from lowbit.pylib.build.choices import find_rows, rows_of_tiles
+from lowbit.pylib.build.driver import Artifact
+from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.matmul import Matmul, this_machine
 
 __all__ = ["pipeline"]
@@ -66,22 +72,74 @@ def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
     }
 
 
+def old_rule(tiles: tuple[int, ...], large: bool, m: int) -> list[int] | None:
+    """The launches for m rows, one by one."""
+    widest = tiles[-1]
+    if m > (192 if widest < 128 else 4 * widest if large else 384):
+        return None
+    found: list[int] = []
+    while not found or m > 0:
+        tile = next((tile for tile in tiles if m <= tile), widest)
+        if tile == 256 and m <= 192:
+            tile = 128
+        found.append(tile)
+        m -= tile
+    return found
+
+
+@pytest.mark.parametrize("widest", [64, 128, 256])
+@pytest.mark.parametrize("large", [False, True])
+def test_the_table_of_rows_is_complete(widest: int, large: bool) -> None:
+    """Ranges follow one another without a gap, and each row's launches are those that it would get by itself."""
+    tiles = tuple(tile for tile in TOKEN_TILES if tile <= widest)
+    rows = rows_of_tiles(replace(SPEC, n=8192, k=4096) if large else SPEC, tiles)
+    assert rows[0].first == 1 and rows[-1].last is None and rows[-1].tiles == ()
+    assert [a.last for a in rows[:-1]] == [b.first - 1 for b in rows[1:]]
+    for m in range(1100):
+        assert list(find_rows(rows, m).tiles) == (old_rule(tiles, large, m) or []), m
+
+
+def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:
+    spec = replace(SPEC, weight="u1", n=57344, k=8192, group_size=128)
+    wanted = Schedule(tokens=16, warps_k=2, step_k=256)
+    mm = lowbit.compile(spec, "sm_90a", wanted)
+    choices = mm.choices
+    for m in (1, 7, 16, 200, 257, 1000, 5000):
+        first = choices.launches(m)[0]
+        assert first.schedule == mm.kernel(m).schedule and (first.spec, first.target) == (spec, mm.target)
+    assert [kernel.family for kernel in choices.launches(1)] == ["decode_integer"]
+    assert [kernel.schedule for kernel in choices.launches(10)] == [wanted]
+    assert [kernel.family for kernel in choices.launches(257)] == ["decode", "decode_integer"]
+    assert [kernel.family for kernel in choices.launches(1025)] == ["dequantize"]
+    text = repr(choices)
+    assert re.search(r"^257 +m256, m1$", text, re.MULTILINE)
+    assert re.search(r"^1025 on +dequantize, then a matmul of torch$", text, re.MULTILINE)
+    assert re.search(r"^m1 +decode_integer +tokens=1, row_blocks=\d", text, re.MULTILINE)
+    read = json.loads(json.dumps(choices.to_dict()))
+    assert lowbit.MatmulSpec(**read["spec"]) == spec and read["target"] == "sm_90a"
+    assert {"first": 2, "last": 8, "launches": ["m8"]} in read["rows"]
+    assert {"first": 1025, "last": None, "launches": ["dequantize"]} in read["rows"]
+    assert schedule_from_dict(read["kernels"]["m1"]["schedule"]) == mm.schedule
+    with pytest.raises(lowbit.TargetError, match="target cpu has one program"):
+        _ = lowbit.compile(SPEC, "cpu").choices
+
+
 def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> None:
     spec = replace(SPEC, k=4096)  # long enough for every tile to have a schedule of its own
     mm = lowbit.compile(spec, "sm_90a")
-    assert pipeline.compiled == [("sm_90a", ONE)]
-    assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, ONE, mm.target))
+    assert pipeline.tokens == [8]  # for one token, a tile of eight was predicted to be the fastest
+    assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, 1, mm.target))
     for m in (1, 8, 9, 16, 17, 64, 64, 65, 200, 256, 1000):
         mm.kernel(m)
-    assert [tokens for _, tokens in pipeline.compiled] == [*TOKEN_TILES, None]
+    assert pipeline.tokens == [8, *TOKEN_TILES[1:], None]
 
 
 def test_schedule_is_for_the_tile_it_names(pipeline: FakePipeline) -> None:
     wanted = Schedule(tokens=16, warps_k=2)
     mm = lowbit.compile(SPEC, "sm_90a", wanted)
-    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 16]  # errors of a schedule show at compile
+    assert pipeline.tokens == [ONE, 16]  # errors of a schedule show at compile
     assert mm.kernel(16).schedule == wanted
-    assert mm.kernel(1).schedule == mm.schedule == schedule_for(SPEC, ONE, mm.target)
+    assert mm.kernel(1).schedule == mm.schedule == schedule_for(SPEC, 1, mm.target)
 
 
 def test_same_arguments_give_the_same_matmul(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
@@ -100,7 +158,7 @@ def test_many_threads_compile_once(pipeline: FakePipeline) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 32]
+    assert pipeline.tokens == [ONE, 32]
 
 
 def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
@@ -108,7 +166,7 @@ def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
     again = lowbit.compile(SPEC, "sm_90a").kernel(20)
     assert again == first and again is not first
     assert first.cubin == b"cubin of sm_90a 32"
-    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 32]
+    assert pipeline.tokens == [ONE, 32]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "emulator:sm_90a"])
@@ -135,8 +193,8 @@ def test_damaged_cache_is_rebuilt(pipeline: FakePipeline) -> None:
 
 
 def test_artifact_files_are_complete() -> None:
-    launch = lowbit.pylib.build.kernels.Launch("k", (3, 2, 1), 256, 49152, ("x", "y", "m"), 64)
-    for schedule in (None, Schedule(tokens=16, num_stages=4)):
+    launch = Launch("k", (3, 2, 1), 256, 49152, ("x", "y", "m"), 64)
+    for schedule in (DequantizeSchedule(), IntegerSchedule(), Schedule(tokens=16, num_stages=4)):
         for cubin in (None, b"\0\1"):
             artifact = Artifact(launch, schedule, ".version 8.0", cubin)
             assert Artifact.from_files(artifact.to_files()) == artifact
@@ -172,8 +230,8 @@ def test_dump(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, tmp_path:
     lowbit.compile(SPEC, "emulator:sm_80").kernel(200)
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     stem = "u4_32x128_sm_80"
-    assert written.keys() == {f"{stem}_{k}.{s}" for k in (f"m{ONE}", "dequantize") for s in ("tile.mlir", "ptx")}
-    assert written[f"{stem}_m{ONE}.tile.mlir"] == f"emulator:sm_80 {ONE}"
+    assert written.keys() == {f"{stem}_{k}.{s}" for k in ("m1", "dequantize") for s in ("tile.mlir", "ptx")}
+    assert written[f"{stem}_m1.tile.mlir"] == f"emulator:sm_80 {ONE}"
 
 
 @pytest.mark.parametrize(
@@ -217,3 +275,20 @@ assert lowbit.compile({SPEC!r}, "sm_90a").cubin == b"cubin of sm_90a {ONE}"
 """
     program = program.replace("MatmulSpec(", "lowbit.MatmulSpec(")
     subprocess.run([sys.executable, "-c", program], check=True, cwd=repo)
+
+
+def test_a_table_written_between_key_and_build_changes_nothing(
+    pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled is what the entry's key says, however often the choice would change: `lowbit tune` may write a
+    table at any time, and what is stored under a wrong key is served from then on."""
+    first, second = (replace(schedule_for(SPEC, 1, parse_target("sm_90a")), warps_k=k) for k in (2, 4))
+    chosen = iter((first, second))
+    monkeypatch.setattr("lowbit.pylib.build.kernels.schedule_for", lambda *_: next(chosen, second))
+    artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
+    assert artifacts.kernel(1).schedule == artifacts.request(1).schedule == first
+    assert artifacts.stages(1) and artifacts.choices().kernels[1].schedule == first  # nor what is shown of it
+    assert [request.schedule for request in pipeline.compiled[:2]] == [first, first]
+    for wanted in (first, second):  # another process, with either table
+        monkeypatch.setattr("lowbit.pylib.build.kernels.schedule_for", lambda *_, s=wanted: s)
+        assert Artifacts(SPEC, parse_target("sm_90a"), None).kernel(1).schedule == wanted

@@ -13,7 +13,7 @@ import pytest
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.decode.schedule import Refill, Schedule
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Refill, Schedule
 from lowbit.passes.pipeline import CompiledKernel, compile_matmul
 from lowbit.passes.target import parse_target
 
@@ -125,7 +125,7 @@ def test_resources_of_integer_zeros(weight: str, act: str, tokens: int, target: 
 
 @pytest.mark.parametrize("weight", DIGITS)
 def test_resources_of_digits(weight: str) -> None:
-    schedule = Schedule(1, 4, 1, 8, 256, 2, integer_mma=True)
+    schedule = IntegerSchedule(1, 4, 1, 8, 256, 2)
     kernel = compile_matmul(MatmulSpec(weight=weight, **SPEC), parse_target("sm_90a"), schedule)  # type: ignore[arg-type]
     used = resource_usage(kernel.ptx, kernel.target)
     assert per_weight(kernel) <= DIGITS[weight]

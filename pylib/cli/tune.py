@@ -14,7 +14,7 @@ from rich.progress import Progress as Bars
 from lowbit.dialect.errors import SpecError
 
 if TYPE_CHECKING:
-    from lowbit.passes.kernels.decode.schedule import Schedule
+    from lowbit.passes.kernels.base import KernelSchedule
     from lowbit.passes.scheduling.tables import Entry, Table
     from lowbit.pylib.tune.processes import Problem
 
@@ -159,7 +159,7 @@ class TuneProgress:
         console.print(f"{problem}: {found}", markup=False)
 
 
-def brief(s: Schedule) -> str:
+def brief(s: KernelSchedule) -> str:
     """A schedule in a line."""
     from lowbit.passes.scheduling.tables import spelled_out
 

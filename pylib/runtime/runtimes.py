@@ -17,10 +17,13 @@ from torch import Tensor
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
-from lowbit.pylib.build.kernels import Artifact, Artifacts
+from lowbit.pylib.build.choices import KernelChoices
+from lowbit.pylib.build.driver import Artifact
+from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import TORCH
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 
@@ -38,11 +41,13 @@ class Runtime(Protocol):
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor: ...
 
     @property
-    def schedule(self) -> Schedule | None: ...
+    def schedule(self) -> KernelSchedule | None: ...
 
     def kernel(self, m: int) -> Artifact: ...
 
     def stages(self, m: int) -> dict[str, str]: ...
+
+    def choices(self) -> KernelChoices: ...
 
 
 def make_runtime(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Runtime:
@@ -73,6 +78,9 @@ class _GpuRuntime:
 
     def stages(self, m: int) -> dict[str, str]:
         return self._artifacts.stages(self._artifacts.tile(m))
+
+    def choices(self) -> KernelChoices:
+        return self._artifacts.choices()
 
 
 class CudaRuntime(_GpuRuntime):
@@ -305,6 +313,9 @@ class CpuRuntime:
 
     def stages(self, m: int) -> dict[str, str]:
         return self._program.stages()
+
+    def choices(self) -> KernelChoices:
+        raise TargetError("target cpu has one program for every number of rows; choices are those of a GPU target")
 
 
 def _check_cpu(target: str, *tensors: Tensor) -> None:

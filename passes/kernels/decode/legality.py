@@ -68,7 +68,8 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         )
     if s.preload_weights:
         _check_preloaded(spec, s)
-    if s.overlap_groups and (not KernelPlan(spec, s).groups or KernelPlan(spec, s).rounds_scales):
+    plan = KernelPlan(spec, s)
+    if s.overlap_groups and (not plan.groups or plan.rounds_scales):
         raise SpecError(
             "schedule: overlap_groups=True is for sums that are scaled group by group; "
             f"{spec} needs overlap_groups=False"
@@ -123,11 +124,11 @@ def has_integer_mma(spec: MatmulSpec) -> bool:
 
 def _check_integer_mma(spec: MatmulSpec, s: Schedule) -> None:
     if s.step_k % PIECE:
-        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {PIECE} for integer_mma=True")
+        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {PIECE} for decode_integer")
     if not has_integer_mma(spec):
         raise SpecError(
-            f"schedule: integer_mma=True multiplies integers of 1, 2 or 4 bits in groups of multiples of {PIECE} "
-            f"columns; {spec.weight} in groups of {spec.group_size} needs integer_mma=False"
+            f"schedule: decode_integer multiplies integers of 1, 2 or 4 bits in groups of multiples of {PIECE} "
+            f"columns; {spec.weight} in groups of {spec.group_size} needs a Schedule of the decode family"
         )
 
 
@@ -152,13 +153,8 @@ def group_fits(spec: MatmulSpec, step: int) -> bool:
     return group is None or step % group == 0 or group % step == 0
 
 
-def multiprocessors(target: Target) -> int:
-    """Of the usual GPU of an architecture: A100, A40, Orin, L40S, H100."""
-    return {86: 84, 87: 16, 89: 142, 90: 132}.get(target.capability, 108)
-
-
 def enough_blocks(blocks: int, target: Target) -> int:
     """The `max_blocks` with which so many blocks run at a time and no more would, or 0 where that takes many: a
     multiprocessor that finishes early would take more than its share of the next kernel's."""
-    each = -(-blocks // multiprocessors(target))
+    each = -(-blocks // target.multiprocessors)
     return each if each <= 2 else 0
