@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,14 +238,27 @@ def test_dump(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.parametrize(
     ("capability", "target"),
-    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 8), "sm_87"), ((8, 9), "sm_89"), ((9, 0), "sm_90a")]
-    + [((10, 0), "sm_90"), ((12, 0), "sm_90")],
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100")]
+    + [((10, 3), "sm_103"), ((12, 0), "sm_120")],
 )
 def test_target_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], target: str
 ) -> None:
     _pretend_gpu(monkeypatch, capability)
     assert this_machine() == target
+
+
+def test_a_gpu_without_a_target_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowbit.pylib.cli import machine
+
+    _pretend_gpu(monkeypatch, (12, 1))
+    with pytest.warns(UserWarning, match="A GPU is sm_121, which has no target of its own: .* for sm_120"):
+        assert this_machine() == "sm_120"
+    with warnings.catch_warnings(action="error"):
+        assert this_machine() == "sm_120"
+    assert machine.facts()["GPU 0"].endswith("target sm_120, as sm_121 has no target of its own")
+    _pretend_gpu(monkeypatch, (9, 0))
+    assert machine.facts()["GPU 0"].endswith("target sm_90a")
 
 
 def test_target_of_a_machine_without_a_good_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +272,10 @@ def test_target_of_a_machine_without_a_good_gpu(monkeypatch: pytest.MonkeyPatch)
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A GPU")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    memory = {"multi_processor_count": 100, "total_memory": 1 << 36, "shared_memory_per_block_optin": 1 << 18}
+    gpu = SimpleNamespace(name="A GPU", major=capability[0], minor=capability[1], **memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: gpu)
 
 
 def test_warm_compile_needs_no_compiler(pipeline: FakePipeline, repo: Path) -> None:

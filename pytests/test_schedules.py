@@ -458,7 +458,7 @@ UNFIT_HERE: list[tuple[str, MatmulSpec, Schedule, str]] = [
     ),
     ("u4 with k=1536 and groups of 48 needs wgmma=False", replace(SPEC, group_size=48), WIDE, "sm_90a"),
     ("wgmma multiplies f16 by f16 .* f7e6m0 with", replace(SPEC, weight="f7e6m0"), replace(WIDE, step_k=256), "sm_90a"),
-    ("cluster=2 needs sm_90, the target is sm_89; take", SPEC, Schedule(warps_k=4, split_k=2, cluster=2), "sm_89"),
+    ("cluster=2 needs clusters, which sm_89 does", SPEC, Schedule(warps_k=4, split_k=2, cluster=2), "sm_89"),
 ]
 
 

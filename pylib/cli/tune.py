@@ -214,12 +214,14 @@ def _check(table: Table, jobs: int | None) -> None:
 
 
 def _stale(table: Table, jobs: int | None) -> None:
-    from lowbit.passes.target import parse_target
+    from lowbit.passes.target import target_of_gpu
     from lowbit.pylib.tune import check as tune_check
     from lowbit.pylib.tune import processes as tune_processes
 
-    suffix = "a" if table.capability == 90 else ""
-    with tune_processes.Compilers(parse_target(f"sm_{table.capability}{suffix}"), jobs) as compilers:
+    target = target_of_gpu(table.capability)
+    if target is None:
+        raise SpecError(f"the table is for {table.gpu}, sm_{table.capability}, which no target is for")
+    with tune_processes.Compilers(target, jobs) as compilers:
         found = tune_check.stale(table, compilers.submit)
     for entry in found:
         about = f"{entry.microseconds:.2f} µs, {entry.date}, {entry.version}"

@@ -219,9 +219,7 @@ def check_device(target: Target, device: int) -> None:
             f"same PTX with target='emulator:{target}'"
         )
     have = _capability(device)
-    # "a" code is for one architecture alone; other code runs on later ones, too (CUDA Programming Guide,
-    # "Binary Compatibility", "PTX Compatibility").
-    fits = have == target.capability if target.arch.endswith("a") else have >= target.capability
+    fits = have >= target.capability if target.runs_later else have == target.capability
     if not fits:
         raise TargetError(
             f"this matmul is for {target}, but cuda:{device} ({torch.cuda.get_device_name(device)}) is "

@@ -75,7 +75,7 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
             f"{spec} needs overlap_groups=False"
         )
     if s.cluster > 1 and not target.has_clusters:
-        raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
+        raise SpecError(f"schedule: cluster={s.cluster} needs clusters, which {target} does not have; take cluster=1")
     needed = shared_bytes(spec, s)
     if needed > target.max_shared_per_block:
         raise SpecError(
