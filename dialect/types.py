@@ -331,12 +331,14 @@ class Packed:
         shape, format_, group, zeros, scale = PackedType(type_).params
         sizes = read_ints(shape)
         expect(len(sizes) == 2, "shape of a packed weight", "[n, k]", list(sizes))
-        spec = MatmulSpec(
-            *sizes,
-            weight=(t := read_format(format_)).name,
-            group_size=int(ir.IntegerAttr(group).value) or None,
-            zeros=cast(Zeros, ir.StringAttr(zeros).value),
-            scale=cast(Scale, ir.StringAttr(scale).value),
-            table=t.table if t.name.startswith("lut") else None,
-        )
-        return Packed(spec.n, spec.k, t, spec.group_size, spec.zeros, spec.scale)
+        group_size = int(ir.IntegerAttr(group).value) or None
+        kinds = ir.StringAttr(zeros).value, ir.StringAttr(scale).value
+        return _packed(*sizes, read_format(format_), group_size, *kinds)
+
+
+@lru_cache(maxsize=64)
+def _packed(n: int, k: int, t: DType, group: int | None, zeros: str, scale: str) -> Packed:
+    """Passes and verifiers ask for the same few weights over and over."""
+    table = t.table if t.name.startswith("lut") else None
+    spec = MatmulSpec(n, k, t.name, group, cast(Zeros, zeros), cast(Scale, scale), table=table)
+    return Packed(spec.n, spec.k, t, spec.group_size, spec.zeros, spec.scale)

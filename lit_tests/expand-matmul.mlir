@@ -71,7 +71,7 @@ func.func @wide_range(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 
 // -----
 
-// Dequantizing needs no schedule: decode, scale, round, store.
+// The schedule of dequantizing has no choices: decode, scale, round, store.
 // CHECK:      "lowbit.decode"
 // CHECK:      "lowbit.mul"
 // CHECK:      "lowbit.cast"{{.*}}bf16

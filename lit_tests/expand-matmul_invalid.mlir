@@ -33,8 +33,19 @@ func.func @no_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "none", "f16">
 func.func @strange_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
-  // expected-error @below {{lowbit.schedule must be a dictionary of}}
+  // expected-error @below {{schedule: unknown field 'depth'; allowed: tokens, row_blocks}}
   %y = "lowbit.matmul"(%x, %w) {lowbit.schedule = {depth = 3},
+    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
+    operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "none", "f16">
+func.func @schedule_of_another_operation(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
+  // expected-error @below {{expand-matmul: a schedule of dequantize is for lowbit.dequantize, not for lowbit.matmul}}
+  %y = "lowbit.matmul"(%x, %w) {lowbit.schedule = {family = "dequantize"},
     lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
     operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>

@@ -4,7 +4,7 @@
 // RUN: not %lowbit-opt %s --select-schedule=target=sm_70 2>&1 | %filecheck %s --check-prefix=TARGET
 
 // STAGES: error: schedule: num_stages=0 must be at least 1
-// OPTION: error: --select-schedule: unknown option 'depth'; allowed: target, tokens, row_blocks
+// OPTION: error: --select-schedule: unknown option 'depth'; allowed: target, tokens, family, row_blocks
 // TARGET: error: --select-schedule: target=sm_70 unknown target 'sm_70'
 
 // A step is made of whole chunks of the format: 256 columns for u3.

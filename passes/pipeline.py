@@ -19,14 +19,16 @@ from lowbit.passes.base import Pass
 from lowbit.passes.codegen.cubin import emit_cubin
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
+from lowbit.passes.kernels.registry import request
 from lowbit.passes.launch import Launch
 from lowbit.passes.lowering.lower_dequant import LowerDequant
 from lowbit.passes.lowering.lower_tiles import LowerTiles
-from lowbit.passes.scheduling.choice import schedule_for
+from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for
 from lowbit.passes.stages import GPU_STAGES, Stage
 from lowbit.passes.target import Target
-from lowbit.passes.transforms.expand_matmul import ExpandMatmul, dequantize_module, matmul_module, prepack_module
+from lowbit.passes.tensor_programs import tensor_program
+from lowbit.passes.transforms.expand_matmul import ExpandMatmul
 from lowbit.passes.transforms.pipeline_copies import PipelineCopies
 from lowbit.passes.transforms.plan_packing import PlanPacking
 from lowbit.passes.transforms.select_schedule import SelectSchedule
@@ -45,10 +47,10 @@ PASSES: dict[str, type[Any]] = {
 }
 
 
-def passes_to(stage: Stage, target: Target, schedule: Schedule | None = None) -> tuple[Pass, ...]:
+def passes_to(stage: Stage, target: Target) -> tuple[Pass, ...]:
     """The passes that lead to a stage from the one before it."""
     made: dict[str, Pass] = {
-        SelectSchedule.name: SelectSchedule(target, schedule=schedule),
+        SelectSchedule.name: SelectSchedule(target),
         LowerTiles.name: LowerTiles(target),
     }
     return tuple(made.get(name) or PASSES[name]() for name in stage.passes)
@@ -60,7 +62,7 @@ class CompiledKernel:
 
     launch: Launch
     target: Target
-    schedule: Schedule | None
+    schedule: KernelSchedule | None  # None for a program of one's own
     stages: dict[str, str]
 
     @property
@@ -72,25 +74,26 @@ class CompiledKernel:
         return emit_cubin(self.ptx, self.target)
 
 
-def compile_matmul(
-    spec: MatmulSpec, target: Target, schedule: Schedule | None = None, tokens: int = 8, keep: bool = False
-) -> CompiledKernel:
-    """The decode kernel for up to `tokens` tokens (of TOKEN_TILES); `keep` records the IR of every stage.
+def compile_kernel(request: KernelRequest, keep: bool = False) -> CompiledKernel:
+    """The kernel of a request; `keep` records the IR of every stage."""
+    return _compile(lambda: tensor_program(request), request.target, request.schedule, keep)
 
-    Raises SpecError where the schedule does not fit.
-    """
-    schedule = schedule or schedule_for(spec, tokens, target)
-    return _compile(lambda: matmul_module(spec), target, schedule, keep)
+
+def compile_matmul(
+    spec: MatmulSpec, target: Target, schedule: KernelSchedule | None = None, tokens: int = 8, keep: bool = False
+) -> CompiledKernel:
+    """A kernel for up to `tokens` tokens (of TOKEN_TILES). Raises SpecError where the schedule does not fit."""
+    return compile_kernel(request(spec, target, schedule or schedule_for(spec, tokens, target)), keep)
 
 
 def compile_dequantize(spec: MatmulSpec, target: Target, keep: bool = False) -> CompiledKernel:
     """The kernel that writes W [n, k] in the act type."""
-    return _compile(lambda: dequantize_module(spec), target, None, keep)
+    return compile_kernel(request(spec, target, fixed_schedule("dequantize")), keep)
 
 
 def compile_prepack(spec: MatmulSpec, target: Target, keep: bool = False) -> CompiledKernel:
     """The kernel that packs codes (i8 [n, k]) into the order of `dialect.formats.packing`."""
-    return _compile(lambda: prepack_module(spec), target, None, keep)
+    return compile_kernel(request(spec, target, fixed_schedule("prepack")), keep)
 
 
 def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool = False) -> CompiledKernel:
@@ -98,7 +101,9 @@ def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool =
     return _compile(build, target, None, keep)
 
 
-def _compile(build: Callable[[], ir.Module], target: Target, schedule: Schedule | None, keep: bool) -> CompiledKernel:
+def _compile(
+    build: Callable[[], ir.Module], target: Target, schedule: KernelSchedule | None, keep: bool
+) -> CompiledKernel:
     stages: dict[str, str] = {}
     launches: list[Launch] = []
     context = new_context()
@@ -108,7 +113,7 @@ def _compile(build: Callable[[], ir.Module], target: Target, schedule: Schedule 
         if keep:
             stages["lowbit"] = str(module)
         for stage in (stage for stage in GPU_STAGES if stage.passes):
-            for step in passes_to(stage, target, schedule):
+            for step in passes_to(stage, target):
                 step.run(module)
             module.operation.verify()
             if stage.name == "gpu":

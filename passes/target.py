@@ -37,6 +37,14 @@ class Target:
     max_blocks_per_sm: int = 0
     max_registers_per_thread: int = 0
     registers_per_sm: int = 0
+    multiprocessors: int = 0
+    """Of the usual GPU of the architecture: the rule for schedules fills so many."""
+    has_clusters: bool = False
+    """Blocks that see each other's shared memory (PTX ISA 5.2.2); griddepcontrol; the async proxy's fences."""
+    has_wgmma: bool = False
+    """wgmma (PTX ISA 9.7.15)."""
+    hardware: str = ""
+    """The GPU on which its kernels are run and timed; "" where they only run in the emulator."""
 
     @property
     def is_gpu(self) -> bool:
@@ -49,69 +57,80 @@ class Target:
         return f"+ptx{self.ptx_version}" if self.is_gpu else ""
 
     @property
-    def has_cp_async(self) -> bool:
-        """cp.async, and mma.sync m16n8k16 on f16 and bf16 (PTX ISA 9.7.9.25, 9.7.14.5)."""
-        return self.capability >= 80
-
-    @property
-    def has_fp8_mma(self) -> bool:
-        """mma.sync on e4m3 and e5m2, and cvt to and from them (PTX ISA 9.7.14.5)."""
-        return self.capability >= 89
-
-    @property
-    def has_bf16_arith(self) -> bool:
-        """add, sub and mul on bf16x2; before sm_90 only fma, which does their work (PTX ISA 9.7.4)."""
-        return self.capability >= 90
-
-    @property
-    def has_clusters(self) -> bool:
-        """Blocks that see each other's shared memory (PTX ISA 5.2.2); griddepcontrol; the async proxy's fences."""
-        return self.capability >= 90
-
-    @property
-    def has_wgmma(self) -> bool:
-        """wgmma and setmaxnreg: of the "a" variant alone (PTX ISA 9.7.15)."""
-        return self.arch == "sm_90a"
+    def runs_later(self) -> bool:
+        """Whether its PTX runs on later architectures, too: that of an "a" variant is for one alone (CUDA Programming
+        Guide, "PTX Compatibility")."""
+        return not self.arch.endswith("a")
 
     def __str__(self) -> str:
         return self.name
 
 
-def _cuda(arch: str, ptx_version: int, shared_kb: int, threads: int, blocks: int) -> Target:
+def _gpu(
+    arch: str,
+    *,
+    ptx: int,
+    shared_kb: int,
+    threads: int,
+    blocks: int,
+    multiprocessors: int,
+    clusters: bool = False,
+    wgmma: bool = False,
+    hardware: str = "",
+) -> Target:
+    """An entry of the table: numbers are per multiprocessor, and all architectures have 64 K registers."""
     return Target(
         name=arch,
         kind="cuda",
         arch=arch,
         capability=int(arch.removeprefix("sm_").rstrip("a")),
-        ptx_version=ptx_version,
+        ptx_version=ptx,
         max_shared_per_block=(shared_kb - 1) * 1024,
         shared_per_sm=shared_kb * 1024,
         max_threads_per_sm=threads,
         max_blocks_per_sm=blocks,
         max_registers_per_thread=255,
         registers_per_sm=65536,
+        multiprocessors=multiprocessors,
+        has_clusters=clusters,
+        has_wgmma=wgmma,
+        hardware=hardware,
     )
 
 
-# The oldest PTX version with all we use (8.0, CUDA 12.0; fp8 mma.sync came with 8.4), so that older
-# assemblers and drivers take it; on Hopper 8.6 (CUDA 12.7).
-_CUDA = (
-    _cuda("sm_80", ptx_version=80, shared_kb=164, threads=2048, blocks=32),
-    _cuda("sm_86", ptx_version=80, shared_kb=100, threads=1536, blocks=16),
-    _cuda("sm_87", ptx_version=80, shared_kb=164, threads=1536, blocks=16),
-    _cuda("sm_89", ptx_version=84, shared_kb=100, threads=1536, blocks=24),
-    _cuda("sm_90", ptx_version=86, shared_kb=228, threads=2048, blocks=32),
-    _cuda("sm_90a", ptx_version=86, shared_kb=228, threads=2048, blocks=32),
+# Every architecture is one entry, in the order of compute capabilities. `ptx` is the oldest PTX version that has the
+# architecture and all that is used (8.0, CUDA 12.0), so that older assemblers and drivers take it. From sm_100 on there
+# is no wgmma, and kernels are those of sm_80. sm_120 does without clusters: theirs were not tried on such a GPU.
+GPUS = (
+    _gpu("sm_80", ptx=80, shared_kb=164, threads=2048, blocks=32, multiprocessors=108),  # A100
+    _gpu("sm_86", ptx=80, shared_kb=100, threads=1536, blocks=16, multiprocessors=84),  # A40
+    _gpu("sm_87", ptx=80, shared_kb=164, threads=1536, blocks=16, multiprocessors=16),  # Orin
+    _gpu("sm_89", ptx=84, shared_kb=100, threads=1536, blocks=24, multiprocessors=142),  # L40S
+    _gpu("sm_90", ptx=86, shared_kb=228, threads=2048, blocks=32, multiprocessors=132, clusters=True),  # H100
+    _gpu(
+        "sm_90a",
+        ptx=86,
+        shared_kb=228,
+        threads=2048,
+        blocks=32,
+        multiprocessors=132,
+        clusters=True,
+        wgmma=True,
+        hardware="NVIDIA H200",
+    ),
+    _gpu("sm_100", ptx=86, shared_kb=228, threads=2048, blocks=32, multiprocessors=148, clusters=True),  # B200
+    _gpu("sm_103", ptx=88, shared_kb=228, threads=2048, blocks=32, multiprocessors=148, clusters=True),  # B300
+    _gpu("sm_120", ptx=87, shared_kb=100, threads=1536, blocks=24, multiprocessors=170),  # RTX 5090
 )
-_EMULATED = tuple(replace(target, name=f"emulator:{target.arch}", kind="emulator") for target in _CUDA)
-_TARGETS = {target.name: target for target in (Target("cpu", "cpu"), *_CUDA, *_EMULATED)}
+_EMULATED = tuple(replace(target, name=f"emulator:{target.arch}", kind="emulator") for target in GPUS)
+_TARGETS = {target.name: target for target in (Target("cpu", "cpu"), *GPUS, *_EMULATED)}
+
+GPU_NAMES = ", ".join(target.name for target in GPUS)
 
 
 def parse_target(name: str) -> Target:
-    """The target called `name`.
-
-    "cpu"; "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a"; "emulator:" and one of these; "emulator" for
-    "emulator:sm_80". "sm_90" is Hopper without wgmma; an H100 or H200 wants "sm_90a".
+    """The target called `name`: "cpu", the name of an architecture in `GPUS`, "emulator:" and one of these, or
+    "emulator" for "emulator:sm_80". "sm_90" is Hopper without wgmma; an H100 or H200 wants "sm_90a".
 
     Raises:
         TargetError: the name is none of these.
@@ -120,3 +139,13 @@ def parse_target(name: str) -> Target:
     if target is None:
         raise TargetError(f"unknown target {name!r}; allowed: {', '.join(map(repr, _TARGETS))}, 'emulator'")
     return target
+
+
+def target_of_gpu(capability: int, shared_per_block: int = 1 << 30) -> Target | None:
+    """The best target for a GPU of this compute capability (times ten) whose blocks may have so many bytes of shared
+    memory: an entry of its own, with all that the architecture has, or that of its nearest predecessor. None for a GPU
+    that is older than all."""
+    own = [target for target in GPUS if target.capability == capability]
+    earlier = [target for target in GPUS if target.capability < capability and target.runs_later]
+    fitting = [target for target in (*earlier, *own) if target.max_shared_per_block <= shared_per_block]
+    return fitting[-1] if fitting else None

@@ -23,7 +23,7 @@ from lowbit.dialect.errors import (
     TargetError,
 )
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 
 if TYPE_CHECKING:
     from lowbit.pylib.matmul import Matmul, compile
@@ -35,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EmulatorError",
+    "IntegerSchedule",
     "Kernel",
     "LayoutError",
     "LowbitError",

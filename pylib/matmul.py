@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 
 import numpy as np
@@ -17,21 +18,20 @@ from torch.compiler import is_compiling
 from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
 from lowbit.pylib import packed, torch_op
-from lowbit.pylib.build.kernels import Artifact
+from lowbit.pylib.build.choices import KernelChoices
+from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.packed import TORCH, PackedWeight
 from lowbit.pylib.runtime.runtimes import make_runtime
-
-_ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 
 
 def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | None = None) -> Matmul:
     """Compile a matmul.
 
     spec      what to compute
-    target    "sm_80" ... "sm_90a"; "cpu"; "emulator:sm_90a", which runs the GPU's PTX on CPU tensors; None:
-              this machine's GPU, else "cpu". Compiling for a GPU needs none.
+    target    a GPU such as "sm_90a" (`lowbit info` lists them); "cpu"; "emulator:sm_90a", which runs the GPU's PTX on
+              CPU tensors; None: this machine's GPU, else "cpu". Compiling for a GPU needs none.
     schedule  the free choices of the GPU kernel for up to schedule.tokens tokens; None: a good one
 
     The kernel for one token is compiled (or found in the disk cache) at once, others when they are first
@@ -57,21 +57,31 @@ def _compile(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Mat
 def this_machine() -> str:
     """The target of torch's current GPU, or "cpu" if there is none.
 
-    Hopper is "sm_90a"; a GPU without a target of its own gets that of its nearest predecessor. Raises
-    TargetError for a GPU older than all targets.
+    A GPU without a target of its own gets that of its nearest predecessor, with a warning. Raises TargetError for a GPU
+    older than all targets.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "cpu"
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) == (9, 0):
-        return "sm_90a"
-    usable = [arch for arch in _ARCHITECTURES if int(arch.removeprefix("sm_")) <= 10 * major + minor]
-    if not usable:
+    gpu = torch.cuda.get_device_properties()
+    capability = 10 * gpu.major + gpu.minor
+    target = target_of_gpu(capability, gpu.shared_memory_per_block_optin)
+    if target is None:
         raise TargetError(
-            f"this GPU ({torch.cuda.get_device_name()}) is sm_{major}{minor}, but the kernels need "
-            f"{_ARCHITECTURES[0]} or later; use target='cpu'"
+            f"this GPU ({gpu.name}) is sm_{capability}, but the kernels need {GPUS[0]} or later; use target='cpu'"
         )
-    return usable[-1]
+    if target.capability != capability:
+        _warn_of_predecessor(gpu.name, capability, target.name)
+    return target.name
+
+
+@lru_cache(maxsize=None)
+def _warn_of_predecessor(gpu: str, capability: int, target: str) -> None:
+    """Say once what a GPU gets that is not in the table of targets."""
+    warnings.warn(
+        f"{gpu} is sm_{capability}, which has no target of its own: kernels are compiled for {target}, and the driver "
+        f"translates them; target={target!r} says so without a warning",
+        stacklevel=4,
+    )
 
 
 class Matmul:
@@ -147,8 +157,14 @@ class Matmul:
         return self._runtime.dequantize(w.codes, w.scales, w.zeros)
 
     def kernel(self, m: int) -> Artifact:
-        """The kernel that serves m rows; `pylib.build.kernels.Artifacts.tile` has the rule."""
+        """The kernel that serves m rows, or the first of them; `choices` has the table."""
         return self._runtime.kernel(m)
+
+    @property
+    def choices(self) -> KernelChoices:
+        """Which kernel family and schedule serve which number of rows: print it, or take `.to_dict()` for JSON. Raises
+        TargetError for the CPU, which has one program for all."""
+        return self._runtime.choices()
 
     @property
     def ptx(self) -> str:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lowbit.dialect.errors import LowbitError, SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.target import Target
 from lowbit.pylib.packed import TORCH, PackedWeight
 
@@ -31,9 +32,9 @@ _LIBRARY.define(
 )
 
 
-def describe(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> str:
+def describe(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> str:
     """The `kernel` argument of the operator."""
-    parts = {"spec": asdict(spec), "target": target.name, "schedule": schedule and asdict(schedule)}
+    parts = {"spec": asdict(spec), "target": target.name, "schedule": schedule and schedule_to_dict(schedule)}
     return json.dumps(parts)
 
 
@@ -42,7 +43,7 @@ def _parts(kernel: str) -> dict[str, Any]:
     try:
         parts = json.loads(kernel)
         spec, target, schedule = parts["spec"], parts["target"], parts["schedule"]
-        return {"spec": MatmulSpec(**spec), "target": target, "schedule": schedule and Schedule.from_dict(schedule)}
+        return {"spec": MatmulSpec(**spec), "target": target, "schedule": schedule and schedule_from_dict(schedule)}
     except LowbitError:
         raise
     except (KeyError, TypeError, ValueError) as error:

@@ -10,10 +10,8 @@ from types import ModuleType
 import pytest
 
 from lowbit.dialect.signature import Param, parse_grid
-from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.launch import Launch
-from lowbit.passes.target import Target
 
 # Launches with three tokens write 3 to y[0]: enough to see that arguments arrive where they belong.
 PTX = """
@@ -40,7 +38,6 @@ class FakeKernel:
     """Has what a CompiledKernel has."""
 
     launch: Launch
-    schedule: Schedule | None
     stages: dict[str, str]
 
     def cubin(self) -> bytes:
@@ -51,23 +48,25 @@ class FakeKernel:
 class FakePipeline:
     """Kernels that say what they were compiled for, and a list of these."""
 
-    compiled: list[tuple[str, int | None]] = field(default_factory=list)
+    compiled: list[KernelRequest] = field(default_factory=list)
     seconds: float = 0.0
 
-    def compile_matmul(
-        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, tokens: int, keep: bool
-    ) -> FakeKernel:
-        return self._compile(target, tokens, schedule or Schedule(tokens=max(8, tokens), warps_k=4))
-
-    def compile_dequantize(self, spec: MatmulSpec, target: Target, keep: bool) -> FakeKernel:
-        return self._compile(target, None, None)
-
-    def _compile(self, target: Target, tokens: int | None, schedule: Schedule | None) -> FakeKernel:
+    def compile_kernel(self, request: KernelRequest, keep: bool) -> FakeKernel:
         time.sleep(self.seconds)
-        self.compiled.append((target.name, tokens))
+        self.compiled.append(request)
         params = (Param("y", "pointer"), Param("m", "i32"))
         launch = Launch("kernel", parse_grid((1, 1, 1)), threads=1, shared_bytes=0, params=params)
-        return FakeKernel(launch, schedule, {"tile": f"{target} {tokens}", "ptx": PTX})
+        return FakeKernel(launch, {"tile": f"{request.target} {tokens_of(request)}", "ptx": PTX})
+
+    @property
+    def tokens(self) -> list[int | None]:
+        """The tokens that the kernels are for, None for one that dequantizes."""
+        return [tokens_of(request) for request in self.compiled]
+
+
+def tokens_of(request: KernelRequest) -> int | None:
+    """The tokens of a request's schedule, where it has any."""
+    return getattr(request.schedule, "tokens", None)
 
 
 @pytest.fixture
@@ -75,8 +74,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     """In the place of the real one, with an empty disk cache."""
     fake = FakePipeline()
     module = ModuleType("lowbit.passes.pipeline")
-    module.compile_matmul = fake.compile_matmul  # type: ignore[attr-defined]
-    module.compile_dequantize = fake.compile_dequantize  # type: ignore[attr-defined]
+    module.compile_kernel = fake.compile_kernel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lowbit.passes.pipeline", module)
     monkeypatch.setattr(sys.modules["lowbit.passes"], "pipeline", module, raising=False)
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))

@@ -238,7 +238,7 @@ def test_the_fingerprint_sees_contents(tmp_path: Path, monkeypatch: pytest.Monke
     """A change of one byte that leaves size and time alone, a new file, and a renamed one."""
     for folder in ("dialect", "passes/deep", "pylib/build", "pylib/cli"):
         (tmp_path / folder).mkdir(parents=True)
-    for name in ("build/kernels.py", "build/cache.py", "cli/main.py"):
+    for name in ("build/driver.py", "build/cache.py", "cli/main.py"):
         (tmp_path / "pylib" / name).touch()
     source = tmp_path / "passes/deep/a.py"
     source.write_text("x = 1")
@@ -256,7 +256,7 @@ def test_the_fingerprint_sees_contents(tmp_path: Path, monkeypatch: pytest.Monke
     seen.append(fingerprint())
     source.rename(tmp_path / "passes/deep/b.py")
     seen.append(fingerprint())
-    (tmp_path / "pylib/build/kernels.py").write_text("x = 1")
+    (tmp_path / "pylib/build/driver.py").write_text("x = 1")
     seen.append(fingerprint())
     assert len(set(seen)) == 5
     (tmp_path / "pylib/cli/main.py").write_text("x = 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -24,10 +25,24 @@ def lowbit(*arguments: str):
     return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
-@pytest.mark.parametrize("command", ["compile", "run", "info", "irdl"])
+@pytest.mark.parametrize("command", ["compile", "explain", "run", "info", "irdl"])
 def test_help_has_examples(command):
     result = lowbit(command, "--help")
     assert result.exit_code == 0 and f"lowbit {command}" in result.output.split("Example")[1]
+
+
+def test_explain():
+    arguments = ("explain", *SMALL, "--target", "sm_80", "--schedule", "tokens=16,warps_k=2")
+    table = lowbit(*arguments).output
+    assert "9 to 16      m16" in table and "tokens=16, row_blocks=2, warps_n=1, warps_k=2" in table
+    read = json.loads(lowbit(*arguments, "--json").output)
+    assert read["kernels"]["m16"]["schedule"]["warps_k"] == 2 and read["rows"][0]["launches"] == ["m1"]
+    assert "name a GPU such as sm_90a" in lowbit("explain", "--target", "cpu").output
+
+
+def test_integer_schedule_by_name():
+    arguments = ("explain", "--weight", "u2", "--schedule", "family=decode_integer,tokens=1,warps_k=4,step_k=256")
+    assert json.loads(lowbit(*arguments, "--json").output)["kernels"]["m1"]["schedule"]["family"] == "decode_integer"
 
 
 @pytest.mark.parametrize("command", ["compile", "run"])
@@ -38,7 +53,7 @@ def test_every_field_of_a_spec_is_an_option(command):
 
 def test_targets_in_help_exist():
     names = [name for name in TARGETS.replace(" or ", " ").split(", ") if "<" not in name]
-    assert len(names) == 7 and all(parse_target(name).name == name for name in names)
+    assert len(names) == 10 and all(parse_target(name).name == name for name in names)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +63,7 @@ def test_targets_in_help_exist():
         (("--k", "4096", "--group-size", "96"), "group_size=96 must divide k=4096"),
         (("--weight", "lut2", "--table", "1,x"), "--table=1,x must be numbers separated by commas"),
         (("--schedule", "tokens=3"), "tokens=3 must be one of 1, 8, 16, 32, 64, 128"),
-        (("--schedule", "stage=3"), "--schedule: unknown option 'stage'; allowed: tokens"),
+        (("--schedule", "stage=3"), "--schedule: unknown option 'stage'; allowed: family, tokens"),
         (("--target", "sm_75"), "unknown target 'sm_75'"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "vector"), "must be one of lowbit, tile, gpu, llvm"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "cubin"), "name a file with -o"),

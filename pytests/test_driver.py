@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +19,15 @@ from fake_pipeline import FakePipeline, pipeline
 
 import lowbit
 from lowbit.dialect.signature import Param, parse_grid
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
+from lowbit.passes.kernels.dequantize.family import DequantizeSchedule
+from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.launch import Launch
 from lowbit.passes.scheduling.choice import TOKEN_TILES, schedule_for
 from lowbit.passes.target import parse_target
-from lowbit.pylib.build.kernels import Artifact, Artifacts
+from lowbit.pylib.build.choices import find_rows, rows_of_tiles
+from lowbit.pylib.build.driver import Artifact
+from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.matmul import Matmul, this_machine
 
 __all__ = ["pipeline"]
@@ -68,22 +76,74 @@ def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
     }
 
 
+def old_rule(tiles: tuple[int, ...], large: bool, m: int) -> list[int] | None:
+    """The launches for m rows, one by one."""
+    widest = tiles[-1]
+    if m > (192 if widest < 128 else 4 * widest if large else 384):
+        return None
+    found: list[int] = []
+    while not found or m > 0:
+        tile = next((tile for tile in tiles if m <= tile), widest)
+        if tile == 256 and m <= 192:
+            tile = 128
+        found.append(tile)
+        m -= tile
+    return found
+
+
+@pytest.mark.parametrize("widest", [64, 128, 256])
+@pytest.mark.parametrize("large", [False, True])
+def test_the_table_of_rows_is_complete(widest: int, large: bool) -> None:
+    """Ranges follow one another without a gap, and each row's launches are those that it would get by itself."""
+    tiles = tuple(tile for tile in TOKEN_TILES if tile <= widest)
+    rows = rows_of_tiles(replace(SPEC, n=8192, k=4096) if large else SPEC, tiles)
+    assert rows[0].first == 1 and rows[-1].last is None and rows[-1].tiles == ()
+    assert [a.last for a in rows[:-1]] == [b.first - 1 for b in rows[1:]]
+    for m in range(1100):
+        assert list(find_rows(rows, m).tiles) == (old_rule(tiles, large, m) or []), m
+
+
+def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:
+    spec = replace(SPEC, weight="u1", n=57344, k=8192, group_size=128)
+    wanted = Schedule(tokens=16, warps_k=2, step_k=256)
+    mm = lowbit.compile(spec, "sm_90a", wanted)
+    choices = mm.choices
+    for m in (1, 7, 16, 200, 257, 1000, 5000):
+        first = choices.launches(m)[0]
+        assert first.schedule == mm.kernel(m).schedule and (first.spec, first.target) == (spec, mm.target)
+    assert [kernel.family for kernel in choices.launches(1)] == ["decode_integer"]
+    assert [kernel.schedule for kernel in choices.launches(10)] == [wanted]
+    assert [kernel.family for kernel in choices.launches(257)] == ["decode", "decode_integer"]
+    assert [kernel.family for kernel in choices.launches(1025)] == ["dequantize"]
+    text = repr(choices)
+    assert re.search(r"^257 +m256, m1$", text, re.MULTILINE)
+    assert re.search(r"^1025 on +dequantize, then a matmul of torch$", text, re.MULTILINE)
+    assert re.search(r"^m1 +decode_integer +tokens=1, row_blocks=\d", text, re.MULTILINE)
+    read = json.loads(json.dumps(choices.to_dict()))
+    assert lowbit.MatmulSpec(**read["spec"]) == spec and read["target"] == "sm_90a"
+    assert {"first": 2, "last": 8, "launches": ["m8"]} in read["rows"]
+    assert {"first": 1025, "last": None, "launches": ["dequantize"]} in read["rows"]
+    assert schedule_from_dict(read["kernels"]["m1"]["schedule"]) == mm.schedule
+    with pytest.raises(lowbit.TargetError, match="target cpu has one program"):
+        _ = lowbit.compile(SPEC, "cpu").choices
+
+
 def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> None:
     spec = replace(SPEC, k=4096)  # long enough for every tile to have a schedule of its own
     mm = lowbit.compile(spec, "sm_90a")
-    assert pipeline.compiled == [("sm_90a", ONE)]
-    assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, ONE, mm.target))
+    assert pipeline.tokens == [8]  # for one token, a tile of eight was predicted to be the fastest
+    assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, 1, mm.target))
     for m in (1, 8, 9, 16, 17, 64, 64, 65, 200, 256, 1000):
         mm.kernel(m)
-    assert [tokens for _, tokens in pipeline.compiled] == [*TOKEN_TILES, None]
+    assert pipeline.tokens == [8, *TOKEN_TILES[1:], None]
 
 
 def test_schedule_is_for_the_tile_it_names(pipeline: FakePipeline) -> None:
     wanted = Schedule(tokens=16, warps_k=2)
     mm = lowbit.compile(SPEC, "sm_90a", wanted)
-    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 16]  # errors of a schedule show at compile
+    assert pipeline.tokens == [ONE, 16]  # errors of a schedule show at compile
     assert mm.kernel(16).schedule == wanted
-    assert mm.kernel(1).schedule == mm.schedule == schedule_for(SPEC, ONE, mm.target)
+    assert mm.kernel(1).schedule == mm.schedule == schedule_for(SPEC, 1, mm.target)
 
 
 def test_same_arguments_give_the_same_matmul(monkeypatch: pytest.MonkeyPatch, pipeline: FakePipeline) -> None:
@@ -102,7 +162,7 @@ def test_many_threads_compile_once(pipeline: FakePipeline) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 32]
+    assert pipeline.tokens == [ONE, 32]
 
 
 def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
@@ -110,7 +170,7 @@ def test_disk_cache_keeps_all_of_a_kernel(pipeline: FakePipeline) -> None:
     again = lowbit.compile(SPEC, "sm_90a").kernel(20)
     assert again == first and again is not first
     assert first.cubin == b"cubin of sm_90a 32"
-    assert [tokens for _, tokens in pipeline.compiled] == [ONE, 32]
+    assert pipeline.tokens == [ONE, 32]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "emulator:sm_90a"])
@@ -139,9 +199,9 @@ def test_damaged_cache_is_rebuilt(pipeline: FakePipeline) -> None:
 def test_artifact_files_are_complete() -> None:
     params = (Param("x", "pointer"), Param("alpha", "f32"), Param("workspace", "pointer"), Param("m", "i32"))
     launch = Launch("k", parse_grid((3, "ceil(m / 8)", "sm_count * 2")), 256, 49152, params, 64)
-    for schedule in (None, Schedule(tokens=16, num_stages=4)):
+    for schedule in (DequantizeSchedule(), IntegerSchedule(), Schedule(tokens=16, num_stages=4)):
         for cubin in (None, b"\0\1"):
-            artifact = Artifact(launch, schedule, ".version 8.0", cubin)
+            artifact = Artifact(launch, ".version 8.0", cubin, schedule)
             assert Artifact.from_files(artifact.to_files()) == artifact
 
 
@@ -175,20 +235,33 @@ def test_dump(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, tmp_path:
     lowbit.compile(SPEC, "emulator:sm_80").kernel(200)
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     stem = "u4_32x128_sm_80"
-    assert written.keys() == {f"{stem}_{k}.{s}" for k in (f"m{ONE}", "dequantize") for s in ("tile.mlir", "ptx")}
-    assert written[f"{stem}_m{ONE}.tile.mlir"] == f"emulator:sm_80 {ONE}"
+    assert written.keys() == {f"{stem}_{k}.{s}" for k in ("m1", "dequantize") for s in ("tile.mlir", "ptx")}
+    assert written[f"{stem}_m1.tile.mlir"] == f"emulator:sm_80 {ONE}"
 
 
 @pytest.mark.parametrize(
     ("capability", "target"),
-    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 8), "sm_87"), ((8, 9), "sm_89"), ((9, 0), "sm_90a")]
-    + [((10, 0), "sm_90"), ((12, 0), "sm_90")],
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100")]
+    + [((10, 3), "sm_103"), ((12, 0), "sm_120")],
 )
 def test_target_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], target: str
 ) -> None:
     _pretend_gpu(monkeypatch, capability)
     assert this_machine() == target
+
+
+def test_a_gpu_without_a_target_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowbit.pylib.cli import machine
+
+    _pretend_gpu(monkeypatch, (12, 1))
+    with pytest.warns(UserWarning, match="A GPU is sm_121, which has no target of its own: .* for sm_120"):
+        assert this_machine() == "sm_120"
+    with warnings.catch_warnings(action="error"):
+        assert this_machine() == "sm_120"
+    assert machine.facts()["GPU 0"].endswith("target sm_120, as sm_121 has no target of its own")
+    _pretend_gpu(monkeypatch, (9, 0))
+    assert machine.facts()["GPU 0"].endswith("target sm_90a")
 
 
 def test_target_of_a_machine_without_a_good_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +275,10 @@ def test_target_of_a_machine_without_a_good_gpu(monkeypatch: pytest.MonkeyPatch)
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A GPU")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    memory = {"multi_processor_count": 100, "total_memory": 1 << 36, "shared_memory_per_block_optin": 1 << 18}
+    gpu = SimpleNamespace(name="A GPU", major=capability[0], minor=capability[1], **memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: gpu)
 
 
 def test_warm_compile_needs_no_compiler(pipeline: FakePipeline, repo: Path) -> None:
@@ -220,3 +295,20 @@ assert lowbit.compile({SPEC!r}, "sm_90a").cubin == b"cubin of sm_90a {ONE}"
 """
     program = program.replace("MatmulSpec(", "lowbit.MatmulSpec(")
     subprocess.run([sys.executable, "-c", program], check=True, cwd=repo)
+
+
+def test_a_table_written_between_key_and_build_changes_nothing(
+    pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled is what the entry's key says, however often the choice would change: `lowbit tune` may write a
+    table at any time, and what is stored under a wrong key is served from then on."""
+    first, second = (replace(schedule_for(SPEC, 1, parse_target("sm_90a")), warps_k=k) for k in (2, 4))
+    chosen = iter((first, second))
+    monkeypatch.setattr("lowbit.pylib.build.kernels.schedule_for", lambda *_: next(chosen, second))
+    artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
+    assert artifacts.kernel(1).schedule == artifacts.request(1).schedule == first
+    assert artifacts.stages(1) and artifacts.choices().kernels[1].schedule == first  # nor what is shown of it
+    assert [request.schedule for request in pipeline.compiled[:2]] == [first, first]
+    for wanted in (first, second):  # another process, with either table
+        monkeypatch.setattr("lowbit.pylib.build.kernels.schedule_for", lambda *_, s=wanted: s)
+        assert Artifacts(SPEC, parse_target("sm_90a"), None).kernel(1).schedule == wanted

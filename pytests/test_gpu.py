@@ -72,11 +72,12 @@ def test_one_token_in_integers(weight: str, act: str, zeros: str, row_blocks: in
     spec = lowbit.MatmulSpec(2000, 4096, weight, group_size=256, act=act, zeros=zeros, out="f32")  # type: ignore[arg-type]
     x, *weights = random_problem(spec, 1)
     x[0, 7] = 2000.0
-    schedule = lowbit.Schedule(tokens=1, row_blocks=row_blocks, warps_k=4, step_k=256, num_stages=2, integer_mma=True)
+    choices = {"tokens": 1, "row_blocks": row_blocks, "warps_k": 4, "step_k": 256, "num_stages": 2}
+    schedule = lowbit.IntegerSchedule(**choices)
     mm = lowbit.compile(spec, schedule=schedule)
     y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
     assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
-    other = lowbit.compile(spec, schedule=replace(schedule, integer_mma=False))
+    other = lowbit.compile(spec, schedule=lowbit.Schedule(**choices))
     with_reals = other(x.cuda(), other.pack(*weights).to("cuda"))
     exact = matmul(spec, x, *weights)
     off, off_with_reals = (abs(each.double().cpu().numpy() - exact).max() for each in (y, with_reals))

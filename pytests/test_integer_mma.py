@@ -18,15 +18,15 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.formats.integer_limbs import BITS, HALVES, PIECE, halves
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing, run_of
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode import candidates
 from lowbit.passes.kernels.decode import kernel as decode_kernel
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.legality import check_schedule
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering import integer_mma as lower_limbs
 from lowbit.passes.lowering.lower_tiles import _Lowering
 from lowbit.passes.pipeline import CompiledKernel, compile_matmul
-from lowbit.passes.scheduling import choice as schedule_choice
 from lowbit.passes.scheduling.choice import default_schedule
-from lowbit.passes.scheduling.legality import check_schedule
 from lowbit.passes.target import parse_target
 from lowbit.pylib.packed import TORCH
 from lowbit.pylib.reference import dequantize, matmul, random_problem
@@ -102,7 +102,7 @@ def _schedule(c: dict[str, Any]) -> Schedule:
     step = c["step"] if group is None or group % c["step"] == 0 or c["step"] % group == 0 else 128
     splits, cluster = c["sharing"]
     shape = c["row_blocks"], 1, c["warps_k"], step, c["stages"], splits, cluster
-    return Schedule(1, *shape, integer_mma=True)
+    return IntegerSchedule(1, *shape)
 
 
 CASES = [(_spec(c), _schedule(c), c["target"]) for c in covering(FACTORS, fit)]
@@ -123,7 +123,7 @@ def test_the_rule_takes_limbs(target: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Where there is much of a narrow weight. Through the door, for one token; more have a kernel with reals."""
     large = MatmulSpec(57344, 8192, "u2", group_size=128, zeros="int")
     assert default_schedule(large, 1, parse_target(target)).integer_mma
-    monkeypatch.setattr(schedule_choice, "_ONE_TOKEN", ())  # for a small weight, too
+    monkeypatch.setattr(candidates, "_ONE_TOKEN", ())  # for a small weight, too
     spec = replace(large, n=256, k=4096)
     assert default_schedule(spec, 1, parse_target(target)).integer_mma
     mm = lowbit.compile(spec, f"emulator:{target}")
@@ -162,7 +162,7 @@ def test_precision(weight: str, kind: str, act: str) -> None:
     """Far finer than the tolerance of f16's kernels: a few roundings of f32, of terms and of the largest of a piece."""
     spec = MatmulSpec(24, 1024, weight, group_size=256, act=act, out="f32", scale="f32")  # type: ignore[arg-type]
     x, *weights = problem = _problem(spec, _numbers(kind, spec.k))
-    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 2, 256, 2, integer_mma=True))
+    kernel = compile_matmul(spec, parse_target("sm_80"), IntegerSchedule(1, 2, 1, 2, 256, 2))
     y = run_matmul(kernel, spec, problem).double().numpy()
     size = np.abs(x.double().numpy())
     largest = np.repeat(size.reshape(-1, PIECE).max(axis=1), PIECE)[None]
@@ -178,7 +178,7 @@ def test_largest_sums(weight: str) -> None:
     codes = torch.full((16, 256), spec.dtype.codes - 1, dtype=torch.uint8)
     x = torch.full((1, 256), 1 + 2.0**-6, dtype=torch.float16)
     problem = x, codes, torch.ones(16, 2), None, None
-    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 1, 1, 1, 256, 2, integer_mma=True))
+    kernel = compile_matmul(spec, parse_target("sm_80"), IntegerSchedule(1, 1, 1, 1, 256, 2))
     assert (run_matmul(kernel, spec, problem) == 256 * (1 + 2.0**-6) * (spec.dtype.codes - 1)).all()
 
 
@@ -189,7 +189,7 @@ def test_no_number_stays_none(special: float, act: str) -> None:
     spec = MatmulSpec(24, 1024, "u2", group_size=128, act=act)  # type: ignore[arg-type]
     x = _numbers("outliers", spec.k)
     x[700] = special
-    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 2, 256, 2, integer_mma=True))
+    kernel = compile_matmul(spec, parse_target("sm_80"), IntegerSchedule(1, 2, 1, 2, 256, 2))
     assert not torch.isfinite(run_matmul(kernel, spec, _problem(spec, x))).any()
 
 
@@ -199,7 +199,7 @@ def test_range(largest: float) -> None:
     spec = MatmulSpec(24, 512, "u2", group_size=128, act="bf16", out="f32", scale="f32")
     x = _numbers("outliers", spec.k)
     problem = _problem(spec, x / np.abs(x).max() * largest)
-    kernel = compile_matmul(spec, parse_target("sm_80"), Schedule(1, 2, 1, 1, 256, 2, integer_mma=True))
+    kernel = compile_matmul(spec, parse_target("sm_80"), IntegerSchedule(1, 2, 1, 1, 256, 2))
     assert matmul_is_right(run_matmul(kernel, spec, problem), spec, problem)
 
 
@@ -229,7 +229,7 @@ def _is_right(kernel: CompiledKernel, racecheck: bool = False) -> bool:
 
 
 def _compiled(stages: int = 2) -> CompiledKernel:
-    return compile_matmul(I2, parse_target("sm_80"), Schedule(1, 1, 1, 2, 256, stages, integer_mma=True))
+    return compile_matmul(I2, parse_target("sm_80"), IntegerSchedule(1, 1, 1, 2, 256, stages))
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -257,11 +257,11 @@ def test_nothing_broken(stages: int) -> None:
 @pytest.mark.parametrize(
     ("weight", "group", "schedule", "message"),
     [
-        ("u1", 128, Schedule(1, step_k=128, integer_mma=True), "step_k=128 must be a multiple of 256"),
-        ("u3", 128, Schedule(1, step_k=256, integer_mma=True),
-         "integer_mma=True multiplies integers of 1, 2 or 4 bits in groups of"),
-        ("lut2", 128, Schedule(1, integer_mma=True), "lut2 in groups of 128 needs integer_mma=False"),
-        ("u2", 64, Schedule(1, integer_mma=True), "u2 in groups of 64 needs integer_mma=False"),
+        ("u1", 128, IntegerSchedule(1, step_k=128), "step_k=128 must be a multiple of 256"),
+        ("u3", 128, IntegerSchedule(1, step_k=256),
+         "decode_integer multiplies integers of 1, 2 or 4 bits in groups of"),
+        ("lut2", 128, IntegerSchedule(1), "lut2 in groups of 128 needs a Schedule of the decode family"),
+        ("u2", 64, IntegerSchedule(1), "u2 in groups of 64 needs a Schedule of the decode family"),
     ],
 )
 def test_schedules_that_do_not_fit(weight: str, group: int, schedule: Schedule, message: str) -> None:
@@ -271,11 +271,19 @@ def test_schedules_that_do_not_fit(weight: str, group: int, schedule: Schedule, 
 
 
 def test_steps_are_whole_pieces() -> None:
-    with pytest.raises(SpecError, match="step_k=64 must be a multiple of 128 for integer_mma=True"):
-        check_schedule(MatmulSpec(64, 1024, "u4"), Schedule(1, step_k=64, integer_mma=True), parse_target("sm_90a"))
+    with pytest.raises(SpecError, match="step_k=64 must be a multiple of 128 for decode_integer"):
+        check_schedule(MatmulSpec(64, 1024, "u4"), IntegerSchedule(1, step_k=64), parse_target("sm_90a"))
 
 
-@pytest.mark.parametrize("choice", [{"tokens": 8}, {"warps_n": 2}, {"tokens": 8, "warps_n": 4, "wgmma": True}])
-def test_limbs_are_for_one_token_and_one_warp(choice: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="integer_mma=True needs tokens=1, warps_n=1 and wgmma=False"):
-        Schedule(**({"tokens": 1} | choice), integer_mma=True)
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"tokens": 8}, "tokens=1; got tokens=8"),
+        ({"warps_n": 2}, "warps_n=1; got warps_n=2"),
+        ({"preload_weights": True, "num_stages": 1}, "preload_weights=False; got preload_weights=True"),
+        ({"raw_codes": True}, "raw_codes=False; got raw_codes=True"),
+    ],
+)
+def test_limbs_are_for_one_token_and_one_warp(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=f"schedule: decode_integer needs {message}"):
+        IntegerSchedule(**choice)

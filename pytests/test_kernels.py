@@ -32,10 +32,10 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.kernel import decode_matmul
+from lowbit.passes.kernels.decode.legality import check_schedule
 from lowbit.passes.kernels.decode.plan import KernelPlan, always_uses_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.pipeline import compile_dequantize, compile_matmul, compile_program
-from lowbit.passes.scheduling.legality import check_schedule
 from lowbit.passes.target import parse_target
 from lowbit.pylib.packed import TORCH
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance

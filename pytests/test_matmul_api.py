@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lowbit
+from lowbit.passes.target import GPUS, Target
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 from lowbit.pylib.tune.trial import rounding
 
@@ -42,6 +43,17 @@ def test_numbers(spec: lowbit.MatmulSpec, target: str, m: int) -> None:
     expected = matmul(spec, x, *weight)
     bound = tolerance(spec, x, *weight, **rounding(mm, m))
     assert agrees(y, expected, bound).all()
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_numbers_on_every_gpu(gpu: Target) -> None:
+    """In the emulator: the kernels that the rule chooses for each architecture."""
+    spec = lowbit.MatmulSpec(n=40, k=1024, weight="u2", group_size=128, zeros="int")
+    mm = lowbit.compile(spec, f"emulator:{gpu}")
+    for m in (1, 20):
+        x, *weight = random_problem(spec, m, seed=m)
+        bound = tolerance(spec, x, *weight, **rounding(mm, m))
+        assert agrees(mm(x, mm.pack(*weight)), matmul(spec, x, *weight), bound).all()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.decode.schedule import Refill, Schedule
-from lowbit.passes.pipeline import CompiledKernel, compile_matmul
-from lowbit.passes.target import parse_target
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Refill, Schedule
+from lowbit.passes.pipeline import CompiledKernel, compile_dequantize, compile_matmul
+from lowbit.passes.target import GPUS, Target, parse_target
 
 # What decoding is made of: operations on bits and on pairs of 16-bit reals, and lookups in tables. A few percent are
 # the arithmetic of addresses.
@@ -125,7 +126,7 @@ def test_resources_of_integer_zeros(weight: str, act: str, tokens: int, target: 
 
 @pytest.mark.parametrize("weight", DIGITS)
 def test_resources_of_digits(weight: str) -> None:
-    schedule = Schedule(1, 4, 1, 8, 256, 2, integer_mma=True)
+    schedule = IntegerSchedule(1, 4, 1, 8, 256, 2)
     kernel = compile_matmul(MatmulSpec(weight=weight, **SPEC), parse_target("sm_90a"), schedule)  # type: ignore[arg-type]
     used = resource_usage(kernel.ptx, kernel.target)
     assert per_weight(kernel) <= DIGITS[weight]
@@ -250,3 +251,22 @@ def test_main_loop_is_found() -> None:
     assert s is not None
     assert sum(line.startswith("mma.sync") for line in loop) == s.row_blocks * s.step_k // 16
     assert any(line.startswith("cp.async") for line in loop)
+
+
+@pytest.mark.parametrize("target", GPUS, ids=str)
+def test_kernels_assemble_for_every_target(target: Target) -> None:
+    """What the rule chooses, for one token and for many, and the kernel that dequantizes."""
+    spec = MatmulSpec(1024, 4096, "u4", group_size=128, zeros="int")
+    kernels = [compile_matmul(spec, target, tokens=tokens) for tokens in (1, 64)] + [compile_dequantize(spec, target)]
+    for kernel in (*kernels, compile_matmul(replace(spec, weight="u2"), target, IntegerSchedule(1, 2, 1, 4, 256, 2))):
+        used = resource_usage(kernel.ptx, target)
+        assert used.registers * kernel.launch.threads <= REGISTER_FILE and used.spill_stores == 0
+        assert kernel.launch.shared_bytes <= target.max_shared_per_block
+        assert ("wgmma" in kernel.ptx) <= target.has_wgmma and ("cluster" in kernel.ptx) <= target.has_clusters
+
+
+@pytest.mark.parametrize("target", [target for target in GPUS if target.has_clusters], ids=str)
+def test_clusters_assemble_where_there_are(target: Target) -> None:
+    spec = MatmulSpec(1024, 4096, "u4", group_size=128)
+    kernel = compile_matmul(spec, target, Schedule(8, 2, 1, 4, 128, 2, split_k=4, cluster=4))
+    assert "barrier.cluster" in kernel.ptx and kernel.cubin()

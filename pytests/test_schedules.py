@@ -16,18 +16,19 @@ from fake_pipeline import FakePipeline, pipeline
 import lowbit
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.cost_model import predict, registers, spills
+from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
+from lowbit.passes.kernels.decode.search_space import all_schedules
+from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.scheduling import choice as schedule_choice
 from lowbit.passes.scheduling.choice import TOKEN_TILES, choose, default_schedule, schedule_for, token_tiles
-from lowbit.passes.scheduling.cost_model import predict, registers, spills
-from lowbit.passes.scheduling.legality import check_schedule, shared_bytes
 from lowbit.passes.scheduling.tables import Entry, Key, Table, merge, parse_table, read_table, shipped_tables
 from lowbit.passes.target import parse_target
 from lowbit.pylib import knobs
 from lowbit.pylib.build import user_tables as schedules
 from lowbit.pylib.matmul import Matmul
-from lowbit.pylib.tune.search_space import all_schedules
 
 __all__ = ["pipeline"]
 
@@ -283,7 +284,7 @@ def test_clusters_of_four_leave_multiprocessors_out() -> None:
         Schedule(8, 1, 4, 4, 512, 1, wgmma=True, preload_weights=True),
         Schedule(8, 1, 2, 8, 512, 1, preload_weights=True),
         Schedule(8, 2, 1, 8, 128, 3),
-        Schedule(1, 4, 1, 8, 256, 2, integer_mma=True),
+        IntegerSchedule(1, 4, 1, 8, 256, 2),
     ],
 )
 def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
@@ -303,7 +304,6 @@ def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
         ("u4", "int", {}, False),
         ("i4", "float", {}, True),  # sums of x are there anyway
         ("u4", "float", {"warps_n": 4, "wgmma": True}, False),  # but not where they would cost as much as 64 rows
-        ("u4", "float", {"tokens": 1, "integer_mma": True}, False),
         ("u2", "float", {"row_blocks": 2}, False),  # decoded too large by a bias instead
         ("nf4", "float", {}, False),
     ],
@@ -312,6 +312,7 @@ def test_what_is_multiplied_as_it_is_stored(weight: str, zeros: str, choice: dic
     spec = replace(SPEC, weight=weight, zeros=zeros)  # type: ignore[arg-type]
     s = replace(Schedule(8, 1, 1, 8, 128, 2), **choice)
     assert KernelPlan(spec, s).raw_codes == raw
+    assert not KernelPlan(spec, IntegerSchedule()).raw_codes
     if raw:
         with pytest.raises(SpecError, match="multiplied as it is stored anyway; take raw_codes=False"):
             check_schedule(spec, replace(s, raw_codes=True), HOPPER)
@@ -344,8 +345,8 @@ def test_the_rule_with_wgmma_is_the_best_predicted(n: int, weight: str, tile: in
     """About: of all schedules, not only of the few that there is time for."""
     spec = replace(SPEC, n=n, k=8192, weight=weight)
     s = default_schedule(spec, tile, HOPPER)
-    known = [e for e in all_schedules(spec, tile, HOPPER) if e.wgmma and not e.preload_weights and e.warps_n <= 8]
-    every = [e for e in known if not spills(spec, e, HOPPER)]
+    found = [e for e in all_schedules(spec, tile, HOPPER, Schedule) if e.wgmma and e.warps_n <= 8]
+    every = [e for e in found if not e.preload_weights and not spills(spec, e, HOPPER)]
     assert s.wgmma
     assert predict(spec, tile, s, HOPPER) <= 1.07 * min(predict(spec, tile, each, HOPPER) for each in every)
 
@@ -419,8 +420,6 @@ UNFIT: list[tuple[str, dict[str, Any]]] = [
     (r"min_blocks=-1 must be at least 0", {"min_blocks": -1}),
     (r"max_blocks_per_sm=-1 must be at least 0", {"max_blocks_per_sm": -1}),
     (r"raw_codes=2 must be True or False", {"raw_codes": 2}),
-    (r"raw_codes=True needs integer_mma=False", {"raw_codes": True, "tokens": 1, "integer_mma": True}),
-    (r"integer_mma=True needs tokens=1, warps_n=1 and wgmma=False; got tokens=8", {"integer_mma": True}),
     (r"refill='after_first_mma' needs wgmma=True .* got wgmma=False", {"refill": "after_first_mma"}),
     (r"refill='late' must be one of 'before_mma', 'after_first_mma'", PER_WARP | {"refill": "late"}),
     (r"refill='per_warp' needs .* prefetch_limit=1 to be 0", PER_WARP | {"prefetch_limit": 1}),
@@ -459,7 +458,7 @@ UNFIT_HERE: list[tuple[str, MatmulSpec, Schedule, str]] = [
     ),
     ("u4 with k=1536 and groups of 48 needs wgmma=False", replace(SPEC, group_size=48), WIDE, "sm_90a"),
     ("wgmma multiplies f16 by f16 .* f7e6m0 with", replace(SPEC, weight="f7e6m0"), replace(WIDE, step_k=256), "sm_90a"),
-    ("cluster=2 needs sm_90, the target is sm_89; take", SPEC, Schedule(warps_k=4, split_k=2, cluster=2), "sm_89"),
+    ("cluster=2 needs clusters, which sm_89 does", SPEC, Schedule(warps_k=4, split_k=2, cluster=2), "sm_89"),
 ]
 
 
@@ -521,9 +520,9 @@ def test_user_tables(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) ->
     other, far = replace(ODD, num_stages=4), replace(SPEC, n=64)
     assert compiled(entry(far, ODD)) == schedule_for(SPEC, 16, HOPPER) != ODD
     assert compiled(entry(far, other)) == schedule_for(SPEC, 16, HOPPER) and not pipeline.compiled
-    assert compiled(entry(SPEC, ODD)) == ODD and pipeline.compiled == [("sm_90a", 16)]
+    assert compiled(entry(SPEC, ODD)) == ODD and pipeline.tokens == [16]
     assert compiled(entry(SPEC, ODD), entry(far, ODD)) == ODD and not pipeline.compiled
-    assert compiled(entry(SPEC, other)) == other and pipeline.compiled == [("sm_90a", 16)]
+    assert compiled(entry(SPEC, other)) == other and pipeline.tokens == [16]
     file.write_text("no table")
     with pytest.raises(SpecError, match=f"{file} is no table"):
         lowbit.compile(SPEC, "sm_90a")
@@ -544,7 +543,8 @@ def test_a_schedule_of_the_first_version_is_still_read() -> None:
     assert Schedule.from_dict(old) == new == Schedule.from_dict(asdict(new))
     old = {"tokens": 1, "stages": 1, "resident": 1, "least_blocks": 132, "throttle": 0, "bare": 1, "late": 0}
     assert Schedule.from_dict(old) == Schedule(1, num_stages=1, preload_weights=True, min_blocks=132, raw_codes=True)
-    assert Schedule.from_dict({"tokens": 1, "integer_mma": True}) == Schedule(1, integer_mma=True)
+    for flag in ({"digits": 1}, {"integer_mma": True}):
+        assert schedule_from_dict({"tokens": 1} | flag) == IntegerSchedule()
 
 
 @pytest.mark.parametrize("wrong", [{"depth": 3}, {"late": 3}, {"digits": 2}, {"stages": "2"}], ids=str)

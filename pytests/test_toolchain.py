@@ -24,7 +24,7 @@ from lowbit.passes.codegen.host import HostModule, host_cpu, host_features
 from lowbit.passes.codegen.llvm import binding, llvm_version
 from lowbit.passes.codegen.llvm_text import downgrade
 from lowbit.passes.codegen.ptx import emit_ptx, external_functions, translate
-from lowbit.passes.target import parse_target
+from lowbit.passes.target import GPUS, parse_target, target_of_gpu
 
 
 @pytest.fixture
@@ -75,18 +75,31 @@ def test_missing_bindings_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("name", "shared_kb"),
-    [("sm_80", 163), ("sm_86", 99), ("sm_87", 163), ("sm_89", 99), ("sm_90", 227), ("sm_90a", 227)],
+    [("sm_80", 163), ("sm_86", 99), ("sm_87", 163), ("sm_89", 99), ("sm_90", 227), ("sm_90a", 227)]
+    + [("sm_100", 227), ("sm_103", 227), ("sm_120", 99)],
 )
 def test_gpu_targets(name: str, shared_kb: int) -> None:
     target, emulated = parse_target(name), parse_target(f"emulator:{name}")
     assert (target.kind, target.arch, str(target)) == ("cuda", name, name)
-    assert target.capability == int(name[3:5])
+    assert target.capability == int(name[3:].rstrip("a"))
     assert target.max_shared_per_block == shared_kb * 1024 == target.shared_per_sm - 1024
-    assert (target.has_wgmma, target.has_clusters) == (name == "sm_90a", name.startswith("sm_90"))
-    assert target.has_fp8_mma == (name in ("sm_89", "sm_90", "sm_90a"))
+    assert (target.has_wgmma, target.runs_later) == (name == "sm_90a", name != "sm_90a")
+    assert target.has_clusters == (name in ("sm_90", "sm_90a", "sm_100", "sm_103"))
+    assert bool(target.hardware) == (name == "sm_90a")
     assert (emulated.kind, emulated.arch, emulated.features) == ("emulator", name, target.features)
     assert emulated.is_gpu
     assert parse_target(emulated.name) == emulated
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kb", "target"),
+    [(75, 64, None), (80, 163, "sm_80"), (88, 99, "sm_86"), (90, 227, "sm_90a"), (100, 227, "sm_100")]
+    + [(103, 227, "sm_103"), (110, 227, "sm_103"), (120, 99, "sm_120"), (121, 99, "sm_120"), (130, 227, "sm_120")],
+)
+def test_target_of_a_gpu(capability: int, shared_kb: int, target: str | None) -> None:
+    """Its own, or its nearest predecessor's whose kernels do not ask for more shared memory than there is."""
+    found = target_of_gpu(capability, shared_kb * 1024)
+    assert found == (target and parse_target(target))
 
 
 def test_other_targets() -> None:
@@ -96,7 +109,7 @@ def test_other_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "cuda", "sm_75", "sm_90A", "sm_100a", "emulator:", "emulator:cpu", ":sm_80"]
+    "name", ["", "cuda", "sm_75", "sm_90A", "sm_100a", "sm_101", "emulator:", "emulator:cpu", ":sm_80"]
 )
 def test_unknown_targets_list_the_known(name: str) -> None:
     with pytest.raises(TargetError, match=f"unknown target {name!r}; allowed: 'cpu', 'sm_80'.*'emulator'"):
@@ -323,11 +336,11 @@ def test_calls_to_functions_that_nobody_has_are_refused(function: str) -> None:
     [
         ("nvvm.wgmma.fence.aligned", "sm_90a"),
         ("nvvm.setmaxregister increase 232", "sm_90a"),
-        ("nvvm.griddepcontrol wait", "sm_90 or sm_90a"),
-        ("nvvm.cluster.arrive", "sm_90 or sm_90a"),
-        ("nvvm.cp.async.bulk.commit.group", "sm_90 or sm_90a"),
-        ("nvvm.mbarrier.arrive.expect_tx %p, %i : !llvm.ptr<3>, i32", "sm_90 or sm_90a"),
-        ("nvvm.prefetch level = L2, %g : !llvm.ptr<1>", "sm_90 or sm_90a"),
+        ("nvvm.griddepcontrol wait", "sm_90 or later"),
+        ("nvvm.cluster.arrive", "sm_90 or later"),
+        ("nvvm.cp.async.bulk.commit.group", "sm_90 or later"),
+        ("nvvm.mbarrier.arrive.expect_tx %p, %i : !llvm.ptr<3>, i32", "sm_90 or later"),
+        ("nvvm.prefetch level = L2, %g : !llvm.ptr<1>", "sm_90 or later"),
     ],
 )
 def test_instructions_of_a_newer_gpu_are_an_error(context: ir.Context, body: str, needs: str) -> None:
@@ -397,10 +410,10 @@ def installed_assemblers() -> list[NvJitLink | Ptxas]:
 
 
 @pytest.mark.parametrize("one", installed_assemblers(), ids=lambda one: type(one).__name__)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_103", "sm_120"])
 def test_resources(monkeypatch: pytest.MonkeyPatch, one: NvJitLink | Ptxas, arch: str) -> None:
     monkeypatch.setattr(cubin_module, "assembler", lambda: one)
-    target, ptx = parse_target(arch), SHARED.replace("sm_80", arch)
+    target, ptx = parse_target(arch), SHARED.replace("sm_80", arch).replace(".version 8.0", ".version 8.8")
     cubin = assemble(ptx, target)
     assert cubin.image[:4] == b"\x7fELF"
     used = cubin.resources
@@ -446,8 +459,7 @@ def test_assembler_errors_show_the_line(monkeypatch: pytest.MonkeyPatch, one: Nv
 
 
 def test_ptx_of_llvm_assembles_for_every_gpu() -> None:
-    for name in ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a"):
-        target = parse_target(name)
+    for target in GPUS:
         assert resource_usage(emit_ptx(PLAIN, target), target).registers > 0
 
 

@@ -21,11 +21,13 @@ from typer.testing import CliRunner
 
 from lowbit.dialect.errors import LowbitError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode import search_space as decode_space
+from lowbit.passes.kernels.decode.candidates import streaming_schedules
+from lowbit.passes.kernels.decode.cost_model import predict
+from lowbit.passes.kernels.decode.legality import check_schedule, enough_blocks, has_wgmma, shared_room
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.scheduling.choice import default_schedule, family, schedule_for
-from lowbit.passes.scheduling.cost_model import predict
-from lowbit.passes.scheduling.legality import check_schedule, enough_blocks, has_wgmma, shared_room
+from lowbit.passes.scheduling.choice import default_schedule, schedule_for
 from lowbit.passes.scheduling.tables import Entry, Key, Table, parse_table, read_table, shipped_tables
 from lowbit.passes.target import parse_target
 from lowbit.pylib.build import user_tables as schedules
@@ -294,24 +296,24 @@ def test_the_prediction_knows_what_was_the_fastest(monkeypatch: pytest.MonkeyPat
         assert sum(rank < first for rank in ranks) >= part * len(ranks)
 
 
-def _shape(s: Schedule) -> tuple[int, ...]:
-    return tuple(getattr(s, name) for name in search_space.SHAPE)
+def _shape(s: Schedule) -> tuple[object, ...]:
+    return type(s), *(getattr(s, name) for name in decode_space.SHAPE)
 
 
 @pytest.mark.parametrize("tile", [1, 16])
 def test_neighbours(tile: int) -> None:
-    around = min(family(SPEC, tile, HOPPER), key=lambda s: predict(SPEC, tile, s, HOPPER))
+    around = min(streaming_schedules(SPEC, tile, HOPPER), key=lambda s: predict(SPEC, tile, s, HOPPER))
     found = search_space.neighbours(SPEC, tile, HOPPER, around)
     assert len(found) == len(set(found)) >= 5 and around not in found
-    fields = search_space.space(SPEC, tile, HOPPER)
+    fields = decode_space.space(SPEC, tile, HOPPER)
     changed: set[str] = set()
     for s in found:
         check_schedule(SPEC, s, HOPPER)
         names = {name for name in fields if getattr(s, name) != getattr(around, name)}
         changed |= names
-        if len(names) == 1 and names <= set(search_space.SECOND):
+        if len(names) == 1 and names <= set(decode_space.SECOND):
             continue
-        assert len(names - set(search_space.SECOND)) == 1
+        assert len(names - set(decode_space.SECOND)) == 1
         assert s.cluster == s.split_k and s.max_blocks_per_sm == (_enough(s) if s.wgmma else 0)
     assert changed >= {"row_blocks", "warps_k", "step_k", "num_stages"}
     assert "max_blocks_per_sm" in changed or shared_room(SPEC, around, HOPPER) == 1
@@ -353,7 +355,7 @@ def test_the_second_pass_varies_how_many_blocks_a_multiprocessor_takes(s: Schedu
 
 def test_the_first_pass_has_as_many_blocks_of_warpgroups_as_are_needed() -> None:
     spec = replace(SPEC, n=8192)
-    found = search_space.all_schedules(spec, 8, HOPPER)
+    found = decode_space.all_schedules(spec, 8, HOPPER, Schedule)
     assert not any(s.max_blocks_per_sm for s in found if not s.wgmma)
     assert {s.max_blocks_per_sm for s in found if s.wgmma} == {0, 1, 2}
     for s in found:
@@ -364,15 +366,15 @@ def test_the_first_pass_has_as_many_blocks_of_warpgroups_as_are_needed() -> None
 
 def test_clusters_and_wgmma_where_there_are() -> None:
     for tile, wgmma in ((1, {0}), (8, {0, 1}), (16, {1}), (64, {1})):
-        found = search_space.all_schedules(SPEC, tile, HOPPER)
+        found = decode_space.all_schedules(SPEC, tile, HOPPER, Schedule)
         assert {s.wgmma for s in found} == wgmma and {s.split_k for s in found} >= {2, 4, 8}
         assert all(s.cluster == s.split_k for s in found)
     for other in (replace(SPEC, group_size=None, k=4090), replace(SPEC, weight="f8e4m3", act="bf16", scale="bf16")):
-        has = {s.wgmma for s in search_space.all_schedules(other, 16, HOPPER)}
+        has = {s.wgmma for s in decode_space.all_schedules(other, 16, HOPPER, Schedule)}
         assert has == {int(has_wgmma(other, HOPPER))}
-    before = search_space.all_schedules(SPEC, 16, parse_target("sm_90"))
+    before = decode_space.all_schedules(SPEC, 16, parse_target("sm_90"), Schedule)
     assert {s.wgmma for s in before} == {0} and any(s.cluster > 1 for s in before)
-    older = search_space.all_schedules(SPEC, 16, parse_target("sm_80"))
+    older = decode_space.all_schedules(SPEC, 16, parse_target("sm_80"), Schedule)
     assert {(s.cluster, s.wgmma) for s in older} == {(1, 0)} and any(s.split_k > 1 for s in older)
 
 

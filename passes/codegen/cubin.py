@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from lowbit.dialect.errors import PassError, TargetError
-from lowbit.passes.target import Target
+from lowbit.passes.target import GPU_NAMES, Target
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def resource_usage(ptx: str, target: Target) -> Resources:
 def assemble(ptx: str, target: Target) -> Cubin:
     """Cubin and resource report in one run; errors as for `emit_cubin`."""
     if not target.is_gpu:
-        raise TargetError(f"no cubin for target {target}; allowed: sm_80 ... sm_90a")
+        raise TargetError(f"no cubin for target {target}; allowed: {GPU_NAMES}")
     image, log = assembler().run(ptx, target.arch)
     return Cubin(image, _resources(log, target))
 
@@ -174,12 +174,12 @@ def _resources(log: str, target: Target) -> Resources:
         return max(map(int, re.findall(pattern, log)), default=0)
 
     # Only nvJitLink's linker ("info : used ...", after ptxas's "ptxas info : Used ...") knows shared
-    # variables of module scope; from sm_90 on it adds the 1 KB that the system takes of every block.
+    # variables of module scope; on sm_90, and there alone, it adds the 1 KB that the system takes of every block.
     linked = most(r"(?m)^info *: used .* (\d+) bytes smem")
     return Resources(
         registers=most(r"Used (\d+) registers"),
         spill_stores=most(r"(\d+) bytes spill stores"),
         spill_loads=most(r"(\d+) bytes spill loads"),
         stack=most(r"(\d+) bytes stack frame"),
-        shared=linked - 1024 * (target.capability >= 90) if linked else most(r"(\d+) bytes smem"),
+        shared=linked - 1024 * (target.capability == 90) if linked else most(r"(\d+) bytes smem"),
     )

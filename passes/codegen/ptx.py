@@ -5,30 +5,38 @@ The MLIR bindings print LLVM IR and have no NVPTX back end; llvmlite has one, so
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from lowbit.dialect.bindings import ir, llvm, passmanager
 from lowbit.dialect.errors import PassError, TargetError
 from lowbit.passes.codegen.llvm import binding, optimize
-from lowbit.passes.target import Target
+from lowbit.passes.target import GPU_NAMES, Target
 
 _TRIPLE = "nvptx64-nvidia-cuda"
 
 # What LLVM's NVPTX back end cannot select ends the process, so it is looked for before.
-_SELECTABLE_FROM = (
-    (re.compile(r"@llvm\.nvvm\.(?:wgmma|setmaxnreg)\.[\w.]+"), ("sm_90a",)),
+_NEEDED: tuple[tuple[re.Pattern[str], str, Callable[[Target], bool]], ...] = (
+    (re.compile(r"@llvm\.nvvm\.(?:wgmma|setmaxnreg)\.[\w.]+"), "needs sm_90a", lambda t: t.has_wgmma),
     (
         re.compile(
             r"@llvm\.nvvm\.(?:griddepcontrol|elect|barrier\.cluster|stmatrix|cp\.async\.bulk|prefetch"
             r"|fence\.(?:proxy|mbarrier)|mbarrier\.[\w.]*(?:expect|complete)\.tx)\b[\w.]*"
         ),
-        ("sm_90", "sm_90a"),
+        "needs sm_90 or later",
+        lambda t: t.capability >= 90,
     ),
-    (re.compile(r"@llvm\.(?:exp|exp10|log|log10|tan|sinh|cosh|asin|acos|atan|atan2|pow)\.[\w.]+"), ()),
-    (re.compile(r"call (?!.*\b(?:afn|fast) )[^@]*@llvm\.(?:sin|cos|tanh|log2)\.[\w.]+"), ()),
+    (
+        re.compile(
+            r"@llvm\.(?:exp|exp10|log|log10|tan|sinh|cosh|asin|acos|atan|atan2|pow)\.[\w.]+"
+            r"|call (?!.*\b(?:afn|fast) )[^@]*@llvm\.(?:sin|cos|tanh|log2)\.[\w.]+"
+        ),
+        "has no GPU instruction",
+        lambda t: False,
+    ),
 )
-"""Intrinsic -> the architectures that have it. Sine and its like exist only as approximations (`afn`)."""
+"""Intrinsic, what it needs, and whether a target has that. Sine and its like exist only as approximations (`afn`)."""
 
 
 def translate(module: ir.Module | ir.Operation | ir.OpView) -> str:
@@ -106,7 +114,7 @@ def emit_ptx(llvm_ir: str, target: Target) -> str:
         PassError: LLVM does not take the text, or the PTX would call functions that no one provides.
     """
     if not target.is_gpu:
-        raise TargetError(f"no PTX for target {target}; allowed: sm_80 ... sm_90a and emulator:sm_..")
+        raise TargetError(f"no PTX for target {target}; allowed: {GPU_NAMES} and emulator:<one of these>")
     _check_intrinsics(llvm_ir, target)
     machine = _machine(target.arch, target.features)
     ptx: str = machine.emit_assembly(optimize(llvm_ir, machine, _TRIPLE, vectorize=False, unroll=False))
@@ -119,11 +127,10 @@ def emit_ptx(llvm_ir: str, target: Target) -> str:
 
 
 def _check_intrinsics(llvm_ir: str, target: Target) -> None:
-    for pattern, architectures in _SELECTABLE_FROM:
-        if target.arch not in architectures and (found := pattern.search(llvm_ir)):
+    for pattern, needs, has in _NEEDED:
+        if not has(target) and (found := pattern.search(llvm_ir)):
             name = found[0][found[0].index("@") + 1 :]
-            where = f"needs {' or '.join(architectures)}" if architectures else "has no GPU instruction"
-            raise PassError(f"{name} {where}; the target is {target}")
+            raise PassError(f"{name} {needs}; the target is {target}")
 
 
 @lru_cache(maxsize=16)

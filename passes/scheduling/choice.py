@@ -1,195 +1,79 @@
-"""Which schedule a matmul gets, without MLIR: this runs before the disk cache is asked for a kernel.
+"""Which kernel a matmul gets: the family and its schedule, without MLIR. This runs before the disk cache is asked.
 
 `schedule_for` takes, in this order: what was measured for the very same matmul; what was measured for one like it
-(`passes.scheduling.tables`); a rule, which is the least predicted (`passes.scheduling.cost_model`) of some dozens of
-schedules. docs/tuning.md says how far each is from the best.
+(`passes.scheduling.tables`); a rule, which is the least predicted of the candidates of all families. docs/tuning.md
+says how far each is from the best.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.formats.integer_limbs import PIECE
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import KernelPlan
-from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, Refill, Schedule
-from lowbit.passes.scheduling.cost_model import predict, spills
-from lowbit.passes.scheduling.legality import (
-    enough_blocks,
-    group_fits,
-    has_integer_mma,
-    has_wgmma,
-    is_allowed,
-    multiprocessors,
-)
+from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
+from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.scheduling.tables import Entry, Table, nearest, shipped_tables
 from lowbit.passes.target import Target
 
-REFILL_AFTER_MMA = 128  # tokens from which on a round has too many copies for its first product to wait for them
-_PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room in registers
-
 
 def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-    """The tiles that a matmul has kernels for."""
-    if not has_wgmma(spec, target):
-        return _PLAIN_TILES
-    step = math.lcm(spec.packing.chunk, 64)
-    widest = KernelPlan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, num_stages=1, wgmma=True))
-    return TOKEN_TILES if widest.sums_once else TOKEN_TILES[:-1]
+    """The token tiles that a matmul has kernels for, of whatever family."""
+    return tuple(sorted({tile for family in FAMILIES.values() for tile in family.token_tiles(spec, target)}))
 
 
 def schedule_for(
     spec: MatmulSpec, tile: int, target: Target, gpu: str | None = None, user: Sequence[Table] = ()
-) -> Schedule:
+) -> KernelSchedule:
     """The schedule for up to `tile` tokens (one of `token_tiles`). The same arguments give the same schedule.
 
     gpu   name of the GPU that will run it, as CUDA spells it; None: any GPU of the target's architecture
     user  tables that go before the shipped ones where both know a matmul equally well
     """
-    _check_tile(spec, tile, target)
+    families_for(spec, tile, target)  # raises where there are none
     tables = [t for t in (*user, *shipped_tables()) if t.capability == target.capability]
     tables.sort(key=lambda t: t.gpu != gpu)  # stable: the user's stay first among equals
     return choose(spec, tile, target, tables)
 
 
-def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Schedule:
+def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> KernelSchedule:
     """The schedule from these tables, the most trusted first, or by the rule."""
-    found = nearest(tables, spec, tile, lambda entry: _suits(spec, entry, target))
-    return found or default_schedule(spec, tile, target)
+
+    def fits(entry: Entry) -> bool:
+        return family_of(entry.schedule).suits(spec, entry.schedule, target, entry.key.spec)
+
+    return nearest(tables, spec, tile, fits) or default_schedule(spec, tile, target)
 
 
-def usual_refill(tokens: int, warps_n: int) -> Refill:
-    """`Schedule.refill` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is,
-    the longer they wait for one another."""
-    if (warps_n >= 16 and tokens >= 64) or (warps_n >= 8 and tokens >= 256):
-        return "per_warp"
-    return "after_first_mma" if tokens >= REFILL_AFTER_MMA else "before_mma"
+def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule:
+    """The rule: of the candidates of all families for m up to `tile`, the schedule with the least predicted time."""
+    found = [
+        (family.predict(spec, tile, schedule, target), schedule)
+        for family in families_for(spec, tile, target)
+        for schedule in family.candidates(spec, tile, target)
+    ]
+    return min(found, key=lambda pair: pair[0])[1]
 
 
-def _suits(spec: MatmulSpec, entry: Entry, target: Target) -> bool:
-    """Whether a schedule does here what it did where it was measured: it is allowed, scales weights or sums as there,
-    every warp has work, and its blocks fill the multiprocessors about as well."""
-    s, processors = entry.schedule, multiprocessors(target)
-    if not is_allowed(spec, s, target):
-        return False
-    plan, there = KernelPlan(spec, s), KernelPlan(entry.key.spec, s)
-    if plan.rounds_scales != there.rounds_scales or s.warps_k * s.split_k > plan.steps:
-        return False
+def fixed_schedule(operation: Operation) -> KernelSchedule:
+    """The schedule of an operation for which there is one family, which has no free choices."""
+    (family,) = (family for family in FAMILIES.values() if family.operation == operation)
+    return family.schedule_type()
 
-    def filled(n: int) -> float:
-        blocks = -(-n // s.rows) * s.split_k
-        return blocks / (-(-blocks // processors) * processors)
 
-    share = filled(spec.n) / filled(entry.key.n)
-    # Two kernels with preloaded weights share the multiprocessors: there must not be more blocks.
-    return 0.9 <= share <= (1.1 if s.preload_weights else math.inf)
+def families_for(spec: MatmulSpec, tile: int, target: Target) -> list[KernelFamily[Any]]:
+    """The families that have a kernel for up to `tile` tokens. Raises SpecError where there are none."""
+    check_tile(tile)
+    found = [family for family in FAMILIES.values() if tile in family.token_tiles(spec, target)]
+    if not found:
+        tiles = token_tiles(spec, target)
+        check_tile(tile, tiles, "".join(family.tile_limit(spec, target) for family in FAMILIES.values()))
+    return found
 
 
 def check_tile(tile: int, tiles: Sequence[int] = TOKEN_TILES, where: str = "") -> None:
     """Raises SpecError unless there is a kernel for up to `tile` tokens; `where` ends its message."""
     if tile not in tiles:
         raise SpecError(f"tokens={tile} must be one of {', '.join(map(str, tiles))}{where}")
-
-
-def _check_tile(spec: MatmulSpec, tile: int, target: Target) -> None:
-    check_tile(tile)
-    tiles = token_tiles(spec, target)
-    why = "which has no wgmma" if tiles == _PLAIN_TILES else "whose sums need registers twice"
-    check_tile(tile, tiles, f" for {spec.weight}, k={spec.k} on {target}, {why}")
-
-
-# (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
-_WGMMA = (
-    *((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1), (1, 16, 1)),
-    *((2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 8, 1), (2, 8, 2), (4, 4, 2), (4, 8, 2)),
-)
-_ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
-_INTEGER = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
-_TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
-_LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
-
-
-# The weights, per multiprocessor, up to which a small matrix is faster resident, by tokens (u4 on an H200).
-_SMALL = {8: 128 << 10, 16: 128 << 10, 32: 72 << 10, 64: 72 << 10}
-
-
-def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule:
-    """For m up to `tile` (one of `token_tiles`): a resident one where the matrix is small, else the schedule with the
-    least predicted time of some dozens."""
-    _check_tile(spec, tile, target)
-    small = preloaded_schedule(spec, tile, target)
-    return small or min(family(spec, tile, target), key=lambda s: predict(spec, tile, s, target))
-
-
-def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule | None:
-    """All of the weight on its way at once, in blocks that leave room for those of the next kernel. None where the
-    matrix is too large for that, or does not come out even."""
-    processors = multiprocessors(target)
-    if not has_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(tile, 0) * processors:
-        return None
-    tiles = -(-spec.n // 64)
-    wide = next((s for s in (1, 2, 4) if spec.k <= 4096 * s), 0)  # splits, of blocks of 16 warps
-    narrow = next((s for s in (1, 2, 4) if spec.k <= 1536 * s and tiles * s >= 64), 0)  # of four
-    shapes = [(4, wide)] if tile <= 16 and 32 <= tiles * wide <= 96 else []
-    shapes += [(1, narrow)] if 64 <= tiles * narrow <= processors else []
-    for (warps_k, split_k), step in itertools.product(shapes, (256, 128)):
-        choice = (tile, 1, 4, warps_k, step, 1, split_k, split_k, True)
-        s = Schedule(*choice, preload_weights=True, min_blocks=processors)
-        if is_allowed(spec, s, target) and not spills(spec, s, target):
-            return s
-    return None
-
-
-def family(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
-    """Some dozens of schedules that are allowed: few enough to predict them all in about two milliseconds."""
-    if tile > 1 and has_wgmma(spec, target):
-        # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
-        shapes = [shape for shape in _WGMMA if tile <= 64 or shape[2] != 3]
-        found = list(_shaped(spec, target, shapes, tile, wgmma=True))
-    elif tile > 1:
-        found = list(_shaped(spec, target, _TOKENS, tile))
-    else:
-        # A tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
-        found = list(_shaped(spec, target, _ONE_TOKEN, 8))
-        if spec.packing.bits <= 2 and has_integer_mma(spec):  # with more, memory is the bound
-            found += _shaped(spec, target, _INTEGER, 1, integer_mma=True)
-    if found:
-        return found
-    chunk = spec.packing.chunk
-    if tile > max(_PLAIN_TILES):
-        return [Schedule(tile, 1, 4, 1, math.lcm(chunk, 64), num_stages=1, wgmma=True)]
-    least = [Schedule(tile, *shape, chunk, 2) for shape in _LEAST]
-    fitting = [s for s in least if is_allowed(spec, s, target)]
-    return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
-
-
-def _shaped(
-    spec: MatmulSpec,
-    target: Target,
-    shapes: Sequence[tuple[int, int, int]],
-    tokens: int,
-    wgmma: bool = False,
-    integer_mma: bool = False,
-) -> Iterator[Schedule]:
-    """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
-    processors, chunk = multiprocessors(target), spec.packing.chunk
-    least = 64 if wgmma else PIECE if integer_mma else chunk
-    steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
-    steps = steps[: 3 if tokens > 128 else 2]  # the wider x is, the less room there is for long steps
-    for (row_blocks, warps_n, warps_k), split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
-        blocks = -(-spec.n // (16 * row_blocks * warps_n)) * split_k
-        if split_k > 1 and blocks > (6 if wgmma else 2) * processors:
-            continue
-        cluster = split_k if target.has_clusters else 1
-        most = enough_blocks(blocks, target) if wgmma else 0
-        for step, num_stages in itertools.product(steps, (2, 3)):
-            if spec.packing.padded_k <= step * warps_k * split_k:  # one round
-                continue
-            shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
-            refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
-            s = Schedule(*shape, wgmma, most, integer_mma, refill=refill)
-            if not spills(spec, s, target) and is_allowed(spec, s, target):
-                yield s

@@ -7,6 +7,9 @@ An entry says which schedule was the fastest for one matmul:
      "tokens": 1, "schedule": {"row_blocks": 1, ...}, "microseconds": 3.2, "date": "2026-11-21",
      "version": "0.1.0+5bd2c1f0", "kernel": "1e8d3aad6b2c"}
 
+A schedule of another kernel family than "decode" names its family, and has all of its fields that matter; one of
+"decode" leaves out `tokens` where they are the key's, or eight for one.
+
 A matmul that is not in a table is served by its nearest neighbour: of the same token tile, both with zeros or both
 without, and decoded in the same way (so many bits of an integer, a float or a table). How far apart two are is a
 number of octaves: |log2| of the ratio of their n plus that of their k, and a quarter for everything else that
@@ -26,7 +29,8 @@ from typing import Any
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.lowering.recipes import compute_element
 
 REACH = 1.0  # octaves
@@ -60,12 +64,12 @@ class Key:
         return MatmulSpec(self.n, self.k, self.weight, **about)
 
     @property
-    def family(self) -> tuple[object, ...]:
+    def kind(self) -> tuple[object, ...]:
         """What neighbours have in common."""
         return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens)
 
     def distance(self, other: Key) -> float:
-        """Octaves between two of a family."""
+        """Octaves between two of a kind."""
         others = ("weight", "group_size", "zeros", "scale", "act")
         differences = sum(getattr(self, name) != getattr(other, name) for name in others)
         return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k)) + OTHERWISE * differences
@@ -91,7 +95,7 @@ class Entry:
     """
 
     key: Key
-    schedule: Schedule
+    schedule: KernelSchedule
     microseconds: float
     date: str
     version: str
@@ -106,8 +110,8 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         schedule = spelled_out(self.schedule)
-        if schedule["tokens"] == max(8, self.key.tokens):
-            del schedule["tokens"]  # goes without saying
+        if "family" not in schedule and schedule["tokens"] == max(8, self.key.tokens):
+            del schedule["tokens"]
         about = {"microseconds": round(self.microseconds, 3), "date": self.date, "version": self.version}
         return asdict(self.key) | {"schedule": schedule} | about | ({"kernel": self.kernel} if self.kernel else {})
 
@@ -115,17 +119,19 @@ class Entry:
     def from_json(values: dict[str, Any]) -> Entry:
         """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         key = Key(**{field.name: values[field.name] for field in fields(Key)})
-        schedule = Schedule.from_dict({"tokens": max(8, key.tokens)} | values["schedule"])
-        if not (key.n > 0 < key.k and key.family):
+        given = values["schedule"]
+        schedule = schedule_from_dict(given if "family" in given else {"tokens": max(8, key.tokens)} | given)
+        if not (key.n > 0 < key.k and key.kind):
             raise ValueError(f"n={key.n}, k={key.k}")
         about = values["date"], values["version"], values.get("kernel", "")
         return Entry(key, schedule, float(values["microseconds"]), *about)
 
 
-def spelled_out(s: Schedule) -> dict[str, Any]:
-    """The fields of a schedule, but for rare choices that it does not make."""
-    usual = {f.name: f.default for f in fields(Schedule) if f.name not in ALWAYS}
-    return {name: value for name, value in asdict(s).items() if value != usual.get(name)}
+def spelled_out(s: KernelSchedule) -> dict[str, Any]:
+    """A schedule as `schedule_from_dict` reads it, without choices that are the default (but for those in `ALWAYS`) and
+    without the name of the decode family."""
+    usual = {f.name: f.default for f in fields(s) if f.name not in ALWAYS} | {"family": "decode"}
+    return {name: value for name, value in schedule_to_dict(s).items() if value != usual.get(name)}
 
 
 @dataclass(frozen=True)
@@ -143,10 +149,10 @@ class Table:
     entries: dict[Key, Entry]
 
     @cached_property
-    def families(self) -> dict[tuple[object, ...], list[Entry]]:
+    def kinds(self) -> dict[tuple[object, ...], list[Entry]]:
         found: dict[tuple[object, ...], list[Entry]] = {}
         for entry in self.entries.values():
-            found.setdefault(entry.key.family, []).append(entry)
+            found.setdefault(entry.key.kind, []).append(entry)
         return found
 
     def with_entries(self, entries: Iterable[Entry]) -> Table:
@@ -218,15 +224,16 @@ def shipped_tables() -> tuple[Table, ...]:
     return tuple(map(read_table, sorted((Path(__file__).parent / "data").glob("*.json"))))
 
 
-def nearest(tables: Sequence[Table], spec: MatmulSpec, tile: int, fits: Callable[[Entry], bool]) -> Schedule | None:
+def nearest(
+    tables: Sequence[Table], spec: MatmulSpec, tile: int, fits: Callable[[Entry], bool]
+) -> KernelSchedule | None:
     """The schedule of the very matmul, or of its nearest neighbour that `fits`; of equals, that in the first table."""
     key = Key.of(spec, tile)
     for table in tables:
         entry = table.entries.get(key)
         if entry and fits(entry):
             return entry.schedule
-    family = key.family
-    near = [(key.distance(e.key), e) for table in tables for e in table.families.get(family, ())]
+    near = [(key.distance(e.key), e) for table in tables for e in table.kinds.get(key.kind, ())]
     for distance, entry in sorted(near, key=lambda pair: pair[0]):
         if distance > REACH:
             break

@@ -1,51 +1,49 @@
 """expand-matmul: `lowbit.matmul`, `lowbit.dequantize` and `lowbit.prepack` become tile programs.
 
-The kernels are functions from a spec (and a schedule) to a program: `passes.kernels.decode.kernel`,
-`passes.kernels.decode.integer`, `passes.kernels.dequantize`, `passes.kernels.prepack`.
+A kernel is a function from a spec and a schedule to a program: the `build` of its family (`passes.kernels.registry`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from lowbit.dialect import ops
-from lowbit.dialect.bindings import func, ir
+from lowbit.dialect.bindings import ir
 from lowbit.dialect.errors import PassError
-from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
-from lowbit.dialect.types import packed_type
 from lowbit.passes.base import at, each_op
-from lowbit.passes.kernels.decode.integer import decode_matmul_integer
-from lowbit.passes.kernels.decode.kernel import decode_matmul
-from lowbit.passes.kernels.dequantize import dequantize
-from lowbit.passes.kernels.prepack import prepack
-from lowbit.passes.transforms.plan_packing import check_planned, packed_of
-from lowbit.passes.transforms.select_schedule import SCHEDULE, read_schedule
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import family_of
+from lowbit.passes.tensor_programs import SCHEDULE, read_schedule, spec_of
+from lowbit.passes.transforms.plan_packing import check_planned
 
 
 @dataclass(frozen=True)
 class ExpandMatmul:
-    """Replace functions around lowbit.matmul or lowbit.dequantize by the tile programs that compute them."""
+    """Replace functions around lowbit.matmul, dequantize or prepack by the tile programs that compute them."""
 
     name: ClassVar[str] = "expand-matmul"
 
     def run(self, module: ir.Module) -> None:
-        for op in each_op(module, ops.MatmulOp):
-            with at(op):
-                check_planned(op)
-                _check_alone(op)
-                if SCHEDULE not in op.operation.attributes:
-                    raise PassError("expand-matmul: a lowbit.matmul has no schedule; run select-schedule first")
-                schedule = read_schedule(op.operation.attributes[SCHEDULE])
-                program = decode_matmul_integer if schedule.integer_mma else decode_matmul
-                _replace_function(op, program(spec_of(op), schedule))
-        for kind, kernel in ((ops.DequantizeOp, dequantize), (ops.PrepackOp, prepack)):
+        for kind in (ops.MatmulOp, ops.DequantizeOp, ops.PrepackOp):
             for op in each_op(module, kind):
                 with at(op):
                     check_planned(op)
                     _check_alone(op)
-                    _replace_function(op, kernel(spec_of(op)))
+                    schedule = _schedule_of(op)
+                    _replace_function(op, family_of(schedule).build(spec_of(op), schedule))
+
+
+def _schedule_of(op: Any) -> KernelSchedule:
+    """The schedule that an operation carries. Raises PassError where it has none, or one for another operation."""
+    name = op.operation.name
+    if SCHEDULE not in op.operation.attributes:
+        raise PassError(f"expand-matmul: a {name} has no schedule; run select-schedule first")
+    schedule = read_schedule(op.operation.attributes[SCHEDULE])
+    family = family_of(schedule)
+    if name != f"lowbit.{family.operation}":
+        raise PassError(f"expand-matmul: a schedule of {family.name} is for lowbit.{family.operation}, not for {name}")
+    return schedule
 
 
 def _check_alone(op: Any) -> None:
@@ -64,72 +62,3 @@ def _replace_function(op: Any, program: ir.Module) -> None:
     for inner in program.body.operations:
         inner.operation.clone(ir.InsertionPoint(function))
     function.operation.erase()
-
-
-def spec_of(op: Any) -> MatmulSpec:
-    """The spec that an operation's types spell out."""
-    w = packed_of(op)
-    act = y = "f16"  # packing depends on neither
-    bias = False
-    if isinstance(op, ops.MatmulOp):
-        act, y = (str(ir.RankedTensorType(t.type).element_type) for t in (op.x, op.y))
-        bias = len(op.bias) > 0
-    elif isinstance(op, ops.DequantizeOp):
-        act = y = str(ir.RankedTensorType(op.y.type).element_type)
-    return MatmulSpec(
-        w.n,
-        w.k,
-        w.format.name,
-        group_size=w.group,
-        zeros=cast(Zeros, w.zeros),
-        scale=cast(Scale, w.scale),
-        act=cast(Act, act),
-        out=None if y == act else cast(Out, y),
-        bias=bias,
-        table=w.format.table if w.format.name.startswith("lut") else None,
-    )
-
-
-def matmul_module(spec: MatmulSpec) -> ir.Module:
-    """A module with @matmul(x, w[, bias]) -> y, of one lowbit.matmul; needs a context with the dialect."""
-    dynamic = ir.ShapedType.get_dynamic_size()
-
-    def tensor(shape: list[int], element: str) -> Any:
-        return ir.RankedTensorType.get(shape, ir.Type.parse(element))
-
-    x, y = tensor([dynamic, spec.k], spec.act), tensor([dynamic, spec.n], spec.out_dtype)
-    inputs = [x, packed_type(spec)] + ([tensor([spec.n], spec.out_dtype)] if spec.bias else [])
-
-    def matmul(arguments: list[Any]) -> Any:
-        x, w, *bias = arguments
-        return ops.MatmulOp(x, w, y, bias).y
-
-    return _function("matmul", inputs, y, matmul)
-
-
-def dequantize_module(spec: MatmulSpec) -> ir.Module:
-    """A module with @dequantize(w) -> W, of one lowbit.dequantize."""
-    y = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse(spec.act))
-
-    def dequantized(arguments: list[Any]) -> Any:
-        return ops.DequantizeOp(arguments[0], y).y
-
-    return _function("dequantize", [packed_type(spec)], y, dequantized)
-
-
-def prepack_module(spec: MatmulSpec) -> ir.Module:
-    """A module with @prepack(codes) -> packed codes, of one lowbit.prepack."""
-    codes = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse("i8"))
-    packed = ir.RankedTensorType.get(list(spec.packing.codes_shape), ir.Type.parse("i32"))
-    weight = ir.TypeAttr.get(packed_type(spec))
-    return _function("prepack", [codes], packed, lambda arguments: ops.PrepackOp(arguments[0], weight, packed).packed)
-
-
-def _function(name: str, inputs: list[Any], result: Any, make: Callable[[list[Any]], Any]) -> ir.Module:
-    module = ir.Module.create()
-    with ir.InsertionPoint(module.body):
-        function = func.FuncOp(name, (inputs, [result]))
-        with ir.InsertionPoint(function.add_entry_block()):
-            func.ReturnOp([make(list(function.arguments))])
-    module.operation.verify()
-    return module

@@ -13,8 +13,9 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.packing import Packing
-from lowbit.dialect.types import Packed, ints
+from lowbit.dialect.types import ints
 from lowbit.passes.base import each_op
+from lowbit.passes.tensor_programs import packed_of
 
 PACKING = "lowbit.packing"
 
@@ -29,11 +30,6 @@ class PlanPacking:
         for kind in (ops.MatmulOp, ops.DequantizeOp, ops.PrepackOp):
             for op in each_op(module, kind):
                 op.operation.attributes[PACKING] = packing_attr(packed_of(op).packing)
-
-
-def packed_of(op: Any) -> Packed:
-    """The weight of a tensor operation: an operand, or what a prepack makes."""
-    return Packed.of(ir.TypeAttr(op.weight).value if isinstance(op, ops.PrepackOp) else op.w.type)
 
 
 def packing_attr(packing: Packing) -> Any:

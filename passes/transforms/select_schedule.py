@@ -1,68 +1,50 @@
-"""select-schedule: chooses the free parameters of every `lowbit.matmul`; `passes.scheduling.choice` says how."""
+"""select-schedule: chooses the free parameters of every `lowbit.matmul`; `passes.scheduling.choice` says how.
+
+The compile driver has made its choice before it looks into the disk cache, and hands this pass operations that carry
+their schedule; so it only chooses for users of `lowbit opt`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, cast
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.errors import PassError
 from lowbit.passes.base import at, each_op
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.scheduling.choice import schedule_for
-from lowbit.passes.scheduling.legality import check_schedule
+from lowbit.passes.kernels.registry import family_of, schedule_from_dict
+from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for
 from lowbit.passes.target import Target, parse_target
-
-SCHEDULE = "lowbit.schedule"
+from lowbit.passes.tensor_programs import SCHEDULE, schedule_attr, spec_of
 
 
 @dataclass(frozen=True)
 class SelectSchedule:
-    """Attach a schedule to every lowbit.matmul that has none."""
+    """Attach a schedule to every lowbit.matmul, dequantize and prepack that has none."""
 
     name: ClassVar[str] = "select-schedule"
     target: Target = field(default_factory=lambda: parse_target("sm_80"))
     tokens: int = 8
+    family: str = "decode"
     schedule: Schedule | None = None
 
     def run(self, module: ir.Module) -> None:
-        from lowbit.passes.transforms.expand_matmul import spec_of
+        for kind in (ops.MatmulOp, ops.DequantizeOp, ops.PrepackOp):
+            for op in each_op(module, kind):
+                if SCHEDULE not in op.operation.attributes:
+                    with at(op):
+                        op.operation.attributes[SCHEDULE] = schedule_attr(self._choose(op))
 
-        for op in each_op(module, ops.MatmulOp):
-            if SCHEDULE in op.operation.attributes:
-                continue
-            with at(op):
-                chosen = self.schedule or schedule_for(spec_of(op), self.tokens, self.target)
-                check_schedule(spec_of(op), chosen, self.target)
-            op.operation.attributes[SCHEDULE] = schedule_attr(chosen)
-
-
-def schedule_attr(schedule: Schedule) -> Any:
-    """A schedule as a dictionary attribute."""
-    return ir.DictAttr.get({name: _attribute(value) for name, value in asdict(schedule).items()})
-
-
-def _attribute(value: int | bool | str) -> Any:
-    if isinstance(value, str):
-        return ir.StringAttr.get(value)
-    if isinstance(value, bool):
-        return ir.BoolAttr.get(value)
-    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
-
-
-def _value(attribute: Any) -> int | bool | str | None:
-    """The inverse of `_attribute`, None for any other attribute."""
-    for kind in (ir.BoolAttr, ir.IntegerAttr, ir.StringAttr):
-        if isinstance(attribute, kind):
-            return kind(attribute).value
-    return None
-
-
-def read_schedule(attribute: Any) -> Schedule:
-    """The schedule in a `lowbit.schedule` attribute."""
-    names = {field.name for field in fields(Schedule)}
-    entries = {named.name: _value(named.attr) for named in attribute} if isinstance(attribute, ir.DictAttr) else {}
-    if not entries or set(entries) - names or None in entries.values():
-        raise PassError(f"{SCHEDULE} must be a dictionary of {', '.join(sorted(names))}; got {attribute}")
-    return Schedule(**cast(dict[str, Any], entries))
+    def _choose(self, op: Any) -> KernelSchedule:
+        if isinstance(op, ops.DequantizeOp):
+            return fixed_schedule("dequantize")
+        if isinstance(op, ops.PrepackOp):
+            return fixed_schedule("prepack")
+        spec = spec_of(op)
+        if self.schedule is None:
+            return schedule_for(spec, self.tokens, self.target)
+        given = schedule_from_dict({"family": self.family} | asdict(self.schedule))
+        family_of(given).check(spec, given, self.target)
+        return given

@@ -34,7 +34,7 @@ _TOOLS = (
     "nvidia-nvjitlink-cu12",
     "nvidia-cuda-nvcc",
 )
-_SOURCES_OF_ENTRIES = ("build/kernels.py", "build/cache.py")
+_SOURCES_OF_ENTRIES = ("build/driver.py", "build/cache.py")
 
 
 def load_or_build(key: str, build: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:

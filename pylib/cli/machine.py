@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from typing import Any
 
 from lowbit.dialect.errors import LowbitError
+from lowbit.passes.target import GPU_NAMES, GPUS, target_of_gpu
 from lowbit.pylib.build.cache import Cache
 from lowbit.pylib.build.installed import versions
 
-TARGETS = "sm_80, sm_86, sm_87, sm_89, sm_90, sm_90a, cpu, or emulator:<sm>"
+TARGETS = f"{GPU_NAMES}, cpu, or emulator:<sm>"
 _PACKAGES = ("torch-mlir", "llvmlite", "cuda-bindings", "nvidia-nvjitlink", "torch", "numpy")
 _CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512vnni", "avx512bf16", "avx512fp16", "amx-bf16")
 
@@ -25,6 +27,7 @@ def facts() -> dict[str, str]:
         "toolchain": ", ".join(f"{name} {found or 'missing'}" for name, found in versions(*_PACKAGES).items()),
         "cache": _cache(),
         "targets": TARGETS,
+        "run on": f"{', '.join(f'{t} ({t.hardware})' for t in GPUS if t.hardware)}; the others in the emulator only",
     }
 
 
@@ -39,8 +42,18 @@ def _gpus() -> dict[str, str]:
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         size = f"{p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
-        found[f"GPU {index}"] = f"{p.name}, sm_{p.major}{p.minor}, {size}"
+        found[f"GPU {index}"] = f"{p.name}, sm_{p.major}{p.minor}, {size}; {_target(p)}"
     return found
+
+
+def _target(properties: Any) -> str:
+    """What a GPU is compiled for without a target, and why."""
+    capability = 10 * properties.major + properties.minor
+    target = target_of_gpu(capability, properties.shared_memory_per_block_optin)
+    if target is None:
+        return f"too old: the kernels need {GPUS[0]} or later"
+    own = "" if target.capability == capability else f", as sm_{capability} has no target of its own"
+    return f"target {target}{own}"
 
 
 def _cpu() -> str:

@@ -1,4 +1,4 @@
-"""The command line: `lowbit compile | opt | run | tune | info | irdl`.
+"""The command line: `lowbit compile | explain | opt | run | tune | info | irdl`.
 
 A command that takes a matmul is a function with a `spec` parameter: `takes_spec` turns it into one option for
 each field of `MatmulSpec`. What is slow to import is imported inside the commands.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -19,14 +20,15 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from lowbit.dialect.errors import LowbitError, SpecError
+from lowbit.dialect.errors import LowbitError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.stages import stages
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.tune import tune
 
 if TYPE_CHECKING:
-    from lowbit.passes.kernels.decode.schedule import Schedule
     from lowbit.pylib.tune.trial import Trial
 
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -109,11 +111,21 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise SpecError(f"--table={text} must be numbers separated by commas, such as -1,0,0.5,1") from None
 
 
+@dataclass(frozen=True)
+class _GivenSchedule:
+    """What --schedule says: fields of a schedule, and the family whose schedule it is."""
+
+    family: str = "decode"
+    schedule: Schedule | None = None
+
+
 def _schedule(text: str | None) -> Schedule | None:
-    from lowbit.passes.kernels.decode.schedule import Schedule
     from lowbit.passes.opt.options import from_text
 
-    return None if text is None else from_text(Schedule, text, "--schedule")
+    if text is None:
+        return None
+    given = from_text(_GivenSchedule, text, "--schedule")
+    return cast(Schedule, schedule_from_dict({"family": given.family} | asdict(given.schedule or Schedule())))
 
 
 TargetName = Annotated[str | None, typer.Option("--target", help=f"{TARGETS}; without it, this machine's.")]
@@ -176,6 +188,34 @@ def compile_(
         raise SpecError("--stop-after=cubin is machine code; name a file with -o")
     else:
         sys.stdout.write(read(stage).decode())
+
+
+@app.command()
+@takes_spec
+def explain(
+    spec: MatmulSpec,
+    target: Annotated[str, typer.Option("--target", help=f"{TARGETS}.")] = "sm_90a",
+    schedule: ScheduleText = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show which kernels serve which number of rows, and what each is made of. Compiles nothing.
+
+    [bold]Examples[/]
+
+      lowbit explain --n 4096 --k 4096 --weight u4 --group-size 128
+
+      lowbit explain --weight nf4 --group-size 64 --target sm_80 --json
+    """
+    from json import dumps
+
+    from lowbit.passes.target import parse_target
+    from lowbit.pylib.build.kernels import Artifacts
+
+    parsed = parse_target(target)
+    if not parsed.is_gpu:
+        raise TargetError(f"target {target} has one program for every number of rows; name a GPU such as sm_90a")
+    choices = Artifacts(spec, parsed, _schedule(schedule)).choices()
+    print(dumps(choices.to_dict(), indent=1) if json else choices)
 
 
 @app.command(cls=Raw, add_help_option=False)

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bars
 from lowbit.dialect.errors import SpecError
 
 if TYPE_CHECKING:
-    from lowbit.passes.kernels.decode.schedule import Schedule
+    from lowbit.passes.kernels.base import KernelSchedule
     from lowbit.passes.scheduling.tables import Entry, Table
     from lowbit.pylib.tune.processes import Problem
 
@@ -159,7 +159,7 @@ class TuneProgress:
         console.print(f"{problem}: {found}", markup=False)
 
 
-def brief(s: Schedule) -> str:
+def brief(s: KernelSchedule) -> str:
     """A schedule in a line."""
     from lowbit.passes.scheduling.tables import spelled_out
 
@@ -214,12 +214,14 @@ def _check(table: Table, jobs: int | None) -> None:
 
 
 def _stale(table: Table, jobs: int | None) -> None:
-    from lowbit.passes.target import parse_target
+    from lowbit.passes.target import target_of_gpu
     from lowbit.pylib.tune import check as tune_check
     from lowbit.pylib.tune import processes as tune_processes
 
-    suffix = "a" if table.capability == 90 else ""
-    with tune_processes.Compilers(parse_target(f"sm_{table.capability}{suffix}"), jobs) as compilers:
+    target = target_of_gpu(table.capability)
+    if target is None:
+        raise SpecError(f"the table is for {table.gpu}, sm_{table.capability}, which no target is for")
+    with tune_processes.Compilers(target, jobs) as compilers:
         found = tune_check.stale(table, compilers.submit)
     for entry in found:
         about = f"{entry.microseconds:.2f} µs, {entry.date}, {entry.version}"

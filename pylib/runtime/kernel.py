@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE, Param
-from lowbit.pylib.build.kernels import Artifact
+from lowbit.pylib.build.driver import Program
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.runtimes import check_device, load_function, memory_of
 from lowbit.pylib.runtime.tensor_map import TensorMap
@@ -110,7 +110,7 @@ class CudaKernel(Kernel):
 
     def __init__(self, compiled: CompiledKernel, overlap: bool) -> None:
         super().__init__(compiled)
-        self._artifact = Artifact(compiled.launch, compiled.schedule, compiled.ptx, compiled.cubin())
+        self._program = Program(compiled.launch, compiled.ptx, compiled.cubin())
         self._overlap = overlap
         self._functions: dict[int, Function] = {}
 
@@ -118,7 +118,7 @@ class CudaKernel(Kernel):
         device = self._device(arguments)
         if device not in self._functions:
             check_device(self.target, device)
-            self._functions[device] = load_function(self._artifact, self.target, device)
+            self._functions[device] = load_function(self._program, self.target, device)
         with torch.cuda.device(device):
             values = [_for_gpu(arguments[p.name]) for p in self.launch.arguments]
             self._functions[device](current_stream(device), self._overlap, *values)

@@ -18,10 +18,13 @@ from torch import Tensor
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
-from lowbit.pylib.build.kernels import Artifact, Artifacts
+from lowbit.pylib.build.choices import KernelChoices
+from lowbit.pylib.build.driver import Artifact, Program
+from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import TORCH
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 
@@ -43,11 +46,13 @@ class Runtime(Protocol):
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor: ...
 
     @property
-    def schedule(self) -> Schedule | None: ...
+    def schedule(self) -> KernelSchedule | None: ...
 
     def kernel(self, m: int) -> Artifact: ...
 
     def stages(self, m: int) -> dict[str, str]: ...
+
+    def choices(self) -> KernelChoices: ...
 
 
 def make_runtime(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Runtime:
@@ -78,6 +83,9 @@ class _GpuRuntime:
 
     def stages(self, m: int) -> dict[str, str]:
         return self._artifacts.stages(self._artifacts.tile(m))
+
+    def choices(self) -> KernelChoices:
+        return self._artifacts.choices()
 
 
 class CudaRuntime(_GpuRuntime):
@@ -217,9 +225,7 @@ def check_device(target: Target, device: int) -> None:
             f"same PTX with target='emulator:{target}'"
         )
     have = _capability(device)
-    # "a" code is for one architecture alone; other code runs on later ones, too (CUDA Programming Guide,
-    # "Binary Compatibility", "PTX Compatibility").
-    fits = have == target.capability if target.arch.endswith("a") else have >= target.capability
+    fits = have >= target.capability if target.runs_later else have == target.capability
     if not fits:
         raise TargetError(
             f"this matmul is for {target}, but cuda:{device} ({torch.cuda.get_device_name(device)}) is "
@@ -232,14 +238,12 @@ def _capability(device: int) -> int:
     return 10 * major + minor
 
 
-def load_function(
-    artifact: Artifact, target: Target, device: int, order: Sequence[str] | None = None
-) -> Function:
+def load_function(program: Program, target: Target, device: int, order: Sequence[str] | None = None) -> Function:
     """A kernel on a device, which takes its arguments in this order. Raises TargetError if the driver refuses it."""
     # A cubin runs on its own major architecture; for a later one the driver compiles the PTX.
     same_major = target.capability // 10 == _capability(device) // 10
-    image = artifact.cubin if same_major and artifact.cubin else artifact.ptx.encode() + b"\0"
-    return Function(image, artifact.launch, device, target.has_clusters, order)
+    image = program.cubin if same_major and program.cubin else program.ptx.encode() + b"\0"
+    return Function(image, program.launch, device, target.has_clusters, order)
 
 
 class EmulatorRuntime(_GpuRuntime):
@@ -311,6 +315,9 @@ class CpuRuntime:
 
     def stages(self, m: int) -> dict[str, str]:
         return self._program.stages()
+
+    def choices(self) -> KernelChoices:
+        raise TargetError("target cpu has one program for every number of rows; choices are those of a GPU target")
 
 
 def _check_cpu(target: str, *tensors: Tensor) -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.scheduling.choice import choose
 from lowbit.passes.scheduling.tables import Entry, Key, Table
 from lowbit.passes.target import Target
@@ -41,7 +41,7 @@ class FirstCall:
     side; inf for what can't run."""
 
     entry: Entry
-    schedule: Schedule
+    schedule: KernelSchedule
     time: float
     best: float  # with the entry's schedule
 
@@ -54,7 +54,7 @@ class FirstCall:
 def first_calls(table: Table, target: Target, gpu: Measures, submit: Submit) -> Iterator[FirstCall]:
     """Every entry left out in turn. The most trusted table is this one; no other is asked."""
     entries = sorted(table.entries.values(), key=lambda e: (str(replace(e.key, tokens=1)), e.key.tokens))
-    work: list[tuple[Entry, Schedule]] = []
+    work: list[tuple[Entry, KernelSchedule]] = []
     for entry in entries:
         others = {key: other for key, other in table.entries.items() if key != entry.key}
         without = Table(table.gpu, table.capability, table.made, others)
@@ -62,7 +62,7 @@ def first_calls(table: Table, target: Target, gpu: Measures, submit: Submit) -> 
     compiling = [[submit(problem(e.key), s) for s in dict.fromkeys((e.schedule, first))] for e, first in work]
 
     for (entry, first), futures in zip(work, compiling):
-        times: dict[Schedule, float] = {}
+        times: dict[KernelSchedule, float] = {}
         for schedule, future in zip(dict.fromkeys((entry.schedule, first)), futures):
             try:
                 future.result()

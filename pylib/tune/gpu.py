@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.scheduling.choice import TOKEN_TILES
 from lowbit.passes.target import Target
 from lowbit.pylib.build.kernels import Artifacts
@@ -43,7 +43,7 @@ class Stand:
         self._weights: OrderedDict[MatmulSpec, Weights] = OrderedDict()
         torch.zeros(1, device="cuda")  # makes the context
 
-    def time(self, problem: Problem, schedule: Schedule, replays: int) -> float:
+    def time(self, problem: Problem, schedule: KernelSchedule, replays: int) -> float:
         """Microseconds per call, in a CUDA graph: after a rest; from `HOT_TOKENS` tokens on, half way between that and
         what a GPU does that never rests. A few replays are coarser: whatever the GPU is at."""
         call, _ = self._kernel(problem, schedule)
@@ -53,7 +53,7 @@ class Stand:
         rested = timing.graph_time(calls, replays).median
         return rested if problem.tile < HOT_TOKENS else (rested + timing.sustained_time(calls).median) / 2
 
-    def check(self, problem: Problem, schedule: Schedule) -> bool:
+    def check(self, problem: Problem, schedule: KernelSchedule) -> bool:
         """Whether all outputs are right, of a launch that had the GPU to itself and of one among others."""
         call, y = self._kernel(problem, schedule)
         weights = self._of(problem.spec)
@@ -78,7 +78,7 @@ class Stand:
         self._weights.move_to_end(spec)
         return self._weights[spec]
 
-    def _kernel(self, problem: Problem, schedule: Schedule) -> tuple[Callable[[PackedWeight], None], Tensor]:
+    def _kernel(self, problem: Problem, schedule: KernelSchedule) -> tuple[Callable[[PackedWeight], None], Tensor]:
         """A launch on a weight, and the tensor that it writes."""
         spec, tile = problem.spec, problem.tile
         artifact = Artifacts(spec, self._target, schedule).kernel(tile)

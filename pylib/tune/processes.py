@@ -21,7 +21,7 @@ from typing import Any
 
 from lowbit.dialect.errors import LowbitError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.scheduling.tables import Key
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib import knobs
@@ -80,7 +80,7 @@ class Compilers:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def submit(self, problem: Problem, schedule: Schedule) -> Future[str]:
+    def submit(self, problem: Problem, schedule: KernelSchedule) -> Future[str]:
         """Compile a kernel. The result is its `kernel_id`, or what went wrong, as Failed."""
         work = _compile, problem, self._target.name, schedule
         try:
@@ -102,7 +102,7 @@ def _stand_back() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _compile(problem: Problem, target: str, schedule: Schedule) -> str:
+def _compile(problem: Problem, target: str, schedule: KernelSchedule) -> str:
     from lowbit.pylib.build.kernels import Artifacts
 
     try:
@@ -136,11 +136,11 @@ class GpuProcess:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def time(self, problem: Problem, schedule: Schedule, replays: int) -> float:
+    def time(self, problem: Problem, schedule: KernelSchedule, replays: int) -> float:
         """Microseconds per call."""
         return self._ask("time", problem, schedule, replays)
 
-    def check(self, problem: Problem, schedule: Schedule) -> bool:
+    def check(self, problem: Problem, schedule: KernelSchedule) -> bool:
         """Whether every output is within what rounding explains."""
         return self._ask("check", problem, schedule)
 

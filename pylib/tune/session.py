@@ -25,7 +25,8 @@ from typing import Any, Protocol, cast
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.scheduling.choice import check_tile
 from lowbit.passes.scheduling.tables import Entry, Key
 from lowbit.passes.target import Target, parse_target
@@ -90,7 +91,7 @@ class Log:
     def __init__(self, path: Path, gpu: str) -> None:
         self._path = path
         self._of = {"gpu": gpu, "sources": cache.source_fingerprint()[:16]}
-        self._known: dict[tuple[Key, Schedule, str], float] = {}
+        self._known: dict[tuple[Key, KernelSchedule, str], float] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text and not text.endswith("\n"):  # the process died while it wrote
@@ -98,15 +99,15 @@ class Log:
         for line in text.splitlines():
             values = json.loads(line)
             if {name: values[name] for name in self._of} == self._of:
-                known = Key(**values["key"]), Schedule.from_dict(values["schedule"]), values["what"]
+                known = Key(**values["key"]), schedule_from_dict(values["schedule"]), values["what"]
                 self._known[known] = math.inf if values["value"] is None else values["value"]
 
-    def get(self, key: Key, schedule: Schedule, what: str) -> float | None:
+    def get(self, key: Key, schedule: KernelSchedule, what: str) -> float | None:
         return self._known.get((key, schedule, what))
 
-    def add(self, key: Key, schedule: Schedule, what: str, value: float, why: str = "") -> None:
+    def add(self, key: Key, schedule: KernelSchedule, what: str, value: float, why: str = "") -> None:
         self._known[key, schedule, what] = value
-        about = {"key": asdict(key), "schedule": asdict(schedule), "what": what}
+        about = {"key": asdict(key), "schedule": schedule_to_dict(schedule), "what": what}
         about |= {"value": value if math.isfinite(value) else None} | ({"why": why} if why else {})
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self._of | about) + "\n")
@@ -127,12 +128,12 @@ class Progress(Protocol):
 class Measures(Protocol):
     """What needs a GPU. Raises Failed for a schedule that can't be measured."""
 
-    def time(self, problem: Problem, schedule: Schedule, replays: int) -> float: ...
+    def time(self, problem: Problem, schedule: KernelSchedule, replays: int) -> float: ...
 
-    def check(self, problem: Problem, schedule: Schedule) -> bool: ...
+    def check(self, problem: Problem, schedule: KernelSchedule) -> bool: ...
 
 
-Submit = Callable[[Problem, Schedule], "Future[str]"]  # compile it; the kernel's id, or Failed
+Submit = Callable[[Problem, KernelSchedule], "Future[str]"]  # compile it; the kernel's id, or Failed
 
 
 @dataclass
@@ -140,13 +141,13 @@ class Search:
     """One matmul's: what is being compiled, and what was found. Microseconds, inf for what can't run."""
 
     problem: Problem
-    compiling: dict[Schedule, Future[str] | None]  # None: measured in an earlier session
-    times: dict[Schedule, float] = field(default_factory=dict)
-    kernels: dict[Schedule, str] = field(default_factory=dict)
+    compiling: dict[KernelSchedule, Future[str] | None]  # None: measured in an earlier session
+    times: dict[KernelSchedule, float] = field(default_factory=dict)
+    kernels: dict[KernelSchedule, str] = field(default_factory=dict)
     share: float = math.inf  # seconds that timing may take
     spent: float = 0.0  # and has taken
 
-    def best(self, count: int) -> list[Schedule]:
+    def best(self, count: int) -> list[KernelSchedule]:
         """Of those that run, the fastest first."""
         return sorted((s for s, t in self.times.items() if math.isfinite(t)), key=lambda s: self.times[s])[:count]
 
@@ -181,7 +182,7 @@ class Tuner:
             finally:
                 planner.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, plans: Sequence[tuple[Problem, Future[list[Schedule]]]]) -> Iterator[Entry]:
+    def _run(self, plans: Sequence[tuple[Problem, Future[list[KernelSchedule]]]]) -> Iterator[Entry]:
         self._end = end = self.now() + self.seconds
         waiting = iter(plans)
         begun: list[Search] = []  # compiling for the first pass
@@ -205,10 +206,10 @@ class Tuner:
         if last:
             yield from self._finish(last)
 
-    def _first_pass(self, p: Problem) -> list[Schedule]:
+    def _first_pass(self, p: Problem) -> list[KernelSchedule]:
         return candidates(p.spec, p.tile, self.target, math.ceil(self.candidates * FIRST_PASS))
 
-    def _begin(self, problem: Problem, schedules: Sequence[Schedule]) -> Search:
+    def _begin(self, problem: Problem, schedules: Sequence[KernelSchedule]) -> Search:
         search = Search(problem, {})
         self._compile(search, schedules)
         return search
@@ -219,7 +220,7 @@ class Tuner:
         new = [s for s in dict.fromkeys(near) if s not in search.times]
         self._compile(search, new[: max(0, self.candidates - len(search.times))])
 
-    def _compile(self, search: Search, schedules: Sequence[Schedule]) -> None:
+    def _compile(self, search: Search, schedules: Sequence[KernelSchedule]) -> None:
         for s in schedules:
             known = self.log.get(search.problem.key, s, "short") is not None
             search.compiling[s] = None if known else self.submit(search.problem, s)
@@ -242,7 +243,7 @@ class Tuner:
         left = self._end - self.now()
         return left > 0 and (not future or bool(wait([future], None if math.isinf(left) else left).done))
 
-    def _compiled(self, search: Search, schedule: Schedule) -> bool:
+    def _compiled(self, search: Search, schedule: KernelSchedule) -> bool:
         future = search.compiling[schedule]
         if future is None:
             return True
@@ -258,14 +259,14 @@ class Tuner:
         search.kernels[schedule] = kernel
         return True
 
-    def _time(self, search: Search, schedule: Schedule, replays: int, what: str) -> float:
+    def _time(self, search: Search, schedule: KernelSchedule, replays: int, what: str) -> float:
         known = self.log.get(search.problem.key, schedule, what)
         if known is None:
             known = self._measure(search, schedule, what, lambda p, s: self.gpu.time(p, s, replays))
         return known
 
     def _measure(
-        self, search: Search, schedule: Schedule, what: str, measure: Callable[[Problem, Schedule], float]
+        self, search: Search, schedule: KernelSchedule, what: str, measure: Callable[[Problem, KernelSchedule], float]
     ) -> float:
         start, why = self.now(), ""
         try:
@@ -294,7 +295,7 @@ class Tuner:
                 return Entry(problem.key, s, long[s], date.today().isoformat(), self.version, kernel)
         return None
 
-    def _right(self, search: Search, schedule: Schedule) -> bool:
+    def _right(self, search: Search, schedule: KernelSchedule) -> bool:
         known = self.log.get(search.problem.key, schedule, "right")
         if known is None:
             known = self._measure(search, schedule, "right", self.gpu.check)

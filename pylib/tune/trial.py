@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.registry import family_of
 from lowbit.pylib import packed, reference
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.packed import PackedWeight
@@ -37,7 +38,7 @@ class Trial:
 
     matmul: Matmul
     m: int
-    schedule: Schedule | None  # of the kernel for m tokens, where it has one
+    schedule: KernelSchedule | None  # of the kernel for m tokens, where it has one
     error: float  # relative, in the Frobenius norm
     worst: float  # largest error as a share of what is allowed there; inf if NaN or inf was not met
     compile_time: float
@@ -141,7 +142,7 @@ def rounding(mm: Matmul, m: int) -> dict[str, bool]:
     if not mm.target.is_gpu:
         return {}
     schedule = mm.kernel(m).schedule
-    return KernelPlan(mm.spec, schedule).rounding if schedule else {"dequantized": True}
+    return family_of(schedule).rounding(mm.spec, schedule)
 
 
 def _take(t: Tensor, rows: Tensor) -> Tensor:

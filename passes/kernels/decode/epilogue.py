@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 
 from lowbit.dialect.layouts.layout import Layout, column_spatial, local, replicated
-from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.plan import KernelPlan
-from lowbit.passes.kernels.decode.schedule import Schedule
 
 
 class Epilogue:
     """Writes the end of program `p`, in block `tile` along n."""
 
-    def __init__(self, p: Program, spec: MatmulSpec, schedule: Schedule, tile: Scalar) -> None:
-        self.p, self.spec, self.schedule, self.tile = p, spec, schedule, tile
-        self.plan = KernelPlan(spec, schedule)
+    def __init__(self, p: Program, plan: KernelPlan, tile: Scalar) -> None:
+        self.p, self.plan, self.spec, self.schedule, self.tile = p, plan, plan.spec, plan.schedule, tile
 
     def finish(self, total: Tile) -> None:
         """The sum over warps and splits that share rows, then bias, conversion, store."""

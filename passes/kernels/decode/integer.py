@@ -1,5 +1,5 @@
 """The matmul kernel for one token in integers: `passes.kernels.decode.kernel` with another compute side
-(`Schedule.integer_mma`).
+(the family `decode_integer`).
 
 The idea. With narrow codes and one token, decoding to f16 and a tensor core with seven of its eight columns idle are
 the bound, not memory. As bytes, codes cost half as much; x takes four of the columns, a limb each
@@ -31,16 +31,17 @@ from lowbit.dialect.types import row_major
 from lowbit.passes.builder import Tile
 from lowbit.passes.kernels.decode.kernel import Kernel
 from lowbit.passes.kernels.decode.operands import Operands
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule
 
 
 class _IntegerKernel(Kernel):
     """Builds the program."""
 
-    def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
-        super().__init__(spec, schedule)
-        warps = spatial(schedule.warps_k, 1, 1)
-        self.d_layout = warps.local(1, schedule.row_blocks, 1) * MMA_M16N8_PAIRS.unsqueeze(0)
+    def __init__(self, plan: KernelPlan) -> None:
+        super().__init__(plan)
+        warps = spatial(plan.schedule.warps_k, 1, 1)
+        self.d_layout = warps.local(1, plan.schedule.row_blocks, 1) * MMA_M16N8_PAIRS.unsqueeze(0)
         self.row_layout, self.sum_layout = self.d_layout.reduce((2,)), self.d_layout.reduce((1,))
 
     def _operands(self) -> Operands:
@@ -78,6 +79,6 @@ class _IntegerKernel(Kernel):
         return self.p.join_limbs(total)
 
 
-def decode_matmul_integer(spec: MatmulSpec, schedule: Schedule) -> ir.Module:
+def decode_matmul_integer(spec: MatmulSpec, schedule: IntegerSchedule) -> ir.Module:
     """The tile program of a matmul with one token, in a module of its own."""
-    return _IntegerKernel(spec, schedule).build()
+    return _IntegerKernel(KernelPlan(spec, schedule)).build()

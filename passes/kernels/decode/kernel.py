@@ -64,9 +64,9 @@ ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothi
 class Kernel:
     """Builds the program."""
 
-    def __init__(self, spec: MatmulSpec, schedule: Schedule) -> None:
-        self.spec, self.schedule = spec, schedule
-        self.plan = KernelPlan(spec, schedule)
+    def __init__(self, plan: KernelPlan) -> None:
+        self.plan = plan
+        self.spec, self.schedule = spec, schedule = plan.spec, plan.schedule
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
         names = ["x", "codes", "scales"]
@@ -133,10 +133,10 @@ class Kernel:
         total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
         p.barrier()
         p.free_shared(*self.operands.buffers)
-        Epilogue(p, spec, s, self.tile).finish(total)
+        Epilogue(p, self.plan, self.tile).finish(total)
 
     def _operands(self) -> Operands:
-        return Operands(self.p, self.spec, self.schedule, self.first_block)
+        return Operands(self.p, self.plan, self.first_block)
 
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
@@ -315,4 +315,4 @@ class Kernel:
 
 def decode_matmul(spec: MatmulSpec, schedule: Schedule) -> Any:
     """The tile program of a matmul, in a module of its own."""
-    return Kernel(spec, schedule).build()
+    return Kernel(KernelPlan(spec, schedule)).build()

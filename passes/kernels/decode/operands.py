@@ -7,11 +7,10 @@ import math
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
-from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.spec import BYTES
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.plan import KernelPlan
-from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
@@ -44,11 +43,10 @@ class Operands:
     table      of a format that has one
     """
 
-    def __init__(self, p: Program, spec: MatmulSpec, schedule: Schedule, first_block: Scalar) -> None:
-        self.p, self.spec, self.schedule, self.first_block = p, spec, schedule, first_block
-        self.plan, self.packing = KernelPlan(spec, schedule), spec.packing
+    def __init__(self, p: Program, plan: KernelPlan, first_block: Scalar) -> None:
+        self.p, self.plan, self.first_block = p, plan, first_block
+        self.spec, self.schedule, self.packing = spec, s, packing = plan.spec, plan.schedule, plan.spec.packing
         self.slot = 0
-        s, packing = schedule, self.packing
         self.units = s.step_k // packing.chunk * packing.units * 32
         warps = spatial(s.warps_k, s.warps_n, 1)
         self.unit_layout = warps.local(1, s.row_blocks, self.units // 32).spatial(1, 1, 32)

@@ -115,13 +115,18 @@ class KernelPlan:
     @property
     def async_x(self) -> bool:
         """Whether 16-byte copies fit the rows of x."""
-        return self.spec.k % 8 == 0 and not self.spec.packing.pads_groups
+        return fits_async_x(self.spec)
 
     @property
     def workspace_bytes(self) -> int:
         """Partial sums of all splits and a counter per tile, where splits add up through device memory."""
         s = self.schedule
         return 0 if s.split_k == s.cluster else self.tiles * (s.split_k * s.rows * s.columns + 1) * 4
+
+
+def fits_async_x(spec: MatmulSpec) -> bool:
+    """Whether 16-byte copies fit the rows of x, whatever the schedule."""
+    return spec.k % 8 == 0 and not spec.packing.pads_groups
 
 
 def can_use_raw_codes(spec: MatmulSpec) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.base import KernelSchedule
 
 TOKEN_TILES = (1, 8, 16, 32, 64, 128, 256)  # most tokens of a launch that have a kernel of their own
 
@@ -15,7 +16,7 @@ Refill = Literal["before_mma", "after_first_mma", "per_warp"]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(KernelSchedule):
     """The free choices of the decode kernel. Every choice gives the same numbers up to f32 rounding.
 
     A block computes 16 * row_blocks * warps_n rows of the weight for `tokens` tokens. Its warps_n * warps_k warps
@@ -30,7 +31,6 @@ class Schedule:
     cluster            of these, blocks that add up through distributed shared memory: 1 or all (sm_90)
     wgmma              use wgmma, which multiplies with four warps and reads x from shared memory (sm_90a)
     max_blocks_per_sm  at most so many blocks on a multiprocessor at a time; 0: as many as fit
-    integer_mma        multiply one token as 8-bit limbs with codes as bytes, in integers (`formats.integer_limbs`)
     preload_weights    load a block's part of the weight to registers, and x to shared memory, before the first product
     min_blocks         fill the grid up to so many blocks with empty ones
     prefetch_limit     rounds of the weight under way until the kernel before has ended; 0: as many as there are stages
@@ -39,6 +39,9 @@ class Schedule:
                        begun (wgmma), or as each warp gets there, without a barrier per round (wgmma)
     overlap_groups     begin the product of a group before that of the last group has ended (wgmma)
     """
+
+    integer_mma: ClassVar[bool] = False
+    """Whether products are integers: of an `IntegerSchedule`."""
 
     tokens: int = 8
     row_blocks: int = 2
@@ -50,7 +53,6 @@ class Schedule:
     cluster: int = 1
     wgmma: bool = False
     max_blocks_per_sm: int = 0
-    integer_mma: bool = False
     preload_weights: bool = False
     min_blocks: int = 0
     prefetch_limit: int = 0
@@ -100,15 +102,36 @@ class Schedule:
         """Rows of the weight per block."""
         return 16 * self.row_blocks * self.warps_n
 
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Schedule:
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Schedule:
         """The inverse of `dataclasses.asdict`. Fields may have the names and numbers of version 0.1, as in old tables
-        and tuning logs. Raises SpecError for an unknown field or a value that does not fit."""
+        and tuning logs, where a flag told integer schedules apart. Raises SpecError for an unknown field or a value
+        that does not fit."""
         read = dict(_modern(name, value) for name, value in values.items())
-        known = [field.name for field in fields(Schedule)]
+        in_integers = read.pop("integer_mma", False)
+        _check_type("integer_mma", in_integers, False)
+        kind = IntegerSchedule if in_integers else cls
+        known = [field.name for field in fields(kind)]
         if unknown := sorted(read.keys() - set(known)):
             raise SpecError(f"schedule: unknown field {unknown[0]!r}; allowed: {', '.join(known)}")
-        return Schedule(**read)
+        return kind(**read)
+
+
+@dataclass(frozen=True)
+class IntegerSchedule(Schedule):
+    """The free choices of the decode kernel in integers, which multiplies codes as bytes with one token split into
+    8-bit limbs (`dialect.formats.integer_limbs`): those of `Schedule` that floating point is not needed for."""
+
+    integer_mma: ClassVar[bool] = True
+
+    tokens: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fixed = {"tokens": 1, "warps_n": 1, "wgmma": False, "preload_weights": False, "raw_codes": False}
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                raise SpecError(f"schedule: decode_integer needs {name}={value}; got {name}={getattr(self, name)}")
 
 
 # Fields that depend on others: what was given, what it needs (`s` is the schedule), and whether it has that.
@@ -129,14 +152,9 @@ _RULES: tuple[tuple[str, str, Callable[[Schedule], bool]], ...] = (
         lambda s: s.tokens <= 64 or s.wgmma,
     ),
     (
-        "integer_mma=True",
-        "needs tokens=1, warps_n=1 and wgmma=False; got tokens={s.tokens}, warps_n={s.warps_n}, wgmma={s.wgmma}",
-        lambda s: not s.integer_mma or (s.tokens, s.warps_n, s.wgmma) == (1, 1, False),
-    ),
-    (
         "preload_weights=True",
-        "needs num_stages={s.num_stages} to be 1, prefetch_limit={s.prefetch_limit} to be 0, and integer_mma=False",
-        lambda s: not s.preload_weights or (s.num_stages, s.prefetch_limit, s.integer_mma) == (1, 0, False),
+        "needs num_stages={s.num_stages} to be 1 and prefetch_limit={s.prefetch_limit} to be 0",
+        lambda s: not s.preload_weights or (s.num_stages, s.prefetch_limit) == (1, 0),
     ),
     (
         "overlap_groups=True",
@@ -153,7 +171,6 @@ _RULES: tuple[tuple[str, str, Callable[[Schedule], bool]], ...] = (
         "needs num_stages={s.num_stages} to be at least 2 and prefetch_limit={s.prefetch_limit} to be 0",
         lambda s: s.refill != "per_warp" or (s.num_stages >= 2 and s.prefetch_limit == 0),
     ),
-    ("raw_codes=True", "needs integer_mma=False", lambda s: not (s.raw_codes and s.integer_mma)),
 )
 
 # Fields of version 0.1, whose choices were all integers.

@@ -13,7 +13,7 @@ from lowbit.dialect.formats.packing import BLOCK_K, ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.dequantize import block_columns, units_of
+from lowbit.passes.kernels.dequantize.kernel import block_columns, units_of
 
 
 def prepack(spec: MatmulSpec) -> ir.Module:

@@ -15,10 +15,10 @@ import math
 from dataclasses import dataclass, replace
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.legality import shared_room
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.lowering.recipes import OFFSET_BITS
-from lowbit.passes.scheduling.legality import multiprocessors, shared_room
 from lowbit.passes.target import Target
 
 CLOCK = 1800.0  # of a multiprocessor, per microsecond
@@ -106,7 +106,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     resident = blocks_per_sm(spec, s, target)
     if not resident:
         return math.inf
-    plan, processors, bits = KernelPlan(spec, s), multiprocessors(target), spec.packing.bits
+    plan, processors, bits = KernelPlan(spec, s), target.multiprocessors, spec.packing.bits
     tiles, rounds, rows, columns = plan.tiles, plan.rounds, s.rows, s.mma_columns
     waves = tiles * s.split_k / (processors * (REACH if s.cluster > 2 else 1.0))
     whole_waves = math.ceil(waves)

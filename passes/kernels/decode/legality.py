@@ -6,7 +6,13 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.integer_limbs import LIMBS, PIECE, ROW, takes
 from lowbit.dialect.spec import BYTES, MatmulSpec
-from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, always_uses_raw_codes, can_use_raw_codes
+from lowbit.passes.kernels.decode.plan import (
+    MOST_SCALED,
+    KernelPlan,
+    always_uses_raw_codes,
+    can_use_raw_codes,
+    fits_async_x,
+)
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
@@ -16,7 +22,11 @@ MOST_PRELOADED = 128  # registers of weight in a thread
 
 def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
     """Shared memory of the decode kernel, as `lower-tiles` will lay it out (buffers are multiples of 128 bytes)."""
-    plan = KernelPlan(spec, s)
+    return _shared_bytes(KernelPlan(spec, s))
+
+
+def _shared_bytes(plan: KernelPlan) -> int:
+    spec, s = plan.spec, plan.schedule
 
     def padded(size: int) -> int:
         return -(-size // 128) * 128
@@ -48,13 +58,13 @@ def shared_room(spec: MatmulSpec, s: Schedule, target: Target) -> int:
 
 def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
-    chunk, group = spec.packing.chunk, spec.packing.padded_group
+    plan, chunk, group = KernelPlan(spec, s), spec.packing.chunk, spec.packing.padded_group
     if s.step_k % chunk:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {chunk} for {spec.weight}; try {chunk}")
     if not group_fits(spec, s.step_k):
         raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
     if s.wgmma:
-        _check_wgmma(spec, s, target)
+        _check_wgmma(plan, target)
     if s.integer_mma:
         _check_integer_mma(spec, s)
     if s.raw_codes and not can_use_raw_codes(spec):
@@ -67,15 +77,15 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
             "take raw_codes=False"
         )
     if s.preload_weights:
-        _check_preloaded(spec, s)
-    if s.overlap_groups and (not KernelPlan(spec, s).groups or KernelPlan(spec, s).rounds_scales):
+        _check_preloaded(plan)
+    if s.overlap_groups and (not plan.groups or plan.rounds_scales):
         raise SpecError(
             "schedule: overlap_groups=True is for sums that are scaled group by group; "
             f"{spec} needs overlap_groups=False"
         )
     if s.cluster > 1 and not target.has_clusters:
-        raise SpecError(f"schedule: cluster={s.cluster} needs sm_90, the target is {target}; take cluster=1")
-    needed = shared_bytes(spec, s)
+        raise SpecError(f"schedule: cluster={s.cluster} needs clusters, which {target} does not have; take cluster=1")
+    needed = _shared_bytes(plan)
     if needed > target.max_shared_per_block:
         raise SpecError(
             f"schedule: {s} needs {needed} bytes of shared memory, {target} allows {target.max_shared_per_block}; "
@@ -95,15 +105,16 @@ def is_allowed(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
 def has_wgmma(spec: MatmulSpec, target: Target) -> bool:
     """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
     same_type = compute_element(spec.dtype, spec.act) == spec.act
-    return target.has_wgmma and same_type and KernelPlan(spec, Schedule()).async_x
+    return target.has_wgmma and same_type and fits_async_x(spec)
 
 
-def _check_wgmma(spec: MatmulSpec, s: Schedule, target: Target) -> None:
+def _check_wgmma(plan: KernelPlan, target: Target) -> None:
+    spec, s = plan.spec, plan.schedule
     if not target.has_wgmma:
         raise SpecError(f"schedule: wgmma needs sm_90a, the target is {target}; take wgmma=False")
     if s.step_k % 64:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of 64 for wgmma")
-    if s.tokens > MOST_SCALED and not KernelPlan(spec, s).sums_once:
+    if s.tokens > MOST_SCALED and not plan.sums_once:
         raise SpecError(
             f"schedule: tokens={s.tokens} leaves registers for one set of sums, and {spec} needs two; "
             f"take tokens of at most {MOST_SCALED}"
@@ -123,16 +134,16 @@ def has_integer_mma(spec: MatmulSpec) -> bool:
 
 def _check_integer_mma(spec: MatmulSpec, s: Schedule) -> None:
     if s.step_k % PIECE:
-        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {PIECE} for integer_mma=True")
+        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {PIECE} for decode_integer")
     if not has_integer_mma(spec):
         raise SpecError(
-            f"schedule: integer_mma=True multiplies integers of 1, 2 or 4 bits in groups of multiples of {PIECE} "
-            f"columns; {spec.weight} in groups of {spec.group_size} needs integer_mma=False"
+            f"schedule: decode_integer multiplies integers of 1, 2 or 4 bits in groups of multiples of {PIECE} "
+            f"columns; {spec.weight} in groups of {spec.group_size} needs a Schedule of the decode family"
         )
 
 
-def _check_preloaded(spec: MatmulSpec, s: Schedule) -> None:
-    plan = KernelPlan(spec, s)
+def _check_preloaded(plan: KernelPlan) -> None:
+    spec, s = plan.spec, plan.schedule
     if not plan.covers_exactly or spec.packing.padded_k % s.step_k or not plan.async_x:
         raise SpecError(
             f"schedule: preload_weights=True needs steps of step_k={s.step_k}, warps_k={s.warps_k} and "
@@ -152,13 +163,8 @@ def group_fits(spec: MatmulSpec, step: int) -> bool:
     return group is None or step % group == 0 or group % step == 0
 
 
-def multiprocessors(target: Target) -> int:
-    """Of the usual GPU of an architecture: A100, A40, Orin, L40S, H100."""
-    return {86: 84, 87: 16, 89: 142, 90: 132}.get(target.capability, 108)
-
-
 def enough_blocks(blocks: int, target: Target) -> int:
     """The `max_blocks` with which so many blocks run at a time and no more would, or 0 where that takes many: a
     multiprocessor that finishes early would take more than its share of the next kernel's."""
-    each = -(-blocks // multiprocessors(target))
+    each = -(-blocks // target.multiprocessors)
     return each if each <= 2 else 0

@@ -1,0 +1,113 @@
+"""What a kernel family is, and the request for one kernel, without MLIR.
+
+A family is one way to compute an operation on tensors: its schedule type, what it supports, the schedules worth
+considering, a prediction of their time, the rules they must obey, and the program. Each family has a folder here, and
+a line in `passes.kernels.registry`. The compile driver, the choice of schedules, the tuner and the passes know families
+by this interface only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.target import Target
+
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
+
+Operation = Literal["matmul", "dequantize", "prepack"]
+
+
+@dataclass(frozen=True)
+class KernelSchedule:
+    """The free choices of a kernel: a family derives its own type from this one, whose fields are the choices."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KernelSchedule:
+        """The inverse of `dataclasses.asdict`. Raises SpecError for an unknown field or a value that does not fit."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(values.keys() - set(known)):
+            allowed = ", ".join(known) or "none"
+            raise SpecError(f"schedule: unknown field {unknown[0]!r}; allowed: {allowed}")
+        return cls(**values)
+
+
+S = TypeVar("S", bound=KernelSchedule)
+
+
+class KernelFamily(ABC, Generic[S]):
+    """One way to compute an operation. Families are stateless: there is one object of each, in the registry.
+
+    name           how requests, tables and printed schedules call the family
+    operation      the operation on tensors that its kernels compute
+    schedule_type  the class of its schedules; no other family has the same
+    """
+
+    name: ClassVar[str]
+    operation: ClassVar[Operation]
+    schedule_type: type[S]
+
+    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        """The token tiles (most tokens of a launch) that the family has kernels for; none where x plays no part."""
+        return ()
+
+    def tile_limit(self, spec: MatmulSpec, target: Target) -> str:
+        """Why `token_tiles` has no wider one: the end of an error's message."""
+        return ""
+
+    def serves(self, schedule: S, tokens: int) -> bool:
+        """Whether a schedule that a user gives is meant for a token tile."""
+        return False
+
+    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[S]:
+        """The few schedules from which the rule takes the one with the least predicted time."""
+        return [self.schedule_type()]
+
+    def predict(self, spec: MatmulSpec, tokens: int, schedule: S, target: Target) -> float:
+        """About how many microseconds a launch takes: for comparing schedules. inf where the schedule cannot run."""
+        return 0.0
+
+    def suits(self, spec: MatmulSpec, schedule: S, target: Target, measured: MatmulSpec) -> bool:
+        """Whether a schedule may be expected to do for `spec` what it did where it was measured."""
+        return spec == measured
+
+    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[S]:
+        """The schedules that the first pass of the tuner orders by prediction and times."""
+        return self.candidates(spec, tokens, target)
+
+    def neighbours(self, spec: MatmulSpec, tokens: int, target: Target, around: S) -> Sequence[S]:
+        """The schedules that the second pass of the tuner tries next to a good one, the most promising first."""
+        return []
+
+    def shape(self, schedule: S) -> tuple[object, ...]:
+        """What decides most about a schedule's time: the tuner times every shape once before any twice."""
+        return (schedule,)
+
+    def check(self, spec: MatmulSpec, schedule: S, target: Target) -> None:
+        """Raises SpecError where a schedule does not fit a spec or a target."""
+
+    def rounding(self, spec: MatmulSpec, schedule: S) -> dict[str, bool]:
+        """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
+        return {}
+
+    @abstractmethod
+    def build(self, spec: MatmulSpec, schedule: S) -> ir.Module:
+        """The tile program. Implementations import it here, so that a choice of schedules loads no MLIR."""
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """One kernel to build: made once, and then looked up, built, cached and dumped as it is.
+
+    family is the name of one in `passes.kernels.registry`; the schedule is of its type.
+    """
+
+    spec: MatmulSpec
+    target: Target
+    family: str
+    schedule: KernelSchedule

@@ -1,0 +1,163 @@
+"""The schedules from which the rule chooses, where nobody has measured, and where a measured one does as well."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from lowbit.dialect.formats.integer_limbs import PIECE
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.cost_model import spills
+from lowbit.passes.kernels.decode.legality import (
+    enough_blocks,
+    group_fits,
+    has_integer_mma,
+    has_wgmma,
+    is_allowed,
+)
+from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule
+from lowbit.passes.target import Target
+
+S = TypeVar("S", bound=Schedule)
+
+REFILL_AFTER_MMA = 128  # tokens from which on a round has too many copies for its first product to wait for them
+_PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room in registers
+
+
+def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+    """The token tiles that a matmul has decode kernels for."""
+    if not has_wgmma(spec, target):
+        return _PLAIN_TILES
+    step = math.lcm(spec.packing.chunk, 64)
+    widest = KernelPlan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, num_stages=1, wgmma=True))
+    return TOKEN_TILES if widest.sums_once else TOKEN_TILES[:-1]
+
+
+def tile_limit(spec: MatmulSpec, target: Target) -> str:
+    """Why `token_tiles` ends where it does: the end of an error's message."""
+    why = "whose sums need registers twice" if has_wgmma(spec, target) else "which has no wgmma"
+    return f" for {spec.weight}, k={spec.k} on {target}, {why}"
+
+
+def usual_refill(tokens: int, warps_n: int) -> Refill:
+    """`Schedule.refill` of a loop with wgmma where nobody has measured: the more warps share x, and the wider it is,
+    the longer they wait for one another."""
+    if (warps_n >= 16 and tokens >= 64) or (warps_n >= 8 and tokens >= 256):
+        return "per_warp"
+    return "after_first_mma" if tokens >= REFILL_AFTER_MMA else "before_mma"
+
+
+def suits(spec: MatmulSpec, s: Schedule, target: Target, measured: MatmulSpec) -> bool:
+    """Whether a schedule does for `spec` what it did for the matmul it was measured with: it is allowed, scales weights
+    or sums as there, every warp has work, and its blocks fill the multiprocessors about as well."""
+    if not is_allowed(spec, s, target):
+        return False
+    plan, there = KernelPlan(spec, s), KernelPlan(measured, s)
+    if plan.rounds_scales != there.rounds_scales or s.warps_k * s.split_k > plan.steps:
+        return False
+
+    def filled(n: int) -> float:
+        blocks = -(-n // s.rows) * s.split_k
+        return blocks / (-(-blocks // target.multiprocessors) * target.multiprocessors)
+
+    share = filled(spec.n) / filled(measured.n)
+    # Two kernels with preloaded weights share the multiprocessors: there must not be more blocks.
+    return 0.9 <= share <= (1.1 if s.preload_weights else math.inf)
+
+
+# (row blocks, warps along n, warps along k): what won most often when an H200's table was tuned.
+_WGMMA = (
+    *((1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 4, 1), (1, 8, 2), (1, 8, 1), (1, 16, 1)),
+    *((2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 8, 1), (2, 8, 2), (4, 4, 2), (4, 8, 2)),
+)
+_ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
+_INTEGER = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
+_TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
+_LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
+
+
+# The weights, per multiprocessor, up to which a small matrix is faster resident, by tokens (u4 on an H200).
+_SMALL = {8: 128 << 10, 16: 128 << 10, 32: 72 << 10, 64: 72 << 10}
+
+
+def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule | None:
+    """All of the weight on its way at once, in blocks that leave room for those of the next kernel. None where the
+    matrix is too large for that, or does not come out even."""
+    processors = target.multiprocessors
+    if not has_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(tile, 0) * processors:
+        return None
+    tiles = -(-spec.n // 64)
+    wide = next((s for s in (1, 2, 4) if spec.k <= 4096 * s), 0)  # splits, of blocks of 16 warps
+    narrow = next((s for s in (1, 2, 4) if spec.k <= 1536 * s and tiles * s >= 64), 0)  # of four
+    shapes = [(4, wide)] if tile <= 16 and 32 <= tiles * wide <= 96 else []
+    shapes += [(1, narrow)] if 64 <= tiles * narrow <= processors else []
+    for (warps_k, split_k), step in itertools.product(shapes, (256, 128)):
+        choice = (tile, 1, 4, warps_k, step, 1, split_k, split_k, True)
+        s = Schedule(*choice, preload_weights=True, min_blocks=processors)
+        if is_allowed(spec, s, target) and not spills(spec, s, target):
+            return s
+    return None
+
+
+def streaming_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
+    """Some dozens of schedules with a copy pipeline that are allowed: few enough to predict them all in about two
+    milliseconds. Never empty."""
+    if tile > 1 and has_wgmma(spec, target):
+        # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
+        shapes = [shape for shape in _WGMMA if tile <= 64 or shape[2] != 3]
+        found = list(_shaped(Schedule, spec, target, shapes, tile, wgmma=True))
+    elif tile > 1:
+        found = list(_shaped(Schedule, spec, target, _TOKENS, tile))
+    else:
+        # A tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
+        found = list(_shaped(Schedule, spec, target, _ONE_TOKEN, 8))
+    return found or _least_schedules(spec, tile, target)
+
+
+def _least_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
+    """Small schedules, for matmuls that are too short for two rounds of any other."""
+    chunk = spec.packing.chunk
+    if tile > max(_PLAIN_TILES):
+        return [Schedule(tile, 1, 4, 1, math.lcm(chunk, 64), num_stages=1, wgmma=True)]
+    least = [Schedule(tile, *shape, chunk, 2) for shape in _LEAST]
+    fitting = [s for s in least if is_allowed(spec, s, target)]
+    return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
+
+
+def integer_schedules(spec: MatmulSpec, target: Target) -> list[IntegerSchedule]:
+    """The same for one token in integers, which pays for codes of 1 and 2 bits: with more, memory is the bound."""
+    if spec.packing.bits > 2 or not has_integer_mma(spec):
+        return []
+    return list(_shaped(IntegerSchedule, spec, target, _INTEGER, 1))
+
+
+def _shaped(
+    kind: type[S],
+    spec: MatmulSpec,
+    target: Target,
+    shapes: Sequence[tuple[int, int, int]],
+    tokens: int,
+    wgmma: bool = False,
+) -> Iterator[S]:
+    """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
+    processors, chunk = target.multiprocessors, spec.packing.chunk
+    least = 64 if wgmma else PIECE if kind.integer_mma else chunk
+    steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
+    steps = steps[: 3 if tokens > 128 else 2]  # the wider x is, the less room there is for long steps
+    for (row_blocks, warps_n, warps_k), split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
+        blocks = -(-spec.n // (16 * row_blocks * warps_n)) * split_k
+        if split_k > 1 and blocks > (6 if wgmma else 2) * processors:
+            continue
+        cluster = split_k if target.has_clusters else 1
+        most = enough_blocks(blocks, target) if wgmma else 0
+        for step, num_stages in itertools.product(steps, (2, 3)):
+            if spec.packing.padded_k <= step * warps_k * split_k:  # one round
+                continue
+            shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
+            refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
+            s = kind(*shape, wgmma, most, refill=refill)
+            if not spills(spec, s, target) and is_allowed(spec, s, target):
+                yield s

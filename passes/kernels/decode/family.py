@@ -1,0 +1,91 @@
+"""The decode families: matmuls of 1 to 256 tokens, whose kernels stream the weight through the tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.decode import candidates, cost_model, legality, search_space
+from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
+from lowbit.passes.target import Target
+
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
+
+S = TypeVar("S", bound=Schedule)
+
+
+class _DecodeFamily(KernelFamily[S]):
+    """What both families share: they differ in how a warp multiplies its step."""
+
+    operation: ClassVar[Operation] = "matmul"
+
+    def serves(self, schedule: S, tokens: int) -> bool:
+        return schedule.tokens in (tokens, max(8, tokens))  # a tile of eight is for one token, too
+
+    def predict(self, spec: MatmulSpec, tokens: int, schedule: S, target: Target) -> float:
+        return cost_model.predict(spec, tokens, schedule, target)
+
+    def check(self, spec: MatmulSpec, schedule: S, target: Target) -> None:
+        legality.check_schedule(spec, schedule, target)
+
+    def suits(self, spec: MatmulSpec, schedule: S, target: Target, measured: MatmulSpec) -> bool:
+        return candidates.suits(spec, schedule, target, measured)
+
+    def neighbours(self, spec: MatmulSpec, tokens: int, target: Target, around: S) -> Sequence[S]:
+        return search_space.neighbours(spec, tokens, target, around)
+
+    def shape(self, schedule: S) -> tuple[object, ...]:
+        return tuple(getattr(schedule, name) for name in search_space.SHAPE)
+
+    def rounding(self, spec: MatmulSpec, schedule: S) -> dict[str, bool]:
+        return KernelPlan(spec, schedule).rounding
+
+
+class Decode(_DecodeFamily[Schedule]):
+    """Codes are decoded to the activation's type (or f32) and multiplied by mma.sync or wgmma."""
+
+    name: ClassVar[str] = "decode"
+    schedule_type = Schedule
+
+    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        return candidates.token_tiles(spec, target)
+
+    def tile_limit(self, spec: MatmulSpec, target: Target) -> str:
+        return candidates.tile_limit(spec, target)
+
+    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[Schedule]:
+        preloaded = candidates.preloaded_schedule(spec, tokens, target)
+        return [preloaded] if preloaded else candidates.streaming_schedules(spec, tokens, target)
+
+    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[Schedule]:
+        return search_space.all_schedules(spec, tokens, target, Schedule)
+
+    def build(self, spec: MatmulSpec, schedule: Schedule) -> ir.Module:
+        from lowbit.passes.kernels.decode.kernel import decode_matmul
+
+        return decode_matmul(spec, schedule)
+
+
+class DecodeInteger(_DecodeFamily[IntegerSchedule]):
+    """Codes stay integers, and one token is split into limbs: for narrow codes, whose decoding would be the bound."""
+
+    name: ClassVar[str] = "decode_integer"
+    schedule_type = IntegerSchedule
+
+    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        return (1,) if legality.has_integer_mma(spec) else ()
+
+    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[IntegerSchedule]:
+        return candidates.integer_schedules(spec, target)
+
+    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[IntegerSchedule]:
+        return search_space.all_schedules(spec, tokens, target, IntegerSchedule)
+
+    def build(self, spec: MatmulSpec, schedule: IntegerSchedule) -> ir.Module:
+        from lowbit.passes.kernels.decode.integer import decode_matmul_integer
+
+        return decode_matmul_integer(spec, schedule)

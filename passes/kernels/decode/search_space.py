@@ -1,0 +1,144 @@
+"""The schedules of the decode families that are worth timing for a matmul, for the two passes of the tuner.
+
+`all_schedules` is the first pass: the shape of the work (`SHAPE`) decides most. `neighbours` is the second: what
+differs in one choice from a schedule that turned out well. `pylib.tune.search_space` puts them in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, replace
+from typing import Any, TypeVar, get_args
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refill
+from lowbit.passes.kernels.decode.cost_model import predict, spills
+from lowbit.passes.kernels.decode.legality import enough_blocks, has_wgmma, is_allowed, shared_room
+from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
+from lowbit.passes.kernels.decode.schedule import Refill, Schedule
+from lowbit.passes.target import Target
+
+S = TypeVar("S", bound=Schedule)
+
+SHAPE = ("row_blocks", "warps_n", "warps_k", "split_k", "wgmma", "preload_weights")
+# Only the second pass varies these; in the first they follow.
+SECOND = ("cluster", "max_blocks_per_sm", "min_blocks", "prefetch_limit", "refill", "overlap_groups", "raw_codes")
+MOST_WARPS = 16  # of a block
+MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
+
+
+def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Schedule) -> dict[str, tuple[Any, ...]]:
+    """What each field of a schedule of this type may be, in order."""
+    chunk = spec.packing.chunk
+    splits = (1, 2, 4, 8) if target.has_clusters else (1, 2, 4)
+    found: dict[str, tuple[Any, ...]] = {
+        "tokens": (1, 8) if tile == 1 else (tile,),
+        "row_blocks": (1, 2, 4, 8),
+        "warps_n": (1, 2, 4, 8, 16),
+        "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
+        "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
+        "num_stages": (1, 2, 3, 4, 6, 8),  # 1 for resident ones, and only for them
+        "split_k": splits,
+        "cluster": splits if target.has_clusters else (1,),
+        "wgmma": ((False, True) if tile == 8 else (True,)) if tile >= 8 and has_wgmma(spec, target) else (False,),
+        "max_blocks_per_sm": (0, 1, 2),
+        "min_blocks": (0, target.multiprocessors, 2 * target.multiprocessors),
+        "prefetch_limit": (0, 1, 2),
+        "refill": get_args(Refill) if tile >= REFILL_AFTER_MMA // 2 else ("before_mma",),
+        "preload_weights": (False, True),
+        "overlap_groups": (False, True) if tile >= 8 and has_wgmma(spec, target) else (False,),
+        "raw_codes": (False, True) if can_use_raw_codes(spec) else (False,),
+    }
+    fixed = ("tokens", "warps_n", "wgmma", "preload_weights", "raw_codes") if kind.integer_mma else ()
+    return found | {name: found[name][:1] for name in fixed}
+
+
+def neighbours(spec: MatmulSpec, tile: int, target: Target, around: S) -> list[S]:
+    """The schedules one step of one field away from another, or any in a field of `SECOND`, the most promising first.
+    A field of `SECOND` that is as in the first pass follows the others, as it did there."""
+
+    kind = type(around)
+
+    def limited(s: S) -> S:
+        """Alike for schedules that make the same kernel, as a limit to what shared memory has no room for is none."""
+        room = shared_room(spec, s, target)
+        return replace(s, max_blocks_per_sm=min(s.max_blocks_per_sm or room, room))
+
+    fields = asdict(around)
+    first = _completed(kind, {name: value for name, value in fields.items() if name not in SECOND}, spec, target)
+    fields = {name: value for name, value in fields.items() if name not in SECOND or value != getattr(first, name)}
+    found: list[S | None] = []
+    for name, values in space(spec, tile, target, kind).items():
+        now = getattr(around, name)
+        near = [v for v in values if v < now][-1:] + [v for v in values if v > now][:1]
+        found += [_schedule(kind, fields | {name: v}, spec, target) for v in (values if name in SECOND else near)]
+    kernels = {limited(around): around}
+    for s in filter(None, found):
+        kernels.setdefault(limited(s), s)
+    return sorted(list(kernels.values())[1:], key=lambda s: predict(spec, tile, s, target))
+
+
+def all_schedules(spec: MatmulSpec, tile: int, target: Target, kind: type[S]) -> list[S]:
+    """Every schedule of the first pass that is allowed, gives every warp two steps or more of work, and leaves no
+    more than half of the multiprocessors idle if another does not."""
+    fields = {name: values for name, values in space(spec, tile, target, kind).items() if name not in SECOND}
+    every = (_schedule(kind, dict(zip(fields, values)), spec, target) for values in itertools.product(*fields.values()))
+    found = [s for s in every if s]
+    most = max((_blocks(spec, s) for s in found), default=0)
+    processors = target.multiprocessors
+    return [s for s in found if 2 * _blocks(spec, s) >= min(most, processors) * (0.9 if s.preload_weights else 1)]
+
+
+def _blocks(spec: MatmulSpec, s: Schedule) -> int:
+    return KernelPlan(spec, s).tiles * s.split_k
+
+
+def _schedule(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: Target) -> S | None:
+    """The schedule with these fields, if it is worth trying."""
+    if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS:
+        return None
+    if choice["preload_weights"] != (choice["num_stages"] == 1):
+        return None
+    try:
+        s = _completed(kind, choice, spec, target)
+    except SpecError:
+        return None
+    return s if _worth(spec, s, target) else None
+
+
+def _completed(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: Target) -> S:
+    """The schedule with these fields; those of `SECOND` that are not there as in the first pass: splits in a cluster,
+    no more blocks of warpgroups at a time than there are, copies of many tokens after the first product and warps that
+    drift apart, and where blocks of two kernels are to run side by side, grids that fill the multiprocessors."""
+    splits = choice["split_k"]
+    cluster = splits if target.has_clusters and splits <= 8 else 1
+    loops = choice["wgmma"] and not choice["preload_weights"]
+    refill = usual_refill(choice["tokens"], choice["warps_n"]) if loops else "before_mma"
+    usual: dict[str, Any] = {"cluster": cluster, "refill": refill}
+    s = kind(**(usual | choice))
+    most = KernelPlan(spec, s).rounds + 1
+    if s.num_stages > most:  # the same kernel
+        s = replace(s, num_stages=most)
+    if 0 < s.prefetch_limit >= s.num_stages - 1:
+        s = replace(s, prefetch_limit=0)
+    if s.preload_weights:
+        processors = target.multiprocessors
+        filled = -(-_blocks(spec, s) // processors) * processors
+        return s if "min_blocks" in choice else replace(s, min_blocks=filled)
+    if "max_blocks_per_sm" in choice or not s.wgmma:
+        return s
+    return replace(s, max_blocks_per_sm=enough_blocks(_blocks(spec, s), target))
+
+
+def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
+    """Whether a schedule is allowed, and no other is plainly better."""
+    if s.row_blocks > 1 and s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
+        return False
+    if s.tokens > MOST_SCALED and spills(spec, s, target):
+        return False
+    if s.rows >= spec.n + 16 * s.row_blocks or (KernelPlan(spec, s).rounds < 2 and not s.preload_weights):
+        return False
+    if s.preload_weights and (spills(spec, s, target) or _blocks(spec, s) > 2 * target.multiprocessors):
+        return False  # they are for multiprocessors that have one block or two
+    return is_allowed(spec, s, target)

@@ -1,0 +1,48 @@
+"""The kernel families by name. A new family is a folder beside this file and a line in `FAMILIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedule
+from lowbit.passes.kernels.decode.family import Decode, DecodeInteger
+from lowbit.passes.kernels.dequantize.family import Dequantize
+from lowbit.passes.kernels.prepack.family import Prepack
+from lowbit.passes.target import Target
+
+_ALL = (Decode(), DecodeInteger(), Dequantize(), Prepack())
+FAMILIES: dict[str, KernelFamily[Any]] = {family.name: family for family in _ALL}
+
+
+def family_named(name: str) -> KernelFamily[Any]:
+    """The family of a name. Raises SpecError for an unknown one."""
+    if name not in FAMILIES:
+        raise SpecError(f"schedule: family={name!r} must be one of {', '.join(map(repr, FAMILIES))}")
+    return FAMILIES[name]
+
+
+def family_of(schedule: KernelSchedule) -> KernelFamily[Any]:
+    """The family whose schedule this is."""
+    return next(family for family in FAMILIES.values() if family.schedule_type is type(schedule))
+
+
+def request(spec: MatmulSpec, target: Target, schedule: KernelSchedule) -> KernelRequest:
+    """The request for the kernel with this schedule. Raises SpecError where the schedule does not fit."""
+    family = family_of(schedule)
+    family.check(spec, schedule, target)
+    return KernelRequest(spec, target, family.name, schedule)
+
+
+def schedule_to_dict(schedule: KernelSchedule) -> dict[str, Any]:
+    """A schedule as JSON has it: the name of its family, and its fields."""
+    return {"family": family_of(schedule).name} | asdict(schedule)
+
+
+def schedule_from_dict(values: Mapping[str, Any]) -> KernelSchedule:
+    """The inverse of `schedule_to_dict`; without a family, it is "decode". Raises SpecError for what does not fit."""
+    given = dict(values)
+    return family_named(given.pop("family", Decode.name)).schedule_type.from_dict(given)

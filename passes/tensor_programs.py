@@ -1,0 +1,135 @@
+"""Programs on tensors: modules of one lowbit.matmul, dequantize or prepack, and what such an operation says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import func, ir
+from lowbit.dialect.errors import PassError
+from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
+from lowbit.dialect.types import Packed, packed_type
+from lowbit.passes.kernels.base import KernelRequest, KernelSchedule, Operation
+from lowbit.passes.kernels.registry import family_named, schedule_from_dict, schedule_to_dict
+
+SCHEDULE = "lowbit.schedule"
+
+
+def tensor_program(request: KernelRequest) -> ir.Module:
+    """The program that a request is compiled from: one operation, which carries the schedule."""
+    module = MODULES[family_named(request.family).operation](request.spec)
+    (function,) = module.body.operations
+    operation = function.regions[0].blocks[0].operations[0].operation
+    operation.attributes[SCHEDULE] = schedule_attr(request.schedule)
+    return module
+
+
+def matmul_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @matmul(x, w[, bias]) -> y, of one lowbit.matmul; needs a context with the dialect."""
+    dynamic = ir.ShapedType.get_dynamic_size()
+
+    def tensor(shape: list[int], element: str) -> Any:
+        return ir.RankedTensorType.get(shape, ir.Type.parse(element))
+
+    x, y = tensor([dynamic, spec.k], spec.act), tensor([dynamic, spec.n], spec.out_dtype)
+    inputs = [x, packed_type(spec)] + ([tensor([spec.n], spec.out_dtype)] if spec.bias else [])
+
+    def matmul(arguments: list[Any]) -> Any:
+        x, w, *bias = arguments
+        return ops.MatmulOp(x, w, y, bias).y
+
+    return _function("matmul", inputs, y, matmul)
+
+
+def dequantize_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @dequantize(w) -> W, of one lowbit.dequantize."""
+    y = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse(spec.act))
+
+    def dequantized(arguments: list[Any]) -> Any:
+        return ops.DequantizeOp(arguments[0], y).y
+
+    return _function("dequantize", [packed_type(spec)], y, dequantized)
+
+
+def prepack_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @prepack(codes) -> packed codes, of one lowbit.prepack."""
+    codes = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse("i8"))
+    packed = ir.RankedTensorType.get(list(spec.packing.codes_shape), ir.Type.parse("i32"))
+    weight = ir.TypeAttr.get(packed_type(spec))
+    return _function("prepack", [codes], packed, lambda arguments: ops.PrepackOp(arguments[0], weight, packed).packed)
+
+
+def _function(name: str, inputs: list[Any], result: Any, make: Callable[[list[Any]], Any]) -> ir.Module:
+    module = ir.Module.create()
+    with ir.InsertionPoint(module.body):
+        function = func.FuncOp(name, (inputs, [result]))
+        with ir.InsertionPoint(function.add_entry_block()):
+            func.ReturnOp([make(list(function.arguments))])
+    module.operation.verify()
+    return module
+
+
+MODULES: dict[Operation, Callable[[MatmulSpec], ir.Module]] = {
+    "matmul": matmul_module,
+    "dequantize": dequantize_module,
+    "prepack": prepack_module,
+}
+
+
+def packed_of(op: Any) -> Packed:
+    """The weight of a tensor operation: an operand, or what a prepack makes."""
+    return Packed.of(ir.TypeAttr(op.weight).value if isinstance(op, ops.PrepackOp) else op.w.type)
+
+
+def spec_of(op: Any) -> MatmulSpec:
+    """The spec that an operation's types spell out."""
+    w = packed_of(op)
+    act = y = "f16"  # packing depends on neither
+    bias = False
+    if isinstance(op, ops.MatmulOp):
+        act, y = (str(ir.RankedTensorType(t.type).element_type) for t in (op.x, op.y))
+        bias = len(op.bias) > 0
+    elif isinstance(op, ops.DequantizeOp):
+        act = y = str(ir.RankedTensorType(op.y.type).element_type)
+    return MatmulSpec(
+        w.n,
+        w.k,
+        w.format.name,
+        group_size=w.group,
+        zeros=cast(Zeros, w.zeros),
+        scale=cast(Scale, w.scale),
+        act=cast(Act, act),
+        out=None if y == act else cast(Out, y),
+        bias=bias,
+        table=w.format.table if w.format.name.startswith("lut") else None,
+    )
+
+
+def schedule_attr(schedule: KernelSchedule) -> Any:
+    """A schedule as a dictionary attribute."""
+    return ir.DictAttr.get({name: _attribute(value) for name, value in schedule_to_dict(schedule).items()})
+
+
+def read_schedule(attribute: Any) -> KernelSchedule:
+    """The schedule in a `lowbit.schedule` attribute. Raises PassError for another attribute, SpecError for a field or a
+    value that is none."""
+    if not isinstance(attribute, ir.DictAttr):
+        raise PassError(f"{SCHEDULE} must be a dictionary of a schedule's fields; got {attribute}")
+    return schedule_from_dict({named.name: _value(named.attr) for named in attribute})
+
+
+def _attribute(value: int | bool | str) -> Any:
+    if isinstance(value, str):
+        return ir.StringAttr.get(value)
+    if isinstance(value, bool):
+        return ir.BoolAttr.get(value)
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
+
+
+def _value(attribute: Any) -> int | bool | str | None:
+    """The inverse of `_attribute`, None for any other attribute."""
+    for kind in (ir.BoolAttr, ir.IntegerAttr, ir.StringAttr):
+        if isinstance(attribute, kind):
+            return kind(attribute).value
+    return None

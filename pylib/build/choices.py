@@ -1,0 +1,106 @@
+"""Which kernels serve how many rows of x: a table that can be read, printed and exported."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelRequest
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
+from lowbit.passes.kernels.registry import schedule_to_dict
+from lowbit.passes.scheduling.tables import spelled_out
+from lowbit.passes.target import Target
+
+_LARGE = 1 << 25  # weights, from which on launches of tiles are faster than writing the weight out for longer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `first` to `last` (None: without end) of x, and the token tiles of their launches in order. Without tiles the
+    dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so many rows is bound by
+    arithmetic, not by reading the weight."""
+
+    first: int
+    last: int | None
+    tiles: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if self.last is None:
+            return f"{self.first} on"
+        return str(self.last) if self.first == self.last else f"{self.first} to {self.last}"
+
+
+def rows_of_tiles(spec: MatmulSpec, tiles: Sequence[int]) -> tuple[Rows, ...]:
+    """The rule that picks launches for m rows: the least tile that holds them. More take launches of the widest, of
+    which the last may be of a lesser one; and those that would leave a quarter of 256 idle take 128 and what is left.
+    That is for up to 384 rows, four times the widest tile where the weight is large, 192 without wgmma: measured on an
+    H200 (docs/lab-notebook.md, "More than 256 tokens")."""
+    widest, large = tiles[-1], spec.n * spec.k >= _LARGE
+    most = 192 if widest < 128 else 4 * widest if large else 384
+    ends: dict[int, tuple[int, ...]] = {}  # the last row of each range: its launches
+    for tile in tiles:
+        if tile == TOKEN_TILES[-1]:
+            half = tile // 2
+            ends |= {half + end: (half, *launches) for end, launches in list(ends.items()) if end <= tile // 4}
+        ends[tile] = (tile,)
+    for whole in range(1, -(-most // widest)):
+        ends |= {whole * widest + end: (widest,) * whole + ends[end] for end in list(ends) if end <= widest}
+    lasts = [end for end in ends if end <= most]
+    firsts = [1, *(last + 1 for last in lasts)]
+    return (*(Rows(a, b, ends[b]) for a, b in zip(firsts, lasts)), Rows(firsts[-1], None, ()))
+
+
+def kernel_name(tile: int | None) -> str:
+    """What a kernel is called among those of its matmul: "m8" for up to eight tokens."""
+    return "dequantize" if tile is None else f"m{tile}"
+
+
+@dataclass(frozen=True)
+class KernelChoices:
+    """Which family and schedule serve which number of rows: what `Matmul.choices` gives.
+
+    rows     every number of rows, from 1 on, in ranges
+    kernels  by token tile; under None the one that dequantizes
+    """
+
+    spec: MatmulSpec
+    target: Target
+    rows: tuple[Rows, ...]
+    kernels: Mapping[int | None, KernelRequest]
+
+    def launches(self, m: int) -> tuple[KernelRequest, ...]:
+        """The kernels that are launched for m rows, in order."""
+        tiles = find_rows(self.rows, m).tiles
+        return tuple(self.kernels[tile] for tile in tiles or (None,))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: `kernels` by name, and for ranges of rows the names of the launches."""
+        kernels = {
+            kernel_name(tile): {"tokens": tile, "schedule": schedule_to_dict(kernel.schedule)}
+            for tile, kernel in self.kernels.items()
+        }
+        rows = [
+            {"first": each.first, "last": each.last, "launches": [kernel_name(tile) for tile in each.tiles or (None,)]}
+            for each in self.rows
+        ]
+        return {"spec": asdict(self.spec), "target": self.target.name, "kernels": kernels, "rows": rows}
+
+    def __repr__(self) -> str:
+        lines = [f"{self.spec}, on {self.target}", "", "rows         launches"]
+        for each in self.rows:
+            launches = ", ".join(kernel_name(tile) for tile in each.tiles)
+            lines.append(f"{each!s:<12} {launches or 'dequantize, then a matmul of torch'}")
+        lines += ["", "kernel       family          schedule"]
+        for tile, kernel in self.kernels.items():
+            choices = {name: value for name, value in spelled_out(kernel.schedule).items() if name != "family"}
+            text = ", ".join(f"{name}={value}" for name, value in choices.items()) or "no choices"
+            lines.append(f"{kernel_name(tile):<12} {kernel.family:<15} {text}")
+        return "\n".join(lines)
+
+
+def find_rows(rows: Sequence[Rows], m: int) -> Rows:
+    """The range that m rows are in; no rows at all are in the first."""
+    return rows[bisect_left(rows, m, hi=len(rows) - 1, key=lambda each: each.last or m)]

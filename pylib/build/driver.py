@@ -1,0 +1,91 @@
+"""The compile driver: from the request for a kernel to the kernel, by way of the disk cache.
+
+Nothing here imports MLIR, LLVM or CUDA before a kernel has to be compiled: with a warm cache it never has to.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
+from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
+from lowbit.passes.launch import Launch
+from lowbit.passes.stages import stages
+from lowbit.pylib import knobs
+from lowbit.pylib.build import cache
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a device needs of a compiled kernel. cubin: None for the emulator, which reads the PTX."""
+
+    launch: Launch
+    ptx: str
+    cubin: bytes | None
+
+
+@dataclass(frozen=True)
+class Artifact(Program):
+    """What is kept of a compiled kernel."""
+
+    schedule: KernelSchedule
+
+    def to_files(self) -> dict[str, bytes]:
+        """For the disk cache."""
+        about = {"launch": self.launch.to_dict(), "schedule": schedule_to_dict(self.schedule)}
+        files = {"about.json": json.dumps(about).encode(), "kernel.ptx": self.ptx.encode()}
+        return files | ({} if self.cubin is None else {"kernel.cubin": self.cubin})
+
+    @staticmethod
+    def from_files(files: dict[str, bytes]) -> Artifact:
+        """The inverse of `to_files`."""
+        about = json.loads(files["about.json"])
+        launch, schedule = Launch.from_dict(about["launch"]), schedule_from_dict(about["schedule"])
+        return Artifact(launch, files["kernel.ptx"].decode(), files.get("kernel.cubin"), schedule)
+
+
+def load(request: KernelRequest, name: str) -> Artifact:
+    """The kernel of a request, from the disk cache or compiled; `name` is that of its files under LOWBIT_DUMP.
+
+    Raises TargetError if a tool to compile it is missing.
+    """
+    # 1. Look it up by everything that can change it: the request, the tools and the compiler's sources.
+    key = cache.key(request=request)
+    # 2. Compile it where it is not there, and keep it. Nothing is chosen any more: the request says it all.
+    files = cache.load_or_build(key, lambda: _build(request, name).to_files())
+    # 3. Read it, in either case, from the files that the cache keeps.
+    return Artifact.from_files(files)
+
+
+def _build(request: KernelRequest, name: str) -> Artifact:
+    from lowbit.passes import pipeline  # which loads MLIR and LLVM
+
+    folder = knobs.dump_dir()
+    # 2a. Lower it, stage by stage, to PTX: `passes.stages` has the table.
+    compiled = pipeline.compile_kernel(request, keep=folder is not None)
+    # 2b. Write down every stage, if the user wants to see them.
+    if folder is not None:
+        _dump(compiled.stages, name, folder)
+    # 2c. Assemble it, for a GPU.
+    cubin = compiled.cubin() if request.target.kind == "cuda" else None
+    return Artifact(compiled.launch, compiled.stages["ptx"], cubin, request.schedule)
+
+
+def compile_stages(request: KernelRequest) -> dict[str, str]:
+    """The IR of a kernel after each stage; compiles it afresh."""
+    from lowbit.passes import pipeline
+
+    return pipeline.compile_kernel(request, keep=True).stages
+
+
+def _dump(texts: dict[str, str], name: str, folder: Path) -> None:
+    known = stages(gpu=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage, text in texts.items():
+            (folder / f"{name}.{known[stage].suffix}").write_text(text)
+    except OSError as error:
+        raise SpecError(f"LOWBIT_DUMP={folder} can't be written ({error}); name a folder of yours") from None
