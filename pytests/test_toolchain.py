@@ -20,11 +20,13 @@ from lowbit.dialect.bindings import ir, new_context, passmanager
 from lowbit.dialect.errors import PassError, TargetError
 from lowbit.passes.codegen import cubin as cubin_module
 from lowbit.passes.codegen.cubin import NvJitLink, Ptxas, assemble, assembler, emit_cubin, resource_usage
-from lowbit.passes.codegen.host import HostModule, host_cpu, host_features
+from lowbit.passes.codegen.elf import link
+from lowbit.passes.codegen.host import emit_host, emit_host_assembly, host_cpu, host_features
 from lowbit.passes.codegen.llvm import binding, llvm_version
 from lowbit.passes.codegen.llvm_text import downgrade
 from lowbit.passes.codegen.ptx import emit_ptx, external_functions, translate
 from lowbit.passes.target import GPUS, parse_target, target_of_gpu
+from lowbit.pylib.runtime.machine_code import MachineCode
 
 
 @pytest.fixture
@@ -522,8 +524,20 @@ define i32 @answer() {
 """
 
 
-def compile_axpy(answer: int = 42, cpu: str = "") -> HostModule:
-    return HostModule(AXPY.replace("ANSWER", str(answer)), ["axpy", "answer"], cpu)
+class Loaded:
+    """A module compiled and loaded."""
+
+    def __init__(self, llvm_ir: str, functions: list[str], cpu: str = "") -> None:
+        image = emit_host(llvm_ir, functions, cpu)
+        assert sorted(image.functions) == sorted(functions)
+        self._offsets, self._code = image.functions, MachineCode(image.code)
+
+    def address(self, function: str) -> int:
+        return self._code.address + self._offsets[function]
+
+
+def compile_axpy(answer: int = 42, cpu: str = "") -> Loaded:
+    return Loaded(AXPY.replace("ANSWER", str(answer)), ["axpy", "answer"], cpu)
 
 
 @pytest.mark.parametrize("cpu", ["", "x86-64-v3", "x86-64"])
@@ -537,12 +551,27 @@ def test_host_code_computes(cpu: str) -> None:
     expected = np.float32(1.5) * x + y + np.float32(0.1)
     function(module.address("axpy"))(1.5, x.ctypes.data, y.ctypes.data, len(x))
     np.testing.assert_array_equal(y, expected)
-    if cpu == "x86-64-v3":
-        assert "%ymm" in module.assembly
-        assert "%zmm" not in module.assembly
-    if cpu == "x86-64":
-        assert "%xmm" in module.assembly
-        assert "%ymm" not in module.assembly
+
+
+def test_host_code_is_for_its_processor(context: ir.Context) -> None:
+    """Vectors of 16 are cut into what the processor has."""
+    vectors = """define void @f(ptr %a) {
+      %x = load <16 x float>, ptr %a
+      %y = fadd <16 x float> %x, %x
+      store <16 x float> %y, ptr %a
+      ret void
+    }"""
+    for cpu, registers in (("x86-64-v3", "ymm"), ("x86-64", "xmm")):
+        assert set(re.findall(r"%(.mm)", emit_host_assembly(vectors, cpu))) == {registers}
+
+
+def test_host_code_calls_nobody() -> None:
+    with pytest.raises(PassError, match="refers to exit, which it does not hold"):
+        emit_host("declare void @exit(i32)\ndefine void @f() { call void @exit(i32 1) ret void }", ["f"])
+    with pytest.raises(PassError, match="relocation 42; allowed: R_X86_64_PC32"):
+        emit_host("@a = global ptr @b\n@b = global i32 1\ndefine ptr @f() { ret ptr @a }", ["f"])
+    with pytest.raises(PassError, match="no little-endian 64-bit ELF"):
+        link(b"MZ" + bytes(100))
 
 
 def test_host_modules_live_apart() -> None:
@@ -556,7 +585,7 @@ def test_host_modules_live_apart() -> None:
 
 def test_host_errors() -> None:
     with pytest.raises(PassError, match="no function missing in the module; it has answer, axpy"):
-        HostModule(AXPY.replace("ANSWER", "1"), ["answer", "missing"])
+        emit_host(AXPY.replace("ANSWER", "1"), ["answer", "missing"])
     with pytest.raises(TargetError, match=f"unknown cpu 'z80'; allowed: .*x86-64-v3.*{host_cpu()}"):
         compile_axpy(cpu="z80")
     if not {"avx512f", "avx512vl"} & host_features():
@@ -575,6 +604,6 @@ def test_mlir_to_host(context: ir.Context) -> None:
     passmanager.PassManager.parse("builtin.module(convert-arith-to-llvm,convert-func-to-llvm)").run(
         module.operation
     )
-    compiled = HostModule(translate(module), ["f"])
+    compiled = Loaded(translate(module), ["f"])
     f = ctypes.CFUNCTYPE(ctypes.c_float, ctypes.c_float)(compiled.address("f"))
     assert f(3.0) == np.float32(3.0) * np.float32(0.1)

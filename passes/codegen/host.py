@@ -1,12 +1,12 @@
-"""LLVM IR text to machine code in this process: the back end of the CPU target (llvmlite's ORC JIT)."""
+"""LLVM IR text to machine code for this machine's processor: the back end of the CPU target."""
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from itertools import count
+from functools import lru_cache
 from typing import Any
 
 from lowbit.dialect.errors import PassError, TargetError
-from lowbit.passes.codegen.llvm import binding, optimize
+from lowbit.passes.codegen.elf import Image, link
+from lowbit.passes.codegen.llvm import binding, parse
 
 _LEVELS = {
     "generic": (),
@@ -17,7 +17,17 @@ _LEVELS = {
 }
 """Processor name -> features it needs (x86-64 psABI, table "Micro-Architecture Levels")."""
 
-_library_number = count()  # a library's name may never come twice, even after it is gone
+_PASSES = (
+    "simplify_cfg",
+    "loop_simplify",
+    "loop_rotate",
+    "loop_unroll",  # before the rest, which then finds what rounds have in common
+    "instruction_combine",
+    "new_gvn",
+    "simplify_cfg",
+)
+"""What is worth its time for loops that MLIR has simplified and written in vectors; all of O3 takes three times as long
+and makes slower code."""
 
 
 def host_cpu() -> str:
@@ -30,42 +40,48 @@ def host_features() -> frozenset[str]:
     return frozenset(name for name, present in binding().get_host_cpu_features().items() if present)
 
 
-class HostModule:
-    """The functions of one LLVM module, compiled for a CPU and loaded; valid as long as this object lives.
+def emit_host(llvm_ir: str, functions: Sequence[str], cpu: str = "") -> Image:
+    """A module's code for a CPU, linked.
 
     Args:
-        llvm_ir: text of the module.
-        symbols: names of its functions whose addresses are wanted.
+        llvm_ir: text of the module; it may call nothing that it does not define.
+        functions: names of those whose addresses are wanted.
         cpu: "" for this machine's processor with all its features, or less: "x86-64", "x86-64-v2" (SSE4.2),
             "x86-64-v3" (AVX2), "x86-64-v4" (AVX-512), "generic".
 
     Raises:
-        PassError: the IR is not valid, or does not define a symbol.
+        PassError: the IR is not valid, does not define a function, or calls one of another module.
         TargetError: `cpu` is unknown, or more than this machine has.
     """
+    machine = _machine(cpu)
+    module = _optimize(llvm_ir, machine)
+    defined = sorted(f.name for f in module.functions if not f.is_declaration)
+    if missing := sorted(set(functions) - set(defined)):
+        raise PassError(f"no function {', '.join(missing)} in the module; it has {', '.join(defined)}")
+    return link(machine.emit_object(module)).only(functions)
 
-    def __init__(self, llvm_ir: str, symbols: Sequence[str], cpu: str = "") -> None:
-        llvm = binding()
-        self._machine = _machine(cpu)
-        triple = llvm.get_process_triple()
-        self._module = optimize(llvm_ir, self._machine, triple, vectorize=True, unroll=True)
-        defined = sorted(f.name for f in self._module.functions if not f.is_declaration)
-        if missing := sorted(set(symbols) - set(defined)):
-            raise PassError(f"no function {', '.join(missing)} in the module; it has {', '.join(defined)}")
-        library = llvm.JITLibraryBuilder().add_ir(self._module).add_current_process()
-        for symbol in symbols:
-            library.export_symbol(symbol)
-        self._jit = llvm.create_lljit_compiler(self._machine)
-        self._library = library.link(self._jit, f"lowbit.{next(_library_number)}")
 
-    def address(self, symbol: str) -> int:
-        """Address of a function, one of the `symbols`; to be called through ctypes."""
-        return self._library[symbol]
+def emit_host_assembly(llvm_ir: str, cpu: str = "") -> str:
+    """The machine code that `emit_host` makes, to read."""
+    machine = _machine(cpu)
+    return machine.emit_assembly(_optimize(llvm_ir, machine))
 
-    @cached_property
-    def assembly(self) -> str:
-        """The machine code, to read."""
-        return self._machine.emit_assembly(self._module)
+
+def _optimize(llvm_ir: str, machine: Any) -> Any:
+    """The module after `_PASSES`."""
+    module = parse(llvm_ir, machine, _triple())
+    llvm = binding()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options())
+    passes = llvm.create_new_module_pass_manager()
+    for name in _PASSES:
+        getattr(passes, f"add_{name}_pass")()
+    passes.run(module, builder)
+    return module
+
+
+def _triple() -> str:
+    """This system's, but with object code in ELF, which `link` reads."""
+    return binding().get_process_triple()
 
 
 @lru_cache(maxsize=8)
@@ -79,5 +95,5 @@ def _machine(cpu: str) -> Any:
         raise TargetError(f"cpu {cpu!r} needs {', '.join(missing)}, which this machine ({host_cpu()}) lacks")
     else:
         features = ""
-    target = llvm.Target.from_triple(llvm.get_process_triple())
-    return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+    target = llvm.Target.from_triple(_triple())
+    return target.create_target_machine(cpu=cpu, features=features, opt=2, reloc="pic", codemodel="small")

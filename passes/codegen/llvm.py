@@ -35,10 +35,8 @@ def llvm_version() -> str:
     return f"llvmlite {import_module('llvmlite').__version__} llvm {version}"
 
 
-def optimize(llvm_ir: str, machine: Any, triple: str, *, vectorize: bool, unroll: bool) -> Any:
-    """`llvm_ir`, text of either LLVM version, as a llvmlite module after the O3 pipeline for `machine`.
-
-    Without `unroll` only loops that carry unroll metadata are unrolled.
+def parse(llvm_ir: str, machine: Any, triple: str) -> Any:
+    """`llvm_ir`, text of either LLVM version, as a llvmlite module for `machine`.
 
     Raises:
         PassError: the text does not parse or verify.
@@ -51,9 +49,17 @@ def optimize(llvm_ir: str, machine: Any, triple: str, *, vectorize: bool, unroll
         module.verify()
     except RuntimeError as error:
         raise PassError(f"LLVM {llvm.llvm_version_major} does not take this LLVM IR: {error}") from error
+    return module
+
+
+def optimize(llvm_ir: str, machine: Any, triple: str) -> Any:
+    """`llvm_ir` as `parse` takes it, after the O3 pipeline for `machine`.
+
+    Only loops that carry unroll metadata are unrolled, and none is vectorized.
+    """
+    llvm, module = binding(), parse(llvm_ir, machine, triple)
     options = llvm.create_pipeline_tuning_options(speed_level=3)
-    options.loop_unrolling = unroll
-    options.loop_vectorization = options.slp_vectorization = vectorize
+    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     return module

@@ -117,7 +117,7 @@ def emit_ptx(llvm_ir: str, target: Target) -> str:
         raise TargetError(f"no PTX for target {target}; allowed: {GPU_NAMES} and emulator:<one of these>")
     _check_intrinsics(llvm_ir, target)
     machine = _machine(target.arch, target.features)
-    ptx: str = machine.emit_assembly(optimize(llvm_ir, machine, _TRIPLE, vectorize=False, unroll=False))
+    ptx: str = machine.emit_assembly(optimize(llvm_ir, machine, _TRIPLE))
     if missing := external_functions(ptx):
         raise PassError(
             f"PTX calls {', '.join(missing)}: an intrinsic that LLVM {binding().llvm_version_major} does not "

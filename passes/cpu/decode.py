@@ -6,9 +6,9 @@ have the same registers at the same places. Even registers are of row g, odd one
 
 `ChunkMap` says where every decoded element comes from; it is read off `dialect.formats.packing`, nothing is restated.
 The activation is brought into that order once per call, so that a decoded vector meets its activations in one
-contiguous vector. A decoder may return a code times a power of two (an integer left in place in its word, a
-float with another format's bias): the activation takes the opposite power, which costs nothing per weight and
-is exact where the result is a normal f32.
+contiguous vector. A decoder may return a code times a power of two: of an integer left in place in its word, the
+activation takes the opposite power, which costs nothing per weight and is exact where the result is a normal f32; of a
+float with another format's bias, the sum of a group's products does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from lowbit.dialect.bindings import arith, ir, llvm, vector
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import BLOCK_K, UNIT_BYTES, WORDS_PER_UNIT, Packing, run_of
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.vector_ops import (
     LANES,
     Value,
@@ -41,17 +42,24 @@ from lowbit.passes.cpu.vector_ops import (
     vec,
 )
 
-Isa = Literal["generic", "avx2", "avx512"]
-"""What the host has beyond LLVM's portable vectors: a permutation of 8 or 16 f32 by a vector of indices."""
+Isa = Literal["generic", "avx2", "avx512", "avx512bf16"]
+"""What the host has beyond LLVM's portable vectors: a permutation of 8 or 16 f32 by a vector of indices, and products
+of bf16."""
 
 _PERMUTE: dict[Isa, tuple[str, int]] = {
     "avx2": ("llvm.x86.avx2.permps", 8),
     "avx512": ("llvm.x86.avx512.permvar.sf.512", 16),
+    "avx512bf16": ("llvm.x86.avx512.permvar.sf.512", 16),
 }
 _MOST_PERMUTES = 4  # of one vector of indices; beyond, a gather is no slower
 _PREFETCH = 8192  # bytes ahead. The words of a row lie 512 bytes apart, no stream that hardware sees: to 1.8x
 _HALVES = 0x00010001  # times a 16-bit mask: that mask in both halves of a word
 TABLE = "lowbit_table"
+
+
+def multiplies_bf16(spec: MatmulSpec, isa: Isa) -> bool:
+    """Whether many tokens are multiplied in bf16, which takes half the time of f32."""
+    return isa == "avx512bf16" and spec.act == "bf16"
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,16 @@ class ChunkMap:
         elif self.interleaved:
             result[:] = F16.bias - t.bias
         return result
+
+    @property
+    def late_exponent(self) -> int:
+        """The power of two that sums of products take: of float codes, since x times it may be out of range."""
+        return int(self.exponents.max()) if self.type.kind == "float" else 0
+
+    @property
+    def early_exponents(self) -> NDArray[np.int64]:
+        """The power of two that the activation takes, [steps, 2]: of integers in place; none is above 0."""
+        return self.exponents - self.late_exponent
 
     def groups(self, step: int, which: int) -> tuple[int, ...]:
         """Group within the chunk of the 16 elements of a vector."""

@@ -6,11 +6,12 @@ memory access is (pointer, byte offset), the offset being a constant plus an opt
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowbit.dialect.bindings import arith, ir, llvm, scf, vector
 
@@ -131,14 +132,88 @@ def store(value: Value, address: Value) -> None:
     llvm.store(value, address, alignment=_element_bytes(value.type))
 
 
+def fetch_add(address: Value, value: int) -> Value:
+    """Adds to an i64 that threads share; returns what it was. What a thread wrote before is seen by those that
+    find the sum."""
+    return llvm.atomicrmw(llvm.AtomicBinOp.add, address, i64(value), llvm.AtomicOrdering.acq_rel)
+
+
+def load_acquire(address: Value) -> Value:
+    """An i64 that other threads change."""
+    return llvm.load(i(64), address, alignment=8, ordering=llvm.AtomicOrdering.acquire)
+
+
+def pause() -> None:
+    """Tells an x86 that the thread only waits."""
+    llvm.call_intrinsic(None, "llvm.x86.sse2.pause", [], [], [])
+
+
 def gather(base: Value, index: Value) -> Value:
     """The f32 at base + 4 * index, for every element of a vector<16xi32>."""
     addresses = llvm.getelementptr(vec(pointer()), base, [index], [_DYNAMIC], f32(), _INBOUNDS)
     return llvm.intr_masked_gather(vec(f32()), addresses, constant(vec(i(1)), 1), [], 4)
 
 
+def constant_array(name: str, element: ir.Type, values: NDArray[np.int32] | NDArray[np.float32]) -> None:
+    """Defines a constant array in the module at the insertion point."""
+    array = ir.Type.parse(f"!llvm.array<{len(values)} x {element}>")
+    data = ir.DenseElementsAttr.get(values, type=ir.RankedTensorType.get([len(values)], element))
+    llvm.mlir_global(array, name, ir.Attribute.parse("#llvm.linkage<private>"), constant=True, value=data)
+
+
+def look_up(name: str, type_: ir.Type, index: Value) -> Value:
+    """The element, or the vector, at an index of a constant array of 32-bit elements."""
+    return load(type_, at(llvm.mlir_addressof(pointer(), name), mul(index, 4)))
+
+
+def to_bf16(low: Value, high: Value) -> Value:
+    """Two vector<16xf32> to one vector<32xbf16>, by AVX512_BF16, which makes zeros of subnormals."""
+    type_ = vec(ir.BF16Type.get(), 2 * LANES)
+    return llvm.call_intrinsic(type_, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", [high, low], [], [])
+
+
+def dot_bf16(a: Value, b: Value, c: Value) -> Value:
+    """c + the products of two vector<32xbf16>, neighbours added: vector<16xf32>."""
+    return llvm.call_intrinsic(c.type, "llvm.x86.avx512bf16.dpbf16ps.512", [c, a, b], [], [])
+
+
+def sum_of(values: Value) -> Value:
+    """The sum of a vector's elements, in any order."""
+    return vector.reduction(f32(), vector.CombiningKind.ADD, values, fastmath=arith.FastMathFlags.reassoc)
+
+
+def round_to(value: Value, element: ir.Type) -> Value:
+    """f32, or a vector of it, rounded to the nearest number of a type, ties to even."""
+    if element == f32():
+        return value
+    vectors = isinstance(value.type, ir.VectorType)
+    return arith.truncf(vec(element, ir.VectorType(value.type).shape[0]) if vectors else element, value)
+
+
+def sum_each(vectors: Sequence[Value]) -> Value:
+    """The sums of 1, 2, 4, 8 or 16 vectors' elements, in any order: a vector with as many elements.
+
+    The halves of two vectors are added into one vector, which then has half of its elements from each; and so on. The
+    same additions then fold what is left of each.
+    """
+    left, width = list(vectors), LANES  # elements of a vector that are still to be added up
+    while width > 1:
+        half = width // 2
+        low = [start + e for start in range(0, ir.VectorType(left[0].type).shape[0], width) for e in range(half)]
+        pairs = [(left[0], left[0])]
+        if len(left) > 1:
+            low += [LANES + e for e in low]
+            pairs = list(zip(left[::2], left[1::2]))
+        high = [e + half for e in low]
+        left = [arith.addf(vector.shuffle(a, b, low), vector.shuffle(a, b, high)) for a, b in pairs]
+        width = half
+    return left[0]
+
+
 def _element_bytes(type_: ir.Type) -> int:
     element = element_type(type_)
+    if element == pointer():
+        return 8
     width = ir.IntegerType(element).width if isinstance(element, ir.IntegerType) else ir.FloatType(element).width
     return width // 8
 
@@ -176,6 +251,27 @@ class Loop:
     def __init__(self, op: Any) -> None:
         self.index: Value = op.induction_variable
         self.carried: list[Value] = list(op.inner_iter_args)
+
+
+class While:
+    """A `loop_while`: `carried` as in a `Loop`."""
+
+    def __init__(self, value: Value) -> None:
+        self.carried: list[Value] = [value]
+
+
+@contextmanager
+def loop_while(start: Value, condition: Callable[[Value], Value]) -> Generator[While]:
+    """A loop that carries one value and goes on as long as the condition on it holds."""
+    op = scf.WhileOp([start.type], [start])
+    before, after = (region.blocks.append(start.type) for region in op.regions)
+    with ir.InsertionPoint(before):
+        scf.ConditionOp(condition(before.arguments[0]), [before.arguments[0]])
+    with ir.InsertionPoint(after):
+        body = While(after.arguments[0])
+        yield body
+        scf.YieldOp(body.carried)
+    body.carried = list(op.results)
 
 
 @contextmanager

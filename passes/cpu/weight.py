@@ -71,6 +71,13 @@ class Tiling:
         return self.span // (self.chunks * self.spec.packing.chunk)
 
 
+def least_code(spec: MatmulSpec) -> int:
+    """Value less stored code. Signed integers are stored in offset binary; integer zeros are stored less the format's
+    least value, and then the two offsets cancel."""
+    t = spec.dtype
+    return -(t.codes // 2) if t.kind == "int" and spec.zeros != "int" else 0
+
+
 class Row(NamedTuple):
     """Row `index` = g + 8 * odd of a block."""
 
@@ -91,15 +98,9 @@ class Weight:
         self.spec = spec
         self.tiling = Tiling(spec)
         self.map = ChunkMap(spec.packing, spec.dtype)
+        self.low = least_code(spec)
         self._isa: Isa = isa
         self._codes, self._scales, self._zeros = codes, scales, zeros
-
-    @property
-    def low(self) -> int:
-        """Value less stored code. Signed integers are stored in offset binary; integer zeros are stored less
-        the format's least value, and then the two offsets cancel."""
-        t = self.spec.dtype
-        return -(t.codes // 2) if t.kind == "int" and self.spec.zeros != "int" else 0
 
     def scales(self, block: Value, group: Value) -> Value:
         """Of 16 rows: vector<16xf32>."""

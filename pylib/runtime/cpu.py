@@ -1,30 +1,48 @@
-"""A matmul on this machine's CPU: compiled when made, run by several threads, each on its own row blocks."""
+"""A matmul on this machine's CPU: one native call, run by torch's threads, each on its own row blocks."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import platform
+import threading
+from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowbit.dialect.bindings import ir, new_context
-from lowbit.dialect.errors import TargetError
-from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.codegen.host import HostModule, host_cpu, host_features
-from lowbit.passes.codegen.ptx import translate
-from lowbit.passes.cpu.decode import Isa
-from lowbit.passes.cpu.lower_cpu import build_cpu_dequantize, build_cpu_matmul, lower_cpu_to_llvm, prepared_tokens
+from lowbit.dialect.errors import PackError, SpecError
+from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.passes.cpu.task import Needs
+from lowbit.pylib.build.host_programs import Program, load_host_program
 from lowbit.pylib.packed import TORCH
+from lowbit.pylib.runtime import team
+from lowbit.pylib.runtime.machine_code import MachineCode
 
-# Multiply-adds worth a thread: about 50 us of work, which is what waking one and waiting for it costs.
-_WORTH_A_THREAD = 1 << 19
+# Multiply-adds that are worth more than one thread: about 5 us of work; a team takes 2 to begin and to end.
+_WORTH_A_TEAM = 1 << 17
 _PARTS = 4  # per thread: a core that others use too holds up a quarter of a share, not all of it
+_SLAB = 1024  # tokens that are prepared at once, to bound the scratch memory
+
+# As Inductor allocates (shape, strides, dtype), without the dispatcher, and without a look at the default device.
+_allocate: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A program in memory."""
+
+    call: Callable[[int], None]
+    address: int
+    needs: Needs
+
+    def run(self, threads: int, row_blocks: int, m: int, *arrays: int) -> None:
+        """One task: x, codes, scales, zeros, bias, y."""
+        parts = 1 if threads == 1 else min(_PARTS * threads, -(-row_blocks // self.needs.panel))
+        nbytes = self.needs.nbytes(m, threads)
+        scratch = _allocate((nbytes,), (1,), torch.uint8)
+        x, *others = arrays
+        task = array("q", (0, 0, 0, m, parts, x, scratch.data_ptr(), *others))
+        team.run(self.call, self.address, task.buffer_info()[0], threads)
 
 
 class CpuMatmul:
@@ -34,27 +52,21 @@ class CpuMatmul:
     cpu       processor to compile for: one of LLVM's levels ("x86-64-v3"), "" for this one
     threads   at most so many; None: torch.get_num_threads() at every call
 
+    `few_tokens` are multiplied by exact codes; more by weights that are decoded into memory, in bf16 where the
+    activation is bf16 and the processor multiplies it, else in f32.
+
     Raises TargetError without llvmlite, and for a processor that this is not or that lacks AVX2.
     """
 
     def __init__(self, spec: MatmulSpec, cpu: str = "", threads: int | None = None) -> None:
         self.spec = spec
-        self._cpu, self._threads = cpu, threads
+        self.cpu, self._threads = cpu, threads
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
-        self._module = self._compile(build_cpu_matmul, "lowbit_prepare", "lowbit_matmul")
-        self._prepare = _function(self._module, "lowbit_prepare", pointers=3, integers=2)
-        self._matmul = _function(self._module, "lowbit_matmul", pointers=7, integers=3)
-
-    @cached_property
-    def _dequantizer(self) -> tuple[Callable[..., None], HostModule]:
-        """Compiled when first wanted: most weights are never dequantized."""
-        module = self._compile(build_cpu_dequantize, "lowbit_dequantize")
-        return _function(module, "lowbit_dequantize", pointers=4, integers=2), module
-
-    def _compile(self, build: Callable[[MatmulSpec, Isa], ir.Module], *functions: str) -> HostModule:
-        with new_context(), ir.Location.unknown():
-            module = lower_cpu_to_llvm(build(self.spec, _isa(self._cpu)))
-            return HostModule(translate(module), functions, self._cpu)
+        self._row_blocks = spec.packing.row_blocks
+        self._programs: dict[Program, _Loaded] = {}
+        self._lock = threading.Lock()
+        self._few = self._program("few")
+        self.few_tokens = self._few.needs.most
 
     def matmul(
         self,
@@ -65,89 +77,68 @@ class CpuMatmul:
         bias: Tensor | None = None,
     ) -> Tensor:
         """y [..., n] in the out type for x [..., k] in the act type."""
-        spec, p = self.spec, self.spec.packing
-        y = torch.empty((*x.shape[:-1], spec.n), dtype=self._out)
-        m = x.numel() // spec.k
-        if not m:
-            return y
-        x = x.contiguous()
-        xs = torch.empty((prepared_tokens(m), p.padded_k))
-        sums = torch.empty((prepared_tokens(m), p.groups))
-        prepare = (x.data_ptr(), xs.data_ptr(), sums.data_ptr())
-        self._parallel(lambda first, last: self._prepare(*prepare, first, last), m, m * spec.k)
-        arrays = [_address(t) for t in (xs, sums, codes, scales, zeros, bias, y)]
-        work = m * spec.n * spec.k
-        self._parallel(lambda first, last: self._matmul(*arrays, m, first, last), p.row_blocks, work)
-        return y
+        n, k = self.spec.n, self.spec.k
+        m = x.numel() // k
+        y = _allocate((m, n), (n, 1), self._out)
+        if m:
+            if not x.is_contiguous():
+                x = x.clone(memory_format=torch.contiguous_format)
+            weight = _addresses(codes, scales, zeros, bias)
+            self._rows(m, _address(x), weight, y.data_ptr())
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], n)
+
+    def _rows(self, m: int, x: int, weight: tuple[int, ...], y: int) -> None:
+        spec = self.spec
+        program = self._few if m <= self.few_tokens else self._program("many")
+        x_row, y_row = BYTES[spec.act] * spec.k, BYTES[spec.out_dtype] * spec.n
+        for first in range(0, m, _SLAB):
+            rows = min(_SLAB, m - first)
+            threads = self._team(rows * spec.n * spec.k)
+            program.run(threads, self._row_blocks, rows, x + first * x_row, *weight, y + first * y_row)
 
     def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
         """W [n, k] in the act type."""
-        spec = self.spec
-        w = torch.empty((spec.n, spec.k), dtype=self._act)
-        arrays = [_address(t) for t in (codes, scales, zeros, w)]
-        run, _ = self._dequantizer
-        self._parallel(lambda first, last: run(*arrays, first, last), spec.packing.row_blocks, w.numel())
+        n, k = self.spec.n, self.spec.k
+        w = _allocate((n, k), (k, 1), self._act)
+        weight = _addresses(codes, scales, zeros, None)
+        self._program("dequantize").run(self._team(n * k), self._row_blocks, 0, 0, *weight, w.data_ptr())
         return w
 
-    def stages(self) -> dict[str, str]:
-        """The program as text: "vector" and "llvm" (MLIR), "ll" (LLVM IR), "asm"."""
-        with new_context(), ir.Location.unknown():
-            module = build_cpu_matmul(self.spec, _isa(self._cpu))
-            stages = {"vector": str(module)}
-            stages["llvm"] = str(lower_cpu_to_llvm(module))
-            stages["ll"] = translate(module)
-            return stages | {"asm": self._module.assembly}
+    def stages(self, m: int = 1) -> dict[str, str]:
+        """The program for m rows as text: "vector" and "llvm" (MLIR), "ll" (LLVM IR), "asm"."""
+        from lowbit.passes.cpu.compile import program_stages  # which loads MLIR and LLVM
 
-    def _parallel(self, run: Callable[[int, int], None], count: int, work: int) -> None:
-        """run(first, last) on parts of range(count), in as many threads as `work` multiply-adds are worth."""
-        most = self._threads or torch.get_num_threads()
-        threads = min(most, count, work // _WORTH_A_THREAD)
-        if threads <= 1:
-            run(0, count)
-            return
-        parts = min(_PARTS * threads, count)
-        bounds = [count * part // parts for part in range(parts + 1)]
-        left = iter(list(pairwise(bounds)))  # shared: whoever is free takes the next
+        return program_stages(self.spec, "few" if m <= self.few_tokens else "many", self.cpu)
 
-        def take_parts() -> None:
-            for first, last in left:
-                run(first, last)
+    def _team(self, work: int) -> int:
+        """How many threads are worth it. All or one: to change a team's size ends threads and starts others."""
+        return (self._threads or torch.get_num_threads()) if work >= _WORTH_A_TEAM else 1
 
-        others = [_pool(os.getpid(), most).submit(take_parts) for _ in range(threads - 1)]
-        try:
-            take_parts()
-        finally:  # the arrays must live until the last thread is done
-            for other in others:
-                if not other.cancel():  # it may not have begun: then all is done already
-                    other.result()
+    def _program(self, name: Program) -> _Loaded:
+        """Compiled when first wanted: most weights are never dequantized, say."""
+        loaded = self._programs.get(name)
+        if loaded is None:
+            with self._lock:
+                loaded = self._programs.get(name) or self._load(name)
+                self._programs[name] = loaded
+        return loaded
+
+    def _load(self, name: Program) -> _Loaded:
+        program = load_host_program(self.spec, name, self.cpu)
+        code = MachineCode(program.image)
+        return _Loaded(code.function(program.entry), code.address + program.entry, program.needs)
 
 
-@lru_cache(maxsize=None)
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """The threads besides the caller's. A forked process has none of its parent's: it makes its own."""
-    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="lowbit")
+def _addresses(codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> tuple[int, ...]:
+    """Of a weight's tensors. Raises PackError where one has no memory."""
+    found = [0 if t is None else t.data_ptr() for t in (codes, scales, zeros, bias)]
+    if not (found[0] and found[1] and (zeros is None or found[2]) and (bias is None or found[3])):
+        raise PackError("a tensor of the weight has no memory (it is fake, meta or a view of zeros); use real ones")
+    return tuple(found)
 
 
-def _isa(cpu: str) -> Isa:
-    """What a processor offers for tables. Raises TargetError for an x86 that can't convert f16."""
-    levels: dict[str, Isa] = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
-    isa = levels.get(cpu, "generic")
-    if not cpu:
-        features = host_features()
-        isa = "avx512" if "avx512f" in features else "avx2" if features >= {"avx2", "f16c"} else "generic"
-    if isa == "generic" and platform.machine().lower() in ("x86_64", "amd64"):
-        raise TargetError(
-            f"cpu {cpu or host_cpu()!r} lacks AVX2 or F16C, which the CPU target needs; "
-            "use a processor of level 'x86-64-v3' or later"
-        )
-    return isa
-
-
-def _function(module: HostModule, name: str, *, pointers: int, integers: int) -> Callable[..., None]:
-    """A compiled function; calling it releases the interpreter lock."""
-    types = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers
-    return ctypes.CFUNCTYPE(None, *types)(module.address(name))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(x: Tensor) -> int:
+    address = x.data_ptr()
+    if not address:
+        raise SpecError("x has no memory (it is fake, or torch's stand-in for zeros); use x.clone()")
+    return address

@@ -291,12 +291,12 @@ class EmulatorRuntime(_GpuRuntime):
 
 
 class CpuRuntime:
-    """This machine's CPU: one program for every m, compiled in this process."""
+    """This machine's CPU."""
 
     schedule = None
 
     def __init__(self, spec: MatmulSpec) -> None:
-        from lowbit.pylib.runtime.cpu import CpuMatmul  # which loads MLIR
+        from lowbit.pylib.runtime.cpu import CpuMatmul
 
         self._program = CpuMatmul(spec, knobs.cpu(), knobs.num_threads())
 
@@ -314,7 +314,7 @@ class CpuRuntime:
         raise TargetError("target cpu has no PTX or cubin: see ir('asm'), or compile for 'sm_90a', say")
 
     def stages(self, m: int) -> dict[str, str]:
-        return self._program.stages()
+        return self._program.stages(m)
 
     def choices(self) -> KernelChoices:
         raise TargetError("target cpu has one program for every number of rows; choices are those of a GPU target")

@@ -1,0 +1,54 @@
+"""The driver of the CPU target: spec to vector code to LLVM IR to an image of machine code."""
+
+from __future__ import annotations
+
+from lowbit.dialect.bindings import ir, new_context
+from lowbit.dialect.errors import TargetError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.codegen.elf import Image
+from lowbit.passes.codegen.host import emit_host, emit_host_assembly, host_cpu, host_features
+from lowbit.passes.codegen.ptx import translate
+from lowbit.passes.cpu.decode import Isa
+from lowbit.passes.cpu.lower_cpu import Program, build_cpu_program, cpu_needs, lower_cpu_to_llvm
+from lowbit.passes.cpu.task import ENTRY, Needs
+
+
+def compile_program(spec: MatmulSpec, program: Program, cpu: str = "") -> tuple[Image, Needs]:
+    """Code for a processor: one of LLVM's levels ("x86-64-v3"), or "" for this one; and what its caller owes it.
+
+    Raises TargetError without llvmlite, and for a processor that this is not or that lacks AVX2.
+    """
+    isa = isa_of(cpu)
+    with new_context(), ir.Location.unknown():
+        llvm_ir = translate(lower_cpu_to_llvm(build_cpu_program(spec, program, isa)))
+    return emit_host(llvm_ir, [ENTRY], cpu), cpu_needs(spec, program, isa)
+
+
+def program_stages(spec: MatmulSpec, program: Program, cpu: str = "") -> dict[str, str]:
+    """The program as text: "vector" and "llvm" (MLIR), "ll" (LLVM IR), "asm"."""
+    with new_context(), ir.Location.unknown():
+        module = build_cpu_program(spec, program, isa_of(cpu))
+        stages = {"vector": str(module)}
+        stages["llvm"] = str(lower_cpu_to_llvm(module))
+        stages["ll"] = translate(module)
+        return stages | {"asm": emit_host_assembly(stages["ll"], cpu)}
+
+
+def isa_of(cpu: str) -> Isa:
+    """What a processor offers. Raises TargetError for one that is no x86, or that can't convert f16."""
+    levels: dict[str, Isa] = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
+    isa = levels.get(cpu, "generic")
+    if not cpu:
+        isa = _isa_of_features(host_features())
+    if isa == "generic":
+        raise TargetError(
+            f"cpu {cpu or host_cpu()!r} lacks AVX2 or F16C, which the CPU target needs; "
+            "use a processor of level 'x86-64-v3' or later"
+        )
+    return isa
+
+
+def _isa_of_features(features: frozenset[str]) -> Isa:
+    if features >= {"avx512f", "avx512bw", "avx512vl"}:
+        return "avx512bf16" if "avx512bf16" in features else "avx512"
+    return "avx2" if features >= {"avx2", "f16c", "fma"} else "generic"

@@ -1,0 +1,142 @@
+"""The program that writes the weight out, and how a row of a chunk becomes numbers: scale * (value - zero).
+
+w [n, k] in the activation's type stands at `y` in the task; every number is computed in f32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowbit.dialect.bindings import arith
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.passes.cpu.decode import ChunkMap, Isa
+from lowbit.passes.cpu.task import Needs
+from lowbit.passes.cpu.vector_ops import (
+    LANES,
+    Value,
+    add,
+    at,
+    constant,
+    constant_array,
+    divmod_,
+    f32,
+    fma,
+    gather,
+    i,
+    i64,
+    less,
+    load,
+    look_up,
+    loop,
+    mul,
+    round_to,
+    scalar_type,
+    scratch,
+    store,
+    vec,
+    when,
+)
+from lowbit.passes.cpu.weight import VECTOR_BYTES, Row, RowValues, Weight
+from lowbit.passes.cpu.worker import Ranged, Task, run_function
+
+_PLACE = "lowbit_place"
+
+
+class ChunkDecoder:
+    """Turns rows of chunks into f32. Made once per function, at its entry: it has scales and zeros on the stack."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight, self.spec = weight, weight.spec
+        groups = weight.tiling.groups
+        self._scales = RowValues(groups)
+        self._zeros = RowValues(groups) if self.spec.zero_kind else None
+
+    def begin(self, block: Value, chunk: Value) -> None:
+        """Fetches scales and zeros of a chunk's 16 rows."""
+        group, _ = divmod_(mul(chunk, self.spec.packing.chunk), self.weight.tiling.group)
+        for g in range(self.weight.tiling.groups):
+            self._scales.put(g, self.weight.scales(block, add(group, g)))
+            if self._zeros:
+                self._zeros.put(g, self.weight.zeros(block, add(group, g)))
+
+    def row(self, block: Value, chunk: Value, row: Row) -> list[Value]:
+        """The vectors of a row, in decoded order."""
+        reader, steps = self.weight.chunk(block, chunk, row), range(self.weight.map.steps)
+        return [
+            self._weights(value, row, step, which) for step in steps for which, value in enumerate(reader.vectors(step))
+        ]
+
+    def _weights(self, value: Value, row: Row, step: int, which: int) -> Value:
+        chunk_map = self.weight.map
+        groups, factor = chunk_map.groups(step, which), 2.0 ** int(chunk_map.exponents[step, which])
+        if self.weight.low:
+            value = fma(value, constant(vec(f32()), factor), constant(vec(f32()), self.weight.low))
+        elif factor != 1:
+            value = arith.mulf(value, constant(vec(f32()), factor))
+        if self._zeros:
+            value = arith.subf(value, self._zeros.spread(row.index, groups))
+        return arith.mulf(value, self._scales.spread(row.index, groups))
+
+
+def dequantize_needs(spec: MatmulSpec, isa: Isa) -> Needs:
+    """None: a row of a chunk is on the stack."""
+    return Needs()
+
+
+def build_dequantize(spec: MatmulSpec, isa: Isa) -> None:
+    """Defines the program in the module at the insertion point."""
+    columns = ChunkMap(spec.packing, spec.dtype).columns.ravel()
+    constant_array(_PLACE, i(32), np.argsort(columns).astype(np.int32))
+
+    def emit(task: Task) -> tuple[None, Ranged]:
+        weight = Weight(spec, isa, *(task.array(a) for a in ("codes", "scales", "zeros")))
+        return None, _Dequantizer(weight, task.array("y")).blocks
+
+    run_function(dequantize_needs(spec, isa), spec.packing.row_blocks, isa, emit)
+
+
+class _Dequantizer:
+    """The parts of the work."""
+
+    def __init__(self, weight: Weight, w: Value) -> None:
+        self.weight, self.spec, self._w = weight, weight.spec, w
+        self._decoder = ChunkDecoder(weight)
+        self._values = scratch(4 * self.spec.packing.chunk)
+
+    def blocks(self, first: Value, last: Value) -> None:
+        """The row blocks from `first` up to `last`."""
+        spec = self.spec
+        with loop(first, last) as block, loop(0, spec.packing.chunks) as chunk:
+            self._decoder.begin(block.index, chunk.index)
+            start = mul(block.index, ROWS)
+            rows = arith.minsi(i64(ROWS), arith.subi(i64(spec.n), start))
+            with loop(0, ROWS // 2) as g:
+                for row in Row.pair(g.index):
+                    with when(less(row.index, rows)):
+                        for v, value in enumerate(self._decoder.row(block.index, chunk.index, row)):
+                            store(value, at(self._values, byte=v * VECTOR_BYTES))
+                        target = at(self._w, mul(add(start, row.index), BYTES[spec.act] * spec.k))
+                        self._copy(mul(chunk.index, spec.packing.chunk), target)
+
+    def _copy(self, first: Value, row: Value) -> None:
+        """Rounds the columns in memory from `first` on, of one chunk, into a row of w, in order and without the
+        padding of groups."""
+        spec, tiling, size = self.spec, self.weight.tiling, self.spec.group_size or self.spec.k
+        width = min(tiling.group, spec.packing.chunk)  # of the part of a group that a chunk holds
+        with loop(0, spec.packing.chunk, width) as part:
+            group, within = divmod_(add(first, part.index), tiling.group)
+            columns = arith.minsi(i64(width), arith.subi(i64(size), within))
+            target = at(row, mul(add(mul(group, size), within), BYTES[spec.act]))
+            with when(less(group, i64(spec.groups))):
+                whole = arith.maxsi(i64(0), mul(arith.divsi(columns, i64(LANES)), LANES))
+                with loop(0, whole, LANES) as c:
+                    values = gather(self._values, look_up(_PLACE, vec(i(32)), add(part.index, c.index)))
+                    self._store(values, target, c.index)
+                with loop(whole, columns) as c:
+                    place = arith.extui(i(64), look_up(_PLACE, i(32), add(part.index, c.index)))
+                    self._store(load(f32(), at(self._values, mul(place, 4))), target, c.index)
+
+    def _store(self, value: Value, target: Value, column: Value) -> None:
+        act = self.spec.act
+        store(round_to(value, scalar_type(act)), at(target, mul(column, BYTES[act])))

@@ -1,0 +1,214 @@
+"""The program for few tokens: a row of codes is decoded in registers and multiplied by up to four tokens at once.
+
+For every row block, for 4 tokens (that share a decode) or 1, for every tile of k, for every row:
+
+    acc[t]    = sum over the tile of code * xs[t]     a vector of 16 columns, in registers
+    total[t] += scale * acc[t]                        16 rows of vectors, in the first-level cache
+
+and, for the 16 rows at once, offset[t] -= scale * zero * sums[t]. Where groups are smaller than a chunk, acc is split
+by group. Codes are exact, and accumulation is in f32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lowbit.dialect.bindings import arith
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.passes.cpu.decode import Isa, multiplies_bf16
+from lowbit.passes.cpu.prepare import Preparer, Rows
+from lowbit.passes.cpu.task import Needs
+from lowbit.passes.cpu.vector_ops import (
+    Value,
+    add,
+    at,
+    broadcast,
+    constant,
+    divmod_,
+    f32,
+    fma,
+    i64,
+    less,
+    load,
+    loop,
+    mul,
+    round_to,
+    scalar_type,
+    scratch,
+    store,
+    sum_of,
+    vec,
+    when,
+)
+from lowbit.passes.cpu.weight import VECTOR_BYTES, Row, RowValues, Weight, least_code
+from lowbit.passes.cpu.worker import Ranged, Task, run_function
+
+TOKENS = 4  # that share a decode
+# Vectors that a tile is added up in: 8 of the 16 registers of AVX2. A multiply-add takes 4 cycles and 2 start
+# in every one, so fewer would wait for each other. 4 tokens of a row, or 2 of each of two rows.
+_SUMS = 4
+
+
+def few_rows(spec: MatmulSpec) -> Rows:
+    """The prepared activation."""
+    integer = spec.dtype.kind in ("uint", "int")
+    has_offset = spec.zero_kind is not None or least_code(spec) != 0
+    return Rows(spec, scaled=integer, sums=has_offset)
+
+
+def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
+    """A row per token; a last block of 2 or 3 tokens is filled up to 4. Measured on Zen 5 (docs/cpu.md)."""
+    if multiplies_bf16(spec, isa):
+        return Needs(most=2, per_token=few_rows(spec).nbytes)
+    return Needs(most=16, block=TOKENS, per_token=few_rows(spec).nbytes)
+
+
+def build_few(spec: MatmulSpec, isa: Isa) -> None:
+    """Defines the program in the module at the insertion point."""
+    rows = few_rows(spec)
+    rows.constants()
+
+    def emit(task: Task) -> tuple[Callable[[Value], None], Ranged]:
+        preparer = Preparer(rows)
+        weight = Weight(spec, isa, *(task.array(a) for a in ("codes", "scales", "zeros")))
+        kernel = _Matmul(weight, rows, task, few_needs(spec, isa).block)
+        x, row_bytes = task.array("x"), BYTES[spec.act] * spec.k
+
+        def prepare(token: Value) -> None:
+            preparer.token(at(x, mul(token, row_bytes)), task.row(token))
+
+        return prepare, kernel.blocks
+
+    run_function(few_needs(spec, isa), spec.packing.row_blocks, isa, emit)
+
+
+class _Matmul:
+    """The parts of the work. `count` is how many tokens share a decode."""
+
+    def __init__(self, weight: Weight, rows: Rows, task: Task, together: int) -> None:
+        self.weight, self.spec, self.tiling = weight, weight.spec, weight.tiling
+        self.rows, self.task, self._together = rows, task, together
+        self.bias, self.y, self.m = task.array("bias"), task.array("y"), task.integer("m")
+        self.has_offset = rows.sums
+        self.totals = scratch(ROWS * TOKENS * VECTOR_BYTES)
+        self.offsets = scratch(TOKENS * VECTOR_BYTES)
+        self.scales = RowValues(self.tiling.groups)
+
+    def blocks(self, first: Value, last: Value) -> None:
+        """The row blocks from `first` up to `last`."""
+        with loop(first, last) as block:
+            whole = i64(0)
+            if self._together > 1:
+                whole = mul(divmod_(add(self.m, TOKENS - 2), TOKENS)[0], TOKENS)
+                with loop(0, whole, TOKENS) as t:
+                    self.tokens(block.index, t.index, TOKENS)
+            with loop(whole, self.m) as t:
+                self.tokens(block.index, t.index, 1)
+
+    def tokens(self, block: Value, token: Value, count: int) -> None:
+        """y of 16 rows and `count` tokens."""
+        zero = constant(vec(f32()), 0.0)
+        with loop(0, ROWS * count) as r:
+            store(zero, at(self.totals, mul(r.index, VECTOR_BYTES)))
+        xs = self.task.row(token)
+        with loop(0, self.tiling.spans, carried=[zero] * count if self.has_offset else []) as span:
+            group = mul(span.index, self.tiling.groups)
+            for g in range(self.tiling.groups):
+                scale = self.weight.scales(block, add(group, g))
+                self.scales.put(g, scale)
+                offset = self.weight.offsets(block, add(group, g))
+                if offset is not None:
+                    scaled = arith.mulf(scale, offset)
+                    for t in range(count):
+                        total = load(f32(), at(xs, mul(group, 4), t * self.rows.nbytes + self.rows.sums_at + 4 * g))
+                        span.carried[t] = fma(scaled, broadcast(total), span.carried[t])
+            with loop(0, self.tiling.tiles) as tile:
+                chunk = mul(add(mul(span.index, self.tiling.tiles), tile.index), self.tiling.chunks)
+                with loop(0, ROWS // 2) as g:
+                    rows = Row.pair(g.index)
+                    for together in [rows] if count == 1 else [[row] for row in rows]:
+                        self._rows(xs, block, chunk, together, count)
+        for t, offset in enumerate(span.carried):
+            store(offset, at(self.offsets, byte=t * VECTOR_BYTES))
+        self._finish(block, token, count)
+
+    def _rows(self, xs: Value, block: Value, first: Value, rows: Sequence[Row], count: int) -> None:
+        """Adds the tile that begins with chunk `first` to the totals of some rows."""
+        zero = [constant(vec(f32()), 0.0)] * _SUMS
+        classes = self._vectors_by_group()
+        if self.tiling.groups == 1:
+            ((groups, vectors),) = classes.items()
+            with loop(0, self.tiling.chunks, carried=zero, unroll=True) as c:
+                c.carried = self._multiply(xs, block, add(first, c.index), rows, count, vectors, c.carried)
+            self._update(rows, groups, c.carried, count)
+        else:
+            for groups, vectors in classes.items():
+                sums = self._multiply(xs, block, first, rows, count, vectors, zero)
+                self._update(rows, groups, sums, count)
+
+    def _vectors_by_group(self) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+        """The decoded vectors (step, which) of a chunk, by the groups of their elements."""
+        result: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for step in range(self.weight.map.steps):
+            for which in (0, 1):
+                result.setdefault(self.weight.map.groups(step, which), []).append((step, which))
+        return result
+
+    def _multiply(
+        self,
+        xs: Value,
+        block: Value,
+        chunk: Value,
+        rows: Sequence[Row],
+        count: int,
+        vectors: Sequence[tuple[int, int]],
+        sums: Sequence[Value],
+    ) -> list[Value]:
+        """Adds code * x of some vectors of a chunk to the sums. Every row has a share of them, and token t
+        every count-th of that share."""
+        p, result = self.spec.packing, list(sums)
+        readers = [self.weight.chunk(block, chunk, row) for row in rows]
+        share = len(sums) // len(rows)
+        x = at(xs, mul(chunk, 4 * p.chunk))
+        for n, (step, which) in enumerate(vectors):
+            for r, reader in enumerate(readers):
+                values = reader.vectors(step)[which]
+                for t in range(count):
+                    place = at(x, byte=t * self.rows.nbytes + (2 * step + which) * VECTOR_BYTES)
+                    slot = r * share + (n * count + t) % share
+                    result[slot] = fma(values, load(vec(f32()), place), result[slot])
+        return result
+
+    def _update(self, rows: Sequence[Row], groups: Sequence[int], sums: Sequence[Value], count: int) -> None:
+        """totals += scale * sums."""
+        share = len(sums) // len(rows)
+        for r, row in enumerate(rows):
+            scale = self.scales.spread(row.index, groups)
+            for t in range(count):
+                mine = list(sums[r * share + t : (r + 1) * share : count])
+                while len(mine) > 1:
+                    mine = [arith.addf(a, b) for a, b in zip(mine[::2], mine[1::2])]
+                if self.weight.map.late_exponent:
+                    mine = [arith.mulf(mine[0], constant(vec(f32()), 2.0**self.weight.map.late_exponent))]
+                place = at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES)
+                store(fma(mine[0], scale, load(vec(f32()), place)), place)
+
+    def _finish(self, block: Value, token: Value, count: int) -> None:
+        """Sums the vectors, adds offset and bias, rounds, stores."""
+        spec, first = self.spec, mul(block, ROWS)
+        out, nbytes = scalar_type(spec.out_dtype), BYTES[spec.out_dtype]
+        with loop(0, arith.minsi(i64(ROWS), arith.subi(i64(spec.n), first))) as row:
+            n = add(first, row.index)
+            for t in range(count):
+                place = at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES)
+                result = sum_of(load(vec(f32()), place))
+                if self.has_offset:
+                    offset = load(f32(), at(self.offsets, mul(row.index, 4), t * VECTOR_BYTES))
+                    result = arith.addf(result, offset)
+                if spec.bias:
+                    bias = load(out, at(self.bias, mul(n, nbytes)))
+                    result = arith.addf(result, bias if out == f32() else arith.extf(f32(), bias))
+                with when(less(add(token, t), self.m)):
+                    place = add(mul(add(token, t), spec.n), n)
+                    store(round_to(result, out), at(self.y, mul(place, nbytes)))

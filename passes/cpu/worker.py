@@ -1,0 +1,108 @@
+"""The frame of every host program: `lowbit_run`, which takes numbers of work until none is left (see `task`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowbit.dialect.bindings import arith, func, ir
+from lowbit.passes.cpu.decode import Isa
+from lowbit.passes.cpu.task import ENTRY, WORDS, Needs
+from lowbit.passes.cpu.vector_ops import (
+    Value,
+    add,
+    at,
+    divmod_,
+    fetch_add,
+    i64,
+    less,
+    load,
+    load_acquire,
+    loop_while,
+    mul,
+    pause,
+    pointer,
+    when,
+)
+
+Ranged = Callable[[Value, Value], None]
+"""Emits the code for the row blocks from the first up to the second."""
+
+
+class Task:
+    """The words of a task inside the function."""
+
+    def __init__(self, base: Value, needs: Needs) -> None:
+        self._base, self._needs = base, needs
+
+    def address(self, word: str) -> Value:
+        """Where a word is."""
+        return at(self._base, byte=8 * WORDS.index(word))
+
+    def integer(self, word: str) -> Value:
+        return load(i64(0).type, self.address(word))
+
+    def array(self, word: str) -> Value:
+        """The address that a word holds."""
+        return load(pointer(), self.address(word))
+
+    def row(self, token: Value) -> Value:
+        """A token's row of the prepared activation."""
+        return at(self.array("scratch"), mul(token, self._needs.per_token))
+
+    def share(self, worker: Value) -> Value:
+        """A thread's own scratch memory."""
+        s = self._needs
+        rounded = add(self.integer("m"), s.block - 1)
+        tokens = mul(divmod_(rounded, s.block)[0], s.block)
+        nbytes = add(mul(tokens, s.per_worker_token), s.per_worker)
+        return at(at(self.array("scratch"), mul(tokens, s.per_token)), arith.muli(worker, nbytes))
+
+
+def run_function(
+    needs: Needs, blocks: int, isa: Isa, emit: Callable[[Task], tuple[Callable[[Value], None] | None, Ranged]]
+) -> None:
+    """Define `lowbit_run` for a weight of so many row blocks.
+
+    `emit` writes what is done once per thread and returns the code of the pieces (None where there are none; it
+    takes a token) and of the parts.
+    """
+    op = func.FuncOp(ENTRY, ([pointer()], []))
+    block = op.add_entry_block()
+    with ir.InsertionPoint(block):
+        end = func.ReturnOp([])
+    with ir.InsertionPoint(end):
+        task = Task(block.arguments[0], needs)
+        prepare, compute = emit(task)
+        _take_numbers(task, blocks, isa, prepare, compute)
+
+
+def _take_numbers(task: Task, blocks: int, isa: Isa, prepare: Callable[[Value], None] | None, compute: Ranged) -> None:
+    pieces, parts = task.integer("m") if prepare else i64(0), task.integer("parts")
+    end = arith.addi(pieces, parts)
+
+    def take() -> Value:
+        return fetch_add(task.address("ticket"), 1)
+
+    number = take()
+    if prepare:
+        with loop_while(number, lambda n: less(n, pieces)) as piece:
+            prepare(piece.carried[0])
+            fetch_add(task.address("prepared"), 1)
+            piece.carried = [take()]
+        number = piece.carried[0]
+    with when(less(number, end)):
+        if prepare:
+            prepared = task.address("prepared")
+            with loop_while(load_acquire(prepared), lambda done: less(done, pieces)) as waiting:
+                if isa != "generic":
+                    pause()
+                waiting.carried = [load_acquire(prepared)]
+        with loop_while(number, lambda n: less(n, end)) as part:
+            first = arith.subi(part.carried[0], pieces)
+            compute(*(arith.divui(mul(n, blocks), parts) for n in (first, add(first, 1))))
+            part.carried = [take()]
+
+
+def worker_number(task: Task) -> Value:
+    """Numbers the threads that take part, from 0 on."""
+    return fetch_add(task.address("workers"), 1)

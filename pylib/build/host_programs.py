@@ -1,0 +1,68 @@
+"""Programs for this machine's CPU, each compiled at its first use or taken from the disk cache.
+
+Nothing here imports MLIR or LLVM before a program has to be compiled. What decides the code is in the key: spec,
+program, what LLVM reads off the processor, and the tools.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.cpu.task import ENTRY, Needs
+from lowbit.pylib.build import cache
+
+Program = Literal["few", "many", "dequantize"]
+
+
+@dataclass(frozen=True)
+class HostProgram:
+    """A compiled program: an image that runs anywhere in memory, where its function begins, what a caller owes it."""
+
+    image: bytes
+    entry: int
+    needs: Needs
+
+    def to_files(self) -> dict[str, bytes]:
+        """For the disk cache."""
+        about = {"entry": self.entry, "needs": asdict(self.needs)}
+        return {"about.json": json.dumps(about).encode(), "image": self.image}
+
+    @staticmethod
+    def from_files(files: dict[str, bytes]) -> HostProgram:
+        """The inverse of `to_files`."""
+        about = json.loads(files["about.json"])
+        return HostProgram(files["image"], about["entry"], Needs(**about["needs"]))
+
+
+def load_host_program(spec: MatmulSpec, program: Program, cpu: str) -> HostProgram:
+    """A program for a processor: one of LLVM's levels ("x86-64-v3"), or "" for this one.
+
+    Raises TargetError for a processor that this is not or that lacks AVX2, and where LLVM is missing to compile it.
+    """
+    key = cache.key(spec=spec, target="cpu", program=program, cpu=cpu, processor=processor())
+
+    def build() -> dict[str, bytes]:
+        from lowbit.passes.cpu.compile import compile_program  # which loads MLIR and LLVM
+
+        image, needs = compile_program(spec, program, cpu)
+        return HostProgram(image.code, image.functions[ENTRY], needs).to_files()
+
+    return HostProgram.from_files(cache.load_or_build(key, build))
+
+
+@lru_cache(maxsize=1)
+def processor() -> str:
+    """This machine's processor, by what LLVM tells processors apart: family, model and features."""
+    wanted = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+    try:
+        with Path("/proc/cpuinfo").open() as file:
+            first = [line for line in iter(file.readline, "\n") if line]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.version()}"
+    return "".join(line for line in first if line.partition(":")[0].strip() in wanted)
