@@ -3,7 +3,7 @@
 One permutation brings a tile of 16 rows by a chunk of columns into the order of registers (`_register_order`); then
 the halves of words are put together from the pieces that `dialect.formats.packing.run_of` says are in them, and taken
 apart again. Both take a few row blocks at a time, so that the work stays in cache and the memory they need does not
-grow with the weight. Words are little-endian, as on every machine that CUDA runs on.
+grow with the weight; on a CPU in one thread, since no operation is large enough to be shared. Words are little-endian, as on every machine that CUDA runs on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, run_of
+from lowbit.pylib.runtime import team
 
 SLICE = 1 << 20  # codes per step: the working set stays in cache
 RUNS = 4  # of a chunk
 HALVES = 64  # of 16 bits: of one word of every lane of a warp
 
 
+@team.alone()
 def pack_codes(packing: Packing, codes: Tensor, offset: int = 0) -> Tensor:
     """Integers [n, k] to int32 [packing.codes_shape] of (code + offset) modulo 256; padding is 0."""
     order = _register_order(packing).to(codes.device)
@@ -46,6 +48,7 @@ def pack_codes(packing: Packing, codes: Tensor, offset: int = 0) -> Tensor:
     return result
 
 
+@team.alone()
 def unpack_codes(packing: Packing, packed: Tensor, offset: int = 0) -> Tensor:
     """The inverse of `pack_codes`: uint8 [n, k], modulo 256."""
     order = _register_order(packing).argsort().to(packed.device)

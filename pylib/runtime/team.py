@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -42,16 +43,29 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="lowbit")
 
 
-def _openmp() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel(function, argument, threads, flags), which GCC's, LLVM's and Intel's runtimes have on Linux."""
+@contextmanager
+def alone() -> Generator[None]:
+    """Inside, torch's operations in this thread are done by this thread alone: hundreds of small ones are not worth a
+    team each, least of all where other processes keep its members from running."""
+    before = torch.get_num_threads()
+    if _set_threads:
+        _set_threads(1)
+    try:
+        yield
+    finally:
+        if _set_threads:
+            _set_threads(before)
+
+
+def _openmp(name: str, *types: type[ctypes.c_uint] | type[ctypes.c_void_p]) -> Callable[..., None] | None:
+    """A function of the OpenMP runtime that torch has loaded, or None where there is none."""
     libraries = Path(torch.__file__).parent / "lib"
     try:  # a symbol of a library is looked for in those that it was linked with, too
-        parallel = ctypes.CDLL(str(libraries / "libtorch_cpu.so")).GOMP_parallel
+        function = getattr(ctypes.CDLL(str(libraries / "libtorch_cpu.so")), name)
     except (OSError, AttributeError):
         return None
-    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    parallel.restype = None
-    return parallel
+    function.argtypes, function.restype = types, None
+    return function
 
 
 def _forget_openmp() -> None:
@@ -60,5 +74,7 @@ def _forget_openmp() -> None:
     _parallel = None
 
 
-_parallel = _openmp()
+# GOMP_parallel(function, argument, threads, flags), which GCC's, LLVM's and Intel's runtimes have on Linux.
+_parallel = _openmp("GOMP_parallel", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_set_threads = _openmp("omp_set_num_threads", ctypes.c_uint)  # of teams that the calling thread will lead
 os.register_at_fork(after_in_child=_forget_openmp)
