@@ -109,6 +109,25 @@ def show(commit: Commit = None) -> None:
 
 
 @app.command()
+def cpu(
+    size: Annotated[str, typer.Argument(help="n x k.")] = "4096x4096",
+    seconds: Annotated[float, typer.Option(help="To measure for, for each number of tokens.")] = 10.0,
+    write: Annotated[bool, typer.Option("--write", help="Into README.md, between its marks.")] = False,
+) -> None:
+    """u4 on this machine's CPU against torch f32, bf16, int4 and int8: microseconds, and ratios."""
+    from benchmarks.cpu import BEGIN, END, cpu_table
+    from benchmarks.publish import between_marks
+    from lowbit.pylib.tune.models import shapes
+
+    ((n, k),) = shapes([size])
+    table = cpu_table(n, k, seconds, _log)
+    print(table)
+    if write:
+        page = Path("README.md")
+        page.write_text(between_marks(page, table, BEGIN, END))
+
+
+@app.command()
 def chain(
     size: Annotated[str, typer.Argument(help="n x k, as 4096x4096, or the layers of a model.")],
     m: Annotated[str, typer.Option("--m", "-m", help="Numbers of tokens.")] = "1,8,16",

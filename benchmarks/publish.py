@@ -38,10 +38,10 @@ def _images(figures: Sequence[Path], folder: Path) -> list[str]:
     return [f"![{TEXTS[f.stem.partition('_')[0]]}]({f.relative_to(folder).as_posix()})" for f in figures]
 
 
-def between_marks(path: Path, text: str) -> str:
+def between_marks(path: Path, text: str, begin: str = BEGIN, end: str = END) -> str:
     """The page with `text` in place of what stands between its marks."""
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SpecError(f"{path} needs a line {BEGIN} and, below it, a line {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+    before, found, rest = path.read_text().partition(begin)
+    _, found_too, after = rest.partition(end)
+    if not found or not found_too:
+        raise SpecError(f"{path} needs a line {begin} and, below it, a line {end}")
+    return f"{before}{begin}\n{text}\n{end}{after}"

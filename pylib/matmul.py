@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -35,7 +36,8 @@ def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | No
     schedule  the free choices of the GPU kernel for up to schedule.tokens tokens; None: a good one
 
     The kernel for one token is compiled (or found in the disk cache) at once, others when they are first
-    needed. The same arguments give the same `Matmul`, so every layer of a model may ask for its own.
+    needed. The same arguments give the same `Matmul`, so every layer of a model may ask for its own; one that no
+    layer holds any more is given back in time.
 
     Raises SpecError for a spec or schedule that is none or does not fit; TargetError for an unknown target, a
     GPU that is too old, or a missing tool, with the command that installs it.
@@ -49,9 +51,16 @@ def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | No
     return _compile(spec, parse_target(this_machine() if target is None else target), schedule)
 
 
-@lru_cache(maxsize=None)
+_KEPT = 256  # matmuls that nothing else holds
+_alive: WeakValueDictionary[tuple[MatmulSpec, Target, Schedule | None], Matmul] = WeakValueDictionary()
+
+
+@lru_cache(maxsize=_KEPT)
 def _compile(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Matmul:
-    return Matmul(spec, target, schedule)
+    """The same `Matmul` as long as anyone holds it, or it is one of the last that were asked for."""
+    key = spec, target, schedule
+    found = _alive.get(key)
+    return found or _alive.setdefault(key, Matmul(spec, target, schedule))
 
 
 def this_machine() -> str:

@@ -3,7 +3,8 @@
 One permutation brings a tile of 16 rows by a chunk of columns into the order of registers (`_register_order`); then
 the halves of words are put together from the pieces that `dialect.formats.packing.run_of` says are in them, and taken
 apart again. Both take a few row blocks at a time, so that the work stays in cache and the memory they need does not
-grow with the weight; on a CPU in one thread, since no operation is large enough to be shared. Words are little-endian, as on every machine that CUDA runs on.
+grow with the weight; on a CPU in one thread, since no operation is large enough to be shared. Words are little-endian,
+as on every machine that CUDA runs on.
 """
 
 from __future__ import annotations

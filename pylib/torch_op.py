@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +50,7 @@ def _parts(kernel: str) -> dict[str, Any]:
         raise SpecError(f"kernel={kernel!r} must be a Matmul's description ({error})") from None
 
 
-@cache
+@lru_cache(maxsize=256)
 def _resolve(kernel: str) -> Matmul:
     from lowbit.pylib.matmul import compile  # which imports this module
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,14 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.dialect.errors import TargetError
+import lowbit
+from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.formats.dtypes import all_names
-from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.formats.packing import Packing, run_of
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.codegen.host import host_features
+from lowbit.passes.cpu import compile as cpu_compile
 from lowbit.passes.cpu.compile import isa_of
 from lowbit.passes.cpu.decode import ChunkMap, multiplies_bf16
-from lowbit.pylib import reference
+from lowbit.pylib import matmul, memory_order, reference
+from lowbit.pylib.build.host_programs import processor
 from lowbit.pylib.packed import TORCH, PackedWeight, pack
+from lowbit.pylib.runtime import cpu, team
 from lowbit.pylib.runtime.cpu import CpuMatmul
 
 TABLES = {f"lut{b}": tuple(float(v) for v in np.linspace(-3, 4, 1 << b) ** 3) for b in range(1, 9)}
@@ -140,10 +153,10 @@ def test_outputs_and_bias(act: str, out: str) -> None:
     check(spec_of("f4e2m1", n=37, k=160, group_size=32, act=act, out=out, bias=True), (1, 6))
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (5, 33), (16, 64), (17, 1000), (129, 257)])
+@pytest.mark.parametrize("shape", [(1, 16), (5, 33), (16, 64), (17, 1000), (129, 257), (80, 5000)])
 def test_shapes(shape: tuple[int, int]) -> None:
     n, k = shape
-    check(spec_of("u8" if n == 5 else "i4", n=n, k=k, bias=True), (0, 1, 2, 3, 8, 65))
+    check(spec_of("u8" if n == 5 else "i4", n=n, k=k, bias=True), (0, 1, 2, 3, 8, 13, 65))
 
 
 @settings(max_examples=8)
@@ -160,8 +173,33 @@ def test_any_spec(data: st.DataObject) -> None:
 
 def test_processor_levels() -> None:
     """Tables of 8 entries, of 16 and larger ones go three ways through AVX2; the numbers are the same."""
-    for weight in ("nf4", "lut3", "lut5", "i4"):
-        check(spec_of(weight, n=16, k=128, group_size=64, act="bf16"), (1, 4), cpu="x86-64-v3")
+    for weight, act in (("nf4", "bf16"), ("lut3", "f16"), ("lut5", "bf16"), ("i4", "f16"), ("f6e3m2", "bf16")):
+        spec = spec_of(weight, n=20, k=192, group_size=64, act=act)
+        check(spec, (1, 4, 17), cpu="x86-64-v3")
+        if host_features() >= {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}:
+            check(spec, (1, 4, 17), cpu="x86-64-v4")
+
+
+@pytest.mark.parametrize(
+    ("features", "isa"),
+    [
+        ({"sse4.2"}, "generic"),
+        ({"avx2", "f16c", "fma"}, "avx2"),
+        ({"avx2", "f16c", "fma", "avx512f"}, "avx2"),  # Xeon Phi: no words of 16 bits
+        ({"avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl"}, "avx512"),
+        ({"avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512bf16"}, "avx512bf16"),
+    ],
+)
+def test_what_a_processor_offers(monkeypatch: pytest.MonkeyPatch, features: set[str], isa: str) -> None:
+    monkeypatch.setattr(cpu_compile, "host_features", lambda: frozenset(features))
+    if isa == "generic":
+        with pytest.raises(TargetError, match=r"lacks AVX2 or F16C"):
+            isa_of("")
+    else:
+        assert isa_of("") == isa
+
+
+def test_other_processors_are_refused() -> None:
     with pytest.raises(TargetError, match=r"x86-64-v2.*F16C.*x86-64-v3"):
         CpuMatmul(spec_of("u4", n=16, k=64), "x86-64-v2")
 
@@ -195,6 +233,184 @@ def test_threads_give_the_same_bits() -> None:
 
 def weight_tensors(w: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     return w.codes, w.scales, w.zeros
+
+
+def test_more_tokens_than_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch memory is for so many tokens at most; the rest come after them."""
+    spec = spec_of("u4", n=40, k=96, bias=True)
+    x, *weight = reference.random_problem(spec, 67)
+    w, program = pack(spec, *weight), CpuMatmul(spec)
+    whole = run(program, x, w)
+    monkeypatch.setattr(cpu, "_SLAB", 32)
+    assert torch.equal(run(program, x, w), whole)
+
+
+def test_the_number_of_threads_may_change_between_calls() -> None:
+    program, x, w, expected = large_problem()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3, 1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(run(program, x, w), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def large_problem() -> tuple[CpuMatmul, Tensor, PackedWeight, Tensor]:
+    """A matmul that is worth several threads, with its result."""
+    spec = spec_of("u4", n=1000, k=1024, group_size=128, zeros="int")
+    x, *weight = reference.random_problem(spec, 9)
+    program, w = CpuMatmul(spec, threads=3), pack(spec, *weight)
+    y = run(program, x, w)
+    bound = tolerance(program, x, weight)
+    assert reference.agrees(y, reference.matmul(spec, x, *weight), bound).all()
+    return program, x, w, y
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """OpenMP's do not come along: to call it would be to wait for ever."""
+    program, x, w, expected = large_problem()
+    child = os.fork()
+    if child == 0:
+        right = team._parallel is None and all(torch.equal(run(program, x, w), expected) for _ in range(3))
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, x, w, expected = large_problem()
+    monkeypatch.setattr(team, "_parallel", None)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: run(program, x, w), range(12)))
+    assert all(torch.equal(y, expected) for y in results)
+    assert team._openmp("no_such_function") is None
+
+
+def test_a_process_ends_with_threads_waiting() -> None:
+    """The interpreter's end waits for none of them."""
+    script = """if True:
+        import numpy as np, torch, lowbit
+        mm = lowbit.compile(lowbit.MatmulSpec(n=1024, k=1024, weight="u4"), "cpu")
+        print(mm(torch.ones(1, 1024).half(), mm.pack(np.ones((1024, 1024), np.uint8), np.ones(1024)))[0, 5].item())"""
+    environment = os.environ | {"LOWBIT_NUM_THREADS": "3"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "1024.0\n"), done.stderr
+
+
+def test_small_stacks() -> None:
+    """Nothing on the stack grows with the problem: long rows run in a thread of 128 KiB."""
+    results: list[Tensor] = []
+
+    def work() -> None:
+        for k in (32768, 2_200_000):
+            spec = spec_of("u1", n=1, k=k, out="f32")
+            w = pack(spec, np.ones((1, k), np.uint8), np.ones(1))
+            results.append(run(CpuMatmul(spec), torch.ones(1, k, dtype=torch.float16), w))
+
+    before = threading.stack_size(1 << 17)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert [y.item() for y in results] == [32768, 2_200_000]
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_default_device(device: str) -> None:
+    """Memory is on the CPU, whatever torch is told to make by default."""
+    spec = spec_of("u4", n=40, k=96, bias=True, zeros="float")
+    x, *weight = reference.random_problem(spec, 20)
+    program, w = CpuMatmul(spec), pack(spec, *weight)
+    expected = [run(program, rows, w) for rows in (x[:1], x, x.t().contiguous().t())]
+    dense = program.dequantize(*weight_tensors(w))
+    with torch.device(device):
+        w = pack(spec, *weight)
+        assert all(map(torch.equal, [run(program, rows, w) for rows in (x[:1], x, x.t().contiguous().t())], expected))
+        assert torch.equal(program.dequantize(*weight_tensors(w)), dense)
+
+
+@pytest.mark.parametrize("m", [1, 20])
+@pytest.mark.parametrize("weight", ["f3e1m1", "f4e2m1", "u4", "i8"])
+def test_large_and_small_activations(weight: str, m: int) -> None:
+    """bf16 has the range of f32: no power of two on the way leaves it."""
+    spec = spec_of(weight, n=16, k=64, act="bf16", out="f32")
+    w = pack(spec, np.eye(16, 64, dtype=np.int64), np.ones(16))
+    value = spec.dtype.values()[1]
+    for exponent in (113, -100):
+        x = torch.full((m, 64), 2.0**exponent, dtype=torch.bfloat16)
+        assert run(CpuMatmul(spec), x, w).unique().tolist() == [value * 2.0**exponent]
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    spec = spec_of("u4", n=16, k=64, zeros="float", bias=True)
+    x, *weight = reference.random_problem(spec, 1)
+    program, w = CpuMatmul(spec), pack(spec, *weight)
+    nothing = torch._efficientzerotensor((1, 64), dtype=torch.float16)
+    with pytest.raises(SpecError, match=r"x has no memory.*x.clone\(\)"):
+        program.matmul(nothing, w.codes, w.scales, w.zeros, w.bias)
+    tensors = [w.codes, w.scales, w.zeros, w.bias]
+    for i, tensor in enumerate(tensors):
+        assert tensor is not None
+        given = [*tensors[:i], torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype), *tensors[i + 1 :]]
+        with pytest.raises(PackError, match="a tensor of the weight has no memory"):
+            program.matmul(x, *given)  # type: ignore[arg-type]
+
+
+def test_matmuls_are_given_back() -> None:
+    """Those that nobody holds and nobody asked for lately; what is held stays the same object."""
+    first = lowbit.compile(spec_of("u4", n=16, k=16), "cpu")
+    gone = weakref.ref(lowbit.compile(spec_of("u4", n=16, k=17), "cpu"))
+    matmul._compile.cache_clear()
+    gc.collect()
+    assert gone() is None
+    assert lowbit.compile(spec_of("u4", n=16, k=16), "cpu") is first
+    assert matmul._compile.cache_info().maxsize == matmul._KEPT
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    """It takes the code from the disk, and loads neither MLIR nor LLVM; another processor's code is not taken."""
+    script = """if True:
+        import sys, torch, lowbit
+        mm = lowbit.compile(lowbit.MatmulSpec(n=32, k=64, weight="u4"), "cpu")
+        w = mm.pack(torch.ones(32, 64, dtype=torch.uint8), torch.ones(32))
+        assert mm(torch.ones(40, 64).half(), w).unique().tolist() == [64.0]
+        print(sorted({"torch_mlir", "mlir", "llvmlite"} & set(sys.modules)))"""
+
+    def loaded(cpu: str = "") -> str:
+        environment = os.environ | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_CPU": cpu, "LOWBIT_NO_CACHE": "0"}
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment).stdout
+
+    assert "llvmlite" in loaded()
+    assert loaded() == "[]\n"
+    assert "llvmlite" in loaded("x86-64-v3")
+
+
+def test_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of the cache tells processors apart, and says nothing of what changes from run to run."""
+    text = processor()
+    assert re.search(r"^(flags|Features)\s*: ", text, re.MULTILINE) and "MHz" not in text
+
+
+def test_packing_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of small operations, each with a team of threads, take thirty times as long on a busy machine."""
+    seen: list[int] = []
+
+    def run_of_recorded(bits: int) -> object:
+        seen.append(torch.get_num_threads())
+        return run_of(bits)
+
+    monkeypatch.setattr(memory_order, "run_of", run_of_recorded)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        packing = Packing(3, 32, 256)
+        codes = torch.randint(0, 8, (32, 256), dtype=torch.uint8)
+        assert torch.equal(memory_order.unpack_codes(packing, memory_order.pack_codes(packing, codes)), codes)
+        assert len(seen) >= 2 and set(seen) == {1} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_leading_dimensions_and_strides() -> None:

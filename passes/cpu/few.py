@@ -58,10 +58,10 @@ def few_rows(spec: MatmulSpec) -> Rows:
 
 
 def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
-    """A row per token; a last block of 2 or 3 tokens is filled up to 4. Measured on Zen 5 (docs/cpu.md)."""
+    """A row per token; a last block of 2 or 3 tokens is filled up to 4. Up to 12 tokens (docs/cpu.md)."""
     if multiplies_bf16(spec, isa):
         return Needs(most=2, per_token=few_rows(spec).nbytes)
-    return Needs(most=16, block=TOKENS, per_token=few_rows(spec).nbytes)
+    return Needs(most=12, block=TOKENS, per_token=few_rows(spec).nbytes)
 
 
 def build_few(spec: MatmulSpec, isa: Isa) -> None:

@@ -18,8 +18,8 @@ from lowbit.pylib.packed import TORCH
 from lowbit.pylib.runtime import team
 from lowbit.pylib.runtime.machine_code import MachineCode
 
-# Multiply-adds that are worth more than one thread: about 5 us of work; a team takes 2 to begin and to end.
-_WORTH_A_TEAM = 1 << 17
+# Multiply-adds that are worth more than one thread: about 10 us of work; a team takes 2 to begin and to end.
+_WORTH_A_TEAM = 1 << 19
 _PARTS = 4  # per thread: a core that others use too holds up a quarter of a share, not all of it
 _SLAB = 1024  # tokens that are prepared at once, to bound the scratch memory
 
