@@ -52,6 +52,7 @@ _PERMUTE: dict[Isa, tuple[str, int]] = {
     "avx512bf16": ("llvm.x86.avx512.permvar.sf.512", 16),
 }
 _MOST_PERMUTES = 4  # of one vector of indices; beyond, a gather is no slower
+_MOST_ENTRIES = 128  # of a table of bf16
 _PREFETCH = 8192  # bytes ahead. The words of a row lie 512 bytes apart, no stream that hardware sees: to 1.8x
 _HALVES = 0x00010001  # times a 16-bit mask: that mask in both halves of a word
 TABLE = "lowbit_table"
@@ -60,6 +61,23 @@ TABLE = "lowbit_table"
 def multiplies_bf16(spec: MatmulSpec, isa: Isa) -> bool:
     """Whether many tokens are multiplied in bf16, which takes half the time of f32."""
     return isa == "avx512bf16" and spec.act == "bf16"
+
+
+def pair_table(spec: MatmulSpec, isa: Isa) -> NDArray[np.float64] | None:
+    """The values of stored codes where few tokens are multiplied in bf16, too, else None: where bf16 holds them all,
+    and they are so few that to look them up is faster than to compute them in f32."""
+    t = spec.dtype
+    stored = np.arange(t.codes) + least_code(spec) if t.kind in ("uint", "int") else t.values()
+    narrow = (stored.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    exact = np.array_equal(narrow, stored, equal_nan=True)
+    return stored.astype(np.float64) if multiplies_bf16(spec, isa) and exact and t.codes <= _MOST_ENTRIES else None
+
+
+def least_code(spec: MatmulSpec) -> int:
+    """Value less stored code. Signed integers are stored in offset binary; integer zeros are stored less the format's
+    least value, and then the two offsets cancel."""
+    t = spec.dtype
+    return -(t.codes // 2) if t.kind == "int" and spec.zeros != "int" else 0
 
 
 @dataclass(frozen=True)
@@ -113,8 +131,8 @@ class ChunkMap:
         return self.type.kind == "float" and container(self.type) is F16
 
     @cached_property
-    def columns(self) -> NDArray[np.int64]:
-        """Column in the chunk of every element: int64 [steps, 2, 16]."""
+    def pairs(self) -> NDArray[np.int64]:
+        """Columns in the chunk of the two codes of every element: int64 [steps, 16, 2]."""
         fragment = Packing.fragment_order() % BLOCK_K
         result = np.empty((self.steps, LANES, 2), np.int64)
         for block, register in np.ndindex(self.packing.chunk // BLOCK_K, 4):
@@ -123,8 +141,12 @@ class ChunkMap:
             for lane in range(LANES // WORDS_PER_UNIT):
                 codes = fragment[lane, 2 * register : 2 * register + 2]
                 result[number // 2, lane * WORDS_PER_UNIT + run] = block * BLOCK_K + codes
-        if not self.interleaved:
-            result = np.moveaxis(result, -1, -2)
+        return result
+
+    @cached_property
+    def columns(self) -> NDArray[np.int64]:
+        """Column in the chunk of every element of the vectors: int64 [steps, 2, 16]."""
+        result = self.pairs if self.interleaved else np.moveaxis(self.pairs, -1, -2)
         return result.reshape(self.steps, 2, LANES)
 
     @cached_property
@@ -149,9 +171,16 @@ class ChunkMap:
 
     def groups(self, step: int, which: int) -> tuple[int, ...]:
         """Group within the chunk of the 16 elements of a vector."""
+        return self._groups(self.columns[step, which])
+
+    def pair_groups(self, step: int) -> tuple[int, ...]:
+        """Group within the chunk of the 16 pairs of a step: both are in one, as neighbours."""
+        return self._groups(self.pairs[step, :, 0])
+
+    def _groups(self, columns: NDArray[np.int64]) -> tuple[int, ...]:
         g = self.packing.padded_group
         size = self.packing.chunk if g is None else min(g, self.packing.chunk)
-        return tuple(int(c) // size for c in self.columns[step, which])
+        return tuple(int(c) // size for c in columns)
 
 
 class ChunkReader:
@@ -175,6 +204,18 @@ class ChunkReader:
             field = bits_and(moved, (((1 << piece.bits) - 1) << place) * _HALVES)
             result = arith.ori(result, field)
         return decode(self.map.type, result, position, self.isa)
+
+    def pairs(self, step: int, table: NDArray[np.float64]) -> Value:
+        """The entries of a table for the codes of a step, in pairs as they lie in memory: vector<32xbf16>."""
+        pieces = run_of(self.map.packing.bits)[2 * step + self._odd]
+        if len(pieces) == 1:  # what stands above a code, the lookup does not see
+            words = vector.bitcast(vec(i(16), 2 * LANES), self._run_word(pieces[0].word))
+            return look_up_bf16(table, shift_right(words, pieces[0].shift))
+        index = constant(vec(i(32)), 0)
+        for piece in pieces:
+            moved = shift_right(self._run_word(piece.word), piece.shift - piece.low)
+            index = arith.ori(index, bits_and(moved, (((1 << piece.bits) - 1) << piece.low) * _HALVES))
+        return look_up_bf16(table, vector.bitcast(vec(i(16), 2 * LANES), index))
 
     def _run_word(self, number: int) -> Value:
         """Word `number` of sixteen runs."""
@@ -257,6 +298,38 @@ def _place(t: DType, c: Container, codes: Value, position: int) -> Value:
     return bits_and(shift_right(bits, gap, signed=True), 1 << (c.width - 1) | magnitude)
 
 
+def look_up_bf16(table: NDArray[np.float64], index: Value) -> Value:
+    """Entries of a table of 2**bits numbers that bf16 holds, at the low `bits` bits of a vector<32xi16>, from
+    registers: one permutation up to 32 entries, of two registers up to 64, and a blend for each doubling beyond."""
+    entries = np.resize(table, max(len(table), 2 * LANES)).astype(np.float32).view(np.uint32) >> 16
+    lanes = 2 * LANES
+
+    def register(start: int) -> Value:
+        values = entries[start : start + lanes].astype(np.uint16)
+        type_ = vec(i(16), lanes)
+        return arith.constant(type_, ir.DenseElementsAttr.get(values, type=type_))
+
+    if len(entries) == lanes:
+        found = [llvm.call_intrinsic(index.type, "llvm.x86.avx512.permvar.hi.512", [register(0), index], [], [])]
+    else:
+        name = "llvm.x86.avx512.vpermi2var.hi.512"
+        found = [
+            llvm.call_intrinsic(index.type, name, [register(s), index, register(s + lanes)], [], [])
+            for s in range(0, len(entries), 2 * lanes)
+        ]
+    return vector.bitcast(vec(ir.BF16Type.get(), lanes), _blend(found, index, bit=6, width=16))
+
+
+def _blend(found: list[Value], index: Value, bit: int, width: int) -> Value:
+    """One of the vectors for every element, by the bits of its index from `bit` on."""
+    while len(found) > 1:
+        sign = shift_left(index, width - 1 - bit)  # the bit as the sign, which is what a blend looks at
+        odd = arith.cmpi(arith.CmpIPredicate.slt, sign, constant(index.type, 0))
+        found = [arith.select(odd, second, first) for first, second in zip(found[::2], found[1::2])]
+        bit += 1
+    return found[0]
+
+
 def _look_up(t: DType, index: Value, isa: Isa) -> Value:
     """Table entries at a vector<16xi32> of indices: permuted in registers if they fit, else gathered."""
     name, lanes = _PERMUTE.get(isa, ("", 0))
@@ -271,10 +344,4 @@ def _look_up(t: DType, index: Value, isa: Isa) -> Value:
         return looked[0] if len(looked) == 1 else vector.shuffle(*looked, list(range(LANES)))
 
     found = [permute(entries[s : s + lanes]) for s in range(0, len(entries), lanes)]
-    bit = lanes.bit_length() - 1
-    while len(found) > 1:
-        sign = shift_left(index, 31 - bit)  # the next bit as the sign, which is what a blend looks at
-        odd = arith.cmpi(arith.CmpIPredicate.slt, sign, constant(index.type, 0))
-        found = [arith.select(odd, second, first) for first, second in zip(found[::2], found[1::2])]
-        bit += 1
-    return found[0]
+    return _blend(found, index, bit=lanes.bit_length() - 1, width=32)

@@ -6,19 +6,23 @@ For every row block, for 4 tokens (that share a decode) or 1, for every tile of 
     total[t] += scale * acc[t]                        16 rows of vectors, in the first-level cache
 
 and, for the 16 rows at once, offset[t] -= scale * zero * sums[t]. Where groups are smaller than a chunk, acc is split
-by group. Codes are exact, and accumulation is in f32.
+by group. Codes are exact, and accumulation is in f32. Where the processor multiplies bf16, the activation is bf16 and
+bf16 holds all codes (not those of `nf4`, say), acc takes 32 columns at once, of which the codes are looked up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lowbit.dialect.bindings import arith
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import BYTES, MatmulSpec
-from lowbit.passes.cpu.decode import Isa, multiplies_bf16
+from lowbit.passes.cpu.decode import ChunkReader, Isa, least_code, multiplies_bf16, pair_table
 from lowbit.passes.cpu.prepare import Preparer, Rows
-from lowbit.passes.cpu.task import Needs
+from lowbit.passes.cpu.task import LINE, Needs
 from lowbit.passes.cpu.vector_ops import (
     Value,
     add,
@@ -26,6 +30,7 @@ from lowbit.passes.cpu.vector_ops import (
     broadcast,
     constant,
     divmod_,
+    dot_bf16,
     f32,
     fma,
     i64,
@@ -41,38 +46,40 @@ from lowbit.passes.cpu.vector_ops import (
     vec,
     when,
 )
-from lowbit.passes.cpu.weight import VECTOR_BYTES, Row, RowValues, Weight, least_code
+from lowbit.passes.cpu.weight import VECTOR_BYTES, Row, RowValues, Weight
 from lowbit.passes.cpu.worker import Ranged, Task, run_function
 
 TOKENS = 4  # that share a decode
 # Vectors that a tile is added up in: 8 of the 16 registers of AVX2. A multiply-add takes 4 cycles and 2 start
 # in every one, so fewer would wait for each other. 4 tokens of a row, or 2 of each of two rows.
 _SUMS = 4
+_PAIR_SUMS = 8  # AVX-512 has room for more
 
 
-def few_rows(spec: MatmulSpec) -> Rows:
+def few_rows(spec: MatmulSpec, isa: Isa) -> Rows:
     """The prepared activation."""
+    zeros = spec.zero_kind is not None
+    if pair_table(spec, isa) is not None:
+        return Rows(spec, "bf16", paired=True, sums=zeros)
     integer = spec.dtype.kind in ("uint", "int")
-    has_offset = spec.zero_kind is not None or least_code(spec) != 0
-    return Rows(spec, scaled=integer, sums=has_offset)
+    return Rows(spec, scaled=integer, sums=zeros or least_code(spec) != 0)
 
 
 def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
-    """A row per token; a last block of 2 or 3 tokens is filled up to 4. Up to 12 tokens (docs/cpu.md)."""
-    if multiplies_bf16(spec, isa):
-        return Needs(most=2, per_token=few_rows(spec).nbytes)
-    return Needs(most=12, block=TOKENS, per_token=few_rows(spec).nbytes)
+    """A row per token; a last block of 2 or 3 tokens is filled up to 4. See docs/cpu.md for the numbers of tokens."""
+    most = 4 if multiplies_bf16(spec, isa) and pair_table(spec, isa) is None else 12
+    return Needs(most, block=TOKENS, per_token=few_rows(spec, isa).nbytes)
 
 
 def build_few(spec: MatmulSpec, isa: Isa) -> None:
     """Defines the program in the module at the insertion point."""
-    rows = few_rows(spec)
+    rows = few_rows(spec, isa)
     rows.constants()
 
     def emit(task: Task) -> tuple[Callable[[Value], None], Ranged]:
         preparer = Preparer(rows)
         weight = Weight(spec, isa, *(task.array(a) for a in ("codes", "scales", "zeros")))
-        kernel = _Matmul(weight, rows, task, few_needs(spec, isa).block)
+        kernel = _Matmul(weight, pair_table(spec, isa), rows, task)
         x, row_bytes = task.array("x"), BYTES[spec.act] * spec.k
 
         def prepare(token: Value) -> None:
@@ -86,9 +93,9 @@ def build_few(spec: MatmulSpec, isa: Isa) -> None:
 class _Matmul:
     """The parts of the work. `count` is how many tokens share a decode."""
 
-    def __init__(self, weight: Weight, rows: Rows, task: Task, together: int) -> None:
+    def __init__(self, weight: Weight, table: NDArray[np.float64] | None, rows: Rows, task: Task) -> None:
         self.weight, self.spec, self.tiling = weight, weight.spec, weight.tiling
-        self.rows, self.task, self._together = rows, task, together
+        self.table, self.rows, self.task = table, rows, task
         self.bias, self.y, self.m = task.array("bias"), task.array("y"), task.integer("m")
         self.has_offset = rows.sums
         self.totals = scratch(ROWS * TOKENS * VECTOR_BYTES)
@@ -97,12 +104,10 @@ class _Matmul:
 
     def blocks(self, first: Value, last: Value) -> None:
         """The row blocks from `first` up to `last`."""
+        whole = mul(divmod_(add(self.m, TOKENS - 2), TOKENS)[0], TOKENS)
         with loop(first, last) as block:
-            whole = i64(0)
-            if self._together > 1:
-                whole = mul(divmod_(add(self.m, TOKENS - 2), TOKENS)[0], TOKENS)
-                with loop(0, whole, TOKENS) as t:
-                    self.tokens(block.index, t.index, TOKENS)
+            with loop(0, whole, TOKENS) as t:
+                self.tokens(block.index, t.index, TOKENS)
             with loop(whole, self.m) as t:
                 self.tokens(block.index, t.index, 1)
 
@@ -117,7 +122,7 @@ class _Matmul:
             for g in range(self.tiling.groups):
                 scale = self.weight.scales(block, add(group, g))
                 self.scales.put(g, scale)
-                offset = self.weight.offsets(block, add(group, g))
+                offset = self.weight.offsets(block, add(group, g), self.weight.low if self.table is None else 0)
                 if offset is not None:
                     scaled = arith.mulf(scale, offset)
                     for t in range(count):
@@ -135,7 +140,7 @@ class _Matmul:
 
     def _rows(self, xs: Value, block: Value, first: Value, rows: Sequence[Row], count: int) -> None:
         """Adds the tile that begins with chunk `first` to the totals of some rows."""
-        zero = [constant(vec(f32()), 0.0)] * _SUMS
+        zero = [constant(vec(f32()), 0.0)] * (_SUMS if self.table is None else _PAIR_SUMS)
         classes = self._vectors_by_group()
         if self.tiling.groups == 1:
             ((groups, vectors),) = classes.items()
@@ -147,12 +152,15 @@ class _Matmul:
                 sums = self._multiply(xs, block, first, rows, count, vectors, zero)
                 self._update(rows, groups, sums, count)
 
-    def _vectors_by_group(self) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-        """The decoded vectors (step, which) of a chunk, by the groups of their elements."""
-        result: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for step in range(self.weight.map.steps):
-            for which in (0, 1):
-                result.setdefault(self.weight.map.groups(step, which), []).append((step, which))
+    def _vectors_by_group(self) -> dict[tuple[int, ...], list[int]]:
+        """The decoded vectors of a chunk, by the groups of their elements."""
+        chunk_map, result = self.weight.map, dict[tuple[int, ...], list[int]]()
+        for step in range(chunk_map.steps):
+            if self.table is not None:
+                result.setdefault(chunk_map.pair_groups(step), []).append(step)
+            else:
+                for which in (0, 1):
+                    result.setdefault(chunk_map.groups(step, which), []).append(2 * step + which)
         return result
 
     def _multiply(
@@ -162,23 +170,33 @@ class _Matmul:
         chunk: Value,
         rows: Sequence[Row],
         count: int,
-        vectors: Sequence[tuple[int, int]],
+        vectors: Sequence[int],
         sums: Sequence[Value],
     ) -> list[Value]:
         """Adds code * x of some vectors of a chunk to the sums. Every row has a share of them, and token t
         every count-th of that share."""
-        p, result = self.spec.packing, list(sums)
+        result = list(sums)
         readers = [self.weight.chunk(block, chunk, row) for row in rows]
         share = len(sums) // len(rows)
-        x = at(xs, mul(chunk, 4 * p.chunk))
-        for n, (step, which) in enumerate(vectors):
+        x = at(xs, mul(chunk, BYTES[self.rows.element] * self.spec.packing.chunk))
+        for n, number in enumerate(vectors):
             for r, reader in enumerate(readers):
-                values = reader.vectors(step)[which]
+                values = self._decoded(reader, number)
                 for t in range(count):
-                    place = at(x, byte=t * self.rows.nbytes + (2 * step + which) * VECTOR_BYTES)
+                    place = at(x, byte=t * self.rows.nbytes + number * LINE)
                     slot = r * share + (n * count + t) % share
-                    result[slot] = fma(values, load(vec(f32()), place), result[slot])
+                    result[slot] = self._multiply_add(values, load(values.type, place), result[slot])
         return result
+
+    def _decoded(self, reader: ChunkReader, number: int) -> Value:
+        """Vector `number` of a row of a chunk."""
+        if self.table is not None:
+            return reader.pairs(number, self.table)
+        step, which = divmod(number, 2)
+        return reader.vectors(step)[which]
+
+    def _multiply_add(self, a: Value, b: Value, total: Value) -> Value:
+        return fma(a, b, total) if self.table is None else dot_bf16(a, b, total)
 
     def _update(self, rows: Sequence[Row], groups: Sequence[int], sums: Sequence[Value], count: int) -> None:
         """totals += scale * sums."""
@@ -189,7 +207,7 @@ class _Matmul:
                 mine = list(sums[r * share + t : (r + 1) * share : count])
                 while len(mine) > 1:
                     mine = [arith.addf(a, b) for a, b in zip(mine[::2], mine[1::2])]
-                if self.weight.map.late_exponent:
+                if self.table is None and self.weight.map.late_exponent:
                     mine = [arith.mulf(mine[0], constant(vec(f32()), 2.0**self.weight.map.late_exponent))]
                 place = at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES)
                 store(fma(mine[0], scale, load(vec(f32()), place)), place)

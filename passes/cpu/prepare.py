@@ -49,11 +49,13 @@ _COLUMN, _FACTOR = "lowbit_column", "lowbit_factor"
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a prepared activation. `scaled`: by the powers of two of codes in place; `sums`: of groups."""
+    """The rows of a prepared activation. `scaled`: by the powers of two of codes in place; `paired`: the two codes of a
+    word stay neighbours; `sums`: of groups."""
 
     spec: MatmulSpec
     element: Element = "f32"
     scaled: bool = False
+    paired: bool = False
     sums: bool = False
 
     @property
@@ -69,7 +71,8 @@ class Rows:
     def constants(self) -> None:
         """Defines the module's tables: the column, and the factor, of every place in a prepared chunk."""
         chunk_map = ChunkMap(self.spec.packing, self.spec.dtype)
-        constant_array(_COLUMN, i(32), chunk_map.columns.ravel().astype(np.int32))
+        columns = chunk_map.pairs if self.paired else chunk_map.columns
+        constant_array(_COLUMN, i(32), columns.ravel().astype(np.int32))
         if self.scaled:
             factors = np.exp2(chunk_map.early_exponents.ravel())
             constant_array(_FACTOR, f32(), np.repeat(factors, LANES).astype(np.float32))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lowbit.dialect.bindings import arith, vector
 from lowbit.dialect.formats.packing import ROWS, UNIT_BYTES
 from lowbit.dialect.spec import BYTES, MatmulSpec
-from lowbit.passes.cpu.decode import ChunkMap, ChunkReader, Isa, decode_e4m3, decode_e8m0
+from lowbit.passes.cpu.decode import ChunkMap, ChunkReader, Isa, decode_e4m3, decode_e8m0, least_code
 from lowbit.passes.cpu.vector_ops import (
     Value,
     add,
@@ -71,13 +71,6 @@ class Tiling:
         return self.span // (self.chunks * self.spec.packing.chunk)
 
 
-def least_code(spec: MatmulSpec) -> int:
-    """Value less stored code. Signed integers are stored in offset binary; integer zeros are stored less the format's
-    least value, and then the two offsets cancel."""
-    t = spec.dtype
-    return -(t.codes // 2) if t.kind == "int" and spec.zeros != "int" else 0
-
-
 class Row(NamedTuple):
     """Row `index` = g + 8 * odd of a block."""
 
@@ -111,12 +104,12 @@ class Weight:
         kind = self.spec.zero_kind
         return None if kind is None else self._per_row(self._zeros, kind, block, group)
 
-    def offsets(self, block: Value, group: Value) -> Value | None:
+    def offsets(self, block: Value, group: Value, low: int) -> Value | None:
         """low - zeros, or None if that is 0."""
-        zeros, low = self.zeros(block, group), constant(vec(f32()), self.low)
+        zeros, least = self.zeros(block, group), constant(vec(f32()), low)
         if zeros is None:
-            return low if self.low else None
-        return arith.subf(low, zeros) if self.low else arith.negf(zeros)
+            return least if low else None
+        return arith.subf(least, zeros) if low else arith.negf(zeros)
 
     def _per_row(self, base: Value, kind: str, block: Value, group: Value) -> Value:
         place = add(mul(block, self.spec.packing.groups), group)
