@@ -112,13 +112,18 @@ def show(commit: Commit = None) -> None:
 def cpu(
     size: Annotated[str, typer.Argument(help="n x k.")] = "4096x4096",
     seconds: Annotated[float, typer.Option(help="To measure for, for each number of tokens.")] = 10.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of every contestant; default: torch's number.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Into README.md, between its marks.")] = False,
 ) -> None:
     """u4 on this machine's CPU against torch f32, bf16, int4 and int8: microseconds, and ratios."""
+    import torch
+
     from benchmarks.cpu import BEGIN, END, cpu_table
     from benchmarks.publish import between_marks
     from lowbit.pylib.tune.models import shapes
 
+    if threads:
+        torch.set_num_threads(threads)
     ((n, k),) = shapes([size])
     table = cpu_table(n, k, seconds, _log)
     print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import chain, measure, show
+from benchmarks import chain, cpu, measure, show
 from benchmarks.__main__ import app
 from benchmarks.cases import PLANS, Case, Plan
 from benchmarks.floor import Reader, compile_reader, launch_for
@@ -21,7 +22,7 @@ from benchmarks.peers import PEERS, Job
 from benchmarks.peers import peer as peer_module
 from benchmarks.peers.lowbit import decode
 from benchmarks.prepare import prepare
-from benchmarks.publish import BEGIN, END, publish
+from benchmarks.publish import BEGIN, END, between_marks, publish
 from benchmarks.results import Record, Results
 from benchmarks.shapes import Shape, shapes
 from benchmarks.tables import summary, tables
@@ -345,6 +346,19 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.exit_code == 0 and any(row.startswith("|64x64|lowbit|1.50|") for row in rows)
     wrong = CliRunner().invoke(app, ["run", "--shapes", "Llama-9"])
     assert wrong.exit_code and isinstance(wrong.exception, SpecError)
+
+
+def test_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row for every number of tokens, between marks of a page."""
+    monkeypatch.setattr(cpu, "COPIES", 1)
+    monkeypatch.setattr(cpu, "TOKENS", (1, 20))
+    table = cpu.cpu_table(64, 256, seconds=0.0)
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if re.match(r"\| \d", line)]
+    assert [int(row[0]) for row in rows] == [1, 20]
+    assert all(len(row) == 7 and all(float(cell) > 0 for cell in row) for row in rows)
+    page = tmp_path / "README.md"
+    page.write_text(f"above\n{cpu.BEGIN}\nold\n{cpu.END}\nbelow\n")
+    assert between_marks(page, "new", cpu.BEGIN, cpu.END) == f"above\n{cpu.BEGIN}\nnew\n{cpu.END}\nbelow\n"
 
 
 def test_show_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def _optimize(llvm_ir: str, machine: Any) -> Any:
 
 
 def _triple() -> str:
-    """This system's, but with object code in ELF, which `link` reads."""
+    """This system's. It is Linux: `link` reads ELF."""
     return binding().get_process_triple()
 
 
