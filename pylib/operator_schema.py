@@ -1,8 +1,8 @@
 """What torch has to know of `torch.ops.lowbit.matmul` to trace it: its schema, and the shape and type of its result.
 
-The last argument of the operator says which matmul: spec, target and schedule as JSON. So a graph that holds it can be
-stored and run by another process, which compiles the matmul when it first meets it. `pylib.matmul` gives the operator
-its implementation with `implement`.
+It takes x, the tensors of a weight in the order of `spec.tensors`, and the matmul: spec, target and schedule as JSON.
+So a graph that holds it can be stored and run by another process, which compiles the matmul when it first meets it.
+`pylib.matmul` gives the operator its implementation with `implement`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import LowbitError, SpecError
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
-from lowbit.pylib.packed import TORCH
+from lowbit.pylib.torch_types import TORCH
 
 _LIBRARY = torch.library.Library("lowbit", "DEF")
 _LIBRARY.define(
-    "matmul(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, str kernel) -> Tensor",
+    "matmul.packed(Tensor x, Tensor[] weight, str kernel) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# What graphs call that were saved before a weight was one argument: it is there to say so.
+_LIBRARY.define("matmul(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, str kernel) -> Tensor")
 
 
 def describe(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> str:
     """Returns the `kernel` argument of the operator."""
-    return json.dumps({"spec": asdict(spec), "target": target.name, "schedule": schedule and asdict(schedule)})
+    return json.dumps({"spec": spec.to_dict(), "target": target.name, "schedule": schedule and asdict(schedule)})
 
 
 @cache
@@ -40,24 +42,28 @@ def parts(kernel: str) -> dict[str, Any]:
     try:
         given = json.loads(kernel)
         spec, target, schedule = given["spec"], given["target"], given["schedule"]
-        return {"spec": MatmulSpec(**spec), "target": target, "schedule": schedule and Schedule.from_dict(schedule)}
+        schedule = schedule and Schedule.from_dict(schedule)
+        return {"spec": interned(MatmulSpec.from_dict(spec)), "target": target, "schedule": schedule}
     except LowbitError:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise SpecError(f"kernel={kernel!r} must be a Matmul's description ({error})") from None
 
 
-def _fake_matmul(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, kernel: str
-) -> Tensor:
+def _fake_matmul(x: Tensor, weight: list[Tensor], kernel: str) -> Tensor:
     spec: MatmulSpec = parts(kernel)["spec"]
     return x.new_empty((*x.shape[:-1], spec.n), dtype=TORCH[spec.out_dtype])
 
 
+def _refuse_old_graph(*_: object) -> Tensor:
+    raise SpecError("this graph is of an earlier version, whose operator took codes by name; export it again")
+
+
 def implement(matmul: Callable[..., Tensor]) -> None:
     """Make `matmul` what the operator runs on tensors that have values."""
-    _LIBRARY.impl("matmul", matmul, "CPU")
-    _LIBRARY.impl("matmul", matmul, "CUDA")
+    _LIBRARY.impl("matmul.packed", matmul, "CPU")
+    _LIBRARY.impl("matmul.packed", matmul, "CUDA")
 
 
-torch.library.register_fake("lowbit::matmul", _fake_matmul, lib=_LIBRARY)
+torch.library.register_fake("lowbit::matmul.packed", _fake_matmul, lib=_LIBRARY)
+_LIBRARY.impl("matmul", _refuse_old_graph, "CompositeExplicitAutograd")

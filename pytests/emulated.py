@@ -12,8 +12,9 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Launch
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.packed import TORCH, PackedWeight, pack
+from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
+from lowbit.pylib.torch_types import TORCH
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
 
@@ -58,7 +59,7 @@ def run_dequantize(kernel: CompiledKernel, spec: MatmulSpec, problem: Problem, *
 def _launch(
     emulator: Emulator, launch: Launch, w: PackedWeight, racecheck: bool, seed: int, **arguments: Tensor | int
 ) -> None:
-    values = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "bias": w.bias, **arguments}
+    values = {**w, **arguments}
     blocks = list(np.ndindex(*launch.grid))
     random.Random(seed).shuffle(blocks)
     emulator.launch(
@@ -72,8 +73,7 @@ def _launch(
     )
 
 
-def _memory(value: Tensor | int | None) -> np.ndarray | int:
-    assert value is not None
+def _memory(value: Tensor | int) -> np.ndarray | int:
     return value if isinstance(value, int) else value.view(-1).view(torch.uint8).numpy()
 
 

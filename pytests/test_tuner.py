@@ -495,15 +495,15 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
         made.append(spec)
         return sample(spec, m, "cpu", period, **rounding)
 
-    def load(artifact: Any, target: object, device: int) -> Any:
+    def load(artifact: Any, target: object, device: int, order: tuple[str, ...]) -> Any:
+        assert order == ("x", "y", "m", "codes", "scales", "bias")
+
         def function(stream: int, overlap: bool, *addresses: int) -> None:
-            *_, y, m = addresses
+            x, y, m, *tensors = addresses
             spec = made[-1]
             data = stand._of(spec).data
-            assert overlap and m == problem.tile and addresses[0] == data.x.data_ptr() and addresses[4] != 0
-            assert any(
-                addresses[1:5] == (w.codes.data_ptr(), w.scales.data_ptr(), 0, w.bias.data_ptr()) for w in weights()
-            )
+            assert overlap and m == problem.tile and x == data.x.data_ptr()
+            assert any(tensors == [t.data_ptr() for t in w.tensors] for w in weights())
             right = torch.from_numpy(np.resize(data.expected, (m, spec.n)) if spec.n == 64 else data.expected[:m])
             given = (right + wrong).to(torch.float16)
             ctypes.memmove(y, given.contiguous().data_ptr(), given.nbytes)

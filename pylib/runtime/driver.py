@@ -2,7 +2,7 @@
 
 At m = 1 the host takes as long for a launch as the GPU for the kernel. So whatever stays the same between
 calls (launch configuration, attributes, the array of argument addresses) is built when a kernel is loaded. A
-call only overwrites eight 64-bit words and the stream (`Function`): 4.1 us on an H200's host, 3.2 of them in
+call only overwrites some 64-bit words and the stream (`Function`): 4.1 us on an H200's host, 3.2 of them in
 the driver (2026-11).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -26,9 +26,6 @@ from lowbit.passes.kernels.decode.schedule import Launch
 allocate: Callable[..., torch.Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 # The handle of a device's current stream. None in a torch without CUDA.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-ARGUMENTS = ("x", "codes", "scales", "zeros", "bias", "y", "m", "workspace")
-"""What a kernel can take, in the order of `Function.__call__`."""
 
 # From cuda.h; the driver's binary interface does not change them.
 _INVALID_CONTEXT = 201
@@ -117,23 +114,25 @@ class Function:
     image      cubin, or PTX (which the driver compiles) ending in a zero byte
     overlap    whether the kernel executes griddepcontrol.wait before it touches what an earlier kernel has
                written, so that it may start before that one ends (PTX ISA 9.7.13.13); needs sm_90 or later
+    order      the names of a call's arguments; those that the kernel does not take are not passed on
 
     Raises TargetError if the driver refuses the image or the amount of shared memory.
     """
 
-    def __init__(self, image: bytes, launch: Launch, device: int, overlap: bool) -> None:
+    def __init__(self, image: bytes, launch: Launch, device: int, overlap: bool, order: Sequence[str]) -> None:
         self._launch = launch
         self._device = device
         self._handle = self._load(image)
         self._workspace_bytes = launch.workspace_bytes
         self._workspaces: dict[tuple[int, bool], tuple[int, torch.Tensor]] = {}
         self._lock = threading.Lock()
-        self._words = (ctypes.c_uint64 * len(ARGUMENTS))()
-        at = {name: ctypes.addressof(self._words) + 8 * i for i, name in enumerate(ARGUMENTS)}
+        names = (*order, "workspace") if launch.workspace_bytes else order
+        self._words = (ctypes.c_uint64 * len(names))()
+        at = {name: ctypes.addressof(self._words) + 8 * i for i, name in enumerate(names)}
         self._addresses = (ctypes.c_void_p * len(launch.params))(*(at[name] for name in launch.params))
         self._ordered = self._configuration(False)
         self._overlapping = self._configuration(overlap)
-        self._set_words = partial(struct.Struct(f"{len(ARGUMENTS)}Q").pack_into, self._words, 0)
+        self._set_words = partial(struct.Struct(f"{len(names)}Q").pack_into, self._words, 0)
         self._start = _driver().library.cuLaunchKernelEx
 
     def _configuration(self, overlap: bool) -> tuple[_LaunchConfig, object]:
@@ -156,26 +155,16 @@ class Function:
             call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, launch.shared_bytes)
         return function
 
-    def __call__(
-        self,
-        stream: int,
-        overlap: bool,
-        x: int,
-        codes: int,
-        scales: int,
-        zeros: int,
-        bias: int,
-        y: int,
-        m: int,
-    ) -> None:
+    def __call__(self, stream: int, overlap: bool, *values: int) -> None:
         """Start the kernel on `stream` of the current device.
 
         overlap   whether it may start before its predecessor ends, if it is a kernel that can
-        x ... m   addresses of the tensors, 0 for those that the kernel does not take, and the number of rows
+        values    addresses and numbers in the given order
         """
-        workspace = self._workspace(stream) if self._workspace_bytes else 0
+        if self._workspace_bytes:
+            values = (*values, self._workspace(stream))
         with self._lock:
-            self._set_words(x, codes, scales, zeros, bias, y, m, workspace)
+            self._set_words(*values)
             config, reference = self._overlapping if overlap else self._ordered
             config.stream = stream
             code = self._start(reference, self._handle, self._addresses, None)

@@ -15,9 +15,10 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.choice import TOKEN_TILES
 from lowbit.passes.target import Target
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.packed import TORCH, PackedWeight
+from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.driver import current_stream
-from lowbit.pylib.runtime.runtimes import load
+from lowbit.pylib.runtime.runtimes import argument_order, load
+from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing, trial
 from lowbit.pylib.tune.problem import Problem
 
@@ -82,16 +83,13 @@ class Stand:
     def _kernel(self, problem: Problem, schedule: Schedule) -> tuple[Callable[[PackedWeight], None], Tensor]:
         """A launch on a weight, and the tensor that it writes."""
         spec, tile = problem.spec, problem.tile
-        function = load(Artifacts(spec, self._target, schedule).kernel(tile), self._target, self._device)
+        artifact = Artifacts(spec, self._target, schedule).kernel(tile)
+        function = load(artifact, self._target, self._device, argument_order(spec))
         x = self._of(spec).data.x[:tile]
         y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
 
         def call(w: PackedWeight) -> None:
-            weight = w.codes.data_ptr(), w.scales.data_ptr(), _address(w.zeros), _address(w.bias)
-            function(current_stream(self._device), True, x.data_ptr(), *weight, y.data_ptr(), tile)
+            weight = map(Tensor.data_ptr, w.tensors)
+            function(current_stream(self._device), True, x.data_ptr(), y.data_ptr(), tile, *weight)
 
         return call, y
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
