@@ -18,6 +18,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.pylib import saved_weight
 from lowbit.pylib.memory_order import unpack_codes, unpack_groups
+from lowbit.pylib.sharding import cut, part_of
 from lowbit.pylib.tensor_checks import check_memory, check_slot, is_plain
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weight_values import as_tensor, least, to_memory
@@ -111,6 +112,17 @@ class PackedWeight(Mapping[str, Tensor]):
         """The same weight on another device; self if it is there already."""
         moved = {name: t.to(device) for name, t in self.items()}
         return self if all(moved[name] is t for name, t in self.items()) else PackedWeight(self.spec, moved)
+
+    def shard(self, dim: int, index: int, count: int) -> PackedWeight:
+        """Part `index` of `count` along dim 0, with rows of y, or dim 1, whose results are added up over all parts.
+
+        Raises PackError unless parts are whole blocks of 16 rows, or of columns whole groups and chunks.
+        """
+        part = part_of(self.spec, dim, index, count)
+        slots = {slot.name: slot for slot in self.spec.tensors}
+        return PackedWeight(
+            interned(part), {s.name: cut(slots[s.name], self[s.name], dim, index, count) for s in part.tensors}
+        )
 
     def unpack(self) -> Tensor:
         """The codes as they were given to `pack`: [n, k], int8 for i<b> formats, else uint8."""
