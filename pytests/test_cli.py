@@ -107,7 +107,7 @@ def test_run_reports_a_wrong_result(monkeypatch: pytest.MonkeyPatch):
     from lowbit.pylib import reference
 
     definition = reference.matmul
-    monkeypatch.setattr(reference, "matmul", lambda *given: definition(*given) + 1.0)
+    monkeypatch.setattr(reference, "matmul", lambda *given, **named: definition(*given, **named) + 1.0)
     result = lowbit("run", *SMALL, "--target", "cpu")
     assert result.exit_code == 1 and "wrong" in result.output
 

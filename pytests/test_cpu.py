@@ -18,8 +18,9 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkMap
 from lowbit.passes.cpu.lower_cpu import prepared_tokens
 from lowbit.pylib import reference
-from lowbit.pylib.packed import TORCH, PackedWeight, pack
+from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.runtime.cpu import CpuMatmul, _isa
+from lowbit.pylib.torch_types import TORCH
 
 TABLES = {f"lut{b}": tuple(float(v) for v in np.linspace(-3, 4, 1 << b) ** 3) for b in range(1, 9)}
 FORMATS = (*all_names(), *TABLES)
@@ -30,7 +31,7 @@ def spec_of(weight: str, n: int, k: int, **fields: object) -> MatmulSpec:
 
 
 def run(program: CpuMatmul, x: Tensor, w: PackedWeight) -> Tensor:
-    return program.matmul(x, w.codes, w.scales, w.zeros, w.bias)
+    return program.matmul(x, w.tensors)
 
 
 def check(spec: MatmulSpec, tokens: tuple[int, ...], finite: bool = True, cpu: str = "") -> None:
@@ -51,7 +52,7 @@ def check_dequantized(program: CpuMatmul, w: PackedWeight, expected: np.ndarray)
     unit, least = reference.ROUNDING[program.spec.act]
     with np.errstate(invalid="ignore"):
         bound = np.abs(expected) * (unit + 2.0**-22) + least
-    assert reference.agrees(program.dequantize(w.codes, w.scales, w.zeros), expected, bound).all()
+    assert reference.agrees(program.dequantize(w.tensors), expected, bound).all()
 
 
 # How x is read and y rounded does not depend on the format: with bf16 a sample runs, the rest in sweeps.
@@ -76,7 +77,7 @@ def test_every_code(weight: str, act: str) -> None:
     program = CpuMatmul(spec)
 
     w = pack(spec, given, scales)
-    dequantized = program.dequantize(w.codes, w.scales)
+    dequantized = program.dequantize(w.tensors)
     assert np.array_equal(
         dequantized.float().numpy(), torch.from_numpy(exact).to(TORCH[act]).float().numpy(), equal_nan=True
     )
@@ -174,11 +175,7 @@ def test_threads_give_the_same_bits() -> None:
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: run(many, x, w), range(12)))
     assert all(torch.equal(y, expected) for y in results)
-    assert torch.equal(many.dequantize(*weight_tensors(w)), one.dequantize(*weight_tensors(w)))
-
-
-def weight_tensors(w: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    return w.codes, w.scales, w.zeros
+    assert torch.equal(many.dequantize(w.tensors), one.dequantize(w.tensors))
 
 
 def test_leading_dimensions_and_strides() -> None:

@@ -3,8 +3,10 @@
 Three functions; pointers are to contiguous arrays, first and last are i64:
 
     lowbit_prepare(x, xs, sums, first, last)                              tokens first .. last-1
-    lowbit_matmul(xs, sums, codes, scales, zeros, bias, y, m, first, last)    row blocks first .. last-1
-    lowbit_dequantize(codes, scales, zeros, w, first, last)               row blocks first .. last-1
+    lowbit_matmul(xs, sums, weight..., y, m, first, last)                 row blocks first .. last-1
+    lowbit_dequantize(weight..., w, first, last)                          row blocks first .. last-1
+
+`weight...` are the tensors of `spec.tensors` in their order.
 
 prepare     x[t] in f32, in the order of the decoded vectors (`ChunkMap.columns`), group padding as zeros:
             xs f32 [prepared_tokens(m), padded k]; and the sums of x over every group:
@@ -178,9 +180,9 @@ def _sum(values: Value) -> Value:
 
 
 def _matmul(spec: MatmulSpec, isa: Isa) -> None:
-    (xs, sums, codes, scales, zeros, bias, y, m, first, last), body = _function("lowbit_matmul", 7, 3)
+    (xs, sums, *arrays, y, m, first, last), body = _function("lowbit_matmul", 3 + len(spec.tensors), 3)
     with body:
-        kernel = _Matmul(Weight(spec, isa, codes, scales, zeros), xs, sums, bias, y, m)
+        kernel = _Matmul(Weight(spec, isa, arrays), xs, sums, y, m)
         whole = mul(divmod_(add(m, TOKENS - 2), TOKENS)[0], TOKENS)
         with loop(first, last) as block:
             with loop(0, whole, TOKENS) as t:
@@ -192,9 +194,9 @@ def _matmul(spec: MatmulSpec, isa: Isa) -> None:
 class _Matmul:
     """The inside of lowbit_matmul. `count` is how many tokens share a decode."""
 
-    def __init__(self, weight: Weight, xs: Value, sums: Value, bias: Value, y: Value, m: Value) -> None:
+    def __init__(self, weight: Weight, xs: Value, sums: Value, y: Value, m: Value) -> None:
         self.weight, self.spec, self.tiling = weight, weight.spec, weight.tiling
-        self.xs, self.sums, self.bias, self.y, self.m = xs, sums, bias, y, m
+        self.xs, self.sums, self.y, self.m = xs, sums, y, m
         self.has_offset = self.spec.zero_kind is not None or weight.low != 0
         self.totals = scratch(ROWS * TOKENS * VECTOR_BYTES)
         self.offsets = scratch(TOKENS * VECTOR_BYTES)
@@ -300,7 +302,7 @@ class _Matmul:
                     offset = load(f32(), at(self.offsets, mul(row.index, 4), t * VECTOR_BYTES))
                     result = arith.addf(result, offset)
                 if spec.bias:
-                    bias = load(out, at(self.bias, mul(n, nbytes)))
+                    bias = load(out, at(self.weight.arrays["bias"], mul(n, nbytes)))
                     result = arith.addf(result, bias if out == f32() else arith.extf(f32(), bias))
                 with when(less(add(token, t), self.m)):
                     place = add(mul(add(token, t), spec.n), n)
@@ -313,9 +315,9 @@ def _round(value: Value, type_: ir.Type) -> Value:
 
 
 def _dequantize(spec: MatmulSpec, isa: Isa) -> None:
-    (codes, scales, zeros, w, first, last), body = _function("lowbit_dequantize", 4, 2)
+    (*arrays, w, first, last), body = _function("lowbit_dequantize", 1 + len(spec.tensors), 2)
     with body:
-        weight, tiling = Weight(spec, isa, codes, scales, zeros), Tiling(spec)
+        weight, tiling = Weight(spec, isa, arrays), Tiling(spec)
         row_scales = RowValues(tiling.groups)
         row_zeros = RowValues(tiling.groups) if spec.zero_kind else None
         values = scratch(4 * spec.packing.chunk)

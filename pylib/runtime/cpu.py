@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -20,7 +20,7 @@ from lowbit.passes.codegen.host import HostModule, host_cpu, host_features
 from lowbit.passes.codegen.ptx import translate
 from lowbit.passes.cpu.decode import Isa
 from lowbit.passes.cpu.lower_cpu import build_cpu_dequantize, build_cpu_matmul, lower_cpu_to_llvm, prepared_tokens
-from lowbit.pylib.packed import TORCH
+from lowbit.pylib.torch_types import TORCH
 
 # Multiply-adds worth a thread: about 50 us of work, which is what waking one and waiting for it costs.
 _WORTH_A_THREAD = 1 << 19
@@ -43,28 +43,21 @@ class CpuMatmul:
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
         self._module = self._compile(build_cpu_matmul, "lowbit_prepare", "lowbit_matmul")
         self._prepare = _function(self._module, "lowbit_prepare", pointers=3, integers=2)
-        self._matmul = _function(self._module, "lowbit_matmul", pointers=7, integers=3)
+        self._matmul = _function(self._module, "lowbit_matmul", pointers=3 + len(spec.tensors), integers=3)
 
     @cached_property
     def _dequantizer(self) -> tuple[Callable[..., None], HostModule]:
         """Compiled when first wanted: most weights are never dequantized."""
         module = self._compile(build_cpu_dequantize, "lowbit_dequantize")
-        return _function(module, "lowbit_dequantize", pointers=4, integers=2), module
+        return _function(module, "lowbit_dequantize", pointers=1 + len(self.spec.tensors), integers=2), module
 
     def _compile(self, build: Callable[[MatmulSpec, Isa], ir.Module], *functions: str) -> HostModule:
         with new_context(), ir.Location.unknown():
             module = lower_cpu_to_llvm(build(self.spec, _isa(self._cpu)))
             return HostModule(translate(module), functions, self._cpu)
 
-    def matmul(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """y [..., n] in the out type for x [..., k] in the act type."""
+    def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        """y [..., n] in the out type for x [..., k] in the act type and the tensors of `spec.tensors`."""
         spec, p = self.spec, self.spec.packing
         y = torch.empty((*x.shape[:-1], spec.n), dtype=self._out)
         m = x.numel() // spec.k
@@ -75,16 +68,16 @@ class CpuMatmul:
         sums = torch.empty((prepared_tokens(m), p.groups))
         prepare = (x.data_ptr(), xs.data_ptr(), sums.data_ptr())
         self._parallel(lambda first, last: self._prepare(*prepare, first, last), m, m * spec.k)
-        arrays = [_address(t) for t in (xs, sums, codes, scales, zeros, bias, y)]
+        arrays = [t.data_ptr() for t in (xs, sums, *weight, y)]
         work = m * spec.n * spec.k
         self._parallel(lambda first, last: self._matmul(*arrays, m, first, last), p.row_blocks, work)
         return y
 
-    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    def dequantize(self, weight: Sequence[Tensor]) -> Tensor:
         """W [n, k] in the act type."""
         spec = self.spec
         w = torch.empty((spec.n, spec.k), dtype=self._act)
-        arrays = [_address(t) for t in (codes, scales, zeros, w)]
+        arrays = [t.data_ptr() for t in (*weight, w)]
         run, _ = self._dequantizer
         self._parallel(lambda first, last: run(*arrays, first, last), spec.packing.row_blocks, w.numel())
         return w
@@ -147,7 +140,3 @@ def _function(module: HostModule, name: str, *, pointers: int, integers: int) ->
     """A compiled function; calling it releases the interpreter lock."""
     types = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers
     return ctypes.CFUNCTYPE(None, *types)(module.address(name))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -69,10 +69,8 @@ class Kernel:
         self.spec, self.schedule = spec, schedule = plan.spec, plan.schedule
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
-        names = ["x", "codes", "scales"]
-        names += ["zeros"] if spec.zeros != "none" else []
-        names += ["bias"] if spec.bias else []
-        names += ["y"] + (["workspace"] if self.plan.workspace_bytes else [])
+        names = ["x", *(slot.name for slot in spec.tensors), "y"]
+        names += ["workspace"] if self.plan.workspace_bytes else []
         s = schedule
         self.p = Program(
             "matmul",

@@ -28,7 +28,7 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
     c = block_columns(spec)
     compute = compute_element(spec.dtype, spec.act)
 
-    names = ["codes", "scales", *(["zeros"] if spec.zero_kind else []), "y"]
+    names = [*(slot.name for slot in spec.tensors if slot.role != "bias"), "y"]
     p = Program("dequantize", 32 * c.warps, (c.blocks, packing.row_blocks, 1), dict.fromkeys(names, "pointer"))
     with p:
         block, row_block = p.block_id(0), p.block_id(1)
