@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from lowbit.passes.stages import stages
 from lowbit.pylib import knobs
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PACKAGES = ("dialect", "passes", "pylib", "pytests", "lit_tests", "examples", "benchmarks", "docs")
 
 
@@ -27,12 +29,29 @@ def test_example_of_the_readme() -> None:
 
 
 def test_examples_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of the page are one program, which checks itself."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.DOTALL)
-    assert len(blocks) > 4
     monkeypatch.chdir(tmp_path)
-    exec("".join(blocks), {})
+    _run(ROOT / "docs/formats.md")
     assert (tmp_path / "weight.pt").exists()
+
+
+def test_examples_and_excerpts_of_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an excerpt of a stage shows between values and marks of omission is in that stage."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs/tutorial.md"
+    texts = cache(_run(page)["gpu"].ir)
+    excerpts = re.findall(r"```(?:mlir|asm) (\w+)\n(.*?)```", page.read_text(), re.DOTALL)
+    assert {"lowbit", "tile", "gpu", "ptx"} == {stage for stage, _ in excerpts}
+    shown = [(stage, part.strip()) for stage, text in excerpts for part in re.split(r"…|%\w+|\n", text)]
+    assert [(stage, part) for stage, part in shown if part not in texts(stage)] == []
+
+
+def _run(page: Path) -> dict[str, Any]:
+    """Runs the Python blocks of a page, which are one program that checks itself; returns its names."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) > 4
+    names: dict[str, Any] = {}
+    exec("".join(blocks), names)
+    return names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
