@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import lowbit
+from lowbit.dialect.types import Lowbit
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import PASSES
 from lowbit.passes.stages import stages
 from lowbit.pylib import knobs
+from lowbit.pylib.cli.reference import text_of, write
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -81,6 +84,36 @@ def test_headings_that_comments_name_exist() -> None:
 def test_schedule_fields_that_are_named_exist(page: Path) -> None:
     named = re.findall(r"`Schedule\.(\w+)", page.read_text())
     assert set(named) <= {field.name for field in fields(Schedule)}
+
+
+def test_generated_reference(tmp_path: Path) -> None:
+    generated = write(tmp_path)
+    committed = ROOT / "docs/reference"
+    stale = [page.name for page in generated if page.read_text() != (committed / page.name).read_text()]
+    assert stale == [], "run: lowbit reference docs/reference"
+    assert {page.name for page in generated} == {page.name for page in committed.iterdir()}
+
+
+def test_reference_is_complete() -> None:
+    """Every operation, pass, field and public name has its place."""
+    text = {page.name: page.read_text() for page in (ROOT / "docs/reference").iterdir()}
+    assert [op for op in Lowbit.operations if f"### {op.OPERATION_NAME}\n" not in text["operations.md"]] == []
+    assert [name for name in PASSES if f"## {name}\n" not in text["passes.md"]] == []
+    assert [f.name for f in fields(Schedule) if f"| `{f.name}` |" not in text["schedules.md"]] == []
+    names = [name for name in lowbit.__all__ if not name.startswith("__")]
+    assert [name for name in names if f"## {name}\n" not in text["python.md"]] == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "expected"),
+    [
+        ("Sums of a\nlut<b>.\n\nNext `a<b>`.", "Sums of a lut\\<b>.\n\nNext `a<b>`."),
+        ("One.\n\n    code\n\nn, k   rows\n", "One.\n\n```text\ncode\n\nn, k   rows\n```"),
+        (None, ""),
+    ],
+)
+def test_docstrings_as_markdown(docstring: str | None, expected: str) -> None:
+    assert text_of(docstring) == expected
 
 
 def test_glossary_is_alphabetical() -> None:

@@ -318,6 +318,15 @@ def irdl() -> None:
     sys.stdout.write(irdl_text())
 
 
+@app.command(hidden=True)
+def reference(folder: Path) -> None:
+    """Write the generated pages of the documentation into a folder."""
+    from lowbit.pylib.cli.reference import write
+
+    for path in write(folder):
+        errors.print(f"wrote {path}", markup=False)
+
+
 def main() -> None:
     """The entry point of the `lowbit` script."""
     app()
