@@ -86,6 +86,16 @@ def test_schedule_fields_that_are_named_exist(page: Path) -> None:
     assert set(named) <= {field.name for field in fields(Schedule)}
 
 
+def test_messages_of_troubleshooting_exist() -> None:
+    """Whatever a message shows between marks of omission is in the sources."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]* [^`]*)`", page, re.MULTILINE)
+    files = [file for package in ("dialect", "passes", "pylib") for file in (ROOT / package).rglob("*.py")]
+    sources = "".join(re.sub(r'"\n\s*f?"', "", file.read_text()) for file in files)
+    parts = [part for message in messages for part in message.split("…") if part]
+    assert len(messages) > 8 and [part for part in parts if part not in sources] == []
+
+
 def test_generated_reference(tmp_path: Path) -> None:
     generated = write(tmp_path)
     committed = ROOT / "docs/reference"
