@@ -20,7 +20,7 @@ from lowbit.pylib import knobs
 from lowbit.pylib.cli.reference import text_of, write
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PACKAGES = ("dialect", "passes", "pylib", "pytests", "lit_tests", "examples", "benchmarks", "docs")
 
 

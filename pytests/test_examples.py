@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emulated import matmul_is_right, run_matmul
 
 from examples.kernel.problem import Problem
-from examples.kernel.run import PAGE, VERSIONS, Row, check, measure, section, table
+from examples.kernel.run import PAGE, VERSIONS, Row, check, compiled, measure, section, table
 from lowbit.pylib.matmul import this_machine
 from lowbit.pylib.packed import pack
+from lowbit.pylib.reference import random_problem
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -51,6 +53,14 @@ def test_demo_in_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("m", [1, 8])
 def test_kernel_in_steps(version: str, m: int) -> None:
     assert 0 < check(version, Problem(32, 2048, m), "emulator:sm_90a") <= 1
+
+
+@pytest.mark.parametrize("version", ["v2", "v3", "v4"])
+def test_kernel_in_steps_has_no_races(version: str) -> None:
+    problem = Problem(16, 2048, 8)
+    kernel, numbers = compiled(version, problem, "emulator:sm_90a"), random_problem(problem.spec, problem.m)
+    y = run_matmul(kernel, problem.spec, numbers, racecheck=True)
+    assert matmul_is_right(y, problem.spec, numbers)
 
 
 @pytest.mark.parametrize(("n", "k"), [(24, 2048), (32, 1280), (5, 128)])

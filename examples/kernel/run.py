@@ -17,8 +17,7 @@ from benchmarks.environment import describe, environment
 from examples.kernel.problem import Problem
 from lowbit.passes.pipeline import CompiledKernel, compile_program
 from lowbit.passes.target import parse_target
-from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.runtime.driver import Function
+from lowbit.pylib.runtime.kernel import Kernel
 from lowbit.pylib.tune.timing import copies, copies_needed, graph_time
 
 VERSIONS = {
@@ -61,33 +60,9 @@ def check(version: str, problem: Problem, target: str) -> float:
     return worst
 
 
-def load(kernel: CompiledKernel) -> Callable[..., None]:
-    """The kernel as a function of its arguments by name, on the GPU or in the emulator."""
-    launch = kernel.launch
-    if kernel.target.kind == "cuda":
-        overlap = "griddepcontrol.wait" in kernel.ptx
-        function = Function(kernel.cubin(), launch, torch.cuda.current_device(), overlap)
-
-        def run(m: int, **tensors: torch.Tensor) -> None:
-            addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-            stream = torch.cuda.current_stream().cuda_stream
-            function(stream, overlap, **addresses, zeros=0, bias=0, m=m)
-
-        return run
-
-    def emulate(m: int, **tensors: torch.Tensor) -> None:
-        values = {name: tensor.numpy() for name, tensor in tensors.items()} | {"m": m}
-        args = [values[name] for name in launch.params]
-        Emulator(kernel.ptx).launch(
-            launch.name,
-            grid=launch.grid,
-            block=launch.threads,
-            args=args,
-            shared_bytes=launch.shared_bytes,
-            racecheck=True,
-        )
-
-    return emulate
+def load(kernel: CompiledKernel) -> Kernel:
+    """The kernel as a function of its arguments by name; one that waits for its predecessor may overlap with it."""
+    return lowbit.load(kernel, overlap="griddepcontrol.wait" in kernel.ptx)
 
 
 def measure(problem: Problem, target: str) -> dict[str, Any]:

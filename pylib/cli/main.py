@@ -132,7 +132,7 @@ TargetName = Annotated[str | None, typer.Option("--target", help=f"{TARGETS}; wi
 Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
 _STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
 ScheduleText = Annotated[
-    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,stages=3.")
+    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,num_stages=3.")
 ]
 
 
