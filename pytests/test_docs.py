@@ -17,6 +17,7 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import PASSES
 from lowbit.passes.stages import stages
 from lowbit.pylib import knobs
+from lowbit.pylib.cli.main import app
 from lowbit.pylib.cli.reference import text_of, write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +98,7 @@ def test_messages_of_troubleshooting_exist() -> None:
 
 
 def test_generated_reference(tmp_path: Path) -> None:
-    generated = write(tmp_path)
+    generated = write(tmp_path, app)
     committed = ROOT / "docs/reference"
     stale = [page.name for page in generated if page.read_text() != (committed / page.name).read_text()]
     assert stale == [], "run: lowbit reference docs/reference"

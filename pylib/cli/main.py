@@ -323,7 +323,7 @@ def reference(folder: Path) -> None:
     """Write the generated pages of the documentation into a folder."""
     from lowbit.pylib.cli.reference import write
 
-    for path in write(folder):
+    for path in write(folder, app):
         errors.print(f"wrote {path}", markup=False)
 
 
