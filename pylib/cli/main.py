@@ -132,7 +132,7 @@ TargetName = Annotated[str | None, typer.Option("--target", help=f"{TARGETS}; wi
 Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
 _STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
 ScheduleText = Annotated[
-    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,stages=3.")
+    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,num_stages=3.")
 ]
 
 
@@ -316,6 +316,15 @@ def irdl() -> None:
     from lowbit.dialect.irdl_export import irdl_text
 
     sys.stdout.write(irdl_text())
+
+
+@app.command(hidden=True)
+def reference(folder: Path) -> None:
+    """Write the generated pages of the documentation into a folder."""
+    from lowbit.pylib.cli.reference import write
+
+    for path in write(folder, app):
+        errors.print(f"wrote {path}", markup=False)
 
 
 def main() -> None:
