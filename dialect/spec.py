@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
 
+from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.packing import Packing
@@ -27,7 +28,7 @@ Act = Literal["f16", "bf16"]
 Out = Literal["f16", "bf16", "f32"]
 ZeroKind = Literal["u8", "f16", "bf16", "f32"]
 
-BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "u8": 1}
+BYTES = {name: element.bytes for name, element in ELEMENTS.items()}
 MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
 MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
 
@@ -97,6 +98,11 @@ class MatmulSpec:
     def dtype(self) -> DType:
         """The element format."""
         return dtype(self.weight, self.table)
+
+    @property
+    def x(self) -> Element:
+        """The type of the activation's numbers."""
+        return ELEMENTS[self.act]
 
     @cached_property
     def packing(self) -> Packing:

@@ -114,7 +114,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
 
     ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
     in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
-    x = tiles * tile * spec.k * 2 / costs.l2
+    x = tiles * tile * spec.k * spec.x.bytes / costs.l2
     memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight) + (costs.x * x if tile <= 32 else 0.0)
     cache = spec.bytes / costs.l2 + x
 
