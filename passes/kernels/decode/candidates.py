@@ -79,7 +79,7 @@ _TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2,
 _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
 
 
-# The weights, per multiprocessor, up to which a small matrix is faster resident, by tokens (u4 on an H200).
+# By tokens: the weights, per multiprocessor, up to which preloading a matrix is faster (u4 on an H200).
 _SMALL = {8: 128 << 10, 16: 128 << 10, 32: 72 << 10, 64: 72 << 10}
 
 

@@ -34,10 +34,10 @@ def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
 class Operands:
     """What a block reads, for the rows from `first_block` (of 16) on.
 
-    buffers    all in shared memory, to be freed after the loop
-    slot       of the buffers for x, scales and zeros: resident kernels have one for every round
-    factors    by name: scales and zeros [row blocks, groups, 16], their buffers, and their kind
-    table      of a format that has one
+    buffers       all in shared memory, to be freed after the loop
+    slot          of the buffers for x, scales and zeros: kernels with preloaded weights have one for every round
+    scales_zeros  by name: scales and zeros [row blocks, groups, 16], their buffers, and their kind
+    table         of a format that has one
     """
 
     def __init__(self, p: Program, plan: KernelPlan, first_block: Scalar) -> None:
