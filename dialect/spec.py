@@ -18,10 +18,11 @@ from functools import cached_property
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary, ref
 
+from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.packing import Packing
-from lowbit.dialect.weight import STORAGE_BITS, TensorSlot, weight_tensors
+from lowbit.dialect.weight import TensorSlot, weight_tensors
 
 Zeros = Literal["none", "int", "float"]
 Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3"]
@@ -29,7 +30,7 @@ Act = Literal["f16", "bf16"]
 Out = Literal["f16", "bf16", "f32"]
 ZeroKind = Literal["u8", "f16", "bf16", "f32"]
 
-BYTES: dict[str, int] = {name: bits // 8 for name, bits in STORAGE_BITS.items()}
+BYTES = {name: element.bytes for name, element in ELEMENTS.items()}
 VERSION = 1  # of `MatmulSpec.to_dict`
 MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
 MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
@@ -100,6 +101,11 @@ class MatmulSpec:
     def dtype(self) -> DType:
         """The element format."""
         return dtype(self.weight, self.table)
+
+    @property
+    def x(self) -> Element:
+        """The type of the activation's numbers."""
+        return ELEMENTS[self.act]
 
     @cached_property
     def packing(self) -> Packing:

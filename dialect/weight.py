@@ -10,13 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import Packing
 
 Role = Literal["codes", "scale", "zero", "bias"]
 Index = Literal["element", "group", "row"]
 Storage = Literal["i32", "u8", "f16", "bf16", "f32", "e8m0", "e4m3"]
 
-STORAGE_BITS: dict[Storage, int] = {"i32": 32, "u8": 8, "f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "e4m3": 8}
+STORAGE_BITS = {"i32": 32} | {name: element.bits for name, element in ELEMENTS.items()}
 """The types that tensors are stored in, and the bits of one number. Codes are stored in words of i32."""
 
 

@@ -41,7 +41,8 @@ def test_explain():
 
 
 def test_integer_schedule_by_name():
-    arguments = ("explain", "--weight", "u2", "--schedule", "family=decode_integer,tokens=1,warps_k=4,step_k=256")
+    schedule = "family=decode_integer,tokens=1,warps_k=4,step_k=256"
+    arguments = ("explain", "--weight", "u2", "--target", "sm_90a", "--schedule", schedule)
     assert json.loads(lowbit(*arguments, "--json").output)["kernels"]["m1"]["schedule"]["family"] == "decode_integer"
 
 

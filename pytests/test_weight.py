@@ -97,7 +97,8 @@ def test_another_tensor_is_a_declaration_and_a_kernel_that_reads_it(monkeypatch:
     assert random_weight(spec, "cpu")["row_scales"].shape == (40,)
 
     mm = lowbit.compile(spec, "emulator:sm_80")
-    assert [param.name for param in mm.kernel(1).launch.params][1:6] == ["codes", "scales", "zeros", "bias", "row_scales"]
+    names = [param.name for param in mm.kernel(1).launch.params]
+    assert names[1:6] == ["codes", "scales", "zeros", "bias", "row_scales"]
     expected, bound = reference.matmul(spec, x, **tensors), reference.tolerance(spec, x, **tensors)
     without = {name: t for name, t in tensors.items() if name != "row_scales"}
     assert reference.agrees(mm(x, loaded), expected, bound).all()

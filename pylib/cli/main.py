@@ -194,7 +194,7 @@ def compile_(
 @takes_spec
 def explain(
     spec: MatmulSpec,
-    target: Annotated[str, typer.Option("--target", help=f"{TARGETS}.")] = "sm_90a",
+    target: TargetName = None,
     schedule: ScheduleText = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -202,7 +202,7 @@ def explain(
 
     [bold]Examples[/]
 
-      lowbit explain --n 4096 --k 4096 --weight u4 --group-size 128
+      lowbit explain --n 4096 --k 4096 --weight u4 --group-size 128 --target sm_90a
 
       lowbit explain --weight nf4 --group-size 64 --target sm_80 --json
     """
@@ -210,10 +210,11 @@ def explain(
 
     from lowbit.passes.target import parse_target
     from lowbit.pylib.build.kernels import Artifacts
+    from lowbit.pylib.matmul import this_machine
 
-    parsed = parse_target(target)
+    parsed = parse_target(target or this_machine())
     if not parsed.is_gpu:
-        raise TargetError(f"target {target} has one program for every number of rows; name a GPU such as sm_90a")
+        raise TargetError(f"target {parsed} has one program for every number of rows; name a GPU such as sm_90a")
     choices = Artifacts(spec, parsed, _schedule(schedule)).choices()
     print(dumps(choices.to_dict(), indent=1) if json else choices)
 
