@@ -7,6 +7,7 @@ them. With one thread the time is the processor's, which leaves out when others 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import platform
@@ -83,7 +84,7 @@ def _contestants(n: int, k: int) -> Iterator[tuple[torch.dtype, Call]]:
 
 def _lowbit(mm: Matmul, codes: Tensor, scales: Tensor) -> Call:
     w = mm.pack(codes, scales)
-    copies = itertools.cycle([type(w)(w.spec, w.codes.clone(), w.scales) for _ in range(_copies(w.codes))])
+    copies = itertools.cycle([copy.deepcopy(w) for _ in range(_copies(w.codes))])
     return lambda x: mm(x, next(copies))
 
 

@@ -85,9 +85,7 @@ def main() -> None:
     for name, call in {
         "mm(x, w), x [1, k]": lambda: mm(x, w),
         "mm(x, w), x [1, 1, k]": lambda: mm(batched, w),
-        "torch.ops.lowbit.matmul": lambda: torch.ops.lowbit.matmul(
-            x, w.codes, w.scales, w.zeros, w.bias, mm.description
-        ),
+        "torch.ops.lowbit.matmul": lambda: torch.ops.lowbit.matmul.packed(x, list(w.tensors), mm.description),
         **launches(mm, x, w),
         "torch.nn.functional.linear, f16": lambda: torch.nn.functional.linear(x, dense),
         "torch.empty": lambda: torch.empty((1, 64), dtype=torch.float16, device="cuda"),

@@ -28,7 +28,7 @@ from benchmarks.prepare import prepare
 from benchmarks.results import Record, Results
 from benchmarks.shapes import Shape
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.packed import TORCH
+from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing
 
 ROWS_AT_ONCE = 4096  # of a weight that is multiplied in float64

@@ -12,14 +12,17 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal, cast
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary, ref
 
+from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.weight import TensorSlot, weight_tensors
 
 Zeros = Literal["none", "int", "float"]
 Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3"]
@@ -27,7 +30,8 @@ Act = Literal["f16", "bf16"]
 Out = Literal["f16", "bf16", "f32"]
 ZeroKind = Literal["u8", "f16", "bf16", "f32"]
 
-BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "u8": 1}
+BYTES = {name: element.bytes for name, element in ELEMENTS.items()}
+VERSION = 1  # of `MatmulSpec.to_dict`
 MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
 MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
 
@@ -98,6 +102,11 @@ class MatmulSpec:
         """The element format."""
         return dtype(self.weight, self.table)
 
+    @property
+    def x(self) -> Element:
+        """The type of the activation's numbers."""
+        return ELEMENTS[self.act]
+
     @cached_property
     def packing(self) -> Packing:
         """How the weight sits in memory."""
@@ -112,11 +121,6 @@ class MatmulSpec:
     def out_dtype(self) -> Out:
         """Type of y and of the bias."""
         return self.out or self.act
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of one scale."""
-        return BYTES[self.scale]
 
     @property
     def zero_kind(self) -> ZeroKind | None:
@@ -134,13 +138,38 @@ class MatmulSpec:
         return 128 if self.act == "bf16" and self.dtype.bits < 8 else 255
 
     @cached_property
+    def tensors(self) -> tuple[TensorSlot, ...]:
+        """The tensors of a packed weight, in the order in which operators and kernels take them."""
+        return weight_tensors(self.packing, self.scale, self.zero_kind, self.out_dtype if self.bias else None)
+
+    @cached_property
     def bytes(self) -> int:
         """Bytes of the packed weight: what one call reads, x aside."""
-        per_scale = self.scale_bytes + (BYTES[self.zero_kind] if self.zero_kind else 0)
-        bias = self.n * BYTES[self.out_dtype] if self.bias else 0
-        return (
-            4 * math.prod(self.packing.codes_shape) + per_scale * math.prod(self.packing.scales_shape) + bias
-        )
+        return sum(slot.nbytes for slot in self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the spec in terms of JSON, without the fields that have their defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+        if self.table is not None:
+            given["table"] = list(self.table)
+        return {"version": VERSION, **given}
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> MatmulSpec:
+        """Returns the spec that `to_dict` wrote. Raises SpecError for anything else."""
+        if not isinstance(cast(object, written), Mapping):
+            raise SpecError(f"a spec must be written as a dictionary, not {type(written).__name__}")
+        values = dict(written)
+        version = values.pop("version", None)
+        if version != VERSION:
+            raise SpecError(f"a spec of version {version!r} can't be read, only version {VERSION}; update lowbit")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(map(repr, values.keys() - known)):
+            raise SpecError(f"a spec has no {', '.join(unknown)}; update lowbit, or drop it")
+        if missing := [name for name in ("n", "k", "weight") if name not in values]:
+            raise SpecError(f"a spec must have {', '.join(missing)}")
+        return cls(**values)
 
     def __str__(self) -> str:
         group = "row" if self.group_size is None else str(self.group_size)
@@ -148,6 +177,19 @@ class MatmulSpec:
         bias = " + bias" if self.bias else ""
         weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}"
         return f"{weight}: {self.act} -> {self.out_dtype}{bias}"
+
+
+_interned: WeakKeyDictionary[MatmulSpec, ref[MatmulSpec]] = WeakKeyDictionary()
+
+
+def interned(spec: MatmulSpec) -> MatmulSpec:
+    """Returns the one object that stands for all specs equal to `spec`, so that calls can compare by identity."""
+    known = _interned.get(spec)
+    found = known() if known else None
+    if found is None:
+        _interned[spec] = ref(spec)
+        return spec
+    return found
 
 
 def _integer(name: str, given: object, least: int) -> int:
@@ -169,7 +211,8 @@ def _group_size(given: object, k: int) -> int:
     g = _integer("group_size", given, 1)
     if g >= MIN_K and k % g == 0:
         return g
-    divisors = [d for d in range(MIN_K, k + 1) if k % d == 0]
+    small = [d for d in range(1, math.isqrt(k) + 1) if k % d == 0]
+    divisors = sorted(d for d in {*small, *(k // d for d in small)} if d >= MIN_K)
     below, above = [d for d in divisors if d < g][-1:], [d for d in divisors if d > g][:1]
     rule = f"must divide k={k}" if g >= MIN_K else f"must be at least {MIN_K} and divide k={k}"
     fix = " or ".join(str(d) for d in below + above)
@@ -200,5 +243,5 @@ def _floats(given: object) -> tuple[float, ...]:
     items = given.tolist() if hasattr(given, "tolist") else given  # type: ignore[attr-defined]
     try:
         return tuple(float(v) for v in cast(Iterable[float], items))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise SpecError(f"table={given!r} must be a flat sequence of numbers, one per code") from None

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
@@ -17,14 +18,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import PackError, SpecError, TargetError
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
-from lowbit.pylib import packed, torch_op
+from lowbit.pylib import operator_schema, packed
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
-from lowbit.pylib.packed import TORCH, PackedWeight
+from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.runtimes import make_runtime
+from lowbit.pylib.tensor_checks import fits
+from lowbit.pylib.torch_types import TORCH, stored_type
 
 
 def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | None = None) -> Matmul:
@@ -48,7 +51,7 @@ def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | No
         raise SpecError(f"schedule={schedule!r} must be a Schedule, such as Schedule(tokens=8), or None")
     if not (target is None or isinstance(target, str)):
         raise TargetError(f"target={target!r} must be a name such as 'sm_90a', 'cpu' or 'emulator', or None")
-    return _compile(spec, parse_target(this_machine() if target is None else target), schedule)
+    return _compile(interned(spec), parse_target(this_machine() if target is None else target), schedule)
 
 
 _KEPT = 256  # matmuls that nothing else holds
@@ -101,15 +104,16 @@ class Matmul:
 
     spec, target   as compiled
     schedule       of the kernel for one token; None on a CPU
-    description    all that was compiled, as text: the last argument of `torch.ops.lowbit.matmul`
+    description    all that was compiled, as text: the last argument of `torch.ops.lowbit.matmul.packed`
     """
 
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
         self.spec = spec
         self.target = target
         self._act, self._k = TORCH[spec.act], spec.k
+        self._stored = [(slot.shape, stored_type(slot.storage)) for slot in spec.tensors]
         self._arguments = spec, target.name, schedule
-        self.description = torch_op.describe(spec, target, schedule)
+        self.description = operator_schema.describe(spec, target, schedule)
         self._runtime = make_runtime(spec, target, schedule)
         self._run = self._runtime.matmul
         self.schedule = self._runtime.schedule
@@ -140,30 +144,35 @@ class Matmul:
         """
         if type(x) is not Tensor or is_compiling():
             self._check(x, w)
-            return torch.ops.lowbit.matmul(x.detach(), w.codes, w.scales, w.zeros, w.bias, self.description)
-        if (  # what _check looks at, and no more: it costs 0.6 us
+            return torch.ops.lowbit.matmul.packed(x.detach(), list(w.tensors), self.description)
+        shape = x.shape
+        if (  # what _check looks at, and no more: it costs 0.5 us
             x.dtype is not self._act
-            or x.ndim == 0
-            or x.shape[-1] != self._k
-            or getattr(w, "spec", None) is not self.spec
-            or x.get_device() != w.codes.get_device()
+            or not shape
+            or shape[-1] != self._k
+            or getattr(w, "readable_spec", None) is not self.spec
+            or x.get_device() != w.tensors[0].get_device()
         ):
+            _check_readable(w)
             self._check(x, w)
         try:
-            return self._run(x, w.codes, w.scales, w.zeros, w.bias)
+            return self._run(x, w.tensors)
         except RuntimeError:  # torch's: x has no memory that a kernel could read
             _check_memory(x)
             raise
 
-    def untraced(self, x: Tensor, w: PackedWeight) -> Tensor:
+    def untraced(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
         """What a call comes to: for the operator, which a call becomes under torch.compile."""
-        self._check(x, w)
-        return self._run(x, w.codes, w.scales, w.zeros, w.bias)
+        if not fits(self._stored, weight, x.get_device()):
+            self._check(x, self._as_weight(weight))  # which says what is wrong
+        self._check_x(x)
+        return self._run(x, weight)
 
     def dequantize(self, w: PackedWeight) -> Tensor:
         """W [n, k] in the act type, on the weight's device."""
         self._check_weight(w)
-        return self._runtime.dequantize(w.codes, w.scales, w.zeros)
+        _check_readable(w)
+        return self._runtime.dequantize(w.tensors)
 
     def kernel(self, m: int) -> Artifact:
         """The kernel that serves m rows, or the first of them; `choices` has the table."""
@@ -197,24 +206,54 @@ class Matmul:
             raise SpecError(f"stage={stage!r} must be one of {', '.join(map(repr, stages))}")
         return stages[stage]
 
+    def _as_weight(self, weight: Sequence[Tensor]) -> PackedWeight:
+        names = [slot.name for slot in self.spec.tensors]
+        if len(weight) != len(names):
+            raise PackError(f"({self.spec}) takes {len(names)} tensors, {', '.join(names)}, not {len(weight)}")
+        return PackedWeight(self.spec, dict(zip(names, weight)))
+
     def _check(self, x: Tensor, w: PackedWeight) -> None:
         """Raise if x and w do not fit the spec and each other."""
+        self._check_x(x)
+        self._check_weight(w)
+        if x.device != w.device:
+            move = f"use w.to({str(x.device)!r})"
+            raise TargetError(f"x is on {x.device}, but the weight is on {w.device}; {move}")
+
+    def _check_x(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise SpecError(f"x must be a torch tensor, not {type(x).__name__}; use torch.as_tensor(x)")
         if x.dtype is not self._act:
             raise SpecError(f"x is {x.dtype}, but act={self.spec.act!r}; use x.to({self._act})")
         if x.ndim == 0 or x.shape[-1] != self._k:
             raise SpecError(f"x must be [..., k={self._k}], not {list(x.shape)}")
-        self._check_weight(w)
-        if x.device != w.device:
-            move = f"use w.to({str(x.device)!r})"
-            raise TargetError(f"x is on {x.device}, but the weight is on {w.device}; {move}")
 
     def _check_weight(self, w: PackedWeight) -> None:
         if not isinstance(w, PackedWeight):
             raise PackError(f"the weight must be a PackedWeight, not {type(w).__name__}; use pack()")
         if w.spec is not self.spec and w.spec != self.spec:
             raise PackError(f"the weight was packed for ({w.spec}), not for ({self.spec}); pack it anew")
+
+
+@lru_cache(maxsize=_KEPT)
+def _described(kernel: str) -> Matmul:
+    """Returns the matmul that an argument of the operator describes."""
+    return compile(**operator_schema.parts(kernel))
+
+
+def run_described(x: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
+    """Multiply as `kernel` describes: the implementation of `torch.ops.lowbit.matmul.packed`."""
+    return _described(kernel).untraced(x, weight)
+
+
+operator_schema.implement(run_described)
+
+
+def _check_readable(w: object) -> None:
+    """Raise PackError if w is a weight whose tensors have no values."""
+    if isinstance(w, PackedWeight) and w.readable_spec is None:
+        what = "on meta" if w.device.type == "meta" else f"of type {type(w.codes).__name__}"
+        raise PackError(f"the weight's tensors are {what}: they have no values; load them, or trace x as well")
 
 
 def _check_memory(x: Tensor) -> None:

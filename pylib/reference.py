@@ -10,13 +10,16 @@ to the spec's types. n is that of `codes`, so a few rows of a large weight can b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.packed import TORCH
+from lowbit.dialect.weight import Role, TensorSlot
+from lowbit.pylib.torch_types import TORCH
 
 Array = Tensor | np.ndarray
 F64 = NDArray[np.float64]
@@ -28,9 +31,14 @@ OTHER_ADDITIONS = 64  # splits, warps of a block, bias; and the roundings of the
 LEAST_SCALE = {"f16": 2.0**-14, "e4m3": 2.0**-6}  # normal numbers; the other types' are out of reach
 
 
-def dequantize(spec: MatmulSpec, codes: Array, scales: Array, zeros: Array | None = None) -> F64:
-    """W[n, k] = scale * (decode(code) - zero), exact but for float64's rounding; NaN and inf as in IEEE."""
-    scale, zero = _spread(spec, scales), _spread(spec, zeros)
+def dequantize(
+    spec: MatmulSpec, codes: Array, scales: Array, zeros: Array | None = None, **others: Array
+) -> F64:
+    """W[n, k] = scale * (decode(code) - zero), exact but for float64's rounding; NaN and inf as in IEEE.
+
+    others: more tensors of the spec by name, of which scales multiply, too
+    """
+    scale, zero = _scale(spec, scales, others), _spread(spec, zeros)
     with np.errstate(invalid="ignore"):
         return scale * (_decode(spec, codes) - zero)
 
@@ -42,10 +50,11 @@ def matmul(
     scales: Array,
     zeros: Array | None = None,
     bias: Array | None = None,
+    **others: Array,
 ) -> F64:
     """y[m, n] = x[m, k] @ W[n, k].T + bias[n] in float64."""
     with np.errstate(invalid="ignore"):
-        return _f64(x) @ dequantize(spec, codes, scales, zeros).T + (0.0 if bias is None else _f64(bias))
+        return _f64(x) @ dequantize(spec, codes, scales, zeros, **others).T + (0.0 if bias is None else _f64(bias))
 
 
 def tolerance(
@@ -58,6 +67,7 @@ def tolerance(
     *,
     dequantized: bool = False,
     rounded_zeros: bool = False,
+    **others: Array,
 ) -> F64:
     """The largest |y - matmul(...)| [m, n] of a correct kernel; non-finite weights contribute nothing.
 
@@ -78,7 +88,7 @@ def tolerance(
     z))|. With dequantized, s * z is rounded, too: u s |z|.
     """
     t = spec.dtype
-    magnitude, scale, zero = np.abs(_decode(spec, codes)), np.abs(_spread(spec, scales)), _spread(spec, zeros)
+    magnitude, scale, zero = np.abs(_decode(spec, codes)), np.abs(_scale(spec, scales, others)), _spread(spec, zeros)
     magnitude = np.where(np.isfinite(magnitude), magnitude, 0.0)
     unit, least = ROUNDING[spec.act]
     rounding = _operand_error(spec)[_index(spec, codes)]
@@ -95,7 +105,7 @@ def tolerance(
         error += np.abs(_f64(x) @ (scale * _zero_error(spec, codes, zero)).T)
     if dequantized:
         error += least * np.abs(_f64(x)).sum(axis=1, keepdims=True)
-    y = matmul(spec, x, codes, scales, zeros, bias)
+    y = matmul(spec, x, codes, scales, zeros, bias, **others)
     y = np.where(np.isfinite(y), np.abs(y), 0.0)
     unit, least = ROUNDING[spec.out_dtype]
     return error + unit * (y + error) + least
@@ -112,14 +122,48 @@ def agrees(y: Array, expected: F64, tolerance: F64) -> NDArray[np.bool_]:
 def random_problem(
     spec: MatmulSpec, m: int, seed: int = 0, *, finite: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(x [m, k], codes, scales, zeros, bias) as `pack` and the kernel take them: x ~ N(0, 1), scales that
-    differ from group to group and bring y to O(1) where the scale's type has such small numbers.
+    """(x, codes, scales, zeros, bias) of `random_inputs`."""
+    x, tensors = random_inputs(spec, m, seed, finite=finite)
+    return x, tensors["codes"], tensors["scales"], tensors.get("zeros"), tensors.get("bias")
 
-    Integers and tables: all codes equally often. Floats: N(0, 1) quantized, over the format's whole range
-    where that is small. finite=False adds a few NaN and inf codes where the format has them.
+
+def random_inputs(
+    spec: MatmulSpec, m: int, seed: int = 0, *, finite: bool = True
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """x [m, k] ~ N(0, 1), and all tensors of a spec by name as `pack` takes them.
+
+    Scales differ from group to group and bring y to O(1) where their type has such small numbers. Integers and tables:
+    all codes equally often. Floats: N(0, 1) quantized, over the format's whole range where that is small. finite=False
+    adds a few NaN and inf codes where the format has them.
     """
     rng = np.random.default_rng(seed)
-    t, shape, groups = spec.dtype, (spec.n, spec.k), (spec.n, spec.groups)
+    tensors = _draw_tensors(spec, rng, finite)
+    return torch.from_numpy(rng.standard_normal((m, spec.k))).to(TORCH[spec.act]), tensors
+
+
+def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> dict[str, Tensor]:
+    codes = _draw_codes(spec, rng, finite)
+    values = _decode(spec, codes)
+    drawn: dict[str, Tensor] = {}
+    for slot in _slots(spec, "codes"):
+        drawn[slot.name] = torch.from_numpy(codes)
+    for slot in _slots(spec, "zero"):
+        drawn[slot.name] = _draw_zeros(spec, rng, slot, values)
+    typical = _typical_scale(spec, values - sum(_spread(spec, drawn[slot.name]) for slot in _slots(spec, "zero")))
+    for slot in _slots(spec, "scale"):
+        drawn[slot.name] = _draw_scales(rng, slot, typical)
+        typical = 1.0  # of scales beyond the first
+    for slot in _slots(spec, "bias"):
+        drawn[slot.name] = torch.from_numpy(rng.standard_normal(slot.given)).to(TORCH[slot.storage])
+    return drawn
+
+
+def _slots(spec: MatmulSpec, role: Role) -> list[TensorSlot]:
+    return [slot for slot in spec.tensors if slot.role == role]
+
+
+def _draw_codes(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> np.ndarray:
+    t, shape = spec.dtype, (spec.n, spec.k)
     if t.kind == "float":
         # Five exponent bits and more reach beyond f16's range or precision: keep to the middle.
         codes = t.encode(rng.standard_normal(shape) * (t.max / 4 if t.exponent < 5 else 1.0))
@@ -127,29 +171,30 @@ def random_problem(
         codes = rng.integers(0, t.codes, shape, dtype=np.uint8)
     if not finite and t.has_nan:
         special = np.flatnonzero(~np.isfinite(t.values()))
-        codes = np.where(rng.random(shape) < 1 / (8 * spec.k), rng.choice(special, shape), codes).astype(
-            np.uint8
-        )
-    values = t.decode(codes)
-    if t.kind == "int":
-        codes = values.astype(np.int8)
-    zeros = None
-    if spec.zeros == "int":
-        zeros = torch.from_numpy(rng.integers(int(t.values().min()), int(t.values().max()) + 1, groups))
-    elif spec.zeros == "float":
-        spread = values[np.isfinite(values)]
-        drawn = rng.normal(spread.mean(), spread.std() / 2, groups)
-        zeros = torch.from_numpy(drawn).to(TORCH[spec.zero_kind or "f32"])
-    weights = values - _spread(spec, zeros)
+        codes = np.where(rng.random(shape) < 1 / (8 * spec.k), rng.choice(special, shape), codes).astype(np.uint8)
+    return t.decode(codes).astype(np.int8) if t.kind == "int" else codes
+
+
+def _draw_zeros(spec: MatmulSpec, rng: np.random.Generator, slot: TensorSlot, values: F64) -> Tensor:
+    """Zeros within the range of the decoded values."""
+    if slot.storage == "u8":
+        known = spec.dtype.values()
+        return torch.from_numpy(rng.integers(int(known.min()), int(known.max()) + 1, slot.given))
+    spread = values[np.isfinite(values)]
+    return torch.from_numpy(rng.normal(spread.mean(), spread.std() / 2, slot.given)).to(TORCH[slot.storage])
+
+
+def _typical_scale(spec: MatmulSpec, weights: F64) -> float:
+    """The scale that brings y to O(1)."""
     rms = np.sqrt(np.mean(np.square(weights[np.isfinite(weights)]))) or 1.0
-    typical = max(1.0 / (rms * np.sqrt(spec.k)), 2 * LEAST_SCALE.get(spec.scale, 0.0))
-    drawn = typical * np.exp2(rng.uniform(-1, 1, groups))
-    if spec.scale == "e8m0":
+    return max(1.0 / (rms * np.sqrt(spec.k)), 2 * LEAST_SCALE.get(spec.scale, 0.0))
+
+
+def _draw_scales(rng: np.random.Generator, slot: TensorSlot, typical: float) -> Tensor:
+    drawn = typical * np.exp2(rng.uniform(-1, 1, slot.given))
+    if slot.storage == "e8m0":
         drawn = np.exp2(np.round(np.log2(drawn)))
-    scales = torch.from_numpy(drawn).float().to(TORCH[spec.scale])
-    bias = torch.from_numpy(rng.standard_normal(spec.n)).to(TORCH[spec.out_dtype]) if spec.bias else None
-    x = torch.from_numpy(rng.standard_normal((m, spec.k))).to(TORCH[spec.act])
-    return x, torch.from_numpy(codes), scales, zeros, bias
+    return torch.from_numpy(drawn).float().to(TORCH[slot.storage])
 
 
 def _operand_error(spec: MatmulSpec) -> F64:
@@ -184,12 +229,22 @@ def _index(spec: MatmulSpec, codes: Array) -> NDArray[np.int64]:
     )
 
 
+def _scale(spec: MatmulSpec, scales: Array, others: Mapping[str, Array]) -> F64:
+    """The product of all scales: [n, k]."""
+    result = _spread(spec, scales)
+    for slot in spec.tensors:
+        if slot.role == "scale" and slot.name in others:
+            result = result * _spread(spec, others[slot.name])
+    return result
+
+
 def _spread(spec: MatmulSpec, table: Array | None) -> F64:
-    """Scales or zeros [n, groups], or [n], to every column: [n, k]. Of nothing, 0."""
+    """A number per group, [n, groups], or per row, [n], for every column: [n, k]. Of nothing, 0."""
     if table is None:
         return np.zeros((1, 1))
     values = _f64(table)
-    return np.repeat(values.reshape(values.shape[0], spec.groups), spec.group_size or spec.k, axis=1)
+    values = values.reshape(values.shape[0], -1)
+    return np.repeat(values, spec.k // values.shape[1], axis=1)
 
 
 def _f64(a: Array) -> F64:

@@ -13,8 +13,9 @@ from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
-from lowbit.pylib.packed import TORCH, PackedWeight, pack
+from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
+from lowbit.pylib.torch_types import TORCH
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
 
@@ -59,8 +60,7 @@ def run_dequantize(kernel: CompiledKernel, spec: MatmulSpec, problem: Problem, *
 def _launch(
     emulator: Emulator, launch: Launch, w: PackedWeight, racecheck: bool, seed: int, **arguments: Tensor | int
 ) -> None:
-    values = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "bias": w.bias, **arguments}
-    memory = {name: _memory(value) for name, value in values.items() if value is not None}
+    memory = {name: _memory(value) for name, value in {**w, **arguments}.items()}
     blocks = list(np.ndindex(*launch.blocks(memory, SM_COUNT)))
     random.Random(seed).shuffle(blocks)
     emulator.run(launch, memory, racecheck=racecheck, blocks=blocks)

@@ -41,7 +41,8 @@ def test_explain():
 
 
 def test_integer_schedule_by_name():
-    arguments = ("explain", "--weight", "u2", "--schedule", "family=decode_integer,tokens=1,warps_k=4,step_k=256")
+    schedule = "family=decode_integer,tokens=1,warps_k=4,step_k=256"
+    arguments = ("explain", "--weight", "u2", "--target", "sm_90a", "--schedule", schedule)
     assert json.loads(lowbit(*arguments, "--json").output)["kernels"]["m1"]["schedule"]["family"] == "decode_integer"
 
 
@@ -107,7 +108,7 @@ def test_run_reports_a_wrong_result(monkeypatch: pytest.MonkeyPatch):
     from lowbit.pylib import reference
 
     definition = reference.matmul
-    monkeypatch.setattr(reference, "matmul", lambda *given: definition(*given) + 1.0)
+    monkeypatch.setattr(reference, "matmul", lambda *given, **named: definition(*given, **named) + 1.0)
     result = lowbit("run", *SMALL, "--target", "cpu")
     assert result.exit_code == 1 and "wrong" in result.output
 

@@ -31,9 +31,10 @@ from lowbit.passes.cpu.compile import isa_of
 from lowbit.passes.cpu.decode import ChunkMap, multiplies_bf16
 from lowbit.pylib import matmul, memory_order, reference
 from lowbit.pylib.build.host_programs import processor
-from lowbit.pylib.packed import TORCH, PackedWeight, pack
+from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.runtime import cpu, team
 from lowbit.pylib.runtime.cpu import CpuMatmul
+from lowbit.pylib.torch_types import TORCH
 
 TABLES = {f"lut{b}": tuple(float(v) for v in np.linspace(-3, 4, 1 << b) ** 3) for b in range(1, 9)}
 FORMATS = (*all_names(), *TABLES)
@@ -44,7 +45,7 @@ def spec_of(weight: str, n: int, k: int, **fields: object) -> MatmulSpec:
 
 
 def run(program: CpuMatmul, x: Tensor, w: PackedWeight) -> Tensor:
-    return program.matmul(x, w.codes, w.scales, w.zeros, w.bias)
+    return program.matmul(x, w.tensors)
 
 
 def check(spec: MatmulSpec, tokens: tuple[int, ...], finite: bool = True, cpu: str = "") -> None:
@@ -75,7 +76,7 @@ def check_dequantized(program: CpuMatmul, w: PackedWeight, expected: np.ndarray)
     unit, least = reference.ROUNDING[program.spec.act]
     with np.errstate(invalid="ignore"):
         bound = np.abs(expected) * (unit + 2.0**-22) + least
-    assert reference.agrees(program.dequantize(w.codes, w.scales, w.zeros), expected, bound).all()
+    assert reference.agrees(program.dequantize(w.tensors), expected, bound).all()
 
 
 # How x is read and y rounded does not depend on the format: with bf16 a sample runs, the rest in sweeps.
@@ -100,7 +101,7 @@ def test_every_code(weight: str, act: str) -> None:
     program = CpuMatmul(spec)
 
     w = pack(spec, given, scales)
-    dequantized = program.dequantize(w.codes, w.scales)
+    dequantized = program.dequantize(w.tensors)
     assert np.array_equal(
         dequantized.float().numpy(), torch.from_numpy(exact).to(TORCH[act]).float().numpy(), equal_nan=True
     )
@@ -229,11 +230,7 @@ def test_threads_give_the_same_bits() -> None:
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: run(many, x, w), range(12)))
     assert all(torch.equal(y, expected) for y in results)
-    assert torch.equal(many.dequantize(*weight_tensors(w)), one.dequantize(*weight_tensors(w)))
-
-
-def weight_tensors(w: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    return w.codes, w.scales, w.zeros
+    assert torch.equal(many.dequantize(w.tensors), one.dequantize(w.tensors))
 
 
 def test_more_tokens_than_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,11 +322,11 @@ def test_default_device(device: str) -> None:
     x, *weight = reference.random_problem(spec, 20)
     program, w = CpuMatmul(spec), pack(spec, *weight)
     expected = [run(program, rows, w) for rows in (x[:1], x, x.t().contiguous().t())]
-    dense = program.dequantize(*weight_tensors(w))
+    dense = program.dequantize(w.tensors)
     with torch.device(device):
         w = pack(spec, *weight)
         assert all(map(torch.equal, [run(program, rows, w) for rows in (x[:1], x, x.t().contiguous().t())], expected))
-        assert torch.equal(program.dequantize(*weight_tensors(w)), dense)
+        assert torch.equal(program.dequantize(w.tensors), dense)
 
 
 @pytest.mark.parametrize("m", [1, 20])
@@ -350,13 +347,12 @@ def test_tensors_without_memory_are_refused() -> None:
     program, w = CpuMatmul(spec), pack(spec, *weight)
     nothing = torch._efficientzerotensor((1, 64), dtype=torch.float16)
     with pytest.raises(SpecError, match=r"x has no memory.*x.clone\(\)"):
-        program.matmul(nothing, w.codes, w.scales, w.zeros, w.bias)
-    tensors = [w.codes, w.scales, w.zeros, w.bias]
+        program.matmul(nothing, w.tensors)
+    tensors = list(w.tensors)
     for i, tensor in enumerate(tensors):
-        assert tensor is not None
         given = [*tensors[:i], torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype), *tensors[i + 1 :]]
         with pytest.raises(PackError, match="a tensor of the weight has no memory"):
-            program.matmul(x, *given)  # type: ignore[arg-type]
+            program.matmul(x, given)
 
 
 def test_matmuls_are_given_back() -> None:

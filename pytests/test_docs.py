@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import lowbit
+from lowbit.dialect.types import Lowbit
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import PASSES
 from lowbit.passes.stages import stages
 from lowbit.pylib import knobs
+from lowbit.pylib.cli.main import app
+from lowbit.pylib.cli.reference import text_of, write
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PACKAGES = ("dialect", "passes", "pylib", "pytests", "lit_tests", "examples", "benchmarks", "docs")
 
 
@@ -27,12 +33,29 @@ def test_example_of_the_readme() -> None:
 
 
 def test_examples_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of the page are one program, which checks itself."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.DOTALL)
-    assert len(blocks) > 4
     monkeypatch.chdir(tmp_path)
-    exec("".join(blocks), {})
+    _run(ROOT / "docs/formats.md")
     assert (tmp_path / "weight.pt").exists()
+
+
+def test_examples_and_excerpts_of_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an excerpt of a stage shows between values and marks of omission is in that stage."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs/tutorial.md"
+    texts = cache(_run(page)["gpu"].ir)
+    excerpts = re.findall(r"```(?:mlir|asm) (\w+)\n(.*?)```", page.read_text(), re.DOTALL)
+    assert {"lowbit", "tile", "gpu", "ptx"} == {stage for stage, _ in excerpts}
+    shown = [(stage, part.strip()) for stage, text in excerpts for part in re.split(r"…|%\w+|\n", text)]
+    assert [(stage, part) for stage, part in shown if part not in texts(stage)] == []
+
+
+def _run(page: Path) -> dict[str, Any]:
+    """Runs the Python blocks of a page, which are one program that checks itself; returns its names."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) > 4
+    names: dict[str, Any] = {}
+    exec("".join(blocks), names)
+    return names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -62,6 +85,46 @@ def test_headings_that_comments_name_exist() -> None:
 def test_schedule_fields_that_are_named_exist(page: Path) -> None:
     named = re.findall(r"`Schedule\.(\w+)", page.read_text())
     assert set(named) <= {field.name for field in fields(Schedule)}
+
+
+def test_messages_of_troubleshooting_exist() -> None:
+    """Whatever a message shows between marks of omission is in the sources."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]* [^`]*)`", page, re.MULTILINE)
+    files = [file for package in ("dialect", "passes", "pylib") for file in (ROOT / package).rglob("*.py")]
+    sources = "".join(re.sub(r'"\n\s*f?"', "", file.read_text()) for file in files)
+    parts = [part for message in messages for part in message.split("…") if part]
+    assert len(messages) > 8 and [part for part in parts if part not in sources] == []
+
+
+def test_generated_reference(tmp_path: Path) -> None:
+    generated = write(tmp_path, app)
+    committed = ROOT / "docs/reference"
+    stale = [page.name for page in generated if page.read_text() != (committed / page.name).read_text()]
+    assert stale == [], "run: lowbit reference docs/reference"
+    assert {page.name for page in generated} == {page.name for page in committed.iterdir()}
+
+
+def test_reference_is_complete() -> None:
+    """Every operation, pass, field and public name has its place."""
+    text = {page.name: page.read_text() for page in (ROOT / "docs/reference").iterdir()}
+    assert [op for op in Lowbit.operations if f"### {op.OPERATION_NAME}\n" not in text["operations.md"]] == []
+    assert [name for name in PASSES if f"## {name}\n" not in text["passes.md"]] == []
+    assert [f.name for f in fields(Schedule) if f"| `{f.name}` |" not in text["schedules.md"]] == []
+    names = [name for name in lowbit.__all__ if not name.startswith("__")]
+    assert [name for name in names if f"## {name}\n" not in text["python.md"]] == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "expected"),
+    [
+        ("Sums of a\nlut<b>.\n\nNext `a<b>`.", "Sums of a lut\\<b>.\n\nNext `a<b>`."),
+        ("One.\n\n    code\n\nn, k   rows\n", "One.\n\n```text\ncode\n\nn, k   rows\n```"),
+        (None, ""),
+    ],
+)
+def test_docstrings_as_markdown(docstring: str | None, expected: str) -> None:
+    assert text_of(docstring) == expected
 
 
 def test_glossary_is_alphabetical() -> None:

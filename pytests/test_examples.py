@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from emulated import matmul_is_right, run_matmul
+
+from examples.kernel.problem import Problem
+from examples.kernel.run import PAGE, VERSIONS, Row, check, compiled, measure, section, table
+from lowbit.pylib.matmul import this_machine
+from lowbit.pylib.packed import pack
+from lowbit.pylib.reference import random_problem
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -39,6 +47,55 @@ def test_f16_i6_matmul_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_in_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
     load("demo.py")["show"]("emulator:sm_90a", 64, 256, 3, timed=False)
     assert "relative error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("m", [1, 8])
+def test_kernel_in_steps(version: str, m: int) -> None:
+    assert 0 < check(version, Problem(32, 2048, m), "emulator:sm_90a") <= 1
+
+
+@pytest.mark.parametrize("version", ["v2", "v3", "v4"])
+def test_kernel_in_steps_has_no_races(version: str) -> None:
+    problem = Problem(16, 2048, 8)
+    kernel, numbers = compiled(version, problem, "emulator:sm_90a"), random_problem(problem.spec, problem.m)
+    y = run_matmul(kernel, problem.spec, numbers, racecheck=True)
+    assert matmul_is_right(y, problem.spec, numbers)
+
+
+@pytest.mark.parametrize(("n", "k"), [(24, 2048), (32, 1280), (5, 128)])
+def test_last_step_takes_every_shape(n: int, k: int) -> None:
+    assert 0 < check("v4", Problem(n, k, 3), "emulator:sm_80") <= 1
+
+
+def test_kernel_in_steps_would_notice() -> None:
+    """One code that is off by one is beyond what rounding explains."""
+    problem = Problem(16, 2048, 8)
+    codes, scales = problem.codes_and_scales
+    wrong = codes.clone()
+    wrong[5, 7] ^= 1
+    vars(problem)["weight"] = pack(problem.spec, wrong, scales)
+    with pytest.raises(SystemExit, match="v1 is wrong"):
+        check("v1", problem, "emulator:sm_80")
+
+
+def test_published_times_of_the_steps() -> None:
+    """Fix: python -m examples.kernel --publish"""
+    assert section() in PAGE.read_text()
+
+
+def test_table_of_the_steps() -> None:
+    rows = [asdict(Row("v0", "slow", 40.0, 39.0, 41.0)), asdict(Row("v1", "fast", 10.0, 9.0, 11.0))]
+    about = {"gpu": "H200", "driver": "580", "versions": {"torch": "2.11"}, "commit": "abc", "date": "2026-11-22"}
+    text = table({"n": 64, "k": 128, "m": 8, "environment": about, "rows": rows})
+    assert "| v1 | fast | 10.0 | 0.25 |" in text and "64 x 128" in text and "H200, driver 580" in text
+
+
+@pytest.mark.gpu
+def test_kernel_in_steps_on_a_gpu() -> None:
+    results = measure(Problem(1024, 1024, 8), this_machine())
+    assert [row["name"] for row in results["rows"]] == [*VERSIONS, "lowbit", "cuBLAS"]
+    assert table(results).count("\n") > len(VERSIONS)
 
 
 @pytest.mark.gpu

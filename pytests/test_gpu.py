@@ -101,7 +101,7 @@ def test_a_weight_that_was_just_written() -> None:
         codes = torch.full_like(w.codes, -1)
         torch.cuda._sleep(200_000)
         codes.copy_(w.codes)
-        assert torch.equal(mm(x, lowbit.PackedWeight(w.spec, codes, w.scales, w.zeros)), expected)
+        assert torch.equal(mm(x, lowbit.PackedWeight(w.spec, {**w, "codes": codes})), expected)
 
 
 @pytest.mark.parametrize("wgmma", [0, 1])
@@ -273,8 +273,8 @@ def test_torch_compile(mode: str) -> None:
 
 def test_opcheck() -> None:
     x, mm, w = _make(SMALL)
-    arguments = (x, w.codes, w.scales, w.zeros, w.bias, mm.description)
-    torch.library.opcheck(torch.ops.lowbit.matmul.default, arguments)
+    arguments = (x, list(w.tensors), mm.description)
+    torch.library.opcheck(torch.ops.lowbit.matmul.packed, arguments)
 
 
 def test_wrong_device_is_an_error() -> None:

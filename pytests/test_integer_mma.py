@@ -28,8 +28,8 @@ from lowbit.passes.lowering.lower_tiles import _Lowering
 from lowbit.passes.pipeline import CompiledKernel, compile_matmul
 from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.passes.target import parse_target
-from lowbit.pylib.packed import TORCH
 from lowbit.pylib.reference import dequantize, matmul, random_problem
+from lowbit.pylib.torch_types import TORCH
 
 TARGETS = ("sm_80", "sm_90a")
 

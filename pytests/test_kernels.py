@@ -37,8 +37,8 @@ from lowbit.passes.kernels.decode.plan import KernelPlan, always_uses_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.pipeline import compile_dequantize, compile_matmul, compile_program
 from lowbit.passes.target import parse_target
-from lowbit.pylib.packed import TORCH
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
+from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune.trial import rounding
 
 TARGETS = ("sm_80", "sm_90a")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 import lowbit
 from lowbit.passes.target import GPUS, Target
+from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 from lowbit.pylib.tune.trial import rounding
 
@@ -113,14 +115,18 @@ def test_no_gradient(target: str) -> None:
         assert not y.requires_grad and torch.equal(y, mm(x, w))
 
 
-def test_one_weight_serves_every_spec_that_equals_its_own(target: str) -> None:
+def test_equal_specs_are_one_object(target: str) -> None:
+    """So a call knows by identity that a weight fits, wherever the weight comes from."""
     x, *weight = random_problem(SPEC, 2)
     mm = lowbit.compile(SPEC, target)
-    w = lowbit.PackedWeight.from_state_dict(
-        lowbit.MatmulSpec(n=48, k=256, weight="u4", group_size=64, zeros="int"), mm.pack(*weight).state_dict()
-    )
-    assert w.spec is not SPEC
-    assert torch.equal(mm(x, w), mm(x, mm.pack(*weight)))
+    w = mm.pack(*weight)
+    loaded = lowbit.PackedWeight.from_state_dict(w.state_dict())
+    loaded_for = lowbit.PackedWeight.from_state_dict(w.state_dict(), replace(SPEC))
+    for other in (w, loaded, loaded_for, pack(replace(SPEC), *weight), copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
+        assert other.readable_spec is mm.spec
+        assert torch.equal(mm(x, other), mm(x, w))
+    unequal = lowbit.PackedWeight(replace(SPEC), w)  # an object of its own is no less a spec
+    assert unequal.spec is not mm.spec and torch.equal(mm(x, unequal), mm(x, w))
 
 
 def test_threads(target: str) -> None:

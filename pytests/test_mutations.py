@@ -31,8 +31,8 @@ from lowbit.passes.lowering.addressing import Access
 from lowbit.passes.lowering.lower_tiles import _Lowering
 from lowbit.passes.pipeline import CompiledKernel, compile_matmul
 from lowbit.passes.target import parse_target
-from lowbit.pylib.packed import TORCH
 from lowbit.pylib.reference import matmul
+from lowbit.pylib.torch_types import TORCH
 
 Wrap = Callable[[Any], Any]  # from the right function to the wrong one
 

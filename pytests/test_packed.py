@@ -18,7 +18,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.formats.packing import run_of
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib import memory_order
+from lowbit.pylib import memory_order, weight_values
 from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import random_problem
 
@@ -222,7 +222,8 @@ def test_state_dict_goes_through_a_file() -> None:
     file = io.BytesIO()
     torch.save(packed.state_dict(), file)
     file.seek(0)
-    loaded = PackedWeight.from_state_dict(spec, torch.load(file, weights_only=True))
+    loaded = PackedWeight.from_state_dict(torch.load(file, weights_only=True))
+    assert loaded.spec is packed.spec
     assert loaded.state_dict().keys() == {"codes", "scales", "zeros", "bias", "spec"}
     assert all(same_bits(t, loaded.state_dict()[name]) for name, t in packed.state_dict().items())
 
@@ -234,7 +235,7 @@ def test_state_dict_of_unaligned_tensors() -> None:
     memory[1:] = state["codes"].flatten()
     shifted = memory[1:].view(state["codes"].shape)
     assert shifted.data_ptr() % 16
-    assert torch.equal(PackedWeight.from_state_dict(spec, {**state, "codes": shifted}).codes, state["codes"])
+    assert torch.equal(PackedWeight.from_state_dict({**state, "codes": shifted}).codes, state["codes"])
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_loading_as_another_spec(changes: dict[str, Any], message: str) -> None:
     spec = MatmulSpec(**base)
     state = pack(spec, *problem(spec)).state_dict()
     with pytest.raises(PackError) as error:
-        PackedWeight.from_state_dict(MatmulSpec(**{**base, **changes}), state)
+        PackedWeight.from_state_dict(state, MatmulSpec(**{**base, **changes}))
     assert message in str(error.value)
 
 
@@ -261,9 +262,9 @@ def test_loading_what_is_no_weight() -> None:
     state = pack(spec, *problem(spec)).state_dict()
     for wrong, message in (
         ({k: v for k, v in state.items() if k != "spec"}, "must be what state_dict() gave, with 'spec'"),
-        ({k: v for k, v in state.items() if k != "scales"}, "must be codes, scales, zeros, bias and spec"),
-        ({k: v for k, v in state.items() if k != "bias"}, "has tensors ['bias', 'codes', 'scales']"),
-        ({**state, "more": state["codes"]}, "must be codes, scales, zeros, bias and spec"),
+        ({k: v for k, v in state.items() if k != "scales"}, "codes, scales, bias and spec; got bias, codes, spec"),
+        ({k: v for k, v in state.items() if k != "bias"}, "must be codes, scales, bias and spec"),
+        ({**state, "more": state["codes"]}, "must be codes, scales, bias and spec"),
         (
             {**state, "codes": state["codes"][:, :, :, :16]},
             "packed codes must be torch.int32 (1, 1, 1, 32, 4)",
@@ -272,7 +273,7 @@ def test_loading_what_is_no_weight() -> None:
         ({**state, "bias": state["bias"].bfloat16()}, "packed bias must be torch.float16"),
     ):
         with pytest.raises(PackError) as error:
-            PackedWeight.from_state_dict(spec, wrong)
+            PackedWeight.from_state_dict(wrong)
         assert message in str(error.value)
 
 
@@ -362,7 +363,7 @@ def test_errors_name_the_culprit(changes: dict[str, Any], arguments: dict[str, A
 
 
 def test_the_first_culprit_is_named_with_its_row_in_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowbit.pylib.packed.CHECKED", 64)
+    monkeypatch.setattr(weight_values, "CHECKED", 64)
     codes = changed(changed(CODES, (18, 0), 99), (19, 0), 77)
     with pytest.raises(PackError, match=r"codes\[18, 0\] = 99"):
         pack(MatmulSpec(20, 64, "u4"), codes, torch.ones(20))

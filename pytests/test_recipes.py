@@ -38,7 +38,7 @@ from lowbit.passes.lowering.recipes import (
 from lowbit.passes.lowering.tables import words as table_words
 from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.packed import TORCH
+from lowbit.pylib.torch_types import TORCH
 
 THREADS = 1024
 TARGETS = ("sm_80", "sm_90a")

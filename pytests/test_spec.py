@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import json
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.packing import Packing
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.spec import MatmulSpec, interned
 
 
 def spec(**changes: Any) -> MatmulSpec:
@@ -50,7 +53,6 @@ def test_derived() -> None:
     assert s.dtype.name == "i3" and s.packing == Packing(3, 100, 4096, 64)
     assert s.groups == 64 and spec().groups == 1
     assert s.out_dtype == "bf16" and spec(out="f32").out_dtype == "f32" and spec().out_dtype == "f16"
-    assert [spec(scale=x).scale_bytes for x in ("f32", "f16", "bf16", "e8m0", "e4m3")] == [4, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,52 @@ def test_errors_name_the_fix(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as error:
         spec(**changes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        spec(),
+        MatmulSpec(3, 48, "i8", 16, "int", "e8m0", "bf16", "f32", True),
+        spec(weight="lut1", table=(-0.1, 1 / 3), out="f16", zeros="float"),
+    ],
+)
+def test_written_as_json(s: MatmulSpec) -> None:
+    written = json.loads(json.dumps(s.to_dict()))
+    assert MatmulSpec.from_dict(written) == s
+    defaults = {f.name: f.default for f in dataclasses.fields(s)}
+    assert written["version"] == 1 and not any(written[name] == defaults[name] for name in written if name in defaults)
+
+
+def test_only_what_differs_is_written() -> None:
+    assert MatmulSpec(16, 64, "u4").to_dict() == {"version": 1, "n": 16, "k": 64, "weight": "u4"}
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"n": 16, "k": 64, "weight": "u4"}, "a spec of version None can't be read, only version 1; update lowbit"),
+        ({"version": 2, "n": 16, "k": 64, "weight": "u4"}, "a spec of version 2 can't be read"),
+        ({"version": 1, "n": 16, "k": 64}, "a spec must have weight"),
+        ({"version": 1, "n": 16, "k": 64, "weight": "u4", "outliers": 2}, "a spec has no 'outliers'; update lowbit"),
+        ({"version": 1, "n": 16, "k": 64, "weight": "u5", "group_size": 7}, "group_size=7 must be at least 16"),
+        ({"version": 1, "n": 16, "k": 64, "weight": "lut1", "table": [1, 10**400]}, "must be a flat sequence"),
+        ([1], "a spec must be written as a dictionary, not list"),
+    ],
+)
+def test_what_is_no_written_spec(written: Any, message: str) -> None:
+    with pytest.raises(SpecError) as error:
+        MatmulSpec.from_dict(written)
+    assert message in str(error.value)
+
+
+def test_equal_specs_are_one_object_while_one_is_in_use() -> None:
+    one = interned(MatmulSpec(17, 80, "u3"))
+    assert interned(MatmulSpec(17, 80, "u3")) is one and interned(MatmulSpec(17, 96, "u3")) is not one
+    kept = weakref.ref(one)
+    del one
+    gc.collect()
+    assert kept() is None
 
 
 def test_needs_neither_torch_nor_mlir(repo: Path) -> None:

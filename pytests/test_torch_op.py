@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowbit
 from lowbit.pylib.reference import random_problem
@@ -45,7 +46,7 @@ def _make(spec: lowbit.MatmulSpec, target: str, m: int = 3) -> tuple[Tensor, low
 
 
 def _arguments(x: Tensor, mm: lowbit.Matmul, w: lowbit.PackedWeight) -> tuple[object, ...]:
-    return x, w.codes, w.scales, w.zeros, w.bias, mm.description
+    return x, list(w.tensors), mm.description
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -98,7 +99,7 @@ def test_opcheck(spec: lowbit.MatmulSpec, target: str) -> None:
     """PyTorch's own check: schema, fake implementation, dynamic shapes."""
     x, mm, w = _make(spec, target)
     for given in (x, x[:1], x[0], x[None, :0], x.T.contiguous().T):
-        torch.library.opcheck(torch.ops.lowbit.matmul.default, _arguments(given, mm, w))
+        torch.library.opcheck(torch.ops.lowbit.matmul.packed, _arguments(given, mm, w))
 
 
 def test_fake_tensors(target: str) -> None:
@@ -107,8 +108,7 @@ def test_fake_tensors(target: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         y = mm(mode.from_tensor(x), w)
     assert (y.shape, y.dtype, y.device) == ((3, 16), torch.float32, x.device)
-    given = [a.to("meta") if isinstance(a, Tensor) else a for a in _arguments(x, mm, w)]
-    y = torch.ops.lowbit.matmul(*given)
+    y = torch.ops.lowbit.matmul.packed(x.to("meta"), [t.to("meta") for t in w.tensors], mm.description)
     assert (y.shape, y.dtype, y.device.type) == ((3, 16), torch.float32, "meta")
 
 
@@ -140,14 +140,69 @@ torch.save(y, {str(tmp_path / "y.pt")!r})
 def test_operator_checks_its_arguments(target: str) -> None:
     x, mm, w = _make(SPEC, target)
     good = _arguments(x, mm, w)
-    assert torch.equal(torch.ops.lowbit.matmul(*good), mm(x, w))
+    assert torch.equal(torch.ops.lowbit.matmul.packed(*good), mm(x, w))
     for position, wrong, message in [
         (0, x.float(), "x is torch.float32"),
         (0, x[:, 1:], r"x must be \[..., k=256\]"),
-        (1, w.codes[:-1], "packed codes must be"),
-        (2, w.scales.float(), "packed scales must be"),
-        (3, None, "zeros"),
+        (1, list({**w, "codes": w.codes[:-1]}.values()), "packed codes must be"),
+        (1, list({**w, "scales": w.scales.float()}.values()), "packed scales must be"),
+        (1, list(w.tensors[:-1]), "takes 4 tensors, codes, scales, zeros, bias, not 3"),
     ]:
         given = [*good[:position], wrong, *good[position + 1 :]]
         with pytest.raises(lowbit.LowbitError, match=message):
-            torch.ops.lowbit.matmul(*given)
+            torch.ops.lowbit.matmul.packed(*given)
+
+
+class Buffers(torch.nn.Module):
+    """A layer whose weight is made of its buffers in every call, as a module that is moved and saved has them."""
+
+    def __init__(self, mm: lowbit.Matmul, w: lowbit.PackedWeight) -> None:
+        super().__init__()
+        self.mm = mm
+        for name, tensor in w.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mm(x, lowbit.PackedWeight(self.mm.spec, dict(self.named_buffers())))
+
+
+def test_weight_made_of_buffers(target: str) -> None:
+    x, mm, w = _make(SPEC, target)
+    layer, expected = Buffers(mm, w), mm(x, w)
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(layer, (x,), strict=strict).module()(x), expected)
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_weight_made_under_make_fx(target: str, mode: str) -> None:
+    x, mm, w = _make(SPEC, target)
+
+    def call(x: Tensor, tensors: list[Tensor]) -> Tensor:
+        return mm(x, lowbit.PackedWeight(SPEC, dict(zip(w, tensors))))
+
+    graph = make_fx(call, tracing_mode=mode)(x, list(w.tensors))
+    assert torch.equal(graph(x, list(w.tensors)), mm(x, w))
+
+
+def test_tensors_without_memory(target: str) -> None:
+    """They must not reach a kernel, which would read where nothing is."""
+    x, mm, w = _make(SPEC, target)
+    with FakeTensorMode() as mode:
+        fake = lowbit.PackedWeight(SPEC, {name: mode.from_tensor(t) for name, t in w.items()})
+        assert mm(mode.from_tensor(x), fake).shape == (3, SPEC.n)
+    for use in (lambda: mm(x, fake), lambda: mm.dequantize(fake)):
+        with pytest.raises(lowbit.PackError, match="tensors are of type FakeTensor: they have no values"):
+            use()
+    freed = w.codes.clone()
+    freed.untyped_storage().resize_(0)
+    for nothing in (torch._efficientzerotensor(w.codes.shape, dtype=torch.int32), freed):
+        with pytest.raises(lowbit.PackError, match="packed codes has no memory that a kernel could read; clone it"):
+            lowbit.PackedWeight(SPEC, {**w, "codes": nothing})
+
+
+def test_graphs_of_earlier_versions() -> None:
+    x, mm, w = _make(SPEC, "cpu")
+    with pytest.raises(lowbit.SpecError, match=r"this graph is of an earlier version, .*; export it again"):
+        torch.ops.lowbit.matmul.default(x, w.codes, w.scales, w.zeros, w.bias, mm.description)

@@ -37,7 +37,8 @@ from lowbit.pylib.tune import check as tune_check
 from lowbit.pylib.tune import models, search_space
 from lowbit.pylib.tune import processes as tune_processes
 from lowbit.pylib.tune import session as tuner
-from lowbit.pylib.tune.processes import Compilers, Failed, GpuProcess, Problem, kernel_id
+from lowbit.pylib.tune.problem import Problem
+from lowbit.pylib.tune.processes import Compilers, Failed, GpuProcess, kernel_id
 from lowbit.pylib.tune.session import FINALISTS, LONG, SHORT, Log, Tuner
 
 HOPPER = parse_target("sm_90a")
@@ -496,15 +497,15 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
         made.append(spec)
         return sample(spec, m, "cpu", period, **rounding)
 
-    def load(artifact: Any, target: object, device: int) -> Any:
+    def load(artifact: Any, target: object, device: int, order: tuple[str, ...]) -> Any:
+        assert order == ("x", "y", "m", "codes", "scales", "bias")
+
         def function(stream: int, overlap: bool, *addresses: int) -> None:
-            *_, y, m = addresses
+            x, y, m, *tensors = addresses
             spec = made[-1]
             data = stand._of(spec).data
-            assert overlap and m == problem.tile and addresses[0] == data.x.data_ptr() and addresses[4] != 0
-            assert any(
-                addresses[1:5] == (w.codes.data_ptr(), w.scales.data_ptr(), 0, w.bias.data_ptr()) for w in weights()
-            )
+            assert overlap and m == problem.tile and x == data.x.data_ptr()
+            assert any(tensors == [t.data_ptr() for t in w.tensors] for w in weights())
             right = torch.from_numpy(np.resize(data.expected, (m, spec.n)) if spec.n == 64 else data.expected[:m])
             given = (right + wrong).to(torch.float16)
             ctypes.memmove(y, given.contiguous().data_ptr(), given.nbytes)
@@ -530,7 +531,7 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(trial, "sample", cpu_sample)
     monkeypatch.setattr(timing, "graph_time", graph_time)
     monkeypatch.setattr(timing, "copies", lambda w, c=timing.copies: c(w, 3 * w.nbytes))
-    monkeypatch.setattr(tune_gpu, "load", load)
+    monkeypatch.setattr(tune_gpu, "load_function", load)
     monkeypatch.setattr(tune_gpu, "current_stream", lambda device: 0)
     stand = tune_gpu.Stand(HOPPER)
     for tile in (8, 16):

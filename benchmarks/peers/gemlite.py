@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.peers.peer import Call, Job, Layer, Peer, cores, finish, parameter_bytes
-from lowbit.pylib.packed import TORCH
+from lowbit.pylib.torch_types import TORCH
 
 DEVIATION = 2e-2  # it splits k over blocks, which add up their sums in the output's type by atomics
 

@@ -25,7 +25,7 @@ from benchmarks.peers.peer import (
     random_dense,
 )
 from benchmarks.shapes import Shape
-from lowbit.pylib.packed import TORCH
+from lowbit.pylib.torch_types import TORCH
 
 SMALL = Shape("small", 256, 1024)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from lowbit.pylib.packed import TORCH
+from lowbit.pylib.torch_types import TORCH
 
 Call = Callable[[Tensor], Tensor]
 Job = tuple[Case, int]  # a weight and a number of tokens

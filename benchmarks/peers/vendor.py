@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.peers.peer import DEVIATION, Call, Layer, Peer, random_dense
-from lowbit.pylib.packed import TORCH
+from lowbit.pylib.torch_types import TORCH
 
 DEVIATION_FP8 = 1e-2  # fp8 tensor cores of Hopper keep fewer bits of a sum than f32 has
 

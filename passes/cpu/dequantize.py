@@ -90,7 +90,7 @@ def build_dequantize(spec: MatmulSpec, isa: Isa) -> None:
     constant_array(_PLACE, i(32), np.argsort(columns).astype(np.int32))
 
     def emit(task: Task) -> tuple[None, Ranged]:
-        weight = Weight(spec, isa, *(task.array(a) for a in ("codes", "scales", "zeros")))
+        weight = Weight(spec, isa, task.weight(spec))
         return None, _Dequantizer(weight, task.array("y")).blocks
 
     run_function(dequantize_needs(spec, isa), spec.packing.row_blocks, isa, emit)

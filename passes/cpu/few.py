@@ -78,7 +78,7 @@ def build_few(spec: MatmulSpec, isa: Isa) -> None:
 
     def emit(task: Task) -> tuple[Callable[[Value], None], Ranged]:
         preparer = Preparer(rows)
-        weight = Weight(spec, isa, *(task.array(a) for a in ("codes", "scales", "zeros")))
+        weight = Weight(spec, isa, task.weight(spec))
         kernel = _Matmul(weight, pair_table(spec, isa), rows, task)
         x, row_bytes = task.array("x"), BYTES[spec.act] * spec.k
 
@@ -96,7 +96,7 @@ class _Matmul:
     def __init__(self, weight: Weight, table: NDArray[np.float64] | None, rows: Rows, task: Task) -> None:
         self.weight, self.spec, self.tiling = weight, weight.spec, weight.tiling
         self.table, self.rows, self.task = table, rows, task
-        self.bias, self.y, self.m = task.array("bias"), task.array("y"), task.integer("m")
+        self.y, self.m = task.array("y"), task.integer("m")
         self.has_offset = rows.sums
         self.totals = scratch(ROWS * TOKENS * VECTOR_BYTES)
         self.offsets = scratch(TOKENS * VECTOR_BYTES)
@@ -225,7 +225,7 @@ class _Matmul:
                     offset = load(f32(), at(self.offsets, mul(row.index, 4), t * VECTOR_BYTES))
                     result = arith.addf(result, offset)
                 if spec.bias:
-                    bias = load(out, at(self.bias, mul(n, nbytes)))
+                    bias = load(out, at(self.weight.arrays["bias"], mul(n, nbytes)))
                     result = arith.addf(result, bias if out == f32() else arith.extf(f32(), bias))
                 with when(less(add(token, t), self.m)):
                     place = add(mul(add(token, t), spec.n), n)

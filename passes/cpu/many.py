@@ -100,7 +100,7 @@ def build_many(spec: MatmulSpec, isa: Isa) -> None:
 
     def emit(task: Task) -> tuple[Callable[[Value], None], Ranged]:
         preparer = Preparer(plan.rows)
-        weight = Weight(spec, isa, *(task.array(a) for a in ("codes", "scales", "zeros")))
+        weight = Weight(spec, isa, task.weight(spec))
         x, row_bytes = task.array("x"), BYTES[spec.act] * spec.k
 
         def prepare(token: Value) -> None:
@@ -115,8 +115,8 @@ class _Many:
     """The parts of the work."""
 
     def __init__(self, weight: Weight, plan: _Plan, task: Task) -> None:
-        self.spec, self.plan, self.task = weight.spec, plan, task
-        self.bias, self.y, self.m = task.array("bias"), task.array("y"), task.integer("m")
+        self.weight, self.spec, self.plan, self.task = weight, weight.spec, plan, task
+        self.y, self.m = task.array("y"), task.integer("m")
         self.panel = task.share(worker_number(task))
         self.sums = at(self.panel, byte=_PANEL_ROWS * plan.row_bytes)
         self.decoder = ChunkDecoder(weight)
@@ -213,6 +213,6 @@ class _Many:
         spec, out = self.spec, scalar_type(self.spec.out_dtype)
         nbytes, one = BYTES[spec.out_dtype], value.type == f32()
         if spec.bias:
-            bias = load(out if one else vec(out), at(self.bias, mul(row, nbytes)))
+            bias = load(out if one else vec(out), at(self.weight.arrays["bias"], mul(row, nbytes)))
             value = arith.addf(value, bias if out == f32() else arith.extf(value.type, bias))
         store(round_to(value, out), at(self.y, mul(add(mul(token, spec.n), row), nbytes)))

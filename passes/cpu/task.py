@@ -20,13 +20,10 @@ WORDS = (
     "m",  # tokens
     "parts",  # that the row blocks are cut into
     "x",
-    "scratch",
-    "codes",
-    "scales",
-    "zeros",
-    "bias",
     "y",
+    "scratch",
 )
+"""The words of a task, before the addresses of the weight's tensors, in the order of `spec.tensors`."""
 ENTRY = "lowbit_run"
 LINE = 64  # bytes of a cache line; scratch memory begins on one
 

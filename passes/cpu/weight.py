@@ -85,24 +85,24 @@ class Row(NamedTuple):
 
 
 class Weight:
-    """The arrays of a packed weight inside a function; `map` says how its chunks decode."""
+    """The arrays of a packed weight inside a function, by name; `map` says how its chunks decode."""
 
-    def __init__(self, spec: MatmulSpec, isa: Isa, codes: Value, scales: Value, zeros: Value) -> None:
+    def __init__(self, spec: MatmulSpec, isa: Isa, arrays: Sequence[Value]) -> None:
         self.spec = spec
         self.tiling = Tiling(spec)
         self.map = ChunkMap(spec.packing, spec.dtype)
         self.low = least_code(spec)
         self._isa: Isa = isa
-        self._codes, self._scales, self._zeros = codes, scales, zeros
+        self.arrays = {slot.name: array for slot, array in zip(spec.tensors, arrays)}
 
     def scales(self, block: Value, group: Value) -> Value:
         """Of 16 rows: vector<16xf32>."""
-        return self._per_row(self._scales, self.spec.scale, block, group)
+        return self._per_row("scales", self.spec.scale, block, group)
 
     def zeros(self, block: Value, group: Value) -> Value | None:
         """Of 16 rows, to be subtracted from stored code + low: vector<16xf32>, or None."""
         kind = self.spec.zero_kind
-        return None if kind is None else self._per_row(self._zeros, kind, block, group)
+        return None if kind is None else self._per_row("zeros", kind, block, group)
 
     def offsets(self, block: Value, group: Value, low: int) -> Value | None:
         """low - zeros, or None if that is 0."""
@@ -111,9 +111,9 @@ class Weight:
             return least if low else None
         return arith.subf(least, zeros) if low else arith.negf(zeros)
 
-    def _per_row(self, base: Value, kind: str, block: Value, group: Value) -> Value:
+    def _per_row(self, name: str, kind: str, block: Value, group: Value) -> Value:
         place = add(mul(block, self.spec.packing.groups), group)
-        address = at(base, mul(place, ROWS * BYTES[kind]))
+        address = at(self.arrays[name], mul(place, ROWS * BYTES[kind]))
         if kind in ("f16", "bf16", "f32"):
             values = load(vec(scalar_type(kind)), address)
             return values if kind == "f32" else arith.extf(vec(f32()), values)
@@ -126,7 +126,7 @@ class Weight:
         """The codes of a row of a block in a chunk."""
         p = self.spec.packing
         unit = mul(add(mul(block, p.chunks), chunk), p.units * UNIT_BYTES)
-        words = at(self._codes, add(unit, mul(row.g, UNIT_BYTES * 2 // ROWS)))
+        words = at(self.arrays["codes"], add(unit, mul(row.g, UNIT_BYTES * 2 // ROWS)))
         return ChunkReader(self.map, self._isa, words, row.odd)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lowbit.dialect.bindings import arith, func, ir
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import Isa
 from lowbit.passes.cpu.task import ENTRY, WORDS, Needs
 from lowbit.passes.cpu.vector_ops import (
@@ -44,6 +45,10 @@ class Task:
     def array(self, word: str) -> Value:
         """The address that a word holds."""
         return load(pointer(), self.address(word))
+
+    def weight(self, spec: MatmulSpec) -> list[Value]:
+        """The addresses of the weight's tensors."""
+        return [load(pointer(), at(self._base, byte=8 * (len(WORDS) + i))) for i in range(len(spec.tensors))]
 
     def row(self, token: Value) -> Value:
         """A token's row of the prepared activation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.lowering.recipes import compute_element, exponent, raw_exponents
@@ -18,7 +19,7 @@ class ScalesZeros:
     @staticmethod
     def element(kind: str) -> str:
         """The element type in memory of scales or zeros of a kind."""
-        return "i8" if kind in ("e4m3", "e8m0", "u8") else kind
+        return ELEMENTS[kind].mlir
 
     def as_f32(self, tile: Tile, kind: str) -> Tile:
         return self.p.cast(tile, "f32", {"e4m3": "e4m3", "e8m0": "e8m0", "u8": "unsigned"}.get(kind, "float"))

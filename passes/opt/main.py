@@ -1,7 +1,7 @@
 """`lowbit opt`: reads IR, runs the passes named on the command line in their order, prints IR. Our mlir-opt.
 
     lowbit opt kernel.mlir --lower-tiles --canonicalize
-    lowbit opt --select-schedule=tokens=8,stages=3 --dump-after-each < matmul.mlir
+    lowbit opt --select-schedule=tokens=8,num_stages=3 --dump-after-each < matmul.mlir
     lowbit opt kernel.mlir --pass-pipeline='builtin.module(gpu.module(convert-gpu-to-nvvm))'
     lowbit opt invalid.mlir -split-input-file -verify-diagnostics
 

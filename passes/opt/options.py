@@ -1,4 +1,4 @@
-"""Options of a pass, as text: `--select-schedule=tokens=8,stages=3` fills the fields of the pass's dataclass.
+"""Options of a pass, as text: `--select-schedule=tokens=8,num_stages=3` fills the fields of the pass's dataclass.
 
 A field may be an int, float, bool, str, Literal of strings, `Target`, one of these or None, or a dataclass of
 such fields, whose names are then options of the pass. A name that both have sets both.
@@ -56,7 +56,7 @@ def options(cls: type) -> dict[str, Option]:
 
 
 def from_text(cls: type[P], text: str, flag: str) -> P:
-    """A pass, or any dataclass, with options such as "tokens=8,stages=3".
+    """A pass, or any dataclass, with options such as "tokens=8,num_stages=3".
 
     Commas or spaces separate; a-b stands for a_b, a bare name for true. Raises PassError, which speaks of
     `flag`, for an unknown or missing option or a value that does not fit.

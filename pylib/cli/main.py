@@ -132,7 +132,7 @@ TargetName = Annotated[str | None, typer.Option("--target", help=f"{TARGETS}; wi
 Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
 _STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
 ScheduleText = Annotated[
-    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,stages=3.")
+    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,num_stages=3.")
 ]
 
 
@@ -194,7 +194,7 @@ def compile_(
 @takes_spec
 def explain(
     spec: MatmulSpec,
-    target: Annotated[str, typer.Option("--target", help=f"{TARGETS}.")] = "sm_90a",
+    target: TargetName = None,
     schedule: ScheduleText = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -202,7 +202,7 @@ def explain(
 
     [bold]Examples[/]
 
-      lowbit explain --n 4096 --k 4096 --weight u4 --group-size 128
+      lowbit explain --n 4096 --k 4096 --weight u4 --group-size 128 --target sm_90a
 
       lowbit explain --weight nf4 --group-size 64 --target sm_80 --json
     """
@@ -210,10 +210,11 @@ def explain(
 
     from lowbit.passes.target import parse_target
     from lowbit.pylib.build.kernels import Artifacts
+    from lowbit.pylib.matmul import this_machine
 
-    parsed = parse_target(target)
+    parsed = parse_target(target or this_machine())
     if not parsed.is_gpu:
-        raise TargetError(f"target {target} has one program for every number of rows; name a GPU such as sm_90a")
+        raise TargetError(f"target {parsed} has one program for every number of rows; name a GPU such as sm_90a")
     choices = Artifacts(spec, parsed, _schedule(schedule)).choices()
     print(dumps(choices.to_dict(), indent=1) if json else choices)
 
@@ -316,6 +317,15 @@ def irdl() -> None:
     from lowbit.dialect.irdl_export import irdl_text
 
     sys.stdout.write(irdl_text())
+
+
+@app.command(hidden=True)
+def reference(folder: Path) -> None:
+    """Write the generated pages of the documentation into a folder."""
+    from lowbit.pylib.cli.reference import write
+
+    for path in write(folder, app):
+        errors.print(f"wrote {path}", markup=False)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,9 @@ from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import BYTES, MatmulSpec
 from lowbit.passes.cpu.task import Needs
 from lowbit.pylib.build.host_programs import Program, load_host_program
-from lowbit.pylib.packed import TORCH
 from lowbit.pylib.runtime import team
 from lowbit.pylib.runtime.machine_code import MachineCode
+from lowbit.pylib.torch_types import TORCH
 
 # Multiply-adds that are worth more than one thread: about 10 us of work; a team takes 2 to begin and to end.
 _WORTH_A_TEAM = 1 << 19
@@ -35,13 +35,12 @@ class _Loaded:
     address: int
     needs: Needs
 
-    def run(self, threads: int, row_blocks: int, m: int, *arrays: int) -> None:
-        """One task: x, codes, scales, zeros, bias, y."""
+    def run(self, threads: int, row_blocks: int, m: int, x: int, y: int, weight: Sequence[int]) -> None:
+        """One task, with the addresses of its arrays."""
         parts = 1 if threads == 1 else min(_PARTS * threads, -(-row_blocks // self.needs.panel))
         nbytes = self.needs.nbytes(m, threads)
         scratch = _allocate((nbytes,), (1,), torch.uint8)
-        x, *others = arrays
-        task = array("q", (0, 0, 0, m, parts, x, scratch.data_ptr(), *others))
+        task = array("q", (0, 0, 0, m, parts, x, y, scratch.data_ptr(), *weight))
         team.run(self.call, self.address, task.buffer_info()[0], threads)
 
 
@@ -68,40 +67,32 @@ class CpuMatmul:
         self._few = self._program("few")
         self.few_tokens = self._few.needs.most
 
-    def matmul(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """y [..., n] in the out type for x [..., k] in the act type."""
+    def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        """y [..., n] in the out type for x [..., k] in the act type and the tensors of `spec.tensors`."""
         n, k = self.spec.n, self.spec.k
         m = x.numel() // k
         y = _allocate((m, n), (n, 1), self._out)
         if m:
             if not x.is_contiguous():
                 x = x.clone(memory_format=torch.contiguous_format)
-            weight = _addresses(codes, scales, zeros, bias)
-            self._rows(m, _address(x), weight, y.data_ptr())
+            self._rows(m, _address(x), y.data_ptr(), _addresses(weight))
         return y if x.ndim == 2 else y.view(*x.shape[:-1], n)
 
-    def _rows(self, m: int, x: int, weight: tuple[int, ...], y: int) -> None:
+    def _rows(self, m: int, x: int, y: int, weight: Sequence[int]) -> None:
         spec = self.spec
         program = self._few if m <= self.few_tokens else self._program("many")
         x_row, y_row = BYTES[spec.act] * spec.k, BYTES[spec.out_dtype] * spec.n
         for first in range(0, m, _SLAB):
             rows = min(_SLAB, m - first)
             threads = self._team(rows * spec.n * spec.k)
-            program.run(threads, self._row_blocks, rows, x + first * x_row, *weight, y + first * y_row)
+            program.run(threads, self._row_blocks, rows, x + first * x_row, y + first * y_row, weight)
 
-    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    def dequantize(self, weight: Sequence[Tensor]) -> Tensor:
         """W [n, k] in the act type."""
         n, k = self.spec.n, self.spec.k
         w = _allocate((n, k), (k, 1), self._act)
-        weight = _addresses(codes, scales, zeros, None)
-        self._program("dequantize").run(self._team(n * k), self._row_blocks, 0, 0, *weight, w.data_ptr())
+        addresses = _addresses(weight)
+        self._program("dequantize").run(self._team(n * k), self._row_blocks, 0, 0, w.data_ptr(), addresses)
         return w
 
     def stages(self, m: int = 1) -> dict[str, str]:
@@ -129,12 +120,12 @@ class CpuMatmul:
         return _Loaded(code.function(program.entry), code.address + program.entry, program.needs)
 
 
-def _addresses(codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> tuple[int, ...]:
+def _addresses(weight: Sequence[Tensor]) -> list[int]:
     """Of a weight's tensors. Raises PackError where one has no memory."""
-    found = [0 if t is None else t.data_ptr() for t in (codes, scales, zeros, bias)]
-    if not (found[0] and found[1] and (zeros is None or found[2]) and (bias is None or found[3])):
+    found = [tensor.data_ptr() for tensor in weight]
+    if not all(found):
         raise PackError("a tensor of the weight has no memory (it is fake, meta or a view of zeros); use real ones")
-    return tuple(found)
+    return found
 
 
 def _address(x: Tensor) -> int:

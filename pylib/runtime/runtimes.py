@@ -1,8 +1,8 @@
 """Where a matmul runs: on a GPU, in the PTX emulator, or on this machine's CPU.
 
-Every runtime has `matmul(x [..., k], codes, scales, zeros, bias) -> y [..., n]` and `dequantize(codes,
-scales, zeros) -> W [n, k]`, for tensors that fit the spec: `pylib.matmul` sees to that. The emulator goes the
-way the GPU goes, launch for launch.
+Every runtime has `matmul(x [..., k], weight) -> y [..., n]` and `dequantize(weight) -> W [n, k]`, where `weight` are
+the tensors of `spec.tensors` in their order, which fit the spec: `pylib.matmul` sees to that. The emulator goes the way
+the GPU goes, launch for launch.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from lowbit.pylib import knobs
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.packed import TORCH
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
+from lowbit.pylib.torch_types import TORCH
 
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator
 
-# The order of arguments in a call of `Function`. A kernel without zeros or a bias is not given their addresses.
-MATMUL_ORDER = ("x", "codes", "scales", "zeros", "bias", "y", "m")
-_DEQUANTIZE_ORDER = ("codes", "scales", "zeros", "y")
+
+Tensors = Sequence[Tensor]
+_address = Tensor.data_ptr
+
+
+def argument_order(spec: MatmulSpec) -> tuple[str, ...]:
+    """Returns the order in which the kernels of a spec are called with their arguments."""
+    return ("x", "y", "m", *(slot.name for slot in spec.tensors))
 
 
 class Runtime(Protocol):
     """What `Matmul` needs of a place to run. A tile of None means the kernel that dequantizes."""
 
-    def matmul(
-        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
-    ) -> Tensor: ...
+    def matmul(self, x: Tensor, weight: Tensors) -> Tensor: ...
 
-    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor: ...
+    def dequantize(self, weight: Tensors) -> Tensor: ...
 
     @property
     def schedule(self) -> KernelSchedule | None: ...
@@ -72,6 +75,9 @@ class _GpuRuntime:
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
         self._n, self._k = spec.n, spec.k
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
+        self._names = [slot.name for slot in spec.tensors]
+        self._order = argument_order(spec)
+        self._biases = [i for i, slot in enumerate(spec.tensors) if slot.role == "bias"]
         self._target = target
         self._artifacts = Artifacts(spec, target, schedule)
         self.schedule = self.kernel(1).schedule  # compiles it, so that its errors show here
@@ -87,6 +93,10 @@ class _GpuRuntime:
     def choices(self) -> KernelChoices:
         return self._artifacts.choices()
 
+    def _bias(self, weight: Tensors) -> Tensor | None:
+        """What the vendor's matmul adds where no kernel of ours does."""
+        return weight[self._biases[0]] if self._biases else None
+
 
 class CudaRuntime(_GpuRuntime):
     """NVIDIA GPUs. `matmul` is the eager path of decoding: 7 us on an H200's host in all (2026-11,
@@ -99,79 +109,68 @@ class CudaRuntime(_GpuRuntime):
         self._lock = threading.Lock()
         self._several_devices = False  # known once a function is loaded
 
-    def matmul(
-        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+    def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         device = x.get_device()
         m = x.numel() // self._k
         function = self._by_rows.get((device, m))
         if function is None:
             tiles = self._artifacts.tiles(m)
             if tiles is None or m == 0:
-                return self._vendor_matmul(x, codes, scales, zeros, bias)
+                return self._vendor_matmul(x, weight)
             if len(tiles) > 1:
-                return self._in_tiles(tiles, x, codes, scales, zeros, bias)
+                return self._in_tiles(tiles, x, weight)
             function = self._by_rows[device, m] = self._function(device, tiles[0])
         if self._several_devices and torch.cuda.current_device() != device:
             with torch.cuda.device(device):
-                return self.matmul(x, codes, scales, zeros, bias)
+                return self.matmul(x, weight)
         source = x.data_ptr()
         if source % 16 or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
             source = x.data_ptr()
         n = self._n
         y = allocate((m, n), (n, 1), self._out) if x.ndim == 2 else allocate(*_batched(x.shape, n), self._out)
-        weight = codes.data_ptr()
-        function(
-            current_stream(device),
-            _settled(codes, weight),
-            source,
-            weight,
-            scales.data_ptr(),
-            0 if zeros is None else zeros.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            m,
-        )
+        stream, target, codes = current_stream(device), y.data_ptr(), weight[0]
+        first = codes.data_ptr()
+        settled = getattr(codes, "_lowbit_settled", 0) == first or _settled(codes)
+        if len(weight) == 2:  # the usual weights by hand: the star over map costs 0.1 us
+            function(stream, settled, source, target, m, first, weight[1].data_ptr())
+        elif len(weight) == 3:
+            function(stream, settled, source, target, m, first, weight[1].data_ptr(), weight[2].data_ptr())
+        else:
+            function(stream, settled, source, target, m, *map(_address, weight))
         return y
 
-    def _in_tiles(
-        self, tiles: list[int], x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+    def _in_tiles(self, tiles: list[int], x: Tensor, weight: Tensors) -> Tensor:
         """A launch for every tile of rows of x; the first brings the weight, or much of it, into the L2 cache."""
         device = x.get_device()
         y = x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
         rows = x.reshape(-1, self._k)
         if not rows.is_contiguous() or rows.data_ptr() % 16:
             rows = rows.clone(memory_format=torch.contiguous_format)
-        weight, scale = codes.data_ptr(), scales.data_ptr()
-        zero, extra = (0 if t is None else t.data_ptr() for t in (zeros, bias))
+        addresses = tuple(map(_address, weight))
         with torch.cuda.device(device):
             for tile, part, out in _parts(tiles, rows, y.view(-1, self._n)):
                 function = self._function(device, tile)
-                stream, settled = current_stream(device), _settled(codes, weight)
-                function(stream, settled, part.data_ptr(), weight, scale, zero, extra, out.data_ptr(), len(part))
+                stream, settled = current_stream(device), _settled(weight[0])
+                function(stream, settled, part.data_ptr(), out.data_ptr(), len(part), *addresses)
         return y
 
-    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        device = codes.get_device()
+    def dequantize(self, weight: Tensors) -> Tensor:
+        device = weight[0].get_device()
         function = self._function(device, None)
         with torch.cuda.device(device):
-            weight = allocate((self._n, self._k), (self._k, 1), self._act)
-            pointers = codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
-            function(current_stream(device), False, *pointers, weight.data_ptr())
-        return weight
+            w = allocate((self._n, self._k), (self._k, 1), self._act)
+            function(current_stream(device), False, 0, w.data_ptr(), 0, *map(_address, weight))
+        return w
 
-    def _vendor_matmul(
-        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+    def _vendor_matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         if x.numel() == 0:
             check_device(self._target, x.get_device())
             return x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
-        weight = self.dequantize(codes, scales, zeros)
+        w, bias = self.dequantize(weight), self._bias(weight)
         if self._out is self._act:
-            return torch.nn.functional.linear(x, weight, bias)
-        y = torch.mm(x.reshape(-1, self._k), weight.t(), out_dtype=torch.float32)
+            return torch.nn.functional.linear(x, w, bias)
+        y = torch.mm(x.reshape(-1, self._k), w.t(), out_dtype=torch.float32)
         y = y if bias is None else y.add_(bias)
         return y.to(self._out).view(*x.shape[:-1], self._n)
 
@@ -182,8 +181,9 @@ class CudaRuntime(_GpuRuntime):
             check_device(self._target, device)
             artifact = self._artifacts.kernel(tile)
             with self._lock:
-                order = _DEQUANTIZE_ORDER if tile is None else MATMUL_ORDER
-                function = self._by_tile.get((device, tile)) or load_function(artifact, self._target, device, order)
+                function = self._by_tile.get((device, tile)) or load_function(
+                    artifact, self._target, device, self._order
+                )
                 self._by_tile[device, tile] = function
             self._several_devices = torch.cuda.device_count() > 1
         return function
@@ -203,12 +203,13 @@ def _parts(tiles: list[int], x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor
     return zip(tiles, *(rows.split([*tiles[:-1], len(x) - sum(tiles[:-1])]) for rows in (x, y)))
 
 
-def _settled(codes: Tensor, address: int) -> bool:
+def _settled(codes: Tensor) -> bool:
     """Whether an earlier launch has waited until the weight was there.
 
     A kernel that overlaps its predecessor reads the weight without waiting. If the predecessor is what packed
     or copied the weight, that is a race; so the first launch on every weight does not overlap.
     """
+    address = codes.data_ptr()
     if getattr(codes, "_lowbit_settled", 0) == address:
         return True
     codes._lowbit_settled = address  # type: ignore[attr-defined]
@@ -253,31 +254,30 @@ class EmulatorRuntime(_GpuRuntime):
         super().__init__(spec, target, schedule)
         self._emulators: dict[int | None, Emulator] = {}
 
-    def matmul(
-        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        _check_cpu(self._target.name, x, codes)
+    def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
+        _check_cpu(self._target.name, x, weight[0])
         m = x.numel() // self._k
         tiles = self._artifacts.tiles(m)
         if tiles is None:
-            weight = self.dequantize(codes, scales, zeros)
-            y = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+            w, bias = self.dequantize(weight), self._bias(weight)
+            y = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float())
             return y.to(self._out)
         y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
         rows = x.reshape(-1, self._k).contiguous()
         for tile, part, out in _parts(tiles, rows, y.view(-1, self._n)) if m else ():
-            self._launch(tile, len(part), x=part, codes=codes, scales=scales, zeros=zeros, bias=bias, y=out)
+            self._launch(tile, len(part), weight, x=part, y=out)
         return y
 
-    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        _check_cpu(self._target.name, codes)
-        weight = torch.empty((self._n, self._k), dtype=self._act)
-        self._launch(None, 0, codes=codes, scales=scales, zeros=zeros, y=weight)
-        return weight
+    def dequantize(self, weight: Tensors) -> Tensor:
+        _check_cpu(self._target.name, weight[0])
+        w = torch.empty((self._n, self._k), dtype=self._act)
+        self._launch(None, 0, weight, y=w)
+        return w
 
-    def _launch(self, tile: int | None, m: int, **tensors: Tensor | None) -> None:
+    def _launch(self, tile: int | None, m: int, weight: Tensors, **tensors: Tensor) -> None:
         launch = self._artifacts.kernel(tile).launch
-        values: dict[str, object] = {name: memory_of(t) for name, t in tensors.items() if t is not None}
+        named = dict(zip(self._names, weight)) | tensors
+        values: dict[str, object] = {name: memory_of(t) for name, t in named.items()}
         values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
         self._emulator(tile).run(launch, values)
 
@@ -300,15 +300,13 @@ class CpuRuntime:
 
         self._program = CpuMatmul(spec, knobs.cpu(), knobs.num_threads())
 
-    def matmul(
-        self, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        _check_cpu("cpu", x, codes)
-        return self._program.matmul(x, codes, scales, zeros, bias)
+    def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
+        _check_cpu("cpu", x, weight[0])
+        return self._program.matmul(x, weight)
 
-    def dequantize(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        _check_cpu("cpu", codes)
-        return self._program.dequantize(codes, scales, zeros)
+    def dequantize(self, weight: Tensors) -> Tensor:
+        _check_cpu("cpu", weight[0])
+        return self._program.dequantize(weight)
 
     def kernel(self, m: int) -> Artifact:
         raise TargetError("target cpu has no PTX or cubin: see ir('asm'), or compile for 'sm_90a', say")

@@ -15,12 +15,14 @@ from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.scheduling.choice import TOKEN_TILES
 from lowbit.passes.target import Target
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.packed import TORCH, PackedWeight
+from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.driver import current_stream
-from lowbit.pylib.runtime.runtimes import MATMUL_ORDER, load_function
+from lowbit.pylib.runtime.runtimes import argument_order, load_function
+from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing, trial
-from lowbit.pylib.tune.processes import PERIOD, Problem
+from lowbit.pylib.tune.problem import Problem
 
+PERIOD = 127  # rows until a weight repeats itself: the right answer is computed in float64
 KEPT = 3  # specs whose weights stay on the GPU: the second pass over one meets the first pass over the next
 FEW = 5  # replays up to which a timing is a coarse one
 HOT_TOKENS = 16  # from so many on a GPU soon meets its power cap
@@ -82,16 +84,12 @@ class Stand:
         """A launch on a weight, and the tensor that it writes."""
         spec, tile = problem.spec, problem.tile
         artifact = Artifacts(spec, self._target, schedule).kernel(tile)
-        function = load_function(artifact, self._target, self._device, MATMUL_ORDER)
+        function = load_function(artifact, self._target, self._device, argument_order(spec))
         x = self._of(spec).data.x[:tile]
         y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
 
         def call(w: PackedWeight) -> None:
-            weight = w.codes.data_ptr(), w.scales.data_ptr(), _address(w.zeros), _address(w.bias)
-            function(current_stream(self._device), True, x.data_ptr(), *weight, y.data_ptr(), tile)
+            weight = map(Tensor.data_ptr, w.tensors)
+            function(current_stream(self._device), True, x.data_ptr(), y.data_ptr(), tile, *weight)
 
         return call, y
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()

@@ -14,13 +14,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.packed import TORCH, PackedWeight
+from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.torch_types import TORCH, stored_type
 
 DEFEAT_L2_BYTES = 400e6
 REST_SECONDS, WARM_SECONDS = 0.1, 0.004
@@ -82,27 +84,30 @@ def sustained_time(calls: Sequence[Callable[[], object]]) -> Timing:
 
 def random_weight(spec: MatmulSpec, device: str = "cuda") -> PackedWeight:
     """A packed weight of random codes and scales around 0.01, made where it is needed: for timing only."""
-    packing = spec.packing
-    codes = torch.randint(-(2**31), 2**31 - 1, packing.codes_shape, dtype=torch.int32, device=device)
+    return PackedWeight(spec, {slot.name: _random_tensor(spec, slot, device) for slot in spec.tensors})
+
+
+def _random_tensor(spec: MatmulSpec, slot: TensorSlot, device: str) -> torch.Tensor:
+    if slot.role == "codes":
+        return _random_codes(spec, slot, device)
+    if slot.storage == "u8":
+        return torch.randint(0, spec.dtype.codes, slot.shape, dtype=torch.uint8, device=device)
+    if slot.role == "bias":
+        return torch.randn(slot.shape, device=device).to(TORCH[slot.storage])
+    values = torch.rand(slot.shape, device=device) * 0.01 + 0.005
+    if slot.storage == "e8m0":
+        values = torch.exp2(torch.floor(torch.log2(values)))
+    return values.to(TORCH[slot.storage]).view(stored_type(slot.storage))
+
+
+def _random_codes(spec: MatmulSpec, slot: TensorSlot, device: str) -> torch.Tensor:
+    codes = torch.randint(-(2**31), 2**31 - 1, slot.shape, dtype=torch.int32, device=device)
     if spec.dtype.has_nan:  # both are formats of 8 bits: a byte is a code
         finite = torch.from_numpy(np.isfinite(spec.dtype.values())).to(device)
         data = codes.view(torch.uint8)
         for part in data.split(max(1, len(data) // 16)):
             part.masked_fill_(~finite[part.int()], 0)
-
-    def floats(kind: str) -> torch.Tensor:
-        values = torch.rand(packing.scales_shape, device=device) * 0.01 + 0.005
-        if kind == "e8m0":
-            values = torch.exp2(torch.floor(torch.log2(values)))
-        return values.to(TORCH[kind])
-
-    zeros = None
-    if spec.zero_kind == "u8":
-        zeros = torch.randint(0, spec.dtype.codes, packing.scales_shape, dtype=torch.uint8, device=device)
-    elif spec.zero_kind:
-        zeros = floats(spec.zero_kind)
-    bias = torch.randn(spec.n, device=device).to(TORCH[spec.out_dtype]) if spec.bias else None
-    return PackedWeight(spec, codes, floats(spec.scale), zeros, bias)
+    return codes
 
 
 def copies_needed(size: int, total: float = DEFEAT_L2_BYTES) -> int:
@@ -112,18 +117,6 @@ def copies_needed(size: int, total: float = DEFEAT_L2_BYTES) -> int:
 
 def copies(weight: PackedWeight, total: float = DEFEAT_L2_BYTES) -> list[PackedWeight]:
     """The weight and as many clones as make `total` bytes, at least two in all."""
-
-    def clone(t: torch.Tensor | None) -> torch.Tensor | None:
-        return None if t is None else t.clone()
-
     count = copies_needed(weight.nbytes, total)
-    return [weight] + [
-        replace(
-            weight,
-            codes=weight.codes.clone(),
-            scales=weight.scales.clone(),
-            zeros=clone(weight.zeros),
-            bias=clone(weight.bias),
-        )
-        for _ in range(count - 1)
-    ]
+    clones = [{name: t.clone() for name, t in weight.items()} for _ in range(count - 1)]
+    return [weight, *(PackedWeight(weight.spec, tensors) for tensors in clones)]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,15 +87,12 @@ def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **roundi
     rounding: what the kernel rounds besides its sums (`dequantized`, `rounded_zeros` of `reference.tolerance`)
     """
     part = replace(spec, n=min(spec.n, period))
-    x, codes, scales, zeros, bias = reference.random_problem(part, m)
-    expected = reference.matmul(part, x, codes, scales, zeros, bias)
-    allowed = reference.tolerance(part, x, codes, scales, zeros, bias, **rounding)
+    x, tensors = reference.random_inputs(part, m)
+    arguments: dict[str, Any] = {**tensors, **rounding}
+    expected = reference.matmul(part, x, **tensors)
+    allowed = reference.tolerance(part, x, **arguments)
     rows = torch.arange(spec.n, device=device) % part.n
-
-    def whole(t: Tensor) -> Tensor:
-        return _take(t.to(device), rows)
-
-    weight = packed.pack(spec, whole(codes), whole(scales), *(None if t is None else whole(t) for t in (zeros, bias)))
+    weight = packed.pack(spec, **{name: _take(t.to(device), rows) for name, t in tensors.items()})
     return Sample(x.to(device), weight, expected, allowed)
 
 

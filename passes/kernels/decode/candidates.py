@@ -31,7 +31,7 @@ def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     """The token tiles that a matmul has decode kernels for."""
     if not has_wgmma(spec, target):
         return _PLAIN_TILES
-    step = math.lcm(spec.packing.chunk, 64)
+    step = math.lcm(spec.packing.chunk, spec.x.per_panel)
     widest = KernelPlan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, num_stages=1, wgmma=True))
     return TOKEN_TILES if widest.sums_once else TOKEN_TILES[:-1]
 
@@ -79,7 +79,7 @@ _TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2,
 _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
 
 
-# The weights, per multiprocessor, up to which a small matrix is faster resident, by tokens (u4 on an H200).
+# By tokens: the weights, per multiprocessor, up to which preloading a matrix is faster (u4 on an H200).
 _SMALL = {8: 128 << 10, 16: 128 << 10, 32: 72 << 10, 64: 72 << 10}
 
 
@@ -121,7 +121,7 @@ def _least_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedu
     """Small schedules, for matmuls that are too short for two rounds of any other."""
     chunk = spec.packing.chunk
     if tile > max(_PLAIN_TILES):
-        return [Schedule(tile, 1, 4, 1, math.lcm(chunk, 64), num_stages=1, wgmma=True)]
+        return [Schedule(tile, 1, 4, 1, math.lcm(chunk, spec.x.per_panel), num_stages=1, wgmma=True)]
     least = [Schedule(tile, *shape, chunk, 2) for shape in _LEAST]
     fitting = [s for s in least if is_allowed(spec, s, target)]
     return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
@@ -144,7 +144,7 @@ def _shaped(
 ) -> Iterator[S]:
     """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
     processors, chunk = target.multiprocessors, spec.packing.chunk
-    least = 64 if wgmma else PIECE if kind.integer_mma else chunk
+    least = spec.x.per_panel if wgmma else PIECE if kind.integer_mma else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
     steps = steps[: 3 if tokens > 128 else 2]  # the wider x is, the less room there is for long steps
     for (row_blocks, warps_n, warps_k), split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):

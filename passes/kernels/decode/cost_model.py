@@ -103,18 +103,18 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     """About how many microseconds a call takes, inf where there is no room for a block: good for comparing schedules,
     not for more."""
     costs = WGMMA if s.wgmma else INTEGER if s.integer_mma else MMA
-    resident = blocks_per_sm(spec, s, target)
-    if not resident:
+    fitting = blocks_per_sm(spec, s, target)
+    if not fitting:
         return math.inf
     plan, processors, bits = KernelPlan(spec, s), target.multiprocessors, spec.packing.bits
     tiles, rounds, rows, columns = plan.tiles, plan.rounds, s.rows, s.mma_columns
     waves = tiles * s.split_k / (processors * (REACH if s.cluster > 2 else 1.0))
     whole_waves = math.ceil(waves)
-    side_by_side = min(resident, waves)
+    side_by_side = min(fitting, waves)
 
     ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
     in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
-    x = tiles * tile * spec.k * 2 / costs.l2
+    x = tiles * tile * spec.k * spec.x.bytes / costs.l2
     memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight) + (costs.x * x if tile <= 32 else 0.0)
     cache = spec.bytes / costs.l2 + x
 
@@ -138,11 +138,11 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     work = max(memory, cache, arithmetic)
     work *= rounds * s.warps_k * s.split_k / plan.steps  # steps beyond the last
     if waves > 1:
-        turns = math.ceil(waves / resident) * resident / max(waves, resident)
+        turns = math.ceil(waves / fitting) * fitting / max(waves, fitting)
         work *= (1 + costs.idle * (whole_waves / waves - 1)) * (1 + costs.tail * (turns - 1))
     work += costs.round * rounds * waves / side_by_side
     # Blocks of the next kernel that start early crowding some multiprocessors, where more fit than are needed.
-    work *= 1 + costs.crowding * (min(2.0, resident / whole_waves) - 1 if resident > waves else 0.0)
+    work *= 1 + costs.crowding * (min(2.0, fitting / whole_waves) - 1 if fitting > waves else 0.0)
     ends = costs.block * max(1.0, waves / side_by_side)
     if s.split_k == 1:
         return work + ends

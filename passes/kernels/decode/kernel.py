@@ -30,8 +30,8 @@ Integer zero points are subtracted as integers are decoded, which takes a subtra
 bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
 wgmma, where that mma would cost as much as 64 rows, weights are scaled at once, s * q + (- s * z), both rounded to
 the type of x. Unsigned integers without zeros are multiplied as they are stored, in f16, with no subtraction, and so is
-what has sums of x anyway (`KernelPlan.bare`); with `Schedule.raw_codes` others are, too, and all zero points and the
-offset of signed codes go by sums of x.
+what has sums of x anyway (`KernelPlan.raw_codes`); with `Schedule.raw_codes` others are, too, and all zero points and
+the offset of signed codes go by sums of x.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
@@ -69,10 +69,8 @@ class Kernel:
         self.spec, self.schedule = spec, schedule = plan.spec, plan.schedule
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
-        names = ["x", "codes", "scales"]
-        names += ["zeros"] if spec.zeros != "none" else []
-        names += ["bias"] if spec.bias else []
-        names += ["y"] + (["workspace"] if self.plan.workspace_bytes else [])
+        names = ["x", *(slot.name for slot in spec.tensors), "y"]
+        names += ["workspace"] if self.plan.workspace_bytes else []
         s = schedule
         self.p = Program(
             "matmul",

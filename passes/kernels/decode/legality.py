@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.integer_limbs import LIMBS, PIECE, ROW, takes
-from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import (
     MOST_SCALED,
     KernelPlan,
@@ -37,11 +38,11 @@ def _shared_bytes(plan: KernelPlan) -> int:
     rows = plan.row_blocks * max(1, plan.groups) * 16
     total = signals + (0 if s.preload_weights else padded(slots * s.warps_k * plan.row_blocks * units))
     total = -(-total // 1024) * 1024 if s.wgmma else total  # x is swizzled
-    row = s.step_k if s.wgmma else s.step_k + 8
-    total += padded(slots * s.warps_k * s.tokens * row * 2)
+    row = s.step_k if s.wgmma else s.step_k + spec.x.per_vector
+    total += padded(slots * s.warps_k * s.tokens * row * spec.x.bytes)
     if plan.groups:
         for kind in filter(None, (spec.scale, spec.zero_kind)):
-            total += padded(slots * s.warps_k * rows * BYTES[kind])
+            total += padded(slots * s.warps_k * rows * ELEMENTS[kind].bytes)
     if s.integer_mma:
         total += s.warps_k * (s.step_k // PIECE) * LIMBS * 4 * ROW * 4
     if spec.dtype.kind == "table":
@@ -112,8 +113,8 @@ def _check_wgmma(plan: KernelPlan, target: Target) -> None:
     spec, s = plan.spec, plan.schedule
     if not target.has_wgmma:
         raise SpecError(f"schedule: wgmma needs sm_90a, the target is {target}; take wgmma=False")
-    if s.step_k % 64:
-        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of 64 for wgmma")
+    if s.step_k % spec.x.per_panel:
+        raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {spec.x.per_panel} for wgmma")
     if s.tokens > MOST_SCALED and not plan.sums_once:
         raise SpecError(
             f"schedule: tokens={s.tokens} leaves registers for one set of sums, and {spec} needs two; "

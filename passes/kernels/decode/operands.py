@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
-from lowbit.dialect.spec import BYTES
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
-
-LANE_BYTES = 16
-PANEL = 64  # columns of x that wgmma finds side by side
 
 
 def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
@@ -37,10 +34,10 @@ def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
 class Operands:
     """What a block reads, for the rows from `first_block` (of 16) on.
 
-    buffers    all in shared memory, to be freed after the loop
-    slot       of the buffers for x, scales and zeros: resident kernels have one for every round
-    factors    by name: scales and zeros [row blocks, groups, 16], their buffers, and their kind
-    table      of a format that has one
+    buffers       all in shared memory, to be freed after the loop
+    slot          of the buffers for x, scales and zeros: kernels with preloaded weights have one for every round
+    scales_zeros  by name: scales and zeros [row blocks, groups, 16], their buffers, and their kind
+    table         of a format that has one
     """
 
     def __init__(self, p: Program, plan: KernelPlan, first_block: Scalar) -> None:
@@ -71,11 +68,12 @@ class Operands:
             self.buffers.append(self.table)
 
     def _view_x(self) -> None:
-        p, s, act, k, row = self.p, self.schedule, self.spec.act, self.spec.k, self.schedule.step_k + 8
+        p, s, act, k, panel = self.p, self.schedule, self.spec.act, self.spec.k, self.spec.x.per_panel
+        row = s.step_k + self.spec.x.per_vector
         if s.wgmma:
-            x_steps, panels = -(-k // s.step_k), s.step_k // PANEL
-            self.x_buffers = self._slots(act, (s.warps_k, panels, s.tokens, PANEL), swizzle=128)
-            self.x = p.global_view(p["x"], act, (x_steps, panels, -1, PANEL), (s.step_k, PANEL, k, 1), sizes=[p["m"]])
+            x_steps, panels = -(-k // s.step_k), s.step_k // panel
+            self.x_buffers = self._slots(act, (s.warps_k, panels, s.tokens, panel), swizzle=128)
+            self.x = p.global_view(p["x"], act, (x_steps, panels, -1, panel), (s.step_k, panel, k, 1), sizes=[p["m"]])
         elif self.plan.async_x:
             self.x_buffers = self._slots(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
             x_steps = -(-k // s.step_k)
@@ -134,7 +132,7 @@ class Operands:
         p, s, packing = self.p, self.schedule, self.packing
         for view, buffers, kind in self.scales_zeros.values():
             shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
-            vector = LANE_BYTES // BYTES[kind]
+            vector = ELEMENTS[kind].per_vector
             layout = spatial(s.warps_k, 1, 1, 1) * spread((1, *shape[1:]), 32 * s.warps_n, vector)
             span = self.plan.groups * ROWS
             total = packing.groups * ROWS
@@ -149,14 +147,14 @@ class Operands:
 
     def copy_x(self, step: Scalar) -> None:
         p, s, packing, buffer = self.p, self.schedule, self.packing, self.x_buffer
-        warps = 32 * s.warps_n
+        warps, vector, panel = 32 * s.warps_n, self.spec.x.per_vector, self.spec.x.per_panel
         if s.wgmma:
-            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, s.step_k // PANEL, s.tokens, PANEL), warps, 8)
-            limit = (s.step_k, PANEL, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
+            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, s.step_k // panel, s.tokens, panel), warps, vector)
+            limit = (s.step_k, panel, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
             boundary = (self.step_boundary, "none", "skip", "none")
             p.copy_async(self.x, buffer, (step, 0, 0, 0), layout, boundary, limit)
         elif self.plan.async_x:
-            layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 8)
+            layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, vector)
             limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
             p.copy_async(self.x, buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
         else:

@@ -126,7 +126,7 @@ class KernelPlan:
 
 def fits_async_x(spec: MatmulSpec) -> bool:
     """Whether 16-byte copies fit the rows of x, whatever the schedule."""
-    return spec.k % 8 == 0 and not spec.packing.pads_groups
+    return spec.k % spec.x.per_vector == 0 and not spec.packing.pads_groups
 
 
 def can_use_raw_codes(spec: MatmulSpec) -> bool:

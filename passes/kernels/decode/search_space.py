@@ -38,7 +38,7 @@ def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Sc
         "warps_n": (1, 2, 4, 8, 16),
         "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
         "step_k": tuple(step for step in (32, 64, 128, 256) if step % chunk == 0 and step <= 4 * chunk),
-        "num_stages": (1, 2, 3, 4, 6, 8),  # 1 for resident ones, and only for them
+        "num_stages": (1, 2, 3, 4, 6, 8),  # 1 for preloaded weights, and only for them
         "split_k": splits,
         "cluster": splits if target.has_clusters else (1,),
         "wgmma": ((False, True) if tile == 8 else (True,)) if tile >= 8 and has_wgmma(spec, target) else (False,),

@@ -28,7 +28,7 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
     c = block_columns(spec)
     compute = compute_element(spec.dtype, spec.act)
 
-    names = ["codes", "scales", *(["zeros"] if spec.zero_kind else []), "y"]
+    names = [*(slot.name for slot in spec.tensors if slot.role != "bias"), "y"]
     p = Program("dequantize", 32 * c.warps, (c.blocks, packing.row_blocks, 1), dict.fromkeys(names, "pointer"))
     with p:
         block, row_block = p.block_id(0), p.block_id(1)
@@ -59,10 +59,10 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
         else:
             numbers = p.mul(numbers, tables.with_exponent(scale))
         tile = p.reshape(p.cast(numbers, spec.act), (ROWS, c.columns))
-        staged = p.alloc_shared(spec.act, (ROWS, c.columns), (c.columns + 8, 1))
+        staged = p.alloc_shared(spec.act, (ROWS, c.columns), (c.columns + spec.x.per_vector, 1))
         p.store(tile, staged, (0, 0))
         p.barrier()
-        out = p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, 8))
+        out = p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, spec.x.per_vector))
         view = p.global_view(
             p["y"],
             spec.act,

@@ -1,0 +1,76 @@
+"""The tensors of a packed weight, declared once. No MLIR and no torch is needed here.
+
+Packing, saving, moving and random weights, the runtimes, the operator and the parameters of kernels all go through
+`MatmulSpec.tensors`. To add a tensor, add its slot to `weight_tensors` and let kernels read the parameter of its name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.formats.packing import Packing
+
+Role = Literal["codes", "scale", "zero", "bias"]
+Index = Literal["element", "group", "row"]
+Storage = Literal["i32", "u8", "f16", "bf16", "f32", "e8m0", "e4m3"]
+
+STORAGE_BITS = {"i32": 32} | {name: element.bits for name, element in ELEMENTS.items()}
+"""The types that tensors are stored in, and the bits of one number. Codes are stored in words of i32."""
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """One tensor of a packed weight.
+
+    name      what `pack`, saved weights and kernels call it
+    role      what its numbers mean: codes are decoded, a scale multiplies, a zero is subtracted from the decoded code,
+              and a bias is added to the output
+    index     what has one number: an element of the weight, a group of a row, or a row
+    storage   the type of a number in memory; integer zeros (u8) are stored less the least value of the format
+    shape     in memory
+    given     the shape in which `pack` takes it: [n, k], [n, groups] or [n]
+    """
+
+    name: str
+    role: Role
+    index: Index
+    storage: Storage
+    shape: tuple[int, ...]
+    given: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return math.prod(self.shape) * STORAGE_BITS[self.storage] // 8
+
+    @staticmethod
+    def of(packing: Packing, name: str, role: Role, index: Index, storage: Storage) -> TensorSlot:
+        """Returns the slot with the shapes that a tensor with this index has in a weight packed so."""
+        n, k, group = packing.n, packing.k, packing.group or packing.k
+        shape, given = {
+            "element": (packing.codes_shape, (n, k)),
+            "group": (packing.scales_shape, (n, k // group)),
+            "row": ((n,), (n,)),
+        }[index]
+        return TensorSlot(name, role, index, storage, shape, given)
+
+
+def weight_tensors(
+    packing: Packing, scale: Storage, zero: Storage | None, bias: Storage | None
+) -> tuple[TensorSlot, ...]:
+    """Returns the slots of a weight, codes first, in the order in which operators and kernels take them.
+
+    scale, zero, bias: the types of these numbers in memory; None where a weight has none
+    """
+    slots = [
+        TensorSlot.of(packing, "codes", "codes", "element", "i32"),
+        TensorSlot.of(packing, "scales", "scale", "group", scale),
+    ]
+    if zero:
+        slots.append(TensorSlot.of(packing, "zeros", "zero", "group", zero))
+    if bias:
+        slots.append(TensorSlot.of(packing, "bias", "bias", "row", bias))
+    return tuple(slots)

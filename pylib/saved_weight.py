@@ -1,0 +1,113 @@
+"""A packed weight in a file: its tensors by name and, under "spec", what they are, as JSON in a tensor of bytes.
+
+A file may come from anywhere. So sizes are looked at before values, values before kernels meet them, and whatever is
+wrong is a PackError. Reading takes no more memory than a copy of the tensors in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import PackError, SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib.tensor_checks import ALIGNMENT, check_slot, has_memory
+from lowbit.pylib.torch_types import TORCH, stored_type
+from lowbit.pylib.weight_values import check_stored
+
+FORMAT = 3  # goes up when the memory order or the meaning of "spec" changes
+WITHOUT_TYPES = 2  # the format whose "spec" does not say act and out; its tensors are those of today
+SPEC = "spec"
+LONGEST_SPEC = 1 << 16  # bytes; a table of 256 numbers takes 6 KiB
+WEIGHT_FIELDS = tuple(f.name for f in fields(MatmulSpec) if f.name not in ("act", "out"))
+"""The fields of a spec that a weight was packed with. It can be loaded for another act or out if its tensors fit."""
+
+
+def write_spec(spec: MatmulSpec) -> Tensor:
+    """Returns what stands under "spec" in a file."""
+    text = json.dumps({"format": FORMAT, "spec": spec.to_dict()})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def read(tensors: Mapping[str, Tensor], wanted: MatmulSpec | None) -> tuple[MatmulSpec, dict[str, Tensor]]:
+    """Returns the spec of a saved weight and its tensors, checked and ready for kernels. Raises PackError.
+
+    wanted: the spec to load the weight for; None takes the one it was saved with
+    """
+    if not (isinstance(cast(object, tensors), Mapping) and all(isinstance(t, Tensor) for t in tensors.values())):
+        raise PackError("tensors must be what state_dict() gave: a dictionary of tensors")
+    if SPEC not in tensors:
+        raise PackError(f"tensors must be what state_dict() gave, with 'spec'; got {_names(tensors)}")
+    spec = _for(wanted, _read_json(tensors[SPEC]))
+    slots = {slot.name: slot for slot in spec.tensors}
+    if tensors.keys() != {SPEC, *slots}:
+        raise PackError(f"tensors must be {', '.join(slots)} and {SPEC}; got {_names(tensors)}")
+    return spec, {name: _read_tensor(spec, slot, tensors[name]) for name, slot in slots.items()}
+
+
+def _names(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(sorted(map(str, tensors))) or "nothing"
+
+
+def _read_json(saved: Tensor) -> dict[str, Any]:
+    """Returns what `write_spec` wrote."""
+    about: Any = None
+    if has_memory(saved) and saved.dtype == torch.uint8 and saved.ndim == 1 and len(saved) <= LONGEST_SPEC:
+        with suppress(ValueError, RecursionError):  # no JSON, or too deep
+            about = json.loads(bytes(saved.tolist()))
+    if not isinstance(about, dict):
+        raise PackError("'spec' is not what state_dict() gave; was it converted to another type, or damaged?")
+    return cast(dict[str, Any], about)
+
+
+def _for(wanted: MatmulSpec | None, about: dict[str, Any]) -> MatmulSpec:
+    """Returns the spec to load a weight for that says this of itself."""
+    try:
+        saved = _saved_spec(about, wanted)
+    except SpecError as error:
+        raise PackError(f"the weight was saved with a spec that is none: {error}") from None
+    if wanted is None:
+        return saved
+    wrong = [name for name in WEIGHT_FIELDS if getattr(saved, name) != getattr(wanted, name)]
+    if wrong:
+        packed = ", ".join(f"{name}={getattr(saved, name)!r} (not {getattr(wanted, name)!r})" for name in wrong)
+        raise PackError(f"the weight was packed with {packed}; load it with that spec, or pack again")
+    return wanted
+
+
+def _saved_spec(about: dict[str, Any], wanted: MatmulSpec | None) -> MatmulSpec:
+    """Returns the spec of a saved weight, of which older formats leave act and out to `wanted`."""
+    given = about.get("format")
+    if given == FORMAT:
+        return MatmulSpec.from_dict(about.get("spec") or {})
+    if given != WITHOUT_TYPES:
+        raise PackError(f"the weight was saved in format {given!r}, this is {FORMAT}; pack it again with this version")
+    if wanted is None:
+        raise PackError(
+            "the weight was saved by an earlier version, which did not note act and out; "
+            "load it with from_state_dict(tensors, spec=...), and save it again"
+        )
+    values = {name: about[name] for name in WEIGHT_FIELDS if about.get(name) is not None}
+    if not {"n", "k", "weight"} <= values.keys():
+        raise PackError("'spec' is not what state_dict() gave; was it damaged?")
+    return MatmulSpec(**values, act=wanted.act, out=wanted.out)
+
+
+def _read_tensor(spec: MatmulSpec, slot: TensorSlot, t: Tensor) -> Tensor:
+    """Returns a tensor of a file as kernels read it: dense, aligned, and with values that they can multiply."""
+    if not has_memory(t):
+        raise PackError(f"saved {slot.name} have no memory of their own; load or clone the tensors first")
+    if t.dtype == TORCH[slot.storage]:
+        t = t.view(stored_type(slot.storage))  # older files have types of 8 bits here
+    check_slot(slot, t)
+    t = t.detach().resolve_neg().contiguous()
+    t = t.clone() if t.data_ptr() % ALIGNMENT else t
+    check_stored(spec, slot, t)
+    return t

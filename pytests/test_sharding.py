@@ -1,0 +1,60 @@
+"""Parts of a weight are what packing the parts gives, and their results make up that of the whole."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import lowbit
+from lowbit.dialect.errors import PackError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib import reference
+from lowbit.pylib.packed import pack
+
+SPECS = [
+    MatmulSpec(64, 512, "u4", 64, zeros="int", bias=True, out="f32"),
+    MatmulSpec(32, 1024, "i3", None, bias=True, out="f32"),
+    MatmulSpec(96, 600, "u8", 50, zeros="float", scale="f32", out="f32"),
+    MatmulSpec(64, 1024, "f6e3m2", 32, scale="e8m0", out="f32"),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_is_what_packing_it_gives(spec: MatmulSpec, dim: int) -> None:
+    x, tensors = reference.random_inputs(spec, 3)
+    w = pack(spec, **tensors)
+    results = []
+    for index in range(2):
+        part = w.shard(dim, index, 2)
+        given = {}
+        for slot in spec.tensors:
+            whole = tensors[slot.name]
+            cuttable = dim < whole.ndim and whole.shape[dim] > 1
+            given[slot.name] = whole.chunk(2, dim)[index] if cuttable else whole
+        packed = pack(part.spec, **{name: given[name] for name in part})
+        assert all(torch.equal(packed[name].view(torch.uint8), part[name].view(torch.uint8)) for name in part)
+        columns = x if dim == 0 else x.chunk(2, 1)[index]
+        results.append(lowbit.compile(part.spec, "cpu")(columns, part))
+        assert part.codes.untyped_storage().nbytes() == part.codes.nbytes  # not the memory of the whole
+    y = torch.cat(results, 1) if dim == 0 else results[0] + results[1]
+    bound = 2 * reference.tolerance(spec, x, **tensors)
+    assert reference.agrees(y, reference.matmul(spec, x, **tensors), bound).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 0, 2), "dim=2 must be 0, for rows, or 1, for columns"),
+        ((0, 2, 2), "index=2 must be one of 0 .. count - 1, with count=2"),
+        ((0, -1, 2), "index=-1 must be one of 0 .. count - 1"),
+        ((0, 0, 3), "n=64 can't be cut into 3 parts of a multiple of 16; the most parts up to 3 are 2"),
+        ((1, 0, 16), "k=512 can't be cut into 16 parts of a multiple of 64; the most parts up to 16 are 8"),
+    ],
+)
+def test_parts_that_are_none(arguments: tuple[int, int, int], message: str) -> None:
+    w = pack(SPECS[0], **reference.random_inputs(SPECS[0], 1)[1])
+    with pytest.raises(PackError, match=re.escape(message)):
+        w.shard(*arguments)
