@@ -20,7 +20,7 @@ _NAMED_BARRIERS = 15  # beside the one of the whole block (PTX ISA 9.7.13.1)
 @lowers(ops.BarrierOp)
 def barrier(op: Any, c: LoweringContext) -> None:
     c.pending.finish_reads()
-    if "async_proxy" in op.operation.attributes:
+    if op.async_proxy:
         c.require(CLUSTERS, "a barrier for the async proxy")
         _fence_async_proxy()
     scope = text_attr(op, "scope")
@@ -82,7 +82,7 @@ def _signal(op: Any, c: LoweringContext) -> Any:
 
 @lowers(ops.ArriveOp)
 def arrive(op: Any, c: LoweringContext) -> None:
-    if "copies" in op.operation.attributes:
+    if op.copies:
         nvvm.cp_async_mbarrier_arrive(_signal(op, c), noinc=True)
     else:
         c.pending.finish_reads()
@@ -91,14 +91,13 @@ def arrive(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.AwaitOp)
 def await_signal(op: Any, c: LoweringContext) -> None:
-    async_proxy = "async_proxy" in op.operation.attributes
-    if async_proxy:
+    if op.async_proxy:
         c.pending.finish_reads()
     lines = ["{", ".reg .pred over;", "again:"]
     lines += ["mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1;", "@!over bra again;", "}"]
     operands = [_signal(op, c), c.scalars[op.parity]]
     llvm.inline_asm(None, operands, "\n".join(lines), "r,r,~{memory}", has_side_effects=True, asm_dialect=0)
-    if async_proxy:
+    if op.async_proxy:
         _fence_async_proxy()
 
 

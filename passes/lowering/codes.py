@@ -25,7 +25,6 @@ def decode(op: Any, c: LoweringContext) -> None:
     """Registers of A fragments, each from the words of a lane."""
     codes = c.tiles[op.source]
     reg, format_ = Reg.of(op.result.type), _format(codes, "decode")
-    extras = [name for name in ("deferred_offset", "raw") if name in op.operation.attributes]
     shifts = [pairs_at(f, f.reg.layout.slots_for(reg.layout)) for f in (c.tiles[v] for v in op.shifts)]
     columns = [column for _, column in fragment_blocks(reg.layout, MMA_M16N8K16_A)]
 
@@ -38,8 +37,7 @@ def decode(op: Any, c: LoweringContext) -> None:
         if shifts:
             return ops.DecodeShiftedPairOp(shift(i), *rest).result
         pair = ops.DecodePairOp(*rest)
-        for name in extras:
-            pair.operation.attributes[name] = ir.UnitAttr.get()
+        pair.offset = op.offset
         return pair.result
 
     c.tiles[op.result] = _pairs_of_words(codes, reg, format_, decoded)

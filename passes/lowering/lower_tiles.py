@@ -103,9 +103,9 @@ class _Lowering:
                 f"lower-tiles: {name} needs {shared_bytes} bytes of shared memory, {self.target} allows "
                 f"{self.target.max_shared_per_block}; take fewer stages, warps_k or a smaller step_k"
             )
-        if ops.CLUSTER in program.operation.attributes:
+        if program.cluster is not None:
             context.require(CLUSTERS, f"{name} in clusters")
-            blocks = list(read_ints(program.operation.attributes[ops.CLUSTER]))
+            blocks = list(read_ints(program.cluster))
             function.operation.attributes["nvvm.cluster_dim"] = ir.DenseI32ArrayAttr.get(blocks)
         for attribute in ("grid", "threads", "params", "workspace"):
             function.operation.attributes[f"lowbit.{attribute}"] = program.operation.attributes[attribute]
@@ -118,9 +118,9 @@ class _Lowering:
 
         Where blocks of the next kernel may start early, as many as fit would crowd some multiprocessors.
         """
-        if "lowbit.max_blocks" not in self.program.operation.attributes:
+        if self.program.max_blocks is None:
             return 0
-        blocks = int_attr(self.program, "lowbit.max_blocks")
+        blocks = int_attr(self.program, "max_blocks")
         least = self.target.shared_per_sm // (blocks + 1) - _RESERVED + 1
         return min(-(-least // ALIGN) * ALIGN, self.target.max_shared_per_block)
 

@@ -9,13 +9,14 @@ from typing import Any
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
+from lowbit.dialect.formats.raw_codes import deferred_offset
+from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
 from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex
 from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.fragment import Block, Fragment, fragment_blocks
-from lowbit.passes.lowering.recipes import REALS, deferred_offset
 from lowbit.passes.lowering.registry import lowers
 
 

@@ -25,8 +25,8 @@ def constant(op: Any, c: LoweringContext) -> None:
     reg = Reg.of(op.result.type)
     value = float(ir.FloatAttr(op.value).value)
     fragment = Fragment(reg, kind_of(reg), lambda i: emit.real(value, fragment.type()))
-    if "lower" in op.operation.attributes:
-        lower = float(ir.FloatAttr(op.operation.attributes["lower"]).value)
+    if op.lower is not None:
+        lower = float(ir.FloatAttr(op.lower).value)
         below = reg.layout.table()[..., -2] // (ROWS // 2) % 2
         if (below != below[0]).any():
             raise PassError("lower-tiles: a constant with another value below needs eight rows to a register")

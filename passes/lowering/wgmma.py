@@ -18,7 +18,7 @@ def warpgroup_mma(op: Any, c: LoweringContext) -> None:
     """A product extends the last one, runs beside it, or begins when that has been used."""
     total, b, reg = c.tiles[op.c], c.places[op.b], Reg.of(op.result.type)
     operands = [(c.tiles[op.a], int_attr(op, "start"))]
-    if "overlap" in op.operation.attributes:
+    if op.overlap:
         products = Products(c.threads, operands, b, None, reg, bank=c.pending.other_bank())
         if not _is_zero(op.c) or products.rows > 1:
             raise PassError("lower-tiles: products overlap that start from zero and have one row of fragments")
