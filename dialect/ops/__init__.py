@@ -36,7 +36,6 @@ from lowbit.dialect.ops.memory import (
 )
 from lowbit.dialect.ops.products import MmaOp, OffsetSumsOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
 from lowbit.dialect.ops.programs import (
-    CLUSTER,
     MOST_BLOCKS,
     BlockIdOp,
     GlobalViewOp,
@@ -65,7 +64,6 @@ from lowbit.dialect.ops.tiles import (
 from lowbit.dialect.types import Lowbit
 
 __all__ = [
-    "CLUSTER",
     "MOST_BLOCKS",
     "AddOp",
     "AllocSharedOp",

@@ -15,8 +15,12 @@ class Pure:
     @staticmethod
     def attach(op_name: str) -> None: ...
 
+class AttributeDef:
+    name: str
+
 class Operation(ir.OpView):
     OPERATION_NAME: str
+    verify_invariants: Any
     Adaptor: type[ir.OpAdaptor]
     def __init_subclass__(
         cls,
