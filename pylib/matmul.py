@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target, parse_target
-from lowbit.pylib import packed, torch_op
+from lowbit.pylib import operator_schema, packed
 from lowbit.pylib.build.kernels import Artifact
 from lowbit.pylib.packed import TORCH, PackedWeight
 from lowbit.pylib.runtime.runtimes import make_runtime
@@ -90,7 +90,7 @@ class Matmul:
         self.target = target
         self._act, self._k = TORCH[spec.act], spec.k
         self._arguments = spec, target.name, schedule
-        self.description = torch_op.describe(spec, target, schedule)
+        self.description = operator_schema.describe(spec, target, schedule)
         self._runtime = make_runtime(spec, target, schedule)
         self._run = self._runtime.matmul
         self.schedule = self._runtime.schedule
@@ -190,6 +190,23 @@ class Matmul:
             raise PackError(f"the weight must be a PackedWeight, not {type(w).__name__}; use pack()")
         if w.spec is not self.spec and w.spec != self.spec:
             raise PackError(f"the weight was packed for ({w.spec}), not for ({self.spec}); pack it anew")
+
+
+@cache
+def _described(kernel: str) -> Matmul:
+    """Returns the matmul that an argument of the operator describes."""
+    return compile(**operator_schema.parts(kernel))
+
+
+def run_described(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, kernel: str
+) -> Tensor:
+    """Multiply as `kernel` describes: the implementation of `torch.ops.lowbit.matmul`."""
+    mm = _described(kernel)
+    return mm.untraced(x, PackedWeight(mm.spec, codes, scales, zeros, bias))
+
+
+operator_schema.implement(run_described)
 
 
 def _check_memory(x: Tensor) -> None:

@@ -35,7 +35,8 @@ from lowbit.pylib.tune import check as tune_check
 from lowbit.pylib.tune import models, search_space
 from lowbit.pylib.tune import processes as tune_processes
 from lowbit.pylib.tune import session as tuner
-from lowbit.pylib.tune.processes import Compilers, Failed, GpuProcess, Problem, kernel_id
+from lowbit.pylib.tune.problem import Problem
+from lowbit.pylib.tune.processes import Compilers, Failed, GpuProcess, kernel_id
 from lowbit.pylib.tune.session import FINALISTS, LONG, SHORT, Log, Tuner
 
 HOPPER = parse_target("sm_90a")

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import func, ir
 from lowbit.dialect.errors import PassError
-from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import packed_type
 from lowbit.passes.base import at, each_op
 from lowbit.passes.kernels.decode.integer import decode_matmul_integer
 from lowbit.passes.kernels.decode.kernel import decode_matmul
 from lowbit.passes.kernels.dequantize import dequantize
 from lowbit.passes.kernels.prepack import prepack
-from lowbit.passes.transforms.plan_packing import check_planned, packed_of
+from lowbit.passes.transforms.plan_packing import check_planned, spec_of
 from lowbit.passes.transforms.select_schedule import SCHEDULE, read_schedule
 
 
@@ -64,30 +64,6 @@ def _replace_function(op: Any, program: ir.Module) -> None:
     for inner in program.body.operations:
         inner.operation.clone(ir.InsertionPoint(function))
     function.operation.erase()
-
-
-def spec_of(op: Any) -> MatmulSpec:
-    """The spec that an operation's types spell out."""
-    w = packed_of(op)
-    act = y = "f16"  # packing depends on neither
-    bias = False
-    if isinstance(op, ops.MatmulOp):
-        act, y = (str(ir.RankedTensorType(t.type).element_type) for t in (op.x, op.y))
-        bias = len(op.bias) > 0
-    elif isinstance(op, ops.DequantizeOp):
-        act = y = str(ir.RankedTensorType(op.y.type).element_type)
-    return MatmulSpec(
-        w.n,
-        w.k,
-        w.format.name,
-        group_size=w.group,
-        zeros=cast(Zeros, w.zeros),
-        scale=cast(Scale, w.scale),
-        act=cast(Act, act),
-        out=None if y == act else cast(Out, y),
-        bias=bias,
-        table=w.format.table if w.format.name.startswith("lut") else None,
-    )
 
 
 def matmul_module(spec: MatmulSpec) -> ir.Module:

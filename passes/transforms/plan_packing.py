@@ -7,12 +7,13 @@ the passes after this one: columns and units per chunk, padding, and the shapes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
 from lowbit.dialect.types import Packed, ints
 from lowbit.passes.base import each_op
 
@@ -34,6 +35,30 @@ class PlanPacking:
 def packed_of(op: Any) -> Packed:
     """The weight of a tensor operation: an operand, or what a prepack makes."""
     return Packed.of(ir.TypeAttr(op.weight).value if isinstance(op, ops.PrepackOp) else op.w.type)
+
+
+def spec_of(op: Any) -> MatmulSpec:
+    """Returns the spec that the types of a tensor operation spell out."""
+    w = packed_of(op)
+    act = y = "f16"  # packing depends on neither
+    bias = False
+    if isinstance(op, ops.MatmulOp):
+        act, y = (str(ir.RankedTensorType(t.type).element_type) for t in (op.x, op.y))
+        bias = len(op.bias) > 0
+    elif isinstance(op, ops.DequantizeOp):
+        act = y = str(ir.RankedTensorType(op.y.type).element_type)
+    return MatmulSpec(
+        w.n,
+        w.k,
+        w.format.name,
+        group_size=w.group,
+        zeros=cast(Zeros, w.zeros),
+        scale=cast(Scale, w.scale),
+        act=cast(Act, act),
+        out=None if y == act else cast(Out, y),
+        bias=bias,
+        table=w.format.table if w.format.name.startswith("lut") else None,
+    )
 
 
 def packing_attr(packing: Packing) -> Any:

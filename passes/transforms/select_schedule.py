@@ -13,6 +13,7 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.choice import schedule_for
 from lowbit.passes.scheduling.legality import check_schedule
 from lowbit.passes.target import Target, parse_target
+from lowbit.passes.transforms.plan_packing import spec_of
 
 SCHEDULE = "lowbit.schedule"
 
@@ -27,8 +28,6 @@ class SelectSchedule:
     schedule: Schedule | None = None
 
     def run(self, module: ir.Module) -> None:
-        from lowbit.passes.transforms.expand_matmul import spec_of
-
         for op in each_op(module, ops.MatmulOp):
             if SCHEDULE in op.operation.attributes:
                 continue

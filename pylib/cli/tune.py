@@ -16,7 +16,7 @@ from lowbit.dialect.errors import SpecError
 if TYPE_CHECKING:
     from lowbit.passes.kernels.decode.schedule import Schedule
     from lowbit.passes.scheduling.tables import Entry, Table
-    from lowbit.pylib.tune.processes import Problem
+    from lowbit.pylib.tune.problem import Problem
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 

@@ -12,7 +12,8 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.choice import choose
 from lowbit.passes.scheduling.tables import Entry, Key, Table
 from lowbit.passes.target import Target
-from lowbit.pylib.tune.processes import Failed, Problem
+from lowbit.pylib.tune.problem import Problem
+from lowbit.pylib.tune.processes import Failed
 from lowbit.pylib.tune.session import LONG, Measures, Submit
 
 GOOD = 1.10  # times the best known time is a good first call

@@ -19,8 +19,9 @@ from lowbit.pylib.packed import TORCH, PackedWeight
 from lowbit.pylib.runtime.driver import current_stream
 from lowbit.pylib.runtime.runtimes import MATMUL_ORDER, load_function
 from lowbit.pylib.tune import timing, trial
-from lowbit.pylib.tune.processes import PERIOD, Problem
+from lowbit.pylib.tune.problem import Problem
 
+PERIOD = 127  # rows until a weight repeats itself: the right answer is computed in float64
 KEPT = 3  # specs whose weights stay on the GPU: the second pass over one meets the first pass over the next
 FEW = 5  # replays up to which a timing is a coarse one
 HOT_TOKENS = 16  # from so many on a GPU soon meets its power cap

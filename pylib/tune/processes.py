@@ -14,41 +14,23 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lowbit.dialect.errors import LowbitError, SpecError, TargetError
-from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.scheduling.tables import Key
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib import knobs
+from lowbit.pylib.tune.problem import Problem
 
 MOST_JOBS = 16  # they compile 50 kernels a second; the GPU times 20
 START_SECONDS = 180.0  # for the GPU process to load torch and make a context
 LIMIT_SECONDS = 20.0  # for one request to it, new weights included
 MOST_DEATHS = 5  # of processes, in a row
-PERIOD = 127  # rows of the weights: what must come out is computed in float64
 
 # Not forked: a CUDA context does not survive that.
 _processes = multiprocessing.get_context("spawn")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What to find a schedule for: a matmul and a token tile."""
-
-    spec: MatmulSpec
-    tile: int
-
-    @property
-    def key(self) -> Key:
-        return Key.of(self.spec, self.tile)
-
-    def __str__(self) -> str:
-        return f"{self.spec}, m = {self.tile}"
 
 
 class Failed(Exception):

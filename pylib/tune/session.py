@@ -31,7 +31,8 @@ from lowbit.passes.scheduling.tables import Entry, Key
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.build import cache
 from lowbit.pylib.tune import models
-from lowbit.pylib.tune.processes import Failed, Problem
+from lowbit.pylib.tune.problem import Problem
+from lowbit.pylib.tune.processes import Failed
 from lowbit.pylib.tune.search_space import candidates, neighbours
 
 CANDIDATES = 60  # per matmul and token tile
