@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
-from lowbit.dialect.bindings import ir
+from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.errors import LayoutError, LowbitError
 from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.optional import optional_attributes
 
 REALS = ("f16", "bf16", "f32")
+_SEGMENTS = ("operandSegmentSizes", "resultSegmentSizes")
 
 
 class Mismatch(LowbitError):
@@ -23,14 +26,20 @@ def expect(ok: bool, what: str, expected: object, got: object) -> None:
 
 
 def verifier(check: Callable[[Any], None]) -> Any:
-    """Turns a function that raises into the bindings' verifier hook, which reports and returns a bool."""
+    """Turns a function that raises into the bindings' verifier hook, which reports and returns a bool.
+
+    Before it, attributes are checked: what is there must be declared. What is declared and missing is left to IRDL,
+    whose verifier comes next and says which it is; `check` is not asked then.
+    """
 
     def verify_invariants(op: Any) -> bool:
+        required = _required_attributes(op.__class__)
+        if any(name not in op.attributes for name in required):
+            return True
         try:
             _check_segments(op)
+            _check_declared(op, required)
             check(op)
-        except KeyError:
-            pass  # an attribute is missing: IRDL, which comes next, says which
         except LowbitError as error:
             location = error.location or op.location
             location.emit_error(f"'{op.operation.name}' op {error}")
@@ -38,6 +47,24 @@ def verifier(check: Callable[[Any], None]) -> Any:
         return True
 
     return staticmethod(verify_invariants)
+
+
+@lru_cache(maxsize=None)
+def _required_attributes(operation: Any) -> frozenset[str]:
+    return frozenset(field.name for field in operation._fields if isinstance(field, ext.AttributeDef))
+
+
+def _check_declared(op: Any, required: frozenset[str]) -> None:
+    """Every attribute must be declared in the operation's class, or be named by another dialect."""
+    optional = optional_attributes(op.__class__)
+    for name in op.attributes:
+        if name in optional:
+            attribute = op.attributes[name]
+            expect(optional[name].accepts(attribute), name, optional[name].words, attribute)
+        elif name not in required and name not in _SEGMENTS:
+            foreign = "." in name and not name.startswith("lowbit.")
+            declared = ", ".join(sorted(required | optional.keys()))
+            expect(foreign, "attributes", f"none but {declared}" if declared else "none", name)
 
 
 def _check_segments(op: Any) -> None:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import Mismatch, expect
+from lowbit.dialect.checks import Mismatch, expect, verifier
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.layouts.layout import Layout
@@ -32,6 +32,9 @@ Element = str | DType
 
 class Lowbit(ext.Dialect, name="lowbit"):
     """The dialect: operations are in `dialect.ops`."""
+
+
+Lowbit.Operation.verify_invariants = verifier(lambda op: None)  # for operations that have no rules of their own
 
 
 class FormatAttr(Lowbit.Attribute, name="format"):

@@ -4,7 +4,7 @@
 
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "none", "f16">
 func.func @no_plan(%w: !weight) -> tensor<64x512xf16> {
-  // expected-error @below {{a lowbit.dequantize has no lowbit.packing; run plan-packing first}}
+  // expected-error @below {{a lowbit.dequantize has no packing; run plan-packing first}}
   %y = "lowbit.dequantize"(%w) : (!weight) -> tensor<64x512xf16>
   return %y : tensor<64x512xf16>
 }
@@ -13,8 +13,8 @@ func.func @no_plan(%w: !weight) -> tensor<64x512xf16> {
 
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "none", "f16">
 func.func @another_plan(%w: !weight) -> tensor<64x512xf16> {
-  // expected-error @below {{lowbit.dequantize: lowbit.packing = {chunk = 32 : i64} is not the weight's order {chunk = 64 : i64}}
-  %y = "lowbit.dequantize"(%w) {lowbit.packing = {chunk = 32}} : (!weight) -> tensor<64x512xf16>
+  // expected-error @below {{packing: expected the weight's order, {chunk = 64 : i64}}
+  %y = "lowbit.dequantize"(%w) {packing = {chunk = 32}} : (!weight) -> tensor<64x512xf16>
   return %y : tensor<64x512xf16>
 }
 
@@ -24,7 +24,7 @@ func.func @another_plan(%w: !weight) -> tensor<64x512xf16> {
 func.func @no_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{expand-matmul: a lowbit.matmul has no schedule; run select-schedule first}}
   %y = "lowbit.matmul"(%x, %w) {
-    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
+    packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
     operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
@@ -34,8 +34,8 @@ func.func @no_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "none", "f16">
 func.func @strange_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{schedule: unknown field 'depth'; allowed: tokens, row_blocks}}
-  %y = "lowbit.matmul"(%x, %w) {lowbit.schedule = {depth = 3},
-    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
+  %y = "lowbit.matmul"(%x, %w) {schedule = {depth = 3},
+    packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
     operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
@@ -45,8 +45,8 @@ func.func @strange_schedule(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "none", "f16">
 func.func @schedule_of_another_operation(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   // expected-error @below {{expand-matmul: a schedule of dequantize is for lowbit.dequantize, not for lowbit.matmul}}
-  %y = "lowbit.matmul"(%x, %w) {lowbit.schedule = {family = "dequantize"},
-    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
+  %y = "lowbit.matmul"(%x, %w) {schedule = {family = "dequantize"},
+    packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1},
     operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
@@ -58,7 +58,7 @@ func.func @schedule_of_another_operation(%x: tensor<?x512xf16>, %w: !weight) -> 
 func.func @two(%w: !weight) -> (tensor<64x512xf16>, tensor<64x512xf16>) {
   // expected-error @below {{expand-matmul: a function must be lowbit.dequantize and func.return alone, not lowbit.dequantize, lowbit.dequantize, func.return}}
   %y = "lowbit.dequantize"(%w) {
-    lowbit.packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1}
+    packing = {chunk = 64, codes = [4, 8, 1, 32, 4], scales = [4, 4, 16], padded_group = 128, padded_k = 512, units = 1}
   } : (!weight) -> tensor<64x512xf16>
   %z = "lowbit.dequantize"(%w) : (!weight) -> tensor<64x512xf16>
   return %y, %z : tensor<64x512xf16>, tensor<64x512xf16>

@@ -46,7 +46,7 @@ func.func @i4_f16_shifted(%shift: vector<2xf16>, %w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u2_biased(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u2", []>, register = 2, exponent = 0, deferred_offset,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u2", []>, register = 2, exponent = 0, offset = "deferred",
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }
@@ -62,7 +62,7 @@ func.func @u2_biased(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast %[[BITS]] : i32 to vector<2xf16>
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u4_bare(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 2, exponent = 0, raw,
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 2, exponent = 0, offset = "raw",
     operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
   return %0 : vector<2xf16>
 }

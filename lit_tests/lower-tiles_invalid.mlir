@@ -82,7 +82,7 @@
 // expected-error @below {{lower-tiles: p in clusters needs sm_90, the target is sm_80}}
 "lowbit.program"() ({
   "lowbit.return"() : () -> ()
-}) {sym_name = "p", threads = 32, grid = [2, 1, 1], params = [], workspace = 0, lowbit.cluster = [2, 1, 1]} : () -> ()
+}) {sym_name = "p", threads = 32, grid = [2, 1, 1], params = [], workspace = 0, cluster = [2, 1, 1]} : () -> ()
 
 // -----
 

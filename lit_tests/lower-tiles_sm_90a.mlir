@@ -54,7 +54,7 @@
     : (!tile, !y, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "cluster", threads = 128, grid = [4, 3, 1], params = ["y"], workspace = 0,
-    lowbit.cluster = [1, 3, 1]} : () -> ()
+    cluster = [1, 3, 1]} : () -> ()
 
 // -----
 

@@ -5,7 +5,7 @@
 // u4 fills units of 512 bytes every 64 columns (a chunk): [row blocks, chunks, units, lanes, words].
 // CHECK-LABEL: func.func @u4
 // CHECK:         "lowbit.matmul"
-// CHECK-SAME:    lowbit.packing = {chunk = 64 : i64, codes = [4, 16, 1, 32, 4], padded_group = 128 : i64, padded_k = 1024 : i64, scales = [4, 8, 16], units = 1 : i64}
+// CHECK-SAME:    packing = {chunk = 64 : i64, codes = [4, 16, 1, 32, 4], padded_group = 128 : i64, padded_k = 1024 : i64, scales = [4, 8, 16], units = 1 : i64}
 !u4 = !lowbit.packed<[64, 1024], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @u4(%x: tensor<?x1024xf16>, %w: !u4) -> tensor<?x64xf16> {
   %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x1024xf16>, !u4) -> tensor<?x64xf16>

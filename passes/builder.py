@@ -183,9 +183,9 @@ class Program:
                 _i64(workspace),
             )
         if max_blocks:
-            self.op.operation.attributes["lowbit.max_blocks"] = _i64(max_blocks)
+            self.op.max_blocks = _i64(max_blocks)
         if cluster != (1, 1, 1):
-            self.op.operation.attributes[ops.CLUSTER] = ints(cluster)
+            self.op.cluster = ints(cluster)
         block = self.op.body.blocks.append(*[ir.Type.parse(types[kind]) for kind in params.values()])
         self._arguments = dict(zip(params, block.arguments))
         self._point = ir.InsertionPoint(block)
@@ -345,8 +345,7 @@ class Program:
         """Of the "block", the "cluster" (or a half of it: "cluster_arrive", "cluster_wait") or every `warps` "warps".
         async_proxy: for `warpgroup_mma`, which reads shared memory by itself."""
         op = ops.BarrierOp(ir.StringAttr.get(scope), warps=_i64(warps))
-        if async_proxy:
-            op.operation.attributes["async_proxy"] = ir.UnitAttr.get()
+        op.async_proxy = async_proxy
 
     def load(
         self, source: Memory, offsets: Sequence[Index], layout: Layout, boundary: Sequence[str] | None = None
@@ -371,7 +370,7 @@ class Program:
         """A tile of one value; of another in the lower half of every 16 rows, if given."""
         op = ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type)
         if lower is not None:
-            op.operation.attributes["lower"] = ir.FloatAttr.get(ir.F32Type.get(), lower)
+            op.lower = ir.FloatAttr.get(ir.F32Type.get(), lower)
         return Tile(op.result)
 
     def splat(self, value: Scalar, element: str, layout: Layout) -> Tile:
@@ -382,14 +381,13 @@ class Program:
         return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
 
     def decode(
-        self, codes: Tile, element: str, exponent: int = 0, extra: str = "", shifts: Sequence[Tile] = ()
+        self, codes: Tile, element: str, exponent: int = 0, offset: str = "subtracted", shifts: Sequence[Tile] = ()
     ) -> Tile:
-        """Numbers from codes, exactly. extra: "", "deferred_offset" or "raw". shifts: minus zero points [.., rows, 1],
-        each for an equal part of columns."""
+        """Numbers from codes, exactly. offset: "subtracted", "deferred" or "raw" (`dialect.formats.raw_codes`).
+        shifts: minus zero points [.., rows, 1], each for an equal part of columns."""
         values = [s.value for s in shifts]
         op = ops.DecodeOp(codes.value, values, _i64(exponent), Reg(element, codes.layout).type)
-        if extra:
-            op.operation.attributes[extra] = ir.UnitAttr.get()
+        op.offset = offset
         return Tile(op.result)
 
     def lookup(self, codes: Tile, table: Memory, element: str) -> Tile:
@@ -432,8 +430,7 @@ class Program:
         """c + a b^T, with columns start .. of b [.., k / 64, n, 64] in shared memory. overlap: the product before may
         still be under way when this one is begun; c is zero, and there is one row of fragments."""
         op = ops.WarpgroupMmaOp(a.value, b.value, c.value, _i64(start), c.reg.type)
-        if overlap:
-            op.operation.attributes["overlap"] = ir.UnitAttr.get()
+        op.overlap = overlap
         return Tile(op.result)
 
     def warpgroup_row_sums(self, b: Memory, start: int, columns: int, layout: Layout) -> Tile:

@@ -7,21 +7,17 @@ from typing import Any, cast
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import func, ir
-from lowbit.dialect.errors import PassError
 from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
 from lowbit.dialect.types import Packed, packed_type
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule, Operation
 from lowbit.passes.kernels.registry import family_named, schedule_from_dict, schedule_to_dict
-
-SCHEDULE = "lowbit.schedule"
 
 
 def tensor_program(request: KernelRequest) -> ir.Module:
     """The program that a request is compiled from: one operation, which carries the schedule."""
     module = MODULES[family_named(request.family).operation](request.spec)
     (function,) = module.body.operations
-    operation = function.regions[0].blocks[0].operations[0].operation
-    operation.attributes[SCHEDULE] = schedule_attr(request.schedule)
+    function.regions[0].blocks[0].operations[0].schedule = schedule_attr(request.schedule)
     return module
 
 
@@ -112,10 +108,7 @@ def schedule_attr(schedule: KernelSchedule) -> Any:
 
 
 def read_schedule(attribute: Any) -> KernelSchedule:
-    """The schedule in a `lowbit.schedule` attribute. Raises PassError for another attribute, SpecError for a field or a
-    value that is none."""
-    if not isinstance(attribute, ir.DictAttr):
-        raise PassError(f"{SCHEDULE} must be a dictionary of a schedule's fields; got {attribute}")
+    """The schedule in an attribute `schedule`. Raises SpecError for a field or a value that is none."""
     return schedule_from_dict({named.name: _value(named.attr) for named in attribute})
 
 

@@ -209,11 +209,11 @@ def test_the_line_is_named() -> None:
         ),
         (
             {"grid": ("ceil(m / 8)", 2, 1), "cluster": (2, 2, 1)},
-            "lowbit.cluster: expected three divisors of the grid's ['ceil(m / 8)', 2, 1], got [2, 2, 1]",
+            "cluster: expected three divisors of the grid's ['ceil(m / 8)', 2, 1], got [2, 2, 1]",
         ),
         (
             {"grid": ("sm_count * 3", 2, 1), "cluster": (2, 1, 1)},
-            "lowbit.cluster: expected three divisors of the grid's ['sm_count * 3', 2, 1], got [2, 1, 1]",
+            "cluster: expected three divisors of the grid's ['sm_count * 3', 2, 1], got [2, 1, 1]",
         ),
     ],
 )

@@ -43,7 +43,7 @@ MISTAKES: list[tuple[type[lowbit.LowbitError], str, dict[str, Any]]] = [
     (SpecError, "n=2147483648 must be at most 1073741824", {"n": 1 << 31}),
     (SpecError, "n='48' must be an integer", {"n": "48"}),
     (SpecError, "act='f32' must be one of 'f16', 'bf16'", {"act": "f32"}),
-    (SpecError, "scale='float16' must be one of .* did you mean 'f16'", {"scale": "float16"}),
+    (SpecError, "scale='f17' must be one of .* did you mean 'f16'", {"scale": "f17"}),
     (SpecError, "zeros='int' needs an integer weight", {"weight": "nf4"}),
     (SpecError, "bias=1 must be True or False", {"bias": 1}),
     (SpecError, "lut4 needs table= with 16 values", {"weight": "lut4", "zeros": "none"}),
@@ -283,9 +283,9 @@ def test_no_driver() -> None:
 @pytest.mark.parametrize(
     ("wheel", "message"),
     [
-        ("torch_mlir", "no usable MLIR Python bindings .*torch_mlir.* pip install 'lowbit.compile.'"),
-        ("llvmlite", "llvmlite is needed to generate code .* pip install 'lowbit.compile.'"),
-        ("cuda", "a cubin needs nvJitLink or ptxas, and neither is here; pip install 'lowbit.cuda.'"),
+        ("torch_mlir", "no usable MLIR Python bindings .*torch_mlir.* pip install 'torch-mlir>="),
+        ("llvmlite", "llvmlite is needed to generate code .* pip install 'llvmlite>=0.48'"),
+        ("cuda", "a cubin needs nvJitLink or ptxas, and neither is here; pip install cuda-bindings nvidia-nvjitlink"),
     ],
 )
 def test_missing_wheel(wheel: str, message: str, repo: Path) -> None:

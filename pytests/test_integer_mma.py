@@ -24,7 +24,7 @@ from lowbit.passes.kernels.decode.legality import check_schedule
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering import integer_mma as lower_limbs
-from lowbit.passes.lowering.lower_tiles import _Lowering
+from lowbit.passes.lowering.registry import RULES
 from lowbit.passes.pipeline import CompiledKernel, compile_matmul
 from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.passes.target import parse_target
@@ -241,7 +241,7 @@ def test_broken(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("stages", "number"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0), (3, 1)])
 def test_no_barrier_can_go(stages: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrived, split, (consumed): every one keeps limbs or weights from being read too early, or overwritten."""
-    monkeypatch.setattr(_Lowering, "_barrier", without_barrier(number)(_Lowering._barrier))
+    monkeypatch.setitem(RULES, "lowbit.barrier", without_barrier(number)(RULES["lowbit.barrier"]))
     with pytest.raises(EmulatorError):
         _is_right(_compiled(stages), racecheck=True)
 

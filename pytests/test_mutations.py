@@ -23,12 +23,12 @@ from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.lowering import emit, lower_dequant, lower_tiles, recipes
-from lowbit.passes.lowering import memory as lower_memory
+from lowbit.passes.lowering import emit, lower_dequant, recipes
 from lowbit.passes.lowering import mma as lower_mma
 from lowbit.passes.lowering import tables as lower_table
 from lowbit.passes.lowering.addressing import Access
-from lowbit.passes.lowering.lower_tiles import _Lowering
+from lowbit.passes.lowering.context import LoweringContext, int_attr
+from lowbit.passes.lowering.registry import RULES
 from lowbit.passes.pipeline import CompiledKernel, compile_matmul
 from lowbit.passes.target import parse_target
 from lowbit.pylib.reference import matmul
@@ -98,9 +98,9 @@ def without_barrier(number: int) -> Wrap:
     def wrong(right: Any) -> Any:
         seen: list[Any] = []
 
-        def call(self: Any, op: Any) -> None:
+        def call(op: Any, c: LoweringContext) -> None:
             seen.append(op)
-            return self._finish_reads() if len(seen) == number + 1 else right(self, op)
+            return c.pending.finish_reads() if len(seen) == number + 1 else right(op, c)
 
         return call
 
@@ -109,7 +109,8 @@ def without_barrier(number: int) -> Wrap:
 
 @dataclass(frozen=True)
 class Mutation:
-    """`owner.name` replaced by `wrap` of it, for a kernel of `spec` with some choices of its schedule changed."""
+    """`owner.name`, or `owner[name]`, replaced by `wrap` of it, for a kernel of `spec` with some choices of its
+    schedule changed."""
 
     what: str
     spec: MatmulSpec
@@ -123,7 +124,10 @@ class Mutation:
 
     def kernel(self) -> CompiledKernel:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.owner, self.name, self.wrap(getattr(self.owner, self.name)))
+            if isinstance(self.owner, dict):
+                patch.setitem(self.owner, self.name, self.wrap(self.owner[self.name]))
+            else:
+                patch.setattr(self.owner, self.name, self.wrap(getattr(self.owner, self.name)))
             return compiled(self.spec, **dict(self.choices))
 
 
@@ -154,24 +158,24 @@ WRONG_NUMBERS = [
     Mutation("one column too many", I4, Access, "_below", with_argument(2, lambda x: arith.addi(x, emit.constant(1)))),
     Mutation("one round too few", U4, KernelPlan, "rounds", lambda right: property(lambda self: right.fget(self) - 1)),
     Mutation("no clamp", U4, Access, "_linear", lambda right: lambda self, dim: True, TWO_ROW_BLOCKS),
-    Mutation("tokens beyond m", U4, lower_memory, "lower_load_matrix", with_argument(3, lambda m: emit.constant(8))),
+    Mutation("tokens beyond m", U4, lower_mma._MatrixLoads, "__init__", with_argument(4, lambda m: emit.constant(8))),
     Mutation("splits miscounted", U6, Program, "last_arrival", with_argument(3, lambda n: n + 1), TWO_SPLITS),
 ]
 WRONG_ORDER = [
-    Mutation("no wait", U4, _Lowering, "_wait", lambda right: lambda self, op: None),
+    Mutation("no wait", U4, RULES, "lowbit.wait", lambda right: lambda op, c: None),
     Mutation(
         "wait for a round too few",
         U4,
-        _Lowering,
-        "_wait",
-        lambda right: lambda self, op: nvvm.cp_async_wait_group(lower_tiles.int_attr(op, "pending") + 1),
+        RULES,
+        "lowbit.wait",
+        lambda right: lambda op, c: nvvm.cp_async_wait_group(int_attr(op, "pending") + 1),
     ),
     *(
         Mutation(
             f"{stages} stages, {warps_n} warps along n, no barrier {number}",
             U4,
-            _Lowering,
-            "_barrier",
+            RULES,
+            "lowbit.barrier",
             without_barrier(number),
             (("num_stages", stages), ("warps_n", warps_n)),
         )

@@ -18,23 +18,15 @@ from lowbit.dialect.bindings import arith, gpu, ir, llvm, new_context
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.packing import Piece, run_of
+from lowbit.dialect.formats.raw_codes import can_defer_offset, deferred_offset, raw_exponents, raw_lows
+from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.shared_memory import BANKS, wavefronts
 from lowbit.dialect.types import format_attr
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.lower_dequant import LowerDequant
-from lowbit.passes.lowering.recipes import (
-    REALS,
-    can_defer_offset,
-    compute_element,
-    deferred_offset,
-    exponent,
-    magic,
-    place,
-    raw_exponents,
-    raw_lows,
-)
+from lowbit.passes.lowering.recipes import compute_element, exponent, magic, place
 from lowbit.passes.lowering.tables import words as table_words
 from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator import Emulator
@@ -217,12 +209,12 @@ def test_lookups_have_no_bank_conflicts(t: DType, element: str) -> None:
     assert wavefronts(4 * (lanes * indices + np.arange(BANKS)), width=4) == 1
 
 
-def shifts_of(t: DType, element: str, biased: bool = False) -> int:
+def shifts_of(t: DType, element: str) -> int:
     """Shifts of words for a run decoded by magic exponents."""
     fields = [
         (piece.word, f.shift)
         for register, pieces in enumerate(run_of(t.bits))
-        for f in magic(t, REALS[element], register, 0, t.bits, biased).fields
+        for f in magic(t, REALS[element], register, 0, t.bits).fields
         for piece in [pieces[f.piece]]
     ]
     return len({(word, shift) for word, shift in fields if shift})

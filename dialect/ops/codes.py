@@ -7,25 +7,28 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import Mismatch, expect, fragments, in_range, real, same_element, verifier, within_warp
 from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.formats.raw_codes import OFFSETS
 from lowbit.dialect.layouts.layout import MMA_M16N8K16_A
-from lowbit.dialect.ops.common import check_shifted, check_table
+from lowbit.dialect.ops.common import check_offset, check_shifted, check_table
+from lowbit.dialect.optional import Choice
 from lowbit.dialect.types import Lowbit, Reg, RegType, SharedType
 
 
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
 
-    Integers can have one of three extras. With the unit attribute `deferred_offset`, numbers are too large by a bias
-    that `offset_sums` makes up for. With `raw` they are the codes as they are stored, signed ones in offset binary,
-    times the powers of two of `passes.lowering.recipes.raw_exponents`. `shifts` are added to the codes: tiles [..,
-    rows, 1], each for an equal part of the columns, in order. A shift is minus an integer zero point of a `MatmulSpec`
-    (`zero_span`): the sum is exact then, and costs nothing where the subtraction that decodes an integer can do it,
-    too.
+    `offset` says what becomes of the offset that the decoding of integers adds: it is "subtracted", or "deferred"
+    (which `offset_sums` makes up for), or codes are left "raw", as they are stored (`dialect.formats.raw_codes`).
+
+    `shifts` are added to the codes: tiles [.., rows, 1], each for an equal part of the columns, in order. A shift is
+    minus an integer zero point of a `MatmulSpec` (`zero_span`): the sum is exact then, and costs nothing where the
+    subtraction that decodes an integer can do it, too.
     """
 
     source: ext.Operand[RegType]
     shifts: Sequence[ext.Operand[RegType]]
     exponent: ir.IntegerAttr
+    offset = Choice(*OFFSETS)
     result: ext.Result[RegType]
 
     @verifier
@@ -35,11 +38,11 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
         in_range(op.exponent, "exponent", -1022, 1023)
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
+        check_offset(op.offset, a.element, b.element)
         if not op.shifts:
             return
         check_shifted(a.element)
-        for extra in ("deferred_offset", "raw"):
-            expect(extra not in op.operation.attributes, "decoding with shifts", "plain", extra)
+        expect(op.offset == "subtracted", "offset with shifts", "subtracted", op.offset)
         fragments_ = fragments(b.layout, MMA_M16N8K16_A, "result")
         within_warp(fragments_, fragments_.rank - 1, "columns with shifts")
         parts, blocks = len(op.shifts), fragments_.shape[-1]

@@ -7,6 +7,7 @@ from lowbit.dialect.bindings import ir
 from lowbit.dialect.checks import expect
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset
 from lowbit.dialect.types import Global, GlobalType, Shared, SharedType, read_strings, row_major
 
 if TYPE_CHECKING:
@@ -56,3 +57,11 @@ def check_table(buffer: Any, format_: DType, element: str) -> None:
 def check_shifted(format_: Any) -> None:
     """Shifts are added where the offset of an integer is subtracted."""
     expect(format_.kind in ("uint", "int"), "format with shifts", "an integer one", format_.name)
+
+
+def check_offset(offset: str, format_: Any, element: Any) -> None:
+    """Only some formats can be decoded without the subtraction of an offset."""
+    can = {"deferred": can_defer_offset, "raw": can_be_raw}.get(offset)
+    if can is not None:
+        expected = {"deferred": "narrow integers in f16 or bf16", "raw": "integers in f16"}[offset]
+        expect(can(format_, element), f'offset "{offset}"', expected, f"{format_.name} in {element}")

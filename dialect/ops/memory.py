@@ -7,6 +7,7 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, in_range, real, same_element, verifier
 from lowbit.dialect.ops.common import BOUNDARIES, I1, I32, check_access, check_table, one
+from lowbit.dialect.optional import Flag
 from lowbit.dialect.types import (
     FormatAttr,
     Global,
@@ -163,11 +164,12 @@ class BarrierOp(Lowbit.Operation, name="barrier"):
     each other's shared memory. That of a cluster also comes in two parts: "cluster_arrive" says that a thread is here,
     and "cluster_wait" that all are.
 
-    With the unit attribute `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too.
+    With `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too.
     """
 
     scope: ir.StringAttr
     warps: ir.IntegerAttr = ext.attribute(default_factory=one)
+    async_proxy = Flag()
 
     @verifier
     def verify_invariants(op: Any) -> None:
@@ -191,21 +193,23 @@ class AllocSignalsOp(Lowbit.Operation, name="alloc_signals"):
 
 
 class ArriveOp(Lowbit.Operation, name="arrive"):
-    """This thread has come to signals[its group, index]; with the unit attribute `copies`, when all that it has started
+    """This thread has come to signals[its group, index]; with `copies`, when all that it has started
     to copy has arrived, which it does not wait for."""
 
     signals: ext.Operand[SharedType]
     index: ext.Operand[I32]
+    copies = Flag()
 
 
 class AwaitOp(Lowbit.Operation, name="await"):
     """Waits until all threads of the group have come to signals[group, index], in its phase of `parity`; before the
-    first phase, that of parity 1 counts as over. With the unit attribute `async_proxy`, what they copied is visible
+    first phase, that of parity 1 counts as over. With `async_proxy`, what they copied is visible
     then, to instructions that read shared memory by themselves (wgmma), too; without it, nothing is to be read."""
 
     signals: ext.Operand[SharedType]
     index: ext.Operand[I32]
     parity: ext.Operand[I32]
+    async_proxy = Flag()
 
 
 class LastArrivalOp(Lowbit.Operation, name="last_arrival"):

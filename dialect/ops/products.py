@@ -6,6 +6,7 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, fragments, in_range, same_element, same_warps, verifier, within_warp
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
+from lowbit.dialect.optional import Flag
 from lowbit.dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType
 
 
@@ -67,14 +68,15 @@ def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
 class WarpgroupMmaOp(Lowbit.Operation, name="warpgroup_mma"):
     """c + a b^T by wgmma: a [.., m, k] in registers as for `mma`, b columns start .. start + k of shared memory.
 
-    Its four warps bring 16 rows each of a 64-row instruction and share b [.., k / 64, n, 64] (PTX ISA 9.7.15). With the
-    unit attribute `overlap` it may be begun before the last such product has ended; c is zero then.
+    Its four warps bring 16 rows each of a 64-row instruction and share b [.., k / 64, n, 64] (PTX ISA 9.7.15). With
+    `overlap` it may be begun before the last such product has ended; c is zero then.
     """
 
     a: ext.Operand[RegType]
     b: ext.Operand[SharedType]
     c: ext.Operand[RegType]
     start: ir.IntegerAttr
+    overlap = Flag()
     result: ext.Result[RegType]
 
     @verifier
@@ -136,11 +138,11 @@ class RowSumsOp(Lowbit.Operation, name="row_sums", traits=[ext.Pure]):
 
 
 class OffsetSumsOp(Lowbit.Operation, name="offset_sums", traits=[ext.Pure]):
-    """-sum_k bias(row, k) b[.., n, k], an accumulator [.., m, n] for mma to start from when a is decoded
-    `deferred_offset`.
+    """-sum_k offset(row, k) b[.., n, k], an accumulator [.., m, n] for mma to start from when a is decoded with
+    deferred offsets.
 
-    The biases of a 16 x 16 block of `format` depend on its place in a chunk (`dialect.formats.packing`) and repeat down
-    the rows; `start` is the column of the packed weight, modulo the chunk, that column 0 of b meets.
+    The offsets of a 16 x 16 block of `format` depend on its place in a chunk (`dialect.formats.packing`) and repeat
+    down the rows; `start` is the column of the packed weight, modulo the chunk, that column 0 of b meets.
     """
 
     source: ext.Operand[RegType]

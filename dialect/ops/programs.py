@@ -5,10 +5,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.bindings import ISOLATED_FROM_ABOVE, ext, ir
 from lowbit.dialect.checks import Mismatch, expect, in_range, verifier
 from lowbit.dialect.errors import LowbitError
 from lowbit.dialect.ops.common import I32
+from lowbit.dialect.optional import Optional
 from lowbit.dialect.signature import WORKSPACE, Grid
 from lowbit.dialect.types import (
     Global,
@@ -22,18 +23,17 @@ from lowbit.dialect.types import (
     read_strings,
 )
 
-CLUSTER = "lowbit.cluster"
 MOST_BLOCKS = 8  # of a cluster, on any GPU that has them (CUDA C++ Programming Guide, "Thread Block Clusters")
 
 
-class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAboveTrait]):
+class ProgramOp(Lowbit.Operation, name="program", traits=ISOLATED_FROM_ABOVE):
     """One block's program. The region's arguments are the kernel's parameters, named by `params`.
 
     A parameter is a pointer to device memory (!llvm.ptr<1>), an i32, an f32, or a tensor map, which is passed by value
     and seen by its address (!llvm.ptr). `grid` has three extents as `dialect.signature` describes them.
 
-    Two attributes may be added: `lowbit.cluster`, how many blocks along each axis of the grid run side by side and see
-    each other's shared memory (PTX ISA 5.2.2), and `lowbit.max_blocks`, how many fit on a multiprocessor.
+    `cluster` is how many blocks along each axis of the grid run side by side and see each other's shared memory (PTX
+    ISA 5.2.2), `max_blocks` how many blocks at most are to run on a multiprocessor.
     """
 
     sym_name: ir.StringAttr
@@ -41,6 +41,8 @@ class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAbove
     grid: ir.ArrayAttr
     params: ir.ArrayAttr
     workspace: ir.IntegerAttr
+    cluster = Optional(ir.ArrayAttr, "three sizes")
+    max_blocks = Optional(ir.IntegerAttr, "an integer")
     body: ext.Region
 
     @verifier
@@ -48,8 +50,10 @@ class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAbove
         threads = in_range(op.threads, "threads", 32, 1024)
         expect(threads % 32 == 0, "threads", "a multiple of 32", threads)
         grid = read_grid(op.grid)
-        if CLUSTER in op.operation.attributes:
-            _check_cluster(read_ints(op.operation.attributes[CLUSTER]), grid)
+        if op.cluster is not None:
+            _check_cluster(read_ints(op.cluster), grid)
+        if op.max_blocks is not None:
+            in_range(op.max_blocks, "max_blocks", 1)
         workspace = in_range(op.workspace, "workspace", 0)
         expect(len(op.body.blocks) == 1, "body", "one block", len(op.body.blocks))
         _check_params(op, grid, workspace)
@@ -60,8 +64,8 @@ def _check_cluster(cluster: tuple[int, ...], grid: Grid) -> None:
     """A grid must consist of whole clusters, whatever its arguments are."""
     written = [extent.written for extent in grid]
     whole = len(cluster) == 3 and min(cluster) >= 1 and all(n.is_multiple_of(c) for n, c in zip(grid, cluster))
-    expect(whole, CLUSTER, f"three divisors of the grid's {written}", list(cluster))
-    expect(math.prod(cluster) <= MOST_BLOCKS, CLUSTER, f"at most {MOST_BLOCKS} blocks", math.prod(cluster))
+    expect(whole, "cluster", f"three divisors of the grid's {written}", list(cluster))
+    expect(math.prod(cluster) <= MOST_BLOCKS, "cluster", f"at most {MOST_BLOCKS} blocks", math.prod(cluster))
 
 
 def _check_params(program: Any, grid: Grid, workspace: int) -> None:

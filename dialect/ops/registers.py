@@ -7,7 +7,9 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import REALS, expect, in_range, verifier
 from lowbit.dialect.formats.packing import run_of
-from lowbit.dialect.ops.common import I32, check_shifted
+from lowbit.dialect.formats.raw_codes import OFFSETS
+from lowbit.dialect.ops.common import I32, check_offset, check_shifted
+from lowbit.dialect.optional import Choice
 from lowbit.dialect.types import FormatAttr, Lowbit, read_format
 
 
@@ -15,20 +17,21 @@ class DecodePairOp(Lowbit.Operation, name="decode_pair", traits=[ext.Pure]):
     """Two codes of one thread as numbers, times 2^-exponent.
 
     Operand i is the word with piece i of register `register` of a run (`dialect.formats.packing`). The result is a
-    vector of two f16, bf16 or f32. With the unit attribute `deferred_offset` it keeps the offset of
-    `passes.lowering.recipes.bias`, with `raw` it is what the bits are as subnormals of f16.
+    vector of two f16, bf16 or f32. `offset` is as in `decode`.
     """
 
     words: Sequence[ext.Operand[I32]]
     format: FormatAttr
     register: ir.IntegerAttr
     exponent: ir.IntegerAttr
+    offset = Choice(*OFFSETS)
     result: ext.Result[Any]
 
     @verifier
     def verify_invariants(op: Any) -> None:
         in_range(op.exponent, "exponent", -1022, 1023)
         _check_pair(op)
+        check_offset(op.offset, read_format(op.format), str(ir.VectorType(op.result.type).element_type))
 
 
 class DecodeShiftedPairOp(Lowbit.Operation, name="decode_shifted_pair", traits=[ext.Pure]):

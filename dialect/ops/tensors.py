@@ -6,20 +6,54 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import REALS, expect, tensor, verifier
-from lowbit.dialect.types import Lowbit, Packed, PackedType
+from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.optional import Optional
+from lowbit.dialect.types import Lowbit, Packed, PackedType, ints
+
+_PACKING = "the memory order of the weight: chunk, units, padding, shapes"
+_SCHEDULE = "a dictionary of a schedule's fields"
+
+
+def packing_attr(packing: Packing) -> ir.Attribute:
+    """The memory order of a weight, for the attribute `packing`: what its type implies, in numbers."""
+    i64 = ir.IntegerType.get_signless(64)
+    numbers = {
+        "chunk": packing.chunk,
+        "units": packing.units,
+        "padded_k": packing.padded_k,
+        "padded_group": packing.padded_group or packing.padded_k,
+    }
+    order: dict[str, Any] = {name: ir.IntegerAttr.get(i64, value) for name, value in numbers.items()}
+    order["codes"] = ints(packing.codes_shape)
+    order["scales"] = ints(packing.scales_shape)
+    return ir.DictAttr.get(order)
+
+
+def _check_packing(op: Any, w: Packed) -> None:
+    """Kernels read memory in one order alone."""
+    if op.packing is not None:
+        order = packing_attr(w.packing)
+        expect(op.packing == order, "packing", f"the weight's order, {order}", op.packing)
 
 
 class MatmulOp(Lowbit.Operation, name="matmul"):
-    """y[t, n] = sum_k x[t, k] W[n, k] (+ bias[n]): x is tensor<?xk>, w a packed weight, y tensor<?xn>."""
+    """y[t, n] = sum_k x[t, k] W[n, k] (+ bias[n]): x is tensor<?xk>, w a packed weight, y tensor<?xn>.
+
+    On this and the other operations here, `plan-packing` writes `packing`, `select-schedule` writes `schedule`, and
+    `expand-matmul` needs both.
+    """
 
     x: ext.Operand[Any]
     w: ext.Operand[PackedType]
     y: ext.Result[Any]
     bias: Sequence[ext.Operand[Any]]
+    packing = Optional(ir.DictAttr, _PACKING)
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
 
     @verifier
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
+        _check_packing(op, w)
         tensor(op.x, "x", (None, w.k), ("f16", "bf16"))
         out = tensor(op.y, "y", (None, w.n), REALS)
         expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
@@ -32,10 +66,13 @@ class DequantizeOp(Lowbit.Operation, name="dequantize"):
 
     w: ext.Operand[PackedType]
     y: ext.Result[Any]
+    packing = Optional(ir.DictAttr, _PACKING)
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
 
     @verifier
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
+        _check_packing(op, w)
         tensor(op.y, "y", (w.n, w.k), ("f16", "bf16"))
 
 
@@ -48,9 +85,12 @@ class PrepackOp(Lowbit.Operation, name="prepack"):
     codes: ext.Operand[Any]
     weight: ir.TypeAttr
     packed: ext.Result[Any]
+    packing = Optional(ir.DictAttr, _PACKING)
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
 
     @verifier
     def verify_invariants(op: Any) -> None:
         w = Packed.of(ir.TypeAttr(op.weight).value)
+        _check_packing(op, w)
         tensor(op.codes, "codes", (w.n, w.k), ("i8",))
         tensor(op.packed, "packed", w.packing.codes_shape, ("i32",))

@@ -11,6 +11,7 @@ from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
 from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.ops.common import I32, check_access, memory_of
+from lowbit.dialect.optional import Optional
 from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType, element_bits
 
 
@@ -72,9 +73,10 @@ class StoreOp(Lowbit.Operation, name="store"):
 
 
 class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
-    """A tile of one value. With a float attribute `lower` that is its value in the lower half of every 16 rows."""
+    """A tile of one value. With `lower` that is its value in the lower half of every 16 rows."""
 
     value: ir.FloatAttr
+    lower = Optional(ir.FloatAttr, "a float")
     result: ext.Result[RegType]
 
     @verifier

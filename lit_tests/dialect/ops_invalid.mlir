@@ -158,11 +158,11 @@ func.func @dequantize_y(%w: !weight) -> tensor<256x64xf16> {
 // -----
 
 // Whole clusters, whatever m is.
-// expected-error @below {{lowbit.cluster: expected three divisors of the grid's ['ceil(m / 8)', 1, 1], got [2, 1, 1]}}
+// expected-error @below {{cluster: expected three divisors of the grid's ['ceil(m / 8)', 1, 1], got [2, 1, 1]}}
 "lowbit.program"() ({
 ^bb0(%m: i32):
   "lowbit.return"() : () -> ()
-}) {sym_name = "p", threads = 32, grid = ["ceil(m / 8)", 1, 1], params = ["m"], workspace = 0, lowbit.cluster = [2, 1, 1]} : () -> ()
+}) {sym_name = "p", threads = 32, grid = ["ceil(m / 8)", 1, 1], params = ["m"], workspace = 0, cluster = [2, 1, 1]} : () -> ()
 
 // -----
 
@@ -198,24 +198,24 @@ func.func @isolated(%m: i32) {
 // -----
 
 // Clusters divide the grid.
-// expected-error @below {{'lowbit.program' op lowbit.cluster: expected three divisors of the grid's [8, 4, 1], got [1, 3, 1]}}
+// expected-error @below {{'lowbit.program' op cluster: expected three divisors of the grid's [8, 4, 1], got [1, 3, 1]}}
 "lowbit.program"() ({
   "lowbit.return"() : () -> ()
-}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, lowbit.cluster = [1, 3, 1]} : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, cluster = [1, 3, 1]} : () -> ()
 
 // -----
 
-// expected-error @below {{lowbit.cluster: expected three divisors of the grid's [8, 4, 1], got [2, 2]}}
+// expected-error @below {{cluster: expected three divisors of the grid's [8, 4, 1], got [2, 2]}}
 "lowbit.program"() ({
   "lowbit.return"() : () -> ()
-}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, lowbit.cluster = [2, 2]} : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, cluster = [2, 2]} : () -> ()
 
 // -----
 
-// expected-error @below {{lowbit.cluster: expected at most 8 blocks, got 16}}
+// expected-error @below {{cluster: expected at most 8 blocks, got 16}}
 "lowbit.program"() ({
   "lowbit.return"() : () -> ()
-}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, lowbit.cluster = [4, 4, 1]} : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, cluster = [4, 4, 1]} : () -> ()
 
 // -----
 
@@ -723,8 +723,8 @@ func.func @decode_layout(%t: !codes) {
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u2", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !shift = !lowbit.reg<[16, 1], f16, "local(2, 1).spatial(8, 1).replicated(4)">
 func.func @decode_shift_biased(%t: !codes, %a: !shift) {
-  // expected-error @below {{decoding with shifts: expected plain, got deferred_offset}}
-  %0 = "lowbit.decode"(%t, %a) {exponent = 0, deferred_offset, operandSegmentSizes = array<i32: 1, 1>} : (!codes, !shift)
+  // expected-error @below {{offset with shifts: expected subtracted, got deferred}}
+  %0 = "lowbit.decode"(%t, %a) {exponent = 0, offset = "deferred", operandSegmentSizes = array<i32: 1, 1>} : (!codes, !shift)
     -> !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
   return
 }
@@ -1457,5 +1457,50 @@ func.func @lookup_register(%table: !llvm.ptr<3>, %column: i32, %word: i32) {
   // expected-error @below {{register: expected 0..3, got 4}}
   %0 = "lowbit.lookup_pair"(%table, %column, %word) {format = #lowbit.format<"nf4", []>, register = 4, operandSegmentSizes = array<i32: 1, 1, 1>}
     : (!llvm.ptr<3>, i32, i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+// Attributes that no operation declares, ...
+func.func @unknown_attribute() {
+  // expected-error @below {{'lowbit.barrier' op attributes: expected none but async_proxy, scope, warps, got wraps}}
+  "lowbit.barrier"() {scope = "block", warps = 1, wraps = 2} : () -> ()
+  return
+}
+
+// -----
+
+func.func @unknown_attribute_of_none() {
+  // expected-error @below {{'lowbit.commit' op attributes: expected none, got lowbit.group}}
+  "lowbit.commit"() {lowbit.group = 2} : () -> ()
+  return
+}
+
+// -----
+
+// ... are of another kind than declared, ...
+func.func @flag() {
+  // expected-error @below {{async_proxy: expected a unit attribute, got true}}
+  "lowbit.barrier"() {scope = "block", warps = 1, async_proxy = true} : () -> ()
+  return
+}
+
+// -----
+
+func.func @choice(%w: i32) {
+  // expected-error @below {{offset: expected one of "subtracted", "deferred", "raw", got "late"}}
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0, offset = "late",
+    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return
+}
+
+// -----
+
+// ... or are missing. Another dialect's may be there.
+func.func @missing_attribute() {
+  "lowbit.commit"() {nvvm.note = 2} : () -> ()
+  // expected-error @below {{attribute "warps" is expected but not provided}}
+  "lowbit.barrier"() {scope = "block"} : () -> ()
   return
 }

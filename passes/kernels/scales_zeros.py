@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.formats.raw_codes import raw_exponents
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
-from lowbit.passes.lowering.recipes import compute_element, exponent, raw_exponents
+from lowbit.passes.lowering.recipes import compute_element, exponent
 
 
 class ScalesZeros:

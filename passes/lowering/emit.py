@@ -86,6 +86,11 @@ def pair(a: Any, b: Any) -> Any:
     return llvm.insertelement(llvm.insertelement(llvm.mlir_undef(type_), a, constant(0)), b, constant(1))
 
 
+def below(x: Any, end: Any) -> Any:
+    """x < end, signed."""
+    return arith.cmpi(arith.CmpIPredicate.slt, x, end)
+
+
 def element(vector: Any, index: int) -> Any:
     return llvm.extractelement(vector, constant(index))
 

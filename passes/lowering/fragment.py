@@ -6,10 +6,13 @@ the tile operations, so that few are alive at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from lowbit.dialect.bindings import ir
+from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Reg, element_bits
 from lowbit.passes.lowering import emit
 
@@ -20,7 +23,7 @@ class Fragment:
     """A tile in one thread.
 
     `make(i)` writes down register i: slot i ("scalar"), a vector of slots 2i and 2i+1 ("pair"), or the i-th 32-bit
-    word of packed codes or of 16-byte elements ("word"). `groups` lists registers that one instruction makes at once.
+    word of packed codes or of 16-byte elements ("word").
     """
 
     def __init__(self, reg: Reg, kind: Kind, make: Callable[[int], Any]) -> None:
@@ -65,6 +68,10 @@ class Fragment:
         slots = self.reg.layout.locals
         return [self.pair(i) for i in range(slots // 2)] if kind == "pair" else [self.scalar(i) for i in range(slots)]
 
+    def reads_first(self, factor: Fragment) -> bool:
+        """Whether `factor`, which is multiplied or added to this tile, is better read before this tile is asked for."""
+        return False
+
     def type(self) -> Any:
         """The type of a register."""
         if self.kind == "word":
@@ -80,3 +87,34 @@ def kind_of(reg: Reg) -> Kind:
     if reg.element in ("f16", "bf16") and reg.layout.locals % 2 == 0:
         return "pair"
     return "scalar"
+
+
+Block = tuple[int, int]
+
+
+def fragment_blocks(layout: Layout, fragment: Layout) -> list[Block]:
+    """For each fragment that a thread holds of a tile, in slot order, its place (row, column) in units of fragments.
+
+    Places count within the thread's part of the tile, along the last two dims.
+    """
+    rows, columns = fragment.shape
+    slots = np.arange(0, layout.locals, fragment.locals)
+    place = np.zeros((len(slots), layout.rank), dtype=np.int64)
+    for size, divisor, dim, stride in layout.local_digits():
+        place[:, dim] += slots // divisor % size * stride
+    return [(int(p[-2]) // rows, int(p[-1]) // columns) for p in place]
+
+
+def pairs_at(source: Fragment, slots: Sequence[int]) -> Callable[[int], Any]:
+    """Returns what makes pair i of these slots; an element that stands for many is doubled once."""
+    doubled: dict[int, Any] = {}
+
+    def pair(i: int) -> Any:
+        a, b = slots[2 * i], slots[2 * i + 1]
+        if a != b:
+            return source.pair(a // 2)
+        if a not in doubled:
+            doubled[a] = emit.pair(source.scalar(a), source.scalar(a))
+        return doubled[a]
+
+    return pair

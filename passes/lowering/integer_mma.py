@@ -1,4 +1,4 @@
-"""One token in integers, for `lower-tiles`: x to limbs in shared memory, codes to bytes, their products by
+"""Rules of `lower-tiles` for one token in integers: x to limbs in shared memory, codes to bytes, their products by
 mma.m16n8k32 of u8 and s8 (`dialect.formats.integer_limbs` has the idea).
 
 The accumulators of a piece start from the bits of the f32 1.5 * 2^23 instead of 0. Read as f32, they then are that
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.dtypes import DType
@@ -20,8 +21,9 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.types import Reg, element_bits, read_format
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place
-from lowbit.passes.lowering.context import Lowering, int_attr
+from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.fragment import Fragment
+from lowbit.passes.lowering.registry import lowers
 
 _BYTES = 0x01010101
 _CARRIES = 0x00808080  # adding it, and then flipping it, makes unsigned bytes signed limbs
@@ -33,120 +35,118 @@ _ORIGIN_BITS = 0x4B400000
 _ALL_LANES = -1
 
 
-class LimbRules(Lowering):
-    """One method per operation on limbs."""
+@lowers(ops.SplitLimbsOp)
+def split_limbs(op: Any, c: LoweringContext) -> None:
+    """Each lane loads four columns of a piece, and stores a word of each limb."""
+    c.pending.finish_reads()
+    reg, bits = Reg.of(op.unit.type), read_format(op.format).bits
+    x, limbs = c.places[op.x], c.places[op.limbs]
+    q, half = c.thread_digit(4), c.thread_digit(8, 4)
+    per_word = 4 // bits
+    word = arith.divui(half, emit.constant(per_word))
+    within = arith.remui(half, emit.constant(per_word))
+    shift = arith.muli(within, emit.constant(2 * bits))
+    column = arith.addi(arith.muli(word, emit.constant(64 // bits)), arith.muli(within, emit.constant(8)))
+    column = arith.addi(column, arith.muli(q, emit.constant(2)))
+    source = emit.offset_bytes(_of_warp(x, c), dynamic=arith.muli(column, emit.constant(2)))
+    *_, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in limbs.type.strides)
+    place = arith.addi(arith.muli(q, emit.constant(lane_bytes)), arith.muli(half, emit.constant(4)))
+    target = emit.offset_bytes(_of_warp(limbs, c), dynamic=place)
+    pair = ir.VectorType.get([2], ir.Type.parse(str(x.type.element)))
+    units: list[Any] = []
+    for piece in range(reg.shape[-1]):
+        at = [emit.offset_bytes(source, static=2 * (PIECE * piece + more)) for more in (0, 32 // bits)]
+        pairs = [llvm.load(pair, address, alignment=4) for address in at]
+        values = [arith.extf(ir.F32Type.get(), emit.element(p, i)) for i in range(2) for p in pairs]
+        unit, factor = _scale(values, shift)
+        units.append(unit)
+        for limb, word_of_digit in enumerate(_limbs([_round(arith.mulf(v, factor)) for v in values])):
+            static = piece * piece_bytes + limb * digit_bytes
+            llvm.store(word_of_digit, emit.offset_bytes(target, static=static), alignment=4)
+    c.tiles[op.unit] = Fragment(reg, "scalar", units.__getitem__)
 
-    def _split_limbs(self, op: Any) -> None:
-        self._finish_reads()
-        reg, bits = Reg.of(op.unit.type), read_format(op.format).bits
-        x, limbs = self.values[op.x], self.values[op.limbs]
-        q, half = self.lane_digit(4, 1), self.lane_digit(8, 4)
-        per_word = 4 // bits
-        word = arith.divui(half, emit.constant(per_word))
-        within = arith.remui(half, emit.constant(per_word))
-        shift = arith.muli(within, emit.constant(2 * bits))
-        column = arith.addi(arith.muli(word, emit.constant(64 // bits)), arith.muli(within, emit.constant(8)))
-        column = arith.addi(column, arith.muli(q, emit.constant(2)))
-        source = emit.offset_bytes(self.of_warp(x), dynamic=arith.muli(column, emit.constant(2)))
-        *_, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in limbs.type.strides)
-        place = arith.addi(arith.muli(q, emit.constant(lane_bytes)), arith.muli(half, emit.constant(4)))
-        target = emit.offset_bytes(self.of_warp(limbs), dynamic=place)
-        pair = ir.VectorType.get([2], ir.Type.parse(str(x.type.element)))
-        units: list[Any] = []
-        for piece in range(reg.shape[-1]):
-            at = [emit.offset_bytes(source, static=2 * (PIECE * piece + more)) for more in (0, 32 // bits)]
-            pairs = [llvm.load(pair, address, alignment=4) for address in at]
-            values = [arith.extf(ir.F32Type.get(), emit.element(p, i)) for i in range(2) for p in pairs]
-            unit, factor = _scale(values, shift)
-            units.append(unit)
-            for limb, word_of_digit in enumerate(_limbs([_round(arith.mulf(v, factor)) for v in values])):
-                static = piece * piece_bytes + limb * digit_bytes
-                llvm.store(word_of_digit, emit.offset_bytes(target, static=static), alignment=4)
-        self.values[op.unit] = Fragment(reg, "scalar", units.__getitem__)
 
-    def _limb_mma(self, op: Any) -> None:
-        codes: Fragment = self.values[op.a]
-        reg, format_ = Reg.of(op.result.type), codes.reg.element
-        if not isinstance(format_, DType) or codes.kind != "word":
-            raise PassError(f"lower-tiles: lowbit.limb_mma multiplies the words of codes, not {codes.reg.element}")
-        bits = format_.bits
-        per_row = codes.count * ROWS // reg.shape[1]
-        per_piece = PIECE * bits // 64
-        terms = _Terms(self, op, bits)
-        products: dict[int, list[Any]] = {}
+@lowers(ops.LimbMmaOp)
+def limb_mma(op: Any, c: LoweringContext) -> None:
+    codes = c.tiles[op.a]
+    reg, format_ = Reg.of(op.result.type), codes.reg.element
+    if not isinstance(format_, DType) or codes.kind != "word":
+        raise PassError(f"lower-tiles: lowbit.limb_mma multiplies the words of codes, not {codes.reg.element}")
+    bits = format_.bits
+    per_row = codes.count * ROWS // reg.shape[1]
+    per_piece = PIECE * bits // 64
+    terms = _Terms(op, c, bits)
+    products: dict[int, list[Any]] = {}
 
-        def product(row_block: int) -> list[Any]:
-            """Of rows g and g + 8."""
+    def of_piece(row_block: int, piece: int) -> list[Any]:
+        first = row_block * per_row + piece * per_piece
+        words = [codes.register(first + i) for i in range(per_piece)]
+        places = [(half.word, half.shift + more) for half in halves(bits) for more in (0, bits)]
+        a = [emit.mask(words[word], ((1 << bits) - 1) * _BYTES << shift) for word, shift in places]
+        return terms.product(piece, a)
 
-            def of_piece(piece: int) -> list[Any]:
-                first = row_block * per_row + piece * per_piece
-                words = [codes.register(first + i) for i in range(per_piece)]
-                places = [(half.word, half.shift + more) for half in halves(bits) for more in (0, bits)]
-                a = [emit.mask(words[word], ((1 << bits) - 1) * _BYTES << shift) for word, shift in places]
-                return terms.product(piece, a)
+    def make(slot: int) -> Any:
+        row_block, row = divmod(slot, 2)  # rows g and g + 8
+        if row_block not in products:
+            by_row = zip(*(of_piece(row_block, piece) for piece in terms.pieces), strict=True)
+            products[row_block] = [_sum(numbers) for numbers in by_row]
+        return products[row_block][row]
 
-            by_row = zip(*map(of_piece, terms.pieces), strict=True)
-            return [_sum(row) for row in by_row]
+    _read(op, c, Fragment(reg, "scalar", make))
 
-        def make(slot: int) -> Any:
-            row_block, row = divmod(slot, 2)
-            if row_block not in products:
-                products[row_block] = product(row_block)
-            return products[row_block][row]
 
-        self._read(op, Fragment(reg, "scalar", make))
+@lowers(ops.LimbSumsOp)
+def limb_sums(op: Any, c: LoweringContext) -> None:
+    bits = read_format(op.format).bits
+    terms = _Terms(op, c, bits)
 
-    def _limb_sums(self, op: Any) -> None:
-        bits = read_format(op.format).bits
-        terms = _Terms(self, op, bits)
+    def make(_: int) -> Any:
+        zero = emit.constant(0)
+        ones = [a for half in halves(bits) for a in (emit.constant(_BYTES << half.shift), zero)]
+        return _sum([terms.product(piece, ones)[0] for piece in terms.pieces])
 
-        def make(_: int) -> Any:
-            zero = emit.constant(0)
-            ones = [a for half in halves(bits) for a in (emit.constant(_BYTES << half.shift), zero)]
-            return _sum([terms.product(piece, ones)[0] for piece in terms.pieces])
+    _read(op, c, Fragment(Reg.of(op.result.type), "scalar", make))
 
-        self._read(op, Fragment(Reg.of(op.result.type), "scalar", make))
 
-    def _join_limbs(self, op: Any) -> None:
-        source: Fragment = self.values[op.source]
+@lowers(ops.JoinLimbsOp)
+def join_limbs(op: Any, c: LoweringContext) -> None:
+    source = c.tiles[op.source]
 
-        def make(slot: int) -> Any:
-            mine = source.scalar(slot)
-            all_lanes, whole = emit.constant(_ALL_LANES), emit.constant(31)
-            kind = ir.Attribute.parse("#nvvm<shfl_kind bfly>")
-            other = nvvm.shfl_sync(all_lanes, mine, emit.constant(1), whole, kind)
-            is_upper = arith.cmpi(arith.CmpIPredicate.ne, self.lane_digit(2, 1), emit.constant(0))
-            lower, upper = arith.select(is_upper, other, mine), arith.select(is_upper, mine, other)
-            return emit.fma(upper, emit.real(2.0**16, ir.F32Type.get()), lower)
+    def make(slot: int) -> Any:
+        mine = source.scalar(slot)
+        all_lanes, whole = emit.constant(_ALL_LANES), emit.constant(31)
+        kind = ir.Attribute.parse("#nvvm<shfl_kind bfly>")
+        other = nvvm.shfl_sync(all_lanes, mine, emit.constant(1), whole, kind)
+        is_upper = arith.cmpi(arith.CmpIPredicate.ne, c.thread_digit(2), emit.constant(0))
+        lower, upper = arith.select(is_upper, other, mine), arith.select(is_upper, mine, other)
+        return emit.fma(upper, emit.real(2.0**16, ir.F32Type.get()), lower)
 
-        joined = Fragment(Reg.of(op.result.type), "scalar", make)
-        joined.force()  # here, where all lanes are: they shuffle
-        self.values[op.result] = joined
+    joined = Fragment(Reg.of(op.result.type), "scalar", make)
+    joined.force()  # here, where all lanes are: they shuffle
+    c.tiles[op.result] = joined
 
-    def _read(self, op: Any, fragment: Fragment) -> None:
-        """The result of an operation, which reads limbs that may be overwritten after the next barrier."""
-        self.reads.append(fragment)
-        self.values[op.result] = fragment
 
-    def lane_digit(self, size: int, divisor: int) -> Any:
-        return self.threads.digit(size, divisor, self.threads_per_block)
+def _read(op: Any, c: LoweringContext, fragment: Fragment) -> None:
+    """Records the result of an operation, which reads limbs that may be overwritten after the next barrier."""
+    c.pending.add_read(fragment)
+    c.tiles[op.result] = fragment
 
-    def of_warp(self, place: Place) -> Any:
-        """The part of a buffer [warps, ..] that is this warp's."""
-        warps = place.type.shape[0]
-        if warps == 1:
-            return place.base
-        size = place.type.strides[0] * element_bits(place.type.element) // 8
-        return emit.offset_bytes(place.base, dynamic=arith.muli(self.lane_digit(warps, 32), emit.constant(size)))
+
+def _of_warp(place: Place, c: LoweringContext) -> Any:
+    """Returns where the part of a buffer [warps, ..] begins that is this warp's."""
+    warps = place.type.shape[0]
+    if warps == 1:
+        return place.base
+    size = place.type.strides[0] * element_bits(place.type.element) // 8
+    return emit.offset_bytes(place.base, dynamic=arith.muli(c.thread_digit(warps, 32), emit.constant(size)))
 
 
 class _Terms:
     """Products with the limbs of x that one operation reads, each piece's fragments of B loaded once."""
 
-    def __init__(self, lowering: LimbRules, op: Any, bits: int) -> None:
-        self._lowering = lowering
-        self._limbs: Place = lowering.values[op.limbs]
-        self._units: Fragment = lowering.values[op.unit]
+    def __init__(self, op: Any, c: LoweringContext, bits: int) -> None:
+        self._context = c
+        self._limbs, self._units = c.places[op.limbs], c.tiles[op.unit]
         self._bits = bits
         start, columns = int_attr(op, "start"), int_attr(op, "columns")
         self.pieces = range(start // PIECE, (start + columns) // PIECE)
@@ -172,10 +172,10 @@ class _Terms:
         if piece not in self._words:
             _, piece_bytes, digit_bytes, lane_bytes, _ = (4 * stride for stride in self._limbs.type.strides)
             if self._base is None:
-                limb, q = self._lowering.lane_digit(LIMBS, 4), self._lowering.lane_digit(4, 1)
+                limb, q = self._context.thread_digit(LIMBS, 4), self._context.thread_digit(4)
                 lane = arith.muli(q, emit.constant(lane_bytes))
                 place = arith.addi(arith.muli(limb, emit.constant(digit_bytes)), lane)
-                self._base = emit.offset_bytes(self._lowering.of_warp(self._limbs), dynamic=place)
+                self._base = emit.offset_bytes(_of_warp(self._limbs, self._context), dynamic=place)
             vector = ir.VectorType.get([4], emit.integer())
             at = [emit.offset_bytes(self._base, static=piece * piece_bytes + 4 * i) for i in range(0, HALVES, 4)]
             loaded = [llvm.load(vector, address, alignment=16) for address in at]

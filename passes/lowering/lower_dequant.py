@@ -15,24 +15,20 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.formats.raw_codes import raw_lows, zero_code
+from lowbit.dialect.formats.reals import BF16, REALS, Real
 from lowbit.dialect.types import read_format
 from lowbit.passes.base import at, each_op
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.recipes import (
-    BF16,
-    REALS,
     Field,
     Magic,
-    Real,
-    can_be_raw,
-    can_defer_offset,
     compute_element,
+    deferred_magic,
     exponent,
     float_places,
     magic,
     place,
-    raw_lows,
-    zero_code,
 )
 from lowbit.passes.lowering.tables import lower_decode_pair, lower_lookup_pair
 
@@ -75,12 +71,7 @@ class _Decoder:
         self.register = self.vector if self.packed else self.vector.element_type
         if compute_element(self.format, self.real.name) != self.real.name:
             raise PassError(f"lower-dequant: {self.format.name} does not fit {self.real.name}; decode it to f32")
-        self.deferred, self.raw = (name in op.operation.attributes for name in ("deferred_offset", "raw"))
-        name = f"{self.format.name} in {self.real.name}"
-        if self.deferred and not can_defer_offset(self.format, self.real.name):
-            raise PassError(f"lower-dequant: {name} cannot keep its offset, as narrow integers can")
-        if self.raw and not can_be_raw(self.format, self.real.name):
-            raise PassError(f"lower-dequant: {name} cannot be left raw, as integers in f16 can")
+        self.offset = op.offset if isinstance(op, ops.DecodePairOp) else "subtracted"
         # The power of two that is left to do here.
         self.rest = exponent(self.format, self.real.name) - int(ir.IntegerAttr(op.exponent).value)
 
@@ -125,11 +116,11 @@ class _Decoder:
     def _integer(self, half: int) -> Any:
         t = self.format
         zero = zero_code(t)
-        if self.raw:
+        if self.offset == "raw":
             low = raw_lows(t.bits)[self.number % 2]
             return emit.bitcast(self.register, self._fields(place(t, self.number, 0, t.bits, low), half))
-        if self.deferred:
-            return self._magic(magic(t, self.real, self.number, 0, t.bits, deferred=True), half)
+        if self.offset == "deferred":
+            return self._magic(deferred_magic(t, self.real, self.number), half)
         if t.bits <= self.real.mantissa:
             m = magic(t, self.real, self.number, 0, t.bits)
             return self._add(self._magic(m, half), self._shifted(-m.offset - zero, half))

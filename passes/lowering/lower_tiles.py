@@ -1,36 +1,45 @@
 """lower-tiles: a `lowbit.program` becomes a gpu.func: layouts turn into index arithmetic, tiles into registers.
 
 The pass walks the program once and writes the function anew. Every tile is a `Fragment` whose registers are written
-down when a consumer asks for them; what reads memory is finished before the next barrier, store or region. What is
-left of formats are `decode_pair`, `decode_shifted_pair` and `lookup_pair`, for `lower-dequant`.
+down when a consumer asks for them; `passes.lowering.pending` says when that has to be. What is left of formats are
+`decode_pair`, `decode_shifted_pair` and `lookup_pair`, for `lower-dequant`.
 
-Here are the function around a program, its scalars, loops and branches; `passes.lowering.memory`,
-`passes.lowering.tables`, `passes.lowering.registers` and `passes.lowering.integer_mma` have the rules for the other
-operations.
+Here is the function around a program. The operations in it are lowered by rules, which the files of `_RULES` register
+(`passes.lowering.registry`) and which share a `LoweringContext` (`passes.lowering.context`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lowbit.dialect import ops
-from lowbit.dialect.bindings import arith, gpu, ir, llvm, nvvm, scf
+from lowbit.dialect.bindings import arith, gpu, ir, llvm
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.signature import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, ParamKind
 from lowbit.dialect.types import param_kind, read_ints
 from lowbit.passes.base import at, each_op
-from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.addressing import Place, ThreadIndex
-from lowbit.passes.lowering.context import ALIGN, int_attr, text_attr
-from lowbit.passes.lowering.fragment import Fragment
-from lowbit.passes.lowering.integer_mma import LimbRules
-from lowbit.passes.lowering.memory import MemoryRules
-from lowbit.passes.lowering.registers import TileRules
-from lowbit.passes.lowering.tables import TableRules
-from lowbit.passes.lowering.wgmma import declare_sums
+from lowbit.passes.lowering import (
+    barriers,
+    codes,
+    control,
+    copies,
+    emit,
+    integer_mma,
+    memory,
+    mma,
+    registers,
+    tables,
+    wgmma,
+)
+from lowbit.passes.lowering.addressing import ThreadIndex
+from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, int_attr, text_attr
+from lowbit.passes.lowering.registry import lower_block
+from lowbit.passes.lowering.warpgroup import declare_sums
 from lowbit.passes.target import Target, parse_target
+
+_RULES = (barriers, codes, control, copies, integer_mma, memory, mma, registers, tables, wgmma)
+"""The files with rules, which register them when they are imported."""
 
 SHARED_SYMBOL = "shared_memory"
 _RESERVED = 1024  # bytes of shared memory that every block takes for the system
@@ -50,66 +59,17 @@ class LowerTiles:
             program.operation.erase()
 
 
-class _Lowering(MemoryRules, TableRules, TileRules, LimbRules):
+class _Lowering:
     """Rewrites one program."""
 
     def __init__(self, program: Any, target: Target) -> None:
-        super().__init__(program, target)
-        self.handlers: dict[str, Callable[[Any], None]] = {
-            "lowbit.block_id": self._block_id,
-            "lowbit.grid_wait": lambda op: self._grid_control(nvvm.GridDepActionKind.wait),
-            "lowbit.grid_launch_dependents": lambda op: self._grid_control(nvvm.GridDepActionKind.launch_dependents),
-            "lowbit.global_view": self._global_view,
-            "lowbit.alloc_shared": self._alloc_shared,
-            "lowbit.peer": self._peer,
-            "lowbit.free_shared": lambda op: self.shared.free(op.buffer),
-            "lowbit.stage": self._stage,
-            "lowbit.alloc_signals": self._alloc_signals,
-            "lowbit.arrive": self._arrive,
-            "lowbit.await": self._await,
-            "lowbit.copy_async": self._copy_async,
-            "lowbit.copy_padded": self._copy_padded,
-            "lowbit.fill_table": self._fill_table,
-            "lowbit.commit": lambda op: nvvm.cp_async_commit_group(),
-            "lowbit.wait": self._wait,
-            "lowbit.barrier": self._barrier,
-            "lowbit.last_arrival": self._last_arrival,
-            "lowbit.constant": self._constant,
-            "lowbit.splat": self._splat,
-            "lowbit.load": self._load,
-            "lowbit.load_matrix": self._load_matrix,
-            "lowbit.store": self._store,
-            "lowbit.view": self._view,
-            "lowbit.decode": self._decode,
-            "lowbit.lookup": self._lookup,
-            "lowbit.encode": self._encode,
-            "lowbit.slice": self._slice,
-            "lowbit.reshape": self._reshape,
-            "lowbit.cast": self._cast,
-            "lowbit.add": lambda op: self._elementwise(op, arith.addf),
-            "lowbit.mul": lambda op: self._elementwise(op, arith.mulf),
-            "lowbit.fma": lambda op: self._elementwise(op, emit.fma),
-            "lowbit.mma": self._mma,
-            "lowbit.warpgroup_mma": self._warpgroup_mma,
-            "lowbit.warpgroup_row_sums": self._warpgroup_row_sums,
-            "lowbit.reduce": self._reduce,
-            "lowbit.row_sums": self._row_sums,
-            "lowbit.offset_sums": self._offset_sums,
-            "lowbit.split_limbs": self._split_limbs,
-            "lowbit.limb_mma": self._limb_mma,
-            "lowbit.limb_sums": self._limb_sums,
-            "lowbit.join_limbs": self._join_limbs,
-            "lowbit.return": lambda op: None,
-            "scf.for": self._for,
-            "scf.if": self._if,
-        }
-
-    # -- the function around
+        self.program = program
+        self.target = target
 
     def run(self) -> None:
         program = self.program
         name = text_attr(program, "sym_name")
-        self.threads_per_block = int_attr(program, "threads")
+        threads_per_block = int_attr(program, "threads")
         source = program.body.blocks[0]
         with ir.InsertionPoint(program):
             gpu_module = gpu.GPUModuleOp(f"{name}_module")
@@ -125,31 +85,32 @@ class _Lowering(MemoryRules, TableRules, TileRules, LimbRules):
                 kernel=True,
             )
         function.operation.attributes["arg_attrs"] = self._argument_attributes(source)
-        function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get([self.threads_per_block, 1, 1])
+        function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get([threads_per_block, 1, 1])
         block = function.operation.regions[0].blocks.append(*[a.type for a in source.arguments])
-        for old, new in zip(source.arguments, block.arguments):
-            self.values[old] = new
         with ir.InsertionPoint(block):
             thread = arith.index_cast(emit.integer(), gpu.thread_id(gpu.Dimension.x))
-            self.shared_base = llvm.mlir_addressof(emit.pointer(3), SHARED_SYMBOL)
-            self.threads = ThreadIndex(thread, ir.InsertionPoint(self.shared_base.owner))
+            shared_base = llvm.mlir_addressof(emit.pointer(3), SHARED_SYMBOL)
+            threads = ThreadIndex(thread, ir.InsertionPoint(shared_base.owner))
+            context = LoweringContext(self.target, threads, threads_per_block, shared_base)
+            context.scalars.update(zip(source.arguments, block.arguments))
             if self._has_wgmma():
                 declare_sums()
-            self._block(source)
+            lower_block(source, context)
             gpu.return_([])
-        if self.shared.bytes > self.target.max_shared_per_block:
+        shared_bytes = context.shared.bytes
+        if shared_bytes > self.target.max_shared_per_block:
             raise PassError(
-                f"lower-tiles: {name} needs {self.shared.bytes} bytes of shared memory, {self.target} allows "
+                f"lower-tiles: {name} needs {shared_bytes} bytes of shared memory, {self.target} allows "
                 f"{self.target.max_shared_per_block}; take fewer stages, warps_k or a smaller step_k"
             )
-        if ops.CLUSTER in program.operation.attributes:
-            self._require(self.target.has_clusters, f"{name} in clusters", "sm_90")
-            blocks = list(read_ints(program.operation.attributes[ops.CLUSTER]))
+        if program.cluster is not None:
+            context.require(CLUSTERS, f"{name} in clusters")
+            blocks = list(read_ints(program.cluster))
             function.operation.attributes["nvvm.cluster_dim"] = ir.DenseI32ArrayAttr.get(blocks)
         for attribute in ("grid", "threads", "params", "workspace"):
             function.operation.attributes[f"lowbit.{attribute}"] = program.operation.attributes[attribute]
         function.operation.attributes["lowbit.shared_bytes"] = ir.IntegerAttr.get(
-            emit.integer(64), max(self.shared.bytes, self._claimed_bytes())
+            emit.integer(64), max(shared_bytes, self._claimed_bytes())
         )
 
     def _claimed_bytes(self) -> int:
@@ -157,9 +118,9 @@ class _Lowering(MemoryRules, TableRules, TileRules, LimbRules):
 
         Where blocks of the next kernel may start early, as many as fit would crowd some multiprocessors.
         """
-        if "lowbit.max_blocks" not in self.program.operation.attributes:
+        if self.program.max_blocks is None:
             return 0
-        blocks = int_attr(self.program, "lowbit.max_blocks")
+        blocks = int_attr(self.program, "max_blocks")
         least = self.target.shared_per_sm // (blocks + 1) - _RESERVED + 1
         return min(-(-least // ALIGN) * ALIGN, self.target.max_shared_per_block)
 
@@ -190,101 +151,6 @@ class _Lowering(MemoryRules, TableRules, TileRules, LimbRules):
 
     def _has_wgmma(self) -> bool:
         return any(op.operation.name.startswith("lowbit.warpgroup_") for op in self._all_ops())
-
-    def _block(self, block: Any) -> None:
-        for op in block.operations:
-            with at(op):
-                self._op(op)
-
-    def _op(self, op: Any) -> None:
-        name = op.operation.name
-        if name in self.handlers:
-            self.handlers[name](op)
-        elif name.startswith("arith."):
-            clone = op.operation.clone()
-            for i, operand in enumerate(op.operation.operands):
-                clone.operands[i] = self.values[operand]
-            for old, new in zip(op.operation.results, clone.results):
-                self.values[old] = new
-        elif name != "scf.yield":
-            raise PassError(f"lower-tiles: no rule for '{name}' in a program")
-
-    # -- scalars and regions
-
-    def _block_id(self, op: Any) -> None:
-        axis = (gpu.Dimension.x, gpu.Dimension.y, gpu.Dimension.z)[int_attr(op, "axis")]
-        self.values[op.result] = arith.index_cast(emit.integer(), gpu.block_id(axis))
-
-    def _grid_control(self, kind: Any) -> None:
-        self._finish_reads()
-        if self.target.has_clusters:  # before, kernels do not overlap
-            nvvm.griddepcontrol(kind)
-
-    def _enter(self, op: Any) -> None:
-        """Fragments from outside that a region uses must be complete before it."""
-        self._finish_reads()
-        inside: set[Any] = set()
-
-        def visit(inner: Any) -> Any:
-            for operand in inner.operands:
-                value = self.values.get(operand)
-                if isinstance(value, Fragment) and operand not in inside:
-                    inside.add(operand)
-                    value.force()
-            return ir.WalkResult.ADVANCE
-
-        op.operation.walk(visit)
-
-    def _for(self, op: Any) -> None:
-        self._enter(op)
-        lower, upper, step, *initial = (self.values[v] for v in op.operation.operands)
-        if any(isinstance(value, Place) for value in initial):
-            raise PassError("lower-tiles: a loop cannot carry views or buffers, only tiles and scalars")
-        flat: list[Any] = []
-        for value in initial:
-            flat += value.registers(value.kind) if isinstance(value, Fragment) else [value]
-        loop = scf.ForOp(lower, upper, step, flat)
-        loop.operation.attributes["loop_annotation"] = ir.Attribute.parse(
-            "#llvm.loop_annotation<unroll = <disable = true>>"
-        )
-        old = op.operation.regions[0].blocks[0]
-        self.values[old.arguments[0]] = loop.induction_variable
-        self._bind(old.arguments[1:], initial, loop.inner_iter_args)
-        with ir.InsertionPoint(loop.body):
-            self._block(old)
-            results: list[Any] = []
-            for value, start in zip(
-                (self.values[v] for v in old.operations[len(old.operations) - 1].operands), initial
-            ):
-                results += value.registers(start.kind) if isinstance(start, Fragment) else [value]
-            self._finish_reads()  # after the results, which took what they need in their own order
-            scf.YieldOp(results)
-        self._bind(op.operation.results, initial, loop.results)
-
-    def _bind(self, names: Sequence[Any], like: Sequence[Any], registers: Sequence[Any]) -> None:
-        """Spread a flat list of registers over values shaped as `like`."""
-        rest = list(registers)
-        for name, value in zip(names, like):
-            if isinstance(value, Fragment):
-                mine, rest = rest[: value.count], rest[value.count :]
-                self.values[name] = Fragment(value.reg, value.kind, mine.__getitem__)
-            else:
-                self.values[name], *rest = rest
-
-    def _if(self, op: Any) -> None:
-        if len(op.operation.results) or len(op.operation.regions[1].blocks):
-            raise PassError("lower-tiles: an scf.if in a program has no results and no else")
-        beside_mma = "lowbit.beside_mma" in op.operation.attributes  # nothing here changes what is being multiplied
-        if beside_mma:
-            self._begin_product()
-        else:
-            self._enter(op)
-        new = scf.IfOp(self.values[op.operation.operands[0]])
-        with ir.InsertionPoint(new.then_block):
-            self._block(op.operation.regions[0].blocks[0])
-            if not beside_mma:
-                self._finish_reads()
-            scf.YieldOp([])
 
 
 def _attributes_of(kind: ParamKind, written: bool, overlaps: bool) -> dict[str, Any]:

@@ -1,36 +1,23 @@
-"""Fragments of the tensor core: ldmatrix, mma.sync and what is made of them, for `lower-tiles`."""
+"""Rules of `lower-tiles` for mma.sync: fragments by ldmatrix, products, and sums that are products."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
+from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
-from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
+from lowbit.dialect.formats.raw_codes import deferred_offset
+from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
-from lowbit.dialect.types import Reg
+from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex
-from lowbit.passes.lowering.fragment import Fragment
-from lowbit.passes.lowering.recipes import REALS, deferred_offset
-
-Block = tuple[int, int]
-
-
-def fragment_blocks(layout: Layout, fragment: Layout) -> list[Block]:
-    """For each fragment that a thread holds of a tile, in slot order, its place (row, column) in units of fragments.
-
-    Places count within the thread's part of the tile, along the last two dims.
-    """
-    rows, columns = fragment.shape
-    slots = np.arange(0, layout.locals, fragment.locals)
-    place = np.zeros((len(slots), layout.rank), dtype=np.int64)
-    for size, divisor, dim, stride in layout.local_digits():
-        place[:, dim] += slots // divisor % size * stride
-    return [(int(p[-2]) // rows, int(p[-1]) // columns) for p in place]
+from lowbit.passes.lowering.context import LoweringContext, int_attr
+from lowbit.passes.lowering.fragment import Block, Fragment, fragment_blocks
+from lowbit.passes.lowering.registry import lowers
 
 
 def mma_sync(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], kind: str) -> list[Any]:
@@ -55,27 +42,27 @@ def mma_sync(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], kind: str) ->
     return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
 
 
-def lower_mma(a: Fragment, b: Fragment, c: Fragment) -> Fragment:
+@lowers(ops.MmaOp)
+def mma(op: Any, c: LoweringContext) -> None:
     """c + a b^T: along k, then down the rows, so that a register of b serves all row blocks while it is alive."""
+    a, b, total = c.tiles[op.a], c.tiles[op.b], c.tiles[op.c]
     a_at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
     b_at = {place: i for i, place in enumerate(fragment_blocks(b.reg.layout, MMA_M16N8K16_B_NK))}
-    c_at = {place: i for i, place in enumerate(fragment_blocks(c.reg.layout, MMA_M16N8_D))}
-    totals = {place: [c.scalar(4 * i + j) for j in range(4)] for place, i in c_at.items()}
-    wide = a.reg.element == "f32"
-    for k in sorted({column for _, column in a_at}):
-        for row in sorted({row for row, _ in a_at}):
-            for column in sorted({column for _, column in c_at}):
-                i, j = a_at[row, k], b_at[column, k]
-                total = totals[row, column]
-                if wide:
-                    total = _mma_tf32(a, i, b, j, total)
-                else:
-                    a_registers = [a.pair(4 * i + r) for r in range(4)]
-                    b_registers = [b.pair(2 * j + r) for r in range(2)]
-                    total = mma_sync(a_registers, b_registers, total, str(a.reg.element))
-                totals[row, column] = total
+    c_at = {place: i for i, place in enumerate(fragment_blocks(total.reg.layout, MMA_M16N8_D))}
+    totals = {place: [total.scalar(4 * i + j) for j in range(4)] for place, i in c_at.items()}
+    multiply = _mma_tf32 if a.reg.element == "f32" else _mma_16_bit
+    steps, rows, columns = ({at[d] for at in places} for places, d in ((a_at, 1), (a_at, 0), (c_at, 1)))
+    for k, row, column in itertools.product(sorted(steps), sorted(rows), sorted(columns)):
+        totals[row, column] = multiply(a, a_at[row, k], b, b_at[column, k], totals[row, column])
     registers = {4 * i + j: totals[place][j] for place, i in c_at.items() for j in range(4)}
-    return Fragment(c.reg, "scalar", registers.__getitem__)
+    c.tiles[op.result] = Fragment(total.reg, "scalar", registers.__getitem__)
+
+
+def _mma_16_bit(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> list[Any]:
+    """A 16-column step of f16 or bf16: fragment i of a, j of b."""
+    a_registers = [a.pair(4 * i + r) for r in range(4)]
+    b_registers = [b.pair(2 * j + r) for r in range(2)]
+    return mma_sync(a_registers, b_registers, total, str(a.reg.element))
 
 
 def _mma_tf32(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> list[Any]:
@@ -92,95 +79,121 @@ def _mma_tf32(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> lis
     return total
 
 
-def lower_row_sums(b: Fragment, result: Reg) -> Fragment:
+@lowers(ops.RowSumsOp)
+def row_sums(op: Any, c: LoweringContext) -> None:
     """A matrix of ones times b^T: all 16 rows of the product are the sums, of which a lane keeps row g."""
+    b = c.tiles[op.source]
     element = ir.Type.parse(str(b.reg.element))
     one = emit.real(1.0, ir.VectorType.get([2], element))
-    blocks = fragment_blocks(b.reg.layout, MMA_M16N8K16_B_NK)
-    zero = emit.real(0.0, ir.F32Type.get())
-    totals: dict[int, list[Any]] = {}
-    for j, (column, _) in sorted(enumerate(blocks), key=lambda item: item[1][1]):
-        pairs = [b.pair(2 * j + r) for r in range(2)]
-        totals[column] = mma_sync([one] * 4, pairs, totals.get(column, [zero] * 4), str(b.reg.element))
+    totals = _sums(b, lambda _: [one] * 4)
     registers = [totals[column][e] for column in sorted(totals) for e in range(2)]
-    return Fragment(result, "scalar", registers.__getitem__)
+    c.tiles[op.result] = Fragment(Reg.of(op.result.type), "scalar", registers.__getitem__)
 
 
-def lower_offset_sums(b: Fragment, result: Reg, format_: DType, start: int) -> Fragment:
-    """Minus the deferred_offsetes times b^T: one fragment of deferred_offsetes serves all row blocks."""
-    real = REALS[str(b.reg.element)]
+@lowers(ops.OffsetSumsOp)
+def offset_sums(op: Any, c: LoweringContext) -> None:
+    """Minus the deferred offsets times b^T: one fragment of offsets serves all row blocks."""
+    b, format_, start = c.tiles[op.source], read_format(op.format), int_attr(op, "start")
+    result, real = Reg.of(op.result.type), REALS[str(b.reg.element)]
     vector = ir.VectorType.get([2], ir.Type.parse(real.name))
     packing = Packing(format_.bits, ROWS, 1)
+
+    def offsets(k: int) -> list[Any]:
+        block = (start // BLOCK_K + k) % (packing.chunk // BLOCK_K)
+        numbers = [packing.place(block, register)[1] for register in range(4)]
+        return [emit.real(-deferred_offset(format_, real, number), vector) for number in numbers]
+
+    totals = _sums(b, offsets)
+    places = fragment_blocks(result.layout, MMA_M16N8_D)
+    c.tiles[op.result] = Fragment(result, "scalar", lambda i: totals[places[i // 4][1]][i % 4])
+
+
+def _sums(b: Fragment, a: Callable[[int], list[Any]]) -> dict[int, list[Any]]:
+    """Accumulators by column of fragments: a(k) times b^T, summed over the fragments k."""
     zero = emit.real(0.0, ir.F32Type.get())
     totals: dict[int, list[Any]] = {}
     blocks = fragment_blocks(b.reg.layout, MMA_M16N8K16_B_NK)
     for j, (column, k) in sorted(enumerate(blocks), key=lambda item: item[1][1]):
-        block = (start // BLOCK_K + k) % (packing.chunk // BLOCK_K)
-        numbers = [packing.place(block, register)[1] for register in range(4)]
-        deferred_offsetes = [emit.real(-deferred_offset(format_, real, number), vector) for number in numbers]
+        registers = a(k)
         pairs = [b.pair(2 * j + r) for r in range(2)]
-        totals[column] = mma_sync(deferred_offsetes, pairs, totals.get(column, [zero] * 4), real.name)
-    places = fragment_blocks(result.layout, MMA_M16N8_D)
-    return Fragment(result, "scalar", lambda i: totals[places[i // 4][1]][i % 4])
+        totals[column] = mma_sync(registers, pairs, totals.get(column, [zero] * 4), str(b.reg.element))
+    return totals
 
 
-def lower_load_matrix(threads: ThreadIndex, place: Place, reg: Reg, rows: Any) -> Fragment:
-    """B fragments by ldmatrix, four 8 x 8 matrices at a time where there are as many.
-
-    Lane l gives the address of row l % 8 of matrix l // 8. A fragment is two matrices, side by side along k; the
-    other two are the next fragment along n, or along k where n has one only.
-    """
-    layout, strides = reg.layout, place.type.strides
-    blocks = fragment_blocks(layout, MMA_M16N8K16_B_NK)
-    n_blocks, k_blocks = (max(at[d] for at in blocks) + 1 for d in range(2))
-    along_n = n_blocks % 2 == 0
-    together = 2 if along_n or k_blocks % 2 == 0 else 1
-
-    lane = threads.digit(32, 1, layout.threads)
-    row, matrix = arith.remui(lane, emit.constant(8)), arith.divui(lane, emit.constant(8))
-    base = place.base
-    for size, divisor, dim, stride in layout.thread_digits():
-        if divisor >= 32:  # warps: the lanes' own part is in `row` and `matrix`
-            step = arith.muli(threads.digit(size, divisor, layout.threads), emit.constant(stride * strides[dim] * 2))
-            base = emit.offset_bytes(base, dynamic=step)
-    half = arith.remui(matrix, emit.constant(2))  # columns 0-7 or 8-15 of the fragment
-    other = arith.divui(matrix, emit.constant(2))  # which of two fragments
-    last = arith.subi(rows, emit.constant(1))
-    row_bytes, column_bytes = strides[-2] * 2, strides[-1] * 2
-    columns = arith.muli(half, emit.constant(8 * column_bytes))
-    if together == 2 and not along_n:
-        columns = arith.addi(columns, arith.muli(other, emit.constant(16 * column_bytes)))
-    starts: dict[int, Any] = {}
-
-    def start(n_block: int) -> Any:
-        """This lane's address for fragment rows from n_block on."""
-        if n_block not in starts:
-            token = arith.addi(row, emit.constant(8 * n_block))
-            if together == 2 and along_n:
-                token = arith.addi(token, arith.muli(other, emit.constant(8)))
-            token = arith.minsi(token, last)
-            step = arith.addi(arith.muli(token, emit.constant(row_bytes)), columns)
-            starts[n_block] = emit.offset_bytes(base, dynamic=step)
-        return starts[n_block]
-
-    loaded: dict[Block, list[Any]] = {}
-
-    def registers(n_block: int, k_block: int) -> list[Any]:
-        """The two registers of a fragment."""
-        first = (n_block // 2 * 2, k_block) if along_n else (n_block, k_block // together * together)
-        if first not in loaded:
-            address = emit.offset_bytes(start(first[0]), static=first[1] * 16 * column_bytes)
-            loaded[first] = _ldmatrix(address, 2 * together)
-        which = n_block - first[0] if along_n else k_block - first[1]
-        return loaded[first][2 * which : 2 * which + 2]
-
+@lowers(ops.LoadMatrixOp)
+def load_matrix(op: Any, c: LoweringContext) -> None:
+    """B fragments by ldmatrix, each a register when first asked for."""
+    reg = Reg.of(op.result.type)
+    loads = _MatrixLoads(c.threads, c.places[op.source], reg.layout, c.scalars[op.rows])
     vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
 
-    def make(i: int) -> Any:
-        n_block, k_block = blocks[i // 2]
-        return emit.bitcast(vector, registers(n_block, k_block)[i % 2])
+    def register(i: int) -> Any:
+        return emit.bitcast(vector, loads.registers(*loads.blocks[i // 2])[i % 2])
 
-    return Fragment(reg, "pair", make)
+    fragment = Fragment(reg, "pair", register)
+    c.pending.add_read(fragment)
+    c.tiles[op.result] = fragment
+
+
+class _MatrixLoads:
+    """Loads of 8 x 8 matrices, four at a time where there are as many.
+
+    Lane l gives the address of row l % 8 of matrix l // 8. A fragment is two matrices, side by side along k; the
+    other two are the next fragment along n, or along k where n has one only. Rows from `rows` on are read as the last.
+    """
+
+    def __init__(self, threads: ThreadIndex, place: Place, layout: Layout, rows: Any) -> None:
+        self.blocks = fragment_blocks(layout, MMA_M16N8K16_B_NK)
+        n_blocks, k_blocks = (max(block[d] for block in self.blocks) + 1 for d in range(2))
+        self._along_n = n_blocks % 2 == 0
+        self._together = 2 if self._along_n or k_blocks % 2 == 0 else 1
+        lane = threads.digit(32, 1, layout.threads)
+        self._row, matrix = arith.remui(lane, emit.constant(8)), arith.divui(lane, emit.constant(8))
+        strides = place.type.strides
+        self._base = _base_of_warp(threads, place, layout)
+        half = arith.remui(matrix, emit.constant(2))  # columns 0-7 or 8-15 of the fragment
+        self._other = arith.divui(matrix, emit.constant(2))  # which of two fragments
+        self._last = arith.subi(rows, emit.constant(1))
+        self._row_bytes, self._column_bytes = strides[-2] * 2, strides[-1] * 2
+        self._columns = arith.muli(half, emit.constant(8 * self._column_bytes))
+        if self._together == 2 and not self._along_n:
+            beside = arith.muli(self._other, emit.constant(16 * self._column_bytes))
+            self._columns = arith.addi(self._columns, beside)
+        self._starts: dict[int, Any] = {}
+        self._loaded: dict[Block, list[Any]] = {}
+
+    def _start(self, n_block: int) -> Any:
+        """Returns this lane's address for fragment rows from n_block on."""
+        if n_block not in self._starts:
+            token = arith.addi(self._row, emit.constant(8 * n_block))
+            if self._together == 2 and self._along_n:
+                token = arith.addi(token, arith.muli(self._other, emit.constant(8)))
+            token = arith.minsi(token, self._last)
+            step = arith.addi(arith.muli(token, emit.constant(self._row_bytes)), self._columns)
+            self._starts[n_block] = emit.offset_bytes(self._base, dynamic=step)
+        return self._starts[n_block]
+
+    def registers(self, n_block: int, k_block: int) -> list[Any]:
+        """Returns the two registers of a fragment."""
+        if self._along_n:
+            first, which = (n_block // 2 * 2, k_block), n_block % 2
+        else:
+            first, which = (n_block, k_block // self._together * self._together), k_block % self._together
+        if first not in self._loaded:
+            address = emit.offset_bytes(self._start(first[0]), static=first[1] * 16 * self._column_bytes)
+            self._loaded[first] = _ldmatrix(address, 2 * self._together)
+        return self._loaded[first][2 * which : 2 * which + 2]
+
+
+def _base_of_warp(threads: ThreadIndex, place: Place, layout: Layout) -> Any:
+    """Returns where a warp's part of a buffer of 16-bit elements begins."""
+    base = place.base
+    for size, divisor, dim, stride in layout.thread_digits():
+        if divisor >= 32:  # the digits below are the lanes'
+            step = emit.constant(stride * place.type.strides[dim] * 2)
+            step = arith.muli(threads.digit(size, divisor, layout.threads), step)
+            base = emit.offset_bytes(base, dynamic=step)
+    return base
 
 
 def _ldmatrix(address: Any, count: int) -> list[Any]:

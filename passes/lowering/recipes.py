@@ -6,14 +6,11 @@ A thread has its codes in registers of a run, pieces of 32-bit words with the tw
 *Integers* are put into the low bits of a mantissa under a fixed ("magic") exponent, which makes the number
 2^j + u, and 2^j is subtracted: exact, and signed codes, stored in offset binary, cost nothing more. Where a code may
 sit in the mantissa is free (another place, another exponent), so many need no shift, and those that do share it
-with their neighbours in the word: `aims` finds the fewest shifts for a run. Eight bits do not fit bf16's seven: two
-nibbles, each under its own exponent, are added.
+with their neighbours in the word: `mantissa_places` finds the fewest shifts for a run. Eight bits do not fit bf16's
+seven: two nibbles, each under its own exponent, are added.
 
-Where the subtraction is too dear, for the narrowest formats, it is left out (`deferred_offset`): the numbers are too
-large by a bias that depends on the register alone, and the accumulator starts from minus the sum of bias * x. In f16
-the magic exponent can be left out as well (`raw`): a code is a subnormal then, u * 2^-24 or more by where it sits, and
-tensor cores take that as any number. Codes may sit in two places, one for the first eight rows of a block of 16 and one
-for the others, since scales are per row; what is to be subtracted from signed codes, and zero points, go by sums of x.
+Where the subtraction is too dear, for the narrowest formats, it is left out, and so is the magic exponent in f16, where
+tensor cores multiply subnormals like any number: `dialect.formats.raw_codes` says what the numbers are then.
 
 *Floats*: sign, and exponent with mantissa, move to their places; the bias difference is a power of two that the
 kernel folds into its scale (f16), or one multiplication (bf16, f32, whose range is too wide to leave it for later).
@@ -28,30 +25,13 @@ exponents; here derived for every format and type.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import run_of
-
-
-@dataclass(frozen=True)
-class Real:
-    """A floating-point type to decode into, as IEEE lays it out."""
-
-    name: str
-    bits: int
-    mantissa: int
-    bias: int
-    max: float
-
-
-F16 = Real("f16", 16, 10, 15, 65504.0)
-BF16 = Real("bf16", 16, 7, 127, 3.3895313892515355e38)
-F32 = Real("f32", 32, 23, 127, 3.4028234663852886e38)
-REALS = {r.name: r for r in (F16, BF16, F32)}
+from lowbit.dialect.formats.raw_codes import deferred_low, mantissa_places
+from lowbit.dialect.formats.reals import F16, REALS, Real
 
 
 def compute_element(t: DType, act: str) -> str:
@@ -102,44 +82,7 @@ def place(t: DType, register: int, first: int, count: int, low: int) -> tuple[Fi
     return tuple(fields)
 
 
-@lru_cache(maxsize=None)
-def aims(bits: int, count: int, least: int, most: int) -> dict[tuple[int, int], int]:
-    """Where codes go that may go anywhere: (register, first bit) -> lowest bit, for every register of a run and every
-    part of `count` bits of its code, from `least` to `most`, with as few shifts of words as there can be.
-
-    A code in several pieces forces a shift upon the word of each piece, for every place that it may have. Then a word
-    needs more shifts only for the codes that neither it as it is nor a forced shift brings to their places.
-    """
-    run = run_of(bits)
-    parts = [(r, first) for r in range(len(run)) for first in range(0, bits, count)]
-    split = [part for part in parts if len(run[part[0]]) > 1]
-    single = [part for part in parts if part not in split]
-    plans: list[tuple[int, dict[int, set[int]], dict[tuple[int, int], int]]] = []
-    for lows in itertools.product(range(most, least - 1, -1), repeat=len(split)):
-        found = dict(zip(split, lows))
-        shifts: dict[int, set[int]] = {piece.word: {0} for pieces in run for piece in pieces}
-        for (register, first), low in found.items():
-            for piece in run[register]:
-                shifts[piece.word].add(piece.shift - (low + piece.low - first))
-        for register, first in single:
-            (piece,) = run[register]
-            at = piece.shift + first
-            if not any(least <= at - shift <= most for shift in shifts[piece.word]):
-                # The largest serves the next code, too, and one by whole codes puts them where others are in place:
-                # fewer exponents, each of which takes a register.
-                by_codes = (at - least) // count * count
-                shifts[piece.word].add(by_codes if by_codes >= at - most else at - least)
-        plans.append((sum(map(len, shifts.values())), shifts, found))
-    _, shifts, found = min(plans, key=lambda plan: plan[0])
-    for register, first in single:
-        (piece,) = run[register]
-        places = (piece.shift + first - shift for shift in sorted(shifts[piece.word], key=abs))
-        found[register, first] = next(low for low in places if least <= low <= most)
-    return found
-
-
 OFFSET_BITS = 2  # formats up to which a subtraction per pair would be the bound (H200, 2026-11)
-_LARGEST_OFFSET = 128.0  # costs 7 of f32's 24 bits
 
 
 @dataclass(frozen=True)
@@ -151,62 +94,21 @@ class Magic:
     offset: float
 
 
-def magic(t: DType, real: Real, register: int, first: int, count: int, deferred: bool = False) -> Magic:
-    """Bits first .. first+count-1 of the code, u of weight 2^first each, as the number offset + u * 2^first.
+def magic(t: DType, real: Real, register: int, first: int, count: int) -> Magic:
+    """Bits first .. first+count-1 of the code, u of weight 2^first each, as the number offset + u * 2^first."""
+    low = mantissa_places(t.bits, count, 0, real.mantissa - count)[register, first]
+    return _magic_at(t, real, register, first, count, low)
 
-    deferred: keep the offset small, as it will not be subtracted right away.
-    """
-    least = max(0, real.mantissa - int(math.log2(_LARGEST_OFFSET))) if deferred else 0
-    low = aims(t.bits, count, least, real.mantissa - count)[register, first]
+
+def deferred_magic(t: DType, real: Real, register: int) -> Magic:
+    """The whole code where its offset, which is not subtracted right away, is small."""
+    return _magic_at(t, real, register, 0, t.bits, deferred_low(t, real, register))
+
+
+def _magic_at(t: DType, real: Real, register: int, first: int, count: int, low: int) -> Magic:
     exponent_ = real.mantissa - low + first
     fields = place(t, register, first, count, low)
     return Magic(fields, (real.bias + exponent_) << real.mantissa, 2.0**exponent_)
-
-
-def zero_code(t: DType) -> float:
-    """The code of 0 in memory: signed codes are in offset binary."""
-    return float(1 << (t.bits - 1)) if t.kind == "int" else 0.0
-
-
-def can_defer_offset(t: DType, element: str) -> bool:
-    """Whether a format can be decoded without the subtraction: integers with room above them in the mantissa."""
-    real = REALS[element]
-    return t.kind in ("uint", "int") and real is not F32 and 2.0**t.bits <= _LARGEST_OFFSET and t.bits < real.mantissa
-
-
-def deferred_offset(t: DType, real: Real, register: int) -> float:
-    """Returns what decoding with a deferred offset adds to the numbers of a register of a run."""
-    return magic(t, real, register, 0, t.bits, deferred=True).offset + zero_code(t)
-
-
-def can_be_raw(t: DType, element: str) -> bool:
-    """Whether integers can be left in the mantissa's bits as they are: f16, whose tensor cores take subnormals."""
-    return t.kind in ("uint", "int") and element == "f16" and t.bits < F16.mantissa
-
-
-@lru_cache(maxsize=None)
-def raw_lows(bits: int) -> tuple[int, int]:
-    """The lowest bit of codes that stay subnormals of f16, in even registers of a run (the first eight rows of a
-    block of 16) and in odd ones: such that as few shifts are needed as can be."""
-    run = run_of(bits)
-
-    def shifts(lows: tuple[int, int]) -> int:
-        moved = {
-            (piece.word, piece.shift - lows[register % 2] - piece.low)
-            for register, pieces in enumerate(run)
-            for piece in pieces
-        }
-        return len({(word, shift) for word, shift in moved if shift})
-
-    places = range(F16.mantissa - bits + 1)
-    return min(itertools.product(places, places), key=shifts)
-
-
-def raw_exponents(t: DType) -> tuple[int, int]:
-    """The e for which raw codes are code * 2^-e, in the first eight rows of a block of 16 and in the others."""
-    least = F16.bias - 1 + F16.mantissa  # f16's smallest number is 2^-24
-    even, odd = raw_lows(t.bits)
-    return least - even, least - odd
 
 
 @dataclass(frozen=True)

@@ -27,57 +27,56 @@ from typing import Any
 
 import numpy as np
 
+from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, gpu, ir, llvm
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import run_of
+from lowbit.dialect.formats.reals import REALS, Real
 from lowbit.dialect.layouts.shared_memory import BANK_BYTES
 from lowbit.dialect.types import read_format
 from lowbit.passes.base import enclosing
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.addressing import Place
-from lowbit.passes.lowering.context import Lowering, int_attr, text_attr
-from lowbit.passes.lowering.recipes import REALS, Real, place
+from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr, when
+from lowbit.passes.lowering.recipes import place
+from lowbit.passes.lowering.registry import lowers
 
 COLUMN_BITS = 7  # of an address: the word of a lane in an entry of 128 bytes
 _LOADS = 16  # of entries that a thread has under way while it fills a table
 _VECTOR = 16  # bytes that it stores at once
 
 
-class TableRules(Lowering):
-    """The rule of `lower-tiles` for filling tables."""
+@lowers(ops.FillTableOp)
+def fill_table(op: Any, c: LoweringContext) -> None:
+    """Every thread writes 16 bytes, four copies of an entry, at a time."""
+    c.pending.finish_reads()
+    table = DecodeTable(read_format(op.format), text_attr(op, "element"))
+    symbol = _constant_table(c.shared_base.owner, table, int_attr(op, "exponent"))
+    threads, vectors = c.threads_per_block, table.bytes // _VECTOR
+    thread = c.thread_digit(threads)
+    per_entry = vectors // table.shape[0]
+    entry = arith.muli(arith.divui(thread, emit.constant(per_entry)), emit.constant(BANK_BYTES))
+    start = emit.offset_bytes(c.places[op.buffer].base, dynamic=arith.muli(thread, emit.constant(_VECTOR)))
 
-    def _fill_table(self, op: Any) -> None:
-        """Every thread writes 16 bytes, four copies of an entry, at a time."""
-        self._finish_reads()
-        place_: Place = self.values[op.buffer]
-        table = DecodeTable(read_format(op.format), text_attr(op, "element"))
-        symbol = _constant_table(self.shared_base.owner, table, int_attr(op, "exponent"))
-        threads, vectors = self.threads_per_block, table.bytes // _VECTOR
-        thread = self.threads.digit(threads, 1, threads)
-        per_entry = vectors // table.shape[0]
-        entry = arith.muli(arith.divui(thread, emit.constant(per_entry)), emit.constant(BANK_BYTES))
-        start = emit.offset_bytes(place_.base, dynamic=arith.muli(thread, emit.constant(_VECTOR)))
+    def load(first: int) -> Any:
+        word = emit.read_constant(symbol, entry, 32, static=first // per_entry * BANK_BYTES)
+        vector = llvm.mlir_undef(ir.VectorType.get([4], emit.integer()))
+        for i in range(4):
+            vector = llvm.insertelement(vector, word, emit.constant(i))
+        return vector
 
-        def load(first: int) -> Any:
-            word = emit.read_constant(symbol, entry, 32, static=first // per_entry * BANK_BYTES)
-            vector = llvm.mlir_undef(ir.VectorType.get([4], emit.integer()))
-            for i in range(4):
-                vector = llvm.insertelement(vector, word, emit.constant(i))
-            return vector
+    def store(vector: Any, first: int) -> None:
+        llvm.store(vector, emit.offset_bytes(start, static=first * _VECTOR), alignment=_VECTOR)
 
-        def store(vector: Any, first: int) -> None:
-            llvm.store(vector, emit.offset_bytes(start, static=first * _VECTOR), alignment=_VECTOR)
-
-        whole = range(0, vectors - threads + 1, threads)
-        for batch in (whole[i : i + _LOADS] for i in range(0, len(whole), _LOADS)):
-            for first, vector in [(first, load(first)) for first in batch]:
-                store(vector, first)
-        if rest := vectors % threads:
-            first = vectors - rest
-            some = arith.cmpi(arith.CmpIPredicate.ult, thread, emit.constant(rest))
-            self._when(some, lambda: store(load(first), first))
-        gpu.barrier()
+    whole = range(0, vectors - threads + 1, threads)
+    for batch in (whole[i : i + _LOADS] for i in range(0, len(whole), _LOADS)):
+        for first, vector in [(first, load(first)) for first in batch]:
+            store(vector, first)
+    if rest := vectors % threads:
+        first = vectors - rest
+        some = arith.cmpi(arith.CmpIPredicate.ult, thread, emit.constant(rest))
+        when(some, lambda: store(load(first), first))
+    gpu.barrier()
 
 
 def lower_lookup_pair(op: Any) -> Any:

@@ -1,269 +1,51 @@
-"""wgmma, for `lower-tiles`: a's fragments from registers, b from shared memory, the accumulators in f32.
-
-A warp's A fragment of m64nNk16 is that of mma.m16n8k16, and its accumulators are those of m16n8, side by side along N
-(PTX ISA 9.7.15.5.1): so layouts, packed weights and all that is done with accumulators stay the same. What changes is
-that b needs no fragments, and that an instruction has up to 256 columns.
-
-wgmma works on while the warp goes on. Registers that it still needs may not be touched, and no compiler in between
-knows; so accumulators are registers of PTX that LLVM never sees (`declare_sums`) until they are waited for, and the
-fragments of a are new ones for every instruction: the next is decoded while the tensor core works on the last.
-"""
+"""Rules of `lower-tiles` for products by wgmma; `passes.lowering.warpgroup` writes the instructions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from lowbit.dialect.bindings import arith, ir, llvm
-from lowbit.dialect.formats.packing import BLOCK_K
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.errors import PassError
 from lowbit.dialect.types import Reg
-from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.addressing import Place, ThreadIndex
-from lowbit.passes.lowering.fragment import Fragment
-from lowbit.passes.lowering.mma import fragment_blocks
-
-# The upper word of a matrix descriptor: 1024 bytes from eight rows to the next, 128-byte swizzling
-# (PTX ISA 9.7.15.5.1.2).
-_UPPER = 1 << 30 | 1024 // 16
-_SUM = "wgmma_sum"
-_TOGETHER = 4  # instructions after one fence: on an H200, one by one is 5 % slower at m = 64, and so is all at once
-_COMMIT = "wgmma.commit_group.sync.aligned;"
-_MOST_SUMS = 4096  # names cost nothing
-_OF_ROW_SUMS = _MOST_SUMS // 2  # the first of the accumulators that sums of rows have for themselves
+from lowbit.passes.lowering.context import WGMMA, LoweringContext, int_attr
+from lowbit.passes.lowering.registry import lowers
+from lowbit.passes.lowering.warpgroup import Products, RowSums
 
 
-class Products(Fragment):
-    """c + a b^T + a' b'^T + ... (c None: zero), whose accumulators stay where they are from one product to the next.
-
-    operands: every a, and the first column of b that belongs to it
-    bank: of two sets of registers, for products from zero of which two may be under way (`start`)
-    written: how many instructions of the first row are
-    """
-
-    def __init__(
-        self,
-        threads: ThreadIndex,
-        operands: Sequence[tuple[Fragment, int]],
-        b: Place,
-        c: Fragment | None,
-        result: Reg,
-        bank: int = 0,
-        written: int = 0,
-    ) -> None:
-        self.operands, self.b, self.c, self.bank, self.written = operands, b, c, bank, written
-        self.started = self.waited_for = False
-        self._places = fragment_blocks(result.layout, MMA_M16N8_D)
-        self.rows = len({row for row, _ in self._places})
-        self._descriptor = _once(lambda: _descriptor(threads, b, result))
-        self._rows: dict[int, list[Any]] = {}
-        super().__init__(result, "scalar", self._scalar)
-
-    def start(self, finish_last: Callable[[], None]) -> None:
-        """Write down the instructions of a single row from zero; once the first few are under way, those of the product
-        before have ended, and `finish_last` may write down what is done with them."""
-        self.started, instructions = True, self._instructions(0)
-        for number, batch in enumerate(_batches(self._terms(0))):
-            instructions.issue(batch, adds=number > 0, commit=True)
-            if number == 0:
-                finish_last()
-            else:
-                wait(1)
-
-    def write_first(self) -> None:
-        """Write down the first instructions, of the first row, for others to follow."""
-        if self.started or self.written or self._rows:
-            return
-        instructions, terms = self._instructions(0), next(_batches(self._terms(0)))
-        self._begin(instructions, 0)
-        instructions.issue(terms, self.c is not None)
-        self.written = len(terms)
-
-    def _begin(self, instructions: Instructions, row: int) -> None:
-        """Put c into the accumulators."""
-        if self.c is not None:
-            mine = sorted((column, i) for i, (r, column) in enumerate(self._places) if r == row)
-            instructions.begin([self.c.scalar(4 * i + j) for _, i in mine for j in range(4)])
-
-    def _scalar(self, i: int) -> Any:
-        row, column = self._places[i // 4]
-        if row not in self._rows:
-            self._rows[row] = self._row(row)
-        return self._rows[row][4 * column + i % 4]
-
-    def _row(self, row: int) -> list[Any]:
-        instructions = self._instructions(row)
-        if self.started:
-            return instructions.collect([] if self.waited_for else [_waiting(0)])
-        written = 0 if row else self.written
-        if not written:
-            self._begin(instructions, row)
-        return instructions.run(self._terms(row)[written:], written > 0 or self.c is not None)
-
-    def _terms(self, row: int) -> list[Term]:
-        terms: list[Term] = []
-        for a, start in self.operands:
-            at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
-            for n, k in enumerate(sorted({column for _, column in at})):
-                terms.append(Term(partial(_pairs, a, 4 * at[row, k]), _offset(self.b, start + BLOCK_K * n)))
-        return terms
-
-    def _instructions(self, row: int) -> Instructions:
-        element = str(self.operands[0][0].reg.element)
-        n = self.b.type.shape[-2]
-        return Instructions(self._descriptor(), n, element, (row + self.bank) * n // 2)
+@lowers(ops.WarpgroupMmaOp, needs=WGMMA)
+def warpgroup_mma(op: Any, c: LoweringContext) -> None:
+    """A product extends the last one, runs beside it, or begins when that has been used."""
+    total, b, reg = c.tiles[op.c], c.places[op.b], Reg.of(op.result.type)
+    operands = [(c.tiles[op.a], int_attr(op, "start"))]
+    if op.overlap:
+        products = Products(c.threads, operands, b, None, reg, bank=c.pending.other_bank())
+        if not _is_zero(op.c) or products.rows > 1:
+            raise PassError("lower-tiles: products overlap that start from zero and have one row of fragments")
+        c.pending.start_overlapping(products)
+    elif last := c.pending.extended(total, b):
+        products = Products(c.threads, [*last.operands, *operands], b, last.c, reg, written=last.written)
+    else:
+        c.pending.finish_product()
+        products = Products(c.threads, operands, b, None if _is_zero(op.c) else total, reg)
+    c.pending.add_product(products)
+    c.tiles[op.result] = products
 
 
-def _pairs(a: Fragment, first: int) -> list[Any]:
-    return [a.pair(first + i) for i in range(4)]
+@lowers(ops.WarpgroupRowSumsOp, needs=WGMMA)
+def warpgroup_row_sums(op: Any, c: LoweringContext) -> None:
+    c.pending.before_row_sums()
+    reg, columns = Reg.of(op.result.type), int_attr(op, "columns")
+    sums = RowSums(c.threads, c.places[op.b], int_attr(op, "start"), columns, reg)
+    c.pending.add_row_sums(sums)
+    c.tiles[op.result] = sums
 
 
-class RowSums(Fragment):
-    """A matrix of ones times b^T: all rows of the product are the sums, of which a lane keeps one. Begun at once, in
-    accumulators of its own: the fragments of a product that comes behind can be decoded meanwhile.
-
-    behind: that product, whose wait is for the sums, too
-    """
-
-    def __init__(self, threads: ThreadIndex, b: Place, start: int, columns: int, result: Reg) -> None:
-        self.behind: Products | None = None
-        element, ones = str(b.type.element), _ones(str(b.type.element))
-        terms = [Term(lambda: ones, _offset(b, start + BLOCK_K * i)) for i in range(columns // BLOCK_K)]
-        self._instructions = Instructions(_descriptor(threads, b, result), b.type.shape[-2], element, _OF_ROW_SUMS)
-        self._instructions.issue_all(terms, commit=True)
-        self._sums = _once(self._collect)
-        super().__init__(result, "scalar", lambda i: self._sums()[4 * (i // 2) + i % 2])
-
-    def _collect(self) -> list[Any]:
-        if self.behind is None:
-            return self._instructions.collect([_waiting(0)])
-        self.behind.register(0)
-        return self._instructions.collect([])
-
-
-def _ones(element: str) -> list[Any]:
-    """A fragment of a matrix of ones: four registers, as nvJitLink 13 may fill copies of a single one too late."""
-    pair = {"f16": 0x3C003C00, "bf16": 0x3F803F80}[element]
-    lines = [f"mov.b32 ${i}, {pair};" for i in range(4)]
-    words = _assembly(ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"), [], lines, ["=r"] * 4)
-    return [llvm.extractvalue(emit.integer(), words, [i]) for i in range(4)]
-
-
-def _once(make: Callable[[], Any]) -> Callable[[], Any]:
-    made: list[Any] = []
-
-    def get() -> Any:
-        if not made:
-            made.append(make())
-        return made[0]
-
-    return get
-
-
-def _descriptor(threads: ThreadIndex, b: Place, result: Reg) -> Any:
-    """The lower word of a matrix descriptor: the start address."""
-    address = llvm.ptrtoint(emit.integer(), b.base)
-    layout = result.layout
-    for size, divisor, dim, stride in layout.thread_digits():
-        if dim < layout.rank - 2:
-            step = emit.constant(stride * b.type.strides[dim] * 2)
-            address = arith.addi(address, arith.muli(threads.digit(size, divisor, layout.threads), step))
-    return emit.mask(emit.shift_right(address, 4), 0x3FFF)  # in a cluster, addresses have the block's rank above
-
-
-def _offset(b: Place, column: int) -> int:
-    """Bytes from the start to a column, which inside a row are those without swizzling."""
-    panel, within = divmod(column, b.type.shape[-1])
-    return 2 * (panel * b.type.strides[-3] + within)
-
-
-@dataclass(frozen=True)
-class Term:
-    """One instruction: what makes its fragment of a, while the tensor core works on those before, and where b is."""
-
-    fragment: Callable[[], list[Any]]
-    offset: int  # from what the descriptor says, in bytes
-
-
-def _batches(terms: Sequence[Term]) -> Iterator[list[Term]]:
-    for first in range(0, len(terms), _TOGETHER):
-        yield list(terms[first : first + _TOGETHER])
-
-
-class Instructions:
-    """Those of one row of fragments, with accumulators of their own: rows' sums can stay where they are from one step
-    to the next."""
-
-    def __init__(self, descriptor: Any, n: int, element: str, first: int) -> None:
-        """first: number of the first accumulator"""
-        self.descriptor = descriptor
-        self.sums = [f"{_SUM}{first + i}" for i in range(n // 2)]
-        kind = f"m64n{n}k16.f32.{element}.{element}"
-        self.multiply = f"wgmma.mma_async.sync.aligned.{kind} {{{', '.join(self.sums)}}}"
-
-    def run(self, terms: Sequence[Term], adds: bool = False) -> list[Any]:
-        """The accumulators after all; adds: to what `begin` has put there, not from zero."""
-        self.issue_all(terms, adds)
-        return self.collect([_COMMIT, _waiting(0)])
-
-    def begin(self, totals: Sequence[Any]) -> None:
-        """Put totals into the accumulators."""
-        moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(self.sums)]
-        _assembly(None, list(totals), moves, ["f"] * len(totals))
-
-    def issue_all(self, terms: Sequence[Term], adds: bool = False, commit: bool = False) -> None:
-        """All instructions, a few at a time."""
-        for batch in _batches(terms):
-            self.issue(batch, adds, commit)
-            adds = True
-
-    def issue(self, batch: Sequence[Term], adds: bool, commit: bool = False) -> None:
-        """Some instructions after one fence, the first of which may begin from zero."""
-        words = [emit.bitcast(emit.integer(), x) for term in batch for x in term.fragment()]
-        lower = f"${len(words)}"
-        lines = [".reg .b64 at;", ".reg .pred add;", "wgmma.fence.sync.aligned;"]
-        for i, term in enumerate(batch):
-            relation = "eq" if i or adds else "ne"  # the first of a sum from zero does not add
-            registers = ", ".join(f"${4 * i + r}" for r in range(4))
-            lines += [
-                f"mov.b64 at, {{{lower}, {_UPPER}}};",
-                f"add.s64 at, at, {term.offset // 16};",
-                f"setp.{relation}.b32 add, {lower}, {lower};",
-                f"{self.multiply}, {{{registers}}}, at, add, 1, 1, 0;",
-            ]
-        lines += [_COMMIT] if commit else []
-        _assembly(None, [*words, self.descriptor], ["{", *lines, "}"], ["r"] * (len(words) + 1))
-
-    def collect(self, first: Sequence[str]) -> list[Any]:
-        """The accumulators, after some other instructions."""
-        moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(self.sums)]
-        struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * len(self.sums))})>")
-        result = _assembly(struct, [], [*first, *moves], ["=f"] * len(self.sums))
-        return [llvm.extractvalue(ir.F32Type.get(), result, [i]) for i in range(len(self.sums))]
-
-
-def wait(pending: int) -> None:
-    """Until at most so many groups of instructions are under way."""
-    _assembly(None, [], [_waiting(pending)], [])
-
-
-def _waiting(pending: int) -> str:
-    return f"wgmma.wait_group.sync.aligned {pending};"
-
-
-def declare_sums() -> None:
-    """The registers of the accumulators, for all instructions of a kernel; at its head."""
-    _assembly(None, [], [f".reg .f32 {_SUM}<{_MOST_SUMS}>;"], [])
-
-
-def _assembly(result: Any, operands: list[Any], lines: list[str], constraints: list[str]) -> Any:
-    return llvm.inline_asm(
-        result,
-        operands,
-        "\n".join(lines),
-        ",".join([*constraints, "~{memory}"]),
-        has_side_effects=True,
-        asm_dialect=0,
+def _is_zero(value: Any) -> bool:
+    """Whether a tile is the constant 0."""
+    owner = value.owner
+    return (
+        not isinstance(owner, ir.Block)
+        and owner.name == "lowbit.constant"
+        and ir.FloatAttr(owner.attributes["value"]).value == 0.0
     )

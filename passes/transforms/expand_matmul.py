@@ -14,7 +14,7 @@ from lowbit.dialect.errors import PassError
 from lowbit.passes.base import at, each_op
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
-from lowbit.passes.tensor_programs import SCHEDULE, read_schedule, spec_of
+from lowbit.passes.tensor_programs import read_schedule, spec_of
 from lowbit.passes.transforms.plan_packing import check_planned
 
 
@@ -37,9 +37,9 @@ class ExpandMatmul:
 def _schedule_of(op: Any) -> KernelSchedule:
     """The schedule that an operation carries. Raises PassError where it has none, or one for another operation."""
     name = op.operation.name
-    if SCHEDULE not in op.operation.attributes:
+    if op.schedule is None:
         raise PassError(f"expand-matmul: a {name} has no schedule; run select-schedule first")
-    schedule = read_schedule(op.operation.attributes[SCHEDULE])
+    schedule = read_schedule(op.schedule)
     family = family_of(schedule)
     if name != f"lowbit.{family.operation}":
         raise PassError(f"expand-matmul: a schedule of {family.name} is for lowbit.{family.operation}, not for {name}")

@@ -17,7 +17,7 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of, schedule_from_dict
 from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for
 from lowbit.passes.target import Target, parse_target
-from lowbit.passes.tensor_programs import SCHEDULE, schedule_attr, spec_of
+from lowbit.passes.tensor_programs import schedule_attr, spec_of
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class SelectSchedule:
     def run(self, module: ir.Module) -> None:
         for kind in (ops.MatmulOp, ops.DequantizeOp, ops.PrepackOp):
             for op in each_op(module, kind):
-                if SCHEDULE not in op.operation.attributes:
+                if op.schedule is None:
                     with at(op):
-                        op.operation.attributes[SCHEDULE] = schedule_attr(self._choose(op))
+                        op.schedule = schedule_attr(self._choose(op))
 
     def _choose(self, op: Any) -> KernelSchedule:
         if isinstance(op, ops.DequantizeOp):

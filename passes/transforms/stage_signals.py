@@ -34,12 +34,12 @@ class Signals:
         """Until a round's copies are there."""
         use, stage = self._use(round)
         op = ops.AwaitOp(self._signals, stage, _parity(use))
-        op.operation.attributes["async_proxy"] = ir.UnitAttr.get()
+        op.async_proxy = True
 
     def has_copied(self, stage: Any) -> None:
         """All that this thread has started to copy belongs to this stage or to ones before."""
         op = ops.ArriveOp(self._signals, stage)
-        op.operation.attributes["copies"] = ir.UnitAttr.get()
+        op.copies = True
 
     def wait_read(self, round: Any) -> None:
         """Until the stage of a round can be filled: at once if it never was, which is parity 1."""

@@ -48,6 +48,7 @@ from typing import Any
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
+from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Scalar, Tile, as_i32
@@ -56,7 +57,7 @@ from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.lowering.recipes import compute_element, zero_code
+from lowbit.passes.lowering.recipes import compute_element
 
 ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200
 
@@ -192,8 +193,8 @@ class Kernel:
         if self.operands.table:
             a = p.lookup(codes, self.operands.table, self.compute)
         else:
-            extra = "raw" if self.plan.raw_codes else "deferred_offset" if self.plan.defers_offset else ""
-            a = p.decode(codes, self.compute, self.convert.exponent, extra, self._shifts())
+            offset = "raw" if self.plan.raw_codes else "deferred" if self.plan.defers_offset else "subtracted"
+            a = p.decode(codes, self.compute, self.convert.exponent, offset, self._shifts())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = p.load_matrix(self.operands.x_buffer, p["m"], self.b_layout)

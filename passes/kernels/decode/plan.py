@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.lowering.recipes import OFFSET_BITS, can_be_raw, can_defer_offset, compute_element, exponent
+from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponent
 
 MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
 

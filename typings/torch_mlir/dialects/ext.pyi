@@ -15,8 +15,12 @@ class Pure:
     @staticmethod
     def attach(op_name: str) -> None: ...
 
+class AttributeDef:
+    name: str
+
 class Operation(ir.OpView):
     OPERATION_NAME: str
+    verify_invariants: Any
     Adaptor: type[ir.OpAdaptor]
     def __init_subclass__(
         cls,
@@ -53,7 +57,7 @@ class Dialect(ir.Dialect):
 
     def __init_subclass__(cls, name: str, **kwargs: Any) -> None: ...
     @classmethod
-    def load(cls) -> None: ...
+    def load(cls, *, reload: bool = ...) -> None: ...
 
 def result(*, default_factory: Callable[[], Any] | None = ..., kw_only: bool = ...) -> Any: ...
 def infer_result() -> Any: ...

@@ -1,0 +1,135 @@
+"""Rules of `lower-tiles` for what orders threads and blocks: barriers, signals, and the last block to arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import arith, gpu, ir, llvm, nvvm
+from lowbit.dialect.errors import PassError
+from lowbit.dialect.types import Shared
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering.context import CLUSTERS, LoweringContext, int_attr, text_attr, when
+from lowbit.passes.lowering.memory import allocated
+from lowbit.passes.lowering.registry import lowers
+
+_NAMED_BARRIERS = 15  # beside the one of the whole block (PTX ISA 9.7.13.1)
+
+
+@lowers(ops.BarrierOp)
+def barrier(op: Any, c: LoweringContext) -> None:
+    c.pending.finish_reads()
+    if op.async_proxy:
+        c.require(CLUSTERS, "a barrier for the async proxy")
+        _fence_async_proxy()
+    scope = text_attr(op, "scope")
+    threads = 32 * int_attr(op, "warps")
+    if scope == "warps" and threads == 32:
+        nvvm.bar_warp_sync(emit.constant(-1))
+    elif scope == "warps" and threads < c.threads_per_block:
+        _meet_in_groups(threads, c)
+    elif scope.startswith("cluster"):
+        c.require(CLUSTERS, "a barrier of a cluster")
+        if scope != "cluster_wait":
+            nvvm.cluster_arrive(aligned=True)
+        if scope != "cluster_arrive":
+            nvvm.cluster_wait(aligned=True)
+    else:
+        gpu.barrier()
+
+
+def _meet_in_groups(threads: int, c: LoweringContext) -> None:
+    """Each group of neighbouring threads has a named barrier."""
+    count = c.threads_per_block // threads
+    if count > _NAMED_BARRIERS:
+        raise PassError(f"lower-tiles: {count} barriers of {threads} threads, a block has {_NAMED_BARRIERS}")
+    named = arith.addi(c.thread_digit(count, threads), emit.constant(1))  # barrier 0 is the block's
+    nvvm.barrier(barrier_id=named, number_of_threads=emit.constant(threads))
+
+
+def _fence_async_proxy() -> None:
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=ir.Attribute.parse("#nvvm.shared_space<cta>"))
+
+
+@lowers(ops.AllocSignalsOp, needs=CLUSTERS)
+def alloc_signals(op: Any, c: LoweringContext) -> None:
+    place = c.places[op.result] = allocated(op.result, c)
+    groups, number, _ = Shared.of(op.result.type).shape
+    arrivals = emit.constant(c.threads_per_block // groups)
+
+    def initialise() -> None:
+        for i in range(groups * number):
+            nvvm.mbarrier_init(emit.offset_bytes(place.base, static=8 * i), arrivals)
+
+    _in_one_thread(initialise, c)
+    gpu.barrier()
+
+
+def _in_one_thread(action: Callable[[], Any], c: LoweringContext) -> None:
+    thread = c.thread_digit(c.threads_per_block)
+    when(arith.cmpi(arith.CmpIPredicate.eq, thread, emit.constant(0)), action)
+
+
+def _signal(op: Any, c: LoweringContext) -> Any:
+    """Returns the address of the signal of this thread's group."""
+    place = c.places[op.signals]
+    groups, number, _ = place.type.shape
+    group = c.thread_digit(groups, c.threads_per_block // groups)
+    index = arith.addi(arith.muli(group, emit.constant(number)), c.scalars[op.index])
+    return emit.offset_bytes(place.base, dynamic=arith.muli(index, emit.constant(8)))
+
+
+@lowers(ops.ArriveOp)
+def arrive(op: Any, c: LoweringContext) -> None:
+    if op.copies:
+        nvvm.cp_async_mbarrier_arrive(_signal(op, c), noinc=True)
+    else:
+        c.pending.finish_reads()
+        nvvm.mbarrier_arrive(_signal(op, c), results=[emit.integer(64)])
+
+
+@lowers(ops.AwaitOp)
+def await_signal(op: Any, c: LoweringContext) -> None:
+    if op.async_proxy:
+        c.pending.finish_reads()
+    lines = ["{", ".reg .pred over;", "again:"]
+    lines += ["mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1;", "@!over bra again;", "}"]
+    operands = [_signal(op, c), c.scalars[op.parity]]
+    llvm.inline_asm(None, operands, "\n".join(lines), "r,r,~{memory}", has_side_effects=True, asm_dialect=0)
+    if op.async_proxy:
+        _fence_async_proxy()
+
+
+@lowers(ops.LastArrivalOp)
+def last_arrival(op: Any, c: LoweringContext) -> None:
+    """One thread counts this block in after everybody's writes; the last one to come puts the counter back."""
+    c.pending.finish_reads()
+    count, zero = int_attr(op, "count"), emit.constant(0)
+    flag = emit.offset_bytes(c.shared_base, static=c.shared.allocate(op.result, 4))
+    index = arith.muli(arith.extui(emit.integer(64), c.scalars[op.index]), emit.constant(4, 64))
+    counter = emit.offset_bytes(c.places[op.counters].base, dynamic=index)
+    gpu.barrier()
+
+    def count_in() -> None:
+        last = arith.cmpi(arith.CmpIPredicate.eq, _add_one(counter), emit.constant(count - 1))
+        llvm.store(arith.extui(emit.integer(), last), flag, alignment=4)
+        when(last, lambda: llvm.store(zero, counter, alignment=4))
+
+    _in_one_thread(count_in, c)
+    gpu.barrier()
+    seen = llvm.load(emit.integer(), flag, alignment=4)
+    llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True, asm_dialect=0)
+    c.scalars[op.result] = arith.cmpi(arith.CmpIPredicate.ne, seen, zero)
+
+
+def _add_one(counter: Any) -> Any:
+    """Counts in device memory; returns the number before."""
+    return llvm.inline_asm(
+        emit.integer(),
+        [counter, emit.constant(1)],
+        "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;",
+        "=r,l,r,~{memory}",
+        has_side_effects=True,
+        asm_dialect=0,
+    )

@@ -1,0 +1,48 @@
+"""Verifiers and lowering rules: a mistake of theirs is never taken for a valid operation, and none is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import ir, new_context
+from lowbit.dialect.ops import tiles
+from lowbit.dialect.types import Lowbit
+from lowbit.passes.lowering import lower_tiles
+from lowbit.passes.lowering.registry import RULES
+
+LOAD_MATRIX = """
+!buffer = !lowbit.shared<[8, 16], f32, [24, 1], 0>
+!tile = !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
+func.func @f(%b: !buffer, %m: i32) {
+  %0 = "lowbit.load_matrix"(%b, %m) : (!buffer, i32) -> !tile
+  return
+}
+"""
+
+
+def parse(text: str) -> ir.Module:
+    context = new_context()
+    ops.register(context)
+    with context, ir.Location.unknown():
+        return ir.Module.parse(text)
+
+
+def test_a_key_error_in_a_verifier_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 32-bit element is refused; a helper that fails before it is checked must not let it pass."""
+    with pytest.raises(ir.MLIRError, match="of 16 bits"):
+        parse(LOAD_MATRIX)
+
+    def planted(element: object) -> int:
+        return {"f16": 16}[str(element)]
+
+    monkeypatch.setattr(tiles, "element_bits", planted)
+    with pytest.raises(KeyError, match="f32"):
+        parse(LOAD_MATRIX)
+
+
+def test_every_operation_of_programs_has_a_rule() -> None:
+    """What is not of the tensor level, of registers or around a program is lowered by a registered rule."""
+    elsewhere = {"matmul", "dequantize", "prepack", "program", "decode_pair", "decode_shifted_pair", "lookup_pair"}
+    names = {op.OPERATION_NAME for op in Lowbit.operations} - {f"lowbit.{name}" for name in elsewhere}
+    assert lower_tiles._RULES and sorted(names - RULES.keys()) == []
