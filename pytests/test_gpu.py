@@ -11,6 +11,7 @@ import torch
 import lowbit
 from lowbit.dialect.formats.dtypes import all_names, dtype
 from lowbit.passes.kernels.decode.plan import always_uses_raw_codes
+from lowbit.passes.kernels.decode.schedule import Refill
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 from lowbit.pylib.runtime.driver import Function
 from lowbit.pylib.tune.trial import rounding
@@ -104,14 +105,14 @@ def test_a_weight_that_was_just_written() -> None:
         assert torch.equal(mm(x, lowbit.PackedWeight(w.spec, {**w, "codes": codes})), expected)
 
 
-@pytest.mark.parametrize("wgmma", [0, 1])
-@pytest.mark.parametrize(("splits", "least_blocks"), [(1, 0), (1, 132), (2, 264)])
-def test_resident_weights_in_a_chain(splits: int, least_blocks: int, wgmma: int) -> None:
+@pytest.mark.parametrize("wgmma", [False, True])
+@pytest.mark.parametrize(("splits", "min_blocks"), [(1, 0), (1, 132), (2, 264)])
+def test_preloaded_weights_in_a_chain(splits: int, min_blocks: int, wgmma: bool) -> None:
     """Kernels that share multiprocessors, each with the result of the one before as its x."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("clusters and wgmma need sm_90a")
     spec = lowbit.MatmulSpec(2048, 2048, "u4", group_size=128, zeros="int")
-    schedule = lowbit.Schedule(8, 1, 4, 2, 256, 1, splits, splits, wgmma, preload_weights=True, min_blocks=least_blocks)
+    schedule = lowbit.Schedule(8, 1, 4, 2, 256, 1, splits, splits, wgmma, preload_weights=True, min_blocks=min_blocks)
     x = random_problem(spec, 8)[0]
     kernels = [lowbit.compile(spec, schedule=chosen) for chosen in (None, schedule)]
     weights = [kernels[0].pack(*random_problem(spec, 8, seed=i)[1:]).to("cuda") for i in range(5)]
@@ -134,23 +135,23 @@ def test_codes_as_they_are(schedule: tuple[int, ...], weight: str, zeros: str) -
         pytest.skip("wgmma needs sm_90a")
     spec = lowbit.MatmulSpec(2000, 2048, weight, group_size=256, zeros=zeros, out="f32")  # type: ignore[arg-type]
     x, *weights = random_problem(spec, schedule[0])
-    chosen = lowbit.Schedule(*schedule, step_k=256, num_stages=2, wgmma=int(schedule[0] > 8))
+    chosen = lowbit.Schedule(*schedule, step_k=256, num_stages=2, wgmma=schedule[0] > 8)
     chosen = chosen if always_uses_raw_codes(spec, chosen) else replace(chosen, raw_codes=True)
     mm = lowbit.compile(spec, schedule=chosen)
     y = mm(x.cuda(), mm.pack(*weights).to("cuda"))
     assert agrees(y, matmul(spec, x, *weights), tolerance(spec, x, *weights)).all()
 
 
-@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("refill", ["after_first_mma", "per_warp"])
 @pytest.mark.parametrize("schedule", [(16, 4, 2, 128), (64, 16, 1, 256), (128, 8, 2, 128), (256, 8, 1, 128)])
-def test_warps_that_drift_apart(schedule: tuple[int, ...], late: int) -> None:
+def test_copies_after_the_first_product(schedule: tuple[int, ...], refill: Refill) -> None:
     """Many rounds, without a barrier among the warps that share x."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("wgmma needs sm_90a")
     spec = lowbit.MatmulSpec(2000, 8192, "u4", group_size=128)
     tokens, warps_n, warps_k, step = schedule
     x, *weights = random_problem(spec, tokens)
-    chosen = lowbit.Schedule(tokens, 1, warps_n, warps_k, step, num_stages=2, wgmma=True, refill=late)
+    chosen = lowbit.Schedule(tokens, 1, warps_n, warps_k, step, num_stages=2, wgmma=True, refill=refill)
     mm = lowbit.compile(spec, schedule=chosen)
     w, on_gpu = mm.pack(*weights).to("cuda"), x.cuda()
     bound = tolerance(spec, x, *weights, **rounding(mm, tokens))
