@@ -29,7 +29,7 @@ PIP_FLAGS  :=
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test check lint types lit pytest slow format clean
+.PHONY: help demo install test check lint types lit pytest slow lowest format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ install: $(READY) ## .venv with everything in it
 
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV_FLAGS) $(VENV)
-	$(VENV)/bin/python -m pip install -qq $(PIP_FLAGS) --editable '.[compile,cuda,test]'
+	$(VENV)/bin/python -m pip install -qq $(PIP_FLAGS) --editable '.[test]'
 	@touch $@
 
 demo: $(READY) ## a real matmul: on the GPU if there is one, else on the CPU and in the emulator
@@ -62,6 +62,15 @@ pytest: $(READY) ## the numbers
 
 slow: $(READY) ## the exhaustive sweeps that CI leaves out
 	$(PY) -m pytest -n $(JOBS) -m slow
+
+# Not part of `test`: it downloads 300 MB. torch stays that of constraints.txt, since PyPI has the lowest one as a CUDA
+# build of 3 GB alone; `make lowest TORCH=lowest` takes it.
+lowest: ## a few tests with the lowest versions that pyproject.toml allows
+	mkdir -p build
+	python3 .ci/lowest.py $(TORCH) > build/lowest.txt
+	python3 -m venv --clear build/lowest
+	build/lowest/bin/python -m pip install -qq --constraint build/lowest.txt --editable '.[test]'
+	build/lowest/bin/python -m pytest -n $(JOBS) $(addprefix pytests/test_,cli.py cache.py cpu.py matmul_api.py torch_op.py)
 
 format: $(READY) ## sort imports and mend what ruff can mend
 	$(PY) -m ruff check --fix .

@@ -2,26 +2,26 @@
 
 Two packages carry the same upstream API: a real ``mlir`` package (built from LLVM), and ``torch_mlir``, whose
 wheel is on PyPI. The first that has every module we use serves; nothing else in the project imports either.
-Their types are in ``typings/torch_mlir``.
+Their types are in ``typings/torch_mlir``. Bindings of LLVM 23 and 24 serve; where they differ, this module makes up
+for it. ``docs/toolchain.md`` lists what is used of them.
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from lowbit.dialect.errors import TargetError
 
-_PACKAGES = {"mlir": "mlir-python-bindings", "torch_mlir": "torch-mlir"}
-"""Import name -> distribution name, in order of preference."""
+_PACKAGES = ("mlir", "torch_mlir")
+"""Import names, in order of preference."""
 
-_MODULES = ("ir", "passmanager", "rewrite")
+_MODULES = ("ir", "passmanager")
 _DIALECTS = ("arith", "builtin", "ext", "func", "gpu", "irdl", "llvm", "memref", "nvvm", "scf", "vector")
 
 
 def _load() -> tuple[str, dict[str, ModuleType]]:
-    """The first usable package's name, and its modules by their last name."""
+    """Returns the name of the first usable package, and its modules by their last name."""
     reasons: list[str] = []
     for package in _PACKAGES:
         try:
@@ -32,29 +32,20 @@ def _load() -> tuple[str, dict[str, ModuleType]]:
             continue
         return package, modules | dialects
     raise TargetError(
-        f"no usable MLIR Python bindings ({'; '.join(reasons)}); install them: pip install 'lowbit[compile]'"
+        f"no usable MLIR Python bindings ({'; '.join(reasons)}); install one of: pip install 'torch-mlir>=20261001'; "
+        "another wheel of LLVM 23 or 24 that imports as torch_mlir; LLVM built with MLIR_ENABLE_BINDINGS_PYTHON, its "
+        "python_packages/mlir_core on PYTHONPATH"
     )
 
 
-def _version(package: str, ir_module: ModuleType) -> str:
-    """Name and version of the bindings, to report."""
-    try:
-        return f"{package} {version(_PACKAGES[package])}"
-    except PackageNotFoundError:  # a build tree on PYTHONPATH: a rebuild must not look like the build before
-        library = Path(str(ir_module.__file__)).parent / "_mlir_libs"
-        newest = max((file.stat().st_mtime_ns for file in library.glob("*.so*")), default=0)
-        return f"{package} built {newest}"
-
-
 if TYPE_CHECKING:
-    from torch_mlir import ir, passmanager, rewrite
+    from torch_mlir import ir, passmanager
     from torch_mlir.dialects import arith, builtin, ext, func, gpu, irdl, llvm, memref, nvvm, scf, vector
-
-    BINDINGS_VERSION: str = ""
 else:
-    _package, _modules = _load()
-    BINDINGS_VERSION = _version(_package, _modules["ir"])
-    globals().update(_modules)
+    globals().update(_load()[1])
+
+ISOLATED_FROM_ABOVE = [ir.IsIsolatedFromAboveTrait] if hasattr(ir, "IsIsolatedFromAboveTrait") else []
+"""The traits of an operation whose region uses no value from around it. LLVM 23's bindings cannot say so."""
 
 
 def new_context() -> "ir.Context":
@@ -68,8 +59,20 @@ def new_context() -> "ir.Context":
     return context
 
 
+def load_dialect(dialect: type[ext.Dialect]) -> None:
+    """Make a dialect that is defined in Python known in the current context, unless it is known there already.
+
+    LLVM 23's bindings take a dialect to another context only where `reload` says so; LLVM 24's always do.
+    """
+    try:
+        ir.Context.current.dialects[dialect.DIALECT_NAMESPACE]
+    except IndexError:
+        anew = {"reload": True} if "reload" in signature(dialect.load).parameters else {}
+        dialect.load(**anew)
+
+
 __all__ = [
-    "BINDINGS_VERSION",
+    "ISOLATED_FROM_ABOVE",
     "arith",
     "builtin",
     "ext",
@@ -78,11 +81,11 @@ __all__ = [
     "ir",
     "irdl",
     "llvm",
+    "load_dialect",
     "memref",
     "new_context",
     "nvvm",
     "passmanager",
-    "rewrite",
     "scf",
     "vector",
 ]

@@ -3,6 +3,15 @@
 from typing import Any
 
 
+def reason(error: Exception) -> str:
+    """Returns what a command prints for an error: of the system's, the file and the reason without the number."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"the input is not UTF-8 text ({error.reason} at byte {error.start})"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 class LowbitError(ValueError):
     """Base class: catch this to catch everything lowbit reports about its input."""
 

@@ -285,6 +285,22 @@ def test_versions_of_odd_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert versions(*expected) == expected
 
 
+def test_bindings_of_another_wheel_have_entries_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What imports as torch_mlir need not be torch-mlir, whose version says nothing then."""
+    library = tmp_path / "torch_mlir" / "_mlir_libs" / "libMLIR.so"
+    library.parent.mkdir(parents=True)
+    library.write_text("one")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = {cache.tool_versions.__wrapped__()}
+    library.write_text("other")
+    seen.add(cache.tool_versions.__wrapped__())
+    (tmp_path / "torch_mlir-20261001.dist-info").mkdir()
+    seen.add(cache.tool_versions.__wrapped__())
+    library.write_text("a third")
+    seen.add(cache.tool_versions.__wrapped__())
+    assert len(seen) == 3
+
+
 def test_making_a_key_imports_no_compiler(repo: Path) -> None:
     """With a warm cache neither MLIR nor LLVM is loaded; and the key is the same in every process."""
     code = (

@@ -283,9 +283,9 @@ def test_no_driver() -> None:
 @pytest.mark.parametrize(
     ("wheel", "message"),
     [
-        ("torch_mlir", "no usable MLIR Python bindings .*torch_mlir.* pip install 'lowbit.compile.'"),
-        ("llvmlite", "llvmlite is needed to generate code .* pip install 'lowbit.compile.'"),
-        ("cuda", "a cubin needs nvJitLink or ptxas, and neither is here; pip install 'lowbit.cuda.'"),
+        ("torch_mlir", "no usable MLIR Python bindings .*torch_mlir.* pip install 'torch-mlir>="),
+        ("llvmlite", "llvmlite is needed to generate code .* pip install 'llvmlite>=0.48'"),
+        ("cuda", "a cubin needs nvJitLink or ptxas, and neither is here; pip install cuda-bindings nvidia-nvjitlink"),
     ],
 )
 def test_missing_wheel(wheel: str, message: str, repo: Path) -> None:

@@ -102,6 +102,23 @@ def test_errors_show_the_place(run, tmp_path):
     assert "  return %x : i64\n         ^" in err and "in.mlir:7:14: note: prior use here" in err
 
 
+@pytest.mark.parametrize(("prefix", "column"), [("  ", 3), ("  %0 = ", 8), ("%a:2 = ", 8)])
+def test_an_operation_without_quotes_is_shown(run, tmp_path, prefix, column):
+    """MLIR's parser fails there without a word."""
+    text = f"// lowbit.wait is not meant\nfunc.func @f() {{\n{prefix}lowbit.barrier : () -> ()\n  return\n}}\n"
+    code, _, err = run(text)
+    assert code == 1 and f'in.mlir:3:{column}: error: lowbit.barrier has the generic form alone; write "lowbit' in err
+    assert f"\n{' ' * (column - 1)}^" in err
+
+
+def test_files_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "binary.mlir").write_bytes(b"\xff\xfe")
+    assert opt.main([str(tmp_path / "nofile")]) == opt.main([str(tmp_path / "binary.mlir")]) == 1
+    err = capsys.readouterr().err
+    assert f"error: {tmp_path}/nofile: No such file or directory\n" in err and "Errno" not in err
+    assert "error: the input is not UTF-8 text" in err
+
+
 def test_pass_errors_with_and_without_a_place(run, tmp_path):
     assert f"{tmp_path}/in.mlir:1:1: error: this function is refused" in run(ADD_ZERO, "--test-refuse")[2]
     assert run(ADD_ZERO, "--test-refuse=located=false")[2] == "error: this function is refused\n"

@@ -15,7 +15,7 @@ Verifiers say what was expected and what came. Accesses carry a `boundary`, one 
 
 from __future__ import annotations
 
-from lowbit.dialect.bindings import ir
+from lowbit.dialect.bindings import ir, load_dialect
 from lowbit.dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
 from lowbit.dialect.ops.integer_products import JoinLimbsOp, LimbMmaOp, LimbSumsOp, SplitLimbsOp
 from lowbit.dialect.ops.memory import (
@@ -121,7 +121,6 @@ __all__ = [
 
 
 def register(context: ir.Context) -> None:
-    """Make the dialect known in a context. Call it once per context."""
+    """Make the dialect known in a context."""
     with context, ir.Location.unknown():
-        if not context.is_dialect_loaded(Lowbit.DIALECT_NAMESPACE):
-            Lowbit.load()
+        load_dialect(Lowbit)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.bindings import ISOLATED_FROM_ABOVE, ext, ir
 from lowbit.dialect.checks import Mismatch, expect, in_range, verifier
 from lowbit.dialect.errors import LowbitError
 from lowbit.dialect.ops.common import I32
@@ -26,7 +26,7 @@ from lowbit.dialect.types import (
 MOST_BLOCKS = 8  # of a cluster, on any GPU that has them (CUDA C++ Programming Guide, "Thread Block Clusters")
 
 
-class ProgramOp(Lowbit.Operation, name="program", traits=[ir.IsIsolatedFromAboveTrait]):
+class ProgramOp(Lowbit.Operation, name="program", traits=ISOLATED_FROM_ABOVE):
     """One block's program. The region's arguments are the kernel's parameters, named by `params`.
 
     A parameter is a pointer to device memory (!llvm.ptr<1>), an i32, an f32, or a tensor map, which is passed by value

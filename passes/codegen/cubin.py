@@ -91,7 +91,7 @@ def assembler() -> Assembler:
         pass
     if program := shutil.which("ptxas") or next(_wheel_files("bin/ptxas"), None):
         return Ptxas(str(program))
-    raise TargetError("a cubin needs nvJitLink or ptxas, and neither is here; pip install 'lowbit[cuda]'")
+    raise TargetError("a cubin needs nvJitLink or ptxas, and neither is here; pip install cuda-bindings nvidia-nvjitlink")
 
 
 def _wheel_files(pattern: str) -> Iterator[Path]:

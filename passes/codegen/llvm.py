@@ -19,7 +19,7 @@ def binding() -> Any:
         llvm = import_module("llvmlite.binding")
     except ImportError as error:
         raise TargetError(
-            f"llvmlite is needed to generate code ({error}); install it: pip install 'lowbit[compile]'"
+            f"llvmlite is needed to generate code ({error}); install it: pip install 'llvmlite>=0.48'"
         ) from error
     # Shared, constant and local pointers in 32 bits: half the registers for addresses. Read when a target
     # machine is made, so it has to be set before the first one; only the NVPTX back end looks at it.

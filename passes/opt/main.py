@@ -22,12 +22,14 @@ from pathlib import Path
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir, new_context, passmanager
-from lowbit.dialect.errors import LowbitError, PassError
-from lowbit.passes.opt.diagnostics import Diagnostic, expectations, mismatches, position
+from lowbit.dialect.errors import LowbitError, PassError, reason
+from lowbit.dialect.types import Lowbit
+from lowbit.passes.opt.diagnostics import Diagnostic, expectations, mismatches, position, unquoted
 from lowbit.passes.opt.options import from_text, options
 from lowbit.passes.pipeline import PASSES
 
 _CHUNK_END = re.compile(r"^// -----.*$", re.MULTILINE)
+_OPERATIONS = frozenset(operation.OPERATION_NAME for operation in Lowbit.operations)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Opt:
                 reported.append(Diagnostic("error", str(error), *position(getattr(error, "location", None))))
             except ir.MLIRError as error:
                 if not _has_error(reported):
-                    reported.append(Diagnostic("error", str(error)))
+                    reported.append(unquoted(chunk, _OPERATIONS) or Diagnostic("error", str(error)))
             else:
                 return ("" if _has_error(reported) else result), reported
         return "", reported
@@ -156,8 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with context:
             steps = _until(flags.stop_after, [parse_step(argument) for argument in passes])
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    except (LowbitError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (LowbitError, OSError, UnicodeDecodeError) as error:
+        print(f"error: {reason(error)}", file=sys.stderr)
         return 1
 
     generic, debug_info = flags.mlir_print_op_generic, flags.mlir_print_debuginfo

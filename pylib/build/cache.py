@@ -34,6 +34,8 @@ _TOOLS = (
     "nvidia-nvjitlink-cu12",
     "nvidia-cuda-nvcc",
 )
+_MLIR = {"mlir": "mlir_python_bindings", "torch_mlir": "torch_mlir"}
+"""MLIR's packages, and the wheel that each is from unless it is a build tree or somebody else's wheel."""
 _SOURCES_OF_ENTRIES = ("build/driver.py", "build/cache.py")
 
 
@@ -70,13 +72,21 @@ def tool_versions() -> str:
     """Versions of the packages that compile, found without importing them."""
     found = versions(*_TOOLS)
     # An MLIR build tree, and a ptxas on the PATH, have no version that can be asked for without running them.
-    mlir = find_spec("mlir")
-    for root in (mlir.submodule_search_locations or ()) if mlir else ():
-        found["mlir"] = str(max((f.stat().st_mtime_ns for f in Path(root).glob("_mlir_libs/*")), default=0))
+    found |= {package: _libraries(package, wheel) for package, wheel in _MLIR.items()}
     nvjitlink = found["nvidia-nvjitlink"] or found["nvidia-nvjitlink-cu12"]
     if not nvjitlink and (ptxas := shutil.which("ptxas")):
         found["ptxas"] = f"{ptxas} {Path(ptxas).stat().st_mtime_ns}"
     return _text(found)
+
+
+def _libraries(package: str, wheel: str) -> str | None:
+    """Returns sizes and times of the libraries of an MLIR package, or None where the wheel that has a version gave it."""
+    spec = find_spec(package)
+    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
+    if all(any(root.parent.glob(f"{wheel}-*.dist-info")) for root in roots):
+        return None
+    files = sorted(file.stat() for root in roots for file in root.glob("_mlir_libs/*.so*"))
+    return " ".join(f"{file.st_size}:{file.st_mtime_ns}" for file in files)
 
 
 @lru_cache(maxsize=1)

@@ -59,7 +59,7 @@ def bindings() -> Any:
     try:
         driver = import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise TargetError(f"kernels are loaded with cuda-bindings ({error}); pip install 'lowbit[cuda]'") from None
+        raise TargetError(f"kernels are loaded with cuda-bindings ({error}); pip install 'cuda-bindings>=13.0.3,<14'") from None
     try:
         (code,) = driver.cuInit(0)
     except RuntimeError as error:  # no libcuda
