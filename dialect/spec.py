@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, ref
 from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
+from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.weight import TensorSlot, weight_tensors
 
@@ -51,6 +52,8 @@ class MatmulSpec:
     bias        whether bias[n] is added
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
 
+    Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
+
     Raises SpecError that names the field, what was given, what is allowed, and a fix.
     """
 
@@ -70,9 +73,9 @@ class MatmulSpec:
             n=_integer("n", self.n, 1),
             k=_integer("k", self.k, MIN_K),
             zeros=_choice("zeros", self.zeros, ("none", "int", "float")),
-            scale=_choice("scale", self.scale, ("f16", "bf16", "f32", "e8m0", "e4m3")),
-            act=_choice("act", self.act, ("f16", "bf16")),
-            out=None if self.out is None else _choice("out", self.out, ("f16", "bf16", "f32")),
+            scale=_choice("scale", short_name(self.scale), ("f16", "bf16", "f32", "e8m0", "e4m3")),
+            act=_choice("act", short_name(self.act), ("f16", "bf16")),
+            out=None if self.out is None else _choice("out", short_name(self.out), ("f16", "bf16", "f32")),
             bias=_boolean("bias", self.bias),
             table=None if self.table is None else _floats(self.table),
         )
@@ -83,7 +86,7 @@ class MatmulSpec:
         self._check_weight()
 
     def _check_weight(self) -> None:
-        given = cast(object, self.weight)
+        given = plain_name(self.weight)
         known = (*all_names(), *(f"lut{b}" for b in range(1, 9)))
         if not isinstance(given, str):
             raise SpecError(f"weight={given!r} must be the name of a format, such as 'u4', 'f6e3m2' or 'nf4'")
@@ -91,6 +94,8 @@ class MatmulSpec:
             kind = dtype(given, self.table).kind
         except SpecError as error:
             hint = "" if given in known else _did_you_mean(given, known)
+            if advice := weight_advice(given):
+                raise SpecError(f"weight={given!r}: use {advice}") from None
             raise SpecError(f"weight: {error}{hint}") from None
         if self.zeros == "int" and kind not in ("uint", "int"):
             raise SpecError(

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.names import weight_advice
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec, interned
 
@@ -110,18 +112,27 @@ def test_every_kind_of_weight(weight: str, zeros: str) -> None:
         ({"group_size": -1}, "group_size=-1 must be at least 1"),
         ({"zeros": None}, "zeros=None must be one of 'none', 'int', 'float'"),
         ({"zeros": "ints"}, "did you mean 'int'?"),
-        ({"scale": "float16"}, "must be one of 'f16', 'bf16', 'f32', 'e8m0', 'e4m3'; did you mean 'f16'?"),
-        ({"act": "fp16"}, "act='fp16' must be one of 'f16', 'bf16'; did you mean 'f16'?"),
-        ({"act": torch.float16}, "act=torch.float16 must be one of 'f16', 'bf16'"),
+        ({"scale": "f17"}, "must be one of 'f16', 'bf16', 'f32', 'e8m0', 'e4m3'; did you mean 'f16'?"),
+        ({"act": "float61"}, "act='float61' must be one of 'f16', 'bf16'; did you mean 'f16'?"),
+        ({"act": torch.float32}, "act='f32' must be one of 'f16', 'bf16'"),
+        ({"act": torch.int8}, "act=torch.int8 must be one of 'f16', 'bf16'"),
         ({"act": "f32"}, "act='f32' must be one of"),
         ({"out": "e4m3"}, "out='e4m3' must be one of 'f16', 'bf16', 'f32'"),
         ({"bias": 1}, "bias=1 must be True or False"),
         ({"bias": None}, "bias=None must be True or False"),
-        ({"weight": "int4"}, "unknown weight format 'int4'; allowed: u1..u8, i1..i8"),
-        ({"weight": "int4"}, "did you mean 'i4'?"),
+        ({"weight": "int3"}, "unknown weight format 'int3'; allowed: u1..u8, i1..i8"),
+        ({"weight": "int3"}, "did you mean 'i3'?"),
+        ({"weight": "int4"}, "weight='int4': use weight='u4', zeros='int' for GPTQ and AWQ, or 'i4' for two's"),
+        ({"weight": "mxfp4"}, "weight='mxfp4': use weight='f4e2m1', group_size=32, scale='e8m0'"),
+        ({"weight": "MX-FP4"}, "weight='MX-FP4': use weight='f4e2m1', group_size=32, scale='e8m0'"),
+        ({"weight": "nvfp4"}, "weight='nvfp4': use weight='f4e2m1', group_size=16, scale='e4m3'"),
+        ({"weight": "fp4"}, "weight='fp4': use weight='f4e2m1', or 'fp4_bnb'"),
+        ({"weight": torch.float8_e5m2}, "weight='float8_e5m2': use weight='f8e5m2'"),
+        ({"weight": "q4_K_M"}, "use weight='u4', group_size=32, zeros='float'"),
         ({"weight": "uint3"}, "did you mean 'u3'?"),
         ({"weight": "NF4"}, "did you mean 'nf4'?"),
-        ({"weight": "fp8_e4m3fn"}, "did you mean 'f8e4m3'?"),
+        ({"weight": "fp8_e4m3fn"}, "weight='fp8_e4m3fn': use weight='f8e4m3'"),
+        ({"weight": "int8"}, "did you mean 'i8'?"),
         ({"weight": "f6e9m9"}, "must make 6 bits (1+9+9 = 19)"),
         ({"weight": 4}, "weight=4 must be the name of a format, such as 'u4'"),
         (
@@ -195,3 +206,26 @@ def test_needs_neither_torch_nor_mlir(repo: Path) -> None:
         [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("half", [torch.float16, np.float16, np.dtype("float16"), "float16", "half", "fp16", "f16"])
+def test_types_under_their_other_names(half: object) -> None:
+    """They are kept under one name, so that equal specs are equal keys."""
+    assert spec(act=half, out=half, scale=half) == spec(act="f16", out="f16", scale="f16")
+    assert spec(act=torch.bfloat16, out=torch.float32) == spec(act="bf16", out="f32")
+    assert spec(scale=torch.float8_e8m0fnu).scale == "e8m0" and spec(scale=torch.float8_e4m3fn).scale == "e4m3"
+
+
+MX = ("mxfp4", "mxfp6", "mxfp6_e2m3", "mxfp8", "mxfp8_e5m2", "mxint8")
+LLAMA = ("q4_0", "q5_0", "q8_0", "q4_1", "q5_1", "q2_k", "q3_k_m", "q4_k_m", "q5_k_s", "q6_k")
+OTHERS = ("nvfp4", "fp4", "fp6_e3m2", "fp6_e2m3", "fp8", "float8_e4m3fn", "float8_e5m2", "int4", "awq4", "bitnet2")
+
+
+@pytest.mark.parametrize("name", [*MX, *LLAMA, *OTHERS])
+def test_advice_is_a_spec(name: str) -> None:
+    """What is advised for another name can be made, and has the bits of that name."""
+    advice = weight_advice(name) or weight_advice(name[:-1])
+    given = dict(re.findall(r"(\w+)='?(\w+)'?", advice or ""))
+    group = int(given.pop("group_size", 64))
+    assert f"{MatmulSpec(64, 128, group_size=group, **given).dtype.bits}" in name
+    assert (group, given.get("scale")) == (32, "e8m0") or name not in MX

@@ -91,7 +91,8 @@ def assembler() -> Assembler:
         pass
     if program := shutil.which("ptxas") or next(_wheel_files("bin/ptxas"), None):
         return Ptxas(str(program))
-    raise TargetError("a cubin needs nvJitLink or ptxas, and neither is here; pip install cuda-bindings nvidia-nvjitlink")
+    wheels = "cuda-bindings nvidia-nvjitlink"
+    raise TargetError(f"a cubin needs nvJitLink or ptxas, and neither is here; pip install {wheels}")
 
 
 def _wheel_files(pattern: str) -> Iterator[Path]:

@@ -59,7 +59,8 @@ def bindings() -> Any:
     try:
         driver = import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise TargetError(f"kernels are loaded with cuda-bindings ({error}); pip install 'cuda-bindings>=13.0.3,<14'") from None
+        wheel = "'cuda-bindings>=13.0.3,<14'"
+        raise TargetError(f"kernels are loaded with cuda-bindings ({error}); pip install {wheel}") from None
     try:
         (code,) = driver.cuInit(0)
     except RuntimeError as error:  # no libcuda
