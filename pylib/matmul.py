@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.stages import stages
 from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
 from lowbit.pylib import operator_schema, packed
 from lowbit.pylib.build.choices import KernelChoices
@@ -198,13 +199,23 @@ class Matmul:
         return cubin
 
     def ir(self, stage: str, m: int = 1) -> str:
-        """The program for m rows after a stage: "lowbit", "tile", "gpu", "llvm", "ll" or "ptx" for a GPU,
-        "lowbit", "vector", "llvm", "ll" or "asm" for a CPU. Compiles it afresh. Raises SpecError for another
-        stage."""
-        stages = self._runtime.stages(m)
-        if stage not in stages:
-            raise SpecError(f"stage={stage!r} must be one of {', '.join(map(repr, stages))}")
-        return stages[stage]
+        """Returns the program for m rows after a stage, compiled afresh.
+
+        A GPU has "lowbit", "tile", "gpu", "llvm", "ll" and "ptx"; a CPU "vector", "llvm", "ll" and "asm". Raises
+        SpecError for another stage.
+        """
+        programs = self._runtime.stages(m)
+        if stage not in programs:
+            raise SpecError(f"stage={stage!r} must be one of {', '.join(map(repr, programs))}{self._stage_hint(stage)}")
+        return programs[stage]
+
+    def _stage_hint(self, stage: str) -> str:
+        """Returns where there is a stage that this target does not have as text, for an error."""
+        if stage == "cubin":
+            return "; machine code is in compile(spec, 'sm_90a').cubin"
+        if stage in stages(gpu=True) and not self.target.is_gpu:
+            return f" on a CPU; compile(spec, 'sm_90a').ir({stage!r}) has it, and needs no GPU"
+        return ""
 
     def _as_weight(self, weight: Sequence[Tensor]) -> PackedWeight:
         names = [slot.name for slot in self.spec.tensors]

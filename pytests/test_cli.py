@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 from typer.testing import CliRunner
 
 from lowbit.dialect.spec import MatmulSpec
@@ -68,7 +70,8 @@ def test_targets_in_help_exist():
         (("--target", "sm_75"), "unknown target 'sm_75'"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "vector"), "must be one of lowbit, tile, gpu, llvm"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "cubin"), "name a file with -o"),
-        ((*SMALL, "--target", "sm_80", "-o", "/nonexistent/kernel.ptx"), "No such file or directory"),
+        ((*SMALL, "--target", "sm_80", "-o", "/nowhere/x.ptx"), "error: /nowhere/x.ptx: No such file or directory"),
+        (("-w", "mxfp4"), "weight='mxfp4': use weight='f4e2m1', group_size=32, scale='e8m0'"),
     ],
 )
 def test_errors_are_one_line(arguments, message):
@@ -96,6 +99,55 @@ def test_run(target):
     result = lowbit("run", *SMALL, "-m", "3", "--target", target)
     assert result.exit_code == 0, result.output
     assert "right" in result.stdout and ("time" in result.stdout) == (target == "cpu")
+
+
+def piped(*arguments: str) -> list[str]:
+    """Returns the lines of a command whose output is a pipe of no width, as `| grep` has it."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "lowbit", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_output_that_is_piped_is_not_folded():
+    lines = piped("run", *SMALL, "-t", "emulator:sm_80")
+    assert [line.split()[0] for line in lines[1:]] == ["result", "ready", "schedule"]
+    assert max(map(len, lines)) > 120 and lines[-1].endswith(")") and "\x1b" not in "".join(lines)
+    assert {line.split()[0] for line in piped("info")} >= {"lowbit", "CPU", "toolchain", "cache", "targets"}
+
+
+@pytest.mark.parametrize("target", ["cpu", "emulator:sm_80"])
+def test_run_as_json(target):
+    found = json.loads(lowbit("run", *SMALL, "-m", "3", "-t", target, "--json").stdout)
+    assert found["right"] is True and found["tokens"] == 3 and found["target"] == target
+    assert MatmulSpec.from_dict(found["spec"]) == MatmulSpec(32, 256, "u4", 64, zeros="int")
+    assert 0 < found["relative_error"] < 1e-2 and found["call_flops"] == 2 * 3 * 32 * 256
+    assert (found["call_seconds"] is None) == (target != "cpu") and (found["schedule"] is None) == (target == "cpu")
+
+
+def test_info_as_json():
+    found = json.loads(lowbit("info", "--json").stdout)
+    assert next(iter(found)) == "lowbit" and "torch-mlir" in found["toolchain"]
+
+
+def test_short_options():
+    """The same letters for the same things in every command that has them."""
+    matmul = ("-n", "32", "-k", "256", "-w", "u4", "-g", "64", "--zeros", "int")
+    short = lowbit("compile", *matmul, "-t", "sm_80", "-m", "3")
+    assert short.stdout == lowbit("compile", *SMALL, "--target", "sm_80", "--tokens", "3").stdout != ""
+    flags = {}
+    for command in typer.main.get_command(app).commands.values():
+        for option in command.params:
+            for flag in (flag for flag in option.opts if len(flag) == 2):
+                flags.setdefault(flag, set()).add(max(option.opts, key=len).rstrip("s"))
+    assert {flag: names for flag, names in flags.items() if len(names) > 1} == {}
+    assert set(flags) >= {"-n", "-k", "-w", "-g", "-m", "-t", "-o"}
+
+
+def test_stages_of_a_gpu_name_the_target():
+    """What the README shows, typed without a target on a machine without a GPU."""
+    result = lowbit("compile", *SMALL, "-t", "cpu", "--stop-after", "tile")
+    assert result.exit_code == 1 and "for target cpu; for a GPU's, give its target, such as -t sm_90a" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import lowbit
 from lowbit.dialect.types import Lowbit
@@ -147,6 +148,16 @@ def test_files_that_are_named_exist(page: Path) -> None:
     code = [ROOT / path for path in re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|md|mlir|json))`", text) if "<" not in path]
     named = links + [path for path in code if path.relative_to(ROOT).parts[0] in PACKAGES]
     assert [str(path) for path in named if not path.exists()] == []
+
+
+def test_stages_that_the_readme_reads() -> None:
+    """On any machine, with or without a GPU."""
+    text = (ROOT / "README.md").read_text()
+    (expression,) = re.findall(r"`(lowbit\.compile\(spec.*?\.ir\(.*?\))`", text)
+    (command,) = re.findall(r"`lowbit (compile .*--stop-after \w+)`", text)
+    names = {"lowbit": lowbit, "spec": lowbit.MatmulSpec(64, 256, "u4")}
+    assert "lowbit.program" in eval(expression, names)
+    assert "lowbit.program" in CliRunner().invoke(app, [*command.split(), "-n", "64", "-k", "256"]).stdout
 
 
 def test_operations() -> None:

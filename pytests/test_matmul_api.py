@@ -162,3 +162,14 @@ def test_ir_of_the_cpu() -> None:
     mm = lowbit.compile(SPEC, "cpu")
     assert mm.schedule is None
     assert "llvm.func" in mm.ir("llvm") and "define" in mm.ir("ll") and "ret" in mm.ir("asm")
+
+
+def test_a_stage_of_a_gpu_names_the_target_on_a_cpu() -> None:
+    """`mm.ir("tile")` on a machine without a GPU."""
+    mm = lowbit.compile(SPEC, "cpu")
+    with pytest.raises(lowbit.SpecError, match=r"on a CPU; compile\(spec, 'sm_90a'\).ir\('tile'\) has it"):
+        mm.ir("tile")
+    with pytest.raises(lowbit.SpecError, match=r"machine code is in compile\(spec, 'sm_90a'\).cubin"):
+        mm.ir("cubin")
+    with pytest.raises(lowbit.SpecError, match=r"stage='tiles' must be one of 'vector', 'llvm', 'll', 'asm'$"):
+        mm.ir("tiles")

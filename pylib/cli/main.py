@@ -7,6 +7,7 @@ each field of `MatmulSpec`. What is slow to import is imported inside the comman
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,15 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from lowbit.dialect.errors import LowbitError, SpecError, TargetError
+from lowbit.dialect.errors import LowbitError, SpecError, TargetError, reason
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.stages import stages
 from lowbit.pylib.cli.machine import TARGETS
+from lowbit.pylib.cli.output import Json, show, show_json
 from lowbit.pylib.cli.tune import tune
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Commands(TyperGroup):
             raise
         except (LowbitError, OSError) as error:
             errors.print("[bold red]error:[/] ", end="")
-            errors.print(str(error), markup=False)
+            errors.print(reason(error), markup=False)
             raise typer.Exit(1) from None
 
 
@@ -66,6 +67,7 @@ app = typer.Typer(
     help="A compiler for low-bit matrix multiplication: y = x Wᵀ with weights of 1 to 8 bits.",
 )
 
+_SHORT = {"n": "-n", "k": "-k", "weight": "-w", "group_size": "-g"}
 _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "n": (int, 4096, "Rows of the weight: outputs."),
     "k": (int, 4096, "Columns of the weight: inputs."),
@@ -91,7 +93,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
         command(spec=MatmulSpec(**fields), **given)
 
     def parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
-        flags = [f"--{name.replace('_', '-')}"]
+        flags = [f"--{name.replace('_', '-')}", *filter(None, [_SHORT.get(name)])]
         annotation = Annotated[kind, typer.Option(*flags, help=text, rich_help_panel="Matmul")]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -128,7 +130,7 @@ def _schedule(text: str | None) -> Schedule | None:
     return cast(Schedule, schedule_from_dict({"family": given.family} | asdict(given.schedule or Schedule())))
 
 
-TargetName = Annotated[str | None, typer.Option("--target", help=f"{TARGETS}; without it, this machine's.")]
+TargetName = Annotated[str | None, typer.Option("--target", "-t", help=f"{TARGETS}; without it, this machine's.")]
 Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
 _STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
 ScheduleText = Annotated[
@@ -153,13 +155,13 @@ def compile_(
 
     [bold]Examples[/]
 
-      lowbit compile --n 8192 --k 8192 --weight u4 --group-size 128 --target sm_90a > kernel.ptx
+      lowbit compile -n 8192 -k 8192 -w u4 -g 128 -t sm_90a > kernel.ptx
 
-      lowbit compile --weight f6e3m2 --target sm_80 --stop-after tile
+      lowbit compile -w f6e3m2 -t sm_80 --stop-after tile
 
-      lowbit compile --weight nf4 --group-size 64 --target sm_90a --stop-after cubin -o kernel.cubin
+      lowbit compile -w nf4 -g 64 -t sm_90a --stop-after cubin -o kernel.cubin
 
-      lowbit compile --weight i3 --target sm_90a --dump stages/
+      lowbit compile -w i3 -t sm_90a --dump stages/
     """
     import lowbit
 
@@ -167,7 +169,8 @@ def compile_(
     known = stages(mm.target.is_gpu)
     stage = stop_after or ("ptx" if mm.target.is_gpu else "asm")
     if stage not in known:
-        raise SpecError(f"--stop-after={stage} must be one of {', '.join(known)} for target {mm.target}")
+        hint = "; for a GPU's, give its target, such as -t sm_90a" if stage in stages(gpu=True) else ""
+        raise SpecError(f"--stop-after={stage} must be one of {', '.join(known)} for target {mm.target}{hint}")
 
     def read(name: str) -> bytes:
         if name != "cubin":
@@ -196,18 +199,16 @@ def explain(
     spec: MatmulSpec,
     target: TargetName = None,
     schedule: ScheduleText = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show which kernels serve which number of rows, and what each is made of. Compiles nothing.
 
     [bold]Examples[/]
 
-      lowbit explain --n 4096 --k 4096 --weight u4 --group-size 128 --target sm_90a
+      lowbit explain -n 4096 -k 4096 -w u4 -g 128 -t sm_90a
 
-      lowbit explain --weight nf4 --group-size 64 --target sm_80 --json
+      lowbit explain -w nf4 -g 64 -t sm_80 --json
     """
-    from json import dumps
-
     from lowbit.passes.target import parse_target
     from lowbit.pylib.build.kernels import Artifacts
     from lowbit.pylib.matmul import this_machine
@@ -216,7 +217,10 @@ def explain(
     if not parsed.is_gpu:
         raise TargetError(f"target {parsed} has one program for every number of rows; name a GPU such as sm_90a")
     choices = Artifacts(spec, parsed, _schedule(schedule)).choices()
-    print(dumps(choices.to_dict(), indent=1) if json else choices)
+    if as_json:
+        show_json(choices.to_dict())
+    else:
+        print(choices)
 
 
 @app.command(cls=Raw, add_help_option=False)
@@ -239,71 +243,93 @@ def opt(ctx: typer.Context) -> None:
 @app.command()
 @takes_spec
 def run(
-    spec: MatmulSpec, target: TargetName = None, tokens: Tokens = 1, schedule: ScheduleText = None
+    spec: MatmulSpec,
+    target: TargetName = None,
+    tokens: Tokens = 1,
+    schedule: ScheduleText = None,
+    as_json: Json = False,
 ) -> None:
     """Multiply random data: check the result against float64 and time it.
 
     [bold]Examples[/]
 
-      lowbit run --n 8192 --k 8192 --weight u4 --group-size 128 --zeros int -m 16
+      lowbit run -n 8192 -k 8192 -w u4 -g 128 --zeros int -m 16
 
-      lowbit run --weight f6e3m2 --act bf16 --target cpu
+      lowbit run -w f6e3m2 --act bf16 -t cpu --json
 
-      lowbit run --n 64 --k 512 --weight i3 --target emulator:sm_90a
+      lowbit run -n 64 -k 512 -w i3 -t emulator:sm_90a
     """
     from lowbit.pylib.tune.trial import run_trial
 
-    console = Console(highlight=False)
-    with console.status("starting") as status:
+    with errors.status("starting") as status:
         trial = run_trial(spec, tokens, target, _schedule(schedule), on_step=status.update)
-    console.print(report(trial))
+    if as_json:
+        show_json(measured(trial))
+    else:
+        show(f"{spec}, m = {trial.m}, on {trial.matmul.target}", report(trial))
     if not trial.right:
         errors.print("[bold red]error:[/] the result is wrong")
         raise typer.Exit(1)
 
 
-def report(trial: Trial) -> Table:
-    """What a trial found, as a table of two columns."""
-    mm = trial.matmul
-    table = _table(escape(f"{mm.spec}, m = {trial.m}, on {mm.target}"))
+def report(trial: Trial) -> dict[str, str]:
+    """Returns what a trial found as text, by name, with rich's markup."""
     verdict = "[green]right[/]" if trial.right else "[bold red]wrong[/]"
     worst = f"worst element at {trial.worst:.0%} of what rounding explains"
-    table.add_row("result", f"{verdict}: relative error {trial.error:.1e}, {worst}")
-    table.add_row("ready in", f"{trial.compile_time * 1e3:.0f} ms, compiled or from the cache")
+    facts = {
+        "result": f"{verdict}: relative error {trial.error:.1e}, {worst}",
+        "ready in": f"{trial.compile_time * 1e3:.0f} ms, compiled or from the cache",
+    }
     if trial.time is not None:
-        table.add_row("time", f"{trial.time * 1e6:.2f} µs")
-        bandwidth = trial.bytes / trial.time / 1e9
-        table.add_row("bandwidth", f"{bandwidth:.1f} GB/s for {trial.bytes / 1e6:.2f} MB")
-        table.add_row("arithmetic", f"{trial.flops / trial.time / 1e12:.3f} TFLOP/s")
+        facts["time"] = f"{trial.time * 1e6:.2f} µs"
+        facts["bandwidth"] = f"{trial.bytes / trial.time / 1e9:.1f} GB/s for {trial.bytes / 1e6:.2f} MB"
+        facts["arithmetic"] = f"{trial.flops / trial.time / 1e12:.3f} TFLOP/s"
     if trial.schedule:
-        table.add_row("schedule", str(trial.schedule))
-    return table
+        facts["schedule"] = escape(str(trial.schedule))
+    return facts
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    return table
+def measured(trial: Trial) -> dict[str, Any]:
+    """Returns what a trial found as numbers, by name with the unit; None where there is none, as in the emulator."""
+    return {
+        "spec": trial.matmul.spec.to_dict(),
+        "target": trial.matmul.target.name,
+        "tokens": trial.m,
+        "right": trial.right,
+        "relative_error": _finite(trial.error),
+        "worst_error_of_allowed": _finite(trial.worst),
+        "ready_seconds": trial.compile_time,
+        "call_seconds": trial.time,
+        "call_bytes": trial.bytes,
+        "call_flops": trial.flops,
+        "schedule": trial.schedule and asdict(trial.schedule),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 app.command()(tune)
 
 
 @app.command()
-def info() -> None:
+def info(as_json: Json = False) -> None:
     """Show the GPU, the toolchain, the cache and the targets.
 
-    [bold]Example[/]
+    [bold]Examples[/]
 
       lowbit info
+
+      lowbit info --json | jq -r .toolchain
     """
     from lowbit.pylib.cli.machine import facts
 
-    table = _table("lowbit")
-    for name, value in facts().items():
-        table.add_row(name, escape(value))
-    Console(highlight=False).print(table)
+    found = facts()
+    if as_json:
+        show_json(found)
+    else:
+        show("lowbit", {name: escape(value) for name, value in found.items()})
 
 
 @app.command()

@@ -26,7 +26,9 @@ def tune(
         list[str] | None, typer.Argument(help="Sizes (4096x11008), models, layers (Llama-2-7B/qkv).")
     ] = None,
     weights: Annotated[str, typer.Option("--weights", "-w", help="Formats.")] = "u4",
-    group_sizes: Annotated[str, typer.Option(help="Columns that share a scale; row for one scale per row.")] = "128",
+    group_sizes: Annotated[
+        str, typer.Option("--group-sizes", "-g", help="Columns that share a scale; row for one scale per row.")
+    ] = "128",
     tokens: Annotated[str, typer.Option("--tokens", "-m", help="Token tiles.")] = "1,8,16,32,64",
     acts: Annotated[str, typer.Option(help="Types of x.")] = "f16",
     zeros: Annotated[str, typer.Option(help="Kinds of zero points.")] = "none",
@@ -47,9 +49,9 @@ def tune(
 
     [bold]Examples[/]
 
-      lowbit tune Llama-3.1-8B --weights u4,u8 --group-sizes 128,row
+      lowbit tune Llama-3.1-8B -w u4,u8 -g 128,row
 
-      lowbit tune 8192x8192 8192x28672 -w nf4 --group-sizes 64 -m 1,16 --acts f16,bf16
+      lowbit tune 8192x8192 8192x28672 -w nf4 -g 64 -m 1,16 --acts f16,bf16
 
       lowbit tune --preset decode --seconds 480
 

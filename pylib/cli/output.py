@@ -1,0 +1,28 @@
+"""How commands print what they found: a line each, never folded, so that pipes can read it; or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def show(title: str, facts: Mapping[str, str]) -> None:
+    """Print a title and a line for each fact, with names in bold on a terminal. Values may have rich's markup."""
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(map(len, facts))
+    console.print(escape(title), style="italic")
+    for name, value in facts.items():
+        console.print(f"[bold]{escape(name):<{width}}[/]  {value}")
+
+
+def show_json(value: Any) -> None:
+    """Print a value as JSON, keys in their order. NaN and infinities, which JSON lacks, must not be in it."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
