@@ -27,6 +27,10 @@ class PackError(LowbitError):
     """Codes, scales, zeros or bias that do not fit their spec; or a packed weight of another spec."""
 
 
+class QuantizeError(LowbitError):
+    """A weight that cannot be quantized, or calibration data that do not fit it."""
+
+
 class LayoutError(LowbitError):
     """A layout operation without an answer (a division that does not divide, say)."""
 

@@ -13,19 +13,11 @@ import torch
 import lowbit
 from lowbit.pylib.tune.trial import time_call
 
-
-def quantize(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round W [n, k] to 4 bits: codes [n, k], and a scale and an integer zero per group."""
-    groups = weight.unflatten(1, (-1, group_size))
-    low, high = groups.amin(-1), groups.amax(-1)
-    scales = ((high - low) / 15).half().float()
-    zeros = (-low / scales).round().clamp(0, 15).to(torch.int32)
-    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
-    return codes.to(torch.uint8).flatten(1), scales, zeros
+CONFIG = lowbit.QuantConfig("u4", group_size=128, zeros="int")
 
 
 def show(target: str | None, n: int, k: int, m: int, timed: bool = True) -> None:
-    spec = lowbit.MatmulSpec(n=n, k=k, weight="u4", group_size=128, zeros="int", act="f16")
+    spec = CONFIG.spec(n, k)
 
     start = time.perf_counter()
     mm = lowbit.compile(spec, target)
@@ -34,16 +26,14 @@ def show(target: str | None, n: int, k: int, m: int, timed: bool = True) -> None
     compile_time = time.perf_counter() - start
 
     torch.manual_seed(0)
-    codes, scales, zeros = quantize(torch.randn(n, k), spec.group_size or k)
+    quantized = lowbit.quantize(torch.randn(n, k), CONFIG)
     x = torch.randn(m, k, dtype=torch.float16)
     device = "cuda" if mm.target.kind == "cuda" else "cpu"
-    w = mm.pack(codes, scales, zeros).to(device)
+    w = quantized.pack(mm).to(device)
     y = mm(x.to(device), w)
 
-    # The definition, in float64: y[t, n] = sum over k of x[t, k] s[n, k // g] (code[n, k] - z[n, k // g]).
-    groups = codes.unflatten(1, (-1, 128)).double()
-    exact = scales.double()[..., None] * (groups - zeros.double()[..., None])
-    expected = x.double() @ exact.flatten(1).T
+    # In float64, with the weight that the codes stand for: W[n, k] = s[n, k // g] (code[n, k] - z[n, k // g]).
+    expected = x.double() @ quantized.dequantize(torch.float64).T
     error = (y.cpu().double() - expected).norm() / expected.norm()
 
     print(f"\n{spec}, {m} tokens, on {mm.target}")

@@ -19,21 +19,27 @@ from lowbit.dialect.errors import (
     LowbitError,
     PackError,
     PassError,
+    QuantizeError,
     SpecError,
     TargetError,
 )
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
+from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
     from lowbit.pylib.matmul import Matmul, compile
     from lowbit.pylib.packed import PackedWeight
+    from lowbit.pylib.quantization.api import quantize
+    from lowbit.pylib.quantization.calibration import Calibration
+    from lowbit.pylib.quantization.quantized import QuantizedWeight
     from lowbit.pylib.runtime.kernel import Kernel, load
 
 alias(__name__)
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibration",
     "EmulatorError",
     "IntegerSchedule",
     "Kernel",
@@ -44,20 +50,27 @@ __all__ = [
     "PackError",
     "PackedWeight",
     "PassError",
+    "QuantConfig",
+    "QuantizeError",
+    "QuantizedWeight",
     "Schedule",
     "SpecError",
     "TargetError",
     "__version__",
     "compile",
     "load",
+    "quantize",
 ]
 
 _NEEDS_TORCH = {
+    "Calibration": "quantization.calibration",
     "Kernel": "runtime.kernel",
     "Matmul": "matmul",
     "PackedWeight": "packed",
+    "QuantizedWeight": "quantization.quantized",
     "compile": "matmul",
     "load": "runtime.kernel",
+    "quantize": "quantization.api",
 }
 
 

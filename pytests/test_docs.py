@@ -50,6 +50,11 @@ def test_examples_and_excerpts_of_the_tutorial(tmp_path: Path, monkeypatch: pyte
     assert [(stage, part) for stage, part in shown if part not in texts(stage)] == []
 
 
+def test_examples_of_quantizers() -> None:
+    torch.manual_seed(0)
+    _run(ROOT / "docs/quantizers.md")
+
+
 def _run(page: Path) -> dict[str, Any]:
     """Runs the Python blocks of a page, which are one program that checks itself; returns its names."""
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

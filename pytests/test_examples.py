@@ -49,6 +49,12 @@ def test_demo_in_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
     assert "relative error" in capsys.readouterr().out
 
 
+def test_quantize_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = load("quantize_a_layer.py")["main"](64, 256, "cpu")
+    assert errors["GPTQ"] < errors["round to nearest"] < errors["GPTQ, 3 bits"] < 0.2
+    assert capsys.readouterr().out.count("bits per weight") == len(errors)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("m", [1, 8])
 def test_kernel_in_steps(version: str, m: int) -> None:

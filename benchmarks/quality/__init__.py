@@ -1,0 +1,6 @@
+"""How much quality a quantizer keeps: a small language model, its training, and its perplexity at 8 to 2 bits.
+
+    python -m benchmarks.quality.train KJV.JSONL     trains the model (once: its weights are committed here)
+    python -m benchmarks.quality.measure             writes docs/results/quality.json
+    python -m benchmarks.quality.report              writes docs/quality.md's table and docs/img/quality.svg
+"""

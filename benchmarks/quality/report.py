@@ -1,0 +1,113 @@
+"""The table of docs/quality.md and its figure, from docs/results/quality.json: `python -m benchmarks.quality.report`.
+
+The figure needs matplotlib (the extra `bench`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quality.measure import RESULTS
+
+Record = dict[str, Any]
+DOCS = RESULTS.parent.parent
+PAGE, FIGURE = DOCS / "quality.md", DOCS / "img" / "quality.svg"
+BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
+BITS = "bits per weight, scales and zeros included"
+COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
+    "RTN, min/max": "#8A8A8A",
+    "RTN": "#3C3C3C",
+    "HQQ": "#E69F00",
+    "AWQ": "#56B4E9",
+    "GPTQ": "#0072B2",
+    "SignRound": "#D55E00",
+    "floats, RTN": "#CC79A7",
+    "floats, GPTQ": "#009E73",
+}
+
+
+def read(file: Path = RESULTS) -> list[Record]:
+    """Returns the records of a file of results, the float model first."""
+    return json.loads(file.read_text())["records"]
+
+
+def lines(records: list[Record]) -> dict[str, dict[int, Record]]:
+    """Returns for each line its records by bits; presets and single formats are no lines."""
+    found: dict[str, dict[int, Record]] = {}
+    for record in records[1:]:
+        found.setdefault(record["line"], {})[record["bits"]] = record
+    return {line: by_bits for line, by_bits in found.items() if len(by_bits) > 1}
+
+
+def tables(records: list[Record]) -> str:
+    """Returns the page's tables: perplexity and divergence by method and bits, then the formats that stand alone."""
+    return "\n\n".join(
+        [
+            f"Perplexity; the float model has {records[0]['perplexity']:.2f}:",
+            _table(records, "perplexity", ".2f"),
+            "Divergence from the float model's predictions, in thousandths of a nat:",
+            _table(records, "divergence", ".3g", 1000),
+            "Formats and recipes that stand alone:",
+            _single(records),
+        ]
+    )
+
+
+def _table(records: list[Record], value: str, style: str, factor: float = 1) -> str:
+    found = lines(records)
+    widths = sorted({bits for by_bits in found.values() for bits in by_bits}, reverse=True)
+    rows = [["", *(f"{bits} bits" for bits in widths)], ["---", *("---:" for _ in widths)]]
+    for line, by_bits in found.items():
+        cells = [by_bits.get(bits) for bits in widths]
+        rows.append([line, *("" if cell is None else format(factor * cell[value], style) for cell in cells)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _single(records: list[Record]) -> str:
+    rows = ["| | bits per weight | perplexity | divergence, thousandths |", "| --- | ---: | ---: | ---: |"]
+    for record in records[1:]:
+        if record["line"] not in lines(records):
+            quality = f"{record['perplexity']:.2f} | {1000 * record['divergence']:.3g}"
+            rows.append(f"| {record['line']} | {record['bits_per_weight']:.2f} | {quality} |")
+    return "\n".join(rows)
+
+
+def page(text: str, records: list[Record]) -> str:
+    """Returns the text of the page with its tables replaced."""
+    return re.sub(f"{BEGIN}.*{END}", f"{BEGIN}\n{tables(records)}\n{END}", text, flags=re.DOTALL)
+
+
+def draw(records: list[Record], file: Path) -> None:
+    """Write the figure: perplexity and divergence against bits per weight, a line for each method."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from benchmarks.plots import STYLE
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for line, by_bits in lines(records).items():
+            if line in COLOURS:
+                for axes, value in ((left, "perplexity"), (right, "divergence")):
+                    found = [(record["bits_per_weight"], record[value]) for record in by_bits.values()]
+                    axes.plot(*zip(*found), "o-", color=COLOURS[line], label=line, markersize=3, linewidth=1.2)
+        left.axhline(records[0]["perplexity"], color="#8A8A8A", linewidth=0.8, linestyle=":")
+        left.set(title="Perplexity (dotted: the float model)", xlabel=BITS, xlim=(2.2, 5.7))
+        right.set(title="Divergence from the float model, nats", xlabel=BITS, yscale="log")
+        left.legend(fontsize=8)
+        figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> None:
+    """Write the page and the figure."""
+    records = read()
+    PAGE.write_text(page(PAGE.read_text(), records))
+    draw(records, FIGURE)
+
+
+if __name__ == "__main__":
+    main()

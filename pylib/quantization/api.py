@@ -1,0 +1,94 @@
+"""`lowbit.quantize`: checks a weight, hands it to its method, and returns a `QuantizedWeight`."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import QuantizeError, SpecError
+from lowbit.pylib.packed import TORCH
+from lowbit.pylib.quantization import hqq, rtn
+from lowbit.pylib.quantization.awq import awq
+from lowbit.pylib.quantization.calibration import Calibration
+from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+from lowbit.pylib.quantization.gptq import gptq
+from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.quantized import QuantizedWeight
+from lowbit.pylib.quantization.signround import signround
+
+
+@torch.no_grad()
+def quantize(
+    weight: Tensor, config: QuantConfig | None = None, calibration: Tensor | Calibration | None = None
+) -> QuantizedWeight:
+    """Quantize a weight, on the device that it is on.
+
+    weight        floats [n, k], any strides
+    config        what to make of it; None: QuantConfig(), which is u4 in groups of 128, rounded to nearest
+    calibration   for "gptq", "awq" and "signround": inputs of the layer [..., k], their Hessian [k, k] (the sum of
+                  x^T x), or a `Calibration`. Methods that need no data ignore it
+
+    Raises QuantizeError for a weight that cannot be quantized (it says where a value is NaN or inf, or has a scale
+    beyond its type) and for a missing or wrong calibration, SpecError where groups do not divide k.
+    """
+    config = QuantConfig() if config is None else config
+    if not isinstance(cast(object, config), QuantConfig):
+        example = "QuantConfig('u4', 128) or QuantConfig.preset('nf4')"
+        raise SpecError(f"config={config!r} must be a QuantConfig, such as {example}")
+    weight = _checked(weight)
+    config.spec(*weight.shape)  # raises where groups do not divide k
+    grid = Grid(config, weight.shape[1], weight.device)
+    if config.method in CALIBRATED:
+        return _calibrated(weight, grid, calibration)
+    if config.method == "hqq":
+        return _finish(config, by_chunks(lambda rows: hqq.hqq(rows, grid), weight, hqq.COPIES))
+    return _finish(config, by_chunks(lambda rows: rtn.rtn(rows, grid), weight, rtn.COPIES))
+
+
+def _calibrated(weight: Tensor, grid: Grid, calibration: Tensor | Calibration | None) -> QuantizedWeight:
+    config, k = grid.config, weight.shape[1]
+    if calibration is None:
+        rule = f"method={config.method!r} needs calibration=, inputs of the layer [..., k={k}]"
+        raise QuantizeError(f"{rule}; without any use 'hqq' or 'rtn'")
+    data = Calibration.of(calibration, k, weight.device)
+    if config.method == "gptq":
+        return _finish(config, gptq(weight, grid, data))
+    if config.method == "signround":
+        return _finish(config, signround(weight, grid, data))
+    codes, column_scales = awq(weight, grid, data)
+    return _finish(config, codes, None if bool((column_scales == 1).all()) else column_scales)
+
+
+def _checked(weight: object) -> Tensor:
+    """Returns a weight that can be quantized."""
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        given = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise QuantizeError(f"weight must be a tensor of floats [n, k], not {given}")
+    if weight.ndim != 2 or not weight.numel():
+        raise QuantizeError(f"weight must be [n, k], not {list(weight.shape)}")
+    if weight.is_meta or weight.layout is not torch.strided:
+        what = "on meta: it has no values; load it first" if weight.is_meta else f"{weight.layout}; use to_dense()"
+        raise QuantizeError(f"weight is {what}")
+    wrong = ~weight.isfinite()
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        value = float(weight[row, column])
+        raise QuantizeError(f"weight[{row}, {column}] = {value:g} must be finite; {int(wrong.sum())} values are not")
+    return weight.detach()
+
+
+def _finish(config: QuantConfig, codes: Codes, column_scales: Tensor | None = None) -> QuantizedWeight:
+    """Returns codes with scales and zeros in the types of the configuration."""
+    for name, kind, table in (("scale", config.scale, codes.scales), ("zero", "f16", codes.zeros)):
+        wrong = ~table.isfinite()
+        if bool(wrong.any()):
+            row, group = wrong.nonzero()[0].tolist()
+            raise QuantizeError(f"group {group} of row {row} needs a {name} beyond {kind}; use scale='bf16' or 'f32'")
+    zeros = None
+    if config.zeros == "int":
+        zeros = codes.zeros.to(torch.int32)
+    elif config.zeros == "float":
+        zeros = codes.zeros.to(TORCH[config.scale if config.scale in ("f16", "f32") else "bf16"])
+    return QuantizedWeight(config, codes.codes, codes.scales.to(TORCH[config.scale]), zeros, column_scales)

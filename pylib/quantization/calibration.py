@@ -1,0 +1,111 @@
+"""What calibrated methods know about the inputs of a layer: sums over tokens, of a size that is independent of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import QuantizeError
+
+
+class Calibration:
+    """Second moments of a layer's inputs.
+
+        calibration = Calibration(k)
+        for x in batches:            # [..., k]
+            calibration.add(x)
+
+    Layers before this one may be quantized already. Then x are the inputs in the quantized model, and `reference` those
+    of the same tokens in the float model; methods that can will make up for the difference.
+
+    hessian     [k, k] in f64: the sum of x^T x, half the Hessian of the layer's squared output error
+    cross       [k, k] in f64: the sum of x^T reference; None if there was no reference
+    magnitude   [k]: the mean of |x|
+    tokens      how many rows of x were added
+    """
+
+    def __init__(self, k: int, device: torch.device | str = "cpu") -> None:
+        self.hessian = torch.zeros(k, k, dtype=torch.float64, device=device)
+        self.cross: Tensor | None = None
+        self.tokens = 0
+        self._absolute = torch.zeros(k, dtype=torch.float64, device=device)
+
+    @property
+    def k(self) -> int:
+        return self.hessian.shape[0]
+
+    @property
+    def magnitude(self) -> Tensor:
+        return self._absolute / max(self.tokens, 1)
+
+    def add(self, x: Tensor, reference: Tensor | None = None) -> None:
+        """Count inputs [..., k], and those of the float model where they differ."""
+        rows = self._rows("x", x)
+        if (reference is None) != (self.cross is None) and self.tokens:
+            raise QuantizeError("reference= must be given for all inputs of a calibration or for none")
+        if reference is not None:
+            others = self._rows("reference", reference)
+            if others.shape != rows.shape:
+                raise QuantizeError(f"reference must be of x's tokens: {list(x.shape)}, not {list(reference.shape)}")
+            cross = (rows.T @ others).double()
+            self.cross = cross if self.cross is None else self.cross + cross
+        self.hessian += (rows.T @ rows).double()
+        self._absolute += rows.abs().sum(0).double()
+        self.tokens += len(rows)
+
+    def _rows(self, name: str, x: object) -> Tensor:
+        """Returns inputs as [tokens, k] in f32."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise QuantizeError(f"{name} must be a tensor of floats [..., k={self.k}], not {given}")
+        if x.ndim == 0 or x.shape[-1] != self.k:
+            raise QuantizeError(f"{name} must be [..., k={self.k}], not {list(x.shape)}")
+        rows = x.detach().to(self.hessian.device).reshape(-1, self.k).float()
+        if not bool(rows.isfinite().all()):
+            token = int((~rows.isfinite()).any(1).nonzero()[0])
+            raise QuantizeError(f"{name} has NaN or inf in token {token}; drop it, or compute inputs in bf16 or f32")
+        return rows
+
+    @classmethod
+    def from_hessian(cls, hessian: Tensor) -> Calibration:
+        """Returns the calibration of a symmetric matrix [k, k] that was summed elsewhere; only ratios matter."""
+        k = hessian.shape[-1]
+        if list(hessian.shape) != [k, k] or not bool(hessian.isfinite().all()):
+            raise QuantizeError(f"a Hessian must be a finite matrix [k, k], not {list(hessian.shape)}")
+        calibration = cls(k, hessian.device)
+        calibration.hessian += hessian.double()
+        calibration._absolute += hessian.diagonal().double().clamp(min=0).sqrt()
+        calibration.tokens = 1
+        return calibration
+
+    @classmethod
+    def of(cls, given: object, k: int, device: torch.device) -> Calibration:
+        """Returns inputs [..., k], a symmetric [k, k] (a Hessian) or a Calibration as a Calibration on a device."""
+        if isinstance(given, Calibration):
+            return given._checked(k).to(device)
+        if isinstance(given, Tensor) and list(given.shape) == [k, k] and torch.equal(given, given.T):
+            return cls.from_hessian(given.to(device))
+        calibration = cls(k, device)
+        calibration.add(given)  # type: ignore[arg-type]
+        return calibration._checked(k)
+
+    def to(self, device: torch.device) -> Calibration:
+        """Returns the same sums on another device; self if they are there already."""
+        if self.hessian.device == device:
+            return self
+        moved = Calibration(self.k, device)
+        moved.hessian, moved._absolute = self.hessian.to(device), self._absolute.to(device)
+        moved.cross, moved.tokens = None if self.cross is None else self.cross.to(device), self.tokens
+        return moved
+
+    def _checked(self, k: int) -> Calibration:
+        if self.k != k:
+            raise QuantizeError(f"the calibration is of inputs [..., {self.k}], but the weight has k={k} columns")
+        if not self.tokens:
+            raise QuantizeError("the calibration has no tokens; add inputs of the layer before quantizing")
+        return self
+
+
+def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
+    """Returns E H E^T of each row of a weight's error [rows, k]: its squared output error over the calibration."""
+    return ((error @ hessian) * error).sum(1)

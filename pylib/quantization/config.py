@@ -1,0 +1,154 @@
+"""What `lowbit.quantize` makes of a weight: `QuantConfig`, and the recipes that have a name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.dtypes import DType, dtype
+from lowbit.dialect.spec import MIN_K, MatmulSpec, Scale, Zeros
+
+Method = Literal["rtn", "hqq", "gptq", "awq", "signround"]
+Clip = Literal["mse", "max"]
+METHODS = ("rtn", "hqq", "gptq", "awq", "signround")
+CALIBRATED = ("gptq", "awq", "signround")  # methods that look at the inputs of the layer
+INTEGERS_ONLY = ("hqq", "signround")
+VERSION = 1  # of `QuantConfig.to_dict`
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """How to quantize a weight.
+
+    weight      element format, as in `MatmulSpec`: "u4", "i3", "f6e3m2", "nf4", "lut4" ...
+    group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
+    zeros       "none", "int" or "float"; None: "float" for HQQ, else "int" for u<b> and "none" for all others
+    scale       type of the scales: "f16", "bf16", "f32", "e8m0" or "e4m3"
+    method      "rtn", "hqq", "gptq", "awq" or "signround"; the last three need calibration data. None: "hqq" for
+                integers with float zeros that are not symmetric, else "rtn"
+    table       the 2^b values of weight="lut<b>"
+    symmetric   keep every zero at the middle of the codes (8 for u4 and integer zeros, 7.5 for float zeros)
+    clip        "mse": for each group, search the range whose squared error is least; "max": the whole range of the
+                group, and for e8m0 scales the rule of the MX specification
+    damping     GPTQ adds this part of the mean diagonal to the diagonal of the Hessian
+    steps       how many steps SignRound takes
+
+    Raises SpecError that names the field, what was given, and what is allowed.
+    """
+
+    weight: str = "u4"
+    group_size: int | None = 128
+    zeros: Zeros | None = None
+    scale: Scale = "f16"
+    method: Method | None = None
+    table: tuple[float, ...] | None = None
+    symmetric: bool = False
+    clip: Clip = "mse"
+    damping: float = 0.01
+    steps: int = 200
+
+    def __post_init__(self) -> None:
+        if self.method is not None:
+            _choice("method", self.method, METHODS)
+        _choice("clip", self.clip, ("mse", "max"))
+        if self.group_size is not None:
+            object.__setattr__(self, "group_size", _group_size(self.group_size))
+        if self.zeros is None:
+            object.__setattr__(self, "zeros", self._usual_zeros())
+        # The spec of the smallest weight checks format, table, zeros and scale, in the words that `compile` uses.
+        spec = self.spec(1, self.group_size or MIN_K)
+        object.__setattr__(self, "table", spec.table)
+        self._check_numbers()
+        if self.method is None:
+            movable = self.zeros == "float" and not self.symmetric and self.dtype.kind in ("uint", "int")
+            object.__setattr__(self, "method", "hqq" if movable else "rtn")
+        self._check_method()
+
+    def _usual_zeros(self) -> Zeros:
+        if self.method == "hqq":
+            return "float"
+        return "int" if isinstance(self.weight, str) and self.weight.startswith("u") else "none"
+
+    def _check_numbers(self) -> None:
+        if self.symmetric is not True and self.symmetric is not False:
+            raise SpecError(f"symmetric={self.symmetric!r} must be True or False")
+        if self.symmetric and self.zeros == "none":
+            raise SpecError("symmetric=True needs zeros to keep in the middle; use zeros='int' or 'float', or drop it")
+        if isinstance(self.damping, bool) or not isinstance(self.damping, float | int) or not 0 < self.damping <= 1:
+            raise SpecError(f"damping={self.damping!r} must be a number above 0 and at most 1, such as 0.01")
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise SpecError(f"steps={self.steps!r} must be a positive integer, such as 200")
+
+    def _check_method(self) -> None:
+        if self.method in INTEGERS_ONLY and self.dtype.kind not in ("uint", "int"):
+            rule = f"method={self.method!r} needs an integer weight (u1..u8, i1..i8)"
+            raise SpecError(f"{rule}, not {self.weight!r}; use 'gptq' or 'rtn'")
+        if self.method == "hqq" and (self.zeros != "float" or self.symmetric):
+            given = "symmetric=True" if self.symmetric else f"zeros={self.zeros!r}"
+            raise SpecError(f"method='hqq' optimizes float zeros and can't have {given}; use zeros='float', or 'gptq'")
+
+    @property
+    def dtype(self) -> DType:
+        """The element format."""
+        return dtype(self.weight, self.table)
+
+    def spec(self, n: int, k: int, **others: Any) -> MatmulSpec:
+        """Returns the spec of a matmul with such a weight [n, k]; `others` are fields such as act, out and bias.
+
+        Raises SpecError if the weight cannot be cut into these groups.
+        """
+        zeros: Any = self.zeros
+        return MatmulSpec(n, k, self.weight, self.group_size, zeros, self.scale, table=self.table, **others)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the configuration in terms of JSON."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["table"] = None if self.table is None else list(self.table)
+        return {"version": VERSION, **values}
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> QuantConfig:
+        """Returns the configuration that `to_dict` wrote. Raises SpecError for anything else."""
+        if not isinstance(written, Mapping):
+            raise SpecError(f"a configuration must be written as a dictionary, not {type(written).__name__}")
+        values = dict(written)
+        version = values.pop("version", None)
+        if version != VERSION:
+            raise SpecError(f"a configuration of version {version!r} can't be read, only {VERSION}; update lowbit")
+        if unknown := sorted(map(repr, values.keys() - {f.name for f in fields(cls)})):
+            raise SpecError(f"a configuration has no {', '.join(unknown)}; update lowbit, or drop it")
+        return cls(**values)
+
+    @classmethod
+    def preset(cls, name: str) -> QuantConfig:
+        """Returns a recipe by its name, such as "fp6_llm" (docs/quantizers.md). Raises SpecError for others."""
+        return PRESETS[_choice("preset", name, tuple(PRESETS))]
+
+
+def _choice(name: str, given: object, allowed: Sequence[str]) -> str:
+    if isinstance(given, str) and given in allowed:
+        return given
+    near = difflib.get_close_matches(given, allowed, n=1) if isinstance(given, str) else []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise SpecError(f"{name}={given!r} must be one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def _group_size(given: object) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < MIN_K:
+        raise SpecError(f"group_size={given!r} must be an integer of at least {MIN_K}, or None for one scale per row")
+    return given
+
+
+PRESETS: Mapping[str, QuantConfig] = {
+    "fp6_llm": QuantConfig("f6e3m2", None, clip="max"),  # FP6-LLM: scale = max|w| / 28 for each row
+    "nf4": QuantConfig("nf4", 64, clip="max"),  # QLoRA: scale = max|w| for each 64 weights
+    "mxfp4": QuantConfig("f4e2m1", 32, scale="e8m0", clip="max"),  # the OCP specification of MX formats
+    "nvfp4": QuantConfig("f4e2m1", 16, scale="e4m3"),  # without the factor of the whole tensor
+    "awq4": QuantConfig("u4", 128, method="awq"),
+    "gptq4": QuantConfig("u4", 128, method="gptq"),
+    "hqq4": QuantConfig("u4", 64, method="hqq"),
+    "signround2": QuantConfig("u2", 64, method="signround"),
+}

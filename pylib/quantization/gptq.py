@@ -1,0 +1,96 @@
+"""GPTQ (Frantar et al., 2022): columns are rounded one after the other, and the rest makes up for each one's error.
+
+With H the sum of x^T x over calibration inputs, the squared output error of a row is (w - q) H (w - q)^T. If column j
+is rounded, the best change of the columns after it is - e * U[j, j+1:], with U the upper Cholesky factor of H^-1 and
+e = (w_j - q_j) / U[j, j]. Columns with the largest diagonal of H come first. Scales and zeros are fixed before, from
+the groups in the order of the weight ("static groups"): the result needs no permutation of the input.
+
+If earlier layers are quantized, the inputs x' of the quantized model are not the x of the float model. Then the target
+is not W, but the weight W* that minimizes |x W^T - x' W*^T|^2. Once the first column is rounded, the steps are those of
+Qronos (Zhang et al., 2025).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import QuantizeError
+from lowbit.pylib.quantization.calibration import Calibration, output_errors
+from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.rtn import COPIES, rtn
+
+BLOCK = 128  # columns whose errors reach the columns after the block in one product
+
+
+def gptq(weight: Tensor, grid: Grid, calibration: Calibration) -> Codes:
+    """Returns the codes of a weight [rows, k]. No row has a larger output error than by rounding to nearest."""
+    hessian, damping = damped(calibration.hessian, grid.config.damping)
+    target = weight.float().contiguous()
+    if calibration.cross is not None:
+        target = corrected(target, hessian, calibration.cross, damping)
+    importance = hessian.diagonal().float()
+    _, scales, zeros = by_chunks(lambda rows: rtn(rows, grid, importance), target, COPIES)
+    codes = _round_columns(target, grid, scales, zeros, hessian)
+    rounded = by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)
+    return better_rows(grid, target, hessian.float(), Codes(codes, scales, zeros), rounded)
+
+
+def damped(hessian: Tensor, part: float) -> tuple[Tensor, float]:
+    """Returns a Hessian that can be inverted, and the part of its mean diagonal that was added to the diagonal.
+
+    Columns that no input reaches have a zero row; they are rounded to nearest.
+    """
+    added = part * (float(hessian.diagonal().mean()) or 1.0)
+    return hessian + added * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device), added
+
+
+def corrected(weight: Tensor, hessian: Tensor, cross: Tensor, damping: float) -> Tensor:
+    """Returns the weight with which the quantized model's inputs come closest to the float model's outputs.
+
+    Damping draws it to the weight itself, where inputs say nothing.
+    """
+    wanted = cross @ weight.T.double() + damping * weight.T.double()
+    return torch.cholesky_solve(wanted, _cholesky(hessian)).T.float().contiguous()
+
+
+def _round_columns(weight: Tensor, grid: Grid, scales: Tensor, zeros: Tensor, hessian: Tensor) -> Tensor:
+    """Returns the codes [rows, k]."""
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    u = _factor(hessian[order][:, order]).float()
+    rest = weight.T[order].contiguous()  # a column of the weight is a row here, next to which nothing else lies
+    s, z = scales.T.contiguous(), zeros.T.contiguous()
+    group = (order // grid.group_size).tolist()
+    codes = torch.empty_like(rest, dtype=grid.code_type)
+    for first in range(0, len(rest), BLOCK):
+        last = min(first + BLOCK, len(rest))
+        errors = torch.empty_like(rest[first:last])
+        for j in range(first, last):
+            g = group[j]
+            codes[j] = grid.encode(rest[j] / s[g] + z[g])
+            error = (rest[j] - (grid.decode(codes[j]) - z[g]) * s[g]) / u[j, j]
+            rest[j + 1 : last] -= u[j, j + 1 : last, None] * error
+            errors[j - first] = error
+        rest[last:] -= u[first:last, last:].T @ errors
+    return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
+
+
+def _factor(hessian: Tensor) -> Tensor:
+    """Returns the upper triangular U with U^T U = H^-1."""
+    return _cholesky(torch.cholesky_inverse(_cholesky(hessian))).mT
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    """Returns the lower Cholesky factor."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if failed:
+        raise QuantizeError("the Hessian is not positive definite, damping included; raise damping=, or pass inputs")
+    return factor
+
+
+def better_rows(grid: Grid, target: Tensor, hessian: Tensor, new: Codes, old: Codes) -> Codes:
+    """Returns for each row the codes with the smaller output error."""
+    new_error, old_error = (output_errors(target - grid.dequantize(codes), hessian) for codes in (new, old))
+    better = (new_error < old_error)[:, None]
+    codes, scales, zeros = (torch.where(better, a, b) for a, b in zip(new, old))
+    return Codes(codes, scales, zeros)

@@ -1,0 +1,82 @@
+"""The small model, and what docs/quality.md says about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit
+from benchmarks.quality import measure, report, train
+from benchmarks.quality.model import Shape, Transformer, load, read_safetensors, write_safetensors
+from benchmarks.quality.tokenizer import train as train_tokenizer
+
+CONFIG: Any = lowbit.QuantConfig
+
+
+def test_page_has_the_tables_of_the_results() -> None:
+    text = report.PAGE.read_text()
+    assert report.page(text, report.read()) == text and report.FIGURE.exists()
+
+
+def test_figure_of_the_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.draw(report.read(), tmp_path / "quality.svg")
+    text = (tmp_path / "quality.svg").read_text()
+    assert [line for line in report.COLOURS if f">{line}<" not in text] == []
+
+
+def test_gptq_is_better_than_rounding_at_all_bits() -> None:
+    """By divergence at each width; by perplexity from 5 bits down, where it differs."""
+    lines = report.lines(report.read())
+    for rounded, gptq in (("RTN", "GPTQ"), ("RTN, float zeros", "GPTQ, float zeros"), ("floats, RTN", "floats, GPTQ")):
+        assert lines[rounded].keys() == lines[gptq].keys()
+        for bits, record in lines[gptq].items():
+            assert record["divergence"] < lines[rounded][bits]["divergence"]
+            if bits <= 5:
+                assert record["perplexity"] < lines[rounded][bits]["perplexity"]
+
+
+def test_measuring() -> None:
+    """A small part of what the page's numbers come from: the float model can be repeated, and 3 bits cost something."""
+    model = load()
+    context = model.shape.context
+    training, text = measure.windows("calibration.txt", 2, context), measure.windows("held_out.txt", 4, context)
+    expected, inputs = measure.predictions(model, text), measure.float_inputs(model, training)
+    exact = measure.quality(expected, expected, text)
+    assert exact["divergence"] == 0 and 10 < exact["perplexity"] < 30
+    found = {}
+    for method in ("rtn", "gptq"):
+        worse = measure.quantized(model, CONFIG("u3", 64, method=method), training, inputs)
+        found[method] = measure.quality(expected, measure.predictions(worse, text), text)["divergence"]
+    assert 0.001 < found["gptq"] < found["rtn"] < 0.2
+
+
+def test_tokenizer() -> None:
+    text = "the cat and the hat: naïve cats\n that sat\n"
+    tokenizer = train_tokenizer(text, 266)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.vocabulary == 266 and tokenizer.decode(tokens) == text
+    assert len(tokens) < len(text.encode()) and max(tokens) > 255
+
+
+def test_weights_are_written_and_read(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5).half().float(), "b.c": torch.zeros(7)}
+    write_safetensors(tmp_path / "file", tensors)
+    read = read_safetensors(tmp_path / "file")
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], t) for name, t in tensors.items())
+
+
+def test_training_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A few steps of a tiny model on a text that repeats."""
+    monkeypatch.setattr(train, "STEPS", 60)
+    monkeypatch.setattr(train, "LENGTH", 16)
+    monkeypatch.setattr(train, "WARM_UP", 10)
+    torch.manual_seed(0)
+    model = Transformer(Shape(vocabulary=16, layers=1, hidden=32, heads=2, ffn=32, context=16))
+    train.initialize(model)
+    train.fit(model, torch.arange(1000) % 16)
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[0] > 2 and losses[-1] < 0.5
