@@ -3,8 +3,9 @@
     lowbit irdl > lowbit.irdl.mlir
     lowbit compile --target sm_80 --stop-after lowbit | mlir-opt --irdl-file=lowbit.irdl.mlir
 
-IRDL states the parameters of types and the operands, results, attributes and regions of operations. It knows
-no traits and no verifiers: that `lowbit.return` ends a block is beyond it, so a tool that is to read a whole
+IRDL states the parameters of types and the operands, results, attributes and regions of operations. As the bindings
+write it, it has no optional attributes (those are in comments), no traits and no verifiers: that `lowbit.return` ends a
+block is beyond it, so a tool that is to read a whole
 program has to be called with --mlir-very-unsafe-disable-verifier-on-parsing.
 """
 
@@ -14,6 +15,7 @@ import re
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import new_context
+from lowbit.dialect.optional import optional_attributes
 from lowbit.dialect.types import Lowbit
 
 
@@ -21,9 +23,14 @@ def irdl_text() -> str:
     """An IRDL module with the dialect; above every operation the first line of its documentation."""
     summaries = {op.OPERATION_NAME.split(".")[1]: (op.__doc__ or "").strip() for op in Lowbit.operations}
 
+    optional = {
+        op.OPERATION_NAME.split(".")[1]: [f"optional: {a.name}, {a.words}" for a in optional_attributes(op).values()]
+        for op in Lowbit.operations
+    }
+
     def with_summary(operation: re.Match[str]) -> str:
-        first_line = summaries[operation["name"]].partition("\n")[0]
-        return f"{operation['indent']}// {first_line}\n{operation[0]}"
+        lines = [summaries[operation["name"]].partition("\n")[0], *optional[operation["name"]]]
+        return "".join(f"{operation['indent']}// {line}\n" for line in lines) + operation[0]
 
     context = new_context()
     ops.register(context)

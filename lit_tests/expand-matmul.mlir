@@ -12,10 +12,11 @@
 // One round: copy a step of every warp (the weight before the activations, which the kernel before this one may
 // still be writing), then decode, multiply, and scale the product of a group.
 // CHECK:        scf.for {{.*}} iter_args(%[[SUM:.*]] = %[[ZERO]])
+// CHECK-NEXT:     "lowbit.pipeline"() ({
 // CHECK:          "lowbit.copy_async"(%[[CODES]]
 // CHECK:          "lowbit.grid_wait"
 // CHECK:          "lowbit.copy_async"(%[[X]]
-// CHECK:          "lowbit.commit"
+// CHECK:          }) {num_stages = 2 : i64
 // CHECK:          %[[WORDS:.*]] = "lowbit.load"
 // CHECK:          %[[W_CODES:.*]] = "lowbit.view"(%[[WORDS]])
 // An integer zero point is a shift of the codes, by minus itself.
@@ -28,7 +29,6 @@
 // CHECK-NOT:      "lowbit.row_sums"
 // CHECK:          %[[NEXT:.*]] = "lowbit.fma"(%[[PRODUCT]], %{{.*}}, %[[SUM]])
 // CHECK:          scf.yield %[[NEXT]]
-// CHECK-NEXT:   } {lowbit.num_stages = 2 : i64}
 
 // At the end the sums of the two warps meet in shared memory; rows of y beyond m are skipped.
 // CHECK:        "lowbit.reduce"

@@ -7,6 +7,7 @@
 !tile = !lowbit.reg<[1, 64], f16, "spatial(1, 32).local(1, 2)">
 
 // Three stages: the buffer becomes three.
+// CHECK-LABEL: "lowbit.program"
 // CHECK:       ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[N:.*]]: i32):
 // CHECK:         %[[BUFFERS:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[3, 1, 64], f16, [64, 64, 1], 0 : i64>
 // CHECK-NOT:     lowbit.alloc_shared
@@ -43,7 +44,6 @@
 // CHECK-NEXT:      %[[TILE:.*]] = "lowbit.load"(%[[MINE]]
 // CHECK-NEXT:      "lowbit.store"(%[[TILE]]
 // CHECK-NOT:       lowbit.barrier
-// CHECK-NOT:       lowbit.num_stages
 // CHECK:         "lowbit.free_shared"(%[[BUFFERS]])
 "lowbit.program"() ({
 ^bb0(%p: !llvm.ptr<1>, %n: i32):
@@ -52,17 +52,15 @@
   %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
   %buffer = "lowbit.alloc_shared"() : () -> !buffer
   scf.for %i = %c0 to %n step %c1 : i32 {
-    "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
-      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    "lowbit.pipeline"() ({
+      "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    }) {num_stages = 3, scope = "block", warps = 1} : () -> ()
     %tile = "lowbit.load"(%buffer, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
       : (!buffer, i32, i32) -> !tile
     "lowbit.store"(%tile, %x, %i, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
       : (!tile, !x, i32, i32) -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.num_stages = 3}
+  }
   "lowbit.free_shared"(%buffer) : (!buffer) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "three", threads = 32, grid = [1, 1, 1], params = ["x", "n"], workspace = 0} : () -> ()
@@ -75,6 +73,7 @@
 !buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 
 // There are five rounds, so that nothing has to be asked in front of the loop.
+// CHECK-LABEL: "lowbit.program"
 // CHECK:       ^bb0(%{{.*}}: !llvm.ptr<1>, %{{.*}}: !llvm.ptr<1>):
 // CHECK:         %[[W:.*]] = "lowbit.global_view"
 // CHECK:         %[[X:.*]] = "lowbit.global_view"
@@ -102,16 +101,14 @@
   %w_buffer = "lowbit.alloc_shared"() : () -> !buffer
   %x_buffer = "lowbit.alloc_shared"() : () -> !buffer
   scf.for %i = %c0 to %c5 step %c1 : i32 {
-    "lowbit.copy_async"(%w, %w_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
-      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
-    "lowbit.grid_wait"() : () -> ()
-    "lowbit.copy_async"(%x, %x_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
-      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.num_stages = 3}
+    "lowbit.pipeline"() ({
+      "lowbit.copy_async"(%w, %w_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+      "lowbit.grid_wait"() : () -> ()
+      "lowbit.copy_async"(%x, %x_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    }) {num_stages = 3, scope = "block", warps = 1} : () -> ()
+  }
   "lowbit.return"() : () -> ()
 }) {sym_name = "overlap", threads = 32, grid = [1, 1, 1], params = ["w", "x"], workspace = 0} : () -> ()
 
@@ -120,6 +117,7 @@
 // Two rounds and three stages: both rounds are copied in front of the loop, into two stages, and nothing in it.
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
 !buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
+// CHECK-LABEL: "lowbit.program"
 // CHECK:         %[[BUFFERS:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[2, 1, 64], f16, [64, 64, 1], 0 : i64>
 // CHECK:         "lowbit.copy_async"
 // CHECK:         "lowbit.copy_async"
@@ -138,13 +136,11 @@
   %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
   %buffer = "lowbit.alloc_shared"() : () -> !buffer
   scf.for %i = %c0 to %c2 step %c1 : i32 {
-    "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
-      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.num_stages = 3}
+    "lowbit.pipeline"() ({
+      "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    }) {num_stages = 3, scope = "block", warps = 1} : () -> ()
+  }
   "lowbit.return"() : () -> ()
 }) {sym_name = "all_at_once", threads = 32, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
 
@@ -153,6 +149,7 @@
 // The weights of one round at a time: the next is asked for when that before has arrived, and x after all of them.
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
 !buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
+// CHECK-LABEL: "lowbit.program"
 // CHECK:         %[[W:.*]] = "lowbit.global_view"
 // CHECK:         %[[X:.*]] = "lowbit.global_view"
 // CHECK:         "lowbit.copy_async"(%[[W]]
@@ -164,7 +161,6 @@
 // CHECK-NOT:     lowbit.wait
 // CHECK:         scf.for
 // CHECK-NEXT:      "lowbit.wait"() {pending = 1 : i64}
-// CHECK-NOT:     lowbit.prefetch_limit
 // CHECK:         "lowbit.return"
 "lowbit.program"() ({
 ^bb0(%pw: !llvm.ptr<1>, %px: !llvm.ptr<1>):
@@ -176,16 +172,14 @@
   %w_buffer = "lowbit.alloc_shared"() : () -> !buffer
   %x_buffer = "lowbit.alloc_shared"() : () -> !buffer
   scf.for %i = %c0 to %c5 step %c1 : i32 {
-    "lowbit.copy_async"(%w, %w_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
-      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
-    "lowbit.grid_wait"() : () -> ()
-    "lowbit.copy_async"(%x, %x_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
-      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.num_stages = 3, lowbit.prefetch_limit = 1}
+    "lowbit.pipeline"() ({
+      "lowbit.copy_async"(%w, %w_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+      "lowbit.grid_wait"() : () -> ()
+      "lowbit.copy_async"(%x, %x_buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    }) {num_stages = 3, prefetch_limit = 1, scope = "block", warps = 1} : () -> ()
+  }
   "lowbit.return"() : () -> ()
 }) {sym_name = "throttled", threads = 32, grid = [1, 1, 1], params = ["w", "x"], workspace = 0} : () -> ()
 
@@ -195,6 +189,7 @@
 !x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
 !buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
 !table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+// CHECK-LABEL: "lowbit.program"
 // CHECK:         "lowbit.copy_async"
 // CHECK:         "lowbit.copy_async"
 // CHECK-NEXT:    "lowbit.fill_table"
@@ -211,162 +206,12 @@
   %buffer = "lowbit.alloc_shared"() : () -> !buffer
   %table = "lowbit.alloc_shared"() : () -> !table
   scf.for %i = %c0 to %c5 step %c1 : i32 {
-    "lowbit.copy_async"(%w, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
-      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
-    "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : (!table) -> ()
-    "lowbit.grid_wait"() : () -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
-  } {lowbit.num_stages = 3}
+    "lowbit.pipeline"() ({
+      "lowbit.copy_async"(%w, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+      "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : (!table) -> ()
+      "lowbit.grid_wait"() : () -> ()
+    }) {num_stages = 3, scope = "block", warps = 1} : () -> ()
+  }
   "lowbit.return"() : () -> ()
 }) {sym_name = "filled", threads = 32, grid = [1, 1, 1], params = ["w"], workspace = 0} : () -> ()
-
-// -----
-
-// With one stage in front of it, too.
-!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
-// CHECK:         "lowbit.fill_table"
-// CHECK-NEXT:    scf.for
-// CHECK-NEXT:      "lowbit.commit"
-// CHECK-NOT:     lowbit.fill_table
-// CHECK:         "lowbit.return"
-"lowbit.program"() ({
-^bb0(%n: i32):
-  %c0 = arith.constant 0 : i32
-  %c1 = arith.constant 1 : i32
-  %table = "lowbit.alloc_shared"() : () -> !table
-  scf.for %i = %c0 to %n step %c1 : i32 {
-    "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : (!table) -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
-  } {lowbit.num_stages = 1}
-  "lowbit.return"() : () -> ()
-}) {sym_name = "filled_once", threads = 32, grid = [1, 1, 1], params = ["n"], workspace = 0} : () -> ()
-
-// -----
-
-// One stage is the loop as it stands: copy, wait for it, two barriers a round.
-// CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 64], f16, [64, 1], 0 : i64>
-// CHECK:         scf.for
-// CHECK-NEXT:      "lowbit.copy_async"
-// CHECK-NEXT:      "lowbit.commit"
-// CHECK-NEXT:      "lowbit.wait"() {pending = 0 : i64}
-// CHECK-NEXT:      "lowbit.barrier"
-// CHECK-NEXT:      "lowbit.barrier"
-// CHECK-NOT:     lowbit.num_stages
-!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
-!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
-"lowbit.program"() ({
-^bb0(%p: !llvm.ptr<1>, %n: i32):
-  %c0 = arith.constant 0 : i32
-  %c1 = arith.constant 1 : i32
-  %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
-  %buffer = "lowbit.alloc_shared"() : () -> !buffer
-  scf.for %i = %c0 to %n step %c1 : i32 {
-    "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
-      limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  } {lowbit.num_stages = 1}
-  "lowbit.return"() : () -> ()
-}) {sym_name = "one", threads = 32, grid = [1, 1, 1], params = ["x", "n"], workspace = 0} : () -> ()
-
-// -----
-
-// The next round is asked for when the first product of this one is under way, and committed there.
-!x = !lowbit.global<[64, 16, 64], f16, [1024, 64, 1], [1, 1, 1]>
-!buffer = !lowbit.shared<[1, 16, 64], f16, [1024, 64, 1], 128>
-!a = !lowbit.reg<[64, 64], f16, "spatial(4, 1).local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
-!d = !lowbit.reg<[64, 16], f32, "spatial(4, 1).local(1, 2).local(2, 1).spatial(8, 4).local(1, 2)">
-// CHECK:         scf.for
-// CHECK-NEXT:      "lowbit.wait"() {pending = 0 : i64}
-// CHECK-NEXT:      "lowbit.barrier"
-// CHECK-NOT:       lowbit.copy_async
-// CHECK:           "lowbit.warpgroup_mma"
-// CHECK:           scf.if
-// CHECK:             "lowbit.copy_async"
-// CHECK:           } {lowbit.beside_mma}
-// CHECK-NEXT:      "lowbit.commit"
-// CHECK-NEXT:      "lowbit.warpgroup_mma"
-// CHECK-NEXT:      scf.yield
-// CHECK-NOT:     lowbit.refill
-// CHECK:         "lowbit.return"
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>):
-  %c0 = arith.constant 0 : i32
-  %c1 = arith.constant 1 : i32
-  %c5 = arith.constant 5 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
-  %buffer = "lowbit.alloc_shared"() : () -> !buffer
-  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %d = scf.for %i = %c0 to %c5 step %c1 iter_args(%sum = %zero) -> (!d) : i32 {
-    "lowbit.copy_async"(%x, %buffer, %i, %c0, %c0) {layout = "local(1, 8, 1).spatial(1, 2, 64).local(1, 1, 1)",
-      boundary = ["none", "none", "none"], limit = [], operandSegmentSizes = array<i32: 1, 1, 3>}
-      : (!x, !buffer, i32, i32, i32) -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "warps", warps = 4, async_proxy} : () -> ()
-    %one = "lowbit.warpgroup_mma"(%a, %buffer, %sum) {start = 0} : (!a, !buffer, !d) -> !d
-    %two = "lowbit.warpgroup_mma"(%a, %buffer, %one) {start = 0} : (!a, !buffer, !d) -> !d
-    "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
-    scf.yield %two : !d
-  } {lowbit.num_stages = 2, lowbit.refill = "after_first_mma"}
-  "lowbit.return"() : () -> ()
-}) {sym_name = "late", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
-
-// -----
-
-// With no barrier in a round: its stage is waited for, and told to have been read, and waited for again before it is filled.
-!x = !lowbit.global<[64, 16, 64], f16, [1024, 64, 1], [1, 1, 1]>
-!buffer = !lowbit.shared<[1, 16, 64], f16, [1024, 64, 1], 128>
-!a = !lowbit.reg<[64, 64], f16, "spatial(4, 1).local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
-!d = !lowbit.reg<[64, 16], f32, "spatial(4, 1).local(1, 2).local(2, 1).spatial(8, 4).local(1, 2)">
-// CHECK:         %[[SIGNALS:.*]] = "lowbit.alloc_signals"() : () -> !lowbit.shared<[1, 4, 2], i32, [8, 2, 1], 0 : i64>
-// CHECK:         "lowbit.copy_async"
-// CHECK:         "lowbit.arrive"(%[[SIGNALS]], %c0_i32{{.*}}) {copies}
-// CHECK:         scf.for %[[I:.*]] = %c0_i32
-// CHECK:           %[[USE:.*]] = arith.divui
-// CHECK:           %[[STAGE:.*]] = arith.remui
-// CHECK:           %[[PARITY:.*]] = arith.remui %[[USE]]
-// CHECK-NEXT:      "lowbit.await"(%[[SIGNALS]], %[[STAGE]], %[[PARITY]]) {async_proxy}
-// CHECK-NOT:       lowbit.barrier
-// CHECK:           "lowbit.warpgroup_mma"
-// CHECK:           scf.if
-// CHECK:             "lowbit.await"(%[[SIGNALS]], %{{.*}}, %{{.*}}) : (
-// CHECK:             "lowbit.copy_async"
-// CHECK-NEXT:        "lowbit.arrive"(%[[SIGNALS]], %{{.*}}) {copies}
-// CHECK-NEXT:      } {lowbit.beside_mma}
-// CHECK:           "lowbit.warpgroup_mma"
-// CHECK:           "lowbit.arrive"(%[[SIGNALS]], %{{.*}}) : (
-// CHECK-NEXT:      scf.yield
-// CHECK-NOT:     lowbit.refill
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>):
-  %c0 = arith.constant 0 : i32
-  %c1 = arith.constant 1 : i32
-  %c5 = arith.constant 5 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
-  %buffer = "lowbit.alloc_shared"() : () -> !buffer
-  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %d = scf.for %i = %c0 to %c5 step %c1 iter_args(%sum = %zero) -> (!d) : i32 {
-    "lowbit.copy_async"(%x, %buffer, %i, %c0, %c0) {layout = "local(1, 8, 1).spatial(1, 2, 64).local(1, 1, 1)",
-      boundary = ["none", "none", "none"], limit = [], operandSegmentSizes = array<i32: 1, 1, 3>}
-      : (!x, !buffer, i32, i32, i32) -> ()
-    "lowbit.commit"() : () -> ()
-    "lowbit.wait"() {pending = 0} : () -> ()
-    "lowbit.barrier"() {scope = "warps", warps = 4, async_proxy} : () -> ()
-    %one = "lowbit.warpgroup_mma"(%a, %buffer, %sum) {start = 0} : (!a, !buffer, !d) -> !d
-    %two = "lowbit.warpgroup_mma"(%a, %buffer, %one) {start = 0} : (!a, !buffer, !d) -> !d
-    "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
-    scf.yield %two : !d
-  } {lowbit.num_stages = 2, lowbit.refill = "per_warp"}
-  "lowbit.return"() : () -> ()
-}) {sym_name = "per_warp", threads = 128, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()

@@ -5,7 +5,7 @@
 
 // --stop-after leaves out the passes behind the one it names.
 // TILE:     "lowbit.program"
-// TILE:     lowbit.num_stages = 2
+// TILE:     num_stages = 2
 
 // CHECK-NOT:   lowbit.mma
 // CHECK-LABEL: llvm.func @matmul

@@ -222,33 +222,38 @@ class Program:
         return Scalar(ops.BlockIdOp(_i64(axis)).result)
 
     @contextmanager
-    def loop(
-        self,
-        start: Index,
-        steps: Index,
-        carried: Sequence[Tile] = (),
-        num_stages: int = 1,
-        prefetch_limit: int = 0,
-        refill: str = "before_mma",
-    ) -> Generator[Loop]:
-        """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles.
-
-        num_stages > 1 asks `pipeline-copies` to keep that many rounds of copies under way, and prefetch_limit > 0 to
-        start no more than that many before `grid_wait`. `refill` says when a round starts the copies of a later one
-        (`Schedule.refill`).
-        """
+    def loop(self, start: Index, steps: Index, carried: Sequence[Tile] = ()) -> Generator[Loop]:
+        """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles."""
         values = [t.value for t in carried]
         for_op = scf.ForOp(as_i32(start), as_i32(start + steps), as_i32(1), values)
-        for_op.operation.attributes["lowbit.num_stages"] = _i64(num_stages)
-        if prefetch_limit:
-            for_op.operation.attributes["lowbit.prefetch_limit"] = _i64(prefetch_limit)
-        if refill != "before_mma":
-            for_op.operation.attributes["lowbit.refill"] = ir.StringAttr.get(refill)
         with ir.InsertionPoint(for_op.body):
             loop = Loop(Scalar(for_op.induction_variable), [Tile(v) for v in for_op.inner_iter_args])
             yield loop
             scf.YieldOp([t.value for t in loop.results])
         loop.carried = [Tile(v) for v in for_op.results]
+
+    @contextmanager
+    def pipeline(
+        self,
+        num_stages: int = 1,
+        prefetch_limit: int = 0,
+        refill: str = "before_mma",
+        scope: str = "block",
+        warps: int = 1,
+        async_proxy: bool = False,
+    ) -> Generator[None]:
+        """What follows, at the head of a loop, are the copies of a round, and the rest of the loop waits for them.
+
+        num_stages: rounds that have a stage of the buffers, so that all but one are copied while one computes.
+        prefetch_limit: at most so many are copied before `grid_wait` (0: no limit). refill: when a round starts the
+        copies of a later one (`Schedule.refill`). scope, warps, async_proxy: the barrier of a round, as in `barrier`.
+        """
+        op = ops.PipelineOp(_i64(num_stages), ir.StringAttr.get(scope), _i64(warps))
+        op.prefetch_limit = _i64(prefetch_limit) if prefetch_limit else None
+        op.refill = refill
+        op.async_proxy = async_proxy
+        with ir.InsertionPoint(op.copies.blocks.append()):
+            yield
 
     @contextmanager
     def when(self, condition: Scalar) -> Generator[None]:

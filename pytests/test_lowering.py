@@ -561,17 +561,15 @@ def test_pipeline_copies(stages: int, scope: str) -> None:
     def body(p: Program) -> None:
         views = [p.global_view(p[name], "f16", (5, 64)) for name in ("w", "x")]
         buffers = [p.alloc_shared("f16", (1, 64)) for _ in views]
-        with p.loop(0, p["rounds"], [p.constant(0.0, "f32", layout)], num_stages=stages) as loop:
-            p.copy_async(views[0], buffers[0], (loop.index, 0), layout)
-            p.grid_wait()
-            p.copy_async(views[1], buffers[1], (loop.index, 0), layout)
-            p.commit()
-            p.wait()
-            p.barrier(scope)
+        zero = p.constant(0.0, "f32", layout)
+        with p.loop(0, p["rounds"], [zero]) as loop:
+            with p.pipeline(num_stages=stages, scope=scope):
+                p.copy_async(views[0], buffers[0], (loop.index, 0), layout)
+                p.grid_wait()
+                p.copy_async(views[1], buffers[1], (loop.index, 0), layout)
             w, x = (p.cast(p.load(buffer, (0, 0), layout), "f32") for buffer in buffers)
             two = p.constant(2.0, "f32", layout)
             loop.results = [p.fma(loop.carried[0], two, p.fma(w, two, x))]
-            p.barrier(scope)
         p.barrier()
         p.free_shared(*buffers)
         p.store(loop.carried[0], p.global_view(p["y"], "f32", (1, 64)), (0, 0))

@@ -171,14 +171,6 @@ class Layout:
             raise LayoutError(f"({self}) / ({inner}): there is no f with f * ({inner}) == ({self})")
         return factors[0]
 
-    def left_divide(self, outer: Layout) -> Layout:
-        """The left quotient of h by f: the one g with f * g == h. Raises LayoutError when there is none."""
-        shape = tuple(n // m for n, m in zip(self.shape, outer.shape))
-        factors = self._factor(shape, self.threads // outer.threads, self.locals // outer.locals)
-        if factors is None or factors[0] != outer:
-            raise LayoutError(f"({self}).left_divide({outer}): there is no g with ({outer}) * g == ({self})")
-        return factors[1]
-
     def _factor(self, shape: tuple[int, ...], threads: int, slots: int) -> tuple[Layout, Layout] | None:
         """The (f, g) with f * g == self where g has the given sizes, which leave no choice; None if none."""
         if len(shape) != self.rank or any(m < 1 or n % m for n, m in zip(self.shape, shape)):
@@ -491,35 +483,6 @@ MMA_M16N8K16_A = column_local(2, 2).spatial(8, 4).local(1, 2)
 MMA_M16N8K16_B = local(2, 1).column_spatial(4, 8).local(2, 1)
 MMA_M16N8K16_B_NK = MMA_M16N8K16_B.permute((1, 0))
 # The accumulators C and D are the same for every k.
-MMA_M16N8K16_D = MMA_M16N8_D = local(2, 1).spatial(8, 4).local(1, 2)
+MMA_M16N8_D = local(2, 1).spatial(8, 4).local(1, 2)
 # Columns 0 to 3 of it, neighbours added up, where columns 4 to 7 are the same again (`dialect.formats.integer_limbs`)
 MMA_M16N8_PAIRS = local(2, 1).spatial(8, 1).replicated(2).spatial(1, 2)
-
-# 9.7.14.5.7, .f16 and .bf16, then .tf32
-MMA_M16N8K8_A = local(2, 1).spatial(8, 4).local(1, 2)
-MMA_M16N8K8_B = column_spatial(4, 8).local(2, 1)
-MMA_M16N8K8_B_NK = MMA_M16N8K8_B.permute((1, 0))
-MMA_M16N8K8_TF32_A = column_local(2, 2).spatial(8, 4)
-MMA_M16N8K8_TF32_B = local(2, 1).column_spatial(4, 8)
-MMA_M16N8K8_TF32_B_NK = MMA_M16N8K8_TF32_B.permute((1, 0))
-
-# 9.7.14.5.15: ldmatrix.m8n8 fills the lanes with 1, 2 or 4 matrices of 16-bit elements, here one above the
-# other in the order of the lanes that give their row addresses; .trans hands every lane its part of the
-# transposed matrices.
-LDMATRIX_X1 = spatial(8, 4).local(1, 2)
-LDMATRIX_X2 = local(2, 1) * LDMATRIX_X1
-LDMATRIX_X4 = local(4, 1) * LDMATRIX_X1
-LDMATRIX_X1_TRANS = LDMATRIX_X1.permute((1, 0))
-LDMATRIX_X2_TRANS = local(2, 1) * LDMATRIX_X1_TRANS
-LDMATRIX_X4_TRANS = local(4, 1) * LDMATRIX_X1_TRANS
-
-# 9.7.15.5.1.1.1: in wgmma.m64nNk16 each of the four warps has the m16n8k16 fragment of its 16 rows, so one
-# register image of A serves both instructions.
-WGMMA_M64K16_A = spatial(4, 1) * MMA_M16N8K16_A
-
-
-def wgmma_m64_d(n: int) -> Layout:
-    """The accumulator [64, n] of wgmma.m64nNk16; n is a multiple of 8 up to 256."""
-    if n % 8 or not 8 <= n <= 256:
-        raise LayoutError(f"wgmma has n = 8, 16, ..., 256, not n={n}")
-    return spatial(4, 1).local(1, n // 8) * MMA_M16N8_D

@@ -34,6 +34,7 @@ from lowbit.dialect.ops.memory import (
     StageOp,
     WaitOp,
 )
+from lowbit.dialect.ops.pipelines import ConcurrentOp, PipelineOp
 from lowbit.dialect.ops.products import MmaOp, OffsetSumsOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
 from lowbit.dialect.ops.programs import (
     MOST_BLOCKS,
@@ -74,6 +75,7 @@ __all__ = [
     "BlockIdOp",
     "CastOp",
     "CommitOp",
+    "ConcurrentOp",
     "ConstantOp",
     "CopyAsyncOp",
     "CopyPaddedOp",
@@ -101,6 +103,7 @@ __all__ = [
     "MulOp",
     "OffsetSumsOp",
     "PeerOp",
+    "PipelineOp",
     "PrepackOp",
     "ProgramOp",
     "ReduceOp",

@@ -128,8 +128,8 @@ class FillTableOp(Lowbit.Operation, name="fill_table"):
     """Fills a buffer with the table of `dialect.formats.decode_table` that decodes `format` to `element`, times
     2^-exponent.
 
-    All threads of the block take part, and see the table afterwards. In a loop that `pipeline-copies` rewrites it is
-    done once, while the first copies are under way.
+    All threads of the block take part, and see the table afterwards. Among the copies of a `pipeline` it is
+    done once, while the first of them are under way.
     """
 
     buffer: ext.Operand[SharedType]

@@ -92,7 +92,7 @@ def _check_threads(program: Any, threads: int) -> None:
             for layout in map(read_layout, texts):
                 what = f"layout {layout} in {op.name}"
                 expect(layout.threads == threads, what, f"{threads} threads", layout.threads)
-            if op.name == "lowbit.barrier" and "warps" in op.attributes:
+            if op.name in ("lowbit.barrier", "lowbit.pipeline") and "warps" in op.attributes:
                 warps = in_range(op.attributes["warps"], "warps", 1)
                 expect(threads // 32 % warps == 0, f"warps of {op.name}", f"a divisor of {threads // 32}", warps)
         except Mismatch as error:

@@ -1,7 +1,7 @@
 """v3: a copy pipeline.
 
 In v2 a warp asks for its words, waits, computes, and only then asks again. Asynchronous copies to shared memory need no
-registers while they are under way, so four rounds of them may be: `num_stages=4` makes the pass `pipeline-copies` turn
+registers while they are under way, so four rounds of them may be: `p.pipeline(4)` makes the pass `pipeline-copies` turn
 the loop below into one that starts the copies of round i + 3 while round i computes, with four buffers for each one.
 
 The weight needs no more than that: a lane reads back the very words it has copied. Activations are shared by
@@ -45,21 +45,19 @@ def program(n: int, k: int) -> ir.Module:
         block = p.block_id(0)
 
         zero = p.constant(0.0, "f32", Y_LAYOUT)
-        with p.loop(0, groups // WARPS, [zero], num_stages=NUM_STAGES) as loop:
-            group = loop.index * WARPS
-            p.copy_async(codes, codes_buffer, (group, block, 0), WORD_LAYOUT)
-            p.copy_async(scales, scales_buffer, (group, block, 0), SCALE_COPY)
-            p.copy_async(x, x_buffer, (group, 0, 0), X_COPY, boundary=("none", "skip", "none"))
-            p.commit()
-            p.wait()
-            p.barrier("warps")  # a warp reads what its own lanes have copied: no need to wait for the others
+        with p.loop(0, groups // WARPS, [zero]) as loop:
+            # A warp reads what its own lanes have copied: no need to wait for other warps.
+            with p.pipeline(NUM_STAGES, scope="warps"):
+                group = loop.index * WARPS
+                p.copy_async(codes, codes_buffer, (group, block, 0), WORD_LAYOUT)
+                p.copy_async(scales, scales_buffer, (group, block, 0), SCALE_COPY)
+                p.copy_async(x, x_buffer, (group, 0, 0), X_COPY, boundary=("none", "skip", "none"))
             words = p.load(codes_buffer, (0, 0, 0), WORD_LAYOUT)
             numbers = p.decode(p.view(words, WEIGHT, W_LAYOUT), "f16")
             product = p.mma(numbers, p.load_matrix(x_buffer, p["m"], X_LAYOUT), zero)
             scale = p.load(scales_buffer, (0, 0, 0), SCALE_LAYOUT.reshape((WARPS, 1, 16)))
             scale = p.cast(p.reshape(scale, (WARPS, 16, 1)), "f32")
             loop.results = [p.fma(product, scale, loop.carried[0])]
-            p.barrier("warps")
 
         p.barrier()
         p.free_shared(codes_buffer, scales_buffer, x_buffer)  # their place is free for the sums

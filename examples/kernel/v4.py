@@ -47,22 +47,19 @@ def program(n: int, k: int) -> ir.Module:
 
         p.grid_launch_dependents()
         zero = p.constant(0.0, "f32", Y_LAYOUT)
-        with p.loop(0, rounds, [zero], num_stages=NUM_STAGES) as loop:
-            group = loop.index * WARPS
-            p.copy_async(codes, codes_buffer, (group, block, 0), WORD_LAYOUT, (beyond_k, "none", "none"))
-            p.copy_async(scales, scales_buffer, (group, block, 0), SCALE_COPY, (beyond_k, "none", "none"))
-            p.grid_wait()
-            p.copy_async(x, x_buffer, (group, 0, 0), X_COPY, (beyond_k, "skip", "none"))
-            p.commit()
-            p.wait()
-            p.barrier("warps")
+        with p.loop(0, rounds, [zero]) as loop:
+            with p.pipeline(NUM_STAGES, scope="warps"):
+                group = loop.index * WARPS
+                p.copy_async(codes, codes_buffer, (group, block, 0), WORD_LAYOUT, (beyond_k, "none", "none"))
+                p.copy_async(scales, scales_buffer, (group, block, 0), SCALE_COPY, (beyond_k, "none", "none"))
+                p.grid_wait()
+                p.copy_async(x, x_buffer, (group, 0, 0), X_COPY, (beyond_k, "skip", "none"))
             words = p.load(codes_buffer, (0, 0, 0), WORD_LAYOUT)
             numbers = p.decode(p.view(words, WEIGHT, W_LAYOUT), "f16")
             product = p.mma(numbers, p.load_matrix(x_buffer, p["m"], X_LAYOUT), zero)
             scale = p.load(scales_buffer, (0, 0, 0), SCALE_LAYOUT.reshape((WARPS, 1, 16)))
             scale = p.cast(p.reshape(scale, (WARPS, 16, 1)), "f32")
             loop.results = [p.fma(product, scale, loop.carried[0])]
-            p.barrier("warps")
 
         p.barrier()
         p.free_shared(codes_buffer, scales_buffer, x_buffer)

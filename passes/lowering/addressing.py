@@ -174,7 +174,7 @@ class Access:
                 if stride and known(self._start(dim)) != 0:
                     offset = arith.addi(offset, self._scaled(self._start(dim), stride))
             s = SWIZZLE_128
-            moved = emit.mask(emit.shift_right(offset, s.shift), ((1 << s.bits) - 1) << s.base)
+            moved = emit.mask(emit.shift_right(offset, s.shift), s.mask)
             return emit.offset_bytes(self.place.base, dynamic=arith.xori(offset, moved))
 
         return self._once(("swizzled", static), make)

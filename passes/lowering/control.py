@@ -87,16 +87,21 @@ def branch(op: Any, c: LoweringContext) -> None:
     """A branch without results."""
     if len(op.operation.results) or len(op.operation.regions[1].blocks):
         raise PassError("lower-tiles: an scf.if in a program has no results and no else")
-    beside_mma = "lowbit.beside_mma" in op.operation.attributes  # nothing here changes what is being multiplied
-    if beside_mma:
-        c.pending.begin_product()
-    else:
-        _enter(op, c)
+    _enter(op, c)
     new = scf.IfOp(c.scalars[op.operation.operands[0]])
     with ir.InsertionPoint(new.then_block):
         lower_block(op.operation.regions[0].blocks[0], c)
-        if not beside_mma:
-            c.pending.finish_reads()
+        c.pending.finish_reads()
+        scf.YieldOp([])
+
+
+@lowers(ops.ConcurrentOp)
+def concurrent(op: Any, c: LoweringContext) -> None:
+    """A branch that leaves the last product under way."""
+    c.pending.begin_product()
+    new = scf.IfOp(c.scalars[op.condition])
+    with ir.InsertionPoint(new.then_block):
+        lower_block(op.body.blocks[0], c)
         scf.YieldOp([])
 
 

@@ -20,14 +20,14 @@ from lowbit.passes.lowering import emit
 class Signals:
     """Of one loop; allocated where its program begins, so that buffers behind can be freed together."""
 
-    def __init__(self, loop: Any, barrier: Any, stages: int) -> None:
+    def __init__(self, pipeline: Any, stages: int) -> None:
         self.stages = stages
-        program, number, groups = enclosing(loop, "lowbit.program"), 2 * stages, 1
-        if ir.StringAttr(barrier.scope).value == "warps":
+        program, number, groups = enclosing(pipeline, "lowbit.program"), 2 * stages, 1
+        if ir.StringAttr(pipeline.scope).value == "warps":
             threads = in_range(program.attributes["threads"], "threads", 32)
-            groups = threads // (32 * in_range(barrier.warps, "warps", 1))
+            groups = threads // (32 * in_range(pipeline.warps, "warps", 1))
         kind = Shared("i32", (groups, number, 2), (2 * number, 2, 1), 0)
-        with ir.InsertionPoint.at_block_begin(program.regions[0].blocks[0]), loop.operation.location:
+        with ir.InsertionPoint.at_block_begin(program.regions[0].blocks[0]), pipeline.location:
             self._signals = ops.AllocSignalsOp(kind.type).result
 
     def wait_full(self, round: Any) -> None:

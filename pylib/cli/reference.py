@@ -19,6 +19,7 @@ import typer
 import lowbit
 from lowbit.dialect import types
 from lowbit.dialect.bindings import irdl
+from lowbit.dialect.optional import optional_attributes
 from lowbit.dialect.types import Lowbit
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.registry import FAMILIES
@@ -56,6 +57,8 @@ def operations() -> str:
 
 def _operation_table(op: Any) -> list[str]:
     rows = [(type(f).__name__.removesuffix("Def").lower(), f.name, _constraint(f)) for f in op._fields]
+    optional = optional_attributes(op).items()
+    rows += [("optional attribute", name, attribute.words) for name, attribute in optional]
     return [_table(("", "name", "type"), [(kind, f"`{name}`", what) for kind, name, what in rows])] if rows else []
 
 

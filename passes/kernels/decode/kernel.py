@@ -140,18 +140,15 @@ class Kernel:
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
         p, s, operands = self.p, self.schedule, self.operands
-        with p.loop(0, self.plan.rounds, carried, s.num_stages, s.prefetch_limit, s.refill) as loop:
-            step = self._first_step(loop.index)
-            operands.copy_codes(step)
-            operands.copy_scales_zeros(step)
-            operands.fill_table()
-            p.grid_wait()
-            operands.copy_x(step)
-            p.commit()
-            p.wait()
-            p.barrier("warps", s.warps_n, async_proxy=s.wgmma)
+        with p.loop(0, self.plan.rounds, carried) as loop:
+            with p.pipeline(s.num_stages, s.prefetch_limit, s.refill, "warps", s.warps_n, async_proxy=s.wgmma):
+                step = self._first_step(loop.index)
+                operands.copy_codes(step)
+                operands.copy_scales_zeros(step)
+                operands.fill_table()
+                p.grid_wait()
+                operands.copy_x(step)
             loop.results = self._step(loop.carried, operands.copied_codes)
-            p.barrier("warps", s.warps_n)
         return loop.carried
 
     def _preloaded(self, carried: list[Tile]) -> list[Tile]:

@@ -14,7 +14,7 @@ from lowbit.dialect.formats.packing import BLOCK_K, ROWS, round_up
 from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import UNIT
-from lowbit.passes.builder import Memory, Program, Tile
+from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.operands import spread
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
@@ -26,53 +26,60 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
     """The tile program, in a module of its own: W [n, k] row-major in the act type at parameter "y"."""
     packing = spec.packing
     c = block_columns(spec)
-    compute = compute_element(spec.dtype, spec.act)
-
     names = [*(slot.name for slot in spec.tensors if slot.role != "bias"), "y"]
     p = Program("dequantize", 32 * c.warps, (c.blocks, packing.row_blocks, 1), dict.fromkeys(names, "pointer"))
     with p:
         block, row_block = p.block_id(0), p.block_id(1)
         first_group, part = block // c.parts * c.groups, block % c.parts
-        memory, layout, boundary = units_of(p, "codes", spec, c.warps)
-        words = p.load(memory, (block * c.warps, row_block, 0), layout, boundary)
-        fragments = spatial(1, c.warps) * local(1, packing.chunk // BLOCK_K) * MMA_M16N8K16_A
-        codes = p.view(words, spec.dtype, fragments)
-        numbers = p.cast(p.decode(codes, compute, exponent(spec.dtype, compute)), "f32")
-        numbers = p.reshape(numbers, (ROWS, c.groups, c.width))
-        tables = ScalesZeros(p, spec)
-        rows = numbers.layout.reduce((2,))
-
-        def table(name: str, kind: str) -> Tile:
-            element = tables.element(kind)
-            view = p.global_view(
-                p[name],
-                element,
-                (ROWS, packing.groups, packing.row_blocks),
-                (1, ROWS, packing.groups * ROWS),
-            )
-            return tables.as_f32(p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind)
-
-        scale = table("scales", spec.scale)
-        if spec.zero_kind:
-            shift = p.mul(scale, tables.minus_zero(table("zeros", spec.zero_kind)))
-            numbers = p.fma(numbers, tables.with_exponent(scale), shift)
-        else:
-            numbers = p.mul(numbers, tables.with_exponent(scale))
-        tile = p.reshape(p.cast(numbers, spec.act), (ROWS, c.columns))
-        staged = p.alloc_shared(spec.act, (ROWS, c.columns), (c.columns + spec.x.per_vector, 1))
-        p.store(tile, staged, (0, 0))
-        p.barrier()
-        out = p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, spec.x.per_vector))
-        view = p.global_view(
+        numbers = _decoded(p, spec, c, block, row_block)
+        numbers = p.cast(_scaled(p, spec, numbers, first_group, row_block), spec.act)
+        rows = _as_rows(p, spec, c, numbers)
+        y = p.global_view(
             p["y"],
             spec.act,
             (spec.n, spec.k // c.real_group, c.real_group),
             (spec.k, c.real_group, 1),
         )
         boundary = ("skip" if spec.n % ROWS else "none", "skip", "skip")
-        out = p.reshape(out, (ROWS, c.groups, c.width))
-        p.store(out, view, (row_block * ROWS, first_group, part * c.width), boundary)
+        rows = p.reshape(rows, (ROWS, c.groups, c.width))
+        p.store(rows, y, (row_block * ROWS, first_group, part * c.width), boundary)
     return p.module
+
+
+def _decoded(p: Program, spec: MatmulSpec, c: BlockColumns, block: Scalar, row_block: Scalar) -> Tile:
+    """Returns decode(code) of a block [16, groups, columns of a group] in f32."""
+    compute = compute_element(spec.dtype, spec.act)
+    memory, layout, boundary = units_of(p, "codes", spec, c.warps)
+    words = p.load(memory, (block * c.warps, row_block, 0), layout, boundary)
+    fragments = spatial(1, c.warps) * local(1, spec.packing.chunk // BLOCK_K) * MMA_M16N8K16_A
+    codes = p.view(words, spec.dtype, fragments)
+    numbers = p.cast(p.decode(codes, compute, exponent(spec.dtype, compute)), "f32")
+    return p.reshape(numbers, (ROWS, c.groups, c.width))
+
+
+def _scaled(p: Program, spec: MatmulSpec, numbers: Tile, first_group: Scalar, row_block: Scalar) -> Tile:
+    """Returns s * (number - z) in f32."""
+    packing, convert = spec.packing, ScalesZeros(p, spec)
+    rows = numbers.layout.reduce((2,))
+
+    def table(name: str, kind: str) -> Tile:
+        shape, strides = (ROWS, packing.groups, packing.row_blocks), (1, ROWS, packing.groups * ROWS)
+        view = p.global_view(p[name], convert.element(kind), shape, strides)
+        return convert.as_f32(p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind)
+
+    scale = table("scales", spec.scale)
+    if not spec.zero_kind:
+        return p.mul(numbers, convert.with_exponent(scale))
+    shift = p.mul(scale, convert.minus_zero(table("zeros", spec.zero_kind)))
+    return p.fma(numbers, convert.with_exponent(scale), shift)
+
+
+def _as_rows(p: Program, spec: MatmulSpec, c: BlockColumns, numbers: Tile) -> Tile:
+    """Returns a block [16, columns] with neighbours along the rows in each thread, by way of shared memory."""
+    staged = p.alloc_shared(spec.act, (ROWS, c.columns), (c.columns + spec.x.per_vector, 1))
+    p.store(p.reshape(numbers, (ROWS, c.columns)), staged, (0, 0))
+    p.barrier()
+    return p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, spec.x.per_vector))
 
 
 @dataclass(frozen=True)

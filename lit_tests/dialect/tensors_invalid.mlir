@@ -1,0 +1,58 @@
+// RUN: %lowbit-opt %s --split-input-file --verify-diagnostics
+
+// What verifiers refuse: operations on tensors. Wrong types are in types_invalid.mlir.
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_x(%x: tensor<?x128xf16>, %w: !weight) -> tensor<?x64xf16> {
+  // expected-error @below {{'lowbit.matmul' op x: expected tensor<?x256xf16> or tensor<?x256xbf16>, got tensor<?x128xf16>}}
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x128xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_y(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xi8> {
+  // expected-error @below {{y: expected tensor<?x64xf16> or tensor<?x64xbf16> or tensor<?x64xf32>, got tensor<?x64xi8>}}
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x256xf16>, !weight) -> tensor<?x64xi8>
+  return %y : tensor<?x64xi8>
+}
+
+// -----
+
+// The bias has the type of y.
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_bias(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf16>) -> tensor<?x64xf32> {
+  // expected-error @below {{bias: expected tensor<64xf32>, got tensor<64xf16>}}
+  %y = "lowbit.matmul"(%x, %w, %bias) {operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (tensor<?x256xf16>, !weight, tensor<64xf16>) -> tensor<?x64xf32>
+  return %y : tensor<?x64xf32>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_two_biases(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf16>) -> tensor<?x64xf16> {
+  // expected-error @below {{bias: expected one at most, got 2}}
+  %y = "lowbit.matmul"(%x, %w, %bias, %bias) {operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (tensor<?x256xf16>, !weight, tensor<64xf16>, tensor<64xf16>) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @matmul_segments(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf16> {
+  // expected-error @below {{operandSegmentSizes: expected array<i32: 1, 1, 0>, got nothing}}
+  %y = "lowbit.matmul"(%x, %w) : (tensor<?x256xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+func.func @dequantize_y(%w: !weight) -> tensor<256x64xf16> {
+  // expected-error @below {{y: expected tensor<64x256xf16> or tensor<64x256xbf16>, got tensor<256x64xf16>}}
+  %y = "lowbit.dequantize"(%w) : (!weight) -> tensor<256x64xf16>
+  return %y : tensor<256x64xf16>
+}

@@ -1,0 +1,255 @@
+// RUN: %lowbit-opt %s --split-input-file --verify-diagnostics
+
+// What verifiers refuse: tiles that are loaded, stored and viewed. Wrong types are in types_invalid.mlir.
+
+func.func @splat(%value: f16) {
+  // expected-error @below {{'lowbit.splat' op value: expected f32, got f16}}
+  %0 = "lowbit.splat"(%value) : (f16) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @splat_of_integers(%value: f32) {
+  // expected-error @below {{'lowbit.splat' op element of the result: expected f16 or bf16 or f32, got i8}}
+  %0 = "lowbit.splat"(%value) : (f32) -> !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @constant() {
+  // expected-error @below {{'lowbit.constant' op element of the result: expected f16 or bf16 or f32, got i8}}
+  %0 = "lowbit.constant"() {value = 1.0 : f32} : () -> !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+// Loads and stores.
+func.func @load_from_a_number(%x: f32) {
+  // expected-error @below {{'lowbit.load' op memory: expected !lowbit.global or !lowbit.shared, got f32}}
+  %0 = "lowbit.load"(%x) {boundary = [], operandSegmentSizes = array<i32: 1, 0>} : (f32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_element(%x: !x, %i: i32) {
+  // expected-error @below {{element of the tile: expected f16, got f32}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_rank(%x: !x, %i: i32) {
+  // expected-error @below {{rank of the tile: expected 2 as the memory, got 1}}
+  %0 = "lowbit.load"(%x, %i) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1>}
+    : (!x, i32) -> !lowbit.reg<[32], f16, "spatial(32)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_offsets(%x: !x, %i: i32) {
+  // expected-error @below {{offsets: expected one per dim (2), got 1}}
+  %0 = "lowbit.load"(%x, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1>}
+    : (!x, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_boundary(%x: !x, %i: i32) {
+  // expected-error @below {{boundary: expected one word per dim (2), got 1}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+// A load has to yield something for every element: it cannot skip one.
+!x = !lowbit.global<[-1, 64], f16, [64, 1], [1, 1]>
+func.func @load_skip(%x: !x, %i: i32) {
+  // expected-error @below {{boundary: expected one of none, clamp, zero, got skip}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["skip", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.shared<[4, 4], f16, [4, 1], 0>
+func.func @load_too_much(%x: !x, %i: i32) {
+  // expected-error @below {{size of dim 0 with boundary none: expected at most 4, got 8}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!x = !lowbit.shared<[8, 4], f16, [4, 1], 0>
+func.func @store_clamp(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %i: i32) {
+  // expected-error @below {{'lowbit.store' op boundary: expected one of none, skip, got clamp}}
+  "lowbit.store"(%t, %x, %i, %i) {boundary = ["clamp", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !x, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.shared<[8, 4], bf16, [4, 1], 0>
+func.func @store_element(%x: !x, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %i: i32) {
+  // expected-error @below {{element of the tile: expected bf16, got f16}}
+  "lowbit.store"(%t, %x, %i, %i) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !x, i32, i32) -> ()
+  return
+}
+
+// -----
+
+// In swizzled rows, the last element is not where strides say.
+!x = !lowbit.shared<[8, 64], f16, [64, 1], 128>
+func.func @load_clamped_swizzle(%x: !x, %i: i32) {
+  // expected-error @below {{boundary: expected one of none, zero, got clamp}}
+  %0 = "lowbit.load"(%x, %i, %i) {boundary = ["clamp", "none"], operandSegmentSizes = array<i32: 1, 2>}
+    : (!x, i32, i32) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+// ldmatrix reads rows of 16 bytes at addresses that are multiples of 16.
+func.func @load_matrix_element(%x: !lowbit.shared<[8, 16], f32, [24, 1], 0>, %m: i32) {
+  // expected-error @below {{'lowbit.load_matrix' op element: expected of 16 bits, got f32}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f32, [24, 1], 0>, i32) -> !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_shape(%x: !lowbit.shared<[8, 32], f16, [40, 1], 0>, %m: i32) {
+  // expected-error @below {{shape of the tile: expected (8, 32), got (8, 16)}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 32], f16, [40, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_rows(%x: !lowbit.shared<[16, 16], f16, [24, 1], 0>, %m: i32) {
+  // expected-error @below {{rows of the tile: expected at least the 16 of the buffer, got 8}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_rank(%x: !lowbit.shared<[16], f16, [1], 0>, %m: i32) {
+  // expected-error @below {{rank of the buffer: expected at least 2, got 1}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16], f16, [1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_strides(%x: !lowbit.shared<[8, 16], f16, [20, 1], 0>, %m: i32) {
+  // expected-error @below {{strides: expected multiples of 8 (16 bytes) and 1 for the last dim, got [20, 1]}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [20, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_swizzle(%x: !lowbit.shared<[8, 64], f16, [64, 1], 128>, %m: i32) {
+  // expected-error @below {{swizzle: expected none, got 128}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 64], f16, [64, 1], 128>, i32) -> !lowbit.reg<[8, 64], f16, "local(1, 8).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_layout(%x: !lowbit.shared<[8, 16], f16, [24, 1], 0>, %m: i32) {
+  // expected-error @below {{layout of result: expected a multiple of local(1, 2).spatial(8, 4).local(1, 2), got spatial(8, 4).local(1, 4)}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f16, [24, 1], 0>, i32) -> !lowbit.reg<[8, 16], f16, "spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+func.func @load_matrix_warps(%x: !lowbit.shared<[16, 16], f16, [24, 1], 0>, %m: i32) {
+  // expected-error @below {{rows of the result: expected within each warp, got spread over warps: spatial(2, 1)}}
+  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1], 0>, i32) -> !lowbit.reg<[16, 16], f16, "spatial(2, 1).local(1, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+// Views.
+func.func @view_threads(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{'lowbit.view' op threads: expected 32, got 16}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[4, 4], f16, "spatial(4, 4)">
+  return
+}
+
+// -----
+
+func.func @view_bits(%t: !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">) {
+  // expected-error @below {{bits per thread: expected 128, got 192}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">)
+    -> !lowbit.reg<[16, 64], #lowbit.format<"u6", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @view_element(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{element: expected f16, got bf16}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], bf16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @view_of_numbers(%t: !lowbit.reg<[8, 32], f16, "spatial(8, 4).local(1, 8)">) {
+  // expected-error @below {{element of the source: expected vector<4xi32>, got f16}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[8, 32], f16, "spatial(8, 4).local(1, 8)">)
+    -> !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+// Codes are packed as fragments of the tensor core and exist in this order only.
+func.func @view_layout(%t: !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">) {
+  // expected-error @below {{layout of result: expected a multiple of column_local(2, 2).spatial(8, 4).local(1, 2), got spatial(8, 4).local(2, 16)}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">)
+    -> !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "spatial(8, 4).local(2, 16)">
+  return
+}
+
+// -----
+
+// 32 columns of u4 are half a chunk: the other half of the unit belongs to columns of the same rows.
+func.func @view_half_a_chunk(%t: !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">) {
+  // expected-error @below {{columns of a warp: expected a multiple of 64 for u4, got 32}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">)
+    -> !lowbit.reg<[32, 32], #lowbit.format<"u4", []>, "local(2, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+func.func @view_scattered(%t: !lowbit.reg<[2, 32], vector<4xi32>, "spatial(2, 32)">) {
+  // expected-error @below {{columns of a warp: expected side by side, got 64 among 112}}
+  %0 = "lowbit.view"(%t) : (!lowbit.reg<[2, 32], vector<4xi32>, "spatial(2, 32)">)
+    -> !lowbit.reg<[16, 128], #lowbit.format<"u4", []>, "local(1, 4).spatial(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+  return
+}
