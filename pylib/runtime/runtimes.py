@@ -26,6 +26,7 @@ from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
+from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
 
 if TYPE_CHECKING:
@@ -124,9 +125,9 @@ class CudaRuntime(_GpuRuntime):
             with torch.cuda.device(device):
                 return self.matmul(x, weight)
         source = x.data_ptr()
-        if source % 16 or not x.is_contiguous():
+        if source % 16 or not source or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
-            source = x.data_ptr()
+            source = address_of(x)
         n = self._n
         y = allocate((m, n), (n, 1), self._out) if x.ndim == 2 else allocate(*_batched(x.shape, n), self._out)
         stream, target, codes = current_stream(device), y.data_ptr(), weight[0]
