@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -31,6 +31,7 @@ from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.runtimes import make_runtime
 from lowbit.pylib.tensor_checks import fits
 from lowbit.pylib.torch_types import TORCH, stored_type
+from lowbit.pylib.value_range import known_range
 
 
 def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | None = None) -> Matmul:
@@ -148,18 +149,19 @@ class Matmul:
         """
         if type(x) is not Tensor or x.requires_grad or _is_observed():
             return self._by_operator(x, w)
-        shape = x.shape
+        run, shape = self._run, x.shape
         if (  # what _check looks at, and no more: it costs 0.5 us
             x.dtype is not self._act
             or not shape
             or shape[-1] != self._k
-            or getattr(w, "readable_spec", None) is not self.spec
+            or getattr(w, "ordinary_spec", None) is not self.spec
             or x.get_device() != w.tensors[0].get_device()
         ):
             _check_readable(w)
             self._check(x, w)
+            run = self._run_wide if w.wide_range else run
         try:
-            return self._run(x, w.tensors)
+            return run(x, w.tensors)
         except RuntimeError:  # torch's: x has no memory that a kernel could read
             _check_memory(x)
             raise
@@ -179,7 +181,22 @@ class Matmul:
             self._check(x, self._as_weight(weight))  # which says what is wrong
         self._check_x(x)
         _check_transforms(x)
-        return self._run(x, weight)
+        return (self._run_wide if self._is_wide(weight) else self._run)(x, weight)
+
+    def _is_wide(self, weight: Sequence[Tensor]) -> bool:
+        """Tells whether a weight that fits has a wide range; a CPU's program scales sums in any case."""
+        if not self.target.is_gpu:
+            return False
+        known = known_range(weight[0])
+        return self._as_weight(weight).wide_range if known is None else known
+
+    @cached_property
+    def _run_wide(self) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
+        """Multiplies by a weight of a wide range."""
+        if not self.target.is_gpu:
+            return self._run
+        spec, _, schedule = self._arguments
+        return make_runtime(spec, self.target, schedule, late_scaling=True).matmul
 
     def untraced_dequantize(self, weight: Sequence[Tensor]) -> Tensor:
         """What `dequantize` comes to: for the operator."""
