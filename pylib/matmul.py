@@ -8,14 +8,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch._C import _is_tracing, _len_torch_dispatch_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec, interned
@@ -29,6 +31,7 @@ from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.runtimes import make_runtime
 from lowbit.pylib.tensor_checks import fits
 from lowbit.pylib.torch_types import TORCH, stored_type
+from lowbit.pylib.value_range import known_range
 
 
 def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | None = None) -> Matmul:
@@ -100,8 +103,9 @@ def _warn_of_predecessor(gpu: str, capability: int, target: str) -> None:
 class Matmul:
     """y = x W^T + bias with W packed in low-bit codes. Made by `compile`; safe to call from any thread.
 
-    For inference only: no gradient flows to x or the weight. Change a packed weight in place only when no
-    call is under way (`torch.cuda.synchronize()`): on Hopper a call reads it ahead of its turn in the stream.
+    A gradient flows to x, by way of the dequantized weight, and none to the weight's tensors. Change a packed weight in
+    place only when no call is under way (`torch.cuda.synchronize()`): on Hopper a call reads it ahead of its turn in
+    the stream.
 
     spec, target   as compiled
     schedule       of the kernel for one token; None on a CPU
@@ -143,37 +147,69 @@ class Matmul:
         x may have any number of rows, none too, and any strides. Raises SpecError for an x and PackError for
         a weight that do not fit the spec, TargetError for tensors where the target does not run.
         """
-        if type(x) is not Tensor or is_compiling():
-            self._check(x, w)
-            return torch.ops.lowbit.matmul.packed(x.detach(), list(w.tensors), self.description)
-        shape = x.shape
+        if type(x) is not Tensor or x.requires_grad or _is_observed():
+            return self._by_operator(x, w)
+        run, shape = self._run, x.shape
         if (  # what _check looks at, and no more: it costs 0.5 us
             x.dtype is not self._act
             or not shape
             or shape[-1] != self._k
-            or getattr(w, "readable_spec", None) is not self.spec
+            or getattr(w, "ordinary_spec", None) is not self.spec
             or x.get_device() != w.tensors[0].get_device()
         ):
             _check_readable(w)
             self._check(x, w)
+            run = self._run_wide if w.wide_range else run
         try:
-            return self._run(x, w.tensors)
+            return run(x, w.tensors)
         except RuntimeError:  # torch's: x has no memory that a kernel could read
             _check_memory(x)
             raise
 
+    def _by_operator(self, x: Tensor, w: PackedWeight) -> Tensor:
+        """Returns what a call gives, as an operator of torch: recorded, differentiated, or run on other tensors."""
+        if is_dynamo_compiling() or not _is_tracing():
+            self._check(x, w)
+            _check_transforms(x)
+        else:  # sizes are tensors to torch.jit.trace: the operator checks x
+            self._check_weight(w)
+        return torch.ops.lowbit.matmul.packed(x, list(w.tensors), self.description)
+
     def untraced(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """What a call comes to: for the operator, which a call becomes under torch.compile."""
+        """What a call comes to: for the operator, which a call becomes where torch observes it."""
         if not fits(self._stored, weight, x.get_device()):
             self._check(x, self._as_weight(weight))  # which says what is wrong
         self._check_x(x)
-        return self._run(x, weight)
+        _check_transforms(x)
+        return (self._run_wide if self._is_wide(weight) else self._run)(x, weight)
+
+    def _is_wide(self, weight: Sequence[Tensor]) -> bool:
+        """Tells whether a weight that fits has a wide range; a CPU's program scales sums in any case."""
+        if not self.target.is_gpu:
+            return False
+        known = known_range(weight[0])
+        return self._as_weight(weight).wide_range if known is None else known
+
+    @cached_property
+    def _run_wide(self) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
+        """Multiplies by a weight of a wide range."""
+        if not self.target.is_gpu:
+            return self._run
+        spec, _, schedule = self._arguments
+        return make_runtime(spec, self.target, schedule, late_scaling=True).matmul
+
+    def untraced_dequantize(self, weight: Sequence[Tensor]) -> Tensor:
+        """What `dequantize` comes to: for the operator."""
+        if not (weight and fits(self._stored, weight, weight[0].get_device())):
+            self._as_weight(weight)  # which says what is wrong
+        return self._runtime.dequantize(weight)
 
     def dequantize(self, w: PackedWeight) -> Tensor:
         """W [n, k] in the act type, on the weight's device."""
         self._check_weight(w)
-        _check_readable(w)
-        return self._runtime.dequantize(w.tensors)
+        if not _is_observed():
+            _check_readable(w)
+        return torch.ops.lowbit.dequantize(list(w.tensors), self.description)
 
     def kernel(self, m: int) -> Artifact:
         """The kernel that serves m rows, or the first of them; `choices` has the table."""
@@ -257,7 +293,17 @@ def run_described(x: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
     return _described(kernel).untraced(x, weight)
 
 
-operator_schema.implement(run_described)
+def dequantize_described(weight: Sequence[Tensor], kernel: str) -> Tensor:
+    """Write out a weight as `kernel` describes it: the implementation of `torch.ops.lowbit.dequantize`."""
+    return _described(kernel).untraced_dequantize(weight)
+
+
+operator_schema.implement(run_described, dequantize_described)
+
+
+def _is_observed() -> bool:
+    """Tells whether torch must see a call: torch.compile, a dispatch mode, torch.jit.trace and forward mode are on."""
+    return is_dynamo_compiling() or _len_torch_dispatch_stack() > 0 or _is_tracing() or forward_ad._current_level >= 0
 
 
 def _check_readable(w: object) -> None:
@@ -271,5 +317,19 @@ def _check_memory(x: Tensor) -> None:
     """Raise SpecError if x is no plain array of numbers."""
     if x.layout is not torch.strided:
         raise SpecError(f"x is {x.layout}; use x.to_dense()")
+    _check_transforms(x)
+    if not x.data_ptr() and x.numel():
+        raise SpecError("x has no memory that a kernel could read; clone it")
+
+
+def _check_transforms(x: Tensor) -> None:
+    """Raise SpecError in forward mode, and if x belongs to a transform of torch.func.
+
+    Here a tangent is out of sight, so forward mode is refused whether or not x has one.
+    """
+    if is_dynamo_compiling():
+        return
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
-        raise SpecError("torch.func's transforms (grad, vmap) do not go through a matmul; call it outside of them")
+        raise SpecError("torch.func's transforms (grad, vmap, jvp) do not go through a matmul; call it outside of them")
+    if forward_ad._current_level >= 0:
+        raise SpecError("forward-mode gradients do not go through a matmul; call it outside of forward mode")

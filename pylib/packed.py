@@ -21,6 +21,7 @@ from lowbit.pylib.memory_order import unpack_codes, unpack_groups
 from lowbit.pylib.sharding import cut, part_of
 from lowbit.pylib.tensor_checks import check_memory, check_slot, is_plain
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.value_range import has_wide_range
 from lowbit.pylib.weight_values import as_tensor, least, to_memory
 
 
@@ -33,11 +34,15 @@ class PackedWeight(Mapping[str, Tensor]):
 
     tensors         the tensors in the order of `spec.tensors`
     readable_spec   the spec if kernels can read the tensors; None if torch traces with them, or they are on meta
+    wide_range      whether values are beyond what the act type holds, so that no kernel may round them to it
+    ordinary_spec   readable_spec if the weight has no wide range, else None
     """
 
     spec: MatmulSpec
     tensors: tuple[Tensor, ...]
     readable_spec: MatmulSpec | None
+    wide_range: bool
+    ordinary_spec: MatmulSpec | None
 
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         _check_spec(spec)
@@ -49,10 +54,13 @@ class PackedWeight(Mapping[str, Tensor]):
         self.tensors = tuple([tensors[name] for name in names])
         self._check_tensors()
         self.readable_spec = None
+        self.wide_range = False
         if not is_compiling() and all(is_plain(t) and not t.is_meta for t in self.tensors):
             for slot, t in zip(spec.tensors, self.tensors):
                 check_memory(slot, t)
             self.readable_spec = spec
+            self.wide_range = has_wide_range(spec, self)
+        self.ordinary_spec = None if self.wide_range else self.readable_spec
 
     def _check_tensors(self) -> None:
         for slot, t in zip(self.spec.tensors, self.tensors):

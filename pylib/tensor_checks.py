@@ -60,6 +60,15 @@ def has_memory(t: Tensor) -> bool:
         return False
 
 
+def address_of(x: Tensor) -> int:
+    """Returns where x lies in memory. Raises RuntimeError, as torch does, where that is nowhere: at address 0 are
+    wrappers of torch.func.functionalize."""
+    address = x.data_ptr()
+    if not address:
+        raise RuntimeError("x has no memory")
+    return address
+
+
 def is_plain(t: Tensor) -> bool:
     """Tells whether a tensor has a type of its own memory, unlike those that torch traces with."""
     return type(t) is Tensor or type(t) is torch.nn.Parameter

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fake_pipeline import FakePipeline, pipeline
+from torch.autograd import forward_ad
 
 import lowbit
 from lowbit.passes.kernels.decode.schedule import Schedule
@@ -179,13 +180,27 @@ def test_weight_that_is_not_packed(w: Any) -> None:
             use()
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap"])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jacfwd", "jacrev", "functionalize"])
 def test_functional_transforms(transform: str) -> None:
     mm = lowbit.compile(SPEC, "cpu")
     w = mm.pack(*PROBLEM[1:])
     transformed = getattr(torch.func, transform)(lambda x: mm(x, w).float().sum(-1 if transform == "vmap" else None))
-    with pytest.raises(SpecError, match=r"torch.func's transforms \(grad, vmap\) do not go through a matmul"):
+    with pytest.raises(SpecError, match=r"torch.func's transforms \(grad, vmap, jvp\) do not go through a matmul"):
         transformed(X)
+
+
+def test_forward_mode() -> None:
+    """Neither a call nor the operator loses a tangent without a word."""
+    mm = lowbit.compile(SPEC, "cpu")
+    w = mm.pack(*PROBLEM[1:])
+    arguments = list(w.tensors), mm.description
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, X)
+        for use in (lambda: mm(x, w), lambda: torch.ops.lowbit.matmul.packed(x, *arguments)):
+            with pytest.raises(SpecError, match="forward-mode gradients do not go through a matmul"):
+                use()
+    with pytest.raises(SpecError, match="forward-mode gradients do not go through a matmul"):
+        torch.func.jvp(lambda x: torch.ops.lowbit.matmul.packed(x, *arguments), (X,), (X,))
 
 
 @pytest.mark.parametrize(

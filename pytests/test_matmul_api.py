@@ -106,15 +106,6 @@ def test_x_is_left_alone_and_results_are_fresh(target: str) -> None:
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_no_gradient(target: str) -> None:
-    x, *weight = random_problem(SPEC, 2)
-    mm = lowbit.compile(SPEC, target)
-    w = mm.pack(*weight)
-    for given in (x.clone().requires_grad_(), torch.nn.Parameter(x)):
-        y = mm(given, w)
-        assert not y.requires_grad and torch.equal(y, mm(x, w))
-
-
 def test_equal_specs_are_one_object(target: str) -> None:
     """So a call knows by identity that a weight fits, wherever the weight comes from."""
     x, *weight = random_problem(SPEC, 2)

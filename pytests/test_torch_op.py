@@ -6,12 +6,15 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit
 from lowbit.pylib.reference import random_problem
@@ -77,13 +80,6 @@ def test_weight_as_an_argument(target: str) -> None:
     assert torch.equal(compiled(x, w), mm(x, w))
     assert torch.equal(compiled(x, other), mm(x, other))
     assert not torch.equal(mm(x, w), mm(x, other))
-
-
-def test_compiled_with_gradients_on(target: str) -> None:
-    x, mm, w = _make(SPEC, target)
-    compiled = torch.compile(lambda x: mm(x, w), fullgraph=True, backend="aot_eager")
-    y = compiled(x.clone().requires_grad_())
-    assert not y.requires_grad and torch.equal(y, mm(x, w))
 
 
 def test_mistakes_show_under_compile(target: str) -> None:
@@ -184,6 +180,64 @@ def test_weight_made_under_make_fx(target: str, mode: str) -> None:
 
     graph = make_fx(call, tracing_mode=mode)(x, list(w.tensors))
     assert torch.equal(graph(x, list(w.tensors)), mm(x, w))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
+def test_tracing_records_the_operator(target: str) -> None:
+    """A trace computes y of the x that it is given, not of the x that it was made with."""
+    x, mm, w = _make(SPEC, target)
+
+    def call(x: Tensor) -> Tensor:
+        return mm(x, w) + x @ mm.dequantize(w).T
+
+    for traced in (torch.jit.trace(call, x), make_fx(call, tracing_mode="real")(x)):
+        assert torch.equal(traced(2 * x), call(2 * x))
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(call, x), file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(2 * x), call(2 * x))
+
+
+class Seen(TorchDispatchMode):
+    """Notes every operator that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[object] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        self.operators.append(func)
+        return func(*args, **kwargs or {})
+
+
+def test_dispatch_modes_see_a_call(target: str) -> None:
+    x, mm, w = _make(SPEC, target)
+    with Seen() as seen:
+        y = mm(x, w)
+        mm.dequantize(w)
+    operators = torch.ops.lowbit.matmul.packed, torch.ops.lowbit.dequantize.default
+    assert [op for op in seen.operators if op in operators] == list(operators)
+    assert torch.equal(y, mm(x, w))
+
+
+def test_subclasses_of_tensor_see_a_call(target: str) -> None:
+    x, mm, w = _make(SPEC, target)
+    twice = TwoTensor(x, 2 * x)
+    y = mm(twice, w)
+    assert isinstance(y, TwoTensor) and torch.equal(y.a, mm(x, w)) and torch.equal(y.b, mm(2 * x, w))
+
+
+def test_dequantize_checks_its_arguments(target: str) -> None:
+    _, mm, w = _make(SPEC, target)
+    torch.library.opcheck(torch.ops.lowbit.dequantize.default, (list(w.tensors), mm.description))
+    for wrong, message in [
+        (list({**w, "scales": w.scales.float()}.values()), "packed scales must be"),
+        (list(w.tensors[:-1]), "takes 4 tensors, codes, scales, zeros, bias, not 3"),
+    ]:
+        with pytest.raises(lowbit.PackError, match=message):
+            torch.ops.lowbit.dequantize(wrong, mm.description)
 
 
 def test_tensors_without_memory(target: str) -> None:

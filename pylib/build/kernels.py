@@ -6,6 +6,7 @@ Nothing here imports MLIR, LLVM or CUDA before a kernel has to be compiled: with
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
@@ -13,7 +14,7 @@ from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for, token_tiles
 from lowbit.passes.target import Target
 from lowbit.pylib.build import user_tables
-from lowbit.pylib.build.choices import KernelChoices, find_rows, kernel_name, rows_of_tiles
+from lowbit.pylib.build.choices import KernelChoices, find_rows, kernel_name, rows_of_late_scaling, rows_of_tiles
 from lowbit.pylib.build.driver import Artifact, compile_stages, load
 
 
@@ -23,12 +24,20 @@ class Artifacts:
     What a kernel is made of is decided once, when it is first asked for: a table that `lowbit tune` writes later does
     not change it. A `schedule` is taken for the tokens it names (8 are for one, too); other tiles choose their own. Safe to
     use from any thread.
+
+    With late_scaling no kernel rounds a weight to the act type, for any number of rows: for weights of a wide range
+    (`pylib.value_range`). Only schedules with wgmma round weights, so these do without it, a given one as well.
     """
 
-    def __init__(self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:
-        self._spec, self._target, self._schedule = spec, target, schedule
-        self._tiles = token_tiles(spec, target)
-        self._rows = rows_of_tiles(spec, self._tiles)
+    def __init__(
+        self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, late_scaling: bool = False
+    ) -> None:
+        self._spec, self._target = spec, target
+        self._late_scaling = late_scaling
+        self._schedule = None if late_scaling else schedule
+        self._chosen_for = replace(target, has_wgmma=False) if late_scaling else target
+        self._tiles = token_tiles(spec, self._chosen_for)
+        self._rows = rows_of_late_scaling(self._tiles) if late_scaling else rows_of_tiles(spec, self._tiles)
         self._requests: dict[int | None, KernelRequest] = {}
         self._kernels: dict[int | None, Artifact] = {}
         self._lock = threading.RLock()
@@ -36,7 +45,10 @@ class Artifacts:
     def tiles(self, m: int) -> list[int] | None:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's
         matmul. `pylib.build.choices.rows_of_tiles` has the rule."""
-        return list(find_rows(self._rows, m).tiles) or None
+        found = find_rows(self._rows, m)
+        if self._late_scaling and found.last is None:
+            return list(found.tiles) * -(-m // found.tiles[-1])
+        return list(found.tiles) or None
 
     def tile(self, m: int) -> int | None:
         """That of the first launch for m rows; None for the dequantize kernel."""
@@ -76,7 +88,7 @@ class Artifacts:
         if self._schedule and family_of(self._schedule).serves(self._schedule, tokens):
             return self._schedule
         user = user_tables.user_tables()
-        return schedule_for(self._spec, tokens, self._target, user_tables.gpu_name(self._target, user), user)
+        return schedule_for(self._spec, tokens, self._chosen_for, user_tables.gpu_name(self._target, user), user)
 
     def _name(self, tokens: int | None) -> str:
         spec = self._spec

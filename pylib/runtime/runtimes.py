@@ -26,6 +26,7 @@ from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
+from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
 
 if TYPE_CHECKING:
@@ -58,12 +59,14 @@ class Runtime(Protocol):
     def choices(self) -> KernelChoices: ...
 
 
-def make_runtime(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Runtime:
-    """The runtime for a target."""
+def make_runtime(
+    spec: MatmulSpec, target: Target, schedule: Schedule | None, *, late_scaling: bool = False
+) -> Runtime:
+    """The runtime for a target. late_scaling: no kernel rounds weights, as `Artifacts` has it; a CPU's never does."""
     if target.kind == "cuda":
-        return CudaRuntime(spec, target, schedule)
+        return CudaRuntime(spec, target, schedule, late_scaling)
     if target.kind == "emulator":
-        return EmulatorRuntime(spec, target, schedule)
+        return EmulatorRuntime(spec, target, schedule, late_scaling)
     if schedule is not None:
         raise SpecError("schedule= is for GPU targets; the CPU's kernel has no such choices, so drop it")
     return CpuRuntime(spec)
@@ -72,16 +75,18 @@ def make_runtime(spec: MatmulSpec, target: Target, schedule: Schedule | None) ->
 class _GpuRuntime:
     """What running PTX has in common, wherever it runs."""
 
-    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+    def __init__(
+        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
+    ) -> None:
         self._n, self._k = spec.n, spec.k
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
         self._names = [slot.name for slot in spec.tensors]
         self._order = argument_order(spec)
         self._biases = [i for i, slot in enumerate(spec.tensors) if slot.role == "bias"]
         self._target = target
-        self._artifacts = Artifacts(spec, target, schedule)
+        self._artifacts = Artifacts(spec, target, schedule, late_scaling)
         self.schedule = self.kernel(1).schedule  # compiles it, so that its errors show here
-        if schedule is not None:
+        if schedule is not None and not late_scaling:
             self._artifacts.kernel(schedule.tokens)
 
     def kernel(self, m: int) -> Artifact:
@@ -102,8 +107,10 @@ class CudaRuntime(_GpuRuntime):
     """NVIDIA GPUs. `matmul` is the eager path of decoding: 7 us on an H200's host in all (2026-11,
     benchmarks/host_cost.py), less than torch.nn.functional.linear."""
 
-    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
-        super().__init__(spec, target, schedule)
+    def __init__(
+        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
+    ) -> None:
+        super().__init__(spec, target, schedule, late_scaling)
         self._by_rows: dict[tuple[int, int], Function] = {}  # (device, m)
         self._by_tile: dict[tuple[int, int | None], Function] = {}  # (device, token tile), the same functions
         self._lock = threading.Lock()
@@ -124,9 +131,9 @@ class CudaRuntime(_GpuRuntime):
             with torch.cuda.device(device):
                 return self.matmul(x, weight)
         source = x.data_ptr()
-        if source % 16 or not x.is_contiguous():
+        if source % 16 or not source or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
-            source = x.data_ptr()
+            source = address_of(x)
         n = self._n
         y = allocate((m, n), (n, 1), self._out) if x.ndim == 2 else allocate(*_batched(x.shape, n), self._out)
         stream, target, codes = current_stream(device), y.data_ptr(), weight[0]
@@ -250,8 +257,10 @@ def load_function(program: Program, target: Target, device: int, order: Sequence
 class EmulatorRuntime(_GpuRuntime):
     """The GPU's kernels on CPU tensors, PTX instruction by instruction: to test them, not to be fast."""
 
-    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
-        super().__init__(spec, target, schedule)
+    def __init__(
+        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
+    ) -> None:
+        super().__init__(spec, target, schedule, late_scaling)
         self._emulators: dict[int | None, Emulator] = {}
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
