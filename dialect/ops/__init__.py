@@ -17,6 +17,24 @@ from __future__ import annotations
 
 from lowbit.dialect.bindings import ir, load_dialect
 from lowbit.dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
+from lowbit.dialect.ops.elementwise import (
+    COMPARISONS,
+    AbsOp,
+    AddOp,
+    CastOp,
+    CompareOp,
+    DivOp,
+    ExpOp,
+    FmaOp,
+    MaxOp,
+    MinOp,
+    MulOp,
+    NegOp,
+    SelectOp,
+    SqrtOp,
+    SubOp,
+    TanhOp,
+)
 from lowbit.dialect.ops.integer_products import JoinLimbsOp, LimbMmaOp, LimbSumsOp, SplitLimbsOp
 from lowbit.dialect.ops.memory import (
     AllocSharedOp,
@@ -47,13 +65,9 @@ from lowbit.dialect.ops.programs import (
 from lowbit.dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, LookupPairOp
 from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp
 from lowbit.dialect.ops.tiles import (
-    AddOp,
-    CastOp,
     ConstantOp,
-    FmaOp,
     LoadMatrixOp,
     LoadOp,
-    MulOp,
     ReduceOp,
     ReshapeOp,
     SliceOp,
@@ -64,7 +78,9 @@ from lowbit.dialect.ops.tiles import (
 from lowbit.dialect.types import Lowbit
 
 __all__ = [
+    "COMPARISONS",
     "MOST_BLOCKS",
+    "AbsOp",
     "AddOp",
     "AllocSharedOp",
     "AllocSignalsOp",
@@ -74,6 +90,7 @@ __all__ = [
     "BlockIdOp",
     "CastOp",
     "CommitOp",
+    "CompareOp",
     "ConstantOp",
     "CopyAsyncOp",
     "CopyPaddedOp",
@@ -81,7 +98,9 @@ __all__ = [
     "DecodePairOp",
     "DecodeShiftedPairOp",
     "DequantizeOp",
+    "DivOp",
     "EncodeOp",
+    "ExpOp",
     "FillTableOp",
     "FmaOp",
     "FreeSharedOp",
@@ -97,8 +116,11 @@ __all__ = [
     "LookupOp",
     "LookupPairOp",
     "MatmulOp",
+    "MaxOp",
+    "MinOp",
     "MmaOp",
     "MulOp",
+    "NegOp",
     "OffsetSumsOp",
     "PeerOp",
     "PrepackOp",
@@ -107,11 +129,15 @@ __all__ = [
     "ReshapeOp",
     "ReturnOp",
     "RowSumsOp",
+    "SelectOp",
     "SliceOp",
     "SplatOp",
     "SplitLimbsOp",
+    "SqrtOp",
     "StageOp",
     "StoreOp",
+    "SubOp",
+    "TanhOp",
     "ViewOp",
     "WaitOp",
     "WarpgroupMmaOp",
