@@ -21,6 +21,7 @@ from typing import Any, cast
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import Mismatch, expect, verifier
 from lowbit.dialect.formats.dtypes import DType, dtype
+from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.layouts.shared_memory import Swizzle
@@ -144,7 +145,7 @@ def element_attr(element: Element) -> ir.Attribute:
     """The attribute that stands for an element in a type."""
     if isinstance(element, DType):
         return format_attr(element)
-    expect(element in _BITS, "element", f"a format or one of {', '.join(_BITS)}", repr(element))
+    _check_name(element)
     return ir.TypeAttr.get(ir.Type.parse(element))
 
 
@@ -160,14 +161,26 @@ def read_element(attribute: ir.Attribute) -> Element:
 
 SWIZZLE_128 = Swizzle(bits=3, base=4, shift=3)  # of byte offsets in a buffer
 
+CONDITION = "i1"  # in registers only
+
 UNIT = "vector<4xi32>"  # 16 bytes of packed codes: what a lane loads at once
 
-_BITS = {"f16": 16, "bf16": 16, "f32": 32, "i32": 32, "i16": 16, "i8": 8, "vector<4xi32>": 128}
+_BITS = {"f16": 16, "bf16": 16, "f32": 32, "i32": 32, "i16": 16, "i8": 8, CONDITION: 1, UNIT: 128}
 
 
 def element_bits(element: Element) -> int:
     """Bits of one element in memory and in registers."""
-    return element.bits if isinstance(element, DType) else _BITS[element]
+    if isinstance(element, DType):
+        return element.bits
+    _check_name(element)
+    return _BITS[element]
+
+
+def _check_name(element: object) -> None:
+    """Raises Mismatch for what names no element, with our name of one that is called otherwise elsewhere."""
+    ours = short_name(element)
+    hint = f", which is {ours!r} here" if ours in _BITS and ours != element else ""
+    expect(element in _BITS, "element", f"a format or one of {', '.join(_BITS)}", f"{element!r}{hint}")
 
 
 def row_major(shape: "tuple[int, ...]") -> tuple[int, ...]:
@@ -224,8 +237,8 @@ def _reg(type_: ir.Type) -> Reg:
 def _check_array(
     element: Element, shape: tuple[int, ...], strides: tuple[int, ...], dynamic: bool = False
 ) -> None:
-    words = "whole bytes (codes are viewed in registers)"
-    expect(not isinstance(element, DType), "element of memory", words, element)
+    words = "whole bytes (codes and conditions are in registers)"
+    expect(element_bits(element) % 8 == 0 and not isinstance(element, DType), "element of memory", words, element)
     allowed = "sizes of at least 1" + (" or -1" if dynamic else "")
     expect(all(n > 0 or (dynamic and n == -1) for n in shape), "shape", allowed, list(shape))
     expect(len(strides) == len(shape), "strides", f"one per dim ({len(shape)})", len(strides))

@@ -21,8 +21,6 @@ from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, local
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.pipeline import compile_program
-from lowbit.passes.target import parse_target
 from lowbit.pylib.matmul import this_machine
 from lowbit.pylib.packed import pack
 
@@ -87,7 +85,8 @@ def program(n: int, k: int) -> ir.Module:
 
 
 def main(n: int, k: int, m: int, target: str) -> None:
-    compiled = compile_program(lambda: program(n, k), parse_target(target))
+    # For the GPU or for the emulator, whichever the target says.
+    kernel = lowbit.compile_program(lambda: program(n, k), target)
 
     rng = np.random.default_rng(0)
     x = rng.standard_normal((m, k)).astype(np.float16)
@@ -95,10 +94,8 @@ def main(n: int, k: int, m: int, target: str) -> None:
 
     # The order in memory is made once, ahead of time. (A packed weight has scales, too, which are not used here.)
     codes = pack(MatmulSpec(n, k, "i6"), weight, np.ones(n)).codes
-    device = "cuda" if compiled.target.kind == "cuda" else "cpu"
+    device = "cuda" if kernel.target.kind == "cuda" else "cpu"
     output = torch.empty((m, n), dtype=torch.float16, device=device)
-    # On the GPU or in the emulator, whichever the kernel was compiled for.
-    kernel = lowbit.load(compiled)
     kernel(x=torch.from_numpy(x).to(device), codes=codes.to(device), y=output, m=m)
     y = output.cpu().numpy()
 
@@ -108,7 +105,7 @@ def main(n: int, k: int, m: int, target: str) -> None:
     magnitude = np.abs(x.astype(np.float64)) @ np.abs(weight.T)
     bound = k * 2.0**-23 * magnitude + 2.0**-11 * np.abs(expected) + 2.0**-25
     worst = float((np.abs(y - expected) / bound).max())
-    print(f"i6[{n}, {k}], {m} tokens, on {compiled.target}: worst element at {worst:.0%} of what rounding explains")
+    print(f"i6[{n}, {k}], {m} tokens, on {kernel.target}: worst element at {worst:.0%} of what rounding explains")
     if not worst <= 1:
         raise SystemExit("the result is wrong")
 

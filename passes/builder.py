@@ -7,9 +7,10 @@
         ...
     module = p.module
 
-Tiles are `Tile`s, scalars are `Scalar`s that know + - * // % and min; Python numbers may stand for either where the
-meaning is clear. Loops are `with p.loop(start, rounds, [carried tiles]) as loop`. The kernels of this compiler are
-written with it (`passes.kernels.decode.kernel`, `passes.kernels.dequantize`), and so can anybody's be (examples/).
+Tiles are `Tile`s that know + - * / and < <= > >=, scalars are `Scalar`s that know + - * // % and min; Python numbers
+may stand for either where the meaning is clear. Loops are `with p.loop(start, rounds, [carried tiles]) as loop`. The
+kernels of this compiler are written with it (`passes.kernels.decode.kernel`, `passes.kernels.dequantize`), and so can
+anybody's be (examples/).
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from lowbit.dialect.types import (
     row_major,
     strings,
 )
+from lowbit.passes import tile
+from lowbit.passes.tile import Operand, Tile, compare, elementwise, select
 
 
 @dataclass(frozen=True)
@@ -91,25 +94,6 @@ def as_i32(x: Index) -> Any:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A tile in registers."""
-
-    value: Any
-
-    @property
-    def reg(self) -> Reg:
-        return Reg.of(self.value.type)
-
-    @property
-    def layout(self) -> Layout:
-        return self.reg.layout
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.reg.shape
-
-
-@dataclass(frozen=True)
 class Memory:
     """A view of device memory or a buffer in shared memory."""
 
@@ -131,7 +115,7 @@ def _i64(x: int) -> Any:
 
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
-_NOT_USERS = (__file__, str(ext.__file__))
+_NOT_USERS = (__file__, tile.__file__, str(ext.__file__))
 
 
 def _user_line(location: Any) -> str:
@@ -414,19 +398,62 @@ class Program:
         return Tile(ops.ReshapeOp(tile.value, reg.type).result)
 
     def cast(self, tile: Tile, element: str, kind: str = "float") -> Tile:
+        """The elements as another type; kind: "float", from integers "signed" or "unsigned", from bytes "e4m3" or
+        "e8m0"."""
         if tile.reg.element == element:
             return tile
         reg = Reg(element, tile.layout)
         return Tile(ops.CastOp(tile.value, ir.StringAttr.get(kind), reg.type).result)
 
-    def add(self, a: Tile, b: Tile) -> Tile:
-        return Tile(ops.AddOp(a.value, b.value, _larger(a, b).type).result)
+    def add(self, a: Operand, b: Operand) -> Tile:
+        return elementwise(ops.AddOp, a, b)
 
-    def mul(self, a: Tile, b: Tile) -> Tile:
-        return Tile(ops.MulOp(a.value, b.value, _larger(a, b).type).result)
+    def sub(self, a: Operand, b: Operand) -> Tile:
+        return elementwise(ops.SubOp, a, b)
 
-    def fma(self, a: Tile, b: Tile, c: Tile) -> Tile:
-        return Tile(ops.FmaOp(a.value, b.value, c.value, _larger(a, b, c).type).result)
+    def mul(self, a: Operand, b: Operand) -> Tile:
+        return elementwise(ops.MulOp, a, b)
+
+    def div(self, a: Operand, b: Operand) -> Tile:
+        """a / b, at most 2 ulps of f32 off."""
+        return elementwise(ops.DivOp, a, b)
+
+    def max(self, a: Operand, b: Operand) -> Tile:
+        """The larger of each two, NaN if one of them is."""
+        return elementwise(ops.MaxOp, a, b)
+
+    def min(self, a: Operand, b: Operand) -> Tile:
+        """The smaller of each two, NaN if one of them is."""
+        return elementwise(ops.MinOp, a, b)
+
+    def fma(self, a: Operand, b: Operand, c: Operand) -> Tile:
+        """a * b + c, rounded once."""
+        return elementwise(ops.FmaOp, a, b, c)
+
+    def neg(self, a: Tile) -> Tile:
+        return elementwise(ops.NegOp, a)
+
+    def abs(self, a: Tile) -> Tile:
+        return elementwise(ops.AbsOp, a)
+
+    def exp(self, a: Tile) -> Tile:
+        """e^a, at most 2 + |1.173 a| ulps of f32 off."""
+        return elementwise(ops.ExpOp, a)
+
+    def tanh(self, a: Tile) -> Tile:
+        """The hyperbolic tangent, with a relative error of at most 2^-11."""
+        return elementwise(ops.TanhOp, a)
+
+    def sqrt(self, a: Tile) -> Tile:
+        return elementwise(ops.SqrtOp, a)
+
+    def compare(self, a: Operand, predicate: str, b: Operand) -> Tile:
+        """Whether a is "lt", "le", "eq", "ne", "gt" or "ge" b, for `select`."""
+        return compare(a, predicate, b)
+
+    def select(self, condition: Tile, a: Operand, b: Operand) -> Tile:
+        """a where the condition holds, else b."""
+        return select(condition, a, b)
 
     def mma(self, a: Tile, b: Tile, c: Tile) -> Tile:
         return Tile(ops.MmaOp(a.value, b.value, c.value, c.reg.type).result)
@@ -469,10 +496,6 @@ class Program:
     def reduce(self, tile: Tile, dim: int) -> Tile:
         reg = Reg(tile.reg.element, tile.layout.reduce((dim,)))
         return Tile(ops.ReduceOp(tile.value, _i64(dim), reg.type).result)
-
-
-def _larger(*tiles: Tile) -> Reg:
-    return max((t.reg for t in tiles), key=lambda reg: reg.layout.size)
 
 
 __all__ = ["Index", "Loop", "Memory", "Program", "Scalar", "Tile", "element_attr"]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.quantization.api import quantize
     from lowbit.pylib.quantization.calibration import Calibration
     from lowbit.pylib.quantization.quantized import QuantizedWeight
-    from lowbit.pylib.runtime.kernel import Kernel, load
+    from lowbit.pylib.runtime.kernel import Kernel, compile_program, load
 
 alias(__name__)
 __version__ = "0.1.0"
@@ -58,6 +58,7 @@ __all__ = [
     "TargetError",
     "__version__",
     "compile",
+    "compile_program",
     "load",
     "quantize",
 ]
@@ -69,6 +70,7 @@ _NEEDS_TORCH = {
     "PackedWeight": "packed",
     "QuantizedWeight": "quantization.quantized",
     "compile": "matmul",
+    "compile_program": "runtime.kernel",
     "load": "runtime.kernel",
     "quantize": "quantization.api",
 }

@@ -44,6 +44,21 @@ def test_f16_i6_matmul_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
         example["main"](32, 256, 16, "emulator:sm_80")
 
 
+@pytest.mark.parametrize("m", [1, 8, 13])
+def test_silu_mul(m: int, capsys: pytest.CaptureFixture[str]) -> None:
+    load("silu_mul.py")["main"](64, 128, m, "emulator:sm_90a")
+    assert "worst element" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [lambda p, x: x, lambda p, x: x * (1.0 / (1.0 + p.exp(x)))])
+def test_silu_mul_would_notice(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's check fails without the activation, and with one of the wrong sign."""
+    example = load("silu_mul.py")
+    monkeypatch.setitem(example["main"].__globals__, "silu", wrong)
+    with pytest.raises(SystemExit, match="wrong"):
+        example["main"](32, 128, 8, "emulator:sm_80")
+
+
 def test_demo_in_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
     load("demo.py")["show"]("emulator:sm_90a", 64, 256, 3, timed=False)
     assert "relative error" in capsys.readouterr().out
@@ -102,6 +117,11 @@ def test_kernel_in_steps_on_a_gpu() -> None:
     results = measure(Problem(1024, 1024, 8), this_machine())
     assert [row["name"] for row in results["rows"]] == [*VERSIONS, "lowbit", "cuBLAS"]
     assert table(results).count("\n") > len(VERSIONS)
+
+
+@pytest.mark.gpu
+def test_silu_mul_on_a_gpu() -> None:
+    load("silu_mul.py")["main"](11008, 4096, 13, this_machine())
 
 
 @pytest.mark.gpu

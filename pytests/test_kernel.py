@@ -1,4 +1,4 @@
-"""`lowbit.load`: programs of one's own, called with arguments by name."""
+"""`lowbit.compile_program` and `lowbit.load`: programs of one's own, called with arguments by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
-from lowbit.passes.pipeline import CompiledKernel, compile_program, read_launches
+from lowbit.passes.pipeline import CompiledKernel, read_launches
 from lowbit.passes.target import parse_target
 from lowbit.pylib.matmul import this_machine
 from lowbit.pylib.runtime.tensor_map import TensorMap
@@ -120,7 +120,7 @@ def compiled_boxes(target: str) -> CompiledKernel:
 
 
 def scaling(target: str = EMULATOR) -> lowbit.Kernel:
-    return lowbit.load(compile_program(scaling_program, parse_target(target)))
+    return lowbit.compile_program(scaling_program, target)
 
 
 def numbers(m: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +146,7 @@ def check_boxes(target: str, device: str) -> None:
 
 
 def check_counting(target: str, device: str) -> int:
-    kernel = lowbit.load(compile_program(counting_program, parse_target(target)))
+    kernel = lowbit.compile_program(counting_program, target)
     y = torch.zeros(1000, 32, device=device)
     kernel(y=y, n=1000)
     blocks = int(y[:, 0].sum())
@@ -155,7 +155,7 @@ def check_counting(target: str, device: str) -> int:
 
 
 def check_meeting(target: str, device: str) -> None:
-    kernel, y = lowbit.load(compile_program(meeting_program, parse_target(target))), torch.zeros(32, device=device)
+    kernel, y = lowbit.compile_program(meeting_program, target), torch.zeros(32, device=device)
     for launches in (1, 2):
         kernel(y=y)
         assert y.eq(launches).all()
@@ -240,3 +240,10 @@ def test_wrong_device() -> None:
     x, y = numbers(16, "cuda")
     with pytest.raises(lowbit.TargetError, match=r"scale: x is on cpu, but target sm_.* takes cuda tensors"):
         scaling(this_machine())(x=x.cpu(), y=y, alpha=1.0, m=16)
+
+
+@pytest.mark.parametrize(("target", "given"), [("cpu", "target='cpu'"), (None, "target=None without a GPU")])
+def test_no_program_for_a_cpu(target: str | None, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(lowbit.TargetError, match=f"{given}: tile programs are for GPUs; .* 'emulator:sm_90a'"):
+        lowbit.compile_program(scaling_program, target)

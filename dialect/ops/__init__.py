@@ -17,6 +17,24 @@ from __future__ import annotations
 
 from lowbit.dialect.bindings import ir, load_dialect
 from lowbit.dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
+from lowbit.dialect.ops.elementwise import (
+    COMPARISONS,
+    AbsOp,
+    AddOp,
+    CastOp,
+    CompareOp,
+    DivOp,
+    ExpOp,
+    FmaOp,
+    MaxOp,
+    MinOp,
+    MulOp,
+    NegOp,
+    SelectOp,
+    SqrtOp,
+    SubOp,
+    TanhOp,
+)
 from lowbit.dialect.ops.integer_products import JoinLimbsOp, LimbMmaOp, LimbSumsOp, SplitLimbsOp
 from lowbit.dialect.ops.memory import (
     AllocSharedOp,
@@ -48,13 +66,9 @@ from lowbit.dialect.ops.programs import (
 from lowbit.dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, LookupPairOp
 from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp
 from lowbit.dialect.ops.tiles import (
-    AddOp,
-    CastOp,
     ConstantOp,
-    FmaOp,
     LoadMatrixOp,
     LoadOp,
-    MulOp,
     ReduceOp,
     ReshapeOp,
     SliceOp,
@@ -65,7 +79,9 @@ from lowbit.dialect.ops.tiles import (
 from lowbit.dialect.types import Lowbit
 
 __all__ = [
+    "COMPARISONS",
     "MOST_BLOCKS",
+    "AbsOp",
     "AddOp",
     "AllocSharedOp",
     "AllocSignalsOp",
@@ -75,6 +91,7 @@ __all__ = [
     "BlockIdOp",
     "CastOp",
     "CommitOp",
+    "CompareOp",
     "ConcurrentOp",
     "ConstantOp",
     "CopyAsyncOp",
@@ -83,7 +100,9 @@ __all__ = [
     "DecodePairOp",
     "DecodeShiftedPairOp",
     "DequantizeOp",
+    "DivOp",
     "EncodeOp",
+    "ExpOp",
     "FillTableOp",
     "FmaOp",
     "FreeSharedOp",
@@ -99,8 +118,11 @@ __all__ = [
     "LookupOp",
     "LookupPairOp",
     "MatmulOp",
+    "MaxOp",
+    "MinOp",
     "MmaOp",
     "MulOp",
+    "NegOp",
     "OffsetSumsOp",
     "PeerOp",
     "PipelineOp",
@@ -110,11 +132,15 @@ __all__ = [
     "ReshapeOp",
     "ReturnOp",
     "RowSumsOp",
+    "SelectOp",
     "SliceOp",
     "SplatOp",
     "SplitLimbsOp",
+    "SqrtOp",
     "StageOp",
     "StoreOp",
+    "SubOp",
+    "TanhOp",
     "ViewOp",
     "WaitOp",
     "WarpgroupMmaOp",

@@ -1,4 +1,4 @@
-"""Tiles in registers: loaded and stored, seen as other tiles, and computed with."""
+"""Tiles in registers: loaded and stored, seen as other tiles, and summed. Arithmetic is in `ops.elementwise`."""
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
 import math
@@ -159,74 +159,6 @@ class ReshapeOp(Lowbit.Operation, name="reshape", traits=[ext.Pure]):
         same_element(a.element, b.element, "element")
         layout = a.layout.reshape(b.shape)
         expect(b.layout == layout, "layout", layout, b.layout)
-
-
-class CastOp(Lowbit.Operation, name="cast", traits=[ext.Pure]):
-    """Every element converted to another type.
-
-    "float": f16 or bf16 to f32, exactly, or f32 to them, to nearest even. From bytes (i8) to f32: "e4m3" and
-    "e8m0" scales, and "unsigned" zeros.
-    """
-
-    source: ext.Operand[RegType]
-    kind: ir.StringAttr
-    result: ext.Result[RegType]
-
-    @verifier
-    def verify_invariants(op: Any) -> None:
-        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        kind = ir.StringAttr(op.kind).value
-        allowed = ("float", "e4m3", "e8m0", "unsigned")
-        expect(kind in allowed, "kind", f"one of {', '.join(allowed)}", kind)
-        if kind == "float":
-            real(a.element, "source")
-            real(b.element, "result")
-            got = f"{a.element} to {b.element}"
-            expect((a.element == "f32") != (b.element == "f32"), "cast", "from or to f32", got)
-        else:
-            expect((a.element, b.element) == ("i8", "f32"), kind, "i8 to f32", f"{a.element} to {b.element}")
-        expect(a.layout == b.layout, "layout", a.layout, b.layout)
-
-
-def _check_elementwise(op: Any) -> None:
-    """Operands have the result's shape, or dims of size 1 that are spread over it without moving data."""
-    result = Reg.of(op.result.type)
-    real(result.element, "result")
-    for value in op.operands:
-        tile = Reg.of(value.type)
-        same_element(result.element, tile.element, "element")
-        tile.layout.slots_for(result.layout)  # raises LayoutError
-
-
-class AddOp(Lowbit.Operation, name="add", traits=[ext.Pure]):
-    """a + b, with dims of size 1 broadcast."""
-
-    a: ext.Operand[RegType]
-    b: ext.Operand[RegType]
-    result: ext.Result[RegType]
-
-    verify_invariants = verifier(_check_elementwise)
-
-
-class MulOp(Lowbit.Operation, name="mul", traits=[ext.Pure]):
-    """a * b, with dims of size 1 broadcast."""
-
-    a: ext.Operand[RegType]
-    b: ext.Operand[RegType]
-    result: ext.Result[RegType]
-
-    verify_invariants = verifier(_check_elementwise)
-
-
-class FmaOp(Lowbit.Operation, name="fma", traits=[ext.Pure]):
-    """a * b + c rounded once, with dims of size 1 broadcast."""
-
-    a: ext.Operand[RegType]
-    b: ext.Operand[RegType]
-    c: ext.Operand[RegType]
-    result: ext.Result[RegType]
-
-    verify_invariants = verifier(_check_elementwise)
 
 
 class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):

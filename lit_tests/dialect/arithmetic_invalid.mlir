@@ -79,16 +79,24 @@ func.func @reshape_layout(%t: !t) {
 
 // Casts and arithmetic.
 func.func @cast_kind(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
-  // expected-error @below {{'lowbit.cast' op kind: expected one of float, e4m3, e8m0, unsigned, got signed}}
-  %0 = "lowbit.cast"(%t) {kind = "signed"} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  // expected-error @below {{'lowbit.cast' op kind: expected one of float, signed, unsigned, e4m3, e8m0, got rounded}}
+  %0 = "lowbit.cast"(%t) {kind = "rounded"} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
   return
 }
 
 // -----
 
-func.func @cast_between_halves(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
-  // expected-error @below {{cast: expected from or to f32, got f16 to bf16}}
-  %0 = "lowbit.cast"(%t) {kind = "float"} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], bf16, "spatial(8, 4)">
+func.func @cast_to_the_same(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{cast: expected two types, got f16 to f16}}
+  %0 = "lowbit.cast"(%t) {kind = "float"} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @cast_numbers_as_integers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
+  // expected-error @below {{signed: expected i8 or i16 or i32 to f32, got f16 to f32}}
+  %0 = "lowbit.cast"(%t) {kind = "signed"} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
   return
 }
 
@@ -134,6 +142,62 @@ func.func @mul_moves(%a: !t, %b: !row) {
 func.func @fma_shape(%a: !t, %b: !lowbit.reg<[4, 8], f32, "spatial(4, 8)">) {
   // expected-error @below {{'lowbit.fma' op cannot broadcast (4, 8) to (8, 4): only dims of size 1 grow}}
   %0 = "lowbit.fma"(%a, %b, %a) : (!t, !lowbit.reg<[4, 8], f32, "spatial(4, 8)">, !t) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
+func.func @exp_of_bytes(%t: !t) {
+  // expected-error @below {{'lowbit.exp' op element of the result: expected f16 or bf16 or f32, got i8}}
+  %0 = "lowbit.exp"(%t) : (!t) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+!condition = !lowbit.reg<[8, 4], i1, "spatial(8, 4)">
+func.func @compare_predicate(%t: !t) {
+  // expected-error @below {{'lowbit.compare' op predicate: expected one of lt, le, eq, ne, gt, ge, got less}}
+  %0 = "lowbit.compare"(%t, %t) {predicate = "less"} : (!t, !t) -> !condition
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+func.func @compare_result(%t: !t) {
+  // expected-error @below {{'lowbit.compare' op element of the result: expected i1, got f32}}
+  %0 = "lowbit.compare"(%t, %t) {predicate = "lt"} : (!t, !t) -> !t
+  return
+}
+
+// -----
+
+!condition = !lowbit.reg<[8, 4], i1, "spatial(8, 4)">
+func.func @compare_conditions(%t: !condition) {
+  // expected-error @below {{'lowbit.compare' op element of the operands: expected f16 or bf16 or f32, got i1}}
+  %0 = "lowbit.compare"(%t, %t) {predicate = "eq"} : (!condition, !condition) -> !condition
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+func.func @select_by_numbers(%t: !t) {
+  // expected-error @below {{'lowbit.select' op element: expected i1, got f32}}
+  %0 = "lowbit.select"(%t, %t, %t) : (!t, !t, !t) -> !t
+  return
+}
+
+// -----
+
+!t = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+!half = !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+func.func @select_element(%condition: !lowbit.reg<[8, 4], i1, "spatial(8, 4)">, %t: !t, %half: !half) {
+  // expected-error @below {{'lowbit.select' op element: expected f32, got f16}}
+  %0 = "lowbit.select"(%condition, %t, %half) : (!lowbit.reg<[8, 4], i1, "spatial(8, 4)">, !t, !half) -> !t
   return
 }
 

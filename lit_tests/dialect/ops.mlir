@@ -32,6 +32,7 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
 !b = !lowbit.reg<[8, 64], f16, "local(1, 8).spatial(8, 4).local(1, 2)">
 !b_half = !lowbit.reg<[8, 32], f16, "local(1, 4).spatial(8, 4).local(1, 2)">
 !d = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+!conditions = !lowbit.reg<[16, 8], i1, "local(2, 1).spatial(8, 4).local(1, 2)">
 !d_flat = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
 !sums = !lowbit.reg<[1, 8], f32, "replicated(8, rank=2).spatial(1, 4).local(1, 2)">
 !scales = !lowbit.reg<[16, 1], i8, "local(2, 1).spatial(8, 1).replicated(4)">
@@ -99,6 +100,9 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
   // CHECK: "lowbit.mul"
   // CHECK: "lowbit.add"
   // CHECK: "lowbit.fma"
+  // CHECK: "lowbit.compare"(%{{.*}}) {predicate = "lt"}
+  // CHECK: "lowbit.select"
+  // CHECK: "lowbit.div"
   // CHECK: "lowbit.row_sums"
   %bytes_tile = "lowbit.load"(%bytes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
     : (!lowbit.global<[16, 1], i8, [1, 1], [1, 1]>, i32, i32) -> !scales
@@ -106,6 +110,9 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
   %scaled = "lowbit.mul"(%all, %scale) : (!d, !scales_f32) -> !d
   %sum = "lowbit.add"(%scaled, %half) : (!d, !d) -> !d
   %fused = "lowbit.fma"(%sum, %scale, %zero) : (!d, !scales_f32, !d) -> !d
+  %less = "lowbit.compare"(%all, %scale) {predicate = "lt"} : (!d, !scales_f32) -> !conditions
+  %chosen = "lowbit.select"(%less, %scale, %zero) : (!conditions, !scales_f32, !d) -> !d
+  %quotient = "lowbit.div"(%chosen, %scale) : (!d, !scales_f32) -> !d
   %sums = "lowbit.row_sums"(%b) : (!b) -> !sums
 
   // CHECK: "lowbit.reshape"

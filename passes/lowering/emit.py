@@ -76,6 +76,27 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return llvm.intr_fma(a, b, c)
 
 
+def f32_instruction(name: str, *operands: Any) -> Any:
+    """One PTX instruction from f32 to f32 that LLVM has no operation for."""
+    places = ", ".join(f"${i + 1}" for i in range(len(operands)))
+    constraints = ",".join(["=f", *["f"] * len(operands)])
+    return llvm.inline_asm(ir.F32Type.get(), list(operands), f"{name} $0, {places};", constraints, asm_dialect=0)
+
+
+def intrinsic(name: str, x: Any) -> Any:
+    """An LLVM intrinsic from a real number, or a vector of them, to its own type."""
+    return llvm.call_intrinsic(x.type, ir.StringAttr.get(name), [x], [], [])
+
+
+def convert(type_: Any, x: Any) -> Any:
+    """A real number as another type of real: exactly, or rounded to nearest even."""
+    if x.type == type_:
+        return x
+    f32 = ir.F32Type.get()
+    wide = x if x.type == f32 else arith.extf(f32, x)
+    return wide if type_ == f32 else arith.truncf(type_, wide)
+
+
 def bitcast(type_: Any, x: Any) -> Any:
     return x if x.type == type_ else llvm.bitcast(type_, x)
 

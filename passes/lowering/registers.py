@@ -1,11 +1,11 @@
-"""Rules of `lower-tiles` for tiles in registers: views, conversions and arithmetic.
+"""Rules of `lower-tiles` for tiles in registers: constants, views and sums.
 
 Each notes how to make the registers of its result, and makes none yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect import ops
@@ -15,8 +15,8 @@ from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr
-from lowbit.passes.lowering.fragment import Fragment, kind_of, pairs_at
+from lowbit.passes.lowering.context import LoweringContext, int_attr
+from lowbit.passes.lowering.fragment import Fragment, kind_of
 from lowbit.passes.lowering.registry import lowers
 
 
@@ -74,63 +74,6 @@ def _picked(source: Fragment, reg: Reg, slots: Sequence[int]) -> Fragment:
 def reshape(op: Any, c: LoweringContext) -> None:
     source = c.tiles[op.source]
     c.tiles[op.result] = Fragment(Reg.of(op.result.type), source.kind, source.register)
-
-
-@lowers(ops.CastOp)
-def cast(op: Any, c: LoweringContext) -> None:
-    source = c.tiles[op.source]
-    reg, kind = Reg.of(op.result.type), text_attr(op, "kind")
-    to = ir.Type.parse(str(reg.element))
-
-    def make(slot: int) -> Any:
-        x = source.scalar(slot)
-        if kind == "float":
-            return arith.extf(to, x) if to == ir.F32Type.get() else arith.truncf(to, x)
-        wide = arith.extui(emit.integer(), x)
-        if kind == "unsigned":
-            return arith.uitofp(to, wide)
-        return emit.from_e4m3(wide) if kind == "e4m3" else emit.from_e8m0(wide)
-
-    c.tiles[op.result] = Fragment(reg, "scalar", make)
-
-
-@lowers(ops.AddOp)
-def add(op: Any, c: LoweringContext) -> None:
-    _elementwise(op, c, arith.addf)
-
-
-@lowers(ops.MulOp)
-def mul(op: Any, c: LoweringContext) -> None:
-    _elementwise(op, c, arith.mulf)
-
-
-@lowers(ops.FmaOp)
-def fma(op: Any, c: LoweringContext) -> None:
-    _elementwise(op, c, emit.fma)
-
-
-def _elementwise(op: Any, c: LoweringContext, make: Callable[..., Any]) -> None:
-    reg = Reg.of(op.result.type)
-    operands = [c.tiles[v] for v in op.operation.operands]
-    slots = [f.reg.layout.slots_for(reg.layout) for f in operands]
-    early = [f for f in operands if any(other.reads_first(f) for other in operands)]
-
-    def scalar(i: int) -> Any:
-        for f in early:
-            f.force()
-        return make(*[f.scalar(s[i]) for f, s in zip(operands, slots)])
-
-    result = Fragment(reg, "scalar", scalar)
-    if kind_of(reg) == "pair" and all(_pairs_up(s) for s in slots):
-        pairs = [pairs_at(f, s) for f, s in zip(operands, slots)]
-        result = Fragment(reg, "pair", lambda i: make(*[pair(i) for pair in pairs]))
-    c.pending.computed(result, operands)
-    c.tiles[op.result] = result
-
-
-def _pairs_up(slots: Sequence[int]) -> bool:
-    """Whether every two slots are a pair of the source, or the same element twice."""
-    return all(b == a or (a % 2 == 0 and b == a + 1) for a, b in zip(slots[::2], slots[1::2], strict=True))
 
 
 @lowers(ops.ReduceOp)

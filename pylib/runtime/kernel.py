@@ -1,6 +1,6 @@
 """A compiled tile program as a function of its arguments by name.
 
-    kernel = lowbit.load(compile_program(build, parse_target("sm_90a")))
+    kernel = lowbit.compile_program(build)
     kernel(x=x, y=y, m=len(x))
 
 The call is the same on a GPU and in the emulator; only the tensors are on another device. What the program writes are
@@ -10,7 +10,7 @@ this package call `pylib.runtime.driver.Function` instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,38 @@ from torch import Tensor
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE, Param
+from lowbit.passes.target import parse_target
 from lowbit.pylib.build.driver import Program
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.runtimes import check_device, load_function, memory_of
 from lowbit.pylib.runtime.tensor_map import TensorMap
 
 if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
     from lowbit.passes.pipeline import CompiledKernel
 
 _ALIGNMENT = 16  # bytes, which kernels rely on
+
+
+def compile_program(build: Callable[[], ir.Module], target: str | None = None, overlap: bool = False) -> Kernel:
+    """Compiles a tile program and makes it callable.
+
+    build     makes the program's module with `lowbit.passes.builder.Program`
+    target    a GPU such as "sm_90a" (`lowbit info` lists them), or "emulator:sm_90a", which runs the GPU's PTX on CPU
+              tensors; None: this machine's GPU
+    overlap   as for `load`
+
+    Raises PassError for a wrong program, with its line; TargetError for an unknown target, a CPU, or where machine code
+    can't be made.
+    """
+    from lowbit.passes.pipeline import compile_program
+    from lowbit.pylib.matmul import this_machine
+
+    chosen = parse_target(this_machine() if target is None else target)
+    if not chosen.is_gpu:
+        why = f"target={target!r}" if target else "target=None without a GPU"
+        raise TargetError(f"{why}: tile programs are for GPUs; use a target such as 'emulator:sm_90a' to emulate one")
+    return load(compile_program(build, chosen), overlap)
 
 
 def load(compiled: CompiledKernel, overlap: bool = False) -> Kernel:

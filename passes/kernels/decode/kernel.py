@@ -249,11 +249,11 @@ class Kernel:
             minus = p.cast(self.convert.minus_zero(self._group_scale_or_zero("zeros", group)), self.compute)
         if self.plan.rounds_scales:
             scale = p.cast(self._group_scale_or_zero("scales", group), self.compute)
-        if minus and scale:
+        if minus is not None and scale is not None:
             return p.fma(codes, scale, p.mul(scale, minus))
-        if minus:
+        if minus is not None:
             return p.add(codes, minus)
-        return p.mul(codes, scale) if scale else codes
+        return p.mul(codes, scale) if scale is not None else codes
 
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
         """total + s * product, and - s * z * (sums of x) where there are zeros still to be had."""

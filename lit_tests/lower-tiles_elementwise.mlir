@@ -1,0 +1,103 @@
+// RUN: %lowbit-opt %s --split-input-file --lower-tiles | %filecheck %s
+
+// GPUs have these for two f16 at a time: one operation for every two neighbouring elements of a thread.
+// CHECK-LABEL: gpu.func @pairs
+// CHECK-COUNT-2: arith.subf {{.*}} : vector<2xf16>
+// CHECK-NOT:     arith.subf
+// CHECK-COUNT-2: arith.maximumf {{.*}} : vector<2xf16>
+// CHECK-COUNT-2: arith.minimumf {{.*}} : vector<2xf16>
+// CHECK-COUNT-2: arith.negf {{.*}} : vector<2xf16>
+// CHECK-COUNT-2: llvm.call_intrinsic "llvm.fabs"({{.*}}) : (vector<2xf16>) -> vector<2xf16>
+!tile = !lowbit.reg<[16, 8], f16, "spatial(8, 4).local(2, 2)">
+!view = !lowbit.global<[16, 8], f16, [8, 1], [1, 1]>
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
+  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !tile
+  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !tile
+  %difference = "lowbit.sub"(%a, %one) : (!tile, !tile) -> !tile
+  "lowbit.store"(%difference, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
+  %larger = "lowbit.max"(%a, %one) : (!tile, !tile) -> !tile
+  "lowbit.store"(%larger, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
+  %smaller = "lowbit.min"(%a, %one) : (!tile, !tile) -> !tile
+  "lowbit.store"(%smaller, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
+  %minus = "lowbit.neg"(%a) : (!tile) -> !tile
+  "lowbit.store"(%minus, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
+  %magnitude = "lowbit.abs"(%a) : (!tile) -> !tile
+  "lowbit.store"(%magnitude, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "pairs", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+
+// -----
+
+// These they have for f32 alone; f16 goes there and back.
+// CHECK-LABEL: gpu.func @by_way_of_f32
+// CHECK:         %[[X:.*]] = arith.extf {{.*}} : f16 to f32
+// CHECK:         %[[LOG2_E:.*]] = arith.constant 1.44269502 : f32
+// CHECK:         %[[POWER:.*]] = arith.mulf %[[X]], %[[LOG2_E]] : f32
+// CHECK:         %[[EXP:.*]] = llvm.call_intrinsic "llvm.exp2"(%[[POWER]]) : (f32) -> f32
+// CHECK:         arith.truncf %[[EXP]] : f32 to f16
+// CHECK:         llvm.inline_asm asm_dialect = att "tanh.approx.f32 $0, $1;", "=f,f"
+// CHECK:         llvm.call_intrinsic "llvm.sqrt"({{.*}}) : (f32) -> f32
+// CHECK:         llvm.inline_asm asm_dialect = att "div.full.f32 $0, $1, $2;", "=f,f,f"
+// CHECK:         %[[ROUNDED:.*]] = arith.truncf {{.*}} : f32 to f16
+
+// f16 is bf16 by way of f32, exactly.
+// CHECK:         %[[WIDE:.*]] = arith.extf %[[ROUNDED]] : f16 to f32
+// CHECK-NEXT:    arith.truncf %[[WIDE]] : f32 to bf16
+!tile = !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+!bf16 = !lowbit.reg<[8, 4], bf16, "spatial(8, 4)">
+!view = !lowbit.global<[8, 4], f16, [4, 1], [1, 1]>
+!out = !lowbit.global<[8, 4], bf16, [4, 1], [1, 1]>
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
+  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !tile
+  %exp = "lowbit.exp"(%a) : (!tile) -> !tile
+  %tanh = "lowbit.tanh"(%exp) : (!tile) -> !tile
+  %root = "lowbit.sqrt"(%tanh) : (!tile) -> !tile
+  %quotient = "lowbit.div"(%root, %a) : (!tile, !tile) -> !tile
+  %cast = "lowbit.cast"(%quotient) {kind = "float"} : (!tile) -> !bf16
+  "lowbit.store"(%cast, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!bf16, !out, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "by_way_of_f32", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+
+// -----
+
+// A comparison is a bit for every element, "ne" the one that holds for NaN. One scale is compared with both elements.
+// CHECK-LABEL: gpu.func @choose
+// CHECK-DAG:     %[[A:.*]] = llvm.extractelement {{.*}} : vector<2xf32>
+// CHECK:         %[[NE:.*]] = arith.cmpf une, {{.*}} : f32
+// CHECK:         arith.select %[[NE]], {{.*}} : f32
+// CHECK:         arith.cmpf une, {{.*}} : f32
+// CHECK:         arith.select {{.*}} : f32
+
+// Integers of a sign.
+// CHECK:         arith.extsi {{.*}} : i8 to i32
+// CHECK-NEXT:    arith.sitofp {{.*}} : i32 to f32
+!tile = !lowbit.reg<[8, 8], f32, "spatial(8, 4).local(1, 2)">
+!column = !lowbit.reg<[8, 1], f32, "spatial(8, 1).replicated(4)">
+!conditions = !lowbit.reg<[8, 8], i1, "spatial(8, 4).local(1, 2)">
+!bytes = !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
+!numbers = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+!view = !lowbit.global<[8, 8], f32, [8, 1], [1, 1]>
+!byte_view = !lowbit.global<[8, 4], i8, [4, 1], [1, 1]>
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>, %pb: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
+  %b = "lowbit.global_view"(%pb) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !byte_view
+  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !tile
+  %scale = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !column
+  %differs = "lowbit.compare"(%a, %scale) {predicate = "ne"} : (!tile, !column) -> !conditions
+  %chosen = "lowbit.select"(%differs, %a, %scale) : (!conditions, !tile, !column) -> !tile
+  "lowbit.store"(%chosen, %x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
+  %bytes = "lowbit.load"(%b, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!byte_view, i32, i32) -> !bytes
+  %signed = "lowbit.cast"(%bytes) {kind = "signed"} : (!bytes) -> !numbers
+  "lowbit.store"(%signed, %x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!numbers, !view, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "choose", threads = 32, grid = [1, 1, 1], params = ["x", "b"], workspace = 0} : () -> ()

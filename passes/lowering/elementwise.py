@@ -1,0 +1,191 @@
+"""Rules of `lower-tiles` for arithmetic on tiles, element by element.
+
+What a GPU computes in f16 and bf16, and there two at a time, is lowered to one operation for a pair; the rest is
+computed in f32. Which instruction follows, and how far it is off, is in the docstrings of `dialect.ops.elementwise`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import arith, ir
+from lowbit.dialect.types import Reg
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering.context import LoweringContext, text_attr
+from lowbit.passes.lowering.fragment import Fragment, kind_of, pairs_at
+from lowbit.passes.lowering.registry import lowers
+
+Make = Callable[..., Any]
+"""Writes the operation for one element, or for a vector of two, of every operand."""
+
+_PREDICATES = {
+    "lt": arith.CmpFPredicate.OLT,
+    "le": arith.CmpFPredicate.OLE,
+    "eq": arith.CmpFPredicate.OEQ,
+    "ne": arith.CmpFPredicate.UNE,
+    "gt": arith.CmpFPredicate.OGT,
+    "ge": arith.CmpFPredicate.OGE,
+}
+
+
+@lowers(ops.CastOp)
+def cast(op: Any, c: LoweringContext) -> None:
+    source, reg = c.tiles[op.source], Reg.of(op.result.type)
+    make = _CASTS[text_attr(op, "kind")]
+    to = ir.Type.parse(str(reg.element))
+    c.tiles[op.result] = Fragment(reg, "scalar", lambda slot: make(to, source.scalar(slot)))
+
+
+def _from_signed(to: Any, x: Any) -> Any:
+    return arith.sitofp(to, x if x.type == emit.integer() else arith.extsi(emit.integer(), x))
+
+
+def _from_unsigned(to: Any, x: Any) -> Any:
+    return arith.uitofp(to, _zero_extended(x))
+
+
+def _zero_extended(x: Any) -> Any:
+    return x if x.type == emit.integer() else arith.extui(emit.integer(), x)
+
+
+_CASTS: dict[str, Callable[[Any, Any], Any]] = {
+    "float": emit.convert,
+    "signed": _from_signed,
+    "unsigned": _from_unsigned,
+    "e4m3": lambda to, x: emit.from_e4m3(_zero_extended(x)),
+    "e8m0": lambda to, x: emit.from_e8m0(_zero_extended(x)),
+}
+
+
+@lowers(ops.AddOp)
+def add(op: Any, c: LoweringContext) -> None:
+    _in_pairs(op, c, arith.addf)
+
+
+@lowers(ops.SubOp)
+def sub(op: Any, c: LoweringContext) -> None:
+    _in_pairs(op, c, arith.subf)
+
+
+@lowers(ops.MulOp)
+def mul(op: Any, c: LoweringContext) -> None:
+    _in_pairs(op, c, arith.mulf)
+
+
+@lowers(ops.FmaOp)
+def fma(op: Any, c: LoweringContext) -> None:
+    _in_pairs(op, c, emit.fma)
+
+
+@lowers(ops.MaxOp)
+def maximum(op: Any, c: LoweringContext) -> None:
+    _in_pairs(op, c, arith.maximumf)
+
+
+@lowers(ops.MinOp)
+def minimum(op: Any, c: LoweringContext) -> None:
+    _in_pairs(op, c, arith.minimumf)
+
+
+@lowers(ops.NegOp)
+def neg(op: Any, c: LoweringContext) -> None:
+    _in_pairs(op, c, arith.negf)
+
+
+@lowers(ops.AbsOp)
+def magnitude(op: Any, c: LoweringContext) -> None:
+    _in_pairs(op, c, partial(emit.intrinsic, "llvm.fabs"))
+
+
+@lowers(ops.DivOp)
+def div(op: Any, c: LoweringContext) -> None:
+    _in_f32(op, c, partial(emit.f32_instruction, "div.full.f32"))
+
+
+@lowers(ops.ExpOp)
+def exp(op: Any, c: LoweringContext) -> None:
+    def make(a: Any) -> Any:
+        return emit.intrinsic("llvm.exp2", arith.mulf(a, emit.real(math.log2(math.e), a.type)))
+
+    _in_f32(op, c, make)
+
+
+@lowers(ops.TanhOp)
+def tanh(op: Any, c: LoweringContext) -> None:
+    _in_f32(op, c, partial(emit.f32_instruction, "tanh.approx.f32"))
+
+
+@lowers(ops.SqrtOp)
+def sqrt(op: Any, c: LoweringContext) -> None:
+    _in_f32(op, c, partial(emit.intrinsic, "llvm.sqrt"))
+
+
+@lowers(ops.CompareOp)
+def compare(op: Any, c: LoweringContext) -> None:
+    predicate, f32 = _PREDICATES[text_attr(op, "predicate")], ir.F32Type.get()
+
+    def make(a: Any, b: Any) -> Any:
+        return arith.cmpf(predicate, emit.convert(f32, a), emit.convert(f32, b))
+
+    _one_by_one(op, c, make)
+
+
+@lowers(ops.SelectOp)
+def select(op: Any, c: LoweringContext) -> None:
+    _one_by_one(op, c, arith.select)
+
+
+def _in_pairs(op: Any, c: LoweringContext, make: Make) -> None:
+    """Lowers an operation that GPUs have for every real element, and for two neighbours of 16 bits."""
+    reg = Reg.of(op.result.type)
+    operands = [c.tiles[v] for v in op.operation.operands]
+    slots = _slots(operands, reg)
+    if kind_of(reg) == "pair" and all(_pairs_up(s) for s in slots):
+        pairs = [pairs_at(f, s) for f, s in zip(operands, slots)]
+        _note(op, c, operands, Fragment(reg, "pair", lambda i: make(*[pair(i) for pair in pairs])))
+    else:
+        _one_by_one(op, c, make)
+
+
+def _in_f32(op: Any, c: LoweringContext, make: Make) -> None:
+    """Lowers an operation that GPUs have for f32 alone."""
+    element, f32 = ir.Type.parse(str(Reg.of(op.result.type).element)), ir.F32Type.get()
+
+    def rounded(*values: Any) -> Any:
+        return emit.convert(element, make(*[emit.convert(f32, v) for v in values]))
+
+    _one_by_one(op, c, rounded)
+
+
+def _one_by_one(op: Any, c: LoweringContext, make: Make) -> None:
+    """Lowers an operation to one for each element that a thread holds of the result."""
+    reg = Reg.of(op.result.type)
+    operands = [c.tiles[v] for v in op.operation.operands]
+    slots = _slots(operands, reg)
+    early = [f for f in operands if any(other.reads_first(f) for other in operands)]
+
+    def scalar(i: int) -> Any:
+        for f in early:
+            f.force()
+        return make(*[f.scalar(s[i]) for f, s in zip(operands, slots)])
+
+    _note(op, c, operands, Fragment(reg, "scalar", scalar))
+
+
+def _slots(operands: Sequence[Fragment], reg: Reg) -> list[Sequence[int]]:
+    """Returns for each operand which of its slots goes into each slot of the result."""
+    return [f.reg.layout.slots_for(reg.layout) for f in operands]
+
+
+def _pairs_up(slots: Sequence[int]) -> bool:
+    """Whether every two slots are a pair of the source, or the same element twice."""
+    return all(b == a or (a % 2 == 0 and b == a + 1) for a, b in zip(slots[::2], slots[1::2], strict=True))
+
+
+def _note(op: Any, c: LoweringContext, operands: Sequence[Fragment], result: Fragment) -> None:
+    c.pending.computed(result, operands)
+    c.tiles[op.result] = result
