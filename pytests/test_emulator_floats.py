@@ -227,9 +227,9 @@ def test_neg_abs(fmt: str) -> None:
 def test_division_and_functions() -> None:
     a, b = np.abs(RNG.standard_normal((2, 500)).astype(np.float32)) + np.float32(1e-3)
     wide = a.astype(np.float64)
-    asm = "div.rn.f32 %x, %a, %b; rcp.rn.f32 %y, %a; sqrt.rn.f32 %z, %a;"
-    got = apply(asm, a, b, out=("f4",) * 3)
-    for result, expected in zip(got, (wide / b, 1 / wide, np.sqrt(wide))):
+    asm = "div.rn.f32 %x, %a, %b; rcp.rn.f32 %y, %a; sqrt.rn.f32 %z, %a; div.full.f32 %w, %a, %b;"
+    got = apply(asm, a, b, out=("f4",) * 4)
+    for result, expected in zip(got, (wide / b, 1 / wide, np.sqrt(wide), wide / b)):
         np.testing.assert_array_equal(result, expected.astype(np.float32))
     asm = "ex2.approx.f32 %x, %a; rsqrt.approx.f32 %y, %a; lg2.approx.f32 %z, %a; tanh.approx.f32 %w, %a;"
     got = apply(asm, a, out=("f4",) * 4)
