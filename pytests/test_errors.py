@@ -332,7 +332,7 @@ def test_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
         monkeypatch.setenv("LOWBIT_CACHE_DIR", str(folder))
-        with pytest.raises(SpecError, match="LOWBIT_CACHE_DIR=.* can't be used .*; name a directory"):
+        with pytest.raises(SpecError, match=r"LOWBIT_CACHE_DIR=.* can't be used .*; name a directory"):
             Matmul(SPEC, parse_target("sm_90a"), None)
 
 

@@ -213,10 +213,10 @@ def test_a_choice_looks_at_few_schedules(monkeypatch: pytest.MonkeyPatch) -> Non
     for tile in (1, 8):  # by the rule, which predicts
         looked.clear()
         assert schedule_for(asked, tile, HOPPER, None, [big])
-        assert looked["suits"] == 0 and 0 < looked["predict"] <= 100
+        assert looked["suits"] == 0 and 0 < looked["predict"] <= 200
     looked.clear()
     assert schedule_for(asked, 16, HOPPER, None, [big])  # from 4000 entries of this tile
-    assert looked["predict"] <= 100 and looked["suits"] <= 10
+    assert looked["predict"] == 0 and 0 < looked["suits"] <= 10
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: Counter[str]) -> None:
