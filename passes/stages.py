@@ -27,6 +27,7 @@ GPU_STAGES = (
     Stage("cubin", "cubin"),  # by nvJitLink or ptxas
 )
 CPU_STAGES = (
+    Stage("lowbit", "lowbit.mlir"),  # the same as a GPU's
     Stage("vector", "vector.mlir"),  # functions of vector, scf and arith
     Stage("llvm", "llvm.mlir"),  # by upstream's passes
     Stage("ll", "ll"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lowbit.dialect import ops
-from lowbit.dialect.bindings import func, ir
+from lowbit.dialect.bindings import func, ir, new_context
 from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
 from lowbit.dialect.types import Packed, packed_type
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule, Operation
@@ -19,6 +19,14 @@ def tensor_program(request: KernelRequest) -> ir.Module:
     (function,) = module.body.operations
     function.regions[0].blocks[0].operations[0].schedule = schedule_attr(request.schedule)
     return module
+
+
+def matmul_text(spec: MatmulSpec) -> str:
+    """The module of a matmul as text, before any choice is made: what every target starts from."""
+    context = new_context()
+    ops.register(context)
+    with context, ir.Location.unknown():
+        return str(matmul_module(spec))
 
 
 def matmul_module(spec: MatmulSpec) -> ir.Module:

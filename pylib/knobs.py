@@ -10,6 +10,7 @@
 """
 
 import os
+import stat
 from pathlib import Path
 
 from lowbit.dialect.errors import SpecError
@@ -19,9 +20,12 @@ _NO = frozenset({"", "0", "false", "no", "off"})
 
 
 def cache_dir() -> Path:
-    """LOWBIT_CACHE_DIR, or the user's cache directory (``~/.cache/lowbit`` on Linux)."""
+    """LOWBIT_CACHE_DIR, or the user's cache directory (``~/.cache/lowbit`` on Linux).
+
+    Raises SpecError for a LOWBIT_CACHE_DIR that can't be a directory.
+    """
     if given := os.environ.get("LOWBIT_CACHE_DIR"):
-        return Path(given).expanduser()
+        return _directory("LOWBIT_CACHE_DIR", given)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
     except RuntimeError:  # no home: a container's odd user, say, who is told that nothing can be kept here
@@ -59,3 +63,17 @@ def _flag(name: str) -> bool:
     if given not in _YES | _NO:
         raise SpecError(f"{name}={given!r}; allowed: 1 or 0")
     return given in _YES
+
+
+def _directory(name: str, given: str) -> Path:
+    """The directory that a variable names: one that is there, or one that can be made."""
+    try:
+        path = Path(given).expanduser()
+        if stat.S_ISDIR(path.stat().st_mode):
+            return path
+        fault = "it is a file"
+    except (FileNotFoundError, PermissionError):
+        return path
+    except (OSError, RuntimeError) as error:  # a RuntimeError: the user in ~user is unknown
+        fault = getattr(error, "strerror", None) or str(error)
+    raise SpecError(f"{name}={given!r} can't be used ({fault}); name a directory, which need not exist yet")

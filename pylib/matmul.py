@@ -237,8 +237,8 @@ class Matmul:
     def ir(self, stage: str, m: int = 1) -> str:
         """Returns the program for m rows after a stage, compiled afresh.
 
-        A GPU has "lowbit", "tile", "gpu", "llvm", "ll" and "ptx"; a CPU "vector", "llvm", "ll" and "asm". Raises
-        SpecError for another stage.
+        A GPU has "lowbit", "tile", "gpu", "llvm", "ll" and "ptx"; a CPU "lowbit", "vector", "llvm", "ll" and "asm".
+        Raises SpecError for another stage.
         """
         programs = self._runtime.stages(m)
         if stage not in programs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -49,10 +48,8 @@ class FakePipeline:
     """Kernels that say what they were compiled for, and a list of these."""
 
     compiled: list[KernelRequest] = field(default_factory=list)
-    seconds: float = 0.0
 
     def compile_kernel(self, request: KernelRequest, keep: bool) -> FakeKernel:
-        time.sleep(self.seconds)
         self.compiled.append(request)
         params = (Param("y", "pointer"), Param("m", "i32"))
         launch = Launch("kernel", parse_grid((1, 1, 1)), threads=1, shared_bytes=0, params=params)

@@ -325,11 +325,15 @@ for target in ("sm_80", "cpu"):
 
 
 def test_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: FakePipeline) -> None:
+    """Nobody can make a file in /proc, root neither; a name that can't be a directory at all is the user's mistake."""
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", "/proc/lowbit")
+    with pytest.warns(UserWarning, match=r"lowbit's cache in /proc/lowbit can't be written \(.*set LOWBIT_CACHE_DIR"):
+        assert Matmul(SPEC, parse_target("sm_90a"), None).cubin
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
         monkeypatch.setenv("LOWBIT_CACHE_DIR", str(folder))
-        with pytest.warns(UserWarning, match="lowbit's cache can't be written: .*; set LOWBIT_CACHE_DIR"):
-            assert Matmul(SPEC, parse_target("sm_90a"), None).cubin
+        with pytest.raises(SpecError, match=r"LOWBIT_CACHE_DIR=.* can't be used .*; name a directory"):
+            Matmul(SPEC, parse_target("sm_90a"), None)
 
 
 def test_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,15 @@ def test_foreign_packages_stay_where_they_belong() -> None:
     assert not wrong, f"MLIR comes from {BINDINGS}, torch is for pylib:\n" + "\n".join(wrong)
 
 
+def test_no_test_reads_the_clock() -> None:
+    """On a busy machine anything takes any time: tests count work, or wait for each other. `benchmarks` has times."""
+    clocks = {"time", "timeit", "datetime"}
+    paths = sorted((ROOT / "pytests").glob("*.py"))
+    names = [(path, line, name) for path in paths for line, name in imported(path.read_text())]
+    found = [_where(*place) for place in names if place[2].partition(".")[0] in clocks]
+    assert paths and not found, "\n".join(found)
+
+
 def test_no_circle_between_files() -> None:
     found = circle(depends({name: path.read_text() for name, path in files().items()}))
     assert not found, f"these files import each other, move what they share to a third: {' -> '.join(found)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import threading
 from dataclasses import replace
 
@@ -155,6 +156,15 @@ def test_ir_of_the_cpu() -> None:
     assert "llvm.func" in mm.ir("llvm") and "define" in mm.ir("ll") and "ret" in mm.ir("asm")
 
 
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, weight="i3", out="f32", bias=True)], ids=str)
+def test_every_target_starts_from_one_program(spec: lowbit.MatmulSpec) -> None:
+    """One lowbit.matmul on tensors, on which a GPU has chosen a schedule."""
+    text = lowbit.compile(spec, "cpu").ir("lowbit")
+    gpu = lowbit.compile(spec, "emulator:sm_80").ir("lowbit")
+    assert text.count("lowbit.matmul") == 1
+    assert text == re.sub(r", schedule = \{[^{}]*\}", "", gpu) != gpu
+
+
 def test_a_stage_of_a_gpu_names_the_target_on_a_cpu() -> None:
     """`mm.ir("tile")` on a machine without a GPU."""
     mm = lowbit.compile(SPEC, "cpu")
@@ -162,5 +172,6 @@ def test_a_stage_of_a_gpu_names_the_target_on_a_cpu() -> None:
         mm.ir("tile")
     with pytest.raises(lowbit.SpecError, match=r"machine code is in compile\(spec, 'sm_90a'\).cubin"):
         mm.ir("cubin")
-    with pytest.raises(lowbit.SpecError, match=r"stage='tiles' must be one of 'vector', 'llvm', 'll', 'asm'$"):
+    known = "'lowbit', 'vector', 'llvm', 'll', 'asm'"
+    with pytest.raises(lowbit.SpecError, match=rf"stage='tiles' must be one of {known}$"):
         mm.ir("tiles")

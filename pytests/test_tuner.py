@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +20,8 @@ from typer.testing import CliRunner
 
 from lowbit.dialect.errors import LowbitError, SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.decode import cost_model
 from lowbit.passes.kernels.decode import search_space as decode_space
 from lowbit.passes.kernels.decode.candidates import streaming_schedules
 from lowbit.passes.kernels.decode.cost_model import predict
@@ -29,7 +30,7 @@ from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.choice import default_schedule, schedule_for
 from lowbit.passes.scheduling.tables import Entry, Key, Table, parse_table, read_table, shipped_tables
-from lowbit.passes.target import parse_target
+from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.build import user_tables as schedules
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.cli.main import app
@@ -380,11 +381,18 @@ def test_clusters_and_wgmma_where_there_are() -> None:
 
 
 @pytest.mark.parametrize("tile", [1, 8])
-def test_candidates_are_planned_while_the_gpu_works(tile: int) -> None:
-    """In less than the time that measuring them takes; of the matmul with the most schedules."""
-    start = time.process_time()
+def test_candidates_are_planned_while_the_gpu_works(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the matmul with the most schedules, fewer are predicted than a core manages while sixty are measured."""
+    predicted: list[KernelSchedule] = []
+    predict = cost_model.predict
+
+    def counted(spec: MatmulSpec, tokens: int, schedule: Any, target: Target) -> float:
+        predicted.append(schedule)
+        return predict(spec, tokens, schedule, target)
+
+    monkeypatch.setattr(cost_model, "predict", counted)
     assert len(search_space.candidates(MatmulSpec(57344, 8192, "u4", 128), tile, HOPPER, 60)) == 60
-    assert time.process_time() - start < 2
+    assert 60 < len(predicted) < 12_000
 
 
 def test_problems() -> None:
@@ -460,7 +468,9 @@ def test_a_new_pool_for_one_that_broke(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_gpu_process_is_replaced_when_it_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_processes, "LIMIT_SECONDS", 0.5)
+    """The limits are those of a busy machine, except where there is nothing to wait for."""
+    monkeypatch.setattr(tune_processes, "START_SECONDS", 600.0)
+    monkeypatch.setattr(tune_processes, "LIMIT_SECONDS", 600.0)
     monkeypatch.setattr(tune_processes, "MOST_DEATHS", 3)
     problem, schedule = WORK[0], Schedule()
     with GpuProcess(HOPPER, serve) as gpu:
@@ -472,7 +482,8 @@ def test_the_gpu_process_is_replaced_when_it_dies_or_hangs(monkeypatch: pytest.M
         with pytest.raises(Failed, match="died"):
             gpu.time(problem, schedule, 3)
         second = gpu.time(problem, schedule, 1)
-        with pytest.raises(Failed, match="no answer"):
+        with monkeypatch.context() as hasty, pytest.raises(Failed, match="no answer"):
+            hasty.setattr(tune_processes, "LIMIT_SECONDS", 0.0)
             gpu.time(problem, schedule, 4)
         assert len({first, second, gpu.time(problem, schedule, 1)}) == 3
         for _ in range(2):

@@ -1,8 +1,9 @@
 """The disk cache of compiled kernels.
 
-An entry is one file, named by its key: the SHA-256 of the rest, an index (names and sizes), and the contents.
-It appears whole by a rename, or not at all, and is checked whenever it is read; a damaged one is dropped and
-built again. Several processes that want the same kernel at once wait for the one that compiles it.
+An entry is one file, named by its key: the SHA-256 of the rest, an index (the key, names and sizes), and the contents.
+It appears whole by a rename, or not at all, and is checked whenever it is read: whatever is not what was built for this
+key is dropped and built again. Several processes that want the same kernel at once wait for the one that compiles it. A
+directory that can't be written costs a warning and the time to compile.
 
 The key holds everything that can change the result: what the caller names (spec, schedule, target), the
 versions of the tools, and the compiler's own sources.
@@ -12,19 +13,26 @@ import hashlib
 import json
 import os
 import shutil
+import stat
+import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from lowbit.pylib import knobs
 from lowbit.pylib.build.installed import versions
 
+LOCK_NOTICE = 10.0
+"""Seconds to wait for another process that builds the same entry, before saying so."""
 LOCK_TIMEOUT = 600.0
-"""Seconds to wait for another process that builds the same entry, before building it as well."""
+"""Seconds to wait after that, before building it as well."""
+MAX_ENTRY_BYTES = 1 << 28
+"""The largest file that is read as an entry; kernels have a thousandth of it."""
 
 _TOOLS = (
     "mlir-python-bindings",
@@ -38,10 +46,17 @@ _MLIR = {"mlir": "mlir_python_bindings", "torch_mlir": "torch_mlir"}
 """MLIR's packages, and the wheel that each is from unless it is a build tree or somebody else's wheel."""
 _SOURCES_OF_ENTRIES = ("build/driver.py", "build/cache.py")
 
+Files = dict[str, bytes]
+"""What is kept of a compilation: contents by name."""
+T = TypeVar("T")
 
-def load_or_build(key: str, build: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
-    """The user's cache's entry `key`, or what `build` makes; always the latter under LOWBIT_NO_CACHE."""
-    return build() if knobs.no_cache() else Cache().get_or_build(key, build)
+
+def load_or_build(key: str, build: Callable[[], Files], parse: Callable[[Files], T]) -> T:
+    """Returns what `parse` reads from the files of entry `key` in the user's cache, or else from what `build` makes.
+
+    Under LOWBIT_NO_CACHE always the latter.
+    """
+    return parse(build()) if knobs.no_cache() else Cache().get_or_build(key, build, parse)
 
 
 def key(**parts: object) -> str:
@@ -125,59 +140,76 @@ class Cache:
 
     directory: Path = field(default_factory=knobs.cache_dir)
 
-    def get(self, key: str) -> dict[str, bytes] | None:
+    def get(self, key: str) -> Files | None:
         """The files of an entry by name, or None where there is none; one that is damaged is deleted."""
-        path = self._path(key)
-        try:
-            data = path.read_bytes()
-        except OSError:
-            return None
-        files = _unpack(data)
-        if files is None:
-            path.unlink(missing_ok=True)
-        return files
+        return self._read(key, dict)
 
     def put(self, key: str, files: Mapping[str, bytes]) -> None:
         """Make or replace an entry. A disk that can't be written costs a warning."""
         with self._lock(key):
             self._write(key, files)
 
-    def get_or_build(self, key: str, build: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
-        """The entry, or else what `build` makes, which is then kept; what `build` raises comes through."""
-        found = self.get(key)
+    def get_or_build(self, key: str, build: Callable[[], Files], parse: Callable[[Files], T]) -> T:
+        """Returns what `parse` reads from the entry, or else from what `build` makes, which is then kept.
+
+        An entry that `parse` can't read is built anew. What `build` raises comes through.
+        """
+        found = self._read(key, parse)
         if found is not None:
             return found
         with self._lock(key):
-            found = self.get(key)  # another process may have built it while this one waited
+            found = self._read(key, parse)  # another process may have built it while this one waited
             if found is None:
-                found = build()
-                self._write(key, found)
+                files = build()
+                found = parse(files)
+                self._write(key, files)
         return found
 
     def info(self) -> CacheInfo:
         """Where the cache is and what it holds."""
-        sizes = [path.stat().st_size for path in self.directory.glob("??/*.kernel")]
+        sizes: list[int] = []
+        for path in self.directory.glob("??/*.kernel"):
+            with suppress(OSError):  # another process may have deleted it
+                sizes.append(path.lstat().st_size)
         return CacheInfo(self.directory, len(sizes), sum(sizes))
 
     def clear(self) -> None:
         """Delete every entry, and what killed processes left behind."""
         for suffix in ("kernel", "tmp", "lock"):
             for path in self.directory.glob(f"??/*.{suffix}"):
-                path.unlink(missing_ok=True)
+                _delete(path)
 
     def _path(self, key: str, suffix: str = "kernel") -> Path:
         return self.directory / key[:2] / f"{key}.{suffix}"
 
+    def _read(self, key: str, parse: Callable[[Files], T]) -> T | None:
+        """What `parse` makes of an entry, or None where there is none; what can't be read as one is deleted."""
+        path = self._path(key)
+        try:
+            return parse(_unpack(_contents(path), key))
+        except OSError:
+            return None
+        except Exception:  # An error of `parse` itself comes up again, when it reads what was just built.
+            _delete(path)
+            return None
+
     def _write(self, key: str, files: Mapping[str, bytes]) -> None:
         path = self._path(key)
-        temporary = self._path(key, f"{os.getpid()}.tmp")
+        temporary = self._path(key, f"{os.getpid()}-{threading.get_ident()}.tmp")
         try:
-            temporary.write_bytes(_pack(files))
+            temporary.write_bytes(_pack(files, key))
             temporary.replace(path)
             for leftover in path.parent.glob(f"{key}.*.tmp"):  # of a killed process: this one holds the lock
-                leftover.unlink(missing_ok=True)
+                _delete(leftover)
         except OSError as error:
-            warnings.warn(f"lowbit's cache can't be written: {error}; set LOWBIT_CACHE_DIR", stacklevel=2)
+            # The same text for every kernel, so that Python shows it once.
+            warnings.warn(
+                f"lowbit's cache in {self.directory} can't be written ({error.strerror}), so every process compiles its "
+                "kernels anew; set LOWBIT_CACHE_DIR to a directory that can be",
+                stacklevel=2,
+            )
+        finally:
+            _delete(temporary)
 
     @contextmanager
     def _lock(self, key: str) -> Generator[None]:
@@ -185,11 +217,15 @@ class Cache:
         from filelock import FileLock, Timeout
 
         path = self._path(key, "lock")
-        lock = FileLock(path, timeout=LOCK_TIMEOUT)
+        lock = FileLock(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except (OSError, Timeout, NotImplementedError):
+            try:
+                lock.acquire(timeout=LOCK_NOTICE)
+            except Timeout:
+                _warn_of_wait(path)
+                lock.acquire(timeout=LOCK_TIMEOUT)
+        except (OSError, NotImplementedError):  # Timeout is an OSError
             pass
         try:
             yield
@@ -197,21 +233,51 @@ class Cache:
             lock.release()
 
 
-def _pack(files: Mapping[str, bytes]) -> bytes:
-    index = json.dumps({name: len(content) for name, content in files.items()}).encode()
-    body = b"\n".join([index, b"".join(files.values())])
+def _warn_of_wait(path: Path) -> None:
+    warnings.warn(
+        f"another process has held {path} for {LOCK_NOTICE:.0f} s, to compile the kernel that this one wants; after "
+        f"{LOCK_TIMEOUT:.0f} s more, this one compiles it as well (LOWBIT_NO_CACHE=1 does not wait)",
+        stacklevel=2,
+    )
+
+
+def _contents(path: Path) -> bytes:
+    """The contents of a file. Raises ValueError for what is no file (to read a FIFO would never end) or too large."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_ENTRY_BYTES:
+            raise ValueError(f"{path} is no entry of a cache")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(about.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, if it is there and can be deleted."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _pack(files: Mapping[str, bytes], key: str) -> bytes:
+    index = {"key": key, "sizes": {name: len(content) for name, content in files.items()}}
+    body = b"\n".join([json.dumps(index).encode(), b"".join(files.values())])
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
-def _unpack(data: bytes) -> dict[str, bytes] | None:
-    """The files, or None if `data` is not what `_pack` made."""
+def _unpack(data: bytes, key: str) -> Files:
+    """The files. Raises an exception of some kind if `data` is not what `_pack` makes for this key."""
     digest, _, body = data.partition(b"\n")
     if digest != hashlib.sha256(body).hexdigest().encode():
-        return None
-    index, _, contents = body.partition(b"\n")
-    files: dict[str, bytes] = {}
+        raise ValueError("the contents do not have this hash")
+    line, _, contents = body.partition(b"\n")
+    index = json.loads(line)
+    if index["key"] != key:
+        raise ValueError(f"the entry is that of {index['key']}, not of {key}")
+    files: Files = {}
     start = 0
-    for name, size in json.loads(index).items():
+    for name, size in index["sizes"].items():
         files[name] = contents[start : start + size]
         start += size
     return files

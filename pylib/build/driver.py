@@ -55,9 +55,8 @@ def load(request: KernelRequest, name: str) -> Artifact:
     # 1. Look it up by everything that can change it: the request, the tools and the compiler's sources.
     key = cache.key(request=request)
     # 2. Compile it where it is not there, and keep it. Nothing is chosen any more: the request says it all.
-    files = cache.load_or_build(key, lambda: _build(request, name).to_files())
     # 3. Read it, in either case, from the files that the cache keeps.
-    return Artifact.from_files(files)
+    return cache.load_or_build(key, lambda: _build(request, name).to_files(), Artifact.from_files)
 
 
 def _build(request: KernelRequest, name: str) -> Artifact:

@@ -53,7 +53,7 @@ def load_host_program(spec: MatmulSpec, program: Program, cpu: str) -> HostProgr
         image, needs = compile_program(spec, program, cpu)
         return HostProgram(image.code, image.functions[ENTRY], needs).to_files()
 
-    return HostProgram.from_files(cache.load_or_build(key, build))
+    return cache.load_or_build(key, build, HostProgram.from_files)
 
 
 @lru_cache(maxsize=1)

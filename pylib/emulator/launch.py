@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,13 +30,12 @@ from lowbit.pylib.emulator.isa import (  # the instructions register themselves
     warpgroup,  # noqa: F401
 )
 from lowbit.pylib.emulator.isa.tensor_copy import tensor_argument
-from lowbit.pylib.emulator.machine.async_proxy import AsyncProxy
-from lowbit.pylib.emulator.machine.cluster import MAX_CLUSTER, Cluster
+from lowbit.pylib.emulator.machine.cluster import MAX_CLUSTER
 from lowbit.pylib.emulator.machine.decoder import decode
 from lowbit.pylib.emulator.machine.faults import Array
 from lowbit.pylib.emulator.machine.machine import WARP, Block, run_cluster
 from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
-from lowbit.pylib.emulator.machine.races import ClusterRaceDetector, RaceClock, RaceDetector
+from lowbit.pylib.emulator.machine.memory_map import MemoryMap, make_cluster
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Kernel, Param, Variable
@@ -45,7 +46,6 @@ Dim3 = int | Sequence[int]
 MAX_THREADS, MAX_SHARED = 1024, 232448
 SM_COUNT = 4
 """The multiprocessors of the GPU that is emulated: few, so that grids which depend on their number stay small."""
-_CONST_BASE, _CONST_STRIDE = 0x10000, 0x20000
 
 
 class Stats(Counter[str]):
@@ -82,7 +82,7 @@ class Emulator:
         self._globals = {v.name: _contents(v).copy() for v in variables if v.space == "global"}
         for kernel in kernels:
             # Decoding every instruction once finds all that is unknown before anything runs.
-            self._prepare(kernel, (WARP, 1, 1), (1, 1, 1), (1, 1, 1), None)
+            self._prepare(kernel, _Config(), None)
 
     def launch(
         self,
@@ -119,7 +119,7 @@ class Emulator:
         cluster = _cluster_shape(kernel, extent)
         if len(args) != len(kernel.params):
             raise EmulatorError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
-        machines = self._prepare(kernel, shape, extent, cluster, args, shared_bytes, racecheck, max_steps)
+        machines = self._prepare(kernel, _Config(shape, extent, cluster, shared_bytes, racecheck, max_steps), args)
         every = (xyz[::-1] for xyz in itertools.product(*(range(n) for n in reversed(extent))))
         order = [_dim3(index, "block index", least=0) for index in (every if blocks is None else blocks)]
         device = machines[0].device
@@ -147,83 +147,57 @@ class Emulator:
             **options,
         )
 
-    def _prepare(
-        self,
-        kernel: Kernel,
-        shape: tuple[int, int, int],
-        grid: tuple[int, int, int],
-        cluster_shape: tuple[int, int, int],
-        args: Sequence[object] | None,
-        shared_bytes: int = 0,
-        racecheck: bool = False,
-        max_steps: int = 1,
-    ) -> list[Block]:
+    def _prepare(self, kernel: Kernel, config: _Config, args: Sequence[object] | None) -> list[Block]:
         """The blocks of a cluster, by rank: lay out all memories and decode the kernel; `args` None: just to decode."""
-        lanes = -(-shape[0] * shape[1] * shape[2] // WARP) * WARP
-        symbols: dict[str, tuple[str, int]] = {}
-        device, constant = DeviceMemory(), DeviceMemory(_CONST_BASE, _CONST_STRIDE)
-        cluster = Cluster(cluster_shape, lanes)
-        # All blocks lay out their shared memory alike.
-        cluster.memories = [SharedMemory(lanes, rank) for rank in range(cluster.size)]
-        cluster.races = RaceClock(cluster.size, lanes) if racecheck else None
-        for shared in cluster.memories:
-            if cluster.races:
-                shared.races = RaceDetector(cluster.races, shared.rank)
-            if cluster.races and cluster.size > 1:
-                shared.cluster_races = ClusterRaceDetector(cluster.clock, cluster.races, shared.rank)
-            if any(i.opcode == "wgmma" or "bulk" in i.modifiers for i in kernel.instructions):
-                shared.proxy = AsyncProxy()
-        local_size, dynamic = 0, list[Variable]()
+        lanes = -(-math.prod(config.block) // WARP) * WARP
+        memories = MemoryMap(make_cluster(kernel, config.cluster, lanes, config.racecheck))
+        dynamic: list[Variable] = []
         for variable in [*self.module.variables, *kernel.variables]:
             if variable.size is None:
                 dynamic.append(variable)
-                continue
-            match variable.space:
-                case "shared":
-                    (address,) = {memory.add(variable.size, variable.align) for memory in cluster.memories}
-                case "local":
-                    address = -(-local_size // variable.align) * variable.align
-                    local_size = address + variable.size
-                case "const":
-                    address = constant.add(variable.name, variable.size, _contents(variable))
-                case _:
-                    address = device.add(variable.name, variable.size, self._globals[variable.name])
-            symbols[variable.name] = (variable.space, address)
-        if dynamic:
-            # Dynamic shared memory comes last, and all `extern` arrays are names for it.
-            align = max(variable.align for variable in dynamic)
-            (address,) = {memory.add(shared_bytes, align) for memory in cluster.memories}
-            symbols.update((variable.name, ("shared", address)) for variable in dynamic)
-
-        params = bytearray()
-        for number, param in enumerate(kernel.params):
-            params.extend(bytes(-len(params) % param.align))
-            symbols[param.name] = ("param", len(params))
-            params.extend(bytes(param.size) if args is None else _argument(device, param, args[number], number))
-        for memory in (device, constant, *cluster.memories):
-            memory.allocate()
-
-        blocks = [
-            Block(
-                kernel=kernel,
-                shape=shape,
-                grid=grid,
-                device=device,
-                constant=constant,
-                shared=shared,
-                local=LocalMemory(local_size, lanes),
-                cluster=cluster,
-                rank=rank,
-                symbols=symbols,
-                params=np.frombuffer(bytes(params), np.uint8),
-                dynamic_shared_bytes=shared_bytes,
-                max_steps=max_steps,
-            )
-            for rank, shared in enumerate(cluster.memories)
-        ]
+            else:
+                contents = self._globals.get(variable.name)
+                memories.add_variable(variable, variable.size, _contents(variable) if contents is None else contents)
+        memories.add_dynamic(dynamic, config.shared_bytes)
+        for i, param in enumerate(kernel.params):
+            value = bytes(param.size) if args is None else _argument(memories.device, param, args[i], i)
+            memories.add_param(param, value)
+        memories.allocate()
+        blocks = [_block(kernel, config, memories, shared, lanes) for shared in memories.cluster.memories]
         for block in blocks:
             block.steps = [decode(instruction, block) for instruction in kernel.instructions]
         return blocks
+
+
+@dataclass(frozen=True)
+class _Config:
+    """How a kernel is launched: blocks of so many threads, a grid of blocks, clusters of blocks."""
+
+    block: tuple[int, int, int] = (WARP, 1, 1)
+    grid: tuple[int, int, int] = (1, 1, 1)
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    shared_bytes: int = 0
+    racecheck: bool = False
+    max_steps: int = 1
+
+
+def _block(kernel: Kernel, config: _Config, memories: MemoryMap, shared: SharedMemory, lanes: int) -> Block:
+    """A block of a cluster, which runs in the memories of all and in its own shared and local memory."""
+    return Block(
+        kernel=kernel,
+        shape=config.block,
+        grid=config.grid,
+        device=memories.device,
+        constant=memories.constant,
+        shared=shared,
+        local=LocalMemory(memories.local_bytes, lanes),
+        cluster=memories.cluster,
+        rank=shared.rank,
+        symbols=memories.symbols,
+        params=np.frombuffer(bytes(memories.params), np.uint8),
+        dynamic_shared_bytes=config.shared_bytes,
+        max_steps=config.max_steps,
+    )
 
 
 def _contents(variable: Variable) -> Array:

@@ -307,6 +307,7 @@ class CpuRuntime:
     def __init__(self, spec: MatmulSpec) -> None:
         from lowbit.pylib.runtime.cpu import CpuMatmul
 
+        self._spec = spec
         self._program = CpuMatmul(spec, knobs.cpu(), knobs.num_threads())
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
@@ -321,7 +322,9 @@ class CpuRuntime:
         raise TargetError("target cpu has no PTX or cubin: see ir('asm'), or compile for 'sm_90a', say")
 
     def stages(self, m: int) -> dict[str, str]:
-        return self._program.stages(m)
+        from lowbit.passes.tensor_programs import matmul_text
+
+        return {"lowbit": matmul_text(self._spec)} | self._program.stages(m)
 
     def choices(self) -> KernelChoices:
         raise TargetError("target cpu has one program for every number of rows; choices are those of a GPU target")
