@@ -29,6 +29,7 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
     from lowbit.pylib.matmul import Matmul, compile
+    from lowbit.pylib.nn.linear import LowbitLinear
     from lowbit.pylib.packed import PackedWeight
     from lowbit.pylib.quantization.api import quantize
     from lowbit.pylib.quantization.calibration import Calibration
@@ -45,6 +46,7 @@ __all__ = [
     "Kernel",
     "LayoutError",
     "LowbitError",
+    "LowbitLinear",
     "Matmul",
     "MatmulSpec",
     "PackError",
@@ -66,6 +68,7 @@ __all__ = [
 _NEEDS_TORCH = {
     "Calibration": "quantization.calibration",
     "Kernel": "runtime.kernel",
+    "LowbitLinear": "nn.linear",
     "Matmul": "matmul",
     "PackedWeight": "packed",
     "QuantizedWeight": "quantization.quantized",
