@@ -40,6 +40,7 @@ class LowbitLinear(nn.Linear):
     """
 
     spec: MatmulSpec
+    codes: Tensor
 
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a dense weight
@@ -113,9 +114,10 @@ class LowbitLinear(nn.Linear):
     def matmul(self) -> Matmul:
         """The matmul for the device of the buffers, which is compiled when it is first needed."""
         device = self.codes.device
-        if self._last_matmul is None or self._last_matmul[0] != device:
-            self._last_matmul = device, _matmul_on(self.spec, device.type, device.index)
-        return self._last_matmul[1]
+        last = self._last_matmul
+        if last is None or last[0] != device:
+            last = self._last_matmul = device, _matmul_on(self.spec, device.type, device.index)
+        return last[1]
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns y [..., n] in the spec's out type for x [..., k] in its act type.
@@ -143,6 +145,7 @@ class LowbitLinear(nn.Linear):
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = _moved(buffer, fn)
+        self._last_packed = None
         return self
 
     # -- saving and loading
@@ -170,6 +173,7 @@ class LowbitLinear(nn.Linear):
                 return
             state_dict.update({prefix + name: tensor for name, tensor in checked.items()})
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        self._last_packed = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last_packed": None, "_last_matmul": None}
@@ -189,12 +193,18 @@ def spec_of(linear: nn.Linear, config: QuantConfig, act: Act | None) -> MatmulSp
     """Returns the spec that a linear layer has after it is quantized. Raises SpecError if there is none."""
     if not isinstance(cast(object, linear), nn.Linear) or linear.weight is None:
         raise SpecError(f"{type(linear).__name__} must be an nn.Linear with a dense weight")
-    if act is None:
-        if linear.weight.dtype not in (torch.float16, torch.bfloat16):
-            types = f"weight is {linear.weight.dtype}, and kernels take inputs in f16 or bf16"
-            raise SpecError(f"{types}; convert the model (model.bfloat16()), or say act='bf16'")
-        act = "f16" if linear.weight.dtype is torch.float16 else "bf16"
-    return config.spec(linear.out_features, linear.in_features, act=act, bias=linear.bias is not None)
+    has_bias = linear.bias is not None
+    return config.spec(linear.out_features, linear.in_features, act=act or act_of(linear.weight), bias=has_bias)
+
+
+def act_of(weight: Tensor) -> Act:
+    """Returns the type of inputs that fits the type of a dense weight. Raises SpecError for f32 and others."""
+    if weight.dtype is torch.float16:
+        return "f16"
+    if weight.dtype is torch.bfloat16:
+        return "bf16"
+    types = f"weight is {weight.dtype}, and kernels take inputs in f16 or bf16"
+    raise SpecError(f"{types}; convert the model (model.bfloat16()), or say act='bf16'")
 
 
 def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
