@@ -29,6 +29,9 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
     from lowbit.pylib.matmul import Matmul, compile
+    from lowbit.pylib.nn.linear import LowbitLinear
+    from lowbit.pylib.nn.quantize_model import quantize_
+    from lowbit.pylib.nn.report import LayerReport, QuantizationReport
     from lowbit.pylib.packed import PackedWeight
     from lowbit.pylib.quantization.api import quantize
     from lowbit.pylib.quantization.calibration import Calibration
@@ -43,14 +46,17 @@ __all__ = [
     "EmulatorError",
     "IntegerSchedule",
     "Kernel",
+    "LayerReport",
     "LayoutError",
     "LowbitError",
+    "LowbitLinear",
     "Matmul",
     "MatmulSpec",
     "PackError",
     "PackedWeight",
     "PassError",
     "QuantConfig",
+    "QuantizationReport",
     "QuantizeError",
     "QuantizedWeight",
     "Schedule",
@@ -61,18 +67,23 @@ __all__ = [
     "compile_program",
     "load",
     "quantize",
+    "quantize_",
 ]
 
 _NEEDS_TORCH = {
     "Calibration": "quantization.calibration",
     "Kernel": "runtime.kernel",
+    "LayerReport": "nn.report",
+    "LowbitLinear": "nn.linear",
     "Matmul": "matmul",
     "PackedWeight": "packed",
+    "QuantizationReport": "nn.report",
     "QuantizedWeight": "quantization.quantized",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
     "load": "runtime.kernel",
     "quantize": "quantization.api",
+    "quantize_": "nn.quantize_model",
 }
 
 

@@ -70,6 +70,12 @@ def test_quantize_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("bits per weight") == len(errors)
 
 
+def test_quantize_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0.001 < load("quantize_a_model.py")["main"]("cpu") < 0.1
+    output = capsys.readouterr().out
+    assert "12 of 14 layers quantized" in output and "the same after loading: True" in output
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("m", [1, 8])
 def test_kernel_in_steps(version: str, m: int) -> None:

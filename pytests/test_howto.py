@@ -1,4 +1,4 @@
-"""The how-to pages are true: the diff of each applies to this tree, and what the page then runs works."""
+"""The how-to pages are true: the diff of a page applies to this tree, and what the page then runs works."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ def test_page(page: Path, repo: Path, tmp_path: Path) -> None:
     """Fix for a diff that does not apply: make its change in a checkout, and put `git diff -U1` into the page."""
     for part in PARTS:
         _copy(repo / part, tmp_path / part)
-    (diff,) = _blocks(page, "diff")
-    subprocess.run(["git", "apply", "--recount", "-"], cwd=tmp_path, input=diff, text=True, check=True)
+    diffs = _blocks(page, "diff")
+    assert len(diffs) == page.stem.startswith("add-")
+    for diff in diffs:
+        subprocess.run(["git", "apply", "--recount", "-"], cwd=tmp_path, input=diff, text=True, check=True)
     commands = [shlex.split(line) for line in "".join(_blocks(page, "sh")).splitlines()]
     assert all(program == "lowbit" for program, *_ in commands)
     for _, *arguments in commands:
         _run(["-m", "lowbit", *arguments], tmp_path)
-    for code in _blocks(page, "python"):
+    code = "".join(_blocks(page, "python"))
+    assert commands or code
+    if code:
         _run(["-c", code], tmp_path)
-    assert commands or _blocks(page, "python")
 
 
 def _copy(source: Path, target: Path) -> None:

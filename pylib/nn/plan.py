@@ -1,0 +1,182 @@
+"""What to do with each module of a model, decided before any of them is touched."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import cast
+
+from torch import nn
+
+from lowbit.dialect.errors import LowbitError, QuantizeError, SpecError
+from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
+from lowbit.pylib.nn.linear import AWQ_NEEDS_FOLDING, LowbitLinear, act_of, spec_of
+from lowbit.pylib.quantization.config import QuantConfig
+
+Configs = QuantConfig | Mapping[str, QuantConfig | None]
+Filter = Callable[[str, nn.Module], bool]
+
+READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that take `weight` out of their linear layers instead of calling them."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the caller of `lowbit.quantize_` asks for; its arguments have the same names."""
+
+    config: Configs
+    filter_fn: Filter | None = None
+    act: Act | None = None
+    lm_head: bool = False
+    per_row_if_indivisible: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What to do with a module.
+
+    names    all names by which the model holds the module
+    config   how to quantize it; None to leave it dense
+    spec     what it computes then
+    reason   why it stays dense
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    config: QuantConfig | None = None
+    spec: MatmulSpec | None = None
+    reason: str = ""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Lets errors start with the name of a module."""
+    try:
+        yield
+    except LowbitError as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
+    """Returns what to do with each module that has a matrix of its own. Raises if wishes do not fit the model."""
+    if isinstance(model, nn.Linear):
+        raise SpecError("the model is a linear layer itself, which can't be replaced; use LowbitLinear.from_linear")
+    if wishes.act is not None:
+        MatmulSpec(1, MIN_K, "u8", act=wishes.act)  # raises for a type that x can't have
+    modules: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LowbitLinear) or any(p.ndim > 1 for p in module.parameters(recurse=False)):
+            modules.setdefault(module, []).append(name)
+    _check_config(wishes.config, [name for module, names in modules.items() if _is_linear(module) for name in names])
+    reasons = _structural_reasons(model, modules)
+    return [_planned(module, tuple(names), reasons[module], wishes) for module, names in modules.items()]
+
+
+def _planned(module: nn.Module, names: tuple[str, ...], reason: str, wishes: Wishes) -> Planned:
+    name = names[0]
+    config, why = _config_for(name, wishes.config)
+    if not reason and wishes.filter_fn is not None and not wishes.filter_fn(name, module):
+        reason = "filter_fn returned False"
+    if not reason and _is_lm_head(name) and not (wishes.lm_head or _is_literal(name, wishes.config)):
+        reason = "the output layer; lm_head=True quantizes it"
+    if reason or config is None:
+        return Planned(names, module, reason=reason or why)
+    with naming(name):
+        return _with_spec(Planned(names, module, config), wishes)
+
+
+def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
+    """Returns a plan with its spec; one that leaves the layer dense if no groups of this size divide its rows."""
+    linear, config = cast(nn.Linear, planned.module), cast(QuantConfig, planned.config)
+    if config.method == "awq":
+        raise QuantizeError(AWQ_NEEDS_FOLDING)
+    act = wishes.act or act_of(linear.weight)
+    try:
+        return replace(planned, spec=spec_of(linear, config, act))
+    except SpecError as error:
+        if wishes.per_row_if_indivisible and config.group_size is not None:
+            return _with_spec(replace(planned, config=replace(config, group_size=None)), wishes)
+        helps = config.group_size is not None and linear.in_features >= MIN_K
+        hint = " (per_row_if_indivisible=True)" if helps else ""
+        return replace(planned, config=None, reason=f"{error}{hint}")
+
+
+# -- reasons that lie in the model
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Tells whether a module is known to compute what a linear layer computes: of a subclass nobody knows."""
+    return type(module) is nn.Linear
+
+
+def _is_lm_head(name: str) -> bool:
+    return name.rpartition(".")[2] == "lm_head"
+
+
+def _structural_reasons(model: nn.Module, modules: Mapping[nn.Module, list[str]]) -> dict[nn.Module, str]:
+    """Returns for each module why it can't be quantized, or "" if it can."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    return {module: _structural_reason(model, module, names, owners, modules) for module, names in modules.items()}
+
+
+def _structural_reason(
+    model: nn.Module,
+    module: nn.Module,
+    names: list[str],
+    owners: Mapping[int, list[nn.Module]],
+    all_names: Mapping[nn.Module, list[str]],
+) -> str:
+    if isinstance(module, LowbitLinear):
+        return "quantized before"
+    if isinstance(module, nn.Embedding):
+        return "an embedding"
+    if not _is_linear(module):
+        kind = "a subclass of nn.Linear with its own ways" if isinstance(module, nn.Linear) else "no nn.Linear"
+        return f"{type(module).__name__} is {kind}"
+    parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+    if readers := [parent for parent in parents if isinstance(parent, READ_WEIGHTS_THEMSELVES)]:
+        return f"{type(readers[0]).__name__} reads its weight itself"
+    if others := [other for other in owners[id(module.weight)] if other is not module]:
+        return f"its weight is tied to that of {all_names[others[0]][0]}"
+    if module._forward_pre_hooks or module._forward_hooks:
+        return "it has hooks, which would be lost; remove them first"
+    return ""
+
+
+# -- configurations by name
+
+
+def _check_config(config: object, linears: list[str]) -> None:
+    """Raises SpecError unless each pattern stands for linear layers, and for a configuration or None."""
+    if isinstance(config, QuantConfig):
+        return
+    if not isinstance(config, Mapping):
+        raise SpecError(f"config={config!r} must be a QuantConfig, or a dictionary of patterns and QuantConfigs")
+    for pattern, value in config.items():
+        if not (value is None or isinstance(value, QuantConfig)):
+            raise SpecError(f"config[{pattern!r}]={value!r} must be a QuantConfig, or None to leave layers dense")
+        if not any(fnmatchcase(name, pattern) for name in linears):
+            near = difflib.get_close_matches(pattern, linears, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(linears[:5])} ..."
+            raise SpecError(f"config[{pattern!r}] matches no linear layer{hint}")
+
+
+def _config_for(name: str, config: Configs) -> tuple[QuantConfig | None, str]:
+    """Returns the configuration of the first pattern that matches a name; or None, and why."""
+    if isinstance(config, QuantConfig):
+        return config, ""
+    for pattern, value in config.items():
+        if fnmatchcase(name, pattern):
+            return value, f"config[{pattern!r}] is None"
+    return None, "no pattern of the configuration matches"
+
+
+def _is_literal(name: str, config: Configs) -> bool:
+    """Tells whether a configuration asks for a layer by its full name."""
+    return not isinstance(config, QuantConfig) and name in config

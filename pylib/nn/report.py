@@ -1,0 +1,69 @@
+"""What `lowbit.quantize_` did to a model: a row for each layer, and all of them as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+HEADER = ("name", "shape", "format", "KB before", "KB after", "error")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one layer.
+
+    name          of the module
+    shape         of its weight
+    format        element format and columns per scale, or the type of a weight that stayed dense
+    bytes_before  of all of its parameters
+    bytes_after   of all of its parameters and buffers
+    error         norm of the weight's change relative to the norm of the weight; None if it stayed dense
+    reason        why it stayed dense; "" if it was quantized
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    bytes_before: int
+    bytes_after: int
+    error: float | None = None
+    reason: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the cells of this row of the table."""
+        shape = " x ".join(map(str, self.shape))
+        sizes = (f"{self.bytes_before / 1e3:.1f}", f"{self.bytes_after / 1e3:.1f}")
+        return self.name, shape, self.format, *sizes, f"dense: {self.reason}" if self.reason else f"{self.error:.4f}"
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What became of a model: iterate for a `LayerReport` of each module that has a matrix; print it for a table."""
+
+    rows: tuple[LayerReport, ...]
+
+    def __iter__(self) -> Iterator[LayerReport]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> LayerReport:
+        """Returns the row of a module."""
+        return {row.name: row for row in self.rows}[name]
+
+    @property
+    def quantized(self) -> tuple[LayerReport, ...]:
+        return tuple(row for row in self.rows if not row.reason)
+
+    @property
+    def dense(self) -> tuple[LayerReport, ...]:
+        return tuple(row for row in self.rows if row.reason)
+
+    def __str__(self) -> str:
+        lines = [HEADER, *(row.cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        table = ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines]
+        before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
+        counts = f"{len(self.quantized)} of {len(self.rows)} layers quantized"
+        return "\n".join([*table, f"{counts}: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB after"])

@@ -1,0 +1,88 @@
+"""`LowbitLinear` behaves as a module of torch does, and computes what its packed weight says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit import LowbitLinear, MatmulSpec, QuantConfig
+
+X = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).half()
+
+
+@pytest.fixture
+def layer() -> LowbitLinear:
+    torch.manual_seed(1)
+    return LowbitLinear.from_linear(nn.Linear(256, 65).half(), QuantConfig("u4", group_size=128))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("act", ["f16", "bf16"])
+def test_is_the_quantized_linear_layer(act: str) -> None:
+    linear = nn.Linear(100, 33, dtype=torch.float16 if act == "f16" else torch.bfloat16)
+    config = QuantConfig("f6e3m2", group_size=None)
+    layer, x = LowbitLinear.from_linear(linear, config), torch.randn(2, 5, 100).to(linear.weight.dtype)
+    expected = x.float() @ lowbit.quantize(linear.weight, config).dequantize().T + linear.bias.float()
+    torch.testing.assert_close(layer(x).float(), expected, atol=0.02, rtol=0.02)
+    assert isinstance(layer, nn.Linear) and layer.weight is None and list(layer.parameters()) == []
+    assert (layer.in_features, layer.out_features) == (100, 33) and str(layer.spec) in repr(layer)
+
+
+def test_bias_may_come_later(layer: LowbitLinear) -> None:
+    bare = LowbitLinear.from_linear(nn.Linear(256, 65, bias=False).half(), QuantConfig())
+    assert bare.bias is None
+    bias = torch.randn(65)
+    torch.testing.assert_close(LowbitLinear.from_packed(bare.packed, bias)(X), bare(X) + bias.half(), atol=5e-3, rtol=0)
+    with pytest.raises(lowbit.PackError, match="drop bias="):
+        LowbitLinear.from_packed(layer.packed, bias)
+
+
+def test_survives_copies_and_conversions(layer: LowbitLinear) -> None:
+    expected = layer(X)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    copies.append(nn.Sequential(copy.deepcopy(layer)).bfloat16().double().type(torch.float32).to("cpu")[0])
+    for other in copies:
+        assert torch.equal(other(X), expected)
+        assert [b.dtype for b in other.buffers()] == [b.dtype for b in layer.buffers()]
+    assert copy.deepcopy(layer).to("meta").codes.is_meta
+
+
+@pytest.mark.parametrize(("device", "assign"), [("meta", True), ("cpu", False), ("cpu", True)])
+def test_state_goes_into_an_empty_layer(layer: LowbitLinear, device: str, assign: bool) -> None:
+    empty = nn.Sequential(LowbitLinear.empty(layer.spec, device))
+    empty.load_state_dict(nn.Sequential(layer).state_dict(), assign=assign)
+    assert torch.equal(empty(X), layer(X))
+
+
+def test_state_that_does_not_fit_is_refused(layer: LowbitLinear) -> None:
+    state = layer.state_dict()
+    narrower = LowbitLinear.empty(MatmulSpec(65, 256, "u3", 128, "int", bias=True))
+    for wrong, message in [
+        ({**state, "codes": state["codes"].float()}, "packed codes must be torch.int32"),
+        ({**state, "scales": state["scales"] * torch.nan}, "scales"),
+        ({name: t for name, t in state.items() if name != "zeros"}, 'Missing key.*"zeros"'),
+        ({name: t for name, t in state.items() if name != "_extra_state"}, 'Missing key.*"_extra_state"'),
+        (narrower.state_dict(), r"packed with weight='u3' \(not 'u4'\)"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            layer.load_state_dict(wrong)
+
+
+def test_can_be_compiled_and_exported(layer: LowbitLinear) -> None:
+    expected = layer(X)
+    assert torch.equal(torch.compile(layer, fullgraph=True)(X), expected)
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(layer, (X,), strict=strict).module()(X), expected)
+
+
+def test_input_of_another_type_is_refused(layer: LowbitLinear) -> None:
+    with pytest.raises(lowbit.SpecError, match=r"x is torch.float32, but act='f16'; use x.to\(torch.float16\)"):
+        layer(X.float())
+    with pytest.raises(lowbit.SpecError, match=r"convert the model \(model.bfloat16\(\)\), or say act='bf16'"):
+        LowbitLinear.from_linear(nn.Linear(256, 8), QuantConfig())
+    assert LowbitLinear.from_linear(nn.Linear(256, 8), QuantConfig(), act="bf16")(X.bfloat16()).shape == (3, 8)

@@ -1,0 +1,159 @@
+"""`lowbit.quantize_` replaces what it can, says what it can't, and leaves a model alone that it fails on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit import LowbitLinear, QuantConfig, QuantizationReport
+from lowbit.pylib.nn import observe
+
+U4 = QuantConfig("u4", group_size=64)
+GPTQ = QuantConfig("u3", group_size=64, method="gptq")
+
+
+class Model(nn.Module):
+    """Layers of every kind that is decided upon; `shared` stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.tied = nn.Embedding(64, 128), nn.Linear(128, 64, bias=False)
+        self.tied.weight = self.embed.weight
+        self.body = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 100), nn.Linear(100, 128))
+        self.shared = self.again = nn.Linear(128, 128, bias=False)
+        self.attention = nn.MultiheadAttention(128, 2)
+        self.hooked, self.lm_head = nn.Linear(128, 64), nn.Linear(128, 64)
+        self.hooked.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.again(self.shared(self.body(x))))
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().half()
+
+
+def quantized(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, LowbitLinear)]
+
+
+@torch.no_grad()
+def test_every_matrix_is_in_the_report(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(4, 128).half()
+    expected, weight = model(x), model.body[0].weight.float()
+    report = lowbit.quantize_(model, U4)
+    reasons = {row.name: row.reason for row in report.dense}
+    assert quantized(model) == [name for row in report.quantized for name in row.name.split(" = ")]
+    assert {row.name for row in report.quantized} == {"body.0", "body.1", "shared = again"}
+    assert model.shared is model.again
+    assert reasons["embed"] == "an embedding" and reasons["tied"] == "its weight is tied to that of embed"
+    assert reasons["body.2"].startswith("group_size=64 must divide k=100; try 50 or 100")
+    assert reasons["attention"] == "MultiheadAttention is no nn.Linear"
+    assert "subclass of nn.Linear" in reasons["attention.out_proj"]
+    assert "hooks" in reasons["hooked"] and "lm_head=True" in reasons["lm_head"] and len(report) == 10
+    row = report["body.0"]
+    error = (model.body[0].dequantize().float() - weight).norm() / weight.norm()
+    assert row.error == pytest.approx(float(error), rel=1e-2)
+    assert row.bytes_before == 2 * 128 * 129 and row.bytes_after == model.body[0].packed.nbytes
+    assert float((model(x) - expected).norm() / expected.norm()) < 0.2
+    assert all(row.name in str(report) and row.reason in str(report) for row in report)
+    assert "3 of 10 layers quantized" in str(report) and capsys.readouterr().err == ""
+
+
+def test_options_quantize_more(model: Model) -> None:
+    report = lowbit.quantize_(model, U4, lm_head=True, per_row_if_indivisible=True)
+    assert {"lm_head", "body.2"} <= {row.name for row in report.quantized}
+    assert report["body.2"].format == "u4 per row, rtn"
+    again = lowbit.quantize_(model, {"hooked": None})
+    assert again["body.2"].reason == "quantized before" and not again.quantized
+
+
+def test_first_pattern_counts(model: Model) -> None:
+    chosen = {"body.0": None, "body.*": U4, "lm_head": QuantConfig("i8", None)}
+    report = lowbit.quantize_(model, chosen, lambda name, layer: layer.out_features != 100)
+    assert quantized(model) == ["lm_head"] and report["lm_head"].format == "i8 per row, rtn"
+    assert report["body.0"].reason == "config['body.0'] is None"
+    assert report["body.1"].reason == "filter_fn returned False"
+    assert report["shared = again"].reason == "no pattern of the configuration matches"
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 30])
+def test_calibration_sees_the_inputs_of_each_layer(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same codes as by hand, whether layers are observed together or one after the other; modes are kept."""
+    monkeypatch.setattr(observe, "MOST_BYTES", most_bytes)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.5), nn.Linear(128, 64)).half().train()
+    inputs = [torch.randn(90, 128).half() for _ in range(2)]
+    expected = []
+    for layer, hidden in ((model[0], inputs), (model[2], [model[0](x) for x in inputs])):
+        calibration = lowbit.Calibration(128)
+        for x in hidden:
+            calibration.add(x)
+        expected.append(lowbit.quantize(layer.weight, GPTQ, calibration).codes)
+    assert not lowbit.quantize_(model, GPTQ, calibration=[(inputs[0],), {"input": inputs[1]}]).dense
+    assert model.training and model[1].training and model[2].training
+    assert [torch.equal(model[i].packed.unpack(), codes) for i, codes in zip((0, 2), expected)] == [True, True]
+
+
+def spoil(model: Model) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] = torch.nan
+
+
+X = torch.randn(4, 128).half()
+FAILURES: dict[str, tuple[dict[str, Any], str]] = {
+    "NaN in the last layer": ({"config": U4, "lm_head": True}, r"lm_head: weight\[3, 5\] = nan must be finite"),
+    "unknown name": ({"config": {"body.O": U4}}, r"config\['body.O'\] matches no linear layer; did you mean 'body"),
+    "no configuration": ({"config": {"body.0": "u4"}}, r"config\['body.0'\]='u4' must be a QuantConfig, or None"),
+    "neither": ({"config": "u4"}, "config='u4' must be a QuantConfig, or a dictionary"),
+    "no calibration": ({"config": GPTQ}, r"body.0: method='gptq' needs calibration="),
+    "a bare tensor": ({"config": GPTQ, "calibration": X}, r"calibration= must be a list of model inputs.*\[x\]"),
+    "wrong shape": ({"config": GPTQ, "calibration": [X[:, :7]]}, r"body.0: x must be \[..., k=128\], not \[4, 7\]"),
+    "wrong name": ({"config": GPTQ, "calibration": [{"y": X}]}, "Model: the model can't be run on input 0 of calib"),
+    "wrong shape elsewhere": (
+        {"config": {"lm_head": GPTQ}, "calibration": [X[:, :7]]},
+        "body.0: the model can't be run on input 0 of calibration=: mat1 and mat2",
+    ),
+    "NaN in an input": ({"config": GPTQ, "calibration": [X, X * torch.nan]}, "body.0: x has NaN or inf in token 0"),
+    "act": ({"config": U4, "act": "f32"}, "act='f32' must be one of"),
+    "AWQ": ({"config": QuantConfig("u4", 64, method="awq")}, r"body.0: AWQ's column scales .* or method='gptq'"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failure_leaves_the_model_as_it_was(failure: str, model: Model) -> None:
+    spoil(model)
+    modules, hooks = dict(model.named_modules()), [len(m._forward_pre_hooks) for m in model.modules()]
+    arguments, message = FAILURES[failure]
+    with pytest.raises(lowbit.LowbitError, match=message):
+        lowbit.quantize_(model, **arguments)
+    assert dict(model.named_modules()) == modules and model.training
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+def test_models_that_cannot_be_quantized() -> None:
+    calls: list[tuple[Callable[[], QuantizationReport], str]] = [
+        (lambda: lowbit.quantize_(nn.Linear(64, 64).half()), "use LowbitLinear.from_linear"),
+        (
+            lambda: lowbit.quantize_(nn.Sequential(nn.Linear(128, 64))),
+            r"0: weight is torch.float32.*model.bfloat16\(\)",
+        ),
+        (lambda: lowbit.quantize_(nn.Sequential(nn.Linear(128, 64, device="meta")), act="f16"), "0: weight is on meta"),
+    ]
+    for call, message in calls:
+        with pytest.raises(lowbit.LowbitError, match=message):
+            call()
+
+
+def test_layer_that_no_input_reaches(model: Model) -> None:
+    del model.hooked, model.attention
+    model.unused = nn.Linear(128, 64).half()
+    with pytest.raises(lowbit.QuantizeError, match="unused: no calibration input got here"):
+        lowbit.quantize_(model, {"unused": GPTQ}, calibration=[X])
