@@ -52,6 +52,12 @@ def test_survives_copies_and_conversions(layer: LowbitLinear) -> None:
     assert copy.deepcopy(layer).to("meta").codes.is_meta
 
 
+def test_what_others_add_is_converted(layer: LowbitLinear) -> None:
+    layer.adapter = nn.Linear(256, 8)
+    assert layer.bfloat16().adapter.weight.dtype is torch.bfloat16
+    assert layer.scales.dtype is torch.float16 and layer(X).shape == (3, 65)
+
+
 @pytest.mark.parametrize(("device", "assign"), [("meta", True), ("cpu", False), ("cpu", True)])
 def test_state_goes_into_an_empty_layer(layer: LowbitLinear, device: str, assign: bool) -> None:
     empty = nn.Sequential(LowbitLinear.empty(layer.spec, device))
@@ -86,3 +92,14 @@ def test_input_of_another_type_is_refused(layer: LowbitLinear) -> None:
     with pytest.raises(lowbit.SpecError, match=r"convert the model \(model.bfloat16\(\)\), or say act='bf16'"):
         LowbitLinear.from_linear(nn.Linear(256, 8), QuantConfig())
     assert LowbitLinear.from_linear(nn.Linear(256, 8), QuantConfig(), act="bf16")(X.bfloat16()).shape == (3, 8)
+
+
+def test_gradient_flows_to_the_input(layer: LowbitLinear) -> None:
+    """As through the dequantized weight, in eager mode and compiled."""
+    dy = torch.randn(3, 65, generator=torch.Generator().manual_seed(2)).half()
+    expected = dy.float() @ layer.dequantize().float()
+    for function in (layer, torch.compile(layer, fullgraph=True)):
+        x = X.clone().requires_grad_()
+        function(x).backward(dy)
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.float(), expected, atol=0.01, rtol=0.01)

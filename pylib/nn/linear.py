@@ -141,10 +141,13 @@ class LowbitLinear(nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.spec}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LowbitLinear:
-        """Move the buffers, and keep their types: torch converts floats only, so it gets to see bytes."""
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = _moved(buffer, fn)
+        """Move the buffers and keep their types; what others have added to the layer goes torch's way."""
+        moved = {name: buffer if buffer is None else _moved(buffer, fn) for name, buffer in self._buffers.items()}
+        self._buffers.clear()
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(moved)
         self._last_packed = None
         return self
 
@@ -208,7 +211,7 @@ def act_of(weight: Tensor) -> Act:
 
 
 def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns a buffer where `fn` moves it to, in its own type."""
+    """Returns a buffer where `fn` moves it to, in its own type: torch converts floats only, so it gets to see bytes."""
     as_bytes = buffer.view(torch.uint8)
     moved = fn(as_bytes)
     if moved.dtype is not torch.uint8:
