@@ -6,6 +6,7 @@ dense weight: `layer.weight` is None. The spec travels in the state dictionary a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -45,6 +46,8 @@ class LowbitLinear(nn.Linear):
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a dense weight
         self.spec = interned(spec)
+        self._spec_text = json.dumps(spec.to_dict())  # torch.compile takes no spec as a constant
+        self._slots = tuple(slot.name for slot in spec.tensors)
         self.in_features, self.out_features = spec.k, spec.n
         self.register_parameter("weight", None)
         for slot in spec.tensors:
@@ -126,8 +129,9 @@ class LowbitLinear(nn.Linear):
         """
         if is_compiling():  # a graph holds the matmul as text; the operator checks x when the graph runs
             device = self.codes.device
-            tensors = [getattr(self, slot.name) for slot in self.spec.tensors]
-            return torch.ops.lowbit.matmul.packed(input, tensors, _description(self.spec, device.type, device.index))
+            tensors = [getattr(self, name) for name in self._slots]
+            kernel = _description(self._spec_text, device.type, device.index)
+            return torch.ops.lowbit.matmul.packed(input, tensors, kernel)
         return self.matmul(input, self.packed)
 
     def dequantize(self) -> Tensor:
@@ -228,6 +232,6 @@ def _matmul_on(spec: MatmulSpec, device: str, index: int | None) -> Matmul:
 
 
 @assume_constant_result
-def _description(spec: MatmulSpec, device: str, index: int | None) -> str:
-    """Returns that matmul as text, a constant to torch.compile."""
-    return _matmul_on(spec, device, index).description
+def _description(spec: str, device: str, index: int | None) -> str:
+    """Returns the matmul of a spec, given as JSON, as text: a constant to torch.compile."""
+    return _matmul_on(MatmulSpec.from_dict(json.loads(spec)), device, index).description

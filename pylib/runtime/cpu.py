@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.dialect.errors import PackError, SpecError
+from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import BYTES, MatmulSpec
 from lowbit.passes.cpu.task import Needs
 from lowbit.pylib.build.host_programs import Program, load_host_program
 from lowbit.pylib.runtime import team
 from lowbit.pylib.runtime.machine_code import MachineCode
+from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
 
 # Multiply-adds that are worth more than one thread: about 10 us of work; a team takes 2 to begin and to end.
@@ -75,7 +76,7 @@ class CpuMatmul:
         if m:
             if not x.is_contiguous():
                 x = x.clone(memory_format=torch.contiguous_format)
-            self._rows(m, _address(x), y.data_ptr(), _addresses(weight))
+            self._rows(m, address_of(x), y.data_ptr(), _addresses(weight))
         return y if x.ndim == 2 else y.view(*x.shape[:-1], n)
 
     def _rows(self, m: int, x: int, y: int, weight: Sequence[int]) -> None:
@@ -126,10 +127,3 @@ def _addresses(weight: Sequence[Tensor]) -> list[int]:
     if not all(found):
         raise PackError("a tensor of the weight has no memory (it is fake, meta or a view of zeros); use real ones")
     return found
-
-
-def _address(x: Tensor) -> int:
-    address = x.data_ptr()
-    if not address:
-        raise SpecError("x has no memory (it is fake, or torch's stand-in for zeros); use x.clone()")
-    return address
