@@ -309,3 +309,22 @@ def test_second_device() -> None:
     assert torch.equal(mm.dequantize(w1).to("cuda:0"), mm.dequantize(w))
     with pytest.raises(lowbit.TargetError, match="x is on cuda:1, but the weight is on cuda:0"):
         mm(x1, w)
+
+
+def test_a_quantized_model() -> None:
+    """Quantized in place on the GPU, it gives the same eagerly, compiled and in a captured graph."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).cuda().half()
+    x = torch.randn(4, 256, device="cuda").half()
+    dense = model(x)
+    report = lowbit.quantize_(model, lowbit.QuantConfig("u4", group_size=64), progress=False)
+    assert "2 of 2 layers quantized" in str(report)
+    y = model(x)
+    assert 0 < (y - dense).norm() / dense.norm() < 0.2
+    assert torch.equal(torch.compile(model, fullgraph=True)(x), y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model(x)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, y)
