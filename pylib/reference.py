@@ -87,8 +87,19 @@ def tolerance(
     (`KernelPlan.rounds_zeros`). What that changes is known: with v the weight so rounded, |sum_k x s (v - (value -
     z))|. With dequantized, s * z is rounded, too: u s |z|.
     """
+    error = _accumulated(spec, x, codes, _scale(spec, scales, others), _spread(spec, zeros), dequantized, rounded_zeros)
+    y = matmul(spec, x, codes, scales, zeros, bias, **others)
+    y = np.where(np.isfinite(y), np.abs(y), 0.0)
+    unit, least = ROUNDING[spec.out_dtype]
+    return error + unit * (y + error) + least
+
+
+def _accumulated(
+    spec: MatmulSpec, x: Array, codes: Array, scale: F64, zero: F64, dequantized: bool, rounded_zeros: bool
+) -> F64:
+    """The part of `tolerance` that is there before y is rounded."""
     t = spec.dtype
-    magnitude, scale, zero = np.abs(_decode(spec, codes)), np.abs(_scale(spec, scales, others)), _spread(spec, zeros)
+    magnitude, scale = np.abs(_decode(spec, codes)), np.abs(scale)
     magnitude = np.where(np.isfinite(magnitude), magnitude, 0.0)
     unit, least = ROUNDING[spec.act]
     rounding = _operand_error(spec)[_index(spec, codes)]
@@ -105,10 +116,7 @@ def tolerance(
         error += np.abs(_f64(x) @ (scale * _zero_error(spec, codes, zero)).T)
     if dequantized:
         error += least * np.abs(_f64(x)).sum(axis=1, keepdims=True)
-    y = matmul(spec, x, codes, scales, zeros, bias, **others)
-    y = np.where(np.isfinite(y), np.abs(y), 0.0)
-    unit, least = ROUNDING[spec.out_dtype]
-    return error + unit * (y + error) + least
+    return error
 
 
 def agrees(y: Array, expected: F64, tolerance: F64) -> NDArray[np.bool_]:

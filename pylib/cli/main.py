@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
@@ -24,7 +24,7 @@ from lowbit.dialect.errors import LowbitError, SpecError, TargetError, reason
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import schedule_from_dict
-from lowbit.passes.stages import stages
+from lowbit.passes.stages import Stage, stages
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.output import Json, show, show_json
 from lowbit.pylib.cli.tune import tune
@@ -178,11 +178,7 @@ def compile_(
         return mm.kernel(tokens).cubin or mm.cubin  # which says why there is none
 
     if dump is not None:
-        dump.mkdir(parents=True, exist_ok=True)
-        for each in known.values():
-            if each.name != "cubin" or mm.target.kind == "cuda":
-                (dump / f"matmul.{each.suffix}").write_bytes(read(each.name))
-        errors.print(f"wrote {dump}/matmul.*", markup=False)
+        _dump(dump, (each for each in known.values() if each.name != "cubin" or mm.target.kind == "cuda"), read)
         if stop_after is None and output is None:
             return
     if output is not None:
@@ -191,6 +187,14 @@ def compile_(
         raise SpecError("--stop-after=cubin is machine code; name a file with -o")
     else:
         sys.stdout.write(read(stage).decode())
+
+
+def _dump(folder: Path, known: Iterable[Stage], read: Callable[[str], bytes]) -> None:
+    """Write a file for every stage."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in known:
+        (folder / f"matmul.{each.suffix}").write_bytes(read(each.name))
+    errors.print(f"wrote {folder}/matmul.*", markup=False)
 
 
 @app.command()

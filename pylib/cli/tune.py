@@ -62,21 +62,33 @@ def tune(
       lowbit tune --merge old.json new.json -o nvidia_h200.json
     """
     names = what or []
+    if merge or check or stale:
+        _use_tables(names, merge, check, stale, jobs, output)
+        return
+    work = _preset(preset) if preset else []
+    if names or not preset:
+        work += _problems(names, weights, group_sizes, tokens, acts, zeros, scale)
+    _tune(list(dict.fromkeys(work)), candidates, seconds, jobs, output, log)
+
+
+def _use_tables(
+    names: list[str], merge: bool, check: bool, stale: bool, jobs: int | None, output: Path | None
+) -> None:
+    """What is done with tables that are there, in place of a search."""
     if merge + check + stale > 1:
         raise SpecError("--merge, --check and --stale are different things to do; give one of them")
     if merge:
         _merge([Path(name) for name in names], output)
     elif check:
         _check(_table(names), jobs)
-    elif stale:
-        _stale(_table(names), jobs)
     else:
-        from lowbit.pylib.tune import session as tuner
+        _stale(_table(names), jobs)
 
-        work = tuner.preset_problems(preset) if preset else []
-        if names or not preset:
-            work += _problems(names, weights, group_sizes, tokens, acts, zeros, scale)
-        _tune(list(dict.fromkeys(work)), candidates, seconds, jobs, output, log)
+
+def _preset(name: str) -> list[Problem]:
+    from lowbit.pylib.tune import session as tuner
+
+    return tuner.preset_problems(name)
 
 
 def _problems(
