@@ -386,7 +386,7 @@ class Program:
         return Tile(ops.EncodeOp(numbers.value, Reg(format, numbers.layout).type).result)
 
     def offset_sums(self, tile: Tile, format: DType, start: int, layout: Layout) -> Tile:
-        """What an accumulator starts from when its weights were decoded biased."""
+        """Returns what an accumulator starts from when its weights were decoded with a deferred offset."""
         return Tile(ops.OffsetSumsOp(tile.value, format_attr(format), _i64(start), Reg("f32", layout).type).result)
 
     def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:

@@ -1,4 +1,4 @@
-"""The signals of a pipelined loop whose warps may drift apart (`pipeline-copies`): two for each stage of its buffers,
+"""The signals of a pipelined loop without a barrier per round (`pipeline-copies`): two for each stage of its buffers,
 that all copies into it have arrived, and that all warps have read it.
 
 A signal is an mbarrier, and goes through a phase every time its stage is filled. Whoever waits names the parity of the

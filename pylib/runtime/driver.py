@@ -4,7 +4,8 @@ All but the launch goes through cuda.bindings (cuda-python), which is imported w
 the host takes as long for a launch as the GPU for the kernel. So whatever stays the same between calls (launch
 configuration, attributes, the addresses of arguments) is built when a kernel is loaded, and a call only overwrites the
 arguments and the stream: 4.1 us on an H200's host, 3.2 of them in the driver (2026-11). The launch itself is a ctypes
-call of that one function, which was faster than that of cuda.bindings; `benchmarks/host_cost.py` compares the two.
+call of that one function: 3.3 to 5.2 us where that of cuda.bindings took 3.8 to 5.2, on two H200 hosts
+(`benchmarks/host_cost.py`).
 """
 
 from __future__ import annotations

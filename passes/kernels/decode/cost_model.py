@@ -40,7 +40,7 @@ class Costs:
     tensor: float  # of two clocks per 16 x 16 weights and 8 tokens
     crowding: float  # of the time, where as many blocks again fit as are needed
     barrier: float  # times as long where warps share x and wait for one another
-    per_warp: float  # times that, where they may drift apart
+    per_warp: float  # times that, where every warp refills its stages by itself
     idle: float  # of the time that the last blocks leave multiprocessors idle; the next kernel uses the rest
     tail: float  # of the time that they leave room beside them on a multiprocessor
     scale: float  # of what scaling the sums of a group, or of a step of it, takes
