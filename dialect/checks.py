@@ -7,11 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
+from lowbit.dialect.elements import ACTS, ELEMENTS
 from lowbit.dialect.errors import LayoutError, LowbitError
+from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.optional import optional_attributes
 
-REALS = ("f16", "bf16", "f32")
 _SEGMENTS = ("operandSegmentSizes", "resultSegmentSizes")
 
 
@@ -95,6 +96,16 @@ def same_element(expected: object, got: object, what: str) -> None:
 def real(element: object, what: str) -> None:
     """An element must be one that can be computed with."""
     expect(element in REALS, f"element of the {what}", " or ".join(REALS), element)
+
+
+def activation(element: object, what: str) -> None:
+    """An element must be one that activations have."""
+    expect(element in ACTS, what, " or ".join(ACTS), element)
+
+
+def accumulator(element: object, operand: object, what: str) -> None:
+    """An element must be that of the sums of products with `operand`."""
+    same_element(ELEMENTS[str(operand)].sums, element, what)
 
 
 def tensor(value: Any, what: str, sizes: Sequence[int | None], elements: Sequence[str]) -> str:

@@ -31,7 +31,6 @@ Act = Literal["f16", "bf16"]
 Out = Literal["f16", "bf16", "f32"]
 ZeroKind = Literal["u8", "f16", "bf16", "f32"]
 
-BYTES = {name: element.bytes for name, element in ELEMENTS.items()}
 VERSION = 1  # of `MatmulSpec.to_dict`
 MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
 MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment

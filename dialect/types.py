@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import Mismatch, expect, verifier
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.formats.packing import Packing
@@ -165,7 +166,7 @@ CONDITION = "i1"  # in registers only
 
 UNIT = "vector<4xi32>"  # 16 bytes of packed codes: what a lane loads at once
 
-_BITS = {"f16": 16, "bf16": 16, "f32": 32, "i32": 32, "i16": 16, "i8": 8, CONDITION: 1, UNIT: 128}
+_BITS = {element.mlir: element.bits for element in ELEMENTS.values()} | {"i16": 16, CONDITION: 1, UNIT: 128}
 
 
 def element_bits(element: Element) -> int:

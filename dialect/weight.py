@@ -17,9 +17,6 @@ Role = Literal["codes", "scale", "zero", "bias"]
 Index = Literal["element", "group", "row"]
 Storage = Literal["i32", "u8", "f16", "bf16", "f32", "e8m0", "e4m3"]
 
-STORAGE_BITS = {"i32": 32} | {name: element.bits for name, element in ELEMENTS.items()}
-"""The types that tensors are stored in, and the bits of one number. Codes are stored in words of i32."""
-
 
 @dataclass(frozen=True)
 class TensorSlot:
@@ -44,7 +41,7 @@ class TensorSlot:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return math.prod(self.shape) * STORAGE_BITS[self.storage] // 8
+        return math.prod(self.shape) * ELEMENTS[self.storage].bytes
 
     @staticmethod
     def of(packing: Packing, name: str, role: Role, index: Index, storage: Storage) -> TensorSlot:

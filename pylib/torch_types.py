@@ -1,20 +1,13 @@
-"""The types of the dialect in torch."""
+"""The types of numbers in torch."""
 
 from __future__ import annotations
 
 import torch
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.weight import Storage
 
-TORCH = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "e8m0": torch.float8_e8m0fnu,
-    "e4m3": torch.float8_e4m3fn,
-    "u8": torch.uint8,
-    "i32": torch.int32,
-}
+TORCH: dict[str, torch.dtype] = {name: getattr(torch, element.torch) for name, element in ELEMENTS.items()}
 
 
 def stored_type(storage: Storage) -> torch.dtype:

@@ -1,22 +1,40 @@
-"""Types of numbers, against NumPy's and PyTorch's idea of their width."""
-
-from __future__ import annotations
+"""The table of number types: one row says all that memory, tensor cores and torch need."""
 
 import pytest
-import torch
 
-from lowbit.dialect.elements import ELEMENTS
-from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.packed import TORCH
+from lowbit.dialect.elements import ACTS, ELEMENTS, Element
+from lowbit.dialect.types import element_bits
+from lowbit.passes.lowering.warpgroup import Instructions
+from lowbit.pylib.torch_types import TORCH
+
+ALL = [pytest.param(element, id=name) for name, element in ELEMENTS.items()]
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
-def test_widths(name: str) -> None:
-    element = ELEMENTS[name]
-    assert element.bytes == torch.empty(0, dtype=TORCH[name]).element_size() and element.bits == 8 * element.bytes
+@pytest.mark.parametrize("element", ALL)
+def test_memory_has_the_same_size_in_the_ir_and_in_torch(element: Element) -> None:
+    assert element_bits(element.mlir) == element.bits == 8 * TORCH[element.name].itemsize
+
+
+@pytest.mark.parametrize("element", ALL)
+def test_vectors_and_panels_are_whole(element: Element) -> None:
     assert element.per_vector * element.bytes == 16 and element.per_panel * element.bytes == 128
-    assert element.mlir == (name if name in ("f16", "bf16", "f32") else "i8")
+    assert element.per_panel % element.mma_k == 0
 
 
-def test_the_activation_of_a_spec() -> None:
-    assert MatmulSpec(16, 64, "u4", act="bf16").x is ELEMENTS["bf16"]
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("f16", "m64n8k16.f32.f16.f16"),
+        ("bf16", "m64n8k16.f32.bf16.bf16"),
+        ("f32", "m64n8k8.f32.tf32.tf32"),
+        ("e4m3", "m64n8k32.f32.e4m3.e4m3"),
+        ("i8", "m64n8k32.s32.s8.s8"),
+    ],
+)
+def test_the_shape_of_a_product_follows_from_its_element(name: str, kind: str) -> None:
+    """PTX ISA 9.7.15.5: the k of a wgmma, and its types, for the operands that it takes."""
+    assert Instructions(None, 8, name, 0).multiply.startswith(f"wgmma.mma_async.sync.aligned.{kind} ")
+
+
+def test_activations_are_numbers_that_tensor_cores_multiply() -> None:
+    assert all(ELEMENTS[name].mma == name and ELEMENTS[name].sums == "f32" for name in ACTS)

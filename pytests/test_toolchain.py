@@ -22,7 +22,7 @@ from lowbit.passes.codegen import cubin as cubin_module
 from lowbit.passes.codegen.cubin import NvJitLink, Ptxas, assemble, assembler, emit_cubin, resource_usage
 from lowbit.passes.codegen.elf import link
 from lowbit.passes.codegen.host import emit_host, emit_host_assembly, host_cpu, host_features
-from lowbit.passes.codegen.llvm import binding, llvm_version
+from lowbit.passes.codegen.llvm import binding
 from lowbit.passes.codegen.llvm_text import downgrade
 from lowbit.passes.codegen.ptx import emit_ptx, external_functions, translate
 from lowbit.passes.target import GPUS, parse_target, target_of_gpu
@@ -400,7 +400,6 @@ def test_functions_without_an_instruction_are_an_error() -> None:
 def test_bad_llvm_ir_is_an_error_with_its_line() -> None:
     with pytest.raises(PassError, match=r"(?s)does not take this LLVM IR.*%value = lode"):
         emit_ptx(PLAIN.replace("load", "lode"), parse_target("sm_80"))
-    assert re.fullmatch(r"llvmlite \S+ llvm \d+\.\d+\.\d+", llvm_version())
 
 
 # Cubins

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import lowbit
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.dialect.weight import STORAGE_BITS, Storage, TensorSlot, weight_tensors
+from lowbit.dialect.weight import Storage, TensorSlot, weight_tensors
 from lowbit.passes.builder import Tile
 from lowbit.passes.kernels.decode.epilogue import Epilogue
 from lowbit.pylib import reference
@@ -33,7 +34,7 @@ def test_slots() -> None:
 
 
 def test_storage_types_have_the_bits_of_torchs() -> None:
-    assert {name: 8 * stored_type(name).itemsize for name in STORAGE_BITS} == STORAGE_BITS
+    assert all(stored_type(name).itemsize == ELEMENTS[name].bytes for name in get_args(Storage))
 
 
 def test_a_weight_is_a_mapping() -> None:

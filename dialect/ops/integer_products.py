@@ -4,7 +4,7 @@
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, fragments, in_range, verifier
+from lowbit.dialect.checks import activation, expect, fragments, in_range, verifier
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.integer_limbs import BITS, HALVES, LIMBS, PIECE, takes
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
@@ -59,7 +59,7 @@ class SplitLimbsOp(Lowbit.Operation, name="split_limbs"):
         x, limbs = Shared.of(op.x.type), Shared.of(op.limbs.type)
         _check_limb_format(read_format(op.format))
         warps, pieces = _check_limbs(limbs, Reg.of(op.unit.type))
-        expect(x.element in ("f16", "bf16"), "element of x", "f16 or bf16", x.element)
+        activation(x.element, "element of x")
         expect(x.shape == (warps, 1, PIECE * pieces), "x", (warps, 1, PIECE * pieces), x.shape)
         plain = x.swizzle == 0 and x.strides[-1] == 1 and x.strides[0] % 2 == 0
         expect(plain, "x", "rows in one piece that start at even columns", list(x.strides))

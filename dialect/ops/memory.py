@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, in_range, real, same_element, verifier
+from lowbit.dialect.checks import activation, expect, in_range, real, same_element, verifier
 from lowbit.dialect.ops.common import BOUNDARIES, I1, I32, check_access, check_table, one
 from lowbit.dialect.optional import Flag
 from lowbit.dialect.types import (
@@ -111,7 +111,7 @@ class CopyPaddedOp(Lowbit.Operation, name="copy_padded"):
     def verify_invariants(op: Any) -> None:
         source, target = Global.of(op.source.type), Shared.of(op.target.type)
         _check_copy(op, source, target)
-        expect(source.element in ("f16", "bf16"), "element", "f16 or bf16", source.element)
+        activation(source.element, "element")
         expect(len(source.shape) == 2, "source", "rank 2 [rows, columns]", len(source.shape))
         expect(len(target.shape) == 3, "target", "rank 3 [steps, rows, columns]", len(target.shape))
         expect(len(op.offsets) == 2, "offsets", "two: row, step", len(op.offsets))

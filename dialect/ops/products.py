@@ -4,7 +4,18 @@
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, fragments, in_range, same_element, same_warps, verifier, within_warp
+from lowbit.dialect.checks import (
+    accumulator,
+    activation,
+    expect,
+    fragments,
+    in_range,
+    same_element,
+    same_warps,
+    verifier,
+    within_warp,
+)
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
 from lowbit.dialect.optional import Flag
 from lowbit.dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType
@@ -26,8 +37,8 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
     def verify_invariants(op: Any) -> None:
         a, b, c, d = (Reg.of(v.type) for v in (op.a, op.b, op.c, op.result))
         expect(c == d, "result", c, d)
-        expect(c.element == "f32", "element of c", "f32", c.element)
-        expect(b.element in ("f16", "bf16"), "element of b", "f16 or bf16", b.element)
+        activation(b.element, "element of b")
+        accumulator(c.element, b.element, "element of c")
         expect(a.element in (b.element, "f32"), "element of a", f"{b.element} or f32", a.element)
         rank = len(a.shape)
         expect(rank >= 2 and len(b.shape) == rank, "ranks", "equal and at least 2", (rank, len(b.shape)))
@@ -51,15 +62,18 @@ def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
     All four warps of a warpgroup have the same index, and one only, along the leading dims.
     """
     b = Shared.of(op.b.type)
-    expect(b.element in ("f16", "bf16"), "element of b", "f16 or bf16", b.element)
+    activation(b.element, "element of b")
+    x = ELEMENTS[str(b.element)]
     expect(b.swizzle == 128, "swizzle of b", 128, b.swizzle)
     expect(len(b.shape) == layout.rank + 1, "rank of b", layout.rank + 1, len(b.shape))
     *batch, panels, n, width = b.shape
-    expect(width == 64, "b", "rows of 64 columns: [.., k / 64, n, 64]", list(b.shape))
+    panel = x.per_panel
+    expect(width == panel, "b", f"rows of {panel} columns: [.., k / {panel}, n, {panel}]", list(b.shape))
     expect(n % 8 == 0 and n <= 256, "n", "a multiple of 8 up to 256", n)
     expect([*layout.shape[:-2], layout.shape[-1]] == [*batch, n], "result", f"{[*batch, 'm', n]}", list(layout.shape))
-    start = in_range(op.start, "start", 0, 64 * panels - columns)
-    expect(start % 16 == 0 and columns % 16 == 0, "start and columns", "multiples of 16", (start, columns))
+    start = in_range(op.start, "start", 0, panel * panels - columns)
+    whole = start % x.mma_k == 0 and columns % x.mma_k == 0
+    expect(whole, "start and columns", f"multiples of {x.mma_k}", (start, columns))
     inside = [digit for digit in layout.thread_digits() if digit.divisor < 128] + list(layout.local_digits())
     for digit in inside:
         expect(digit.dim >= layout.rank - 2, f"dim {digit.dim} of the result", "the same in all of a warpgroup", layout)
@@ -83,9 +97,9 @@ class WarpgroupMmaOp(Lowbit.Operation, name="warpgroup_mma"):
     def verify_invariants(op: Any) -> None:
         a, b, c, d = Reg.of(op.a.type), Shared.of(op.b.type), Reg.of(op.c.type), Reg.of(op.result.type)
         expect(c == d, "result", c, d)
-        expect(c.element == "f32", "element of c", "f32", c.element)
         same_element(b.element, a.element, "element of a")
         _check_warpgroup(op, c.layout, a.shape[-1])
+        accumulator(c.element, b.element, "element of c")
         expect(list(a.shape[:-1]) == list(c.shape[:-1]), "a", [*c.shape[:-1], "k"], list(a.shape))
         a_blocks, c_blocks = fragments(a.layout, MMA_M16N8K16_A, "a"), fragments(c.layout, MMA_M16N8_D, "c")
         within_warp(a_blocks, len(a.shape) - 1, "k of a")
@@ -104,14 +118,14 @@ class WarpgroupRowSumsOp(Lowbit.Operation, name="warpgroup_row_sums"):
     @verifier
     def verify_invariants(op: Any) -> None:
         d = Reg.of(op.result.type)
-        expect(d.element == "f32", "element of the result", "f32", d.element)
         _check_warpgroup(op, d.layout, in_range(op.columns, "columns", 16))
+        accumulator(d.element, Shared.of(op.b.type).element, "element of the result")
 
 
 def _check_sums(b: Reg, sums: Reg) -> Layout:
     """Sums in f32 of B fragments in registers: b's layout in fragments."""
-    expect(b.element in ("f16", "bf16"), "element of the source", "f16 or bf16", b.element)
-    expect(sums.element == "f32", "element of the result", "f32", sums.element)
+    activation(b.element, "element of the source")
+    accumulator(sums.element, b.element, "element of the result")
     return fragments(b.layout, MMA_M16N8K16_B_NK, "source")
 
 

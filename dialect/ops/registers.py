@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import REALS, expect, in_range, verifier
+from lowbit.dialect.checks import expect, in_range, verifier
 from lowbit.dialect.formats.packing import run_of
 from lowbit.dialect.formats.raw_codes import OFFSETS
+from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.ops.common import I32, check_offset, check_shifted
 from lowbit.dialect.optional import Choice
 from lowbit.dialect.types import FormatAttr, Lowbit, read_format

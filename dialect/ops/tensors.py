@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import REALS, expect, tensor, verifier
+from lowbit.dialect.checks import expect, tensor, verifier
+from lowbit.dialect.elements import ACTS
 from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.optional import Optional
 from lowbit.dialect.types import Lowbit, Packed, PackedType, ints
 
@@ -54,8 +56,8 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
         _check_packing(op, w)
-        tensor(op.x, "x", (None, w.k), ("f16", "bf16"))
-        out = tensor(op.y, "y", (None, w.n), REALS)
+        tensor(op.x, "x", (None, w.k), ACTS)
+        out = tensor(op.y, "y", (None, w.n), tuple(REALS))
         expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
         for bias in op.bias:
             tensor(bias, "bias", (w.n,), (out,))
@@ -73,7 +75,7 @@ class DequantizeOp(Lowbit.Operation, name="dequantize"):
     def verify_invariants(op: Any) -> None:
         w = Packed.of(op.w.type)
         _check_packing(op, w)
-        tensor(op.y, "y", (w.n, w.k), ("f16", "bf16"))
+        tensor(op.y, "y", (w.n, w.k), ACTS)
 
 
 class PrepackOp(Lowbit.Operation, name="prepack"):

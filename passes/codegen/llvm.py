@@ -29,12 +29,6 @@ def binding() -> Any:
     return llvm
 
 
-def llvm_version() -> str:
-    """llvmlite's version and LLVM's, to report."""
-    version = ".".join(map(str, binding().llvm_version_info))
-    return f"llvmlite {import_module('llvmlite').__version__} llvm {version}"
-
-
 def parse(llvm_ir: str, machine: Any, triple: str) -> Any:
     """`llvm_ir`, text of either LLVM version, as a llvmlite module for `machine`.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from lowbit.dialect.bindings import arith
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkMap, Isa
 from lowbit.passes.cpu.task import Needs
 from lowbit.passes.cpu.vector_ops import (
@@ -116,7 +117,7 @@ class _Dequantizer:
                     with when(less(row.index, rows)):
                         for v, value in enumerate(self._decoder.row(block.index, chunk.index, row)):
                             store(value, at(self._values, byte=v * VECTOR_BYTES))
-                        target = at(self._w, mul(add(start, row.index), BYTES[spec.act] * spec.k))
+                        target = at(self._w, mul(add(start, row.index), ELEMENTS[spec.act].bytes * spec.k))
                         self._copy(mul(chunk.index, spec.packing.chunk), target)
 
     def _copy(self, first: Value, row: Value) -> None:
@@ -127,7 +128,7 @@ class _Dequantizer:
         with loop(0, spec.packing.chunk, width) as part:
             group, within = divmod_(add(first, part.index), tiling.group)
             columns = arith.minsi(i64(width), arith.subi(i64(size), within))
-            target = at(row, mul(add(mul(group, size), within), BYTES[spec.act]))
+            target = at(row, mul(add(mul(group, size), within), ELEMENTS[spec.act].bytes))
             with when(less(group, i64(spec.groups))):
                 whole = arith.maxsi(i64(0), mul(arith.divsi(columns, i64(LANES)), LANES))
                 with loop(0, whole, LANES) as c:
@@ -139,4 +140,4 @@ class _Dequantizer:
 
     def _store(self, value: Value, target: Value, column: Value) -> None:
         act = self.spec.act
-        store(round_to(value, scalar_type(act)), at(target, mul(column, BYTES[act])))
+        store(round_to(value, scalar_type(act)), at(target, mul(column, ELEMENTS[act].bytes)))

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowbit.dialect.bindings import arith
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkReader, Isa, least_code, multiplies_bf16, pair_table
 from lowbit.passes.cpu.prepare import Preparer, Rows
 from lowbit.passes.cpu.task import LINE, Needs
@@ -80,7 +81,7 @@ def build_few(spec: MatmulSpec, isa: Isa) -> None:
         preparer = Preparer(rows)
         weight = Weight(spec, isa, task.weight(spec))
         kernel = _Matmul(weight, pair_table(spec, isa), rows, task)
-        x, row_bytes = task.array("x"), BYTES[spec.act] * spec.k
+        x, row_bytes = task.array("x"), ELEMENTS[spec.act].bytes * spec.k
 
         def prepare(token: Value) -> None:
             preparer.token(at(x, mul(token, row_bytes)), task.row(token))
@@ -178,7 +179,7 @@ class _Matmul:
         result = list(sums)
         readers = [self.weight.chunk(block, chunk, row) for row in rows]
         share = len(sums) // len(rows)
-        x = at(xs, mul(chunk, BYTES[self.rows.element] * self.spec.packing.chunk))
+        x = at(xs, mul(chunk, ELEMENTS[self.rows.element].bytes * self.spec.packing.chunk))
         for n, number in enumerate(vectors):
             for r, reader in enumerate(readers):
                 values = self._decoded(reader, number)
@@ -215,7 +216,7 @@ class _Matmul:
     def _finish(self, block: Value, token: Value, count: int) -> None:
         """Sums the vectors, adds offset and bias, rounds, stores."""
         spec, first = self.spec, mul(block, ROWS)
-        out, nbytes = scalar_type(spec.out_dtype), BYTES[spec.out_dtype]
+        out, nbytes = scalar_type(spec.out_dtype), ELEMENTS[spec.out_dtype].bytes
         with loop(0, arith.minsi(i64(ROWS), arith.subi(i64(spec.n), first))) as row:
             n = add(first, row.index)
             for t in range(count):

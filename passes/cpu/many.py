@@ -20,8 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowbit.dialect.bindings import arith, ir
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import Isa, multiplies_bf16
 from lowbit.passes.cpu.dequantize import ChunkDecoder
 from lowbit.passes.cpu.prepare import Preparer, Rows
@@ -79,7 +80,7 @@ class _Plan:
     def __init__(self, spec: MatmulSpec, isa: Isa) -> None:
         self.rows = Rows(spec, "bf16" if multiplies_bf16(spec, isa) else "f32")
         self.blocking = _BLOCKINGS.get(isa, _SMALL)
-        self.bytes = BYTES[self.rows.element]
+        self.bytes = ELEMENTS[self.rows.element].bytes
         chunk_bytes = self.bytes * spec.packing.chunk
         self.chunks = min(spec.packing.chunks, max(1, _TILE_BYTES // chunk_bytes))  # of a tile
         self.row_bytes = round_to_line(self.chunks * chunk_bytes)
@@ -101,7 +102,7 @@ def build_many(spec: MatmulSpec, isa: Isa) -> None:
     def emit(task: Task) -> tuple[Callable[[Value], None], Ranged]:
         preparer = Preparer(plan.rows)
         weight = Weight(spec, isa, task.weight(spec))
-        x, row_bytes = task.array("x"), BYTES[spec.act] * spec.k
+        x, row_bytes = task.array("x"), ELEMENTS[spec.act].bytes * spec.k
 
         def prepare(token: Value) -> None:
             preparer.token(at(x, mul(token, row_bytes)), task.row(token))
@@ -211,7 +212,7 @@ class _Many:
     def _store(self, value: Value, token: Value, row: Value) -> None:
         """One row, or 16 of them, of y."""
         spec, out = self.spec, scalar_type(self.spec.out_dtype)
-        nbytes, one = BYTES[spec.out_dtype], value.type == f32()
+        nbytes, one = ELEMENTS[spec.out_dtype].bytes, value.type == f32()
         if spec.bias:
             bias = load(out if one else vec(out), at(self.weight.arrays["bias"], mul(row, nbytes)))
             value = arith.addf(value, bias if out == f32() else arith.extf(value.type, bias))

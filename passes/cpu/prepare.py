@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 
 from lowbit.dialect.bindings import arith, ir
-from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkMap
 from lowbit.passes.cpu.task import round_to_line
 from lowbit.passes.cpu.vector_ops import (
@@ -61,7 +62,7 @@ class Rows:
     @property
     def sums_at(self) -> int:
         """Byte of a row at which its sums begin."""
-        return BYTES[self.element] * self.spec.packing.padded_k
+        return ELEMENTS[self.element].bytes * self.spec.packing.padded_k
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +96,7 @@ class Preparer:
             with loop(0, p.chunk, LANES) as c:
                 store(constant(vec(f32()), 0.0), at(self._chunk, mul(c.index, 4)))
             self._fill(x, row, mul(chunk.index, p.chunk))
-            self._permute(at(row, mul(chunk.index, BYTES[self.rows.element] * p.chunk)))
+            self._permute(at(row, mul(chunk.index, ELEMENTS[self.rows.element].bytes * p.chunk)))
 
     def _sum_of(self, row: Value, group: Value) -> Value:
         return at(row, mul(group, 4), self.rows.sums_at)
@@ -108,7 +109,7 @@ class Preparer:
             group, within = divmod_(add(first, part.index), self.tiling.group)
             columns = arith.minsi(i64(width), arith.subi(i64(group_size), within))
             with when(arith.andi(less(group, i64(spec.groups)), less(i64(0), columns))):
-                source = at(x, mul(add(mul(group, group_size), within), BYTES[spec.act]))
+                source = at(x, mul(add(mul(group, group_size), within), ELEMENTS[spec.act].bytes))
                 total = self._copy(source, at(self._chunk, mul(part.index, 4)), columns)
                 if self.rows.sums:
                     place = self._sum_of(row, group)
@@ -120,7 +121,7 @@ class Preparer:
 
         def copy(type_: ir.Type, result: ir.Type, start: Value | int, stop: Value, step: int, total: Value) -> Value:
             with loop(start, stop, step, carried=[total]) as c:
-                values = arith.extf(result, load(type_, at(source, mul(c.index, BYTES[self.spec.act]))))
+                values = arith.extf(result, load(type_, at(source, mul(c.index, ELEMENTS[self.spec.act].bytes))))
                 store(values, at(target, mul(c.index, 4)))
                 c.carried = [arith.addf(c.carried[0], values)]
             return c.carried[0]
@@ -131,7 +132,7 @@ class Preparer:
 
     def _permute(self, target: Value) -> None:
         """Writes the chunk on the stack in the order of the decoded vectors."""
-        size = BYTES[self.rows.element]
+        size = ELEMENTS[self.rows.element].bytes
         vectors = 2 if self.rows.element == "bf16" else 1
         with loop(0, self.spec.packing.chunk, vectors * LANES) as c:
             values = [self._gathered(add(c.index, LANES * v)) for v in range(vectors)]

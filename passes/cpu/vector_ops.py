@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowbit.dialect.bindings import arith, ir, llvm, scf, vector
+from lowbit.dialect.elements import ELEMENTS
 
 _INBOUNDS = llvm.GEPNoWrapFlags.inboundsFlag | llvm.GEPNoWrapFlags.nusw
 _DYNAMIC = -(1 << 31)  # marks an index of a GEP that is an operand
@@ -39,7 +40,7 @@ def vec(element: ir.Type, lanes: int = LANES) -> ir.Type:
 
 def scalar_type(name: str) -> ir.Type:
     """The MLIR type of "f16", "bf16" or "f32"."""
-    return {"f16": ir.F16Type, "bf16": ir.BF16Type, "f32": ir.F32Type}[name].get()
+    return ir.Type.parse(ELEMENTS[name].mlir)
 
 
 def element_type(type_: ir.Type) -> ir.Type:

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lowbit.dialect.bindings import arith, vector
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS, UNIT_BYTES
-from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkMap, ChunkReader, Isa, decode_e4m3, decode_e8m0, least_code
 from lowbit.passes.cpu.vector_ops import (
     Value,
@@ -113,7 +114,7 @@ class Weight:
 
     def _per_row(self, name: str, kind: str, block: Value, group: Value) -> Value:
         place = add(mul(block, self.spec.packing.groups), group)
-        address = at(self.arrays[name], mul(place, ROWS * BYTES[kind]))
+        address = at(self.arrays[name], mul(place, ROWS * ELEMENTS[kind].bytes))
         if kind in ("f16", "bf16", "f32"):
             values = load(vec(scalar_type(kind)), address)
             return values if kind == "f32" else arith.extf(vec(f32()), values)

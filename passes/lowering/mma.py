@@ -8,6 +8,7 @@ from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
+from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
 from lowbit.dialect.formats.raw_codes import deferred_offset
 from lowbit.dialect.formats.reals import REALS
@@ -20,26 +21,24 @@ from lowbit.passes.lowering.fragment import Block, Fragment, fragment_blocks
 from lowbit.passes.lowering.registry import lowers
 
 
-def mma_sync(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], kind: str) -> list[Any]:
-    """One mma.sync.m16n8k16 (f16, bf16) or m16n8k8 (tf32) with f32 accumulation: the four results."""
-    if kind != "f16":  # other types travel as i32
+def mma_sync(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], x: Element) -> list[Any]:
+    """Returns the four sums of one mma.sync.m16n8 with operands of type x: k16 of f16 and bf16, k8 of tf32."""
+    if x.mma != "f16":  # other types travel as i32
         a, b = ([emit.bitcast(emit.integer(), x) for x in operand] for operand in (a, b))
-    types = {"f16": nvvm.MMATypes.f16, "bf16": nvvm.MMATypes.bf16, "tf32": nvvm.MMATypes.tf32}
-    k = 8 if kind == "tf32" else 16
-    f32 = ir.F32Type.get()
-    struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+    kind, sums = getattr(nvvm.MMATypes, x.mma), ELEMENTS[x.sums].mlir
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join([sums] * 4)})>")
     result = nvvm.mma_sync(
         struct,
-        ir.Attribute.parse(f"#nvvm.shape<m = 16, n = 8, k = {k}>"),
+        ir.Attribute.parse(f"#nvvm.shape<m = 16, n = 8, k = {x.mma_k}>"),
         nvvm.MMALayout.row,
         nvvm.MMALayout.col,
         list(a),
         list(b),
         list(c),
-        multiplicand_a_ptx_type=types[kind],
-        multiplicand_b_ptx_type=types[kind],
+        multiplicand_a_ptx_type=kind,
+        multiplicand_b_ptx_type=kind,
     )
-    return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
+    return [llvm.extractvalue(ir.Type.parse(sums), result, [i]) for i in range(4)]
 
 
 @lowers(ops.MmaOp)
@@ -62,7 +61,7 @@ def _mma_16_bit(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> l
     """A 16-column step of f16 or bf16: fragment i of a, j of b."""
     a_registers = [a.pair(4 * i + r) for r in range(4)]
     b_registers = [b.pair(2 * j + r) for r in range(2)]
-    return mma_sync(a_registers, b_registers, total, str(a.reg.element))
+    return mma_sync(a_registers, b_registers, total, ELEMENTS[str(a.reg.element)])
 
 
 def _mma_tf32(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> list[Any]:
@@ -75,7 +74,7 @@ def _mma_tf32(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> lis
         low, high = 8 * i + 4 * half, 8 * i + 4 * half + 2  # slots of rows g and g+8
         a_registers = [a.scalar(s) for s in (low, high, low + 1, high + 1)]
         b_registers = [arith.extf(f32, b.scalar(4 * j + 2 * half + e)) for e in range(2)]
-        total = mma_sync(a_registers, b_registers, total, "tf32")
+        total = mma_sync(a_registers, b_registers, total, ELEMENTS["f32"])
     return total
 
 
@@ -110,13 +109,13 @@ def offset_sums(op: Any, c: LoweringContext) -> None:
 
 def _sums(b: Fragment, a: Callable[[int], list[Any]]) -> dict[int, list[Any]]:
     """Accumulators by column of fragments: a(k) times b^T, summed over the fragments k."""
-    zero = emit.real(0.0, ir.F32Type.get())
+    x, zero = ELEMENTS[str(b.reg.element)], emit.real(0.0, ir.F32Type.get())
     totals: dict[int, list[Any]] = {}
     blocks = fragment_blocks(b.reg.layout, MMA_M16N8K16_B_NK)
     for j, (column, k) in sorted(enumerate(blocks), key=lambda item: item[1][1]):
         registers = a(k)
         pairs = [b.pair(2 * j + r) for r in range(2)]
-        totals[column] = mma_sync(registers, pairs, totals.get(column, [zero] * 4), str(b.reg.element))
+        totals[column] = mma_sync(registers, pairs, totals.get(column, [zero] * 4), x)
     return totals
 
 
@@ -154,7 +153,8 @@ class _MatrixLoads:
         half = arith.remui(matrix, emit.constant(2))  # columns 0-7 or 8-15 of the fragment
         self._other = arith.divui(matrix, emit.constant(2))  # which of two fragments
         self._last = arith.subi(rows, emit.constant(1))
-        self._row_bytes, self._column_bytes = strides[-2] * 2, strides[-1] * 2
+        element = ELEMENTS[str(place.type.element)]
+        self._row_bytes, self._column_bytes = strides[-2] * element.bytes, strides[-1] * element.bytes
         self._columns = arith.muli(half, emit.constant(8 * self._column_bytes))
         if self._together == 2 and not self._along_n:
             beside = arith.muli(self._other, emit.constant(16 * self._column_bytes))
@@ -186,11 +186,11 @@ class _MatrixLoads:
 
 
 def _base_of_warp(threads: ThreadIndex, place: Place, layout: Layout) -> Any:
-    """Returns where a warp's part of a buffer of 16-bit elements begins."""
-    base = place.base
+    """Returns where a warp's part of a buffer begins."""
+    base, size_of = place.base, ELEMENTS[str(place.type.element)].bytes
     for size, divisor, dim, stride in layout.thread_digits():
         if divisor >= 32:  # the digits below are the lanes'
-            step = emit.constant(stride * place.type.strides[dim] * 2)
+            step = emit.constant(stride * place.type.strides[dim] * size_of)
             step = arith.muli(threads.digit(size, divisor, layout.threads), step)
             base = emit.offset_bytes(base, dynamic=step)
     return base

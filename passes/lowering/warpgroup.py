@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from lowbit.dialect.bindings import arith, ir, llvm
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A
 from lowbit.dialect.types import Reg
@@ -171,7 +172,7 @@ def _descriptor(threads: ThreadIndex, b: Place, result: Reg) -> Any:
     layout = result.layout
     for size, divisor, dim, stride in layout.thread_digits():
         if dim < layout.rank - 2:
-            step = emit.constant(stride * b.type.strides[dim] * 2)
+            step = emit.constant(stride * b.type.strides[dim] * ELEMENTS[str(b.type.element)].bytes)
             address = arith.addi(address, arith.muli(threads.digit(size, divisor, layout.threads), step))
     return emit.mask(emit.shift_right(address, 4), 0x3FFF)  # in a cluster, addresses have the block's rank above
 
@@ -179,7 +180,7 @@ def _descriptor(threads: ThreadIndex, b: Place, result: Reg) -> Any:
 def _offset(b: Place, column: int) -> int:
     """Bytes from the start to a column, which inside a row are those without swizzling."""
     panel, within = divmod(column, b.type.shape[-1])
-    return 2 * (panel * b.type.strides[-3] + within)
+    return ELEMENTS[str(b.type.element)].bytes * (panel * b.type.strides[-3] + within)
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,8 @@ class Instructions:
         """first: number of the first accumulator"""
         self.descriptor = descriptor
         self.sums = [f"{_SUM}{first + i}" for i in range(n // 2)]
-        kind = f"m64n{n}k16.f32.{element}.{element}"
+        x = ELEMENTS[element]
+        kind = f"m64n{n}k{x.mma_k}.{x.mma_types}"
         self.multiply = f"wgmma.mma_async.sync.aligned.{kind} {{{', '.join(self.sums)}}}"
 
     def run(self, terms: Sequence[Term], adds: bool = False) -> list[Any]:

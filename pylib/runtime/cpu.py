@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import PackError
-from lowbit.dialect.spec import BYTES, MatmulSpec
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.task import Needs
 from lowbit.pylib.build.host_programs import Program, load_host_program
 from lowbit.pylib.runtime import team
@@ -82,7 +83,7 @@ class CpuMatmul:
     def _rows(self, m: int, x: int, y: int, weight: Sequence[int]) -> None:
         spec = self.spec
         program = self._few if m <= self.few_tokens else self._program("many")
-        x_row, y_row = BYTES[spec.act] * spec.k, BYTES[spec.out_dtype] * spec.n
+        x_row, y_row = ELEMENTS[spec.act].bytes * spec.k, ELEMENTS[spec.out_dtype].bytes * spec.n
         for first in range(0, m, _SLAB):
             rows = min(_SLAB, m - first)
             threads = self._team(rows * spec.n * spec.k)

@@ -108,9 +108,12 @@ def _schedule(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: T
 
 
 def _completed(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: Target) -> S:
-    """The schedule with these fields; those of `SECOND` that are not there as in the first pass: splits in a cluster,
-    no more blocks of warpgroups at a time than there are, copies of many tokens after the first product and warps that
-    drift apart, and where blocks of two kernels are to run side by side, grids that fill the multiprocessors."""
+    """Returns the schedule with these fields. Fields of `SECOND` that are absent have the first pass's values.
+
+    Splits form a cluster where they can. No more blocks of warpgroups run at a time than there are. Tiles of many
+    tokens refill their buffers after the first product and let each warp run on its own. Where blocks of two kernels
+    are to overlap, the grid fills the multiprocessors.
+    """
     splits = choice["split_k"]
     cluster = splits if target.has_clusters and splits <= 8 else 1
     loops = choice["wgmma"] and not choice["preload_weights"]
