@@ -29,6 +29,7 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
     from lowbit.pylib.matmul import Matmul, compile
+    from lowbit.pylib.nn.fuse import FusedLayers, fuse_
     from lowbit.pylib.nn.linear import LowbitLinear
     from lowbit.pylib.nn.quantize_model import quantize_
     from lowbit.pylib.nn.report import LayerReport, QuantizationReport
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Calibration",
     "EmulatorError",
+    "FusedLayers",
     "IntegerSchedule",
     "Kernel",
     "LayerReport",
@@ -65,6 +67,7 @@ __all__ = [
     "__version__",
     "compile",
     "compile_program",
+    "fuse_",
     "load",
     "quantize",
     "quantize_",
@@ -72,6 +75,7 @@ __all__ = [
 
 _NEEDS_TORCH = {
     "Calibration": "quantization.calibration",
+    "FusedLayers": "nn.fuse",
     "Kernel": "runtime.kernel",
     "LayerReport": "nn.report",
     "LowbitLinear": "nn.linear",
@@ -81,6 +85,7 @@ _NEEDS_TORCH = {
     "QuantizedWeight": "quantization.quantized",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
+    "fuse_": "nn.fuse",
     "load": "runtime.kernel",
     "quantize": "quantization.api",
     "quantize_": "nn.quantize_model",

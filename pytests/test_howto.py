@@ -33,7 +33,9 @@ def test_page(page: Path, repo: Path, tmp_path: Path) -> None:
     code = "".join(_blocks(page, "python"))
     assert commands or code
     if code:
-        _run(["-c", code], tmp_path)
+        program = tmp_path / "page.py"  # a file: `fuse_` reads the source of classes
+        program.write_text(code)
+        _run([program.name], tmp_path)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.observe import as_inputs, calibrations
 from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, naming, plan
@@ -32,6 +33,7 @@ def quantize_(
     act: Act | None = None,
     lm_head: bool = False,
     per_row_if_indivisible: bool = False,
+    fuse: bool = False,
     progress: bool = True,
 ) -> QuantizationReport:
     """Quantize the linear layers of a model in place; returns what became of each, to print or to look at.
@@ -45,6 +47,7 @@ def quantize_(
     act                      type of the layers' inputs, "f16" or "bf16"; None: that of each weight
     lm_head                  quantize the output layer as well, if its name ends in "lm_head" and its weight is not tied
     per_row_if_indivisible   one scale per row where the group size does not divide k, which stay dense otherwise
+    fuse                     make one layer of those that share their input (`lowbit.fuse_`): fewer, larger matmuls
     progress                 show a bar, if standard error is a terminal
 
     Embeddings, tied weights, and all that is no plain nn.Linear stay dense; the report says why. On an error, which
@@ -66,7 +69,8 @@ def quantize_(
             bar.advance(task)
     for names, (layer, _) in replaced.items():
         _replace(model, names, layer)
-    return QuantizationReport(tuple(_dense_row(e) if e.reason else replaced[e.names][1] for e in planned))
+    rows = tuple(_dense_row(e) if e.reason else replaced[e.names][1] for e in planned)
+    return QuantizationReport(rows, fuse_(model) if fuse else ())
 
 
 def _with_data(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lowbit.pylib.nn.fuse import FusedLayers
+
 HEADER = ("name", "shape", "format", "KB before", "KB after", "error")
 
 
@@ -38,9 +40,14 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What became of a model: iterate for a `LayerReport` of each module that has a matrix; print it for a table."""
+    """What became of a model: iterate for a `LayerReport` of each module that has a matrix; print it for a table.
+
+    rows    a row for each of these modules
+    fused   what became of layers that share their input, if `fuse=True` was asked for; rows have the parts' names
+    """
 
     rows: tuple[LayerReport, ...]
+    fused: tuple[FusedLayers, ...] = ()
 
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.rows)
@@ -61,9 +68,10 @@ class QuantizationReport:
         return tuple(row for row in self.rows if row.reason)
 
     def __str__(self) -> str:
-        lines = [HEADER, *(row.cells() for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        table = ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines]
+        cells = [HEADER, *(row.cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        table = ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in cells]
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
         counts = f"{len(self.quantized)} of {len(self.rows)} layers quantized"
-        return "\n".join([*table, f"{counts}: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB after"])
+        lines = [*table, f"{counts}: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB after", *map(str, self.fused)]
+        return "\n".join(lines)
