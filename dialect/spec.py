@@ -1,7 +1,8 @@
 """What to compute: `MatmulSpec`, the one value a user writes and every stage reads.
 
     y[t, n] = sum_k x[t, k] * W[n, k] + bias[n]
-    W[n, k] = s[n, k // g] * (decode(code[n, k]) - z[n, k // g])
+    W[n, k] = s[n, k // g] * (decode(code[n, k]) - z[n, k // g])     or, with zeros="offset",
+    W[n, k] = s[n, k // g] * decode(code[n, k]) + o[n, k // g]       where a scale r[n] per row may multiply s and o
 
 A spec is frozen and hashable, so it is a cache key; it is checked when it is made, so that nothing later
 has to.
@@ -25,10 +26,11 @@ from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.weight import TensorSlot, weight_tensors
 
-Zeros = Literal["none", "int", "float"]
+Zeros = Literal["none", "int", "float", "offset"]
 Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3"]
 Act = Literal["f16", "bf16"]
 Out = Literal["f16", "bf16", "f32"]
+FloatKind = Literal["f16", "bf16", "f32"]
 ZeroKind = Literal["u8", "f16", "bf16", "f32"]
 
 VERSION = 1  # of `MatmulSpec.to_dict`
@@ -44,12 +46,13 @@ class MatmulSpec:
     weight      element format, see `dialect.formats.dtypes`: "u4", "i3", "f6e3m2", "nf4", "lut4" ...
     group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
     zeros       "none"; "float"; "int", integers lo .. lo+255 with lo the least value of a u<b> or i<b> format, for bf16
-                and less than 8 bits lo .. lo+128
+                and less than 8 bits lo .. lo+128; "offset": none, but a number per group that is added after scaling
     scale       type of the scales; e8m0 is a power of two (MX formats), e4m3 is NVFP4's
     act         type of x and of the tensor core's operands
     out         type of y and of the bias; None: as act
     bias        whether bias[n] is added
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
+    row_scales  whether every row has an f32 scale besides those of its groups: NVFP4's scale per tensor, say
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -66,17 +69,19 @@ class MatmulSpec:
     out: Out | None = None
     bias: bool = False
     table: tuple[float, ...] | None = None
+    row_scales: bool = False
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
             n=_integer("n", self.n, 1),
             k=_integer("k", self.k, MIN_K),
-            zeros=_choice("zeros", self.zeros, ("none", "int", "float")),
+            zeros=_choice("zeros", self.zeros, ("none", "int", "float", "offset")),
             scale=_choice("scale", short_name(self.scale), ("f16", "bf16", "f32", "e8m0", "e4m3")),
             act=_choice("act", short_name(self.act), ("f16", "bf16")),
             out=None if self.out is None else _choice("out", short_name(self.out), ("f16", "bf16", "f32")),
             bias=_boolean("bias", self.bias),
             table=None if self.table is None else _floats(self.table),
+            row_scales=_boolean("row_scales", self.row_scales),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -129,10 +134,17 @@ class MatmulSpec:
     @property
     def zero_kind(self) -> ZeroKind | None:
         """Type of a zero in memory: u8 for integers; for floats the scale's, or act where that has 8 bits."""
-        if self.zeros == "none":
-            return None
         if self.zeros == "int":
             return "u8"
+        return self._float_kind if self.zeros == "float" else None
+
+    @property
+    def offset_kind(self) -> FloatKind | None:
+        """Type of an offset in memory: the scale's, or act where that has 8 bits."""
+        return self._float_kind if self.zeros == "offset" else None
+
+    @property
+    def _float_kind(self) -> FloatKind:
         return self.act if self.scale in ("e8m0", "e4m3") else self.scale
 
     @property
@@ -144,7 +156,14 @@ class MatmulSpec:
     @cached_property
     def tensors(self) -> tuple[TensorSlot, ...]:
         """The tensors of a packed weight, in the order in which operators and kernels take them."""
-        return weight_tensors(self.packing, self.scale, self.zero_kind, self.out_dtype if self.bias else None)
+        return weight_tensors(
+            self.packing,
+            self.scale,
+            zero=self.zero_kind,
+            offset=self.offset_kind,
+            row_scale="f32" if self.row_scales else None,
+            bias=self.out_dtype if self.bias else None,
+        )
 
     @cached_property
     def bytes(self) -> int:
@@ -177,9 +196,10 @@ class MatmulSpec:
 
     def __str__(self) -> str:
         group = "row" if self.group_size is None else str(self.group_size)
-        zeros = "" if self.zeros == "none" else f", {self.zeros} zeros"
+        zeros = {"none": "", "offset": ", offsets"}.get(self.zeros, f", {self.zeros} zeros")
+        rows = ", row scales" if self.row_scales else ""
         bias = " + bias" if self.bias else ""
-        weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}"
+        weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}{rows}"
         return f"{weight}: {self.act} -> {self.out_dtype}{bias}"
 
 

@@ -1,6 +1,6 @@
 """The types of the `lowbit` dialect, and their mirrors as frozen dataclasses.
 
-    !lowbit.packed<shape, format, group, zeros, scale>   a weight in memory: codes, scales and zeros together
+    !lowbit.packed<shape, format, group, zeros, scale>   a weight in memory: codes, scales, zeros or offsets together
     !lowbit.global<shape, element, strides, divisors>    a view of device memory; -1: a size known at run time
     !lowbit.shared<shape, element, strides, swizzle>     a buffer in shared memory
     !lowbit.reg<shape, element, layout>                  a tile spread over the registers of a block's threads
@@ -44,12 +44,17 @@ class FormatAttr(Lowbit.Attribute, name="format"):
     table: ir.ArrayAttr
 
 
+class ScalesAttr(Lowbit.Attribute, name="scales"):
+    of_groups: ir.StringAttr
+    of_rows: ir.StringAttr
+
+
 class PackedType(Lowbit.Type, name="packed"):
     shape: ir.ArrayAttr
     format: FormatAttr
     group: ir.IntegerAttr
     zeros: ir.StringAttr
-    scale: ir.StringAttr
+    scale: Any
 
 
 class GlobalType(Lowbit.Type, name="global"):
@@ -161,6 +166,8 @@ def read_element(attribute: ir.Attribute) -> Element:
 
 
 SWIZZLE_128 = Swizzle(bits=3, base=4, shift=3)  # of byte offsets in a buffer
+
+ROW_SCALE = "f32"  # the type of scales of rows
 
 CONDITION = "i1"  # in registers only
 
@@ -323,8 +330,25 @@ def packed_type(spec: MatmulSpec) -> ir.Type:
         format_attr(spec.dtype),
         ir.IntegerAttr.get(ir.IntegerType.get_signless(64), spec.group_size or 0),
         ir.StringAttr.get(spec.zeros),
-        ir.StringAttr.get(spec.scale),
+        scale_attr(spec.scale, spec.row_scales),
     )
+
+
+def scale_attr(scale: Scale, row_scales: bool) -> ir.Attribute:
+    """The type of the scales: a string, or with scales of rows besides `#lowbit.scales<type, "f32">`."""
+    of_groups = ir.StringAttr.get(scale)
+    return ScalesAttr.get(of_groups, ir.StringAttr.get(ROW_SCALE)) if row_scales else of_groups
+
+
+def read_scale(attribute: ir.Attribute) -> tuple[str, bool]:
+    """The inverse of `scale_attr`."""
+    attribute = attribute.maybe_downcast()
+    if isinstance(attribute, ScalesAttr):
+        of_groups, of_rows = (ir.StringAttr(a).value for a in attribute.params)
+        expect(of_rows == ROW_SCALE, "type of row scales", ROW_SCALE, of_rows)
+        return of_groups, True
+    expect(isinstance(attribute, ir.StringAttr), "scale", "a string or a #lowbit.scales", attribute)
+    return ir.StringAttr(attribute).value, False
 
 
 @dataclass(frozen=True)
@@ -337,6 +361,7 @@ class Packed:
     group: int | None
     zeros: str
     scale: str
+    row_scales: bool
 
     @property
     def packing(self) -> Packing:
@@ -349,13 +374,13 @@ class Packed:
         sizes = read_ints(shape)
         expect(len(sizes) == 2, "shape of a packed weight", "[n, k]", list(sizes))
         group_size = int(ir.IntegerAttr(group).value) or None
-        kinds = ir.StringAttr(zeros).value, ir.StringAttr(scale).value
-        return _packed(*sizes, read_format(format_), group_size, *kinds)
+        return _packed(*sizes, read_format(format_), group_size, ir.StringAttr(zeros).value, *read_scale(scale))
 
 
 @lru_cache(maxsize=64)
-def _packed(n: int, k: int, t: DType, group: int | None, zeros: str, scale: str) -> Packed:
+def _packed(n: int, k: int, t: DType, group: int | None, zeros: str, scale: str, row_scales: bool) -> Packed:
     """Passes and verifiers ask for the same few weights over and over."""
     table = t.table if t.name.startswith("lut") else None
-    spec = MatmulSpec(n, k, t.name, group, cast(Zeros, zeros), cast(Scale, scale), table=table)
-    return Packed(spec.n, spec.k, t, spec.group_size, spec.zeros, spec.scale)
+    kinds = cast(Zeros, zeros), cast(Scale, scale)
+    spec = MatmulSpec(n, k, t.name, group, *kinds, table=table, row_scales=row_scales)
+    return Packed(spec.n, spec.k, t, spec.group_size, spec.zeros, spec.scale, spec.row_scales)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowbit.dialect.elements import ELEMENTS
-from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.formats.packing import ROWS, Packing
 
-Role = Literal["codes", "scale", "zero", "bias"]
-Index = Literal["element", "group", "row"]
+Role = Literal["codes", "scale", "zero", "offset", "bias"]
+Index = Literal["element", "group", "row", "padded_row"]
 Storage = Literal["i32", "u8", "f16", "bf16", "f32", "e8m0", "e4m3"]
 
 
@@ -24,11 +24,12 @@ class TensorSlot:
 
     name      what `pack`, saved weights and kernels call it
     role      what its numbers mean: codes are decoded, a scale multiplies, a zero is subtracted from the decoded code,
-              and a bias is added to the output
-    index     what has one number: an element of the weight, a group of a row, or a row
+              an offset is added to the scaled code, and a bias is added to the output
+    index     what has one number: an element of the weight, a group of a row, or a row; of padded rows there are whole
+              blocks of 16 in memory
     storage   the type of a number in memory; integer zeros (u8) are stored less the least value of the format
     shape     in memory
-    given     the shape in which `pack` takes it: [n, k], [n, groups] or [n]
+    given     the shape in which `pack` takes it: [n, k], [n, groups] or [n]; a scale per row also as one number
     """
 
     name: str
@@ -51,23 +52,31 @@ class TensorSlot:
             "element": (packing.codes_shape, (n, k)),
             "group": (packing.scales_shape, (n, k // group)),
             "row": ((n,), (n,)),
+            "padded_row": ((packing.row_blocks * ROWS,), (n,)),
         }[index]
         return TensorSlot(name, role, index, storage, shape, given)
 
 
 def weight_tensors(
-    packing: Packing, scale: Storage, zero: Storage | None, bias: Storage | None
+    packing: Packing,
+    scale: Storage,
+    zero: Storage | None = None,
+    offset: Storage | None = None,
+    row_scale: Storage | None = None,
+    bias: Storage | None = None,
 ) -> tuple[TensorSlot, ...]:
     """Returns the slots of a weight, codes first, in the order in which operators and kernels take them.
 
-    scale, zero, bias: the types of these numbers in memory; None where a weight has none
+    The arguments after the packing are the types of numbers in memory; None where a weight has none.
     """
-    slots = [
-        TensorSlot.of(packing, "codes", "codes", "element", "i32"),
-        TensorSlot.of(packing, "scales", "scale", "group", scale),
+    tensors: list[tuple[str, Role, Index, Storage | None]] = [
+        ("codes", "codes", "element", "i32"),
+        ("scales", "scale", "group", scale),
+        ("zeros", "zero", "group", zero),
+        ("offsets", "offset", "group", offset),
+        ("row_scales", "scale", "padded_row", row_scale),
+        ("bias", "bias", "row", bias),
     ]
-    if zero:
-        slots.append(TensorSlot.of(packing, "zeros", "zero", "group", zero))
-    if bias:
-        slots.append(TensorSlot.of(packing, "bias", "bias", "row", bias))
-    return tuple(slots)
+    return tuple(
+        TensorSlot.of(packing, name, role, index, storage) for name, role, index, storage in tensors if storage
+    )

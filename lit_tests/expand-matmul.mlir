@@ -82,3 +82,22 @@ func.func @dequantize(%w: !weight) -> tensor<64x512xbf16> {
   %y = "lowbit.dequantize"(%w) : (!weight) -> tensor<64x512xbf16>
   return %y : tensor<64x512xbf16>
 }
+
+// -----
+
+// An offset is added by way of the sums of x, unscaled; the scale of a row multiplies what all groups come to.
+// CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
+// CHECK:      %[[X_SUM:.*]] = "lowbit.row_sums"
+// CHECK:      %[[SCALED:.*]] = "lowbit.fma"(%[[PRODUCT]]
+// CHECK:      %[[OFFSET:.*]] = "lowbit.reshape"
+// CHECK-NEXT: "lowbit.fma"(%[[OFFSET]], %[[X_SUM]], %[[SCALED]])
+// CHECK:      %[[TOTAL:.*]] = "lowbit.reduce"
+// CHECK:      %[[SUM:.*]] = "lowbit.reshape"(%[[TOTAL]])
+// CHECK:      %[[ROW:.*]] = "lowbit.load"(%{{.*}}!lowbit.global<[64, 1], f32
+// CHECK:      "lowbit.mul"(%[[SUM]], %[[ROW]])
+// CHECK:      params = ["x", "codes", "scales", "offsets", "row_scales", "y", "m"]
+!weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "offset", #lowbit.scales<"f32", "f32">>
+func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}

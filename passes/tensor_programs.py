@@ -106,6 +106,7 @@ def spec_of(op: Any) -> MatmulSpec:
         act=cast(Act, act),
         out=None if y == act else cast(Out, y),
         bias=bias,
+        row_scales=w.row_scales,
         table=w.format.table if w.format.name.startswith("lut") else None,
     )
 

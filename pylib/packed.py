@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.pylib import saved_weight
+from lowbit.pylib import dequantized, saved_weight
 from lowbit.pylib.memory_order import unpack_codes, unpack_groups
 from lowbit.pylib.sharding import cut, part_of
 from lowbit.pylib.tensor_checks import check_memory, check_slot, is_plain
@@ -103,6 +103,16 @@ class PackedWeight(Mapping[str, Tensor]):
         return self.get("zeros")
 
     @property
+    def offsets(self) -> Tensor | None:
+        """[packing.scales_shape] as floats of type spec.offset_kind; None without offsets."""
+        return self.get("offsets")
+
+    @property
+    def row_scales(self) -> Tensor | None:
+        """f32 [n], padded to whole blocks of 16 rows; None without row scales."""
+        return self.get("row_scales")
+
+    @property
     def bias(self) -> Tensor | None:
         """[n] in the out type; None without bias."""
         return self.get("bias")
@@ -148,6 +158,22 @@ class PackedWeight(Mapping[str, Tensor]):
         zeros = unpack_groups(self.spec.packing, self.zeros)
         return zeros.to(torch.int32) + least(self.spec) if self.spec.zeros == "int" else zeros
 
+    def unpack_offsets(self) -> Tensor | None:
+        """The offsets [n, groups] in type spec.offset_kind. None without offsets."""
+        return None if self.offsets is None else unpack_groups(self.spec.packing, self.offsets)
+
+    def unpack_row_scales(self) -> Tensor | None:
+        """The scales of the rows, f32 [n]. None without row scales."""
+        return None if self.row_scales is None else self.row_scales[: self.spec.n].clone()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the weight [n, k] on its device, computed in f32 and rounded to `dtype` at the end.
+
+        This is the definition of the values, operation by operation: s (q - z) is a difference and then a product,
+        s q + o a product and then a sum, each rounded to f32; a scale per row is multiplied to s and to o before that.
+        """
+        return dequantized.dequantize(self.spec, self, dtype)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors for torch.save or safetensors: those of `spec.tensors`, and "spec", JSON as uint8, from which
         `from_state_dict` knows what they are."""
@@ -190,7 +216,7 @@ def pack(
     scales  floats [n, groups], for group_size=None also [n]; rounded to the spec's scale type
     zeros   [n, groups]: for "int" integers in lo..lo+spec.zero_span, lo the format's least value; for "float" floats
     bias    floats [n], rounded to the out type
-    others  by name, where the spec has more tensors
+    others  by name, where the spec has more tensors: offsets [n, groups], floats; row_scales, floats [n] or one number
 
     Raises PackError for a wrong shape, type or device, a code out of range, a value that is not finite or
     overflows, an e8m0 scale that is no power of two, and tensors that are missing or not in the spec.
@@ -200,7 +226,8 @@ def pack(
     slots = {slot.name: slot for slot in spec.tensors}
     for name, tensor in given.items():
         if tensor is not None and name not in slots:
-            raise PackError(f"({spec}) has no {name}; drop {name} or set {name}= in the spec")
+            setting = "zeros='offset'" if name == "offsets" else f"{name}="
+            raise PackError(f"({spec}) has no {name}; drop {name} or set {setting} in the spec")
     values: dict[str, Tensor] = {}
     for name, slot in slots.items():
         if given.get(name) is None:

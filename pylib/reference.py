@@ -34,13 +34,13 @@ LEAST_SCALE = {"f16": 2.0**-14, "e4m3": 2.0**-6}  # normal numbers; the other ty
 def dequantize(
     spec: MatmulSpec, codes: Array, scales: Array, zeros: Array | None = None, **others: Array
 ) -> F64:
-    """W[n, k] = scale * (decode(code) - zero), exact but for float64's rounding; NaN and inf as in IEEE.
+    """W[n, k] = scale * (decode(code) - zero) + offset, exact but for float64's rounding; NaN and inf as in IEEE.
 
-    others: more tensors of the spec by name, of which scales multiply, too
+    others: more tensors of the spec by name, of which scales multiply, too; scales of rows multiply offsets as well
     """
     scale, zero = _scale(spec, scales, others), _spread(spec, zeros)
     with np.errstate(invalid="ignore"):
-        return scale * (_decode(spec, codes) - zero)
+        return scale * (_decode(spec, codes) - zero) + _offset(spec, others)
 
 
 def matmul(
@@ -78,6 +78,7 @@ def tolerance(
 
         2^-23 * additions * sum_k |x| s (|value| + 2 offset + |zero|)     additions = g + k/g + some
         + sum_k |x| s |value| u      of values that the operand's type cannot hold
+        + 2^-23 * additions * sum_k |x| |o|      with offsets o
         + u |y| + half a subnormal   of the output
 
     dequantized: bound a kernel that rounds whole weights to the operand's type (as `compile_dequantize` does)
@@ -87,7 +88,12 @@ def tolerance(
     (`KernelPlan.rounds_zeros`). What that changes is known: with v the weight so rounded, |sum_k x s (v - (value -
     z))|. With dequantized, s * z is rounded, too: u s |z|.
     """
-    error = _accumulated(spec, x, codes, _scale(spec, scales, others), _spread(spec, zeros), dequantized, rounded_zeros)
+    scale, zero, offset = _scale(spec, scales, others), _spread(spec, zeros), _offset(spec, others)
+    error = _accumulated(spec, x, codes, scale, zero, dequantized, rounded_zeros)
+    if offset.any():
+        error += _offset_error(spec, x, offset, dequantized)
+    if dequantized:
+        error += _least_error(spec, x, others)
     y = matmul(spec, x, codes, scales, zeros, bias, **others)
     y = np.where(np.isfinite(y), np.abs(y), 0.0)
     unit, least = ROUNDING[spec.out_dtype]
@@ -101,7 +107,7 @@ def _accumulated(
     t = spec.dtype
     magnitude, scale = np.abs(_decode(spec, codes)), np.abs(scale)
     magnitude = np.where(np.isfinite(magnitude), magnitude, 0.0)
-    unit, least = ROUNDING[spec.act]
+    unit, _ = ROUNDING[spec.act]
     rounding = _operand_error(spec)[_index(spec, codes)]
     offset = {"uint": t.codes, "int": 1.5 * t.codes}.get(t.kind, 0.0)
     terms = magnitude + 2 * offset + np.abs(zero)
@@ -114,9 +120,20 @@ def _accumulated(
     error = np.abs(_f64(x)) @ (scale * (ADDITION * additions * terms + rounding)).T
     if rounded_zeros and spec.zeros == "float":
         error += np.abs(_f64(x) @ (scale * _zero_error(spec, codes, zero)).T)
-    if dequantized:
-        error += least * np.abs(_f64(x)).sum(axis=1, keepdims=True)
     return error
+
+
+def _offset_error(spec: MatmulSpec, x: Array, offset: F64, dequantized: bool) -> F64:
+    """The part of `tolerance` that offsets [n, k] bring."""
+    additions = OTHER_ADDITIONS + spec.k if dequantized else OTHER_ADDITIONS + (spec.group_size or spec.k) + spec.groups
+    unit = ADDITION * additions + dequantized * ROUNDING[spec.act][0]
+    return unit * (np.abs(_f64(x)) @ np.abs(offset).T)
+
+
+def _least_error(spec: MatmulSpec, x: Array, others: Mapping[str, Array]) -> F64:
+    """Half a subnormal of every weight that is rounded, which the scale of its row may come after."""
+    rows = np.abs(_row_scale(spec, others)).clip(min=1.0)[:, 0]
+    return ROUNDING[spec.act][1] * np.abs(_f64(x)).sum(axis=1, keepdims=True) * rows
 
 
 def agrees(y: Array, expected: F64, tolerance: F64) -> NDArray[np.bool_]:
@@ -158,6 +175,8 @@ def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> d
     for slot in _slots(spec, "zero"):
         drawn[slot.name] = _draw_zeros(spec, rng, slot, values)
     typical = _typical_scale(spec, values - sum(_spread(spec, drawn[slot.name]) for slot in _slots(spec, "zero")))
+    for slot in _slots(spec, "offset"):
+        drawn[slot.name] = torch.from_numpy(rng.normal(0.0, typical, slot.given)).to(TORCH[slot.storage])
     for slot in _slots(spec, "scale"):
         drawn[slot.name] = _draw_scales(rng, slot, typical)
         typical = 1.0  # of scales beyond the first
@@ -244,6 +263,24 @@ def _scale(spec: MatmulSpec, scales: Array, others: Mapping[str, Array]) -> F64:
         if slot.role == "scale" and slot.name in others:
             result = result * _spread(spec, others[slot.name])
     return result
+
+
+def _row_scale(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
+    """The product of all scales of rows: [n, 1], or one 1."""
+    result = np.ones((1, 1))
+    for slot in spec.tensors:
+        if slot.role == "scale" and slot.index != "group" and slot.name in others:
+            result = result * _f64(others[slot.name]).reshape(-1, 1)
+    return result
+
+
+def _offset(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
+    """The sum of all offsets, scaled by row: [n, k], or one 0."""
+    result = np.zeros((1, 1))
+    for slot in spec.tensors:
+        if slot.role == "offset" and slot.name in others:
+            result = result + _spread(spec, others[slot.name])
+    return result * _row_scale(spec, others)
 
 
 def _spread(spec: MatmulSpec, table: Array | None) -> F64:

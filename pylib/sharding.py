@@ -34,7 +34,7 @@ def part_of(spec: MatmulSpec, dim: int, index: int, count: int) -> MatmulSpec:
 
 def cut(slot: TensorSlot, tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
     """Returns the part of a tensor, in memory of its own."""
-    if dim == 1 and (slot.index == "row" or (slot.index == "group" and tensor.shape[1] == 1)):
+    if dim == 1 and (slot.index in ("row", "padded_row") or (slot.index == "group" and tensor.shape[1] == 1)):
         return tensor.clone()  # one number per row is for all columns
     size = tensor.shape[dim] // count
     return tensor.narrow(dim, index * size, size).clone()

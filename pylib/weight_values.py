@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.dialect.errors import PackError
@@ -21,7 +22,8 @@ CHECKED = 1 << 20  # numbers per step of a check: what it takes in memory does n
 
 
 def as_tensor(slot: TensorSlot, given: object) -> Tensor:
-    """Returns the tensor or array `given` for a slot as a tensor of the slot's shape; [n] passes for [n, 1]."""
+    """Returns the tensor or array `given` for a slot as a tensor of the slot's shape; [n] passes for [n, 1], and one
+    number for the same scale in every row."""
     name, shape = slot.name, list(slot.given)
     if isinstance(given, np.ndarray):
         try:
@@ -34,8 +36,10 @@ def as_tensor(slot: TensorSlot, given: object) -> Tensor:
         raise PackError(f"{name} is {given.layout}; use .to_dense()")
     if list(given.shape) == shape[:1] and shape[1:] == [1]:
         given = given[:, None]
+    if slot.index == "padded_row" and given.numel() == 1:
+        given = given.reshape(1).expand(shape)
     if list(given.shape) != shape:
-        what = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]"}[slot.index]
+        what = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]"}[slot.index]
         hint = "; transpose it" if list(given.shape) == shape[::-1] else ""
         raise PackError(f"{name} must be {what} = {shape}, not {list(given.shape)}{hint}")
     return given.detach().resolve_neg()
@@ -51,8 +55,10 @@ def to_memory(spec: MatmulSpec, slot: TensorSlot, values: Tensor) -> Tensor:
         stored = _integers(values, slot.name, low, low + spec.zero_span)
     else:
         stored = _floats(slot.name, values, slot.storage)
-    # A clone: the packed tensor must not be the caller's memory.
-    return pack_groups(spec.packing, stored) if slot.index == "group" else stored.clone()
+    if slot.index == "group":
+        return pack_groups(spec.packing, stored)
+    # A copy: the packed tensor must not be the caller's memory.
+    return F.pad(stored, (0, slot.shape[0] - len(stored))).clone()
 
 
 def check_stored(spec: MatmulSpec, slot: TensorSlot, stored: Tensor) -> None:

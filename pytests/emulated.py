@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.packed import PackedWeight, pack
-from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
+from lowbit.pylib.reference import agrees, dequantize, matmul, random_inputs, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
@@ -36,13 +37,31 @@ def exhaustive_problem(spec: MatmulSpec, m: int, seed: int = 0) -> Problem:
     return x, torch.from_numpy(drawn.astype(np.int16)).to(codes.dtype), scales, zeros, bias
 
 
+Inputs = tuple[Tensor, Mapping[str, Tensor]]  # x, and the tensors of the weight by name
+
+
+def named(problem: Problem | Inputs) -> Inputs:
+    """A problem with its tensors by name."""
+    if len(problem) == 2:
+        return problem
+    x, *weight = problem
+    names = ("codes", "scales", "zeros", "bias")
+    return x, {name: tensor for name, tensor in zip(names, weight) if tensor is not None}
+
+
+def exhaustive_inputs(spec: MatmulSpec, m: int, seed: int = 0) -> Inputs:
+    """`exhaustive_problem` for a weight of any tensors."""
+    x, tensors = random_inputs(spec, m, seed)
+    return x, tensors | {"codes": exhaustive_problem(spec, m, seed)[1]}
+
+
 def run_matmul(
-    kernel: CompiledKernel, spec: MatmulSpec, problem: Problem, *, launches: int = 1, racecheck: bool = False
+    kernel: CompiledKernel, spec: MatmulSpec, problem: Problem | Inputs, *, launches: int = 1, racecheck: bool = False
 ) -> Tensor:
     """y [m, n] of a matmul kernel; NaN where it wrote nothing. Blocks run in random order. The workspace passes from
     launch to launch, as on a GPU."""
-    x, *weight = problem
-    w, emulator = pack(spec, *weight), Emulator(kernel.ptx)
+    x, weight = named(problem)
+    w, emulator = pack(spec, **weight), Emulator(kernel.ptx)
     workspace = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
     for seed in range(launches):
         y = torch.full((len(x), spec.n), torch.nan, dtype=TORCH[spec.out_dtype])
@@ -50,10 +69,12 @@ def run_matmul(
     return y
 
 
-def run_dequantize(kernel: CompiledKernel, spec: MatmulSpec, problem: Problem, *, racecheck: bool = False) -> Tensor:
+def run_dequantize(
+    kernel: CompiledKernel, spec: MatmulSpec, problem: Problem | Inputs, *, racecheck: bool = False
+) -> Tensor:
     """W [n, k] of a dequantize kernel; NaN where it wrote nothing."""
     y = torch.full((spec.n, spec.k), torch.nan, dtype=TORCH[spec.act])
-    _launch(Emulator(kernel.ptx), kernel.launch, pack(spec, *problem[1:]), racecheck, 0, y=y)
+    _launch(Emulator(kernel.ptx), kernel.launch, pack(spec, **named(problem)[1]), racecheck, 0, y=y)
     return y
 
 
@@ -70,18 +91,19 @@ def _memory(value: Tensor | int) -> np.ndarray | int:
     return value if isinstance(value, int) else value.view(-1).view(torch.uint8).numpy()
 
 
-def matmul_is_right(y: Tensor, spec: MatmulSpec, problem: Problem, **rounding: bool) -> bool:
+def matmul_is_right(y: Tensor, spec: MatmulSpec, problem: Problem | Inputs, **rounding: bool) -> bool:
     """Whether y agrees with the definition. rounding: `KernelPlan.rounding` of the kernel."""
-    bound = tolerance(spec, *problem, **rounding)
-    return bool(agrees(y, matmul(spec, *problem), bound).all())
+    x, weight = named(problem)
+    bound = tolerance(spec, x, **weight, **rounding)
+    return bool(agrees(y, matmul(spec, x, **weight), bound).all())
 
 
-def dequantize_is_right(w: Tensor, spec: MatmulSpec, problem: Problem) -> bool:
+def dequantize_is_right(w: Tensor, spec: MatmulSpec, problem: Problem | Inputs) -> bool:
     """Whether W agrees with the definition: W is what a matmul with the identity gives, inf where the type ends."""
     identity = torch.eye(spec.k, dtype=TORCH[spec.act])
-    weight = problem[1:4]
-    expected = dequantize(spec, *weight)
+    weight = {name: tensor for name, tensor in named(problem)[1].items() if name != "bias"}
+    expected = dequantize(spec, **weight)
     in_type = torch.from_numpy(expected).to(TORCH[spec.act]).double().numpy()
     expected = np.where(np.isinf(in_type), in_type, expected)
-    bound = tolerance(spec, identity, *weight, dequantized=True)
+    bound = tolerance(spec, identity, **weight, dequantized=True)
     return bool(agrees(w.T, expected.T, bound).all())

@@ -37,7 +37,7 @@ from lowbit.passes.kernels.decode.plan import KernelPlan, always_uses_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.pipeline import compile_dequantize, compile_matmul, compile_program
 from lowbit.passes.target import parse_target
-from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
+from lowbit.pylib.reference import agrees, matmul, random_inputs, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune.trial import rounding
 
@@ -77,8 +77,9 @@ FACTORS: dict[str, Sequence[Any]] = {
     "group": (None, 16, 17, 32, 48, 100, 128, "k"),
     "length": (1, 2, 3),  # groups in k, or which k
     "n": (1, 16, 17, 40, 72),
-    "zeros": ("none", "int", "float"),
+    "zeros": ("none", "int", "float", "offset"),
     "scale": ("f16", "bf16", "f32", "e8m0", "e4m3"),
+    "row_scales": (False, True),
     "act": ("f16", "bf16"),
     "out": (None, "f16", "bf16", "f32"),
     "bias": (False, True),
@@ -113,7 +114,7 @@ class Case:
         parts += ["preload"] * p.preload_weights + ["overlap"] * p.overlap_groups + ["raw"] * p.raw_codes
         parts += [p.refill] * (p.refill != "before_mma") + [f"grid{p.min_blocks}"] * (p.min_blocks > 0)
         parts += [f"prefetch{p.prefetch_limit}"] * (p.prefetch_limit > 0)
-        return "-".join([*parts, self.target, *["bias"] * s.bias])
+        return "-".join([*parts, self.target, *["rows"] * s.row_scales, *["bias"] * s.bias])
 
 
 def fit(choice: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def for_integers(choice: dict[str, Any]) -> dict[str, Any]:
 def _spec(c: dict[str, Any]) -> MatmulSpec:
     group, length = c["group"], c["length"]
     k = K[length] if group in (None, "k") else group * length
-    names = ("zeros", "scale", "act", "out", "bias")
+    names = ("zeros", "scale", "act", "out", "bias", "row_scales")
     others = {name: c[name] for name in names if name in c}
     return spec_of(c["weight"], c["n"], k, group_size=k if group == "k" else group, **others)
 
@@ -219,7 +220,7 @@ CASES = [Case(_spec(c), _schedule(c), c["target"], c["m"]) for c in covering(FAC
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_choices(case: Case) -> None:
     spec, target = case.spec, parse_target(case.target)
-    problem = random_problem(spec, case.m, seed=1, finite=False)
+    problem = random_inputs(spec, case.m, seed=1, finite=False)
     kernel = compile_matmul(spec, target, case.schedule)
     racecheck = case.schedule.threads <= 128 and len(kernel.ptx) < 60_000  # it is slow
     y = run_matmul(kernel, spec, problem, launches=2 if case.schedule.split_k > 1 else 1, racecheck=racecheck)
@@ -243,8 +244,9 @@ HOPPER: dict[str, Sequence[Any]] = {
     "group": (None, 32, 128),
     "length": (1, 3, 11),  # groups in k, or which k: 11 are no whole steps
     "n": (24, 72, 100),  # no whole tile
-    "zeros": ("none", "int", "float"),
+    "zeros": ("none", "int", "float", "offset"),
     "scale": ("f16", "bf16", "e8m0"),
+    "row_scales": (False, True),
     "act": ("f16", "bf16"),
     "bias": (False, True),
     "m": (3, 8, 13, 16, 50, 100, 200),
@@ -276,7 +278,8 @@ def fit_hopper(choice: dict[str, Any]) -> dict[str, Any]:
         c["m"] = 100
     if not c["wgmma"] or c["row_blocks"] > 1:
         c["overlap_groups"] = False
-    if c["overlap_groups"] and c["zeros"] == "float" and not c["raw_codes"]:  # scaled at once: nothing overlaps
+    at_once = c["zeros"] in ("float", "offset") and not c["raw_codes"]
+    if c["overlap_groups"] and at_once:  # scaled at once: nothing overlaps
         c["zeros"] = "none"
     if c["overlap_groups"] and c["preload_weights"]:  # whole steps, of groups that are longer than the tile is wide
         c |= {"group": 128, "warps_k": 1, "sharing": (1, 1), "m": min(c["m"], 64)}
@@ -307,7 +310,7 @@ def _refill(c: dict[str, Any]) -> str:
 def _hopper(c: dict[str, Any]) -> Case:
     group, length = c["group"], c["length"]
     k = group * length if group else HOPPER_K[length]
-    others = {name: c[name] for name in ("zeros", "scale", "act", "bias")}
+    others = {name: c[name] for name in ("zeros", "scale", "act", "bias", "row_scales")}
     spec = spec_of(c["weight"], c["n"], k, group_size=group, **others)
     (splits, cluster), wgmma = c["sharing"], c["wgmma"]
     step = c["step"] * max(spec.packing.chunk, 64 if wgmma else 0)
@@ -354,7 +357,7 @@ def test_hopper_has_cases() -> None:
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
 def test_hopper(case: Case) -> None:
     """With the race check: of threads, of the blocks of a cluster, and of the proxy by which wgmma reads x."""
-    problem = random_problem(case.spec, case.m, seed=1, finite=False)
+    problem = random_inputs(case.spec, case.m, seed=1, finite=False)
     kernel = compile_matmul(case.spec, parse_target(case.target), case.schedule)
     racecheck = len(kernel.ptx) < 60_000  # it is slow
     launches = 2 if kernel.launch.workspace_bytes else 1
@@ -459,21 +462,21 @@ def test_tables(weight: str, warps: int, num_stages: int) -> None:
 def test_random_choices(choice: dict[str, Any], seed: int) -> None:
     c = fit(choice)
     spec = _spec(c)
-    problem = random_problem(spec, c["m"], seed, finite=False)
+    problem = random_inputs(spec, c["m"], seed, finite=False)
     kernel = compile_matmul(spec, parse_target(c["target"]), _schedule(c))
     assert matmul_is_right(run_matmul(kernel, spec, problem, launches=2), spec, problem)
 
 
 # -- the dequantize kernel
 
-DEQUANTIZE = {name: FACTORS[name] for name in ("group", "length", "n", "zeros", "scale", "act")}
+DEQUANTIZE = {name: FACTORS[name] for name in ("group", "length", "n", "zeros", "scale", "act", "row_scales")}
 DEQUANTIZE |= {"weight": ("u1", "u4", "i6", "f6e3m2", "f7e6m0", "nf4")}
 WEIGHT_CASES = [_spec(c) for c in covering(DEQUANTIZE, for_integers)]
 
 
 @pytest.mark.parametrize("spec", WEIGHT_CASES, ids=lambda s: f"{s}".replace(" ", "-"))
 def test_dequantize(spec: MatmulSpec) -> None:
-    problem = random_problem(spec, 1, seed=2, finite=False)
+    problem = random_inputs(spec, 1, seed=2, finite=False)
     racecheck = spec.n <= 17
     w = run_dequantize(compile_dequantize(spec, parse_target("sm_80")), spec, problem, racecheck=racecheck)
     assert dequantize_is_right(w, spec, problem)

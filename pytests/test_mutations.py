@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated import Problem, exhaustive_problem, matmul_is_right, run_matmul
+from emulated import Inputs, Problem, exhaustive_inputs, exhaustive_problem, matmul_is_right, run_matmul
 
 from lowbit.dialect.bindings import arith, nvvm
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
+from lowbit.passes.kernels.decode.epilogue import Epilogue
+from lowbit.passes.kernels.decode.kernel import Kernel
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
@@ -38,6 +40,8 @@ Wrap = Callable[[Any], Any]  # from the right function to the wrong one
 
 U4 = MatmulSpec(n=40, k=192, weight="u4", group_size=32, zeros="int", out="f32")
 FLOAT = replace(U4, zeros="float")
+OFFSET = replace(U4, zeros="offset", row_scales=True)
+I4_OFFSET = MatmulSpec(n=16, k=128, weight="i4", group_size=32, zeros="offset", out="f32")
 I4 = MatmulSpec(n=16, k=72, weight="i4", out="f32")
 U6 = MatmulSpec(n=16, k=256, weight="u6", group_size=128, out="f32")
 F6 = MatmulSpec(n=16, k=256, weight="f6e3m2", group_size=128, out="f32")
@@ -55,7 +59,9 @@ def compiled(spec: MatmulSpec, **choices: int) -> CompiledKernel:
     return compile_matmul(spec, parse_target("sm_80"), replace(SCHEDULES[spec.dtype.bits], **choices))
 
 
-def problem_of(spec: MatmulSpec) -> Problem:
+def problem_of(spec: MatmulSpec) -> Problem | Inputs:
+    if spec.zeros == "offset":
+        return exhaustive_inputs(spec, m=3, seed=1)
     return exhaustive_problem(spec, m=3, seed=1)
 
 
@@ -90,6 +96,26 @@ def swapped(right: Any) -> Any:
 def constant(number: float) -> Wrap:
     """Instead of a tile of factors, this number."""
     return lambda right: lambda self, tile, *_: self.p.constant(number, "f32", tile.layout)
+
+
+def constant_per_row(number: float) -> Wrap:
+    """Instead of numbers of rows, this one."""
+    return lambda right: lambda self, name, element, row, total: self.p.constant(
+        number, element, total.layout.reduce((1,))
+    )
+
+
+def exchanged(a: str, b: str) -> Wrap:
+    """Two tensors of groups change places."""
+    other = {a: b, b: a}
+    return lambda right: lambda self, name, group: right(self, other.get(name, name), group)
+
+
+def of_next_group(tensor: str) -> Wrap:
+    """A tensor of groups is read one group on, within a step."""
+    return lambda right: lambda self, name, group: right(
+        self, name, (group + (name == tensor)) % self.plan.groups
+    )
 
 
 def without_barrier(number: int) -> Wrap:
@@ -150,6 +176,11 @@ WRONG_NUMBERS = [
     Mutation("scale dropped", NF4, ScalesZeros, "as_f32", constant(0.25)),
     Mutation("power of two dropped", F6, ScalesZeros, "with_exponent", lambda right: lambda self, scale: scale),
     Mutation("zero dropped", U4, ScalesZeros, "minus_zero", constant(0.0)),
+    Mutation("offset dropped", OFFSET, Kernel, "_shift", lambda right: lambda self, s, load: self.p.mul(s, 0.0)),
+    Mutation("scale and offset exchanged", OFFSET, Kernel, "_group_scale_or_zero", exchanged("scales", "offsets")),
+    Mutation("offset of the next group", OFFSET, Kernel, "_group_scale_or_zero", of_next_group("offsets")),
+    Mutation("offset of codes lost", I4_OFFSET, ScalesZeros, "with_code_offset", lambda right: lambda self, o, s: o),
+    Mutation("scale of rows dropped", OFFSET, Epilogue, "_per_row", constant_per_row(1.0)),
     Mutation("sum of x lost", FLOAT, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),
     Mutation("zeros of groups exchanged", U4, Program, "decode", with_argument(5, lambda shifts: shifts[::-1])),
     Mutation("zero of one group for all", U4, Program, "decode", with_argument(5, lambda shifts: shifts[:1])),
@@ -196,7 +227,7 @@ def failure(kernel: CompiledKernel, spec: MatmulSpec, *, racecheck: bool = False
     return "" if matmul_is_right(y, spec, problem) else "wrong numbers"
 
 
-@pytest.mark.parametrize("spec", [U4, I4, U6, F6, F8, NF4, PADDED], ids=lambda spec: spec.weight)
+@pytest.mark.parametrize("spec", [U4, I4, U6, F6, F8, NF4, PADDED, OFFSET, I4_OFFSET], ids=str)
 def test_nothing_mutated(spec: MatmulSpec) -> None:
     assert failure(compiled(spec), spec, racecheck=True) == ""
 

@@ -31,6 +31,11 @@ def test_slots() -> None:
     ]
     assert [s.nbytes for s in spec.tensors] == [3072, 192, 192, 160] and spec.bytes == 3616
     assert [s.name for s in MatmulSpec(40, 96, "u4").tensors] == ["codes", "scales"]
+    spec = MatmulSpec(40, 96, "u4", 32, zeros="offset", scale="f32", row_scales=True)
+    assert [(s.name, s.role, s.index, s.storage, s.shape, s.given) for s in spec.tensors[2:]] == [
+        ("offsets", "offset", "group", "f32", (3, 4, 16), (40, 3)),
+        ("row_scales", "scale", "padded_row", "f32", (48,), (40,)),
+    ]
 
 
 def test_storage_types_have_the_bits_of_torchs() -> None:
@@ -58,50 +63,48 @@ def test_tensors_that_are_no_weight(tensors: Any, message: str) -> None:
         PackedWeight(MatmulSpec(16, 64, "u4"), tensors)
 
 
-class RowScales(Epilogue):
-    """The end of the decode kernel where rows have a scale, too."""
+class Gains(Epilogue):
+    """The end of the decode kernel where rows have a gain."""
 
     def _store(self, total: Tile, first_row: Any) -> None:
         p = self.p
-        memory = p.global_view(p["row_scales"], "f32", (self.spec.n, 1))
+        memory = p.global_view(p["gains"], "f32", (self.spec.n, 1))
         scale = p.load(memory, (first_row, 0), total.layout.reduce((1,)), ("clamp", "none"))
         super()._store(p.mul(total, scale), first_row)
 
 
 def test_another_tensor_is_a_declaration_and_a_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second level of scales, one for every row: what is there packs, saves, moves, draws, passes and checks it."""
+    """A gain for every row: what is there packs, saves, moves, draws, passes and checks it."""
 
-    def with_row_scales(
-        packing: Packing, scale: Storage, zero: Storage | None, bias: Storage | None
-    ) -> tuple[TensorSlot, ...]:
-        row_scales = TensorSlot.of(packing, "row_scales", "scale", "row", "f32")
-        return (*weight_tensors(packing, scale, zero, bias), row_scales)
+    def with_gains(packing: Packing, scale: Storage, **others: Storage | None) -> tuple[TensorSlot, ...]:
+        gains = TensorSlot.of(packing, "gains", "scale", "row", "f32")
+        return (*weight_tensors(packing, scale, **others), gains)
 
     monkeypatch.setenv("LOWBIT_NO_CACHE", "1")  # no spec that others use, and no cache: the kernels stay here
-    monkeypatch.setattr("lowbit.dialect.spec.weight_tensors", with_row_scales)
-    monkeypatch.setattr("lowbit.passes.kernels.decode.kernel.Epilogue", RowScales)
+    monkeypatch.setattr("lowbit.dialect.spec.weight_tensors", with_gains)
+    monkeypatch.setattr("lowbit.passes.kernels.decode.kernel.Epilogue", Gains)
     spec = MatmulSpec(40, 208, "u4", 16, zeros="int", bias=True)
 
     x, tensors = reference.random_inputs(spec, 3)
-    assert tensors["row_scales"].shape == (40,) and tensors["row_scales"].dtype == torch.float32
+    assert tensors["gains"].shape == (40,) and tensors["gains"].dtype == torch.float32
     w = pack(spec, **tensors)
-    assert w.nbytes == spec.bytes and torch.equal(w["row_scales"], tensors["row_scales"])
-    with pytest.raises(PackError, match="needs row_scales; pass row_scales="):
-        pack(spec, **{name: t for name, t in tensors.items() if name != "row_scales"})
+    assert w.nbytes == spec.bytes and torch.equal(w["gains"], tensors["gains"])
+    with pytest.raises(PackError, match="needs gains; pass gains="):
+        pack(spec, **{name: t for name, t in tensors.items() if name != "gains"})
 
     loaded = PackedWeight.from_state_dict(w.state_dict())
-    assert torch.equal(loaded["row_scales"], w["row_scales"]) and w.to("meta")["row_scales"].is_meta
-    damaged = {**w.state_dict(), "row_scales": torch.full((40,), torch.nan)}
-    with pytest.raises(PackError, match="saved row_scales hold nan"):
+    assert torch.equal(loaded["gains"], w["gains"]) and w.to("meta")["gains"].is_meta
+    damaged = {**w.state_dict(), "gains": torch.full((40,), torch.nan)}
+    with pytest.raises(PackError, match="saved gains hold nan"):
         PackedWeight.from_state_dict(damaged)
-    assert all(c["row_scales"] is not w["row_scales"] for c in copies(w, 1)[1:])
-    assert random_weight(spec, "cpu")["row_scales"].shape == (40,)
+    assert all(c["gains"] is not w["gains"] for c in copies(w, 1)[1:])
+    assert random_weight(spec, "cpu")["gains"].shape == (40,)
 
     mm = lowbit.compile(spec, "emulator:sm_80")
     names = [param.name for param in mm.kernel(1).launch.params]
-    assert names[1:6] == ["codes", "scales", "zeros", "bias", "row_scales"]
+    assert names[1:6] == ["codes", "scales", "zeros", "bias", "gains"]
     expected, bound = reference.matmul(spec, x, **tensors), reference.tolerance(spec, x, **tensors)
-    without = {name: t for name, t in tensors.items() if name != "row_scales"}
+    without = {name: t for name, t in tensors.items() if name != "gains"}
     assert reference.agrees(mm(x, loaded), expected, bound).all()
     assert not reference.agrees(mm(x, loaded), reference.matmul(spec, x, **without), bound).all()
     compiled = torch.compile(lambda x, w: mm(x, w), fullgraph=True, backend="aot_eager")

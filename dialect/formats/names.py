@@ -26,7 +26,7 @@ _WEIGHTS = {
     r"mx_?fp8(_?e4m3)?": f"weight='f8e4m3' or 'f8e5m2', {_MX}",
     r"mx_?fp8_?e5m2": f"weight='f8e5m2', {_MX}",
     r"mx_?int8": f"weight='i8', {_MX}, which has to hold the format's factor of 1/64",
-    r"nv_?fp4": "weight='f4e2m1', group_size=16, scale='e4m3'; the scale of the whole tensor is for x or y",
+    r"nv_?fp4": "weight='f4e2m1', group_size=16, scale='e4m3', row_scales=True for the scale of the whole tensor",
     r"(fp4|float4)(_?e2m1)?(fn)?(_x2)?": "weight='f4e2m1', or 'fp4_bnb' for the table of bitsandbytes",
     r"(fp6|float6)(_?e3m2)?(fn)?": "weight='f6e3m2' or 'f6e2m3'",
     r"(fp6|float6)_?e2m3(fn)?": "weight='f6e2m3'",
@@ -37,11 +37,11 @@ _WEIGHTS = {
     r"q4_0": "weight='i4', group_size=32 (codes less 8)",
     r"q5_0": "weight='i5', group_size=32 (codes less 16)",
     r"q8_0": "weight='i8', group_size=32",
-    r"q([45])_1": r"weight='u\1', group_size=32, zeros='float' (-minimum / scale)",
-    r"q([45])_k(_[sml])?": rf"weight='u\1', group_size=32, zeros='float' (-minimum / scale), {_TWO_LEVELS}",
+    r"q([45])_1": r"weight='u\1', group_size=32, zeros='offset' (the minimum)",
+    r"q([45])_k(_[sml])?": rf"weight='u\1', group_size=32, zeros='offset' (less the minimum), {_TWO_LEVELS}",
     r"q6_k": f"weight='i6', group_size=16 (codes less 32), {_TWO_LEVELS}",
     r"q3_k(_[sml])?": f"weight='i3', group_size=16 (codes less 4), {_TWO_LEVELS}",
-    r"q2_k(_s)?": f"weight='u2', group_size=16, zeros='float' (-minimum / scale), {_TWO_LEVELS}",
+    r"q2_k(_s)?": f"weight='u2', group_size=16, zeros='offset' (less the minimum), {_TWO_LEVELS}",
     r"ternary|b1\.58|bitnet": "weight='i2' with the codes -1, 0 and 1",
 }
 

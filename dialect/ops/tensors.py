@@ -64,7 +64,7 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
 
 
 class DequantizeOp(Lowbit.Operation, name="dequantize"):
-    """The weight W [n, k] in the activation's type: s * (decode(code) - z), rounded once."""
+    """The weight W [n, k] in the activation's type: s * (decode(code) - z) or s * decode(code) + o, computed in f32."""
 
     w: ext.Operand[PackedType]
     y: ext.Result[Any]

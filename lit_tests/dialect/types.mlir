@@ -9,6 +9,12 @@ func.func private @grouped(!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 1
 // CHECK: !lowbit.packed<[64, 256], #lowbit.format<"f6e3m2", []>, 0 : i64, "none", "bf16">
 func.func private @per_row(!lowbit.packed<[64, 256], #lowbit.format<"f6e3m2", []>, 0, "none", "bf16">)
 
+// An offset per group is added after scaling; rows may have a scale besides those of their groups.
+// CHECK: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 32 : i64, "offset", "f32">
+func.func private @offset(!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 32, "offset", "f32">)
+// CHECK: !lowbit.packed<[64, 256], #lowbit.format<"f4e2m1", []>, 16 : i64, "none", #lowbit.scales<"e4m3", "f32">>
+func.func private @row_scales(!lowbit.packed<[64, 256], #lowbit.format<"f4e2m1", []>, 16, "none", #lowbit.scales<"e4m3", "f32">>)
+
 // A named table is implied by its name; the table of a lut format is part of the type.
 // CHECK: #lowbit.format<"nf4", []>
 func.func private @named_table(!lowbit.packed<[64, 256], #lowbit.format<"nf4", []>, 64, "none", "f16">)

@@ -187,3 +187,35 @@ func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none",
   %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", "f8">) -> tensor<64x256xf16>
   return %0 : tensor<64x256xf16>
 }
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "offsets", "f16">) -> tensor<64x256xf16> {
+  // expected-error @below {{zeros='offsets' must be one of 'none', 'int', 'float', 'offset'}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "offsets", "f16">) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"e4m3", "f16">>) -> tensor<64x256xf16> {
+  // expected-error @below {{type of row scales: expected f32, got f16}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"e4m3", "f16">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"u4", "f32">>) -> tensor<64x256xf16> {
+  // expected-error @below {{scale='u4' must be one of}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"u4", "f32">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", 16>) -> tensor<64x256xf16> {
+  // expected-error @below {{scale: expected a string or a #lowbit.scales, got 16 : i64}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", 16>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}

@@ -1,6 +1,7 @@
-"""The program that writes the weight out, and how a row of a chunk becomes numbers: scale * (value - zero).
+"""The program that writes the weight out, and how a row of a chunk becomes numbers: scale * (value - zero), or
+scale * value + offset.
 
-w [n, k] in the activation's type stands at `y` in the task; every number is computed in f32 and rounded once.
+w [n, k] in the activation's type stands at `y` in the task; every number is computed in f32 and rounded once more.
 """
 
 from __future__ import annotations
@@ -45,21 +46,25 @@ _PLACE = "lowbit_place"
 
 
 class ChunkDecoder:
-    """Turns rows of chunks into f32. Made once per function, at its entry: it has scales and zeros on the stack."""
+    """Turns rows of chunks into f32. Made once per function, at its entry: scales, zeros and offsets are on the
+    stack."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight, self.spec = weight, weight.spec
         groups = weight.tiling.groups
         self._scales = RowValues(groups)
         self._zeros = RowValues(groups) if self.spec.zero_kind else None
+        self._offsets = RowValues(groups) if self.spec.offset_kind else None
 
     def begin(self, block: Value, chunk: Value) -> None:
-        """Fetches scales and zeros of a chunk's 16 rows."""
+        """Fetches scales, zeros and offsets of a chunk's 16 rows."""
         group, _ = divmod_(mul(chunk, self.spec.packing.chunk), self.weight.tiling.group)
         for g in range(self.weight.tiling.groups):
             self._scales.put(g, self.weight.scales(block, add(group, g)))
             if self._zeros:
                 self._zeros.put(g, self.weight.zeros(block, add(group, g)))
+            if self._offsets:
+                self._offsets.put(g, self.weight.offsets(block, add(group, g)))
 
     def row(self, block: Value, chunk: Value, row: Row) -> list[Value]:
         """The vectors of a row, in decoded order."""
@@ -77,7 +82,8 @@ class ChunkDecoder:
             value = arith.mulf(value, constant(vec(f32()), factor))
         if self._zeros:
             value = arith.subf(value, self._zeros.spread(row.index, groups))
-        return arith.mulf(value, self._scales.spread(row.index, groups))
+        value = arith.mulf(value, self._scales.spread(row.index, groups))
+        return arith.addf(value, self._offsets.spread(row.index, groups)) if self._offsets else value
 
 
 def dequantize_needs(spec: MatmulSpec, isa: Isa) -> Needs:

@@ -5,9 +5,9 @@ For every row block, for 4 tokens (that share a decode) or 1, for every tile of 
     acc[t]    = sum over the tile of code * xs[t]     a vector of 16 columns, in registers
     total[t] += scale * acc[t]                        16 rows of vectors, in the first-level cache
 
-and, for the 16 rows at once, offset[t] -= scale * zero * sums[t]. Where groups are smaller than a chunk, acc is split
-by group. Codes are exact, and accumulation is in f32. Where the processor multiplies bf16, the activation is bf16 and
-bf16 holds all codes (not those of `nf4`, say), acc takes 32 columns at once, of which the codes are looked up.
+and, for the 16 rows at once, offset[t] += (offset - scale * zero) * sums[t]. Where groups are smaller than a chunk, acc
+is split by group. Codes are exact, and accumulation is in f32. Where the processor multiplies bf16, the activation is
+bf16 and bf16 holds all codes (not those of `nf4`, say), acc takes 32 columns at once, of which the codes are looked up.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _PAIR_SUMS = 8  # AVX-512 has room for more
 
 def few_rows(spec: MatmulSpec, isa: Isa) -> Rows:
     """The prepared activation."""
-    zeros = spec.zero_kind is not None
+    shifted = spec.zeros != "none"
     if pair_table(spec, isa) is not None:
-        return Rows(spec, "bf16", paired=True, sums=zeros)
+        return Rows(spec, "bf16", paired=True, sums=shifted)
     integer = spec.dtype.kind in ("uint", "int")
-    return Rows(spec, scaled=integer, sums=zeros or least_code(spec) != 0)
+    return Rows(spec, scaled=integer, sums=shifted or least_code(spec) != 0)
 
 
 def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
@@ -123,12 +123,11 @@ class _Matmul:
             for g in range(self.tiling.groups):
                 scale = self.weight.scales(block, add(group, g))
                 self.scales.put(g, scale)
-                offset = self.weight.offsets(block, add(group, g), self.weight.low if self.table is None else 0)
-                if offset is not None:
-                    scaled = arith.mulf(scale, offset)
+                shift = self.weight.shifts(scale, block, add(group, g), self.weight.low if self.table is None else 0)
+                if shift is not None:
                     for t in range(count):
                         total = load(f32(), at(xs, mul(group, 4), t * self.rows.nbytes + self.rows.sums_at + 4 * g))
-                        span.carried[t] = fma(scaled, broadcast(total), span.carried[t])
+                        span.carried[t] = fma(shift, broadcast(total), span.carried[t])
             with loop(0, self.tiling.tiles) as tile:
                 chunk = mul(add(mul(span.index, self.tiling.tiles), tile.index), self.tiling.chunks)
                 with loop(0, ROWS // 2) as g:

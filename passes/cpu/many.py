@@ -3,7 +3,8 @@
 A thread takes `PANEL` row blocks at a time and goes through k in tiles:
 
     for every tile of k
-        panel [rows, tile] = scale * (value - zero)        in f32 or bf16, in this thread's share of the scratch memory
+        panel [rows, tile] = the weights, as `passes.cpu.dequantize` computes them, in this thread's share of the
+            scratch memory, in f32 or bf16
         for every block of tokens, for every few rows
             acc = sum over the tile of panel * x           rows x tokens vectors, in registers
             sums [tokens, rows] += what a vector adds up to

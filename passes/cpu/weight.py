@@ -19,6 +19,7 @@ from lowbit.passes.cpu.vector_ops import (
     broadcast,
     constant,
     f32,
+    fma,
     i,
     load,
     mul,
@@ -97,20 +98,32 @@ class Weight:
         self.arrays = {slot.name: array for slot, array in zip(spec.tensors, arrays)}
 
     def scales(self, block: Value, group: Value) -> Value:
-        """Of 16 rows: vector<16xf32>."""
-        return self._per_row("scales", self.spec.scale, block, group)
+        """Of 16 rows, times the scales of the rows where they have some: vector<16xf32>."""
+        return self._row_scaled(self._per_row("scales", self.spec.scale, block, group), block)
 
     def zeros(self, block: Value, group: Value) -> Value | None:
         """Of 16 rows, to be subtracted from stored code + low: vector<16xf32>, or None."""
         kind = self.spec.zero_kind
         return None if kind is None else self._per_row("zeros", kind, block, group)
 
-    def offsets(self, block: Value, group: Value, low: int) -> Value | None:
-        """low - zeros, or None if that is 0."""
-        zeros, least = self.zeros(block, group), constant(vec(f32()), low)
+    def offsets(self, block: Value, group: Value) -> Value | None:
+        """Of 16 rows, to be added to the scaled code, times the scales of the rows: vector<16xf32>, or None."""
+        kind = self.spec.offset_kind
+        return None if kind is None else self._row_scaled(self._per_row("offsets", kind, block, group), block)
+
+    def shifts(self, scales: Value, block: Value, group: Value, low: int) -> Value | None:
+        """What the sums of x are multiplied by, scales * (low - zeros) or scales * low + offsets; None if that is 0."""
+        zeros, offsets, least = self.zeros(block, group), self.offsets(block, group), constant(vec(f32()), low)
+        if offsets is not None:
+            return fma(scales, least, offsets) if low else offsets
         if zeros is None:
-            return least if low else None
-        return arith.subf(least, zeros) if low else arith.negf(zeros)
+            return arith.mulf(scales, least) if low else None
+        return arith.mulf(scales, arith.subf(least, zeros) if low else arith.negf(zeros))
+
+    def _row_scaled(self, values: Value, block: Value) -> Value:
+        if not self.spec.row_scales:
+            return values
+        return arith.mulf(values, load(vec(f32()), at(self.arrays["row_scales"], mul(block, VECTOR_BYTES))))
 
     def _per_row(self, name: str, kind: str, block: Value, group: Value) -> Value:
         place = add(mul(block, self.spec.packing.groups), group)

@@ -41,3 +41,8 @@ class ScalesZeros:
         least = float(self.spec.dtype.values().min()) if self.spec.zeros == "int" else 0.0
         more = -least - self.offset
         return p.add(minus, p.constant(more, "f32", layout)) if more else minus
+
+    def with_code_offset(self, o: Tile, scale: Tile) -> Tile:
+        """An offset o, less the scaled number by which the codes are too large that are multiplied."""
+        p = self.p
+        return p.fma(scale, p.constant(-self.offset, "f32", scale.layout), o) if self.offset else o

@@ -73,12 +73,13 @@ _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "k": (int, 4096, "Columns of the weight: inputs."),
     "weight": (str, "u4", "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8."),
     "group_size": (int | None, None, "Columns that share a scale; without it, one scale per row."),
-    "zeros": (str, "none", "Zero points: none, int or float."),
+    "zeros": (str, "none", "Zero points: none, int, float or offset."),
     "scale": (str, "f16", "Type of the scales: f16, bf16, f32, e8m0 or e4m3."),
     "act": (str, "f16", "Type of x: f16 or bf16."),
     "out": (str | None, None, "Type of y: f16, bf16 or f32; without it, as x."),
     "bias": (bool, False, "Add a bias."),
     "table": (str | None, None, "The values of a lut<b> format, separated by commas."),
+    "row_scales": (bool, False, "Scale every row, too."),
 }  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
     mma = columns / 4
-    if not s.wgmma and (spec.zeros == "float" or (spec.zeros == "int" and bits <= OFFSET_BITS)):
+    if not s.wgmma and (spec.zeros in ("float", "offset") or (spec.zeros == "int" and bits <= OFFSET_BITS)):
         mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
     mma *= costs.tensor
     fragments = 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself

@@ -20,7 +20,7 @@ class Epilogue:
         self.p, self.plan, self.spec, self.schedule, self.tile = p, plan, plan.spec, plan.schedule, tile
 
     def finish(self, total: Tile) -> None:
-        """The sum over warps and splits that share rows, then bias, conversion, store."""
+        """The sum over warps and splits that share rows, then row scale, bias, conversion, store."""
         s = self.schedule
         if s.cluster > 1:
             rows = s.rows // s.cluster
@@ -94,11 +94,18 @@ class Epilogue:
 
     def _store(self, total: Tile, first_row: Scalar) -> None:
         p, s, spec = self.p, self.schedule, self.spec
+        if spec.row_scales:
+            total = p.mul(total, self._per_row("row_scales", "f32", first_row, total))
         if spec.bias:
-            bias_view = p.global_view(p["bias"], spec.out_dtype, (spec.n, 1))
-            boundary = ("clamp" if spec.n % s.rows else "none", "none")
-            bias = p.load(bias_view, (first_row, 0), total.layout.reduce((1,)), boundary)
+            bias = self._per_row("bias", spec.out_dtype, first_row, total)
             total = p.add(total, p.cast(bias, "f32"))
         y = p.global_view(p["y"], spec.out_dtype, (spec.n, -1), (1, spec.n), sizes=[p["m"]])
         boundary = ("skip" if spec.n % s.rows else "none", "skip")
         p.store(p.cast(total, spec.out_dtype), y, (first_row, 0), boundary)
+
+    def _per_row(self, name: str, element: str, first_row: Scalar, total: Tile) -> Tile:
+        """A number of every row of the total, from device memory."""
+        p, s, n = self.p, self.schedule, self.spec.n
+        view = p.global_view(p[name], element, (n, 1))
+        boundary = ("clamp" if n % s.rows else "none", "none")
+        return p.load(view, (first_row, 0), total.layout.reduce((1,)), boundary)

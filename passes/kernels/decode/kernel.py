@@ -29,9 +29,9 @@ Empty blocks fill up the grid then (`Schedule.min_blocks`), so that none gets tw
 Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
 bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
 wgmma, where that mma would cost as much as 64 rows, weights are scaled at once, s * q + (- s * z), both rounded to
-the type of x. Unsigned integers without zeros are multiplied as they are stored, in f16, with no subtraction, and so is
-what has sums of x anyway (`KernelPlan.raw_codes`); with `Schedule.raw_codes` others are, too, and all zero points and
-the offset of signed codes go by sums of x.
+the type of x. An offset o goes the same ways: o * sum(x), or s * q + o. Unsigned integers without zeros are multiplied
+as they are stored, in f16, with no subtraction, and so is what has sums of x anyway (`KernelPlan.raw_codes`); with
+`Schedule.raw_codes` others are, too, and all zero points and the offset of signed codes go by sums of x.
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
@@ -43,7 +43,6 @@ by partial sums [warps_k, tokens, rows + 4] in f32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lowbit.dialect.bindings import ir
@@ -118,14 +117,14 @@ class Kernel:
 
     def _block(self) -> None:
         """What a block does."""
-        p, s, spec = self.p, self.schedule, self.spec
+        p, s = self.p, self.schedule
         self.first_block = self.tile * self.plan.row_blocks
         carried = [p.constant(0.0, "f32", self.d_layout)]
         if self.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()
         if self.zeros_in_decode and not self.plan.groups:
-            self.row_zeros = self._row_scale_or_zero("zeros", spec.zero_kind or "")
+            self.row_zeros = self._row_scale_or_zero("zeros")
         self.first, self.rotation = p.block_id(1) * self.plan.rounds, self._rotation()
         p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
         carried = self._preloaded(carried) if s.preload_weights else self._stream(carried)
@@ -243,12 +242,14 @@ class Kernel:
 
     def _plain_weights(self, codes: Tile, group: int) -> Tile:
         """Less their zeros, and scaled, as far as that is done before they are multiplied: q - z, s * q, or
-        s * q + (- s * z), which is one instruction for both."""
+        s * q + (- s * z), or s * q + o, which is one instruction for both."""
         p, minus, scale = self.p, None, None
-        if self.zeros_in_weights:
+        if self.zeros_in_weights and self.spec.zeros == "float":
             minus = p.cast(self.convert.minus_zero(self._group_scale_or_zero("zeros", group)), self.compute)
         if self.plan.rounds_scales:
             scale = p.cast(self._group_scale_or_zero("scales", group), self.compute)
+        if self.zeros_in_weights and self.spec.zeros == "offset" and scale is not None:
+            return p.fma(codes, scale, p.cast(self._group_scale_or_zero("offsets", group), self.compute))
         if minus is not None and scale is not None:
             return p.fma(codes, scale, p.mul(scale, minus))
         if minus is not None:
@@ -256,20 +257,23 @@ class Kernel:
         return p.mul(codes, scale) if scale is not None else codes
 
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
-        """total + s * product, and - s * z * (sums of x) where there are zeros still to be had."""
+        """total + s * product, and (- s * z or o) * (sums of x) where there are zeros or offsets still to be had."""
         p = self.p
         scale = self._group_scale_or_zero("scales", group)
         total = p.fma(product, self.convert.with_exponent(scale), total)
         if sums_of_x is None:
             return total
-        shift = p.mul(scale, self._minus_zero(partial(self._group_scale_or_zero, "zeros", group)))
+        shift = self._shift(scale, lambda name: self._group_scale_or_zero(name, group))
         return p.fma(shift, sums_of_x, total)
 
-    def _minus_zero(self, stored: Callable[[], Tile]) -> Tile:
-        """What is added to codes before they are scaled."""
-        if self.spec.zeros == "none":
-            return self.p.constant(-self.convert.offset, "f32", self.row_layout)
-        return self.convert.minus_zero(stored())
+    def _shift(self, scale: Tile, load: Callable[[str], Tile]) -> Tile:
+        """Returns what sums of x are multiplied by. load: gives zeros or offsets, by name, as f32."""
+        p, zeros, convert = self.p, self.spec.zeros, self.convert
+        if zeros == "offset":
+            return convert.with_code_offset(load("offsets"), scale)
+        if zeros == "none":
+            return p.mul(scale, p.constant(-convert.offset, "f32", self.row_layout))
+        return p.mul(scale, convert.minus_zero(load("zeros")))
 
     def _sums_of_x(self, start: int, columns: int) -> Tile:
         return self.p.warpgroup_row_sums(self.operands.x_buffer, start, columns, self.sum_layout)
@@ -281,16 +285,17 @@ class Kernel:
         return self.p.add(total, self.p.offset_sums(b, self.spec.dtype, 0, self.d_layout))
 
     def _group_scale_or_zero(self, name: str, group: int) -> Tile:
-        """Scale or zero of every row of the tile in one group, from shared memory: [warps_k, rows, 1] in f32."""
+        """A scale, zero or offset of every row of the tile in one group, from shared memory: [warps_k, rows, 1] f32."""
         p, s = self.p, self.schedule
         _, buffers, kind = self.operands.scales_zeros[name]
         shape = (s.warps_k, self.plan.row_blocks, 1, ROWS)
         loaded = p.load(buffers[self.operands.slot], (0, 0, group, 0), self.row_layout.reshape(shape))
         return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
 
-    def _row_scale_or_zero(self, name: str, kind: str) -> Tile:
-        """Scale or zero of every row of the tile, from device memory."""
+    def _row_scale_or_zero(self, name: str) -> Tile:
+        """Scale, zero or offset of every row of the tile, from device memory."""
         p, s, packing = self.p, self.schedule, self.packing
+        (kind,) = (slot.storage for slot in self.spec.tensors if slot.name == name)
         element = ScalesZeros.element(kind)
         view = p.global_view(p[name], element, (s.warps_k, packing.row_blocks, ROWS), (0, ROWS, 1))
         layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, ROWS))
@@ -300,12 +305,10 @@ class Kernel:
     def _scale_rows(self, total: Tile, *sums: Tile) -> Tile:
         """One scale per row: applied to a warp's sum, at the end."""
         p = self.p
-        scale = self._row_scale_or_zero("scales", self.spec.scale)
+        scale = self._row_scale_or_zero("scales")
         result = p.mul(total, self.convert.with_exponent(scale))
         if sums:
-            zero = partial(self._row_scale_or_zero, "zeros", self.spec.zero_kind or "")
-            shift = p.mul(scale, self._minus_zero(zero))
-            result = p.fma(shift, sums[0], result)
+            result = p.fma(self._shift(scale, self._row_scale_or_zero), sums[0], result)
         return result
 
 

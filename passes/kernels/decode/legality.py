@@ -41,8 +41,9 @@ def _shared_bytes(plan: KernelPlan) -> int:
     row = s.step_k if s.wgmma else s.step_k + spec.x.per_vector
     total += padded(slots * s.warps_k * s.tokens * row * spec.x.bytes)
     if plan.groups:
-        for kind in filter(None, (spec.scale, spec.zero_kind)):
-            total += padded(slots * s.warps_k * rows * ELEMENTS[kind].bytes)
+        for slot in spec.tensors:
+            if slot.index == "group":
+                total += padded(slots * s.warps_k * rows * ELEMENTS[slot.storage].bytes)
     if s.integer_mma:
         total += s.warps_k * (s.step_k // PIECE) * LIMBS * 4 * ROW * 4
     if spec.dtype.kind == "table":

@@ -36,7 +36,7 @@ class Operands:
 
     buffers       all in shared memory, to be freed after the loop
     slot          of the buffers for x, scales and zeros: kernels with preloaded weights have one for every round
-    scales_zeros  by name: scales and zeros [row blocks, groups, 16], their buffers, and their kind
+    scales_zeros  by name: scales, zeros and offsets [row blocks, groups, 16], their buffers, and their kind
     table         of a format that has one
     """
 
@@ -58,9 +58,9 @@ class Operands:
         self._view_x()
         self.scales_zeros: dict[str, tuple[Memory, list[Memory], str]] = {}
         if self.plan.groups:
-            self._view_factor("scales", spec.scale)
-            if spec.zero_kind:
-                self._view_factor("zeros", spec.zero_kind)
+            for slot in spec.tensors:
+                if slot.index == "group":
+                    self._view_factor(slot.name, slot.storage)
         self.table: Memory | None = None
         self._compute = compute_element(spec.dtype, spec.act)
         if spec.dtype.kind == "table":
@@ -83,7 +83,7 @@ class Operands:
             self.x = p.global_view(p["x"], act, (-1, k), sizes=[p["m"]])
 
     def _view_factor(self, name: str, kind: str) -> None:
-        """Scales or zeros [row blocks, groups, 16], by step."""
+        """Scales, zeros or offsets [row blocks, groups, 16], by step."""
         p, s, packing = self.p, self.schedule, self.packing
         group, groups = packing.padded_group or 0, self.plan.groups
         element = ScalesZeros.element(kind)
@@ -128,7 +128,7 @@ class Operands:
         return self.p.load(self.codes, (step, self.first_block, 0), self.unit_layout, boundary)
 
     def copy_scales_zeros(self, step: Scalar) -> None:
-        """Scales and zeros of groups."""
+        """Scales, zeros and offsets of groups."""
         p, s, packing = self.p, self.schedule, self.packing
         for view, buffers, kind in self.scales_zeros.values():
             shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)

@@ -74,17 +74,22 @@ class KernelPlan:
     @property
     def raw_codes(self) -> bool:
         """Whether codes are multiplied as they are stored, with no subtraction: where nothing is to be taken away from
-        them, where zeros are taken away by sums of x anyway, or where the schedule has it so."""
+        them, where sums of x are needed anyway (float zeros, offsets), or where the schedule has it so."""
         s, spec = self.schedule, self.spec
         if s.raw_codes or s.integer_mma or not can_use_raw_codes(spec) or self.defers_offset or self.rounds_scales:
             return s.raw_codes
-        return not self.rounds_zeros if spec.zeros == "float" else spec.zeros == "none" and spec.dtype.kind == "uint"
+        if spec.zeros in ("float", "offset"):
+            return not self.rounds_zeros
+        return spec.zeros == "none" and spec.dtype.kind == "uint"
 
     @property
     def rounds_zeros(self) -> bool:
         """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
-        and the sums of x that would make up for them would cost as much as 64 rows of products."""
-        return self.schedule.wgmma and self.spec.zeros == "float" and self.groups > 0 and self._decodes_values
+        and the sums of x that would make up for them would cost as much as 64 rows of products. Offsets are added to
+        codes that have been scaled, so scales must be numbers of x's type for that."""
+        zeros = self.spec.zeros
+        wanted = zeros == "float" or (zeros == "offset" and self._scales_like_x)
+        return self.schedule.wgmma and wanted and self.groups > 0 and self._decodes_values
 
     @property
     def rounds_scales(self) -> bool:
@@ -92,15 +97,21 @@ class KernelPlan:
         a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums;
         and what takes float zeros away can scale as well. So it is where there are registers for sums only once, too.
         Scales must be numbers of x's type."""
-        s, spec = self.schedule, self.spec
-        group, same = spec.packing.padded_group, spec.scale == spec.act or (spec.scale, spec.act) == ("e8m0", "bf16")
+        s, group = self.schedule, self.spec.packing.padded_group
         less = group is not None and (group <= s.tokens or self.rounds_zeros or s.tokens > MOST_SCALED)
-        return s.wgmma and less and same and self._decodes_values
+        return s.wgmma and less and self._scales_like_x and self._decodes_values
+
+    @property
+    def _scales_like_x(self) -> bool:
+        """Whether scales are numbers of x's type."""
+        scale, act = self.spec.scale, self.spec.act
+        return scale == act or (scale, act) == ("e8m0", "bf16")
 
     @property
     def sums_once(self) -> bool:
         """Whether, with wgmma, sums need registers only once: no group's are scaled, none of x stand beside them."""
-        return self.rounds_scales or not (self.groups or self.spec.zeros == "float" or self.schedule.raw_codes)
+        sums_of_x = self.spec.zeros in ("float", "offset") or self.schedule.raw_codes
+        return self.rounds_scales or not (self.groups or sums_of_x)
 
     @property
     def _decodes_values(self) -> bool:

@@ -32,7 +32,7 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
         block, row_block = p.block_id(0), p.block_id(1)
         first_group, part = block // c.parts * c.groups, block % c.parts
         numbers = _decoded(p, spec, c, block, row_block)
-        numbers = p.cast(_scaled(p, spec, numbers, first_group, row_block), spec.act)
+        numbers = p.cast(_scaled(p, spec, c, numbers, first_group, row_block), spec.act)
         rows = _as_rows(p, spec, c, numbers)
         y = p.global_view(
             p["y"],
@@ -57,8 +57,11 @@ def _decoded(p: Program, spec: MatmulSpec, c: BlockColumns, block: Scalar, row_b
     return p.reshape(numbers, (ROWS, c.groups, c.width))
 
 
-def _scaled(p: Program, spec: MatmulSpec, numbers: Tile, first_group: Scalar, row_block: Scalar) -> Tile:
-    """Returns s * (number - z) in f32."""
+def _scaled(
+    p: Program, spec: MatmulSpec, c: BlockColumns, numbers: Tile, first_group: Scalar, row_block: Scalar
+) -> Tile:
+    """Returns s * (number - z) or s * number + o in f32. With an offset the product is rounded before the sum, not
+    fused: what `PackedWeight.dequantize` gives."""
     packing, convert = spec.packing, ScalesZeros(p, spec)
     rows = numbers.layout.reduce((2,))
 
@@ -67,7 +70,16 @@ def _scaled(p: Program, spec: MatmulSpec, numbers: Tile, first_group: Scalar, ro
         view = p.global_view(p[name], convert.element(kind), shape, strides)
         return convert.as_f32(p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind)
 
-    scale = table("scales", spec.scale)
+    def scaled_by_row(tile: Tile) -> Tile:
+        if not spec.row_scales:
+            return tile
+        view = p.global_view(p["row_scales"], "f32", (ROWS, c.groups, packing.row_blocks), (1, 0, ROWS))
+        return p.mul(tile, p.load(view, (0, 0, row_block), rows))
+
+    scale = scaled_by_row(table("scales", spec.scale))
+    if spec.offset_kind:
+        product = p.mul(numbers, convert.with_exponent(scale))
+        return p.add(product, scaled_by_row(table("offsets", spec.offset_kind)))
     if not spec.zero_kind:
         return p.mul(numbers, convert.with_exponent(scale))
     shift = p.mul(scale, convert.minus_zero(table("zeros", spec.zero_kind)))

@@ -1,0 +1,58 @@
+"""The values of a packed weight in torch, on the device that it is on: codes decoded, scales and the rest as numbers.
+
+`dequantize` is the definition of a weight in f32. Kernels give the same, rounded to the act type; where zeros are
+subtracted they may differ from it by f32 roundings, with offsets they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.memory_order import unpack_codes, unpack_groups
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weight_values import CHECKED, least
+
+
+def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns W [n, k] of the packed tensors, computed in f32."""
+    # f32 holds all numbers that a weight has.
+    have = {name: numbers(spec, name, tensors).float() for name in tensors if name not in ("codes", "bias")}
+    row, scale, zero, offset = (have.get("row_scales"), have["scales"], have.get("zeros"), have.get("offsets"))
+    if row is not None:
+        scale, offset = row * scale, None if offset is None else row * offset
+    result = torch.empty((spec.n, spec.k), dtype=dtype, device=tensors["codes"].device)
+    for rows, values in decoded(spec, tensors["codes"], spec.dtype.values().astype(np.float32)):
+        grouped = values.view(len(values), scale.shape[1], -1)
+        if zero is not None:
+            grouped = grouped - zero[rows, :, None]
+        grouped = grouped * scale[rows, :, None]
+        if offset is not None:
+            grouped = grouped + offset[rows, :, None]
+        result[rows] = grouped.view(values.shape).to(dtype)
+    return result
+
+
+def decoded(spec: MatmulSpec, codes: Tensor, values: np.ndarray) -> Iterator[tuple[slice, Tensor]]:
+    """Yields a few rows at a time, with what stands in `values` for their codes, by code."""
+    packing, table = spec.packing, torch.from_numpy(np.roll(values, -least(spec))).to(codes.device)
+    step = max(1, CHECKED // (ROWS * packing.padded_k))
+    for first in range(0, packing.row_blocks, step):
+        part = codes[first : first + step]
+        rows = slice(ROWS * first, min(ROWS * (first + len(part)), packing.n))
+        yield rows, table[unpack_codes(replace(packing, n=rows.stop - rows.start), part).long()]
+
+
+def numbers(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns a tensor of a weight as f64: [n, groups], or [n, 1] for one number a row."""
+    (slot,) = (slot for slot in spec.tensors if slot.name == name)
+    stored = tensors[name]
+    stored = unpack_groups(spec.packing, stored) if slot.index == "group" else stored.view(-1, 1)[: spec.n]
+    values = stored.view(TORCH[slot.storage]).float().double()
+    return values + least(spec) if name == "zeros" and spec.zeros == "int" else values
