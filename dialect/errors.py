@@ -31,6 +31,10 @@ class QuantizeError(LowbitError):
     """A weight that cannot be quantized, or calibration data that do not fit it."""
 
 
+class CheckpointError(LowbitError):
+    """A checkpoint that is damaged, contradicts itself, does not fit the model, or is of an unknown format."""
+
+
 class LayoutError(LowbitError):
     """A layout operation without an answer (a division that does not divide, say)."""
 

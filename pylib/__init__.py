@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.aliases import alias
 from lowbit.dialect.errors import (
+    CheckpointError,
     EmulatorError,
     LayoutError,
     LowbitError,
@@ -28,6 +29,9 @@ from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
+    from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
+    from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
+    from lowbit.pylib.checkpoints.registry import import_experts, import_weight
     from lowbit.pylib.matmul import Matmul, compile
     from lowbit.pylib.nn.fuse import FusedLayers, fuse_
     from lowbit.pylib.nn.linear import LowbitLinear
@@ -44,6 +48,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Calibration",
+    "Checkpoint",
+    "CheckpointError",
     "EmulatorError",
     "FusedLayers",
     "IntegerSchedule",
@@ -68,14 +74,20 @@ __all__ = [
     "compile",
     "compile_program",
     "fuse_",
+    "import_experts",
+    "import_weight",
     "load",
+    "load_checkpoint",
+    "open_checkpoint",
     "quantize",
     "quantize_",
+    "save_checkpoint",
 ]
 
 _NEEDS_TORCH = {
     "Calibration": "quantization.calibration",
     "FusedLayers": "nn.fuse",
+    "Checkpoint": "checkpoints.checkpoint",
     "Kernel": "runtime.kernel",
     "LayerReport": "nn.report",
     "LowbitLinear": "nn.linear",
@@ -86,9 +98,14 @@ _NEEDS_TORCH = {
     "compile": "matmul",
     "compile_program": "runtime.kernel",
     "fuse_": "nn.fuse",
+    "import_experts": "checkpoints.registry",
+    "import_weight": "checkpoints.registry",
     "load": "runtime.kernel",
+    "load_checkpoint": "checkpoints.model",
+    "open_checkpoint": "checkpoints.checkpoint",
     "quantize": "quantization.api",
     "quantize_": "nn.quantize_model",
+    "save_checkpoint": "checkpoints.model",
 }
 
 

@@ -1,0 +1,160 @@
+"""A model in a folder, opened: what is quantized in it, and each weight when it is asked for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from lowbit.dialect.errors import CheckpointError, LowbitError
+from lowbit.dialect.formats.names import short_name
+from lowbit.dialect.spec import Act
+from lowbit.pylib import saved_weight
+from lowbit.pylib.checkpoints.formats.format import Format
+from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_weight
+from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
+from lowbit.pylib.packed import PackedWeight
+
+VERSION = "1"
+VERSION_KEY = "lowbit"  # in the metadata of our files
+EXTRA_STATE = "._extra_state"  # torch's name for the spec of a LowbitLinear
+OLD_CONFIG = "quantize_config.json"  # where AutoGPTQ and AutoAWQ put their configuration at first
+
+
+def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
+    """Returns a checkpoint that lies in a folder of safetensors files, or in one such file.
+
+    It is lowbit's own, as `save_checkpoint` or `save_pretrained` wrote it, or that of another library, which its
+    config.json says. Nothing but headers is read until a tensor is asked for.
+
+    Raises CheckpointError for a folder without a checkpoint, and for a format that can't be imported.
+    """
+    return Checkpoint(Path(path))
+
+
+class Checkpoint:
+    """What `open_checkpoint` returns.
+
+    tensors   all tensors by name, read when they are looked up
+    config    the model's config.json; {} without
+    format    what another library's layers are written in; None if the low-bit layers are lowbit's, or there are none
+    modules   names of the quantized layers
+    dense     names of the tensors that belong to none of them
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = TensorFiles(path)
+        check_version(self.tensors)
+        self.config = _optional_json(self.tensors.folder / "config.json")
+        self._quantization_config = self.config.get("quantization_config") or self._old_config()
+        self._names = _own_modules(self.tensors)
+        self.format: Format | None = None
+        if self._quantization_config and not self._names:
+            with _naming(self.tensors.folder / "config.json"):
+                self.format = format_of(self._quantization_config)
+            self._names = _modules(self.tensors, self.format)
+        self.modules = tuple(self._names)
+        used = {name for names in self._names.values() for name in names.values()}
+        self.dense = tuple(name for name in self.tensors if name not in used)
+
+    def load(self, module: str, act: Act | None = None) -> PackedWeight:
+        """Returns the weight of a quantized layer.
+
+        act: type of the inputs; None: what a weight of lowbit's was saved for, else the dtype of config.json
+
+        Raises CheckpointError, which names the file and the layer.
+        """
+        with self._naming_module(module):
+            tensors = self._module_tensors(module)
+            if self.format is not None:
+                return import_weight(self._quantization_config, tensors, act or self._act())
+            tensors[saved_weight.SPEC] = tensors.pop(EXTRA_STATE[1:])
+            weight = PackedWeight.from_state_dict(tensors)
+            if act in (None, weight.spec.act):
+                return weight
+            return PackedWeight.from_state_dict(tensors, replace(weight.spec, act=act))
+
+    def load_experts(self, module: str, act: Act | None = None) -> list[PackedWeight]:
+        """Returns the weights of all experts of a layer whose tensors have a first dimension for the expert."""
+        with self._naming_module(module):
+            if self.format is None:
+                raise CheckpointError("lowbit saves each expert as a layer of its own; use load()")
+            return import_experts(self._quantization_config, self._module_tensors(module), act or self._act())
+
+    def _module_tensors(self, module: str) -> dict[str, Tensor]:
+        return {short: self.tensors[name] for short, name in self._names[module].items()}
+
+    def _act(self) -> Act:
+        """Returns the type of inputs that config.json implies."""
+        inner = self.config.get("text_config")
+        configs = [self.config, cast(dict[str, Any], inner) if isinstance(inner, dict) else {}]
+        given = next((c[key] for c in configs for key in ("dtype", "torch_dtype") if c.get(key)), None)
+        act = short_name(given)
+        if act in ("f16", "bf16"):
+            return cast(Act, act)
+        raise CheckpointError(f"config.json has dtype={given!r}, but inputs are f16 or bf16: say act='bf16'")
+
+    @contextmanager
+    def _naming_module(self, module: str) -> Iterator[None]:
+        """Lets errors start with the file and the name of a module."""
+        if module not in self._names:
+            near = difflib.get_close_matches(module, self.modules, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise CheckpointError(f"{self.tensors.folder} has no quantized layer {module!r}{hint}")
+        with _naming(self.tensors.path(next(iter(self._names[module].values()))), module):
+            yield
+
+    def _old_config(self) -> dict[str, Any]:
+        """Returns the configuration where AutoGPTQ and AutoAWQ put it at first; {} without."""
+        old = _optional_json(self.tensors.folder / OLD_CONFIG)
+        renamed = {"bits": old.get("w_bit"), "group_size": old.get("q_group_size")}
+        return {"quant_method": "gptq", **renamed, **old} if old else {}
+
+
+@contextmanager
+def _naming(*where: object) -> Iterator[None]:
+    """Lets errors be CheckpointErrors that start with where they are."""
+    try:
+        yield
+    except LowbitError as error:
+        raise CheckpointError(": ".join([*map(str, where), str(error)])) from error
+
+
+def check_version(tensors: TensorFiles) -> None:
+    """Raises CheckpointError for files that a later version of lowbit wrote."""
+    version = tensors.metadata.get(VERSION_KEY, VERSION)
+    if version != VERSION:
+        raise CheckpointError(f"{tensors.folder} has version {version!r}, this reads {VERSION}; update lowbit")
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
+def _own_modules(tensors: TensorFiles) -> dict[str, dict[str, str]]:
+    """Returns the `LowbitLinear`s by name, each with the names of its tensors in itself and in the files."""
+    described = [name.removesuffix(EXTRA_STATE) for name in tensors if name.endswith(EXTRA_STATE)]
+    modules = {name: dict[str, str]() for name in described if {f"{name}.codes", f"{name}.scales"} & tensors.keys()}
+    for name in tensors:
+        module, _, short = name.rpartition(".")
+        if module in modules:
+            modules[module][short] = name
+    return modules
+
+
+def _modules(tensors: TensorFiles, format: Format) -> dict[str, dict[str, str]]:
+    """Returns the same for the quantized layers of a format."""
+    found: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        for marker in format.markers:
+            if name.endswith(marker):
+                found[name.removesuffix(marker)] = {}
+    for module, names in found.items():
+        names.update({suffix[1:]: module + suffix for suffix in format.tensors if module + suffix in tensors})
+    return found

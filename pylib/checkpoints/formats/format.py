@@ -1,0 +1,31 @@
+"""What a file of this folder says of its format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lowbit.pylib.checkpoints.imported import Imported
+from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a library writes a quantized linear layer.
+
+    title     what to call it in messages
+    markers   names of tensors of which a quantized module has one; each starts with "." or what else stands between the
+              name of the module and that of the tensor
+    others    names of the other tensors that a module may have
+    read      returns the weight of a module
+    """
+
+    title: str
+    markers: tuple[str, ...]
+    others: tuple[str, ...]
+    read: Callable[[ModuleTensors], Imported]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all tensors of a module."""
+        return (*self.markers, *self.others)

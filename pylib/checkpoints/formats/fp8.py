@@ -1,0 +1,32 @@
+"""FP8 as DeepSeek writes it, which transformers calls "fp8" (transformers/integrations/finegrained_fp8.py).
+
+    weight                             e4m3 [n, k]
+    weight_scale_inv or weight_scale   [n / rows, k / columns] in f32, bf16 or e8m0: a scale for each block of
+                                       "weight_block_size" rows and columns; or one for each row, or one for all
+
+w = code * scale: the "inverse" multiplies. Scales become f32 and are repeated for each row of their block.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lowbit.pylib.checkpoints.blocks import Block, of_blocks
+from lowbit.pylib.checkpoints.formats.format import Format
+from lowbit.pylib.checkpoints.imported import Imported
+from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors
+
+SCALES = ("weight_scale_inv", "weight_scale")
+
+
+def read(module: ModuleTensors) -> Imported:
+    weight = module.take("weight", torch.float8_e4m3fn, 2)
+    name = next((name for name in SCALES if name in module), SCALES[0])
+    given = module.tensors.get(name)
+    scales = module.take(name, (*FLOATS, torch.float8_e8m0fnu), 2 if given is None else given.ndim).float()
+    block = Block.of(module.config.get("weight_block_size"))
+    codes = weight.contiguous().view(torch.uint8)
+    return Imported("f8e4m3", codes, of_blocks(scales, weight.shape, [block]), bias=module.bias())
+
+
+FORMAT = Format("FP8", (".weight_scale_inv", ".weight_scale"), (".weight", ".bias", ".input_scale"), read)

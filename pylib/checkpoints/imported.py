@@ -1,0 +1,81 @@
+"""A weight that has been read from another library's checkpoint, before it is packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import CheckpointError
+from lowbit.dialect.formats.names import short_name
+from lowbit.dialect.spec import Act, MatmulSpec, Scale, Zeros
+from lowbit.pylib.packed import PackedWeight, pack
+
+
+@dataclass(frozen=True, eq=False)
+class Imported:
+    """A weight [n, k] in the terms of `MatmulSpec` and `pack`.
+
+    weight   element format
+    codes    [n, k]: values of i<b> formats, codes of all others
+    scales   [n, groups], in the type in which they are kept
+    zeros    [n, groups]: integers, or floats of the type of the scales; None without
+    table    of a lut<b>
+    bias     [n]; None without
+    """
+
+    weight: str
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    table: tuple[float, ...] | None = None
+    bias: Tensor | None = None
+
+    def spec(self, act: Act) -> MatmulSpec:
+        """Returns the spec of the weight for inputs of type `act`."""
+        (n, k), groups = self.codes.shape, self.scales.shape[1]
+        return MatmulSpec(
+            n,
+            k,
+            self.weight,
+            group_size=None if groups == 1 else k // groups,
+            zeros=self._zeros(),
+            scale=_scale_type(self.scales),
+            act=act,
+            bias=self.bias is not None,
+            table=self.table,
+        )
+
+    def _zeros(self) -> Zeros:
+        if self.zeros is None:
+            return "none"
+        return "float" if self.zeros.is_floating_point() else "int"
+
+    def pack(self, act: Act) -> PackedWeight:
+        """Returns the weight as kernels read it. Raises PackError and SpecError where it is none that they can read."""
+        return pack(self.spec(act), self.codes, self.scales, self.zeros, self.bias)
+
+
+def _scale_type(scales: Tensor) -> Scale:
+    kind = short_name(scales.dtype)
+    for known in ("f16", "bf16", "f32", "e8m0", "e4m3"):
+        if kind == known:
+            return known
+    raise CheckpointError(f"scales are {scales.dtype}; they must be f16, bf16, f32, e8m0 or e4m3")
+
+
+def integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, bias: Tensor | None) -> Imported:
+    """Returns the weight scale * (code - zero) of unsigned codes.
+
+    Where all zeros are 2^(bits - 1), as symmetric quantizers leave them, the codes become signed and the zeros go.
+    """
+    half = 1 << (bits - 1)
+    if bool((zeros == half).all()):
+        return Imported(f"i{bits}", signed(codes, bits), scales, bias=bias)
+    return Imported(f"u{bits}", codes, scales, zeros, bias=bias)
+
+
+def signed(codes: Tensor, bits: int) -> Tensor:
+    """Returns code - 2^(bits - 1) as int8, of unsigned codes as uint8."""
+    return (codes - (1 << (bits - 1))).view(torch.int8)  # uint8 wraps around to the two's complement

@@ -1,0 +1,174 @@
+"""`lowbit.save_checkpoint` and `lowbit.load_checkpoint`: whole models in safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lowbit.dialect.errors import CheckpointError
+from lowbit.dialect.spec import Act
+from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
+from lowbit.pylib.nn.linear import LowbitLinear
+
+SHARD_BYTES = 5_000_000_000
+
+
+def save_checkpoint(model: nn.Module, path: str | PathLike[str], max_shard_bytes: int = SHARD_BYTES) -> None:
+    """Save a model to a folder, in safetensors files of at most so many bytes, or one tensor each.
+
+    There is one file, model.safetensors, or several with an index, named as transformers names them. A tensor that the
+    model holds by several names is saved once, by the first of them. Low-bit layers carry their specs.
+
+    Raises CheckpointError if the folder has a checkpoint already, and for a state that is not made of tensors.
+    """
+    folder = Path(path)
+    if old := [file.name for file in (folder / SINGLE, folder / INDEX) if file.exists()]:
+        raise CheckpointError(f"{folder} has a {old[0]} already; remove it, or save to another folder")
+    shards = list(_shards(_state(model), max_shard_bytes))
+    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, shard in zip(names, shards):
+        tensors = {key: t.detach().cpu().contiguous() for key, t in shard.items()}
+        save_file(tensors, folder / name, {"format": "pt", VERSION_KEY: VERSION})
+    if len(shards) > 1:
+        total = sum(t.nbytes for shard in shards for t in shard.values())
+        files = {key: name for name, shard in zip(names, shards) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the state of a model, each tensor once."""
+    once = {name for name, _ in model.named_modules()}
+    seen: set[tuple[int, tuple[int, ...], torch.dtype]] = set()
+    state: dict[str, Tensor] = {}
+    for name, t in model.state_dict().items():
+        if not isinstance(t, Tensor) or t.is_meta or t.layout is not torch.strided:
+            what = f"{t.layout} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+            raise CheckpointError(f"{name} is {what}; only dense tensors with values can be saved")
+        key = (t.data_ptr(), tuple(t.shape), t.dtype)
+        if name.rpartition(".")[0] in once and not (t.numel() and key in seen):
+            state[name] = t
+            seen.add(key)
+    return state
+
+
+def _shards(state: Mapping[str, Tensor], most: int) -> Iterator[dict[str, Tensor]]:
+    """Yields parts of a state of at most so many bytes, or of one tensor."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, t in state.items():
+        if shard and size + t.nbytes > most:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = t
+        size += t.nbytes
+    yield shard
+
+
+# -- loading
+
+
+@torch.no_grad()
+def load_checkpoint(
+    model: nn.Module,
+    path: str | PathLike[str],
+    *,
+    act: Act | None = None,
+    device: torch.device | str | None = None,
+    ignore: Sequence[str] = (),
+) -> Checkpoint:
+    """Load a model from a folder, lowbit's own or another library's; returns the opened checkpoint.
+
+    model    built as for float weights, on the meta device say: linear layers that are quantized in the files become
+             `LowbitLinear`s, and the other tensors are assigned in the type that they have in the files
+    act      type of the inputs of quantized layers; None: what they were saved for, or the dtype of config.json
+    device   where to load; None: where the model's tensors are, or the CPU if they are on meta
+    ignore   patterns of names of tensors in the files that the model does not need, such as "*.k_scale"
+
+    Raises CheckpointError for a tensor that is missing, left over, damaged, or of another shape than the model's; it
+    names the file and the layer, and leaves the model as it was.
+    """
+    checkpoint = open_checkpoint(path)
+    layers = {name: _layer(model, checkpoint, name, act, device) for name in checkpoint.modules}
+    places = {name: _places(model, name) for name in layers}
+    replaced = tuple(f"{place}." for names in places.values() for place in names)
+    wanted = {name: t for name, t in model.state_dict(keep_vars=True).items() if not name.startswith(replaced)}
+    dense = _dense(checkpoint, wanted, device, ignore)
+    for name, layer in layers.items():
+        for place in places[name]:
+            model.set_submodule(place, layer.train(model.get_submodule(place).training))
+    model.load_state_dict(dense, strict=False, assign=True)
+    return checkpoint
+
+
+def _layer(
+    model: nn.Module, checkpoint: Checkpoint, name: str, act: Act | None, device: torch.device | str | None
+) -> LowbitLinear:
+    """Returns the layer that takes the place of a model's linear layer."""
+    folder, old = checkpoint.tensors.folder, dict(model.named_modules(remove_duplicate=False)).get(name)
+    if not isinstance(old, nn.Linear) or not name:
+        found = "the model has no such layer" if old is None else f"{type(old).__name__} in the model"
+        raise CheckpointError(f"{folder}: {name!r} is quantized, but {found}")
+    packed = checkpoint.load(name, act)
+    spec, has_bias = packed.spec, old.bias is not None
+    if (spec.n, spec.k, spec.bias) != (old.out_features, old.in_features, has_bias):
+        biases = {True: "a bias", False: "no bias"}
+        raise CheckpointError(
+            f"{folder}: {name} is {spec.n} x {spec.k} with {biases[spec.bias]}, "
+            f"but {old.out_features} x {old.in_features} with {biases[has_bias]} in the model"
+        )
+    place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0))
+    return LowbitLinear.from_packed(packed.to(device or _home(place)))
+
+
+def _places(model: nn.Module, name: str) -> list[str]:
+    """Returns all names by which a model holds a module."""
+    module = model.get_submodule(name)
+    return [other for other, found in model.named_modules(remove_duplicate=False) if found is module]
+
+
+def _dense(
+    checkpoint: Checkpoint, wanted: Mapping[str, Tensor], device: torch.device | str | None, ignore: Sequence[str]
+) -> dict[str, Tensor]:
+    """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes."""
+    names = [name for name in checkpoint.dense if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+    tied = {id(t) for name in names if (t := wanted.get(name)) is not None}
+    folder = checkpoint.tensors.folder
+    if left_over := [name for name in names if name not in wanted]:
+        raise CheckpointError(f"{folder} has {_some(left_over)}, which the model has not; ignore= leaves tensors out")
+    if missing := [name for name, t in wanted.items() if id(t) not in tied]:
+        raise CheckpointError(f"{folder} has no {_some(missing)}, which the model needs")
+    read = {id(wanted[name]): _read(checkpoint, name, wanted[name], device) for name in names}
+    return {name: read[id(t)] for name, t in wanted.items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _read(checkpoint: Checkpoint, name: str, old: Tensor, device: torch.device | str | None) -> Tensor:
+    """Returns a tensor of the files for the place of one of the model."""
+    t = checkpoint.tensors[name]
+    if t.shape != old.shape or t.is_floating_point() != old.is_floating_point():
+        given, needed = (f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (t, old))
+        raise CheckpointError(f"{checkpoint.tensors.path(name)}: {name} is {given}, but {needed} in the model")
+    moved = t.to(device or _home(old))
+    return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
+
+
+def _home(t: Tensor) -> torch.device:
+    return torch.device("cpu") if t.is_meta else t.device

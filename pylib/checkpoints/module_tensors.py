@@ -1,0 +1,83 @@
+"""The tensors and the configuration of one module of a checkpoint, looked at before they are used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import CheckpointError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+LONGEST_JSON = 1 << 16  # bytes of JSON in a tensor
+
+
+class ModuleTensors:
+    """What a format's reader is given. All methods raise CheckpointError.
+
+    config    the quantization_config of the model
+    tensors   the tensors of the module by their names in it: "qweight", "weight.absmax"
+    """
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.config = config
+        self.tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, dtypes: torch.dtype | Sequence[torch.dtype], ndim: int) -> Tensor:
+        """Returns a tensor, of one of these types and with so many dimensions."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{name} is missing; there are {', '.join(sorted(self.tensors)) or 'no tensors'}")
+        t, allowed = self.tensors[name], (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+        if t.dtype not in allowed or t.ndim != ndim:
+            kinds = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
+            raise CheckpointError(f"{name} must be {kinds} with {ndim} dimensions, not {t.dtype} {list(t.shape)}")
+        if not t.numel():
+            raise CheckpointError(f"{name} is empty: {list(t.shape)}")
+        return t
+
+    def floats(self, name: str, ndim: int) -> Tensor:
+        """Returns a tensor of f16, bf16 or f32."""
+        return self.take(name, FLOATS, ndim)
+
+    def bias(self) -> Tensor | None:
+        """Returns the bias [n], where the module has one."""
+        return self.floats("bias", 1) if "bias" in self else None
+
+    def number(self, name: str) -> int:
+        """Returns an integer of the configuration."""
+        value = self.config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise CheckpointError(f"the quantization_config has {name}={value!r}; it must be an integer")
+        return value
+
+    def choice(self, name: str, allowed: Sequence[Any], default: Any = None) -> Any:
+        """Returns an entry of the configuration, or the default if there is none."""
+        value = self.config.get(name, default)
+        if value not in allowed:
+            known = ", ".join(map(repr, allowed))
+            raise CheckpointError(f"the quantization_config has {name}={value!r}; what can be read is {known}")
+        return value
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Returns the JSON dictionary that a tensor of bytes holds."""
+        t = self.take(name, torch.uint8, 1)
+        found: Any = None
+        if len(t) <= LONGEST_JSON:
+            with suppress(ValueError, RecursionError):
+                found = json.loads(bytes(t.tolist()))
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{name} must hold a JSON dictionary of at most {LONGEST_JSON} bytes")
+        return cast(dict[str, Any], found)
+
+
+def check_shape(name: str, t: Tensor, shape: Sequence[int], of: str) -> None:
+    """Raises CheckpointError unless a tensor has the shape that others imply."""
+    if list(t.shape) != list(shape):
+        raise CheckpointError(f"{name} must be {list(shape)} beside {of}, not {list(t.shape)}")

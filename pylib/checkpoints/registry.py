@@ -1,0 +1,80 @@
+"""The formats that can be read, by the quant_method of a model's quantization_config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor
+
+from lowbit.dialect.errors import CheckpointError, LowbitError
+from lowbit.dialect.spec import Act
+from lowbit.pylib.checkpoints.formats import awq, bitsandbytes, compressed_tensors, fp8, gpt_oss, gptq, hqq
+from lowbit.pylib.checkpoints.formats.format import Format
+from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
+from lowbit.pylib.packed import PackedWeight
+
+FORMATS: dict[str, Format] = {
+    "awq": awq.FORMAT,
+    "bitsandbytes": bitsandbytes.FORMAT,
+    "compressed-tensors": compressed_tensors.FORMAT,
+    "fp8": fp8.FORMAT,
+    "gptq": gptq.FORMAT,
+    "hqq": hqq.FORMAT,
+    "mxfp4": gpt_oss.FORMAT,
+}
+
+
+def format_of(quantization_config: Mapping[str, Any]) -> Format:
+    """Returns the format of a checkpoint whose config.json has this quantization_config.
+
+    Raises CheckpointError for a method that is none of FORMATS.
+    """
+    config = cast(object, quantization_config)
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if not isinstance(method, str) or method not in FORMATS:
+        raise CheckpointError(f"quant_method={method!r} can't be imported; what can is {', '.join(FORMATS)}")
+    return FORMATS[method]
+
+
+def import_weight(
+    quantization_config: Mapping[str, Any], tensors: Mapping[str, Tensor], act: Act = "f16"
+) -> PackedWeight:
+    """Returns a quantized linear layer of another library's checkpoint as a packed weight, without loss.
+
+    quantization_config   the entry of this name in the model's config.json, as a dictionary
+    tensors               the tensors of the layer by their names after the layer's: "qweight", "scales" ...
+    act                   type of the inputs, "f16" or "bf16"
+
+    The bias is the layer's, rounded to `act`. Raises CheckpointError for tensors that are missing, that contradict each
+    other or the configuration, or that no kernel can read.
+    """
+    with _as_checkpoint_error():
+        return format_of(quantization_config).read(ModuleTensors(quantization_config, tensors)).pack(act)
+
+
+def import_experts(
+    quantization_config: Mapping[str, Any], tensors: Mapping[str, Tensor], act: Act = "f16"
+) -> list[PackedWeight]:
+    """Returns the weights of all experts of a layer whose tensors have a first dimension for the expert (gpt-oss).
+
+    The arguments are those of `import_weight`.
+    """
+    counts = {t.shape[0] if t.ndim else 0 for t in tensors.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise CheckpointError(f"tensors must have one first dimension, the expert's, but have {sorted(counts)}")
+    (count,) = counts
+    each = ({name: t[expert] for name, t in tensors.items()} for expert in range(count))
+    return [import_weight(quantization_config, expert, act) for expert in each]
+
+
+@contextmanager
+def _as_checkpoint_error() -> Iterator[None]:
+    """Lets a weight that no spec describes, or that can't be packed, be an error of the checkpoint."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except LowbitError as error:
+        raise CheckpointError(str(error)) from error

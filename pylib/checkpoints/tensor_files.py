@@ -1,0 +1,119 @@
+"""The tensors of a folder of safetensors files, read when they are asked for.
+
+The safetensors library checks that the header of a file is sound and maps the file into memory: a tensor takes memory
+when its values are used. What a folder's own JSON files say is checked here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lowbit.dialect.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+LONGEST_JSON = 1 << 27  # bytes; the index of a model of 100,000 tensors takes 10 MB
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name. Looking one up reads it.
+
+    folder    where the files are
+    files     the file of each tensor
+    metadata  what the files say of themselves, taken together
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path.parent if path.is_file() else path
+        self.metadata: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        self.files: dict[str, str] = {}
+        for file, listed in _files(path).items():
+            opened = self._opened(file)
+            names = set(opened.keys())
+            if listed is not None and (missing := listed - names):
+                raise CheckpointError(f"{self.folder / file} has no {min(missing)}, which {INDEX} says it has")
+            self.files |= dict.fromkeys(sorted(names if listed is None else listed), file)
+            self.metadata |= opened.metadata() or {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self.files[name]
+        try:
+            return cast(Tensor, self._opened(file).get_tensor(name))
+        except (SafetensorError, RuntimeError, OSError, ValueError) as error:
+            raise CheckpointError(f"{self.folder / file}: {name} can't be read: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def path(self, name: str) -> Path:
+        """Returns the file that a tensor is in."""
+        return self.folder / self.files[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor, without reading it."""
+        return tuple(self._opened(self.files[name]).get_slice(name).get_shape())
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{self.folder / file} is no sound safetensors file: {error}") from error
+        return self._open[file]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the dictionary in a JSON file. Raises CheckpointError if there is none."""
+    try:
+        if file.stat().st_size > LONGEST_JSON:
+            raise CheckpointError(f"{file} is longer than {LONGEST_JSON >> 20} MiB")
+        found: object = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} can't be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} must hold a JSON dictionary")
+    return cast(dict[str, Any], found)
+
+
+def _files(path: Path) -> dict[str, set[str] | None]:
+    """Returns the files of a checkpoint with the tensors that the index says are in them; None without an index."""
+    if path.is_file():
+        return {path.name: None}
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder and no file")
+    if (path / INDEX).exists():
+        return _indexed(path / INDEX)
+    files = [SINGLE] if (path / SINGLE).exists() else sorted(file.name for file in path.glob("*.safetensors"))
+    if len(files) == 1:
+        return {files[0]: None}
+    if files:
+        raise CheckpointError(f"{path} has {len(files)} safetensors files, but no {INDEX}; name one of them")
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
+    hint = f"; {pickles[0]} is a pickle, which could run anything: convert it to safetensors" if pickles else ""
+    raise CheckpointError(f"{path} has no safetensors file{hint}")
+
+
+def _indexed(index: Path) -> dict[str, set[str] | None]:
+    """Returns the files that an index names, which must lie beside it, each with its tensors."""
+    weights = read_json(index).get("weight_map")
+    found: dict[str, set[str] | None] = {}
+    for name, file in weights.items() if isinstance(weights, dict) else ():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index} says that {name} is in {file!r}, which is no safetensors file beside it")
+        cast(set[str], found.setdefault(file, set())).add(name)
+    if not found:
+        raise CheckpointError(f"{index} has no weight_map from names to files")
+    return found

@@ -1,0 +1,230 @@
+"""Whole models in files: what is saved is loaded, and whatever is wrong is an error that leaves the model alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import lowbit
+from lowbit import CheckpointError
+from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
+
+FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
+
+
+class Block(nn.Module):
+    """A tied embedding, two layers that are one, a bias, a norm and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 64)
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64, bias=False)
+        self.again = self.down
+        self.lm_head = nn.Linear(64, 40, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("step", torch.tensor(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.down(self.up(self.norm(self.embed(tokens))))
+        return self.lm_head(x)
+
+
+@pytest.fixture
+def model() -> Block:
+    torch.manual_seed(0)
+    block = Block().bfloat16().eval()
+    lowbit.quantize_(block, lowbit.QuantConfig("u4", group_size=32))
+    return block
+
+
+def on_meta() -> Block:
+    with torch.device("meta"):
+        return Block().bfloat16()
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+@pytest.mark.parametrize("most", [1 << 30, 3000])
+def test_save_and_load(model: Block, tmp_path: Path, most: int) -> None:
+    lowbit.save_checkpoint(model, tmp_path, most)
+    loaded = on_meta()
+    checkpoint = lowbit.load_checkpoint(loaded, tmp_path)
+    assert set(checkpoint.modules) == {"up", "down"} and checkpoint.format is None
+    assert torch.equal(loaded(TOKENS), model(TOKENS))
+    assert loaded.lm_head.weight is loaded.embed.weight and loaded.again is loaded.down
+    assert int(loaded.step) == 3 and isinstance(loaded.up, lowbit.LowbitLinear)
+    files = sorted(file.name for file in tmp_path.iterdir())
+    if most > 1 << 20:
+        assert files == [SINGLE]
+    else:
+        assert len(files) > 3 and files[-1] == INDEX
+        assert all(sum(t.nbytes for t in load_file(file).values()) <= 5120 for file in tmp_path.glob("*.safetensors"))
+    assert len(load_file(tmp_path / files[0])) <= len(checkpoint.tensors)
+
+
+def test_files_are_those_that_transformers_reads(model: Block, tmp_path: Path) -> None:
+    """One file of the names of the state dictionary, less those that are tied; or shards with an index."""
+    lowbit.save_checkpoint(model, tmp_path / "one")
+    state = model.state_dict()
+    saved = load_file(tmp_path / "one" / SINGLE)
+    assert state.keys() - saved.keys() == {"lm_head.weight", *(name for name in state if name.startswith("again."))}
+    assert all(torch.equal(t, state[name]) for name, t in saved.items())
+    lowbit.save_checkpoint(model, tmp_path / "many", 3000)
+    index = json.loads((tmp_path / "many" / INDEX).read_text())
+    assert index["weight_map"].keys() == saved.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in saved.values())
+
+
+def test_where_a_checkpoint_is_already(model: Block, tmp_path: Path) -> None:
+    lowbit.save_checkpoint(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"has a model.safetensors already; remove it"):
+        lowbit.save_checkpoint(model, tmp_path)
+
+
+def test_one_weight_at_a_time(model: Block, tmp_path: Path) -> None:
+    lowbit.save_checkpoint(model, tmp_path)
+    checkpoint = lowbit.open_checkpoint(tmp_path / SINGLE)
+    assert set(checkpoint.dense) == {"embed.weight", "norm.weight", "norm.bias", "step"}
+    packed = checkpoint.load("up")
+    assert packed.spec == model.up.spec and torch.equal(packed.codes, model.up.codes)
+    assert checkpoint.load("down", act="f16").spec.act == "f16"
+    with pytest.raises(CheckpointError, match=r"no quantized layer 'upp'; did you mean 'up'\?"):
+        checkpoint.load("upp")
+
+
+def linear_model(n: int, k: int, bias: bool = True) -> nn.Module:
+    """A model with one linear layer, called as in the fixtures."""
+    inner: nn.Module = nn.Linear(k, n, bias=bias, dtype=torch.float16)
+    for name in ("up_proj", "mlp", "0", "layers", "model"):
+        outer = nn.Module()
+        outer.add_module(name, inner)
+        inner = outer
+    return inner
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq", "ct-pack-4", "hqq-4", "bnb-nf4"])
+def test_load_another_library(name: str) -> None:
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    ((layer, weight),) = expected.items()
+    model = linear_model(*weight.shape)
+    lowbit.load_checkpoint(model, FIXTURES / name)
+    loaded = model.get_submodule(layer.removesuffix(".weight"))
+    assert isinstance(loaded, lowbit.LowbitLinear)
+    assert torch.equal(loaded.dequantize(), weight.half())
+
+
+# -- what is wrong
+
+
+def unchanged(model: nn.Module, folder: Path, message: str) -> None:
+    """Asserts that loading is an error with this message, and leaves the model as it was."""
+    before, modules = dict(model.state_dict(keep_vars=True)), dict(model.named_modules())
+    with pytest.raises(CheckpointError, match=message):
+        lowbit.load_checkpoint(model, folder)
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == before.keys() and all(after[name] is t for name, t in before.items() if "extra" not in name)
+    assert dict(model.named_modules()) == modules
+
+
+def edit(folder: Path, name: str, tensor: Tensor | None) -> None:
+    """Puts a tensor into a checkpoint, or takes it out."""
+    tensors = load_file(folder / SINGLE)
+    tensors = {**tensors, name: tensor} if tensor is not None else {k: t for k, t in tensors.items() if k != name}
+    save_file({key: t.clone() for key, t in tensors.items()}, folder / SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("norm.bias", None, "has no norm.bias, which the model needs"),
+        ("norm.more", torch.ones(2), "has norm.more, which the model has not; ignore= leaves tensors out"),
+        ("norm.bias", torch.ones(3), r"safetensors: norm.bias is float32 \[3\], but bfloat16 \[64\] in the model"),
+        ("norm.bias", torch.ones(64, dtype=torch.int8), r"norm.bias is int8 \[64\], but bfloat16 \[64\] in the model"),
+        ("up.scales", None, "model.safetensors: up: tensors must be codes, scales, .*; got"),
+        ("up.codes", torch.zeros(3, dtype=torch.int32), r"model.safetensors: up: packed codes must be torch.int32 \("),
+        ("up._extra_state", torch.zeros(3, dtype=torch.uint8), "model.safetensors: up: 'spec' is not what state_dict"),
+        ("up.codes", None, "model.safetensors: up: tensors must be codes, scales, .*; got"),
+    ],
+)
+def test_wrong_tensors(model: Block, tmp_path: Path, name: str, tensor: Tensor | None, message: str) -> None:
+    lowbit.save_checkpoint(model, tmp_path)
+    edit(tmp_path, name, tensor)
+    unchanged(Block().bfloat16(), tmp_path, message)
+
+
+def test_tensors_that_the_model_does_not_need(model: Block, tmp_path: Path) -> None:
+    lowbit.save_checkpoint(model, tmp_path)
+    edit(tmp_path, "norm.k_scale", torch.ones(2))
+    loaded = on_meta()
+    lowbit.load_checkpoint(loaded, tmp_path, ignore=["*.k_scale"])
+    assert torch.equal(loaded(TOKENS), model(TOKENS))
+
+
+def test_models_of_other_shapes() -> None:
+    folder, layer = FIXTURES / "gptq-4", "model.layers.0.mlp.up_proj"
+    unchanged(linear_model(32, 64), folder, f"{layer} is 32 x 128 with a bias, but 32 x 64 with a bias in the model")
+    unchanged(linear_model(32, 128, bias=False), folder, "with a bias, but 32 x 128 with no bias in the model")
+    unchanged(nn.Linear(2, 2), folder, f"'{layer}' is quantized, but the model has no such layer")
+    model = linear_model(32, 128)
+    model.set_submodule(layer, nn.Conv1d(2, 2, 1))
+    unchanged(model, folder, "is quantized, but Conv1d in the model")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "../model.safetensors"}, "says that a is in '../model.safetensors', which is no"),
+        ({"a": "/etc/passwd"}, "is no safetensors file beside"),
+        ({"a": "model.bin"}, "is no safetensors file beside"),
+        ({"a": 3}, "is no safetensors file beside"),
+        ({"a": "gone.safetensors"}, "gone.safetensors is no sound safetensors file"),
+        ({"a": SINGLE}, "model.safetensors has no a, which model.safetensors.index.json says it has"),
+        ({}, "has no weight_map from names to files"),
+        ([], "has no weight_map from names to files"),
+    ],
+)
+def test_wrong_index(tmp_path: Path, weight_map: object, message: str) -> None:
+    save_file({"b": torch.ones(2)}, tmp_path / SINGLE)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message):
+        lowbit.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "nope", "[" * 100_000])
+def test_json_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=r"index.json (can't be read as JSON|must hold a JSON dictionary)"):
+        lowbit.open_checkpoint(tmp_path)
+
+
+def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere is no folder and no file"):
+        lowbit.open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"has no safetensors file$"):
+        lowbit.open_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle, which could run anything: convert it"):
+        lowbit.open_checkpoint(tmp_path)
+
+
+def test_a_later_version(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / SINGLE, {"lowbit": "2"})
+    with pytest.raises(CheckpointError, match="has version '2', this reads 1; update lowbit"):
+        lowbit.open_checkpoint(tmp_path)
+
+
+def test_unknown_methods(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "gptq-4", tmp_path, dirs_exist_ok=True)
+    for method in ("quip", None, 3, ["gptq"]):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+        with pytest.raises(CheckpointError, match=r"config.json: quant_method=.* can't be imported; what can is awq, "):
+            lowbit.open_checkpoint(tmp_path)
