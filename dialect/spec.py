@@ -53,6 +53,8 @@ class MatmulSpec:
     bias        whether bias[n] is added
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
     row_scales  whether every row has an f32 scale besides those of its groups: NVFP4's scale per tensor, say
+    permuted    whether columns are stored in another order than x's, which the weight says (GPTQ's act-order): column j
+                of codes and groups is W[:, permutation[j]]
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -70,6 +72,7 @@ class MatmulSpec:
     bias: bool = False
     table: tuple[float, ...] | None = None
     row_scales: bool = False
+    permuted: bool = False
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
@@ -82,6 +85,7 @@ class MatmulSpec:
             bias=_boolean("bias", self.bias),
             table=None if self.table is None else _floats(self.table),
             row_scales=_boolean("row_scales", self.row_scales),
+            permuted=_boolean("permuted", self.permuted),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -163,6 +167,7 @@ class MatmulSpec:
             offset=self.offset_kind,
             row_scale="f32" if self.row_scales else None,
             bias=self.out_dtype if self.bias else None,
+            permutation="i32" if self.permuted else None,
         )
 
     @cached_property
@@ -197,9 +202,9 @@ class MatmulSpec:
     def __str__(self) -> str:
         group = "row" if self.group_size is None else str(self.group_size)
         zeros = {"none": "", "offset": ", offsets"}.get(self.zeros, f", {self.zeros} zeros")
-        rows = ", row scales" if self.row_scales else ""
+        others = (", row scales" if self.row_scales else "") + (", permuted" if self.permuted else "")
         bias = " + bias" if self.bias else ""
-        weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}{rows}"
+        weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}{others}"
         return f"{weight}: {self.act} -> {self.out_dtype}{bias}"
 
 

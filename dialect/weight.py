@@ -13,8 +13,8 @@ from typing import Literal
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS, Packing
 
-Role = Literal["codes", "scale", "zero", "offset", "bias"]
-Index = Literal["element", "group", "row", "padded_row"]
+Role = Literal["codes", "scale", "zero", "offset", "bias", "permutation"]
+Index = Literal["element", "group", "row", "padded_row", "column"]
 Storage = Literal["i32", "u8", "f16", "bf16", "f32", "e8m0", "e4m3"]
 
 
@@ -24,12 +24,13 @@ class TensorSlot:
 
     name      what `pack`, saved weights and kernels call it
     role      what its numbers mean: codes are decoded, a scale multiplies, a zero is subtracted from the decoded code,
-              an offset is added to the scaled code, and a bias is added to the output
-    index     what has one number: an element of the weight, a group of a row, or a row; of padded rows there are whole
-              blocks of 16 in memory
+              an offset is added to the scaled code, and a bias is added to the output; a permutation says which
+              column of x meets a column of codes
+    index     what has one number: an element of the weight, a group of a row, a row, or a column; of padded rows there
+              are whole blocks of 16 in memory
     storage   the type of a number in memory; integer zeros (u8) are stored less the least value of the format
     shape     in memory
-    given     the shape in which `pack` takes it: [n, k], [n, groups] or [n]; a scale per row also as one number
+    given     the shape in which `pack` takes it: [n, k], [n, groups], [n] or [k]; a scale per row also as one number
     """
 
     name: str
@@ -53,6 +54,7 @@ class TensorSlot:
             "group": (packing.scales_shape, (n, k // group)),
             "row": ((n,), (n,)),
             "padded_row": ((packing.row_blocks * ROWS,), (n,)),
+            "column": ((k,), (k,)),
         }[index]
         return TensorSlot(name, role, index, storage, shape, given)
 
@@ -64,6 +66,7 @@ def weight_tensors(
     offset: Storage | None = None,
     row_scale: Storage | None = None,
     bias: Storage | None = None,
+    permutation: Storage | None = None,
 ) -> tuple[TensorSlot, ...]:
     """Returns the slots of a weight, codes first, in the order in which operators and kernels take them.
 
@@ -76,6 +79,7 @@ def weight_tensors(
         ("offsets", "offset", "group", offset),
         ("row_scales", "scale", "padded_row", row_scale),
         ("bias", "bias", "row", bias),
+        ("permutation", "permutation", "column", permutation),  # the last, as no kernel takes it
     ]
     return tuple(
         TensorSlot.of(packing, name, role, index, storage) for name, role, index, storage in tensors if storage

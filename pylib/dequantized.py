@@ -19,11 +19,13 @@ from lowbit.pylib.memory_order import unpack_codes, unpack_groups
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weight_values import CHECKED, least
 
+_SCALING = ("group", "padded_row")
+
 
 def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Returns W [n, k] of the packed tensors, computed in f32."""
     # f32 holds all numbers that a weight has.
-    have = {name: numbers(spec, name, tensors).float() for name in tensors if name not in ("codes", "bias")}
+    have = {slot.name: numbers(spec, slot.name, tensors).float() for slot in spec.tensors if slot.index in _SCALING}
     row, scale, zero, offset = (have.get("row_scales"), have["scales"], have.get("zeros"), have.get("offsets"))
     if row is not None:
         scale, offset = row * scale, None if offset is None else row * offset
@@ -36,7 +38,12 @@ def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dty
         if offset is not None:
             grouped = grouped + offset[rows, :, None]
         result[rows] = grouped.view(values.shape).to(dtype)
-    return result
+    return in_order_of_x(result, tensors["permutation"]) if spec.permuted else result
+
+
+def in_order_of_x(w: Tensor, permutation: Tensor) -> Tensor:
+    """Returns the columns of w, which are stored permuted, in the order of x."""
+    return torch.empty_like(w).index_copy_(1, permutation.long(), w)
 
 
 def decoded(spec: MatmulSpec, codes: Tensor, values: np.ndarray) -> Iterator[tuple[slice, Tensor]]:

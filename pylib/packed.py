@@ -113,6 +113,11 @@ class PackedWeight(Mapping[str, Tensor]):
         return self.get("row_scales")
 
     @property
+    def permutation(self) -> Tensor | None:
+        """int32 [k]: the column of x that meets each column of codes; None where they are in order."""
+        return self.get("permutation")
+
+    @property
     def bias(self) -> Tensor | None:
         """[n] in the out type; None without bias."""
         return self.get("bias")
@@ -167,7 +172,7 @@ class PackedWeight(Mapping[str, Tensor]):
         return None if self.row_scales is None else self.row_scales[: self.spec.n].clone()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weight [n, k] on its device, computed in f32 and rounded to `dtype` at the end.
+        """Returns the weight [n, k], columns in the order of x, computed in f32 and rounded to `dtype` at the end.
 
         This is the definition of the values, operation by operation: s (q - z) is a difference and then a product,
         s q + o a product and then a sum, each rounded to f32; a scale per row is multiplied to s and to o before that.
@@ -216,7 +221,8 @@ def pack(
     scales  floats [n, groups], for group_size=None also [n]; rounded to the spec's scale type
     zeros   [n, groups]: for "int" integers in lo..lo+spec.zero_span, lo the format's least value; for "float" floats
     bias    floats [n], rounded to the out type
-    others  by name, where the spec has more tensors: offsets [n, groups], floats; row_scales, floats [n] or one number
+    others  by name, where the spec has more tensors: offsets [n, groups], floats; row_scales, floats [n] or one number;
+            permutation [k], integers: column j of codes, scales, zeros and offsets is for column permutation[j] of x
 
     Raises PackError for a wrong shape, type or device, a code out of range, a value that is not finite or
     overflows, an e8m0 scale that is no power of two, and tensors that are missing or not in the spec.
@@ -226,7 +232,7 @@ def pack(
     slots = {slot.name: slot for slot in spec.tensors}
     for name, tensor in given.items():
         if tensor is not None and name not in slots:
-            setting = "zeros='offset'" if name == "offsets" else f"{name}="
+            setting = {"offsets": "zeros='offset'", "permutation": "permuted="}.get(name, f"{name}=")
             raise PackError(f"({spec}) has no {name}; drop {name} or set {setting} in the spec")
     values: dict[str, Tensor] = {}
     for name, slot in slots.items():

@@ -37,10 +37,13 @@ def dequantize(
     """W[n, k] = scale * (decode(code) - zero) + offset, exact but for float64's rounding; NaN and inf as in IEEE.
 
     others: more tensors of the spec by name, of which scales multiply, too; scales of rows multiply offsets as well
+
+    Columns are in the order of x.
     """
     scale, zero = _scale(spec, scales, others), _spread(spec, zeros)
     with np.errstate(invalid="ignore"):
-        return scale * (_decode(spec, codes) - zero) + _offset(spec, others)
+        w = scale * (_decode(spec, codes) - zero) + _offset(spec, others)
+    return w[:, np.argsort(_f64(others["permutation"]))] if spec.permuted else w
 
 
 def matmul(
@@ -88,13 +91,15 @@ def tolerance(
     (`KernelPlan.rounds_zeros`). What that changes is known: with v the weight so rounded, |sum_k x s (v - (value -
     z))|. With dequantized, s * z is rounded, too: u s |z|.
     """
+    y = matmul(spec, x, codes, scales, zeros, bias, **others)
     scale, zero, offset = _scale(spec, scales, others), _spread(spec, zeros), _offset(spec, others)
+    if spec.permuted:
+        x = _f64(x)[:, _f64(others["permutation"]).astype(int)]
     error = _accumulated(spec, x, codes, scale, zero, dequantized, rounded_zeros)
     if offset.any():
         error += _offset_error(spec, x, offset, dequantized)
     if dequantized:
         error += _least_error(spec, x, others)
-    y = matmul(spec, x, codes, scales, zeros, bias, **others)
     y = np.where(np.isfinite(y), np.abs(y), 0.0)
     unit, least = ROUNDING[spec.out_dtype]
     return error + unit * (y + error) + least
@@ -180,6 +185,8 @@ def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> d
     for slot in _slots(spec, "scale"):
         drawn[slot.name] = _draw_scales(rng, slot, typical)
         typical = 1.0  # of scales beyond the first
+    for slot in _slots(spec, "permutation"):
+        drawn[slot.name] = torch.from_numpy(rng.permutation(spec.k))
     for slot in _slots(spec, "bias"):
         drawn[slot.name] = torch.from_numpy(rng.standard_normal(slot.given)).to(TORCH[slot.storage])
     return drawn

@@ -28,6 +28,8 @@ def part_of(spec: MatmulSpec, dim: int, index: int, count: int) -> MatmulSpec:
     if dim == 0:
         _check_size("n", spec.n, count, ROWS)
         return replace(spec, n=spec.n // count)
+    if spec.permuted:
+        raise PackError("columns of a permuted weight can't be cut: its parts would need all of x; cut rows, dim=0")
     _check_size("k", spec.k, count, _column_step(spec))
     return replace(spec, k=spec.k // count, bias=spec.bias and index == 0)
 
@@ -36,6 +38,8 @@ def cut(slot: TensorSlot, tensor: Tensor, dim: int, index: int, count: int) -> T
     """Returns the part of a tensor, in memory of its own."""
     if dim == 1 and (slot.index in ("row", "padded_row") or (slot.index == "group" and tensor.shape[1] == 1)):
         return tensor.clone()  # one number per row is for all columns
+    if slot.index == "column":
+        return tensor.clone()
     size = tensor.shape[dim] // count
     return tensor.narrow(dim, index * size, size).clone()
 

@@ -18,6 +18,7 @@ from lowbit.pylib.memory_order import pack_codes, pack_groups, unpack_codes
 from lowbit.pylib.torch_types import TORCH, stored_type
 
 E4M3_OVERFLOW = 464.0  # the tie between 448, the largest, and 480, the first that is not there
+_SHAPES = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]", "column": "[k]"}
 CHECKED = 1 << 20  # numbers per step of a check: what it takes in memory does not grow with the weight
 
 
@@ -39,7 +40,7 @@ def as_tensor(slot: TensorSlot, given: object) -> Tensor:
     if slot.index == "padded_row" and given.numel() == 1:
         given = given.reshape(1).expand(shape)
     if list(given.shape) != shape:
-        what = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]"}[slot.index]
+        what = _SHAPES[slot.index]
         hint = "; transpose it" if list(given.shape) == shape[::-1] else ""
         raise PackError(f"{name} must be {what} = {shape}, not {list(given.shape)}{hint}")
     return given.detach().resolve_neg()
@@ -51,6 +52,10 @@ def to_memory(spec: MatmulSpec, slot: TensorSlot, values: Tensor) -> Tensor:
     if slot.role == "codes":
         _check_codes(values, low, low + spec.dtype.codes - 1)
         return pack_codes(spec.packing, values, -low)
+    if slot.role == "permutation":
+        _check_integer(slot.name, values, "int()")
+        _check_permutation(values.long())
+        return values.to(torch.int32, copy=True)
     if slot.storage == "u8":
         stored = _integers(values, slot.name, low, low + spec.zero_span)
     else:
@@ -65,6 +70,9 @@ def check_stored(spec: MatmulSpec, slot: TensorSlot, stored: Tensor) -> None:
     """Raises PackError where a packed tensor holds values that `to_memory` never gives and kernels can't multiply."""
     if slot.role == "codes":
         _check_padding(spec, stored)
+        return
+    if slot.role == "permutation":
+        _check_permutation(stored.long())
         return
     wrong, rule = _unfit(spec, slot.storage)
     for first, part in _parts(stored):
@@ -108,6 +116,15 @@ def _check_padding(spec: MatmulSpec, codes: Tensor) -> None:
         rows = replace(packing, n=min(ROWS * len(part), packing.n - ROWS * first))
         if not torch.equal(pack_codes(rows, unpack_codes(rows, part)), part):
             raise PackError("saved codes hold bits where there is padding; the file is damaged, or pack again")
+
+
+def _check_permutation(columns: Tensor) -> None:
+    """Raises PackError unless every column is there once."""
+    k = len(columns)
+    outside = (columns < 0) | (columns >= k)
+    _reject("permutation", columns, outside, f"must be in 0..{k - 1}; it is the column of x that meets this column")
+    times = torch.bincount(columns, minlength=k)
+    _reject("permutation", columns, times[columns] > 1, "is there twice; every column must be there once")
 
 
 def least(spec: MatmulSpec) -> int:

@@ -80,6 +80,7 @@ _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "bias": (bool, False, "Add a bias."),
     "table": (str | None, None, "The values of a lut<b> format, separated by commas."),
     "row_scales": (bool, False, "Scale every row, too."),
+    "permuted": (bool, False, "Columns are in another order than x's."),
 }  # fmt: skip
 
 

@@ -110,11 +110,19 @@ def _reason(parent: nn.Module, names: Sequence[str], parts: Sequence[LowbitLinea
         return f"their formats differ: {'; '.join(str(part.spec) for part in parts)}"
     if any(part.codes.device != first.codes.device for part in others):
         return f"they are on {', '.join(str(part.codes.device) for part in parts)}"
+    if first.spec.permuted and not all(_same_order(part, first) for part in others):
+        return "their columns are stored in different orders"
     if any(part.spec.n % ROWS for part in parts[:-1]):
         return f"rows are stored in blocks of {ROWS}, which {', '.join(str(p.spec.n) for p in parts)} cut"
     if hasattr(parent, _fused_name(names)):
         return f"the module has a {_fused_name(names)} already"
     return ""
+
+
+def _same_order(a: LowbitLinear, b: LowbitLinear) -> bool:
+    """Tells whether two permuted layers have the same permutation; on meta nobody knows."""
+    columns = [layer.get_buffer("permutation") for layer in (a, b)]
+    return not columns[0].is_meta and torch.equal(*columns)
 
 
 def _fused_name(names: Sequence[str]) -> str:
@@ -138,7 +146,10 @@ def _fuse(parent: nn.Module, groups: tuple[Group, ...], linears: frozenset[str])
 def _concatenated(parts: Sequence[LowbitLinear]) -> LowbitLinear:
     """Returns a layer with the rows of several, one below the other."""
     spec = replace(parts[0].spec, n=sum(part.spec.n for part in parts))
-    tensors = {slot.name: torch.cat([getattr(part, slot.name) for part in parts]) for slot in spec.tensors}
+    tensors = {
+        slot.name: torch.cat([getattr(part, slot.name) for part in (parts if slot.index != "column" else parts[:1])])
+        for slot in spec.tensors
+    }
     return LowbitLinear(spec, tensors).train(parts[0].training)
 
 

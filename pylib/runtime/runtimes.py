@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from lowbit.pylib import knobs
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.build.kernels import Artifacts
+from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
@@ -63,6 +65,9 @@ def make_runtime(
     spec: MatmulSpec, target: Target, schedule: Schedule | None, *, late_scaling: bool = False
 ) -> Runtime:
     """The runtime for a target. late_scaling: no kernel rounds weights, as `Artifacts` has it; a CPU's never does."""
+    if spec.permuted:
+        in_order = replace(spec, permuted=False)
+        return PermutedRuntime(make_runtime(in_order, target, schedule, late_scaling=late_scaling))
     if target.kind == "cuda":
         return CudaRuntime(spec, target, schedule, late_scaling)
     if target.kind == "emulator":
@@ -328,6 +333,26 @@ class CpuRuntime:
 
     def choices(self) -> KernelChoices:
         raise TargetError("target cpu has one program for every number of rows; choices are those of a GPU target")
+
+
+class PermutedRuntime:
+    """Another runtime for weights whose columns are permuted: it brings x into their order first, once per call.
+
+    A gather can be recorded in a CUDA graph. The kernels are those of the same weight in order.
+    """
+
+    def __init__(self, inner: Runtime) -> None:
+        self._inner = inner
+        self.schedule = inner.schedule
+        self.kernel, self.stages, self.choices = inner.kernel, inner.stages, inner.choices
+
+    def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
+        *in_order, permutation = weight
+        return self._inner.matmul(x.index_select(-1, permutation), in_order)
+
+    def dequantize(self, weight: Tensors) -> Tensor:
+        *in_order, permutation = weight
+        return in_order_of_x(self._inner.dequantize(in_order), permutation)
 
 
 def _check_cpu(target: str, *tensors: Tensor) -> None:

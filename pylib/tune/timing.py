@@ -90,6 +90,8 @@ def random_weight(spec: MatmulSpec, device: str = "cuda") -> PackedWeight:
 def _random_tensor(spec: MatmulSpec, slot: TensorSlot, device: str) -> torch.Tensor:
     if slot.role == "codes":
         return _random_codes(spec, slot, device)
+    if slot.role == "permutation":
+        return torch.randperm(spec.k, device=device).to(torch.int32)
     if slot.storage == "u8":
         return torch.randint(0, spec.dtype.codes, slot.shape, dtype=torch.uint8, device=device)
     if slot.role == "bias":

@@ -1,0 +1,163 @@
+"""Weights whose columns are stored in another order than x's (GPTQ's act-order)."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lowbit
+from lowbit.dialect.errors import PackError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib import reference
+from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.tune.timing import random_weight
+
+SPEC = MatmulSpec(n=40, k=96, weight="u4", group_size=32, zeros="int", bias=True, permuted=True)
+TARGETS = ["cpu", "emulator:sm_80", "emulator:sm_90a"]
+
+
+def problem(spec: MatmulSpec, m: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor], PackedWeight]:
+    x, tensors = reference.random_inputs(spec, m, seed)
+    return x, tensors, pack(spec, **tensors)
+
+
+def test_gptq_with_act_order() -> None:
+    """As its files have it: w[:, i] = s[g_idx[i]] (q[:, i] - z[g_idx[i]]), g_idx in no order."""
+    generator = torch.Generator().manual_seed(0)
+    g_idx = torch.arange(96).remainder(3)[torch.randperm(96, generator=generator)]
+    q = torch.randint(0, 16, (40, 96), generator=generator)
+    s, z = torch.rand(40, 3, generator=generator).half(), torch.randint(1, 17, (40, 3), generator=generator)
+    expected = s.float()[:, g_idx] * (q - z[:, g_idx])
+
+    permutation = g_idx.argsort(stable=True)
+    w = pack(replace(SPEC, bias=False), q[:, permutation], s, z, permutation=permutation)
+    assert torch.equal(w.dequantize(), expected)
+    assert torch.equal(w.unpack(), q[:, permutation].to(torch.uint8))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("m", [0, 1, 9, 300])
+def test_targets(target: str, m: int) -> None:
+    if m == 300 and target == "emulator:sm_90a":
+        m = 100  # the emulator takes its time
+    x, tensors, w = problem(SPEC, m)
+    mm = lowbit.compile(SPEC, target)
+    bound = reference.tolerance(SPEC, x, **tensors, dequantized=m > 8)  # type: ignore[arg-type]
+    expected = reference.matmul(SPEC, x, **tensors)
+    assert reference.agrees(mm(x, w), expected, bound).all()
+    if m:
+        in_order = {**tensors, "permutation": torch.arange(96)}
+        assert not reference.agrees(mm(x, w), reference.matmul(SPEC, x, **in_order), bound).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_dequantize_is_in_the_order_of_x(target: str) -> None:
+    _, tensors, w = problem(SPEC, 1)
+    plain = replace(SPEC, permuted=False)
+    in_order = pack(plain, **{name: t for name, t in tensors.items() if name != "permutation"})
+    stored = lowbit.compile(plain, target).dequantize(in_order)
+    assert torch.equal(lowbit.compile(SPEC, target).dequantize(w)[:, tensors["permutation"]], stored)
+    assert torch.equal(w.dequantize()[:, tensors["permutation"]], in_order.dequantize())
+
+
+def test_kernels_are_those_of_a_weight_in_order() -> None:
+    ptx = [lowbit.compile(spec, "emulator:sm_80").ptx for spec in (SPEC, replace(SPEC, permuted=False))]
+    assert ptx[0] == ptx[1] and "permutation" not in ptx[0]
+
+
+def test_gradient_compiled_and_exported() -> None:
+    spec = replace(SPEC, out="f32")
+    x, _, w = problem(spec, 5)
+    mm = lowbit.compile(spec, "cpu")
+    y = mm(x, w)
+    dx, compiled_dx = (
+        torch.autograd.grad(f(leaf := x.clone().requires_grad_()).square().sum(), leaf)[0]
+        for f in (lambda x: mm(x, w), torch.compile(lambda x: mm(x, w), fullgraph=True, backend="aot_eager"))
+    )
+    expected = 2 * (y - w.bias) @ w.dequantize() + 2 * w.bias @ w.dequantize()  # type: ignore[operator]
+    assert torch.equal(dx, compiled_dx) and torch.allclose(dx.float(), expected, rtol=2**-8, atol=2**-5)
+    layer = LowbitLinear.from_packed(w)
+    program = torch.export.export(layer, (x,)).module()
+    assert torch.equal(program(x), y) and torch.equal(layer(x[0]), mm(x[0], w))
+
+
+def test_layer() -> None:
+    """The permutation is a buffer, which conversions leave alone; an empty layer loads it."""
+    x, _, w = problem(SPEC, 3)
+    layer = LowbitLinear.from_packed(w)
+    empty = LowbitLinear.empty(SPEC, "meta")
+    empty.load_state_dict(layer.state_dict(), assign=True)
+    for other in (copy.deepcopy(layer), layer.half(), empty):
+        assert other.permutation.dtype == torch.int32 and torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_fused_layers_share_their_order(same: bool) -> None:
+    from lowbit.pylib.nn.fuse import _concatenated, _same_order
+
+    spec = replace(SPEC, n=32)
+    x, tensors, w = problem(spec, 3)
+    others = tensors if same else {**tensors, "permutation": tensors["permutation"].flip(0)}
+    parts = [LowbitLinear.from_packed(w), LowbitLinear.from_packed(pack(spec, **others))]
+    assert _same_order(*parts) == same
+    if same:
+        assert torch.equal(_concatenated(parts)(x), torch.cat([part(x) for part in parts], 1))
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from([(None, 40), (16, 5), (48, 3)]), st.sampled_from(["none", "float", "offset"]), st.integers(0, 99)
+)
+def test_cpu(groups: tuple[int | None, int], zeros: Any, seed: int) -> None:
+    group, count = groups
+    spec = MatmulSpec(24, (group or 1) * count, "u3", group, zeros=zeros, permuted=True, row_scales=seed % 2 > 0)
+    x, tensors, w = problem(spec, 7, seed)
+    y = lowbit.compile(spec, "cpu")(x, w)
+    bound = reference.tolerance(spec, x, **tensors)  # type: ignore[arg-type]
+    assert reference.agrees(y, reference.matmul(spec, x, **tensors), bound).all()
+
+
+def test_saved_and_cut() -> None:
+    x, tensors, w = problem(replace(SPEC, n=32), 2)
+    loaded = PackedWeight.from_state_dict(w.state_dict())
+    assert torch.equal(loaded.permutation, tensors["permutation"].int())  # type: ignore[arg-type]
+    rows = [w.shard(0, i, 2) for i in range(2)]
+    ys = [lowbit.compile(part.spec, "cpu")(x, part) for part in rows]
+    assert torch.equal(torch.cat(ys, 1), lowbit.compile(w.spec, "cpu")(x, w))
+    with pytest.raises(PackError, match=r"columns of a permuted weight can't be cut.*; cut rows, dim=0"):
+        w.shard(1, 0, 3)
+    assert sorted(random_weight(SPEC, "cpu")["permutation"].tolist()) == list(range(96))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.float(), r"permutation must be integers, not torch.float32; use .int\(\)"),
+        (lambda p: p[:-1], r"permutation must be \[k\] = \[96\], not \[95\]"),
+        (lambda p: p.where(p != 5, 96), r"permutation\[\d+\] = 96 must be in 0..95"),
+        (lambda p: p.where(p != 5, 6), r"permutation\[\d+\] = 6 is there twice; every column must be there once"),
+        (lambda p: None, "needs permutation; pass permutation="),
+    ],
+)
+def test_what_is_no_permutation(change: Any, message: str) -> None:
+    _, tensors, w = problem(SPEC, 1)
+    wrong = change(tensors["permutation"])
+    with pytest.raises(PackError, match=message):
+        pack(SPEC, **{**tensors, "permutation": wrong})
+    if wrong is not None and len(wrong) == 96 and not wrong.is_floating_point():
+        with pytest.raises(PackError, match=message):
+            PackedWeight.from_state_dict({**w.state_dict(), "permutation": wrong.int()})
+
+
+def test_a_weight_in_order_has_none() -> None:
+    _, tensors, _ = problem(SPEC, 1)
+    with pytest.raises(PackError, match="has no permutation; drop permutation or set permuted= in the spec"):
+        pack(replace(SPEC, permuted=False), **tensors)
