@@ -5,8 +5,13 @@ The files are made by `fixtures/make_checkpoints.py`, which runs the libraries.
 
 from __future__ import annotations
 
+import copy
+import random
+import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lowbit
+from lowbit import CheckpointError
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
 from lowbit.pylib.packed import PackedWeight
@@ -56,7 +62,7 @@ def test_values_are_those_of_the_library(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_can_not_be_imported(name: str) -> None:
-    with pytest.raises(lowbit.CheckpointError, match=f"model.safetensors: model.layers.0.*: {REFUSED[name]}"):
+    with pytest.raises(CheckpointError, match=f"model.safetensors: model.layers.0.*: {REFUSED[name]}"):
         list(weights(name))
 
 
@@ -68,3 +74,95 @@ def test_layers_run(name: str) -> None:
         zeros = None if w.zeros is None else w.unpack_zeros()
         numbers = (x, w.unpack(), w.unpack_scales(), zeros, w.bias)
         assert matmul_is_right(layer(x), w.spec, numbers)
+
+
+# -- damaged files, and configurations that lie
+
+
+SEEDS = {name: i for i, name in enumerate(NAMES)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mutations(name: str) -> None:
+    """Whatever is wrong is a CheckpointError, or gives a weight; it takes little memory."""
+    chance = random.Random(SEEDS[name])
+    checkpoint = open_checkpoint(FIXTURES / name)
+    config, (module,) = checkpoint.config["quantization_config"], checkpoint.modules
+    tensors = {short: checkpoint.tensors[full] for short, full in checkpoint.names_of(module).items()}
+    load = lowbit.import_experts if name == "mxfp4" else lowbit.import_weight
+    refused, used = 0, peak_memory()
+    for _ in range(60):
+        try:
+            load(mutated_config(config, chance), mutated_tensors(tensors, chance), "bf16")
+        except CheckpointError:
+            refused += 1
+    assert refused > 5
+    assert peak_memory() - used < 64 << 20
+
+
+def mutated_tensors(tensors: dict[str, Tensor], chance: random.Random) -> dict[str, Tensor]:
+    """Returns tensors of which one has other bytes, another name, another type or another shape, or is gone."""
+    result = {name: t.clone() for name, t in tensors.items()}
+    name = chance.choice(list(result))
+    t = result[name]
+    match chance.randrange(8):
+        case 0 | 1:
+            data = t.view(-1).view(torch.uint8)
+            for _ in range(chance.randint(1, 4)):
+                data[chance.randrange(len(data))] = chance.choice((0, 0x7F, 0xFF, chance.randrange(256)))
+        case 2:
+            del result[name]
+        case 3:
+            result[name] = result[chance.choice(list(result))]
+        case 4:
+            result[name] = t.view(-1)[: chance.randint(0, t.numel())]
+        case 5:
+            result[name] = t[chance.randint(0, len(t)) :] if t.ndim else t[None]
+        case 6:
+            result[name] = t.to(chance.choice((torch.int32, torch.float16, torch.float32, torch.bool, torch.int64)))
+        case _:
+            result[name] = t.view(torch.uint8) if t.ndim else t
+    return result
+
+
+def mutated_config(config: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """Returns a configuration that half of the time has one other value."""
+    result = copy.deepcopy(config)
+    places = [(result, key) for key in result if key != "quant_method"]
+    for group in result.get("config_groups", {}).values():
+        places += [(group["weights"], key) for key in group["weights"]] + [(group, "weights")]
+    if places and chance.random() < 0.5:
+        place, key = chance.choice(places)
+        place[key] = chance.choice(
+            (0, -1, 1, 3, 4, 64, 1 << 40, 1 << 80, None, "4", [], {}, [0, 0], [1 << 70, 1], 2.5, True)
+        )
+    return result
+
+
+def peak_memory() -> int:
+    """Returns the most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "hqq-3", "mxfp4"])
+def test_damaged_files(name: str, tmp_path: Path) -> None:
+    """A file that is cut short, or has other bytes in its header, is a CheckpointError or gives a weight."""
+    chance, whole = random.Random(1), (FIXTURES / name / "model.safetensors").read_bytes()
+    shutil.copy(FIXTURES / name / "config.json", tmp_path)
+    refused = 0
+    for number in range(200):
+        data = bytearray(whole)
+        if number % 4 == 0:
+            del data[chance.randrange(len(data)) :]
+        else:
+            for _ in range(chance.randint(1, 3)):
+                data[chance.randrange(1000)] = chance.randrange(256)
+        (tmp_path / "model.safetensors").write_bytes(data)
+        try:
+            checkpoint = open_checkpoint(tmp_path)
+            for module in checkpoint.modules:
+                checkpoint.load(module)
+        except CheckpointError as error:
+            assert str(error).startswith(str(tmp_path))
+            refused += 1
+    assert refused > 50

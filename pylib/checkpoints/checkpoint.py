@@ -87,6 +87,10 @@ class Checkpoint:
                 raise CheckpointError("lowbit saves each expert as a layer of its own; use load()")
             return import_experts(self._quantization_config, self._module_tensors(module), act or self._act())
 
+    def names_of(self, module: str) -> dict[str, str]:
+        """Returns the names of a quantized layer's tensors, by what they are called in the layer."""
+        return dict(self._names[module])
+
     def _module_tensors(self, module: str) -> dict[str, Tensor]:
         return {short: self.tensors[name] for short, name in self._names[module].items()}
 
