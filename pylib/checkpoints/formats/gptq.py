@@ -30,7 +30,7 @@ def read(module: ModuleTensors) -> Imported:
     n = qweight.shape[1]
     bits, k = _bits_and_k(module, qweight)
     group = module.number("group_size")
-    group = k if group == -1 else group
+    group = k if group == -1 else min(group, k)
     if group < 1 or scales.shape != (-(-k // group), n):
         raise CheckpointError(f"scales {list(scales.shape)} don't fit {n} x {k} in groups of {group}")
     _check_order(module, k, group)
