@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import matmul_is_right
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,7 +29,6 @@ REFUSED = {
     "hqq-4-axis-0": "axis=0: groups must lie along k",
     "gptq-4-act-order": "g_idx puts columns of one group apart",
     "gptq-3-act-order": "g_idx puts columns of one group apart",
-    "ct-nvfp4": "nvfp4-pack-quantized can't be imported yet",
 }
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
 
@@ -46,18 +44,12 @@ def weights(name: str) -> Iterator[tuple[PackedWeight, Tensor]]:
             yield checkpoint.load(module), expected[f"{module}.weight"]
 
 
-def dense(w: PackedWeight) -> Tensor:
-    """Returns the weight that its numbers stand for, in f32."""
-    tensors = {"scales": w.unpack_scales(), "zeros": w.unpack_zeros()}
-    return torch.from_numpy(reference.dequantize(w.spec, w.unpack(), **tensors)).float()
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_values_are_those_of_the_library(name: str) -> None:
     found = list(weights(name))
     assert found
     for w, expected in found:
-        assert torch.equal(dense(w).to(expected.dtype), expected)
+        assert torch.equal(w.dequantize().to(expected.dtype), expected)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -69,11 +61,27 @@ def test_what_can_not_be_imported(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_layers_run(name: str) -> None:
     for w, _ in weights(name):
-        layer = lowbit.LowbitLinear.from_packed(w)
         x = reference.random_inputs(w.spec, 3)[0]
-        zeros = None if w.zeros is None else w.unpack_zeros()
-        numbers = (x, w.unpack(), w.unpack_scales(), zeros, w.bias)
-        assert matmul_is_right(layer(x), w.spec, numbers)
+        assert is_right(lowbit.LowbitLinear.from_packed(w)(x), w, x)
+
+
+EMULATED = ["gptq-3", "awq", "hqq-4", "bnb-fp4", "ct-pack-5-asym", "ct-int8", "ct-mxfp6", "ct-nvfp4", "fp8-block"]
+
+
+@pytest.mark.parametrize("name", [*EMULATED, "mxfp4", "torchao-int4"])
+def test_kernels_of_a_gpu(name: str) -> None:
+    """One of each kind in the emulator."""
+    w, _ = next(weights(name))
+    x = reference.random_inputs(w.spec, 2)[0]
+    assert is_right(lowbit.compile(w.spec, "emulator:sm_90a")(x, w), w, x)
+
+
+def is_right(y: Tensor, w: PackedWeight, x: Tensor) -> bool:
+    """Tells whether y is the product of x with a weight and its bias, but for the rounding of correct kernels."""
+    values = {"zeros": w.unpack_zeros(), "offsets": w.unpack_offsets(), "row_scales": w.unpack_row_scales()}
+    numbers = {"scales": w.unpack_scales(), "bias": w.bias} | {name: t for name, t in values.items() if t is not None}
+    expected = reference.matmul(w.spec, x, w.unpack(), **numbers)
+    return bool(reference.agrees(y, expected, reference.tolerance(w.spec, x, w.unpack(), **numbers)).all())
 
 
 # -- damaged files, and configurations that lie

@@ -17,18 +17,22 @@ from lowbit.pylib.packed import PackedWeight, pack
 class Imported:
     """A weight [n, k] in the terms of `MatmulSpec` and `pack`.
 
-    weight   element format
-    codes    [n, k]: values of i<b> formats, codes of all others
-    scales   [n, groups], in the type in which they are kept
-    zeros    [n, groups]: integers, or floats of the type of the scales; None without
-    table    of a lut<b>
-    bias     [n]; None without
+    weight       element format
+    codes        [n, k]: values of i<b> formats, codes of all others
+    scales       [n, groups], in the type in which they are kept
+    zeros        [n, groups]: integers, or floats of the type of the scales; None without
+    offsets      [n, groups], in the type of the scales; None without
+    row_scales   [n] or [1]: another factor of each row, in f32; None without
+    table        of a lut<b>
+    bias         [n]; None without
     """
 
     weight: str
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    offsets: Tensor | None = None
+    row_scales: Tensor | None = None
     table: tuple[float, ...] | None = None
     bias: Tensor | None = None
 
@@ -45,16 +49,18 @@ class Imported:
             act=act,
             bias=self.bias is not None,
             table=self.table,
+            row_scales=self.row_scales is not None,
         )
 
     def _zeros(self) -> Zeros:
         if self.zeros is None:
-            return "none"
+            return "none" if self.offsets is None else "offset"
         return "float" if self.zeros.is_floating_point() else "int"
 
     def pack(self, act: Act) -> PackedWeight:
         """Returns the weight as kernels read it. Raises PackError and SpecError where it is none that they can read."""
-        return pack(self.spec(act), self.codes, self.scales, self.zeros, self.bias)
+        others = {"offsets": self.offsets, "row_scales": self.row_scales}
+        return pack(self.spec(act), self.codes, self.scales, self.zeros, self.bias, **others)
 
 
 def _scale_type(scales: Tensor) -> Scale:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError, LowbitError
 from lowbit.dialect.spec import Act
-from lowbit.pylib.checkpoints.formats import awq, bitsandbytes, compressed_tensors, fp8, gpt_oss, gptq, hqq
+from lowbit.pylib.checkpoints.formats import awq, bitsandbytes, compressed_tensors, fp8, gpt_oss, gptq, hqq, torchao
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
 from lowbit.pylib.packed import PackedWeight
@@ -23,6 +23,7 @@ FORMATS: dict[str, Format] = {
     "gptq": gptq.FORMAT,
     "hqq": hqq.FORMAT,
     "mxfp4": gpt_oss.FORMAT,
+    "torchao": torchao.FORMAT,
 }
 
 

@@ -7,7 +7,7 @@
     float-quantized  weight e4m3 [n, k]; weight_scale likewise, or one for each block
     mxfp8            weight e4m3 [n, k]; weight_scale uint8 [n, k / 32], powers of two
     mxfp4, mxfp6     weight_packed uint8, each row a stream of e2m1 or e2m3 codes; weight_scale as for mxfp8
-    nvfp4            weight_packed uint8; weight_scale e4m3 [n, k / 16]; weight_global_scale f32 [1], which divides
+    nvfp4            weight_packed uint8, each row a stream of e2m1 codes; scales as in nvfp4.py
 
 w = (code - zero) * scale. Which of these a module is can be seen from its tensors; the types and bits that are so found
 must be among those of the configuration's groups.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import Block, of_blocks
+from lowbit.pylib.checkpoints.formats import nvfp4
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.formats.gpt_oss import powers_of_two
 from lowbit.pylib.checkpoints.imported import Imported, integers
@@ -116,7 +117,8 @@ def _float8(module: ModuleTensors, weight: Tensor) -> Imported:
 
 def _packed_floats(module: ModuleTensors, packed: Tensor) -> Imported:
     if "weight_global_scale" in module:
-        raise CheckpointError("nvfp4-pack-quantized can't be imported yet")
+        _check_bits(module, "float", 4)
+        return nvfp4.read(module, packed)
     n, size = packed.shape
     groups = module.take("weight_scale", torch.uint8, 2).shape[1]
     bits = size * 8 // (groups * 32)

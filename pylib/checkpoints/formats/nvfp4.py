@@ -1,0 +1,53 @@
+"""NVFP4, as compressed-tensors writes it (compressors/nvfp4/base.py, quantization/lifecycle/forward.py).
+
+    weight_packed         uint8 [n, k / 2]   each row a stream of e2m1 codes
+    weight_scale          e4m3 [n, k / 16]
+    weight_global_scale   f32 [1]            divides all scales
+
+w = code * (scale / global scale) in f32, rounded to bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import CheckpointError
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.pylib.checkpoints.imported import Imported
+from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
+from lowbit.pylib.checkpoints.unpack import from_stream
+
+WEIGHT, GROUP = "f4e2m1", 16
+NEIGHBORS = (0, 1, -1, 2, -2)
+"""Which floats around 1 / divisor are tried, by their distance in units of the last place."""
+
+
+def read(module: ModuleTensors, packed: Tensor) -> Imported:
+    n, k = packed.shape[0], packed.shape[1] * 2
+    scales = module.take("weight_scale", torch.float8_e4m3fn, 2)
+    check_shape("weight_scale", scales, (n, -(-k // GROUP)), f"weight_packed {list(packed.shape)}")
+    divisor = module.take("weight_global_scale", torch.float32, 1)
+    if len(divisor) != 1 or not bool(divisor.isfinite() & (divisor > 0)):
+        raise CheckpointError(f"weight_global_scale={divisor.tolist()[:3]} must be one positive number")
+    codes, factor = from_stream(packed, 4, k), factor_of(scales, divisor)
+    if factor is None:
+        return Imported(WEIGHT, codes, scales.float() / divisor, bias=module.bias())
+    return Imported(WEIGHT, codes, scales, row_scales=factor, bias=module.bias())
+
+
+def factor_of(scales: Tensor, divisor: Tensor) -> Tensor | None:
+    """Returns the factor f32 [1] with which all weights are in bf16 what the division gives; None if there is none.
+
+    1 / divisor is rounded, so that a weight of many may round to another bf16. There are at most 256 scales and eight
+    magnitudes of codes, and so it can be seen whether one does; a neighbor of the factor then mostly serves.
+    """
+    levels = scales.float().unique()
+    values = torch.from_numpy(dtype(WEIGHT).values()[:8]).to(levels)[:, None]
+    expected = (values * (levels / divisor)).bfloat16()
+    bits = (1 / divisor).view(torch.int32)
+    for distance in NEIGHBORS:
+        factor = (bits + distance).view(torch.float32)
+        if torch.equal((values * (levels * factor)).bfloat16(), expected):
+            return factor
+    return None
