@@ -27,8 +27,6 @@ from lowbit.pylib.packed import PackedWeight
 FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
 REFUSED = {
     "hqq-4-axis-0": "axis=0: groups must lie along k",
-    "gptq-4-act-order": "g_idx puts columns of one group apart",
-    "gptq-3-act-order": "g_idx puts columns of one group apart",
 }
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
 
@@ -65,10 +63,13 @@ def test_layers_run(name: str) -> None:
         assert is_right(lowbit.LowbitLinear.from_packed(w)(x), w, x)
 
 
-EMULATED = ["gptq-3", "awq", "hqq-4", "bnb-fp4", "ct-pack-5-asym", "ct-int8", "ct-mxfp6", "ct-nvfp4", "fp8-block"]
+EMULATED = (
+    "gptq-3", "gptq-4-act-order", "awq", "hqq-4", "bnb-fp4", "ct-pack-5-asym", "ct-int8", "ct-mxfp6", "ct-nvfp4",
+    "fp8-block", "mxfp4", "torchao-int4",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*EMULATED, "mxfp4", "torchao-int4"])
+@pytest.mark.parametrize("name", EMULATED)
 def test_kernels_of_a_gpu(name: str) -> None:
     """One of each kind in the emulator."""
     w, _ = next(weights(name))
@@ -78,8 +79,9 @@ def test_kernels_of_a_gpu(name: str) -> None:
 
 def is_right(y: Tensor, w: PackedWeight, x: Tensor) -> bool:
     """Tells whether y is the product of x with a weight and its bias, but for the rounding of correct kernels."""
-    values = {"zeros": w.unpack_zeros(), "offsets": w.unpack_offsets(), "row_scales": w.unpack_row_scales()}
-    numbers = {"scales": w.unpack_scales(), "bias": w.bias} | {name: t for name, t in values.items() if t is not None}
+    groups = {"scales": w.unpack_scales(), "zeros": w.unpack_zeros(), "offsets": w.unpack_offsets()}
+    others = {"row_scales": w.unpack_row_scales(), "bias": w.bias, "permutation": w.get("permutation")}
+    numbers = {name: t for name, t in (groups | others).items() if t is not None}
     expected = reference.matmul(w.spec, x, w.unpack(), **numbers)
     return bool(reference.agrees(y, expected, reference.tolerance(w.spec, x, w.unpack(), **numbers)).all())
 

@@ -55,6 +55,18 @@ def of_blocks(given: Tensor, shape: Sequence[int], blocks: Sequence[Block | None
     raise CheckpointError(f"scales {list(given.shape)} don't fit a weight of {n} x {k} in blocks of {sizes}")
 
 
+def order_of(groups: Tensor, size: int) -> Tensor | None:
+    """Returns the columns of a weight by their groups, for the group of each column; None if they are in this order.
+
+    Raises CheckpointError unless each group has `size` columns; the last may have fewer.
+    """
+    k = len(groups)
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], torch.arange(k, dtype=groups.dtype, device=groups.device) // size):
+        raise CheckpointError(f"g_idx must have each group from 0 to {(k - 1) // size} for {size} columns")
+    return None if torch.equal(order, torch.arange(k, device=order.device)) else order
+
+
 def spread(numbers: Tensor, size: int, k: int) -> Tensor:
     """Returns numbers [n, groups] of groups that divide k, from those of blocks of `size` columns. The last block may
     reach beyond k.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Imported:
     zeros        [n, groups]: integers, or floats of the type of the scales; None without
     offsets      [n, groups], in the type of the scales; None without
     row_scales   [n] or [1]: another factor of each row, in f32; None without
+    permutation  [k]: the column of the weight that each column of codes is; None if they are the same
     table        of a lut<b>
     bias         [n]; None without
     """
@@ -33,6 +34,7 @@ class Imported:
     zeros: Tensor | None = None
     offsets: Tensor | None = None
     row_scales: Tensor | None = None
+    permutation: Tensor | None = None
     table: tuple[float, ...] | None = None
     bias: Tensor | None = None
 
@@ -50,7 +52,12 @@ class Imported:
             bias=self.bias is not None,
             table=self.table,
             row_scales=self.row_scales is not None,
+            permuted=self.permutation is not None,
         )
+
+    def in_order(self, order: Tensor | None) -> Imported:
+        """Returns the weight with its columns in another order, in which groups are side by side; None leaves them."""
+        return self if order is None else replace(self, codes=self.codes[:, order], permutation=order)
 
     def _zeros(self) -> Zeros:
         if self.zeros is None:
@@ -59,7 +66,7 @@ class Imported:
 
     def pack(self, act: Act) -> PackedWeight:
         """Returns the weight as kernels read it. Raises PackError and SpecError where it is none that they can read."""
-        others = {"offsets": self.offsets, "row_scales": self.row_scales}
+        others = {"offsets": self.offsets, "row_scales": self.row_scales, "permutation": self.permutation}
         return pack(self.spec(act), self.codes, self.scales, self.zeros, self.bias, **others)
 
 

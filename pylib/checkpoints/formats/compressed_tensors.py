@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
-from lowbit.pylib.checkpoints.blocks import Block, of_blocks
+from lowbit.pylib.checkpoints.blocks import Block, of_blocks, order_of
 from lowbit.pylib.checkpoints.formats import nvfp4
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.formats.gpt_oss import powers_of_two
@@ -67,11 +67,19 @@ def _packed_integers(module: ModuleTensors, packed: Tensor) -> Imported:
     if not 1 <= bits <= 8 or packed.shape[1] != -(-k * bits // 32):
         raise CheckpointError(f"weight_packed {list(packed.shape)} doesn't fit weight_shape [{n}, {k}]")
     _check_bits(module, "int", bits)
-    if "weight_g_idx" in module and bool((module.take("weight_g_idx", torch.int32, 1) >= 0).any()):
-        raise CheckpointError("weight_g_idx puts columns of one group apart, which can't be imported yet")
     scales = _scales(module, "int", n, k)
     codes = from_stream(packed, bits, k)
-    return integers(codes, bits, scales, _packed_zeros(module, bits, scales), module.bias())
+    weight = integers(codes, bits, scales, _packed_zeros(module, bits, scales), module.bias())
+    return weight.in_order(_order(module, k, k // scales.shape[1]))
+
+
+def _order(module: ModuleTensors, k: int, group: int) -> Tensor | None:
+    """Returns the columns by their groups, which older files say with weight_g_idx: -1 for columns in order."""
+    if "weight_g_idx" not in module:
+        return None
+    groups = module.take("weight_g_idx", torch.int32, 1)
+    check_shape("weight_g_idx", groups, (k,), "weight_packed")
+    return None if bool((groups == -1).all()) else order_of(groups, group)
 
 
 def _packed_zeros(module: ModuleTensors, bits: int, scales: Tensor) -> Tensor:

@@ -6,7 +6,8 @@
     g_idx     int32 [k]                       the group of each column of the weight
 
 w[n, k] = scales[g_idx[k], n] * (code - zero). Checkpoints of format "gptq" hold zero - 1 in `bits` bits, those of
-format "gptq_v2" the zero itself.
+format "gptq_v2" the zero itself. With act-order ("desc_act") the columns of a group lie apart: they are put side by side
+here, and kernels are told the permutation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
-from lowbit.pylib.checkpoints.blocks import spread
+from lowbit.pylib.checkpoints.blocks import order_of, spread
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported, integers
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
@@ -33,10 +34,11 @@ def read(module: ModuleTensors) -> Imported:
     group = k if group == -1 else min(group, k)
     if group < 1 or scales.shape != (-(-k // group), n):
         raise CheckpointError(f"scales {list(scales.shape)} don't fit {n} x {k} in groups of {group}")
-    _check_order(module, k, group)
+    order = order_of(module.take("g_idx", torch.int32, 1), group) if "g_idx" in module else None
     codes = from_columns(qweight, bits, k).t()
     zeros = _zeros(module, bits, scales, version == "gptq")
-    return integers(codes, bits, spread(scales.t(), group, k), spread(zeros.t(), group, k), module.bias())
+    weight = integers(codes, bits, spread(scales.t(), group, k), spread(zeros.t(), group, k), module.bias())
+    return weight.in_order(order)
 
 
 def _bits_and_k(module: ModuleTensors, qweight: Tensor) -> tuple[int, int]:
@@ -52,14 +54,6 @@ def _bits_and_k(module: ModuleTensors, qweight: Tensor) -> tuple[int, int]:
         said = module.config.get("bits")
         raise CheckpointError(f"{words} rows of qweight are not k={k} codes of {said} bits; 2, 3, 4 and 8 can be read")
     return bits, k
-
-
-def _check_order(module: ModuleTensors, k: int, group: int) -> None:
-    if "g_idx" not in module:
-        return
-    order = module.take("g_idx", torch.int32, 1)
-    if not torch.equal(order, torch.arange(k, dtype=torch.int32, device=order.device) // group):
-        raise CheckpointError("g_idx puts columns of one group apart (desc_act), which can't be imported yet")
 
 
 def _zeros(module: ModuleTensors, bits: int, scales: Tensor, less_one: bool) -> Tensor:

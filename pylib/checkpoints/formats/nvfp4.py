@@ -43,7 +43,7 @@ def factor_of(scales: Tensor, divisor: Tensor) -> Tensor | None:
     magnitudes of codes, and so it can be seen whether one does; a neighbor of the factor then mostly serves.
     """
     levels = scales.float().unique()
-    values = torch.from_numpy(dtype(WEIGHT).values()[:8]).to(levels)[:, None]
+    values = torch.tensor(dtype(WEIGHT).values()[:8], dtype=torch.float32, device=levels.device)[:, None]
     expected = (values * (levels / divisor)).bfloat16()
     bits = (1 / divisor).view(torch.int32)
     for distance in NEIGHBORS:
