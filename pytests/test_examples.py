@@ -76,6 +76,22 @@ def test_quantize_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "12 of 14 layers quantized" in output and "the same after loading: True" in output
 
 
+def test_import_gptq(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("import_gptq.py")
+    assert example["main"]()
+    assert "u4[64, 256] f16 scale per 64, int zeros, permuted" in capsys.readouterr().out
+    fixture = EXAMPLES.parent / "pytests/fixtures/checkpoints/gptq-3"
+    assert example["main"](str(fixture), "model.layers.0.mlp.up_proj")
+
+
+def test_import_gptq_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's check fails where the file means something else."""
+    example = load("import_gptq.py")
+    write = example["write"]
+    monkeypatch.setitem(example["main"].__globals__, "write", lambda folder: write(folder).roll(1, 1))
+    assert not example["main"]()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("m", [1, 8])
 def test_kernel_in_steps(version: str, m: int) -> None:

@@ -6,8 +6,8 @@
     g_idx     int32 [k]                       the group of each column of the weight
 
 w[n, k] = scales[g_idx[k], n] * (code - zero). Checkpoints of format "gptq" hold zero - 1 in `bits` bits, those of
-format "gptq_v2" the zero itself. With act-order ("desc_act") the columns of a group lie apart: they are put side by side
-here, and kernels are told the permutation.
+format "gptq_v2" the zero itself. With act-order ("desc_act") the columns of a group lie apart. They are put side by
+side, and kernels are told the permutation.
 """
 
 from __future__ import annotations
