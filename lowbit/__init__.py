@@ -7,10 +7,14 @@
 
 The package is made of three folders, which are links here: `lowbit.dialect` (what the IR can say), `lowbit.passes` (how
 it is lowered) and `lowbit.pylib` (what a user calls). The names of `lowbit.pylib` are also those of `lowbit`.
+
+transformers and PEFT know lowbit once it and they are imported, in either order; `lazily.py` says how.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lowbit.lazily import when_imported
 
 if TYPE_CHECKING:
     from lowbit.pylib import *  # noqa: F403
@@ -22,3 +26,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *import_module("lowbit.pylib").__all__]
+
+
+when_imported("transformers.quantizers.auto", lambda: import_module("lowbit.pylib.integrations.quantizer"))

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
     from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
     from lowbit.pylib.checkpoints.registry import import_experts, import_weight
+    from lowbit.pylib.integrations.config import LowbitConfig
     from lowbit.pylib.matmul import Matmul, compile
+    from lowbit.pylib.nn.experts import LowbitExperts
     from lowbit.pylib.nn.fuse import FusedLayers, fuse_
     from lowbit.pylib.nn.linear import LowbitLinear
     from lowbit.pylib.nn.quantize_model import quantize_
@@ -56,7 +58,9 @@ __all__ = [
     "Kernel",
     "LayerReport",
     "LayoutError",
+    "LowbitConfig",
     "LowbitError",
+    "LowbitExperts",
     "LowbitLinear",
     "Matmul",
     "MatmulSpec",
@@ -90,6 +94,8 @@ _NEEDS_TORCH = {
     "Checkpoint": "checkpoints.checkpoint",
     "Kernel": "runtime.kernel",
     "LayerReport": "nn.report",
+    "LowbitConfig": "integrations.config",
+    "LowbitExperts": "nn.experts",
     "LowbitLinear": "nn.linear",
     "Matmul": "matmul",
     "PackedWeight": "packed",

@@ -75,11 +75,21 @@ def _for(wanted: MatmulSpec | None, about: dict[str, Any]) -> MatmulSpec:
         raise PackError(f"the weight was saved with a spec that is none: {error}") from None
     if wanted is None:
         return saved
+    check_same(saved, wanted)
+    return wanted
+
+
+def read_spec(saved: Tensor) -> MatmulSpec:
+    """Returns what a weight was packed for, of what `write_spec` wrote. Raises PackError."""
+    return _for(None, _read_json(saved))
+
+
+def check_same(saved: MatmulSpec, wanted: MatmulSpec) -> None:
+    """Raise PackError unless a weight with one spec can be loaded for another."""
     wrong = [name for name in WEIGHT_FIELDS if getattr(saved, name) != getattr(wanted, name)]
     if wrong:
         packed = ", ".join(f"{name}={getattr(saved, name)!r} (not {getattr(wanted, name)!r})" for name in wrong)
         raise PackError(f"the weight was packed with {packed}; load it with that spec, or pack again")
-    return wanted
 
 
 def _saved_spec(about: dict[str, Any], wanted: MatmulSpec | None) -> MatmulSpec:

@@ -138,6 +138,28 @@ class LowbitLinear(nn.Linear):
         """Returns the weight [n, k] in the act type."""
         return self.matmul.dequantize(self.packed)
 
+    def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """Returns a dense layer with the dequantized weight, in the act type or in another."""
+        weight = self.dequantize()
+        linear = nn.Linear(self.in_features, self.out_features, self.spec.bias, "meta").train(self.training)
+        linear.weight = nn.Parameter(weight.to(dtype or weight.dtype))
+        if self.spec.bias:
+            linear.bias = nn.Parameter(cast(Tensor, self.bias).to(linear.weight.dtype))
+        return linear
+
+    def check(self) -> None:
+        """Check buffers that were set one by one as those of a file are checked, and lay them out for kernels.
+
+        Raises PackError for a shape, a type or a value that kernels can't read. Buffers on meta are left alone.
+        """
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self._slots}
+        if any(tensor.is_meta for tensor in tensors.values()):
+            return
+        _, checked = saved_weight.read({**tensors, saved_weight.SPEC: self.get_extra_state()}, self.spec)
+        for name, tensor in checked.items():
+            setattr(self, name, tensor)
+        self._last_packed = None
+
     def reset_parameters(self) -> None:
         """Does nothing: there are no parameters, and a packed weight has no random start."""
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.dialect.errors import LowbitError, QuantizeError, SpecError
 from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
+from lowbit.pylib.nn.experts import is_experts, specs_of_experts
 from lowbit.pylib.nn.linear import AWQ_NEEDS_FOLDING, LowbitLinear, act_of, spec_of
-from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
 Configs = QuantConfig | Mapping[str, QuantConfig | None]
 Filter = Callable[[str, nn.Module], bool]
@@ -32,6 +33,7 @@ class Wishes:
     act: Act | None = None
     lm_head: bool = False
     per_row_if_indivisible: bool = False
+    strict: bool = False  # raise where the group size does not divide k, instead of leaving the layer dense
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ class Planned:
 
     names    all names by which the model holds the module
     config   how to quantize it; None to leave it dense
-    spec     what it computes then
+    specs    what it computes then: one of a linear layer, two of experts
     reason   why it stays dense
     """
 
     names: tuple[str, ...]
     module: nn.Module
     config: QuantConfig | None = None
-    spec: MatmulSpec | None = None
+    specs: tuple[MatmulSpec, ...] = ()
     reason: str = ""
 
 
@@ -70,7 +72,7 @@ def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LowbitLinear) or any(p.ndim > 1 for p in module.parameters(recurse=False)):
             modules.setdefault(module, []).append(name)
-    _check_config(wishes.config, [name for module, names in modules.items() if _is_linear(module) for name in names])
+    _check_config(wishes.config, [name for module, names in modules.items() if _is_known(module) for name in names])
     reasons = _structural_reasons(model, modules)
     return [_planned(module, tuple(names), reasons[module], wishes) for module, names in modules.items()]
 
@@ -90,26 +92,42 @@ def _planned(module: nn.Module, names: tuple[str, ...], reason: str, wishes: Wis
 
 def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     """Returns a plan with its spec; one that leaves the layer dense if no groups of this size divide its rows."""
-    linear, config = cast(nn.Linear, planned.module), cast(QuantConfig, planned.config)
+    config = cast(QuantConfig, planned.config)
     if config.method == "awq":
         raise QuantizeError(AWQ_NEEDS_FOLDING)
-    act = wishes.act or act_of(linear.weight)
+    if config.method in CALIBRATED and is_experts(planned.module):
+        return replace(planned, config=None, reason=f"{config.method} can't look at the inputs of experts; use 'hqq'")
+    act = wishes.act or act_of(matrix_of(planned.module))
     try:
-        return replace(planned, spec=spec_of(linear, config, act))
+        return replace(planned, specs=_specs(planned.module, config, act))
     except SpecError as error:
         if wishes.per_row_if_indivisible and config.group_size is not None:
             return _with_spec(replace(planned, config=replace(config, group_size=None)), wishes)
-        helps = config.group_size is not None and linear.in_features >= MIN_K
+        helps = config.group_size is not None and matrix_of(planned.module).shape[-1] >= MIN_K
         hint = " (per_row_if_indivisible=True)" if helps else ""
+        if wishes.strict:
+            raise SpecError(f"{error}{hint}") from None
         return replace(planned, config=None, reason=f"{error}{hint}")
+
+
+def _specs(module: nn.Module, config: QuantConfig, act: Act) -> tuple[MatmulSpec, ...]:
+    """Returns the specs that a module has after it is quantized."""
+    if is_experts(module):
+        return specs_of_experts(module, config, act)
+    return (spec_of(cast(nn.Linear, module), config, act),)
 
 
 # -- reasons that lie in the model
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Tells whether a module is known to compute what a linear layer computes: of a subclass nobody knows."""
-    return type(module) is nn.Linear
+def _is_known(module: nn.Module) -> bool:
+    """Tells whether it is known what a module computes: of a subclass of nn.Linear nobody knows."""
+    return type(module) is nn.Linear or is_experts(module)
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """Returns the first parameter of a module that is a matrix, or a stack of them."""
+    return next(parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1)
 
 
 def _is_lm_head(name: str) -> bool:
@@ -136,13 +154,13 @@ def _structural_reason(
         return "quantized before"
     if isinstance(module, nn.Embedding):
         return "an embedding"
-    if not _is_linear(module):
+    if not _is_known(module):
         kind = "a subclass of nn.Linear with its own ways" if isinstance(module, nn.Linear) else "no nn.Linear"
         return f"{type(module).__name__} is {kind}"
     parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     if readers := [parent for parent in parents if isinstance(parent, READ_WEIGHTS_THEMSELVES)]:
         return f"{type(readers[0]).__name__} reads its weight itself"
-    if others := [other for other in owners[id(module.weight)] if other is not module]:
+    if others := [other for other in owners[id(matrix_of(module))] if other is not module]:
         return f"its weight is tied to that of {all_names[others[0]][0]}"
     if module._forward_pre_hooks or module._forward_hooks:
         return "it has hooks, which would be lost; remove them first"

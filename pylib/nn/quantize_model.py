@@ -1,8 +1,9 @@
-"""`lowbit.quantize_`: the linear layers of a model become `LowbitLinear`s, in place."""
+"""`lowbit.quantize_`: the linear layers of a model become `LowbitLinear`s, and experts `LowbitExperts`, in place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -11,13 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
-from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.dialect.spec import Act
+from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.observe import as_inputs, calibrations
-from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, naming, plan
+from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, matrix_of, naming, plan
+from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
-from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
@@ -50,9 +52,10 @@ def quantize_(
     fuse                     make one layer of those that share their input (`lowbit.fuse_`): fewer, larger matmuls
     progress                 show a bar, if standard error is a terminal
 
-    Embeddings, tied weights, and all that is no plain nn.Linear stay dense; the report says why. On an error, which
-    names the module, the model is as it was: layers are replaced when all are quantized. So at the peak there are the
-    model, its quantized layers, and the working memory of one layer.
+    The experts of transformers' mixtures of experts become `LowbitExperts`. Embeddings, tied weights, and all else that
+    is no plain nn.Linear stay dense; the report says why. On an error, which names the module, the model is as it was:
+    layers are replaced when all are quantized. So at the peak there are the model, its quantized layers, and the
+    working memory of one layer.
 
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
     that cannot be used.
@@ -60,7 +63,7 @@ def quantize_(
     wishes = Wishes(QuantConfig() if config is None else config, filter_fn, act, lm_head, per_row_if_indivisible)
     planned = plan(model, wishes)
     inputs = as_inputs(calibration)
-    replaced: dict[tuple[str, ...], tuple[LowbitLinear, LayerReport]] = {}
+    replaced: dict[tuple[str, ...], tuple[nn.Module, list[LayerReport]]] = {}
     with _bar(progress) as bar:
         task = bar.add_task("", total=sum(entry.config is not None for entry in planned))
         for entry, data in _with_data(model, planned, inputs):
@@ -69,8 +72,8 @@ def quantize_(
             bar.advance(task)
     for names, (layer, _) in replaced.items():
         _replace(model, names, layer)
-    rows = tuple(_dense_row(e) if e.reason else replaced[e.names][1] for e in planned)
-    return QuantizationReport(rows, fuse_(model) if fuse else ())
+    rows = ([_dense_row(entry)] if entry.reason else replaced[entry.names][1] for entry in planned)
+    return QuantizationReport(tuple(chain.from_iterable(rows)), fuse_(model) if fuse else ())
 
 
 def _with_data(
@@ -100,25 +103,44 @@ def _bar(progress: bool) -> Progress:
 
 def _quantized(
     entry: Planned, calibration: Calibration | None, device: torch.device | str | None
-) -> tuple[LowbitLinear, LayerReport]:
-    """Returns the layer that takes a linear layer's place, and what the report says of it."""
-    linear, config, spec = cast(nn.Linear, entry.module), cast(QuantConfig, entry.config), cast(MatmulSpec, entry.spec)
-    home = linear.weight.device
+) -> tuple[nn.Module, list[LayerReport]]:
+    """Returns the module that takes another's place, and what the report says of it."""
+    config = cast(QuantConfig, entry.config)
     with naming(entry.names[0]):
-        weight = linear.weight.to(device or home)
-        quantized = quantize(weight, config, calibration)
-        bias = None if linear.bias is None else linear.bias.to(weight.device)
-        packed = quantized.pack(spec, bias).to(home)
-    error = _relative_error(weight, quantized.dequantize())
-    layer = LowbitLinear.from_packed(packed).train(linear.training)
+        if is_experts(entry.module):
+            return _quantized_experts(entry, config, device)
+        linear = cast(nn.Linear, entry.module)
+        layer, change = quantized_layer(linear.weight, linear.bias, entry.specs[0], config, calibration, device)
+    return layer.train(linear.training), [_row(_name(entry), config, [layer], change, _bytes(linear))]
+
+
+def _quantized_experts(
+    entry: Planned, config: QuantConfig, device: torch.device | str | None
+) -> tuple[nn.Module, list[LayerReport]]:
+    """Returns low-bit experts, and a row of the report for each of their two matrices."""
+    dense, layers, rows = entry.module, list[list[LowbitLinear]](), list[LayerReport]()
+    for name, spec in zip(MATRICES, entry.specs):
+        weights, biases = dense_weight(dense, name), dense_bias(dense, name)
+        parts = list[LowbitLinear]()
+        total = Change()
+        for expert, weight in enumerate(weights):
+            with naming(f"{name}[{expert}]"):
+                bias = None if biases is None else biases[expert]
+                layer, change = quantized_layer(weight, bias, spec, config, None, device)
+            parts.append(layer)
+            total += change
+        before = weights.nbytes + (0 if biases is None else biases.nbytes)
+        rows.append(_row(f"{_name(entry)}.{name}", config, parts, total, before))
+        layers.append(parts)
+    return LowbitExperts(dense, *layers), rows
+
+
+def _row(name: str, config: QuantConfig, layers: Sequence[LowbitLinear], change: Change, before: int) -> LayerReport:
+    spec = layers[0].spec
     columns = "row" if spec.group_size is None else str(spec.group_size)
     form = f"{spec.weight} per {columns}, {config.method}"
-    return layer, LayerReport(_name(entry), (spec.n, spec.k), form, _bytes(linear), packed.nbytes, error)
-
-
-def _relative_error(weight: Tensor, rounded: Tensor) -> float:
-    norm = float(weight.float().norm())
-    return float(rounded.sub_(weight).norm()) / norm if norm else 0.0
+    shape = (spec.n, spec.k) if len(layers) == 1 else (len(layers), spec.n, spec.k)
+    return LayerReport(name, shape, form, before, sum(map(_bytes, layers)), change.relative)
 
 
 def _dense_row(entry: Planned) -> LayerReport:
@@ -126,7 +148,7 @@ def _dense_row(entry: Planned) -> LayerReport:
     if isinstance(entry.module, LowbitLinear):
         spec = entry.module.spec
         return LayerReport(_name(entry), (spec.n, spec.k), spec.weight, size, size, reason=entry.reason)
-    matrix = next(p for p in entry.module.parameters(recurse=False) if p.ndim > 1)
+    matrix = matrix_of(entry.module)
     form = str(matrix.dtype).removeprefix("torch.")
     return LayerReport(_name(entry), tuple(matrix.shape), form, size, size, reason=entry.reason)
 
@@ -141,8 +163,8 @@ def _bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _replace(model: nn.Module, names: Sequence[str], layer: LowbitLinear) -> None:
-    """Put a layer where the model holds the module of these names."""
+def _replace(model: nn.Module, names: Sequence[str], layer: nn.Module) -> None:
+    """Put a module where the model holds the module of these names."""
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)

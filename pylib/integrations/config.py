@@ -1,0 +1,131 @@
+"""`LowbitConfig`: what transformers is told about a low-bit model, in `from_pretrained` and in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+try:
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise ImportError("LowbitConfig needs transformers 5: pip install 'lowbit[hf]'") from error
+
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.nn.plan import Configs
+from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+
+QUANT_METHOD = "lowbit"
+VERSION = 1  # of `to_dict`
+_NO_DATA = "from_pretrained has no calibration data; use lowbit.quantize_(model, config, calibration=...)"
+
+
+class LowbitConfig(QuantizationConfigMixin):
+    """How transformers quantizes a model while it loads it:
+
+        AutoModelForCausalLM.from_pretrained(name, quantization_config=lowbit.LowbitConfig("u4", group_size=128))
+
+    weight                   element format, or a QuantConfig; with the format go QuantConfig's other fields, by name
+    group_size               columns that share a scale; None: one per row
+    modules                  other configurations by patterns of names, {"*.mlp.*": QuantConfig("u3", 64)}; None
+                             leaves modules dense. The first pattern that matches counts
+    modules_to_not_convert   modules that stay dense, as transformers names them: by the beginning or end of the name,
+                             or by a regular expression; embeddings, tied weights and the output layer do in any case
+    lm_head                  quantize the output layer as well, unless its weight is tied
+    per_row_if_indivisible   one scale per row where the group size does not divide k, which is an error otherwise
+
+    Raises SpecError that names the field, what was given, and what is allowed.
+    """
+
+    def __init__(
+        self,
+        weight: str | QuantConfig = "u4",
+        group_size: int | None = 128,
+        *,
+        modules: Mapping[str, QuantConfig | None] | None = None,
+        modules_to_not_convert: Sequence[str] | None = None,
+        lm_head: bool = False,
+        per_row_if_indivisible: bool = False,
+        **recipe: Any,
+    ) -> None:
+        if isinstance(weight, QuantConfig) and (recipe or group_size != 128):
+            raise SpecError(f"weight={weight!r} says all of it; drop the other fields of the recipe")
+        self.quant_method = cast(Any, QUANT_METHOD)
+        self.config = weight if isinstance(weight, QuantConfig) else _recipe(weight, group_size, recipe)
+        self.modules = dict(modules or {})
+        self.modules_to_not_convert = _names(modules_to_not_convert)
+        self.lm_head = _flag("lm_head", lm_head)
+        self.per_row_if_indivisible = _flag("per_row_if_indivisible", per_row_if_indivisible)
+        for pattern, config in {"weight": self.config, **self.modules}.items():
+            if not (config is None or isinstance(config, QuantConfig)):
+                raise SpecError(f"modules[{pattern!r}]={config!r} must be a QuantConfig, or None for dense modules")
+
+    @property
+    def configs(self) -> Configs:
+        """The configurations by pattern, as `lowbit.quantize_` takes them."""
+        return {**self.modules, "*": self.modules.get("*", self.config)} if self.modules else self.config
+
+    def check_no_data(self) -> None:
+        """Raise SpecError if a method needs data: `from_pretrained` has none, though a saved model may have been made
+        with some."""
+        for config in (self.config, *self.modules.values()):
+            if config is not None and config.method in CALIBRATED:
+                raise SpecError(f"method={config.method!r}: {_NO_DATA}, then save_pretrained; or method='hqq'")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what stands in config.json."""
+        return {
+            "quant_method": QUANT_METHOD,
+            "version": VERSION,
+            "config": self.config.to_dict(),
+            "modules": {name: None if c is None else c.to_dict() for name, c in self.modules.items()},
+            "modules_to_not_convert": self.modules_to_not_convert,
+            "lm_head": self.lm_head,
+            "per_row_if_indivisible": self.per_row_if_indivisible,
+        }
+
+    def __iter__(self) -> Any:
+        yield from self.to_dict().items()
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Returns the configuration that `to_dict` wrote. Raises SpecError for anything else."""
+        written = dict(config_dict)
+        version = written.pop("version", None)
+        if written.pop("quant_method", None) != QUANT_METHOD or version != VERSION:
+            raise SpecError(
+                f"quantization_config of config.json must have quant_method={QUANT_METHOD!r} and version={VERSION}, "
+                f"not version={version!r}; update lowbit"
+            )
+        modules = written.pop("modules", None) or {}
+        if not isinstance(modules, Mapping):
+            raise SpecError(f"modules={modules!r} of config.json must be a dictionary of configurations")
+        configs = {name: None if c is None else QuantConfig.from_dict(c) for name, c in modules.items()}
+        config = QuantConfig.from_dict(written.pop("config", None) or {})
+        known = ("modules_to_not_convert", "lm_head", "per_row_if_indivisible")
+        if unknown := sorted(written.keys() - set(known)):
+            raise SpecError(f"quantization_config of config.json has no {', '.join(unknown)}; update lowbit")
+        found = cls(config, modules=configs, **written)
+        return (found, kwargs) if return_unused_kwargs else found
+
+
+def _recipe(weight: str, group_size: int | None, others: Mapping[str, Any]) -> QuantConfig:
+    try:
+        return QuantConfig(weight, group_size, **others)
+    except TypeError as error:
+        raise SpecError(f"LowbitConfig: {error}; the fields of a recipe are those of QuantConfig") from None
+
+
+def _names(given: object) -> list[str] | None:
+    if given is None:
+        return None
+    if isinstance(given, str) or not (
+        isinstance(given, Sequence) and all(isinstance(name, str) and name for name in given)
+    ):
+        raise SpecError(f"modules_to_not_convert={given!r} must be a list of names of modules")
+    return list(given)
+
+
+def _flag(name: str, given: object) -> bool:
+    if given is True or given is False:
+        return given
+    raise SpecError(f"{name}={given!r} must be True or False")

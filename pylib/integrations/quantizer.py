@@ -1,0 +1,232 @@
+"""What transformers does with a `LowbitConfig`: importing this file registers it there.
+
+`from_pretrained` builds a model without memory, calls `_process_model_before_weight_loading`, loads one tensor after
+the other, and calls `_process_model_after_weight_loading`. Before loading, empty low-bit modules take the places of
+those that `lowbit.quantize_` would replace.
+
+Where the checkpoint is dense, each empty module also has its dense parameters, without memory. So transformers finds
+the tensors of the checkpoint, merges the experts of a mixture of experts, and hands them to `Quantize`, one by one:
+at the peak there are the quantized model and one dense tensor.
+
+Where the checkpoint is low-bit, transformers loads codes, scales and zeros by their names. Each weight in the file says
+what it is; that is compared with config.json before anything is loaded, and the values are checked afterwards.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
+
+from lowbit.dialect.errors import LowbitError, PackError, QuantizeError, SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib import saved_weight
+from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
+from lowbit.pylib.nn.experts import LowbitExperts, is_experts
+from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.plan import Planned, Wishes, naming, plan
+
+logger = logging.get_logger(__name__)
+
+
+class LowbitQuantizer(HfQuantizer):
+    """Quantizes a dense checkpoint while it is loaded, or loads a low-bit one.
+
+    targets   the dense parameters to quantize by their names, while a dense checkpoint is loaded
+    """
+
+    def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.config = quantization_config
+        self.targets: dict[str, Target] = {}
+        self.error: LowbitError | None = None
+        if not self.pre_quantized:
+            quantization_config.check_no_data()
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Raise SpecError for devices where a low-bit weight can't be."""
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise SpecError("device_map: low-bit weights can't be on 'disk'; use 'cpu'")
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type of the model's activations: kernels take f16 and bf16."""
+        if dtype in (torch.float16, torch.bfloat16):
+            return dtype
+        logger.warning_once(f"lowbit multiplies in f16 or bf16: {dtype} becomes bf16; dtype=torch.float16 is the other")
+        return torch.bfloat16
+
+    # -- before loading
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> None:
+        """Put empty low-bit modules where the configuration wants them."""
+        planned = [entry for entry in plan(model, self._wishes(cast(Any, model))) if entry.config is not None]
+        if not planned:
+            raise SpecError(f"the configuration leaves nothing of {type(model).__name__} to be quantized")
+        saved = _saved_specs(checkpoint_files or ()) if self.pre_quantized else {}
+        for entry in planned:
+            module = _empty(entry)
+            for name in entry.names:
+                model.set_submodule(name, module)
+                if checkpoint_files and self.pre_quantized:
+                    _compare(name, module, saved)
+            if not self.pre_quantized:
+                self.targets |= attach_dense(entry, module)
+
+    def _wishes(self, model: Any) -> Wishes:
+        skipped = self.config.modules_to_not_convert or []
+        _check_names(skipped, [name for name, _ in model.named_modules()])
+        outputs = model.get_output_embeddings()
+        kept = set(self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules))
+        tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
+        if self.config.lm_head:
+            kept -= {name for name, module in model.named_modules() if module is outputs} - tied
+        patterns = [*skipped, *map(_exactly, kept)]
+
+        def wanted(name: str, _: nn.Module) -> bool:
+            return should_convert_module(name, patterns)
+
+        return Wishes(
+            self.config.configs,
+            wanted,
+            lm_head=self.config.lm_head,
+            per_row_if_indivisible=self.config.per_row_if_indivisible,
+            strict=True,
+        )
+
+    # -- loading
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
+        """Tells whether a tensor of the checkpoint is to be quantized."""
+        return param_name in self.targets
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Returns the bytes of an element: none of dense parameters, beside which their codes are counted."""
+        return 0 if param_name in self.targets else param.element_size()
+
+    def get_quantize_ops(self) -> Any:
+        """Returns the operation that takes dense tensors."""
+        from lowbit.pylib.integrations.conversion import Quantize  # whose base class is loaded after this file
+
+        return Quantize(self._take)
+
+    def _take(self, name: str, value: Tensor) -> set[str]:
+        """Quantize a tensor of the checkpoint; returns the keys that the model has got by it.
+
+        An error is kept, for transformers would print it and go on.
+        """
+        target = self.targets[name]
+        try:
+            if self.error is None:
+                with naming(name.removesuffix(".weight")):
+                    quantize_into(target, value)
+        except LowbitError as error:
+            self.error = error
+        return target.keys
+
+    # -- after loading
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        """Check what was loaded. Raises an error that names the module."""
+        if self.error is not None:
+            raise self.error
+        for name, target in self.targets.items():
+            if target.pending:
+                raise QuantizeError(f"{name}: the checkpoint has no such tensor")
+            target.forget()
+        self.targets.clear()
+        for name, layer in _low_bit(model):
+            with naming(name):
+                layer.check()
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, layer in list(_low_bit(model)):
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList):
+                raise SpecError(f"{name}: experts can't be dequantized; load the dense checkpoint")
+            model.set_submodule(name, layer.to_linear(dtype))
+        return model
+
+    # -- what the model can do
+
+    def is_serializable(self, **_: Any) -> bool:
+        """Tells that the model can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters beside low-bit layers can be trained: gradients flow to x."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() may compile the model."""
+        return True
+
+
+register_quantization_config(QUANT_METHOD)(LowbitConfig)
+register_quantizer(QUANT_METHOD)(LowbitQuantizer)
+
+
+def _low_bit(model: nn.Module) -> Iterator[tuple[str, LowbitLinear]]:
+    """Yields the low-bit layers of a model with their names, those of experts too."""
+    for name, module in model.named_modules():
+        if isinstance(module, LowbitLinear):
+            yield name, module
+
+
+def _empty(entry: Planned) -> LowbitLinear | LowbitExperts:
+    """Returns a low-bit module without memory for a dense one."""
+    if is_experts(entry.module):
+        return LowbitExperts.empty_like(entry.module, entry.specs, "meta")
+    return LowbitLinear.empty(entry.specs[0], "meta").train(entry.module.training)
+
+
+def _exactly(name: str) -> str:
+    """Returns a pattern of transformers for the module of this name, and those within."""
+    return re.escape(name)
+
+
+def _check_names(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise SpecError for a pattern that matches no module."""
+    for pattern in patterns:
+        if all(should_convert_module(name, [pattern]) for name in names if name):
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise SpecError(f"modules_to_not_convert: {pattern!r} matches no module{hint}")
+
+
+def _saved_specs(files: Sequence[str]) -> dict[str, MatmulSpec]:
+    """Returns what the weights in files say of themselves, by the name of their layer."""
+    from safetensors import safe_open
+
+    suffix, found = "._extra_state", dict[str, MatmulSpec]()
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            raise PackError(f"{path} is no safetensors file; save the model again with save_pretrained")
+        with safe_open(path, framework="pt") as file:
+            keys: list[str] = file.keys()
+            for name in [key.removesuffix(suffix) for key in keys if key.endswith(suffix)]:
+                with naming(name):
+                    found[name] = saved_weight.read_spec(file.get_tensor(name + suffix))
+    return found
+
+
+def _compare(name: str, module: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
+    """Raise PackError where a module differs from what the checkpoint has for it."""
+    for inner, layer in _low_bit(module):
+        full = f"{name}.{inner}".removesuffix(".")
+        if full not in saved:
+            raise PackError(f"{full}: config.json says that it is low-bit, and the checkpoint has no such weight")
+        with naming(full):
+            saved_weight.check_same(saved[full], layer.spec)

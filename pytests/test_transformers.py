@@ -1,0 +1,297 @@
+"""`LowbitConfig` in transformers: a model is quantized while it is loaded, saved, and loaded again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit
+from lowbit import LowbitConfig, LowbitExperts, LowbitLinear, PackError, QuantConfig, QuantizeError, SpecError
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "dtype": "bfloat16",
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "qwen2-tied": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS),
+    "gpt-oss": lambda: transformers.GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+}
+TOKENS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
+AutoModel = transformers.AutoModelForCausalLM
+U4 = QuantConfig("u4", 32)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns a function that gives the folder with the dense checkpoint of a model."""
+    folder = tmp_path_factory.mktemp("dense")
+
+    def of(name: str) -> Path:
+        path = folder / name
+        if not path.exists():
+            torch.manual_seed(0)
+            AutoModel.from_config(MODELS[name]()).save_pretrained(path)
+        return path
+
+    return of
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(TOKENS.to(model.device)).logits.float().cpu()
+
+
+def loaded(path: Path, config: LowbitConfig | None = None, **arguments: Any) -> Any:
+    given = {} if config is None else {"quantization_config": config}  # None would replace that of config.json
+    return AutoModel.from_pretrained(path, **given, **arguments)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantizes_on_load_as_quantize_does(name: str, checkpoints: Any, tmp_path: Path) -> None:
+    """The logits are those of `quantize_`, near those of the dense model, and the same after saving and loading."""
+    path = checkpoints(name)
+    dense = loaded(path)
+    expected = logits(dense)
+    model = loaded(path, LowbitConfig("u4", 32))
+    lowbit.quantize_(dense, U4, progress=False)
+    given = logits(model)
+    assert torch.equal(given, logits(dense))
+    assert float((given - expected).norm() / expected.norm()) < 0.3
+    model.save_pretrained(tmp_path)
+    again = loaded(tmp_path)
+    assert torch.equal(logits(again), given) and again.config.quantization_config.to_dict()["config"]["weight"] == "u4"
+
+
+def test_only_low_bit_tensors_are_saved(checkpoints: Any, tmp_path: Path) -> None:
+    loaded(checkpoints("qwen3-moe"), LowbitConfig("u4", 32)).save_pretrained(tmp_path)
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    dense = {name for name in tensors if name.endswith("weight") or "proj" in name.rpartition(".")[2]}
+    assert {name.split(".")[-2] for name in dense} == {
+        *("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "gate", "lm_head")
+    }
+    assert "model.layers.1.mlp.experts.down.3.codes" in tensors
+
+
+def test_tied_weights_stay_tied(checkpoints: Any) -> None:
+    model = loaded(checkpoints("qwen2-tied"), LowbitConfig("u4", 32))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.layers[0].self_attn.q_proj.bias.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_types(dtype: torch.dtype, checkpoints: Any, tmp_path: Path) -> None:
+    """A model in f32 becomes one in bf16; a model saved in one type can be loaded in the other."""
+    model = loaded(checkpoints("qwen2-tied"), LowbitConfig("u4", 32), dtype=dtype)
+    assert model.dtype == (torch.float16 if dtype is torch.float16 else torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    other = torch.float16 if model.dtype is torch.bfloat16 else torch.bfloat16
+    again = loaded(tmp_path, dtype=other)
+    assert again.dtype == other
+    assert float((logits(again) - logits(model)).norm() / logits(model).norm()) < 0.05
+
+
+def test_which_modules(checkpoints: Any, tmp_path: Path) -> None:
+    config = LowbitConfig(
+        "u4",
+        32,
+        modules={"*.mlp.*": QuantConfig("i8", None), "*.1.self_attn.q_proj": None},
+        modules_to_not_convert=["o_proj", "model.layers.0.mlp.up_proj"],
+        lm_head=True,
+    )
+    model = loaded(checkpoints("llama"), config, device_map={"": "cpu"})
+    kinds = {name: m.spec.weight for name, m in model.named_modules() if isinstance(m, LowbitLinear)}
+    attention = {f"model.layers.{i}.self_attn.{p}_proj": "u4" for i in (0, 1) for p in "qkv"}
+    mlp = {f"model.layers.{i}.mlp.{p}_proj": "i8" for i in (0, 1) for p in ("gate", "up", "down")}
+    del attention["model.layers.1.self_attn.q_proj"], mlp["model.layers.0.mlp.up_proj"]
+    assert kinds == attention | mlp | {"lm_head": "u4"}
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(loaded(tmp_path, device_map="cpu")), logits(model))
+
+
+def test_dequantize(checkpoints: Any) -> None:
+    model = loaded(checkpoints("llama"), LowbitConfig("u4", 32))
+    expected = logits(model)
+    model.dequantize()
+    assert not any(isinstance(module, LowbitLinear) for module in model.modules())
+    assert float((logits(model) - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_generate_compiled_with_a_static_cache(name: str, checkpoints: Any) -> None:
+    model = loaded(checkpoints(name), LowbitConfig("u4", 32))
+    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(TOKENS, **arguments)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    assert torch.equal(model.generate(TOKENS, cache_implementation="static", **arguments), expected)
+
+
+# -- experts
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@torch.no_grad()
+def test_experts_with_static_shapes(tokens: int, checkpoints: Any) -> None:
+    """What torch.compile traces, all experts for all tokens, is what the experts that have tokens give."""
+    experts = loaded(checkpoints("qwen3-moe"), LowbitConfig("u4", 32)).model.layers[0].mlp.experts
+    assert isinstance(experts, LowbitExperts) and "4 experts of u4[192, 64]" in repr(experts)
+    x = torch.randn(tokens, 64).bfloat16()
+    index = torch.stack([torch.randperm(5)[:2] for _ in range(tokens)])  # 4 stands for no expert
+    weights = torch.rand(tokens, 2).bfloat16()
+    expected = torch.zeros(tokens, 64)
+    for t in range(tokens):
+        for expert, weight in zip(index[t].tolist(), weights[t]):
+            if expert < 4:
+                expected[t] += (experts.expert(expert, x[t]) * weight).float()
+    compiled = torch.compile(experts, fullgraph=True, backend="eager")
+    for given in (experts(x, index, weights), compiled(x, index, weights)):
+        torch.testing.assert_close(given.float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+def test_experts_that_can_not_be_quantized_are_in_the_report(checkpoints: Any) -> None:
+    model = loaded(checkpoints("qwen3-moe"))
+    experts = model.model.layers[1].mlp.experts
+    report = lowbit.quantize_(
+        model, {"*.layers.0.*": U4, "*.mlp.experts": QuantConfig("u4", 32, method="gptq"), "*": None}, progress=False
+    )
+    assert report["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 192, 64)
+    assert "can't look at the inputs of experts" in report["model.layers.1.mlp.experts"].reason
+    assert model.model.layers[1].mlp.experts is experts
+
+
+# -- wrong input
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"group_size": 24}, r"model.layers.0.self_attn.q_proj: group_size=24 must divide k=64"),
+        ({"modules_to_not_convert": ["k_prj"]}, r"'k_prj' matches no module"),
+        ({"modules": {"*.attn.*": None}}, r"config\['\*.attn.\*'\] matches no linear layer"),
+        ({"method": "gptq"}, "from_pretrained has no calibration data"),
+        ({"modules": {"*": None}}, "leaves nothing of LlamaForCausalLM"),
+    ],
+)
+def test_configuration_that_does_not_fit(config: dict[str, Any], message: str, checkpoints: Any) -> None:
+    with pytest.raises(SpecError, match=message):
+        loaded(checkpoints("llama"), LowbitConfig(**({"group_size": 32} | config)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight": "u9"}, "u9"),
+        ({"groups": 32}, "groups"),
+        ({"modules_to_not_convert": "lm_head"}, "must be a list of names"),
+        ({"lm_head": 1}, "lm_head=1 must be True or False"),
+        ({"modules": {"*": "u4"}}, "must be a QuantConfig"),
+        ({"weight": U4, "group_size": 64}, "drop the other fields"),
+    ],
+)
+def test_wrong_configuration(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        LowbitConfig(**arguments)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_indivisible_rows(per_row: bool, checkpoints: Any) -> None:
+    config = LowbitConfig("u4", 48, per_row_if_indivisible=per_row)
+    if not per_row:
+        with pytest.raises(SpecError, match=r"per_row_if_indivisible=True"):
+            loaded(checkpoints("qwen3-moe"), config)
+        return
+    experts = loaded(checkpoints("qwen3-moe"), config).model.layers[0].mlp.experts
+    assert {layer.spec.group_size for layer in experts.modules() if isinstance(layer, LowbitLinear)} == {None}
+
+
+def test_wrong_values_name_their_module(checkpoints: Any, tmp_path: Path) -> None:
+    model = loaded(checkpoints("qwen3-moe"))
+    model.model.layers[1].mlp.experts.down_proj.data[2, 3, 5] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(QuantizeError, match=r"model.layers.1.mlp.experts.down_proj: \[2\]: weight\[3, 5\] = nan"):
+        loaded(tmp_path, LowbitConfig("u4", 32))
+
+
+def _lie(path: Path, **changes: Any) -> None:
+    written = json.loads((path / "config.json").read_text())
+    written["quantization_config"]["config"] |= changes
+    (path / "config.json").write_text(json.dumps(written))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"weight": "i4", "zeros": "none"}, PackError, r"q_proj: the weight was packed with weight='u4' \(not 'i4'\)"),
+        ({"group_size": 64}, PackError, r"q_proj: the weight was packed with group_size=32 \(not 64\)"),
+        ({"weight": "x4"}, SpecError, "x4"),
+        ({"version": 9}, SpecError, "version 9"),
+        ({"colour": 1}, SpecError, "colour"),
+    ],
+)
+def test_config_that_lies(changes: dict[str, Any], error: type, message: str, checkpoints: Any, tmp_path: Path) -> None:
+    loaded(checkpoints("llama"), LowbitConfig("u4", 32)).save_pretrained(tmp_path)
+    _lie(tmp_path, **changes)
+    with pytest.raises(error, match=message):
+        loaded(tmp_path)
+
+
+def test_damaged_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
+    """Tensors that are missing, or hold what kernels can't multiply by, are errors that name the layer."""
+    loaded(checkpoints("llama"), LowbitConfig("u4", 32)).save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj"
+    tensors = safetensors.load_file(file)
+    tensors[f"{name}.scales"][0, 0, 0] = torch.inf
+    safetensors.save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(PackError, match=rf"{name}: "):
+        loaded(tmp_path)
+    del tensors[f"{name}._extra_state"]
+    safetensors.save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(PackError, match=rf"{name}: config.json says that it is low-bit"):
+        loaded(tmp_path)
+
+
+# -- registration
+
+
+@pytest.mark.parametrize("order", ["lowbit, transformers", "transformers, lowbit", "transformers.quantizers, lowbit"])
+def test_registered_in_either_order(order: str, repo: Path) -> None:
+    """`import lowbit` loads no transformers and no torch; both together know each other."""
+    code = (
+        "import sys\nimport lowbit\nassert not {'transformers', 'torch', 'numpy'} & sys.modules.keys()\n"
+        if order.startswith("lowbit")
+        else ""
+    )
+    code += (
+        f"import {order}\nfrom transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as known\n"
+        "assert known['lowbit'] is lowbit.LowbitConfig\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=repo, check=True)
