@@ -109,6 +109,34 @@ def show(commit: Commit = None) -> None:
 
 
 @app.command()
+def models(
+    names: Annotated[list[str], typer.Argument(help="Models that `lowbit bench-model` knows.")],
+    weights: Annotated[str, typer.Option("--weight", "-w", help="Formats.")] = "u4,bf16,u8,f6e3m2,u2",
+    group_size: Annotated[int, typer.Option("--group-size", "-g", help="0: one scale per row.")] = 128,
+    batch: Annotated[str, typer.Option(help="Sequences that are decoded at once.")] = "1,16",
+    prefill: Annotated[str, typer.Option(help="Lengths of prompts.")] = "128,512,2048",
+    lm_head: Annotated[bool, typer.Option(help="Low-bit formats also with a low-bit output layer.")] = True,
+    layers: Annotated[int | None, typer.Option(help="Keep so many layers.")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = True,
+    out: Annotated[Path, typer.Option(help="Results; a model that is in it is replaced.")] = Path("models.json"),
+    commit: Commit = None,
+) -> None:
+    """Language models with random weights: tokens per second in several formats, compiled at the same time."""
+    from benchmarks.models import jobs_of, measure_models, read, write
+    from lowbit.pylib.cli.bench_model import model_steps, quantizations
+    from lowbit.pylib.model_speed.measure import Options
+    from lowbit.pylib.model_speed.table import aligned, table
+
+    formats, steps = quantizations(weights, group_size), tuple(model_steps(batch, prefill, context=512))
+    for name in names:
+        options = Options(device=device, compiled=compiled)
+        jobs = jobs_of(name, formats, steps, options, layers=layers, with_lm_head=lm_head)
+        measure_models(jobs, _log, lambda measured, name=name: write(measured, name, out, commit))
+        print(f"{name}\n\n{aligned(table(read(out)[name]))}\n")
+
+
+@app.command()
 def cpu(
     size: Annotated[str, typer.Argument(help="n x k.")] = "4096x4096",
     seconds: Annotated[float, typer.Option(help="To measure for, for each number of tokens.")] = 10.0,

@@ -25,6 +25,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.stages import Stage, stages
+from lowbit.pylib.cli.bench_model import bench_model
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.output import Json, show, show_json
 from lowbit.pylib.cli.tune import tune
@@ -317,6 +318,7 @@ def _finite(value: float) -> float | None:
 
 
 app.command()(tune)
+app.command()(bench_model)
 
 
 @app.command()

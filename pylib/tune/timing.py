@@ -84,10 +84,11 @@ def sustained_time(calls: Sequence[Callable[[], object]]) -> Timing:
 
 def random_weight(spec: MatmulSpec, device: str = "cuda") -> PackedWeight:
     """A packed weight of random codes and scales around 0.01, made where it is needed: for timing only."""
-    return PackedWeight(spec, {slot.name: _random_tensor(spec, slot, device) for slot in spec.tensors})
+    return PackedWeight(spec, {slot.name: random_tensor(spec, slot, device) for slot in spec.tensors})
 
 
-def _random_tensor(spec: MatmulSpec, slot: TensorSlot, device: str) -> torch.Tensor:
+def random_tensor(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str) -> torch.Tensor:
+    """One tensor of a packed weight, as `random_weight` makes it."""
     if slot.role == "codes":
         return _random_codes(spec, slot, device)
     if slot.role == "permutation":
@@ -102,7 +103,7 @@ def _random_tensor(spec: MatmulSpec, slot: TensorSlot, device: str) -> torch.Ten
     return values.to(TORCH[slot.storage]).view(stored_type(slot.storage))
 
 
-def _random_codes(spec: MatmulSpec, slot: TensorSlot, device: str) -> torch.Tensor:
+def _random_codes(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str) -> torch.Tensor:
     codes = torch.randint(-(2**31), 2**31 - 1, slot.shape, dtype=torch.int32, device=device)
     if spec.dtype.has_nan:  # both are formats of 8 bits: a byte is a code
         finite = torch.from_numpy(np.isfinite(spec.dtype.values())).to(device)

@@ -1,0 +1,90 @@
+"""The command `lowbit bench-model`. What is slow to import is imported when it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.cli.output import Json, show_json
+from lowbit.pylib.quantization.config import QuantConfig
+
+if TYPE_CHECKING:
+    from lowbit.pylib.model_speed.runner import Step
+
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def bench_model(
+    model: Annotated[str, typer.Argument(help="tiny, llama-3.1-8b, qwen2.5-32b ..., or a folder with a config.json.")],
+    weights: Annotated[str, typer.Option("--weight", "-w", help="Formats, with bf16 for no quantization.")] = "bf16,u4",
+    group_size: Annotated[
+        int, typer.Option("--group-size", "-g", min=0, help="Columns that share a scale; 0: one scale per row.")
+    ] = 128,
+    batch: Annotated[str, typer.Option(help="Sequences that are decoded at once.")] = "1",
+    prefill: Annotated[str, typer.Option(help="Lengths of prompts; none for no prefill.")] = "512",
+    context: Annotated[int, typer.Option(min=1, help="Tokens that are in the cache when a token is decoded.")] = 512,
+    layers: Annotated[int | None, typer.Option(min=1, help="Keep so many layers of the model.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; without it, the GPU if there is one.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = True,
+    fuse: Annotated[bool, typer.Option(help="Fuse low-bit layers that share their input.")] = True,
+    lm_head: Annotated[bool, typer.Option("--lm-head", help="Low-bit weights in the output layer, too.")] = False,
+    pdl: Annotated[bool, typer.Option(help="Let torch.compile's kernels overlap with their neighbours.")] = True,
+    split: Annotated[bool, typer.Option("--split", help="Show what kinds of kernels the time goes to.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that a step is run.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Time a language model with random weights: tokens per second of decoding and prefill, low-bit against bf16.
+
+    The model's code is that of transformers, with a static cache, torch.compile and, on a GPU, a CUDA graph.
+
+    [bold]Examples[/]
+
+      lowbit bench-model llama-3.1-8b --batch 1,16 --prefill 128,512,2048
+
+      lowbit bench-model qwen2.5-32b -w bf16,u8,f6e3m2,u4,u2 --split
+
+      lowbit bench-model tiny --no-compile --device cpu --json
+    """
+    import torch
+
+    from lowbit.pylib.model_speed.measure import Options, measure
+    from lowbit.pylib.model_speed.shapes import model_config
+    from lowbit.pylib.model_speed.table import aligned, split_table, table
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = Options(compiled, fuse, lm_head, pdl, place, repeats)
+    formats = quantizations(weights, group_size)
+    steps = model_steps(batch, prefill, context)
+    config = model_config(model, layers)
+    with errors.status("starting") as status:
+        measured = list(measure(config, formats, steps, options, status.update, split))
+    if as_json:
+        show_json({"model": model, "device": place, "measurements": [each.to_dict() for each in measured]})
+        return
+    print(aligned(table(measured)))
+    if split and place == "cuda":
+        print(f"\n{aligned(split_table(measured))}")
+
+
+def quantizations(weights: str, group_size: int) -> list[QuantConfig | None]:
+    """Returns what formats, separated by commas, stand for; None for bf16, which stays dense."""
+    names = weights.split(",")
+    return [None if name == "bf16" else QuantConfig(name, group_size or None, method="rtn") for name in names]
+
+
+def model_steps(batch: str, prefill: str, context: int) -> list[Step]:
+    """Returns the steps to time: a token for each number of sequences, and each prompt."""
+    from lowbit.pylib.model_speed.runner import Step
+
+    decode = [Step(size, 1, context) for size in _counts("--batch", batch)]
+    return decode + ([] if prefill == "none" else [Step(1, length) for length in _counts("--prefill", prefill)])
+
+
+def _counts(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise SpecError(f"{option}={text} must be positive numbers separated by commas, such as 1,16")
+    return [int(part) for part in parts]

@@ -1,0 +1,162 @@
+"""Goes through formats and steps, and keeps what a model takes: seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit.pylib.model_speed.random_model import random_model
+from lowbit.pylib.model_speed.runner import Runner, Step
+from lowbit.pylib.quantization.config import QuantConfig
+
+BASELINE = "bf16"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How models are made and run.
+
+    compiled    by torch.compile(fullgraph=True)
+    fuse        make one layer of low-bit layers that share their input
+    lm_head     the output layer is low-bit, too
+    pdl         let the kernels that torch.compile makes overlap with those before and after them, as lowbit's do
+    device      where
+    repeats     how often a step is timed
+    """
+
+    compiled: bool = True
+    fuse: bool = True
+    lm_head: bool = False
+    pdl: bool = True
+    device: str = "cuda"
+    repeats: int = 20
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One step of a model in one format.
+
+    weight            "bf16", or the format of the low-bit layers
+    group_size        columns that share a scale; None: one scale per row, or no low-bit layers
+    fused, lm_head    as in `Options`; False for bf16
+    nbytes            of all weights of the model
+    batch, tokens, context   as in `Step`
+    seconds           of a step
+    split             seconds by kind of kernel, if asked for
+    """
+
+    weight: str
+    group_size: int | None
+    fused: bool
+    lm_head: bool
+    nbytes: int
+    batch: int
+    tokens: int
+    context: int
+    seconds: float
+    split: dict[str, float] | None = None
+
+    @property
+    def step(self) -> Step:
+        return Step(self.batch, self.tokens, self.context)
+
+    @property
+    def name(self) -> str:
+        """What sets the model apart from others of its shape."""
+        if self.weight == BASELINE:
+            return BASELINE
+        columns = "row" if self.group_size is None else str(self.group_size)
+        options = (" with lm_head" if self.lm_head else "") + ("" if self.fused else ", not fused")
+        return f"{self.weight} per {columns}{options}"
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch * self.tokens / self.seconds
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> Measurement:
+        """Returns the measurement that `to_dict` wrote."""
+        return cls(**{name: value for name, value in written.items() if name != "tokens_per_second"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields and the tokens per second."""
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+def measure(
+    config: Any,
+    formats: Sequence[QuantConfig | None],
+    steps: Sequence[Step],
+    options: Options,
+    on_step: Callable[[str], object] = lambda _: None,
+    with_split: bool = False,
+) -> Iterator[Measurement]:
+    """Yields the measurements of a model with random weights, format by format; None stands for bf16."""
+    for quantization in formats:
+        name = BASELINE if quantization is None else quantization.weight
+        on_step(f"{name}: making the model")
+        model = random_model(config, quantization, options.device, fuse=options.fuse, lm_head=options.lm_head)
+        for step in steps:
+            on_step(f"{name}: {step}")
+            yield measure_step(model, quantization, step, options, with_split)
+        del model
+
+
+def measure_step(
+    model: nn.Module, quantization: QuantConfig | None, step: Step, options: Options, with_split: bool = False
+) -> Measurement:
+    """Returns what a step of a model takes."""
+    return measure_prepared(model, quantization, prepare(model, step, options), options, with_split)
+
+
+def measure_prepared(
+    model: nn.Module, quantization: QuantConfig | None, runner: Runner, options: Options, with_split: bool = False
+) -> Measurement:
+    """Returns what a step takes that `prepare` has made ready."""
+    split = None
+    if with_split:
+        from lowbit.pylib.model_speed.split import kernel_split
+
+        split = kernel_split(runner)
+    return Measurement(
+        BASELINE if quantization is None else quantization.weight,
+        None if quantization is None else quantization.group_size,
+        fused=options.fuse and quantization is not None,
+        lm_head=options.lm_head and quantization is not None,
+        nbytes=model_bytes(model),
+        **asdict(runner.step),
+        seconds=runner.time(options.repeats),
+        split=split,
+    )
+
+
+def prepare(model: nn.Module, step: Step, options: Options) -> Runner:
+    """Returns a step of a model, ready to be timed."""
+    with _early_launch(options.pdl):
+        return Runner(model, step, compiled=options.compiled)
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Returns the bytes of all weights, tied ones once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@contextmanager
+def _early_launch(enabled: bool) -> Iterator[None]:
+    """Has torch's compiler make kernels that start before their predecessors end, where it knows how."""
+    if not (enabled and torch.cuda.is_available()):
+        yield
+        return
+    from torch._inductor import config
+
+    if not hasattr(config.triton, "enable_pdl"):
+        yield
+        return
+    with config.patch({"triton.enable_pdl": True}):
+        yield

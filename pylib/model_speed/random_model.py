@@ -1,0 +1,70 @@
+"""A model of transformers with random weights, made where it is to run: no dense weight is made for a low-bit layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.nn.fuse import fuse_
+from lowbit.pylib.nn.linear import LowbitLinear, spec_of
+from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.tune.timing import random_tensor
+
+STANDARD_DEVIATION = 0.02  # of dense weights
+
+
+@torch.no_grad()
+def random_model(
+    config: Any,
+    quantization: QuantConfig | None,
+    device: torch.device | str,
+    *,
+    fuse: bool = True,
+    lm_head: bool = False,
+) -> nn.Module:
+    """Returns a causal language model in bf16, with low-bit linear layers unless `quantization` is None.
+
+    fuse      make one layer of low-bit layers that share their input
+    lm_head   the output layer is low-bit, too
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if quantization is not None:
+        _put_low_bit_layers(model, quantization, lm_head)
+        if fuse:
+            fuse_(model)
+    model.to_empty(device=device)
+    for name, module in list(model.named_modules()):
+        _fill(model, name, module, torch.device(device))
+    return model.requires_grad_(False)
+
+
+def _put_low_bit_layers(model: nn.Module, quantization: QuantConfig, lm_head: bool) -> None:
+    """Replace linear layers of a model on meta by empty low-bit layers, but for those whose k no group divides."""
+    for name, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or (name == "lm_head" and not lm_head):
+            continue
+        try:
+            spec = spec_of(module, quantization, "bf16")
+        except SpecError:
+            continue
+        model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
+
+
+def _fill(model: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:
+    """Give the tensors of a module values; the tables of rotary embeddings are made anew."""
+    if isinstance(module, LowbitLinear):
+        for slot in module.spec.tensors:
+            setattr(module, slot.name, random_tensor(module.spec, slot, device))
+    elif "RotaryEmbedding" in type(module).__name__:
+        model.set_submodule(name, type(module)(module.config).to(device))  # type: ignore[call-arg]
+    else:
+        for parameter in module.parameters(recurse=False):
+            parameter.normal_(0, STANDARD_DEVIATION) if parameter.ndim > 1 else parameter.fill_(1)
+        for buffer in module.buffers(recurse=False):
+            buffer.zero_()
