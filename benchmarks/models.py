@@ -21,6 +21,7 @@ from lowbit.pylib.model_speed.shapes import model_config
 from lowbit.pylib.quantization.config import QuantConfig
 
 Save = Callable[[Sequence[Measurement]], None]
+PREPARE, TIME = "prepare", "time"
 COMPILE_THREADS = 3
 """Of torch's compiler in each process."""
 
@@ -59,21 +60,22 @@ def jobs_of(
 
 
 def measure_models(jobs: Sequence[Job], log: Callable[[str], None], save: Save) -> None:
-    """Run jobs that have the same steps; `save` is given all measurements after every step.
+    """Run jobs side by side; `save` is given all measurements whenever each has done another of its steps.
 
-    A job that fails is left out from there on, and the log says why.
+    A step is timed when all processes have compiled theirs and wait: no other work is on the GPU. A job that fails is
+    left out from there on, and the log says why.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(COMPILE_THREADS))
     workers = [Worker(job) for job in jobs]
     measured: list[Measurement] = []
-    for step in jobs[0].steps:
-        workers = [worker for worker in workers if worker.answer(log) is not None]
+    while workers:
+        workers = [worker for worker in workers if worker.ask(PREPARE, log)]
+        workers = [worker for worker in workers if worker.answer(log)]
         for worker in workers:
-            worker.connection.send("go")
-            result = worker.answer(log)
-            if result is not None:
+            result = worker.ask(TIME, log) and worker.answer(log)
+            if result:
                 measured.append(result)
-                log(f"{result.name}, {step}: {result.seconds * 1e3:.3f} ms")
+                log(f"{result.name}, {result.step}: {result.seconds * 1e3:.3f} ms")
         save(measured)
 
 
@@ -82,10 +84,22 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         context = get_context("spawn")
-        self.job = job
+        self.job, self.left = job, len(job.steps)
         self.connection, there = context.Pipe()
         context.Process(target=_work, args=(job, there), daemon=True).start()
         there.close()
+
+    def ask(self, what: str, log: Callable[[str], None]) -> bool:
+        """Tells the process what to do next; returns whether there is something left to do."""
+        self.left -= what == PREPARE
+        if self.left < 0:
+            return False
+        try:
+            self.connection.send(what)
+        except OSError:
+            log(f"{self.job.name}: its process has ended")
+            return False
+        return True
 
     def answer(self, log: Callable[[str], None]) -> Any:
         """Returns what the process sends next, or None if it has failed."""
@@ -104,14 +118,15 @@ class Failure(str):
 
 
 def _work(job: Job, connection: Connection) -> None:
-    """Make a model. Compile each step, send "ready", wait for a word, and send what it takes."""
+    """Make a model. Compile each step when told to, say so, and send what it takes when told to."""
     try:
         config, options = model_config(job.model, job.layers), job.options
         model = random_model(config, job.quantization, options.device, fuse=options.fuse, lm_head=options.lm_head)
         for step in job.steps:
+            connection.recv()  # PREPARE
             runner = prepare(model, step, options)
             connection.send("ready")
-            connection.recv()
+            connection.recv()  # TIME
             connection.send(measure_prepared(model, job.quantization, runner, options, with_split=True))
     except (LowbitError, RuntimeError) as error:
         connection.send(Failure(f"{type(error).__name__}: {error}"))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.pylib.model_speed import attention
+
 WARM_UP = 3
 HEAD_START = 2_000_000  # cycles that the GPU sleeps while the host starts what is timed: about a millisecond
 
@@ -30,8 +32,8 @@ class Step:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the cache has room for; attention reads all of it."""
-        return max(2 * self.context, self.tokens)
+        """Tokens that the cache has room for, a multiple of 128; attention reads all of it."""
+        return -(-(self.context + self.tokens) // 128) * 128
 
     def __str__(self) -> str:
         return f"prefill of {self.tokens}" if self.is_prefill else f"decode, batch {self.batch}"
@@ -50,6 +52,7 @@ class Runner:
         from transformers import StaticCache
 
         self.step = step
+        model.config._attn_implementation = "sdpa" if step.is_prefill else attention.register()  # type: ignore[union-attr]
         self.device = next(model.parameters()).device
         self._cache: Any = StaticCache(config=model.config, max_cache_len=step.capacity)  # type: ignore[arg-type]
         size = (step.batch, step.tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lowbit.pylib.model_speed.runner import Runner
@@ -16,10 +15,9 @@ KINDS = (
     ("attention", ("flash", "fmha", "sdpa", "attention", "cudnn")),
     ("dense matmuls", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "split_k")),
     ("copies", ("memcpy", "memset", "copy")),
-    ("torch.compile's kernels", ("triton_",)),
 )
 """Words in the names of other kernels; the first kind that has one counts."""
-LOW_BIT, OTHER = "low-bit matmuls", "other kernels"
+LOW_BIT, COMPILED, OTHER = "low-bit matmuls", "torch.compile's kernels", "other kernels"
 
 
 def kernel_split(runner: Runner) -> dict[str, float]:
@@ -35,8 +33,8 @@ def kernel_split(runner: Runner) -> dict[str, float]:
         runner.run()
         torch.cuda.synchronize()
     seconds: defaultdict[str, float] = defaultdict(float)
-    for event in profiled.events():
-        if event.device_type == DeviceType.CUDA:
+    for event in profiled.events() or ():
+        if event.device_type.name == "CUDA":
             seconds[kind_of(event.name)] += event.device_time * 1e-6
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
@@ -45,5 +43,7 @@ def kind_of(kernel: str) -> str:
     """Returns what a kernel of this name does."""
     if kernel in OURS:
         return LOW_BIT
+    if kernel.startswith("triton_"):
+        return COMPILED
     name = kernel.lower()
     return next((kind for kind, words in KINDS if any(word in name for word in words)), OTHER)

@@ -156,7 +156,7 @@ def _concatenated(parts: Sequence[LowbitLinear]) -> LowbitLinear:
 # -- classes of modules with fused layers
 
 
-class FusedModule(nn.Module):
+class FusedModule:
     """Marks modules whose class `fuse_` has made; isinstance with the class of before stays true."""
 
 

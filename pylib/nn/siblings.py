@@ -224,7 +224,8 @@ def _is_kept(x: str, statements: Sequence[ast.stmt], owner: str, linears: Collec
     nodes = [node for statement in statements for node in ast.walk(statement)]
     if any(_may_write(node) for node in nodes):
         return False
-    bound = {node.id for statement in statements[:-1] for node in ast.walk(statement) if _is_stored(node)}
+    earlier = (node for statement in statements[:-1] for node in ast.walk(statement))
+    bound = {node.id for node in earlier if isinstance(node, ast.Name) and _is_stored(node)}
     if bound & {x, owner}:
         return False
     safe = {id(node.args[0]) for node in nodes if isinstance(node, ast.Call) and _argument(node, owner, linears) == x}

@@ -1,0 +1,118 @@
+"""`lowbit bench-model` runs models of transformers with random weights, and says what they take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import lowbit
+from benchmarks.models import Job, measure_models, read, write
+from lowbit import LowbitLinear, QuantConfig, SpecError
+from lowbit.pylib.cli.bench_model import model_steps, quantizations
+from lowbit.pylib.model_speed.attention import grouped_attention
+from lowbit.pylib.model_speed.measure import Measurement, Options, measure
+from lowbit.pylib.model_speed.random_model import random_model
+from lowbit.pylib.model_speed.runner import Runner, Step
+from lowbit.pylib.model_speed.shapes import model_config
+from lowbit.pylib.model_speed.split import kind_of
+from lowbit.pylib.model_speed.table import aligned, speedup, split_table, table
+
+transformers = pytest.importorskip("transformers")
+U4 = QuantConfig("u4", group_size=64, method="rtn")
+EAGER = Options(compiled=False, pdl=False, device="cpu", repeats=2)
+
+
+def test_weights_are_made_packed() -> None:
+    model = random_model(model_config("tiny", layers=1), U4, "cpu", lm_head=True)
+    linears = {name: module.spec for name, module in model.named_modules() if isinstance(module, LowbitLinear)}
+    assert {name.rpartition(".")[2] for name in linears} == {
+        "q_k_v_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"
+    }  # fmt: skip
+    assert all(spec.act == "bf16" and spec.weight == "u4" for spec in linears.values())
+    assert {type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)} == {LowbitLinear}
+    apart = random_model(model_config("tiny", layers=1), U4, "cpu", fuse=False)
+    assert sum(isinstance(m, LowbitLinear) for m in apart.modules()) == 7
+    with torch.no_grad():
+        logits = model(torch.arange(5)[None]).logits
+    assert logits.isfinite().all() and logits.std() > 0
+
+
+@torch.no_grad()
+def test_steps_continue_a_cache() -> None:
+    """A decoded token gives what the whole sequence gives at its last place."""
+    model = random_model(model_config("tiny", layers=1), None, "cpu")
+    runner = Runner(model, Step(1, 1, context=6), compiled=False)
+    prompt = torch.randint(0, 256, (1, 6))
+    runner._cache.reset()
+    model(input_ids=prompt, past_key_values=runner._cache, use_cache=True)
+    runner.run()
+    whole = model(torch.cat([prompt, runner._ids], 1)).logits[:, -1].argmax(-1)
+    assert torch.equal(runner.output, whole) and runner.time(2) > 0
+
+
+@pytest.mark.parametrize("bool_mask", [False, True])
+def test_grouped_attention_is_attention(bool_mask: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, tokens, 8) for heads, tokens in ((6, 3), (2, 5), (2, 5)))
+    mask = torch.ones(3, 5, dtype=torch.bool).tril(2).expand(2, 1, 3, 5)
+    expected = scaled_dot_product_attention(query, key, value, mask, enable_gqa=True).transpose(1, 2)
+    given = mask if bool_mask else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    found, _ = grouped_attention(torch.nn.Module(), query, key, value, given, dropout=0.0)
+    torch.testing.assert_close(found, expected)
+
+
+def test_formats_and_steps_are_measured() -> None:
+    steps = model_steps("1,2", "8", context=4)
+    assert list(map(str, steps)) == ["decode, batch 1", "decode, batch 2", "prefill of 8"]
+    told: list[str] = []
+    found = list(measure(model_config("tiny", 1), [None, U4], steps, EAGER, told.append, with_split=True))
+    assert [each.name for each in found] == ["bf16"] * 3 + ["u4 per 64"] * 3 and "u4: prefill of 8" in told
+    assert all(each.seconds > 0 and each.split == {} for each in found) and found[0].nbytes > 1.5 * found[3].nbytes
+    rows = table(found)
+    assert [row[0] for row in rows] == ["weights", "bf16", "u4 per 64"] and len(set(map(len, rows))) == 1
+    assert f"({speedup(found[3], found):.2f}x)" in rows[2][2] and rows[2][2] in aligned(rows)
+    assert Measurement.from_dict(json.loads(json.dumps(found[3].to_dict()))) == found[3]
+    split = split_table([replace(found[0], split={"attention": 5e-6}, seconds=7e-6)])
+    assert split[1:] == [["attention", "5"], ["all, measured", "7"]]
+
+
+def test_models_are_measured_side_by_side(tmp_path: Path) -> None:
+    log: list[str] = []
+    out = tmp_path / "models.json"
+    jobs = [Job("tiny", 1, each, (Step(1, 1, 4), Step(1, 8)), EAGER) for each in (U4,)]
+    wrong = replace(jobs[0], model="none")
+    measure_models([*jobs, wrong], log.append, lambda measured: write(measured, "tiny", out, "abc"))
+    assert [each.name for each in read(out)["tiny"]] == ["u4 per 64"] * 2
+    assert [each.step for each in read(out)["tiny"]] == [Step(1, 1, 4), Step(1, 8)]
+    assert any("model 'none' must be" in line for line in log)
+
+
+def test_kernels_have_a_kind() -> None:
+    names = ("matmul", "nvjet_tst_64x8", "triton_poi_fused__to_copy_attention_0", "flash_fwd", "Memcpy DtoD", "reduce")
+    assert [kind_of(name) for name in names] == [
+        "low-bit matmuls", "dense matmuls", "torch.compile's kernels", "attention", "copies", "other kernels"
+    ]  # fmt: skip
+
+
+def test_wrong_names_and_numbers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"must be a folder with a config.json.*did you mean 'llama-3.1-8b'"):
+        model_config("llama-3.1-8")
+    with pytest.raises(SpecError, match=r"--batch=1,x must be positive numbers"):
+        model_steps("1,x", "none", 4)
+    with pytest.raises(SpecError, match="u9"):
+        quantizations("bf16,u9", 64)
+    with pytest.raises(SpecError, match="no file of"):
+        read(tmp_path / "missing.json")
+
+
+def test_a_folder_stands_for_its_config(tmp_path: Path) -> None:
+    model_config("tiny").save_pretrained(tmp_path)
+    assert model_config(str(tmp_path), layers=1).num_hidden_layers == 1
+    assert SimpleNamespace(**model_config(str(tmp_path)).to_dict()).hidden_size == 128
+    assert lowbit.QuantConfig("u4", None, method="rtn") in quantizations("bf16,u4", 0)
