@@ -13,19 +13,15 @@ from lowbit.dialect.errors import SpecError
 _PRE_DISPATCH = DispatchKey.PreDispatch  # has a stack of modes of its own, which make_fx(pre_dispatch=True) uses
 
 
-def is_recorded() -> bool:
-    """Tells whether operators are recorded or changed by torch, so that to run one would leave a trace."""
+def is_observed() -> bool:
+    """Tells whether torch must see a call as an operator, and whether to run one would leave a trace."""
     return (
         is_dynamo_compiling()
         or _len_torch_dispatch_stack() > 0
         or _is_tracing()
+        or forward_ad._current_level >= 0
         or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
-
-
-def is_observed() -> bool:
-    """Tells whether torch must see a call as an operator: where it is recorded, and in forward mode."""
-    return is_recorded() or forward_ad._current_level >= 0
 
 
 def check_transforms(x: Tensor) -> None:
