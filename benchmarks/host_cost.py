@@ -1,19 +1,23 @@
-"""What a call costs the host: microseconds of wall time per eager `mm(x, w)` at m = 1.
+"""What a call costs the host: microseconds of wall time per eager `mm(x, w)`, and per layer of a model, at m = 1.
 
     python benchmarks/host_cost.py
 
 The weight is tiny, so that the GPU is never what one waits for. Each figure is the least of several runs of a
 tight loop that ends with a synchronization. Two of them decide how kernels are started: the same launch once by ctypes,
-as `pylib/runtime/driver.py` has it, and once by cuda.bindings.
+as `pylib/runtime/driver.py` has it, and once by cuda.bindings. Layers are run eagerly and by torch.compile without CUDA
+graphs, beside those of a dense model: alone, and in blocks with a normalization and a SiLU, as models have them.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import nn
 
 import lowbit
 from lowbit.dialect.signature import WORKSPACE
@@ -24,19 +28,20 @@ from lowbit.pylib.runtime.runtimes import load_function
 
 CALLS = 2000
 REPEATS = 20
+LAYERS, WIDTH = 16, 512  # of the models
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """Per call, the least of REPEATS loops of CALLS."""
+def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
+    """Per call, the least of REPEATS loops of so many."""
     least = float("inf")
     for _ in range(REPEATS):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         torch.cuda.synchronize()
         least = min(least, time.perf_counter() - start)
-    return least / CALLS * 1e6
+    return least / calls * 1e6
 
 
 def start_by_bindings(function: Function, artifact: Artifact, stream: int) -> None:
@@ -73,6 +78,31 @@ def launches(mm: lowbit.Matmul, x: torch.Tensor, w: lowbit.PackedWeight) -> dict
     }
 
 
+class Block(nn.Module):
+    """x + silu(linear(norm(x)))."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(WIDTH, device="cuda", dtype=torch.float16), linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.silu(self.linear(self.norm(x)))
+
+
+def layers(linear: Callable[[], nn.Module]) -> None:
+    """Print what a layer costs, eagerly and compiled."""
+    x = torch.randn((1, WIDTH), device="cuda", dtype=torch.float16)
+    for what, layer in {"alone": linear, "in a block": lambda: Block(linear())}.items():
+        model = nn.Sequential(*(layer() for _ in range(LAYERS))).eval()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True)
+        with torch.no_grad():
+            for how, call in {"eager": model, "compiled": compiled}.items():
+                call(x)
+                each = microseconds(partial(call, x), CALLS // LAYERS) / LAYERS
+                print(f"{each:7.2f} us  {type(linear()).__name__} {what}, one of {LAYERS} layers, {how}")
+
+
 def main() -> None:
     spec = lowbit.MatmulSpec(n=64, k=256, weight="u4", group_size=128, zeros="int")
     mm = lowbit.compile(spec)
@@ -91,6 +121,10 @@ def main() -> None:
         "torch.empty": lambda: torch.empty((1, 64), dtype=torch.float16, device="cuda"),
     }.items():
         print(f"{microseconds(call):7.2f} us  {name}")
+    layers(lambda: nn.Linear(WIDTH, WIDTH, bias=False, device="cuda", dtype=torch.float16))
+    config = lowbit.QuantConfig("u4", group_size=128)
+    packed = lowbit.LowbitLinear.from_linear(nn.Linear(WIDTH, WIDTH, bias=False).cuda().half(), config)
+    layers(lambda: copy.deepcopy(packed))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _is_tracing, _len_torch_dispatch_stack
+from torch._C import _is_tracing
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -24,14 +24,14 @@ from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.stages import stages
 from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
-from lowbit.pylib import operator_schema, packed
+from lowbit.pylib import dequantized, operator_schema, packed
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.runtimes import make_runtime
-from lowbit.pylib.tensor_checks import fits
-from lowbit.pylib.torch_types import TORCH, stored_type
-from lowbit.pylib.value_range import known_range
+from lowbit.pylib.tensor_checks import SeenTensors
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.tracing import check_transforms, is_observed
 
 
 def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | None = None) -> Matmul:
@@ -116,7 +116,7 @@ class Matmul:
         self.spec = spec
         self.target = target
         self._act, self._k = TORCH[spec.act], spec.k
-        self._stored = [(slot.shape, stored_type(slot.storage)) for slot in spec.tensors]
+        self._seen = SeenTensors()
         self._arguments = spec, target.name, schedule
         self.description = operator_schema.describe(spec, target, schedule)
         self._runtime = make_runtime(spec, target, schedule)
@@ -148,7 +148,7 @@ class Matmul:
         x may have any number of rows, none too, and any strides. Raises SpecError for an x and PackError for
         a weight that do not fit the spec, TargetError for tensors where the target does not run.
         """
-        if type(x) is not Tensor or x.requires_grad or _is_observed():
+        if type(x) is not Tensor or x.requires_grad or is_observed() or x.is_neg():
             return self._by_operator(x, w)
         run, shape = self._run, x.shape
         if (  # what _check looks at, and no more: it costs 0.5 us
@@ -168,28 +168,35 @@ class Matmul:
             raise
 
     def _by_operator(self, x: Tensor, w: PackedWeight) -> Tensor:
-        """Returns what a call gives, as an operator of torch: recorded, differentiated, or run on other tensors."""
+        """Returns what a call gives, as an operator of torch: recorded, differentiated, or run on other kinds of
+        tensors, such as a view that negates."""
         if is_dynamo_compiling() or not _is_tracing():
             self._check(x, w)
-            _check_transforms(x)
+            check_transforms(x)
         else:  # sizes are tensors to torch.jit.trace: the operator checks x
             self._check_weight(w)
         return torch.ops.lowbit.matmul.packed(x, list(w.tensors), self.description)
 
     def untraced(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
         """What a call comes to: for the operator, which a call becomes where torch observes it."""
-        if not fits(self._stored, weight, x.get_device()):
-            self._check(x, self._as_weight(weight))  # which says what is wrong
-        self._check_x(x)
-        _check_transforms(x)
-        return (self._run_wide if self._is_wide(weight) else self._run)(x, weight)
+        if not self._seen.has(weight):
+            return self._first_untraced(x, weight)
+        if x.dtype is not self._act or not x.ndim or x.shape[-1] != self._k or x.get_device() != weight[0].get_device():
+            self._check(x, self._as_weight(weight))
+        if forward_ad._current_level >= 0:
+            check_transforms(x)
+        return self._run(x, weight)
 
-    def _is_wide(self, weight: Sequence[Tensor]) -> bool:
-        """Tells whether a weight that fits has a wide range; a CPU's program scales sums in any case."""
-        if not self.target.is_gpu:
-            return False
-        known = known_range(weight[0])
-        return self._as_weight(weight).wide_range if known is None else known
+    def _first_untraced(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        """The same for a weight that was not seen before, or that is looked at in every call: one of a wide range."""
+        w = self._as_weight(weight)
+        _check_readable(w)
+        self._check(x, w)
+        check_transforms(x)
+        if not w.wide_range or not self.target.is_gpu:  # a CPU's program scales sums in any case
+            self._seen.add(weight)
+            return self._run(x, weight)
+        return self._run_wide(x, weight)
 
     @cached_property
     def _run_wide(self) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
@@ -201,14 +208,23 @@ class Matmul:
 
     def untraced_dequantize(self, weight: Sequence[Tensor]) -> Tensor:
         """What `dequantize` comes to: for the operator."""
-        if not (weight and fits(self._stored, weight, weight[0].get_device())):
-            self._as_weight(weight)  # which says what is wrong
+        if not self._seen.has(weight):
+            _check_readable(self._as_weight(weight))
         return self._runtime.dequantize(weight)
 
+    def untraced_input_gradient(self, dy: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        """dx = dy W in the act type; sums are in f32 where dy is of another type than x, and for a wide range."""
+        w = self._as_weight(weight)
+        _check_readable(w)
+        if w.wide_range:
+            return (dy.float() @ dequantized.dequantize(self.spec, w, torch.float32)).to(self._act)
+        dense = self._runtime.dequantize(weight)
+        return dy @ dense if dy.dtype is self._act else (dy.float() @ dense.float()).to(self._act)
+
     def dequantize(self, w: PackedWeight) -> Tensor:
-        """W [n, k] in the act type, on the weight's device."""
+        """W [n, k] rounded to the act type, on the weight's device: values beyond its range become infinities."""
         self._check_weight(w)
-        if not _is_observed():
+        if not is_observed():
             _check_readable(w)
         return torch.ops.lowbit.dequantize(list(w.tensors), self.description)
 
@@ -299,12 +315,12 @@ def dequantize_described(weight: Sequence[Tensor], kernel: str) -> Tensor:
     return _described(kernel).untraced_dequantize(weight)
 
 
-operator_schema.implement(run_described, dequantize_described)
+def input_gradient_described(dy: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
+    """Multiply a gradient by a weight: the implementation of `torch.ops.lowbit.input_gradient`."""
+    return _described(kernel).untraced_input_gradient(dy, weight)
 
 
-def _is_observed() -> bool:
-    """Tells whether torch must see a call: torch.compile, a dispatch mode, torch.jit.trace and forward mode are on."""
-    return is_dynamo_compiling() or _len_torch_dispatch_stack() > 0 or _is_tracing() or forward_ad._current_level >= 0
+operator_schema.implement(run_described, dequantize_described, input_gradient_described)
 
 
 def _check_readable(w: object) -> None:
@@ -318,19 +334,6 @@ def _check_memory(x: Tensor) -> None:
     """Raise SpecError if x is no plain array of numbers."""
     if x.layout is not torch.strided:
         raise SpecError(f"x is {x.layout}; use x.to_dense()")
-    _check_transforms(x)
+    check_transforms(x)
     if not x.data_ptr() and x.numel():
         raise SpecError("x has no memory that a kernel could read; clone it")
-
-
-def _check_transforms(x: Tensor) -> None:
-    """Raise SpecError in forward mode, and if x belongs to a transform of torch.func.
-
-    Here a tangent is out of sight, so forward mode is refused whether or not x has one.
-    """
-    if is_dynamo_compiling():
-        return
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
-        raise SpecError("torch.func's transforms (grad, vmap, jvp) do not go through a matmul; call it outside of them")
-    if forward_ad._current_level >= 0:
-        raise SpecError("forward-mode gradients do not go through a matmul; call it outside of forward mode")

@@ -4,8 +4,11 @@ It takes x, the tensors of a weight in the order of `spec.tensors`, and the matm
 So a graph that holds it can be stored and run by another process, which compiles the matmul when it first meets it.
 `pylib.matmul` gives the operator its implementation with `implement`.
 
-The gradient to x is dy W, where `torch.ops.lowbit.dequantize` writes W out; the weight's tensors have none. Both are
-operators, so that torch.compile can trace the backward pass as well.
+The gradient to x is dy W, which `torch.ops.lowbit.input_gradient` computes; the weight's tensors have none. It is an
+operator as well, so that torch.compile can trace the backward pass.
+
+A call that needs no gradient costs what torch's dispatcher takes to call one Python function: the autograd kernel runs
+the matmul itself where nothing else than the device would come after it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.target import Target
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.tracing import check_transforms
 
 _LIBRARY = torch.library.Library("lowbit", "DEF")
 _LIBRARY.define(
@@ -31,6 +35,9 @@ _LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define("dequantize(Tensor[] weight, str kernel) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(
+    "input_gradient(Tensor dy, Tensor[] weight, str kernel) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
 # What graphs call that were saved before a weight was one argument: it is there to say so.
 _LIBRARY.define("matmul(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, str kernel) -> Tensor")
 
@@ -65,35 +72,87 @@ def _fake_dequantize(weight: list[Tensor], kernel: str) -> Tensor:
     return weight[0].new_empty((spec.n, spec.k), dtype=TORCH[spec.act])
 
 
-def _save_for_gradient(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], str], output: Tensor) -> None:
+class _Product(torch.autograd.Function):
+    """The matmul with its gradient to x; scales that require one get None."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, x: Tensor, kernel: str, *weight: Tensor) -> Tensor:
+        ctx.kernel = kernel
+        ctx.save_for_backward(*weight)
+        return _below_autograd(keys, x, weight, kernel)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight = list(ctx.saved_tensors)
+        dx = torch.ops.lowbit.input_gradient(*grads, weight, ctx.kernel)
+        return None, dx, None, *[None] * len(weight)
+
+
+def _below_autograd(keys: Any, x: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
+    """Call the operator as what comes after autograd sees it: functionalization, modes, and the device at last."""
+    with torch._C._AutoDispatchBelowAutograd():
+        operator = torch.ops.lowbit.matmul.packed
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, x, list(weight), kernel)
+
+
+def _autograd_of(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns the operator's kernel for autograd. It gets the dispatch keys of its arguments first."""
+    plain = {_plain_keys("CPU", "AutogradCPU"), _plain_keys("CUDA", "AutogradCUDA")}
+
+    def run(keys: Any, x: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            check_transforms(x)
+            return cast(Tensor, _Product.apply(keys, x, kernel, *weight))
+        if keys.raw_repr() in plain:
+            return matmul(x, weight, kernel)
+        return _below_autograd(keys, x, weight, kernel)
+
+    return run
+
+
+def _plain_keys(*names: str) -> int:
+    """Returns the dispatch keys of a call that has these alone, as a number."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    for name in names:
+        keys = keys.add(getattr(torch._C.DispatchKey, name))
+    return cast(int, keys.raw_repr())
+
+
+def _fake_input_gradient(dy: Tensor, weight: list[Tensor], kernel: str) -> Tensor:
+    spec: MatmulSpec = parts(kernel)["spec"]
+    return dy.new_empty((*dy.shape[:-1], spec.k), dtype=TORCH[spec.act])
+
+
+def _save_weight(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], str], output: Tensor) -> None:
     _, weight, ctx.kernel = inputs
     ctx.save_for_backward(*weight)
-    if not ctx.needs_input_grad[0]:  # a scale that requires a gradient must not look as if it got one
-        ctx.mark_non_differentiable(output)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, list[None], None]:
-    """Returns dx = dy W; sums are in f32 where y is of another type than x."""
+def _second_gradient(ctx: Any, g: Tensor) -> tuple[Tensor, list[None], None]:
+    """Returns the gradient to dy of dx = dy W: g W^T."""
     weight = list(ctx.saved_tensors)
-    dx: Tensor | None = None
-    if ctx.needs_input_grad[0]:
-        w = torch.ops.lowbit.dequantize(weight, ctx.kernel)
-        dx = dy @ w if dy.dtype is w.dtype else (dy.float() @ w.float()).to(w.dtype)
-    return dx, [None] * len(weight), None
+    w = torch.ops.lowbit.dequantize(weight, ctx.kernel)
+    dy_type = TORCH[parts(ctx.kernel)["spec"].out_dtype]
+    return (g.float() @ w.float().T).to(dy_type), [None] * len(weight), None
 
 
 def _refuse_old_graph(*_: object) -> Tensor:
     raise SpecError("this graph is of an earlier version, whose operator took codes by name; export it again")
 
 
-def implement(matmul: Callable[..., Tensor], dequantize: Callable[..., Tensor]) -> None:
+def implement(
+    matmul: Callable[..., Tensor], dequantize: Callable[..., Tensor], input_gradient: Callable[..., Tensor]
+) -> None:
     """Make these functions what the operators run on tensors that have values."""
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl("matmul.packed", matmul, device)
         _LIBRARY.impl("dequantize", dequantize, device)
+        _LIBRARY.impl("input_gradient", input_gradient, device)
+    _LIBRARY.impl("matmul.packed", _autograd_of(matmul), "Autograd", with_keyset=True)
 
 
 torch.library.register_fake("lowbit::matmul.packed", _fake_matmul, lib=_LIBRARY)
 torch.library.register_fake("lowbit::dequantize", _fake_dequantize, lib=_LIBRARY)
-torch.library.register_autograd("lowbit::matmul.packed", _gradient, setup_context=_save_for_gradient, lib=_LIBRARY)
+torch.library.register_fake("lowbit::input_gradient", _fake_input_gradient, lib=_LIBRARY)
+torch.library.register_autograd("lowbit::input_gradient", _second_gradient, setup_context=_save_weight, lib=_LIBRARY)
 _LIBRARY.impl("matmul", _refuse_old_graph, "CompositeExplicitAutograd")

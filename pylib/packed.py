@@ -34,14 +34,12 @@ class PackedWeight(Mapping[str, Tensor]):
 
     tensors         the tensors in the order of `spec.tensors`
     readable_spec   the spec if kernels can read the tensors; None if torch traces with them, or they are on meta
-    wide_range      whether values are beyond what the act type holds, so that no kernel may round them to it
-    ordinary_spec   readable_spec if the weight has no wide range, else None
+    ordinary_spec   readable_spec if the values are known to fit the act type, so that any kernel may round them to it
     """
 
     spec: MatmulSpec
     tensors: tuple[Tensor, ...]
     readable_spec: MatmulSpec | None
-    wide_range: bool
     ordinary_spec: MatmulSpec | None
 
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
@@ -54,13 +52,24 @@ class PackedWeight(Mapping[str, Tensor]):
         self.tensors = tuple([tensors[name] for name in names])
         self._check_tensors()
         self.readable_spec = None
-        self.wide_range = False
+        self.ordinary_spec = None
         if not is_compiling() and all(is_plain(t) and not t.is_meta for t in self.tensors):
             for slot, t in zip(spec.tensors, self.tensors):
                 check_memory(slot, t)
             self.readable_spec = spec
-            self.wide_range = has_wide_range(spec, self)
-        self.ordinary_spec = None if self.wide_range else self.readable_spec
+            self._look_at_values()
+
+    def _look_at_values(self) -> None:
+        if has_wide_range(self.spec, self) is False:
+            self.ordinary_spec = self.spec
+
+    @property
+    def wide_range(self) -> bool:
+        """Whether values are beyond what the act type holds, so that no kernel may round them to it; True as well as
+        long as nothing can be looked at, while torch traces or a CUDA graph is recorded."""
+        if self.ordinary_spec is None and self.readable_spec is not None:
+            self._look_at_values()
+        return self.ordinary_spec is None
 
     def _check_tensors(self) -> None:
         for slot, t in zip(self.spec.tensors, self.tensors):

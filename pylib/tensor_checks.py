@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -34,20 +35,30 @@ def check_memory(slot: TensorSlot, t: Tensor) -> None:
         raise PackError(f"packed {slot.name} must be contiguous and {ALIGNMENT}-byte aligned; clone it")
 
 
-def fits(stored: Sequence[tuple[tuple[int, ...], torch.dtype]], weight: Sequence[Tensor], device: int) -> bool:
-    """Tells whether tensors have these shapes and types, and lie on a device as kernels read them.
+class SeenTensors:
+    """Lists of tensors that have passed a check and still are the same objects at the same addresses.
 
-    Every call of the operator asks this, so it is quick; torch's dispatcher has seen to it that they are plain tensors.
+    The operator asks for it in every call, where to look at shapes and types again would take twice as long.
     """
-    if len(weight) != len(stored):
-        return False
-    for (shape, dtype), t in zip(stored, weight):
-        address = t.data_ptr()
-        if t.dtype is not dtype or t.shape != shape or t.get_device() != device or not t.is_contiguous():
+
+    def __init__(self) -> None:
+        self._lists: dict[int, list[tuple[ref[Tensor], int]]] = {}
+
+    def has(self, tensors: Sequence[Tensor]) -> bool:
+        """Tells whether these tensors, in this order, have been added."""
+        known = self._lists.get(id(tensors[0]), ()) if tensors else ()
+        if len(known) != len(tensors):
             return False
-        if address % ALIGNMENT or not address:
-            return False
-    return True
+        for (seen, address), t in zip(known, tensors):
+            if seen() is not t or t.data_ptr() != address:
+                return False
+        return bool(known)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Note a list of tensors until its first one is given back."""
+        lists, key = self._lists, id(tensors[0])
+        first = ref(tensors[0], lambda _: lists.pop(key, None))
+        lists[key] = [(first if t is tensors[0] else ref(t), t.data_ptr()) for t in tensors]
 
 
 def has_memory(t: Tensor) -> bool:

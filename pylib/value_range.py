@@ -2,7 +2,8 @@
 
 Kernels for many tokens round whole weights s (q - z) or s q + o to the type of x before they multiply: the dequantize
 kernel, and wgmma schedules that scale weights. Where such a value overflows, or a whole row is so small that it loses
-its digits, they would be wrong, and a weight has a wide range: kernels then scale sums in f32 for any number of tokens.
+its digits, they would be wrong, and a weight has a wide range: kernels then scale sums in f32 for any number of tokens,
+and the gradient to x is taken with a weight in f32.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _is_tracing, _len_torch_dispatch_stack
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Index
 from lowbit.pylib.dequantized import decoded, numbers
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.tracing import is_observed
 
 
-def has_wide_range(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> bool:
+def has_wide_range(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> bool | None:
     """Tells whether a weight has a wide range; it is looked at once, and the answer is kept with its codes.
 
-    While torch traces or a CUDA graph is recorded, nothing can be looked at, and a weight passes for an ordinary one.
+    Returns None while torch traces or a CUDA graph is recorded, when nothing can be looked at.
     """
     codes = tensors["codes"]
     known = known_range(codes)
     if known is not None:
         return known
-    if _len_torch_dispatch_stack() or _is_tracing() or (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
+    if is_observed() or (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
     with torch.no_grad():
         wide = not _fits(spec, tensors)
     codes._lowbit_wide_range = (codes.data_ptr(), wide)  # type: ignore[attr-defined]

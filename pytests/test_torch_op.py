@@ -17,7 +17,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit
+from lowbit.pylib import operator_schema
 from lowbit.pylib.reference import random_problem
+from lowbit.pylib.tensor_checks import SeenTensors
 
 TARGETS = ["cpu", "emulator:sm_90a"]
 
@@ -190,7 +192,8 @@ def test_tracing_records_the_operator(target: str) -> None:
     def call(x: Tensor) -> Tensor:
         return mm(x, w) + x @ mm.dequantize(w).T
 
-    for traced in (torch.jit.trace(call, x), make_fx(call, tracing_mode="real")(x)):
+    before_dispatch = make_fx(call, pre_dispatch=True)(x)
+    for traced in (torch.jit.trace(call, x), make_fx(call, tracing_mode="real")(x), before_dispatch):
         assert torch.equal(traced(2 * x), call(2 * x))
     file = io.BytesIO()
     torch.jit.save(torch.jit.trace(call, x), file)
@@ -227,6 +230,61 @@ def test_subclasses_of_tensor_see_a_call(target: str) -> None:
     twice = TwoTensor(x, 2 * x)
     y = mm(twice, w)
     assert isinstance(y, TwoTensor) and torch.equal(y.a, mm(x, w)) and torch.equal(y.b, mm(2 * x, w))
+
+
+def test_views_that_negate(target: str) -> None:
+    """x.conj().imag of a complex tensor is one: its memory has the other sign."""
+    x, mm, w = _make(PLAIN, target)
+    negative = torch._neg_view(x)
+    assert negative.is_neg() and torch.equal(mm(negative, w), -mm(x, w))
+    assert torch.equal(torch.ops.lowbit.matmul.packed(negative, list(w.tensors), mm.description), -mm(x, w))
+
+
+def test_a_call_without_gradient_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's dispatcher is not entered a second time, which would take longer than all else in the operator."""
+    x, mm, w = _make(SPEC, "cpu")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the operator was dispatched again")
+
+    monkeypatch.setattr(operator_schema, "_below_autograd", refuse)
+    assert torch.equal(torch.ops.lowbit.matmul.packed(*_arguments(x, mm, w)), mm(x, w))
+    for other in (x.clone().requires_grad_(), torch._neg_view(x)):
+        with pytest.raises(AssertionError, match="dispatched again"):
+            torch.ops.lowbit.matmul.packed(*_arguments(other, mm, w))
+
+
+def test_weights_are_looked_at_when_they_change(target: str) -> None:
+    """The operator knows a weight that it has seen; not one whose tensors are others or have other memory."""
+    x, mm, w = _make(SPEC, target)
+    tensors = [t.clone() for t in w.tensors]
+
+    def call() -> Tensor:
+        return torch.ops.lowbit.matmul.packed(x, tensors, mm.description)
+
+    expected = call()
+    assert torch.equal(call(), expected)
+    scales = tensors[1]
+    tensors[1] = scales.float()
+    with pytest.raises(lowbit.PackError, match=r"packed scales must be torch.float16"):
+        call()
+    tensors[1] = scales
+    scales.data = torch.zeros(3)
+    with pytest.raises(lowbit.PackError, match=r"packed scales must be torch.float16"):
+        call()
+    tensors[1] = w.scales
+    assert torch.equal(call(), expected)
+
+
+def test_seen_tensors_are_given_back() -> None:
+    seen, tensors = SeenTensors(), [torch.ones(1), torch.zeros(1)]
+    assert not seen.has([]) and not seen.has(tensors)
+    seen.add(tensors)
+    assert seen.has(tensors) and not seen.has(tensors[::-1]) and not seen.has(tensors[:1])
+    seen.add(tensors[::-1])
+    assert seen.has(tensors) and seen.has(tensors[::-1])
+    del tensors
+    assert not seen._lists
 
 
 def test_dequantize_checks_its_arguments(target: str) -> None:

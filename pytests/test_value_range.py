@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowbit
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.target import parse_target
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import pack
-from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
+from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
 
 TARGETS = ["cpu", "emulator:sm_80", "emulator:sm_90a"]
 FLOAT_ZEROS = lowbit.MatmulSpec(n=16, k=64, weight="u4", group_size=32, zeros="float", scale="f32")
@@ -79,6 +81,50 @@ def test_the_values_decide() -> None:
     assert pack(spec, codes, scales).wide_range
     codes[18] = 2
     assert not pack(spec, codes, scales).wide_range
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_made_while_torch_traces(target: str) -> None:
+    """Nothing can be looked at then, and the weight passes for one of a wide range until it can."""
+    spec = replace(FLOAT_ZEROS, out="f32")
+    x, *weight = _problem(spec, 1e4, 200)
+    mm = lowbit.compile(spec, target)
+    w = mm.pack(*weight)
+    bound, expected = tolerance(spec, x, *weight), matmul(spec, x, *weight)
+    made: list[lowbit.PackedWeight] = []
+
+    def call(x: Tensor) -> Tensor:
+        made.append(lowbit.PackedWeight(spec, {name: t.clone() for name, t in w.items()}))
+        return mm(x, made[-1])
+
+    graphs = [torch.jit.trace(call, x, check_trace=False), *(make_fx(call, pre_dispatch=p)(x) for p in (False, True))]
+    for graph in graphs:
+        assert agrees(graph(x), expected, bound).all()
+    for late in made:
+        assert late.ordinary_spec is None
+        assert agrees(mm(x, late), expected, bound).all()
+    _, *ordinary = random_problem(spec, 1)
+    tensors = {name: t.clone() for name, t in mm.pack(*ordinary).items()}
+    with FakeTensorMode():
+        unseen = lowbit.PackedWeight(spec, tensors)
+    assert unseen.ordinary_spec is None
+    assert not unseen.wide_range and unseen.ordinary_spec == mm.spec
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-8])
+@pytest.mark.parametrize("target", ["cpu", "emulator:sm_90a"])
+def test_gradient(scale: float, target: str) -> None:
+    """dx is right where W overflows the act type; `dequantize` rounds to it, and gives infinities."""
+    spec = replace(FLOAT_ZEROS, bias=True)
+    x, *weight = _problem(spec, scale, 3)
+    mm = lowbit.compile(spec, target)
+    w = mm.pack(*weight)
+    exact = torch.from_numpy(dequantize(spec, *weight[:3]))
+    dy = torch.rand(3, spec.n, dtype=torch.float64).to(x.dtype) * (2.0**-6 if scale > 1 else 2.0**13)
+    (dx,) = torch.autograd.grad(mm(x.requires_grad_(), w), x, dy)
+    torch.testing.assert_close(dx.double(), dy.double() @ exact, rtol=2**-7, atol=1e-3 * float(dx.abs().max()))
+    assert torch.equal(mm.dequantize(w), exact.to(x.dtype))
 
 
 def test_zeros_count() -> None:
