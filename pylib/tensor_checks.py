@@ -17,9 +17,9 @@ ALIGNMENT = 16  # bytes; what cp.async and 16-byte loads ask of a base address
 def check_slot(slot: TensorSlot, t: Tensor) -> None:
     """Raises PackError unless a tensor has the shape, type and strides of a slot."""
     expected = stored_type(slot.storage)
-    if t.shape != slot.shape or t.dtype is not expected:
+    if not slot.takes(t.shape) or t.dtype is not expected:
         why = "use pack()"
-        if t.shape == slot.shape and t.is_floating_point():
+        if slot.takes(t.shape) and t.is_floating_point():
             why = "it is for another act or out, or Module.half(), .bfloat16() or .float() converted it: load it again"
         raise PackError(f"packed {slot.name} must be {expected} {slot.shape}, not {t.dtype} {tuple(t.shape)}; {why}")
     if t.layout is not torch.strided:
@@ -43,7 +43,9 @@ def fits(stored: Sequence[tuple[tuple[int, ...], torch.dtype]], weight: Sequence
         return False
     for (shape, dtype), t in zip(stored, weight):
         address = t.data_ptr()
-        if t.dtype is not dtype or t.shape != shape or t.get_device() != device or not t.is_contiguous():
+        if t.dtype is not dtype or t.get_device() != device or not t.is_contiguous():
+            return False
+        if t.shape != shape and (shape[0] >= 0 or t.shape[1:] != shape[1:]):  # of a free length: pack saw to it
             return False
         if address % ALIGNMENT or not address:
             return False

@@ -50,9 +50,10 @@ def test_examples_and_excerpts_of_the_tutorial(tmp_path: Path, monkeypatch: pyte
     assert [(stage, part) for stage, part in shown if part not in texts(stage)] == []
 
 
-def test_examples_of_quantizers() -> None:
+@pytest.mark.parametrize("page", ["quantizers.md", "sparse.md"])
+def test_examples_that_check_themselves(page: str) -> None:
     torch.manual_seed(0)
-    _run(ROOT / "docs/quantizers.md")
+    _run(ROOT / "docs" / page)
 
 
 def _run(page: Path) -> dict[str, Any]:
