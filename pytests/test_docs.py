@@ -59,7 +59,7 @@ def test_examples_that_check_themselves(page: str) -> None:
 def _run(page: Path) -> dict[str, Any]:
     """Runs the Python blocks of a page, which are one program that checks itself; returns its names."""
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(blocks) > 4
+    assert blocks
     names: dict[str, Any] = {}
     exec("".join(blocks), names)
     return names
