@@ -2,7 +2,8 @@
 
     y[t, n] = sum_k x[t, k] * W[n, k] + bias[n]
     W[n, k] = s[n, k // g] * (decode(code[n, k]) - z[n, k // g])     or, with zeros="offset",
-    W[n, k] = s[n, k // g] * decode(code[n, k]) + o[n, k // g]       where a scale r[n] per row may multiply s and o
+    W[n, k] = s[n, k // g] * decode(code[n, k]) + o[n, k // g]       where a scale r[n] per row may multiply s and o,
+                                                                     and outliers S[n, k] may be added
 
 A spec is frozen and hashable, so it is a cache key; it is checked when it is made, so that nothing later
 has to.
@@ -55,6 +56,7 @@ class MatmulSpec:
     row_scales  whether every row has an f32 scale besides those of its groups: NVFP4's scale per tensor, say
     permuted    whether columns are stored in another order than x's, which the weight says (GPTQ's act-order): column j
                 of codes and groups is W[:, permutation[j]]
+    outliers    whether a sparse matrix S of f16 numbers is added to the weight
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -73,6 +75,7 @@ class MatmulSpec:
     table: tuple[float, ...] | None = None
     row_scales: bool = False
     permuted: bool = False
+    outliers: bool = False
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
@@ -83,6 +86,7 @@ class MatmulSpec:
             act=_choice("act", short_name(self.act), ("f16", "bf16")),
             out=None if self.out is None else _choice("out", short_name(self.out), ("f16", "bf16", "f32")),
             bias=_boolean("bias", self.bias),
+            outliers=_boolean("outliers", self.outliers),
             table=None if self.table is None else _floats(self.table),
             row_scales=_boolean("row_scales", self.row_scales),
             permuted=_boolean("permuted", self.permuted),
@@ -167,12 +171,13 @@ class MatmulSpec:
             offset=self.offset_kind,
             row_scale="f32" if self.row_scales else None,
             bias=self.out_dtype if self.bias else None,
+            outliers="i32" if self.outliers else None,
             permutation="i32" if self.permuted else None,
         )
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes of the packed weight: what one call reads, x aside."""
+        """Bytes of the packed weight without its outliers: what one call reads, x aside."""
         return sum(slot.nbytes for slot in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,7 +209,8 @@ class MatmulSpec:
         zeros = {"none": "", "offset": ", offsets"}.get(self.zeros, f", {self.zeros} zeros")
         others = (", row scales" if self.row_scales else "") + (", permuted" if self.permuted else "")
         bias = " + bias" if self.bias else ""
-        weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}{others}"
+        outliers = " + outliers" if self.outliers else ""
+        weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}{others}{outliers}"
         return f"{weight}: {self.act} -> {self.out_dtype}{bias}"
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.formats.outliers import LINE, table_lines
 from lowbit.dialect.formats.packing import ROWS, Packing
 
-Role = Literal["codes", "scale", "zero", "offset", "bias", "permutation"]
-Index = Literal["element", "group", "row", "padded_row", "column"]
+Role = Literal["codes", "scale", "zero", "offset", "bias", "outliers", "permutation"]
+Index = Literal["element", "group", "row", "padded_row", "sparse", "column"]
 Storage = Literal["i32", "u8", "f16", "bf16", "f32", "e8m0", "e4m3"]
 
 
@@ -24,12 +25,12 @@ class TensorSlot:
 
     name      what `pack`, saved weights and kernels call it
     role      what its numbers mean: codes are decoded, a scale multiplies, a zero is subtracted from the decoded code,
-              an offset is added to the scaled code, and a bias is added to the output; a permutation says which
-              column of x meets a column of codes
-    index     what has one number: an element of the weight, a group of a row, a row, or a column; of padded rows there
-              are whole blocks of 16 in memory
+              an offset is added to the scaled code, a bias is added to the output, outliers are added to single
+              elements of the weight; a permutation says which column of x meets a column of codes
+    index     what has one number: an element of the weight, a group of a row, a row, a column, or some elements
+              ("sparse"); of padded rows there are whole blocks of 16 in memory
     storage   the type of a number in memory; integer zeros (u8) are stored less the least value of the format
-    shape     in memory
+    shape     in memory; -1 stands for a length that the values decide
     given     the shape in which `pack` takes it: [n, k], [n, groups], [n] or [k]; a scale per row also as one number
     """
 
@@ -41,9 +42,21 @@ class TensorSlot:
     given: tuple[int, ...]
 
     @property
+    def least_shape(self) -> tuple[int, ...]:
+        """The shape in memory, with the least length where the length is free: that of a weight without outliers."""
+        return tuple(table_lines(self.given[0]) if size < 0 else size for size in self.shape)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
-        return math.prod(self.shape) * ELEMENTS[self.storage].bytes
+        """Bytes in memory, of the least length where it is free."""
+        return math.prod(self.least_shape) * ELEMENTS[self.storage].bytes
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Tells whether a tensor in memory may have this shape."""
+        least = self.least_shape
+        return len(shape) == len(least) and all(
+            size >= low if free < 0 else size == low for size, low, free in zip(shape, least, self.shape)
+        )
 
     @staticmethod
     def of(packing: Packing, name: str, role: Role, index: Index, storage: Storage) -> TensorSlot:
@@ -55,6 +68,7 @@ class TensorSlot:
             "row": ((n,), (n,)),
             "padded_row": ((packing.row_blocks * ROWS,), (n,)),
             "column": ((k,), (k,)),
+            "sparse": ((-1, LINE), (n, k)),
         }[index]
         return TensorSlot(name, role, index, storage, shape, given)
 
@@ -66,6 +80,7 @@ def weight_tensors(
     offset: Storage | None = None,
     row_scale: Storage | None = None,
     bias: Storage | None = None,
+    outliers: Storage | None = None,
     permutation: Storage | None = None,
 ) -> tuple[TensorSlot, ...]:
     """Returns the slots of a weight, codes first, in the order in which operators and kernels take them.
@@ -79,6 +94,7 @@ def weight_tensors(
         ("offsets", "offset", "group", offset),
         ("row_scales", "scale", "padded_row", row_scale),
         ("bias", "bias", "row", bias),
+        ("outliers", "outliers", "sparse", outliers),
         ("permutation", "permutation", "column", permutation),  # the last, as no kernel takes it
     ]
     return tuple(

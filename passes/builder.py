@@ -493,6 +493,21 @@ class Program:
         reg = Reg("f32", tile.layout.reduce((tile.layout.rank - 1,)))
         return Tile(ops.JoinLimbsOp(tile.value, reg.type).result)
 
+    def sparse_mma(
+        self, outliers: Memory, x: Memory, first_block: Index, part: Index, splits: int, total: Tile
+    ) -> Tile:
+        """total + S x^T for this block's share of outliers: part `part` of `splits`, cut once more among warps."""
+        memory = outliers.value, x.value
+        place = as_i32(first_block), as_i32(part)
+        return Tile(ops.SparseMmaOp(*memory, *place, total.value, _i64(splits), total.reg.type).result)
+
+    def add_outliers(
+        self, outliers: Memory, buffer: Memory, block: Index, first_column: Index, group: int, padded: int
+    ) -> None:
+        """Adds the outliers of a row block that lie in a buffer of f32; `group` columns take `padded` in memory."""
+        place = as_i32(block), as_i32(first_column)
+        ops.AddOutliersOp(outliers.value, buffer.value, *place, _i64(group), _i64(padded))
+
     def reduce(self, tile: Tile, dim: int) -> Tile:
         reg = Reg(tile.reg.element, tile.layout.reduce((dim,)))
         return Tile(ops.ReduceOp(tile.value, _i64(dim), reg.type).result)

@@ -41,7 +41,9 @@ def matmul_module(spec: MatmulSpec) -> ir.Module:
 
     def matmul(arguments: list[Any]) -> Any:
         x, w, *bias = arguments
-        return ops.MatmulOp(x, w, y, bias).y
+        op = ops.MatmulOp(x, w, y, bias)
+        op.outliers = spec.outliers
+        return op.y
 
     return _function("matmul", inputs, y, matmul)
 
@@ -51,7 +53,9 @@ def dequantize_module(spec: MatmulSpec) -> ir.Module:
     y = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse(spec.act))
 
     def dequantized(arguments: list[Any]) -> Any:
-        return ops.DequantizeOp(arguments[0], y).y
+        op = ops.DequantizeOp(arguments[0], y)
+        op.outliers = spec.outliers
+        return op.y
 
     return _function("dequantize", [packed_type(spec)], y, dequantized)
 
@@ -108,6 +112,7 @@ def spec_of(op: Any) -> MatmulSpec:
         bias=bias,
         row_scales=w.row_scales,
         table=w.format.table if w.format.name.startswith("lut") else None,
+        outliers=not isinstance(op, ops.PrepackOp) and op.outliers,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib import outliers
 from lowbit.pylib.memory_order import unpack_codes, unpack_groups
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weight_values import CHECKED, least
@@ -26,6 +27,7 @@ def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dty
     """Returns W [n, k] of the packed tensors, computed in f32."""
     # f32 holds all numbers that a weight has.
     have = {slot.name: numbers(spec, slot.name, tensors).float() for slot in spec.tensors if slot.index in _SCALING}
+    sparse = outliers.unpack_lines(tensors["outliers"], spec.n) if spec.outliers else None
     row, scale, zero, offset = (have.get("row_scales"), have["scales"], have.get("zeros"), have.get("offsets"))
     if row is not None:
         scale, offset = row * scale, None if offset is None else row * offset
@@ -37,7 +39,11 @@ def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dty
         grouped = grouped * scale[rows, :, None]
         if offset is not None:
             grouped = grouped + offset[rows, :, None]
-        result[rows] = grouped.view(values.shape).to(dtype)
+        total = grouped.view(values.shape)
+        if sparse is not None:
+            here = (sparse.rows >= rows.start) & (sparse.rows < rows.stop)
+            total[sparse.rows[here] - rows.start, sparse.columns[here]] += sparse.values[here]
+        result[rows] = total.to(dtype)
     return in_order_of_x(result, tensors["permutation"]) if spec.permuted else result
 
 

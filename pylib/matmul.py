@@ -136,10 +136,11 @@ class Matmul:
         scales: Tensor | np.ndarray,
         zeros: Tensor | np.ndarray | None = None,
         bias: Tensor | np.ndarray | None = None,
+        outliers: Tensor | Sequence[Tensor | np.ndarray] | None = None,
         **others: Tensor | np.ndarray | None,
     ) -> PackedWeight:
         """The weight in the kernels' memory order; takes and raises what `pylib.packed.pack` does."""
-        return packed.pack(self.spec, codes, scales, zeros, bias, **others)
+        return packed.pack(self.spec, codes, scales, zeros, bias, outliers, **others)
 
     def __call__(self, x: Tensor, w: PackedWeight) -> Tensor:
         """y [..., n] in the spec's out type, for x [..., k] in its act type; on x's device and current

@@ -6,7 +6,7 @@ all others the codes 0 .. 2^b-1 (unpacked as uint8). In memory signed codes are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.pylib import dequantized, saved_weight
+from lowbit.pylib import outliers as sparse
 from lowbit.pylib.memory_order import unpack_codes, unpack_groups
 from lowbit.pylib.sharding import cut, part_of
 from lowbit.pylib.tensor_checks import check_memory, check_slot, is_plain
@@ -132,12 +133,17 @@ class PackedWeight(Mapping[str, Tensor]):
         return self.get("bias")
 
     @property
+    def outliers(self) -> Tensor | None:
+        """int32 [lines, 32] (`dialect.formats.outliers`); None without outliers."""
+        return self.get("outliers")
+
+    @property
     def device(self) -> torch.device:
         return self.tensors[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; equal to spec.bytes."""
+        """Bytes of all tensors: spec.bytes, and what the outliers take."""
         return sum(t.nbytes for t in self.tensors)
 
     def to(self, device: torch.device | str) -> PackedWeight:
@@ -172,6 +178,10 @@ class PackedWeight(Mapping[str, Tensor]):
         zeros = unpack_groups(self.spec.packing, self.zeros)
         return zeros.to(torch.int32) + least(self.spec) if self.spec.zeros == "int" else zeros
 
+    def unpack_outliers(self) -> Tensor | None:
+        """The outliers as a `torch.sparse_csr` tensor [n, k] in f16, without zeros; None without outliers."""
+        return None if self.outliers is None else sparse.to_csr(self.outliers, self.spec.n, self.spec.k)
+
     def unpack_offsets(self) -> Tensor | None:
         """The offsets [n, groups] in type spec.offset_kind. None without offsets."""
         return None if self.offsets is None else unpack_groups(self.spec.packing, self.offsets)
@@ -184,7 +194,8 @@ class PackedWeight(Mapping[str, Tensor]):
         """Returns the weight [n, k], columns in the order of x, computed in f32 and rounded to `dtype` at the end.
 
         This is the definition of the values, operation by operation: s (q - z) is a difference and then a product,
-        s q + o a product and then a sum, each rounded to f32; a scale per row is multiplied to s and to o before that.
+        s q + o a product and then a sum, each rounded to f32; a scale per row is multiplied to s and to o before that,
+        and outliers are added at the end.
         """
         return dequantized.dequantize(self.spec, self, dtype)
 
@@ -222,22 +233,25 @@ def pack(
     scales: Tensor | np.ndarray,
     zeros: Tensor | np.ndarray | None = None,
     bias: Tensor | np.ndarray | None = None,
+    outliers: Tensor | Sequence[Tensor | np.ndarray] | None = None,
     **others: Tensor | np.ndarray | None,
 ) -> PackedWeight:
     """Pack a quantized weight, on the device that its tensors are on.
 
-    codes   integers [n, k]: signed values for i<b> formats, codes 0..2^b-1 for all others
-    scales  floats [n, groups], for group_size=None also [n]; rounded to the spec's scale type
-    zeros   [n, groups]: for "int" integers in lo..lo+spec.zero_span, lo the format's least value; for "float" floats
-    bias    floats [n], rounded to the out type
-    others  by name, where the spec has more tensors: offsets [n, groups], floats; row_scales, floats [n] or one number;
-            permutation [k], integers: column j of codes, scales, zeros and offsets is for column permutation[j] of x
+    codes     integers [n, k]: signed values for i<b> formats, codes 0..2^b-1 for all others
+    scales    floats [n, groups], for group_size=None also [n]; rounded to the spec's scale type
+    zeros     [n, groups]: for "int" integers in lo..lo+spec.zero_span, lo the format's least value; for "float" floats
+    bias      floats [n], rounded to the out type
+    outliers  a torch.sparse_csr tensor [n, k], or (row offsets, columns, values); values are rounded to f16
+    others    by name, where the spec has more: offsets [n, groups], floats; row_scales, floats [n] or one number;
+              permutation [k], integers: column j of all of these is for column permutation[j] of x
 
     Raises PackError for a wrong shape, type or device, a code out of range, a value that is not finite or
-    overflows, an e8m0 scale that is no power of two, and tensors that are missing or not in the spec.
+    overflows, an e8m0 scale that is no power of two, outliers outside the weight or twice in one place, and tensors
+    that are missing or not in the spec.
     """
     _check_spec(spec)
-    given = {"codes": codes, "scales": scales, "zeros": zeros, "bias": bias, **others}
+    given = {"codes": codes, "scales": scales, "zeros": zeros, "bias": bias, "outliers": outliers, **others}
     slots = {slot.name: slot for slot in spec.tensors}
     for name, tensor in given.items():
         if tensor is not None and name not in slots:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role, TensorSlot
+from lowbit.pylib.outliers import draw, read_csr
 from lowbit.pylib.torch_types import TORCH
 
 Array = Tensor | np.ndarray
@@ -27,6 +28,7 @@ F64 = NDArray[np.float64]
 # Rounding: relative error (2^-precision: half an ulp) and half the least subnormal.
 ROUNDING = {"f16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134), "f32": (2.0**-24, 2.0**-150)}
 ADDITION = 2.0**-23  # relative error of an f32 addition in the tensor core, which truncates
+OUTLIERS = 0.02  # density of random ones
 OTHER_ADDITIONS = 64  # splits, warps of a block, bias; and the roundings of the multiplications by scales
 LEAST_SCALE = {"f16": 2.0**-14, "e4m3": 2.0**-6}  # normal numbers; the other types' are out of reach
 
@@ -34,7 +36,8 @@ LEAST_SCALE = {"f16": 2.0**-14, "e4m3": 2.0**-6}  # normal numbers; the other ty
 def dequantize(
     spec: MatmulSpec, codes: Array, scales: Array, zeros: Array | None = None, **others: Array
 ) -> F64:
-    """W[n, k] = scale * (decode(code) - zero) + offset, exact but for float64's rounding; NaN and inf as in IEEE.
+    """W[n, k] = scale * (decode(code) - zero) + offset + outlier, exact but for float64's rounding; NaN and inf as in
+    IEEE.
 
     others: more tensors of the spec by name, of which scales multiply, too; scales of rows multiply offsets as well
 
@@ -42,7 +45,7 @@ def dequantize(
     """
     scale, zero = _scale(spec, scales, others), _spread(spec, zeros)
     with np.errstate(invalid="ignore"):
-        w = scale * (_decode(spec, codes) - zero) + _offset(spec, others)
+        w = scale * (_decode(spec, codes) - zero) + _offset(spec, others) + _outliers(others, len(codes), spec.k)
     return w[:, np.argsort(_f64(others["permutation"]))] if spec.permuted else w
 
 
@@ -84,6 +87,9 @@ def tolerance(
         + 2^-23 * additions * sum_k |x| |o|      with offsets o
         + u |y| + half a subnormal   of the output
 
+    Products with outliers are exact, and are sums of f32 as well: each counts as another addition, and their
+    magnitudes as terms.
+
     dequantized: bound a kernel that rounds whole weights to the operand's type (as `compile_dequantize` does)
     and then accumulates all of k.
 
@@ -93,9 +99,10 @@ def tolerance(
     """
     y = matmul(spec, x, codes, scales, zeros, bias, **others)
     scale, zero, offset = _scale(spec, scales, others), _spread(spec, zeros), _offset(spec, others)
+    sparse = np.abs(_outliers(others, len(codes), spec.k))
     if spec.permuted:
         x = _f64(x)[:, _f64(others["permutation"]).astype(int)]
-    error = _accumulated(spec, x, codes, scale, zero, dequantized, rounded_zeros)
+    error = _accumulated(spec, x, codes, scale, zero, sparse, dequantized, rounded_zeros)
     if offset.any():
         error += _offset_error(spec, x, offset, dequantized)
     if dequantized:
@@ -106,7 +113,14 @@ def tolerance(
 
 
 def _accumulated(
-    spec: MatmulSpec, x: Array, codes: Array, scale: F64, zero: F64, dequantized: bool, rounded_zeros: bool
+    spec: MatmulSpec,
+    x: Array,
+    codes: Array,
+    scale: F64,
+    zero: F64,
+    sparse: F64,
+    dequantized: bool,
+    rounded_zeros: bool,
 ) -> F64:
     """The part of `tolerance` that is there before y is rounded."""
     t = spec.dtype
@@ -116,13 +130,16 @@ def _accumulated(
     rounding = _operand_error(spec)[_index(spec, codes)]
     offset = {"uint": t.codes, "int": 1.5 * t.codes}.get(t.kind, 0.0)
     terms = magnitude + 2 * offset + np.abs(zero)
-    additions = OTHER_ADDITIONS + (spec.group_size or spec.k) + spec.groups
+    entries = int(np.count_nonzero(sparse, axis=1).max(initial=0))
+    additions = OTHER_ADDITIONS + (spec.group_size or spec.k) + spec.groups + entries
     if dequantized:
         terms, additions = magnitude + np.abs(zero), OTHER_ADDITIONS + spec.k
         rounding = rounding + unit * terms
         if rounded_zeros and spec.zeros == "float":
             rounding = rounding + unit * np.abs(zero)
     error = np.abs(_f64(x)) @ (scale * (ADDITION * additions * terms + rounding)).T
+    if entries:
+        error += np.abs(_f64(x)) @ ((ADDITION * additions + (unit if dequantized else 0.0)) * sparse).T
     if rounded_zeros and spec.zeros == "float":
         error += np.abs(_f64(x) @ (scale * _zero_error(spec, codes, zero)).T)
     return error
@@ -185,6 +202,8 @@ def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> d
     for slot in _slots(spec, "scale"):
         drawn[slot.name] = _draw_scales(rng, slot, typical)
         typical = 1.0  # of scales beyond the first
+    for slot in _slots(spec, "outliers"):
+        drawn[slot.name] = draw(spec.n, spec.k, OUTLIERS, torch.Generator().manual_seed(int(rng.integers(1 << 31))))
     for slot in _slots(spec, "permutation"):
         drawn[slot.name] = torch.from_numpy(rng.permutation(spec.k))
     for slot in _slots(spec, "bias"):
@@ -288,6 +307,12 @@ def _offset(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
         if slot.role == "offset" and slot.name in others:
             result = result + _spread(spec, others[slot.name])
     return result * _row_scale(spec, others)
+
+
+def _outliers(others: Mapping[str, Array], n: int, k: int) -> F64:
+    """What is added to the weight: [n, k], or one 0 without outliers."""
+    given = others.get("outliers")
+    return np.zeros((1, 1)) if given is None else _f64(read_csr(given, n, k).to_dense())
 
 
 def _spread(spec: MatmulSpec, table: Array | None) -> F64:

@@ -14,6 +14,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib import outliers
 
 
 def part_of(spec: MatmulSpec, dim: int, index: int, count: int) -> MatmulSpec:
@@ -40,6 +41,11 @@ def cut(slot: TensorSlot, tensor: Tensor, dim: int, index: int, count: int) -> T
         return tensor.clone()  # one number per row is for all columns
     if slot.index == "column":
         return tensor.clone()
+    if slot.index == "sparse":
+        ends = [slice(0, extent) for extent in slot.given]
+        size = slot.given[dim] // count
+        ends[dim] = slice(index * size, (index + 1) * size)
+        return outliers.cut(tensor, slot.given[0], *ends)
     size = tensor.shape[dim] // count
     return tensor.narrow(dim, index * size, size).clone()
 

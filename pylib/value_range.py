@@ -16,9 +16,13 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Index
+from lowbit.pylib import outliers
 from lowbit.pylib.dequantized import decoded, numbers
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tracing import is_observed
+
+Limits = tuple[float, float]
+"""The largest magnitude and the smallest normal number."""
 
 
 def has_wide_range(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> bool | None:
@@ -52,33 +56,38 @@ def _fits(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> bool:
     group, row = _scales(spec, tensors, "group"), _scales(spec, tensors, "padded_row", "row")
     zero, offset = (_added(spec, name, tensors) for name in ("zeros", "offsets"))
     factors = [row.new_ones(1, 1), row] if row.numel() > 1 else [row]
-    return all(_scaled_fit(spec, tensors["codes"], f * group, zero, f * offset) for f in factors)
+    limits = _limits(spec, tensors)
+    return all(_scaled_fit(spec, tensors["codes"], f * group, zero, f * offset, limits) for f in factors)
 
 
-def _scaled_fit(spec: MatmulSpec, codes: Tensor, scale: Tensor, zero: Tensor, offset: Tensor) -> bool:
+def _scaled_fit(
+    spec: MatmulSpec, codes: Tensor, scale: Tensor, zero: Tensor, offset: Tensor, limits: Limits
+) -> bool:
     """Tells the same of s (q - z) + o for these s, z and o."""
-    largest, smallest = _limits(spec)
+    largest, smallest = limits
     values = np.abs(finite_values(spec))
     top = float(values.max())
     size = scale.abs()
     if bool((size * zero.abs()).max() > largest):
         return False
     if spec.zeros == "float":
-        return bool(zero.abs().max() + top <= largest) and _codes_fit(spec, codes, scale, zero, offset)
+        return bool(zero.abs().max() + top <= largest) and _codes_fit(spec, codes, scale, zero, offset, limits)
     if spec.zeros == "offset":
-        return _codes_fit(spec, codes, scale, zero, offset)
+        return _codes_fit(spec, codes, scale, zero, offset, limits)
     # Most weights are known by their scales: codes differ from a whole zero by 1 at least.
     step = 1.0 if spec.zeros == "int" else float(values[values > 0].min(initial=top))
     bounded = bool((size * (top + zero.abs())).max() <= largest)
     rows = size.amax(dim=1) * step
     if bounded and bool(((rows >= smallest) | (rows == 0)).all()):
         return True
-    return _codes_fit(spec, codes, scale, zero, offset)
+    return _codes_fit(spec, codes, scale, zero, offset, limits)
 
 
-def _codes_fit(spec: MatmulSpec, codes: Tensor, scale: Tensor, zero: Tensor, offset: Tensor) -> bool:
+def _codes_fit(
+    spec: MatmulSpec, codes: Tensor, scale: Tensor, zero: Tensor, offset: Tensor, limits: Limits
+) -> bool:
     """Tells the same by the codes of every group: the largest |s (q - z) + o| is at the least or the largest q."""
-    largest, smallest = _limits(spec)
+    largest, smallest = limits
     for rows, values in decoded(spec, codes, finite_values(spec)):
         grouped = values.view(len(values), scale.shape[1], -1)
         s, z, o = (t[rows] if len(t) > 1 else t for t in (scale, zero, offset))
@@ -95,10 +104,12 @@ def finite_values(spec: MatmulSpec) -> np.ndarray:
     return np.where(np.isfinite(values), values, 0.0)
 
 
-def _limits(spec: MatmulSpec) -> tuple[float, float]:
-    """Returns the largest and the smallest normal number of the act type."""
+def _limits(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> Limits:
+    """Returns the largest magnitude that no outlier takes beyond the act type, and that type's smallest normal
+    number."""
     info = torch.finfo(TORCH[spec.act])
-    return info.max, info.smallest_normal
+    added = outliers.largest(tensors["outliers"], spec.n) if spec.outliers else 0.0
+    return info.max - added, info.smallest_normal
 
 
 def _scales(spec: MatmulSpec, tensors: Mapping[str, Tensor], *indices: Index) -> Tensor:

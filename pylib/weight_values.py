@@ -14,6 +14,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Storage, TensorSlot
+from lowbit.pylib import outliers
 from lowbit.pylib.memory_order import pack_codes, pack_groups, unpack_codes
 from lowbit.pylib.torch_types import TORCH, stored_type
 
@@ -26,6 +27,9 @@ def as_tensor(slot: TensorSlot, given: object) -> Tensor:
     """Returns the tensor or array `given` for a slot as a tensor of the slot's shape; [n] passes for [n, 1], and one
     number for the same scale in every row."""
     name, shape = slot.name, list(slot.given)
+    if slot.index == "sparse":
+        n, k = slot.given
+        return outliers.read_csr(given, n, k)
     if isinstance(given, np.ndarray):
         try:
             given = torch.from_numpy(np.require(given, requirements=["C", "W"]))
@@ -52,6 +56,8 @@ def to_memory(spec: MatmulSpec, slot: TensorSlot, values: Tensor) -> Tensor:
     if slot.role == "codes":
         _check_codes(values, low, low + spec.dtype.codes - 1)
         return pack_codes(spec.packing, values, -low)
+    if slot.index == "sparse":
+        return outliers.to_lines(values)
     if slot.role == "permutation":
         _check_integer(slot.name, values, "int()")
         _check_permutation(values.long())
@@ -70,6 +76,9 @@ def check_stored(spec: MatmulSpec, slot: TensorSlot, stored: Tensor) -> None:
     """Raises PackError where a packed tensor holds values that `to_memory` never gives and kernels can't multiply."""
     if slot.role == "codes":
         _check_padding(spec, stored)
+        return
+    if slot.index == "sparse":
+        outliers.check_lines(stored, spec.n, spec.k)
         return
     if slot.role == "permutation":
         _check_permutation(stored.long())

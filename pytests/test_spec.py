@@ -179,7 +179,7 @@ def test_only_what_differs_is_written() -> None:
         ({"n": 16, "k": 64, "weight": "u4"}, "a spec of version None can't be read, only version 1; update lowbit"),
         ({"version": 2, "n": 16, "k": 64, "weight": "u4"}, "a spec of version 2 can't be read"),
         ({"version": 1, "n": 16, "k": 64}, "a spec must have weight"),
-        ({"version": 1, "n": 16, "k": 64, "weight": "u4", "outliers": 2}, "a spec has no 'outliers'; update lowbit"),
+        ({"version": 1, "n": 16, "k": 64, "weight": "u4", "blocks": 2}, "a spec has no 'blocks'; update lowbit"),
         ({"version": 1, "n": 16, "k": 64, "weight": "u5", "group_size": 7}, "group_size=7 must be at least 16"),
         ({"version": 1, "n": 16, "k": 64, "weight": "lut1", "table": [1, 10**400]}, "must be a flat sequence"),
         ([1], "a spec must be written as a dictionary, not list"),

@@ -52,6 +52,7 @@ from lowbit.dialect.ops.memory import (
     StageOp,
     WaitOp,
 )
+from lowbit.dialect.ops.outliers import AddOutliersOp, SparseMmaOp
 from lowbit.dialect.ops.pipelines import ConcurrentOp, PipelineOp
 from lowbit.dialect.ops.products import MmaOp, OffsetSumsOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
 from lowbit.dialect.ops.programs import (
@@ -83,6 +84,7 @@ __all__ = [
     "MOST_BLOCKS",
     "AbsOp",
     "AddOp",
+    "AddOutliersOp",
     "AllocSharedOp",
     "AllocSignalsOp",
     "ArriveOp",
@@ -134,6 +136,7 @@ __all__ = [
     "RowSumsOp",
     "SelectOp",
     "SliceOp",
+    "SparseMmaOp",
     "SplatOp",
     "SplitLimbsOp",
     "SqrtOp",

@@ -9,7 +9,7 @@ from lowbit.dialect.checks import expect, tensor, verifier
 from lowbit.dialect.elements import ACTS
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.formats.reals import REALS
-from lowbit.dialect.optional import Optional
+from lowbit.dialect.optional import Flag, Optional
 from lowbit.dialect.types import Lowbit, Packed, PackedType, ints
 
 _PACKING = "the memory order of the weight: chunk, units, padding, shapes"
@@ -41,6 +41,8 @@ def _check_packing(op: Any, w: Packed) -> None:
 class MatmulOp(Lowbit.Operation, name="matmul"):
     """y[t, n] = sum_k x[t, k] W[n, k] (+ bias[n]): x is tensor<?xk>, w a packed weight, y tensor<?xn>.
 
+    With `outliers`, a sparse matrix comes with the weight and is added to it. Sums of both are in f32, rounded once.
+
     On this and the other operations here, `plan-packing` writes `packing`, `select-schedule` writes `schedule`, and
     `expand-matmul` needs both.
     """
@@ -49,6 +51,7 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
     w: ext.Operand[PackedType]
     y: ext.Result[Any]
     bias: Sequence[ext.Operand[Any]]
+    outliers = Flag()
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)
 
@@ -64,10 +67,12 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
 
 
 class DequantizeOp(Lowbit.Operation, name="dequantize"):
-    """The weight W [n, k] in the activation's type: s * (decode(code) - z) or s * decode(code) + o, computed in f32."""
+    """The weight W [n, k] in the activation's type: s * (decode(code) - z) or s * decode(code) + o, and with `outliers`
+    a sparse matrix besides, computed in f32."""
 
     w: ext.Operand[PackedType]
     y: ext.Result[Any]
+    outliers = Flag()
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)
 

@@ -2,6 +2,7 @@
 scale * value + offset.
 
 w [n, k] in the activation's type stands at `y` in the task; every number is computed in f32 and rounded once more.
+Where the weight has outliers, all rows of a chunk are decoded before any is rounded, and outliers are added to them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkMap, Isa
+from lowbit.passes.cpu.outliers import Lines, Outlier, add_to
 from lowbit.passes.cpu.task import Needs
 from lowbit.passes.cpu.vector_ops import (
     LANES,
@@ -109,10 +111,64 @@ class _Dequantizer:
     def __init__(self, weight: Weight, w: Value) -> None:
         self.weight, self.spec, self._w = weight, weight.spec, w
         self._decoder = ChunkDecoder(weight)
-        self._values = scratch(4 * self.spec.packing.chunk)
+        self._row_bytes = 4 * self.spec.packing.chunk
+        self._values = scratch(self._row_bytes * (ROWS if self.spec.outliers else 1))
 
     def blocks(self, first: Value, last: Value) -> None:
         """The row blocks from `first` up to `last`."""
+        if self.spec.outliers:
+            self._blocks_with_outliers(first, last)
+        else:
+            self._plain_blocks(first, last)
+
+    def _blocks_with_outliers(self, first: Value, last: Value) -> None:
+        """The same where all rows of a chunk have to be there for outliers to be added, which come by column."""
+        spec, lines = self.spec, Lines(self.spec, self.weight.arrays["outliers"])
+        with loop(first, last) as block:
+            word, end = lines.of_block(block.index)
+            start = mul(block.index, ROWS)
+            rows = arith.minsi(i64(ROWS), arith.subi(i64(spec.n), start))
+            with loop(0, spec.packing.chunks, carried=[word]) as chunk:
+                self._decoder.begin(block.index, chunk.index)
+                with loop(0, ROWS // 2) as g:
+                    for row in Row.pair(g.index):
+                        target = at(self._values, mul(row.index, self._row_bytes))
+                        for v, value in enumerate(self._decoder.row(block.index, chunk.index, row)):
+                            store(value, at(target, byte=v * VECTOR_BYTES))
+                column = mul(chunk.index, spec.packing.chunk)
+                chunk.carried = [self._add_outliers(lines, chunk.carried[0], end, column)]
+                with loop(0, rows) as r:
+                    values = at(self._values, mul(r.index, self._row_bytes))
+                    target = at(self._w, mul(add(start, r.index), ELEMENTS[spec.act].bytes * spec.k))
+                    self._copy(column, target, values)
+
+    def _add_outliers(self, lines: Lines, word: Value, end: Value, first: Value) -> Value:
+        """Adds the outliers of the chunk of columns in memory from `first` on; returns the word of the next."""
+        packing = self.spec.packing
+
+        def visit(outlier: Outlier) -> None:
+            within = arith.subi(self._in_memory(outlier.column), first)
+            place = arith.extui(i(64), look_up(_PLACE, i(32), within))
+            add_to(at(at(self._values, mul(outlier.row, self._row_bytes)), mul(place, 4)), outlier.value)
+
+        return lines.each_below(word, end, self._in_weight(add(first, packing.chunk)), visit)
+
+    def _in_memory(self, column: Value) -> Value:
+        """The column in memory of a column of the weight."""
+        if not self.spec.packing.pads_groups:
+            return column
+        group, within = divmod_(column, self.spec.group_size or self.spec.k)
+        return add(mul(group, self.weight.tiling.group), within)
+
+    def _in_weight(self, column: Value) -> Value:
+        """The first column of the weight that is not before a column in memory."""
+        if not self.spec.packing.pads_groups:
+            return column
+        size = self.spec.group_size or self.spec.k
+        group, within = divmod_(column, self.weight.tiling.group)
+        return add(mul(group, size), arith.minsi(within, i64(size)))
+
+    def _plain_blocks(self, first: Value, last: Value) -> None:
         spec = self.spec
         with loop(first, last) as block, loop(0, spec.packing.chunks) as chunk:
             self._decoder.begin(block.index, chunk.index)
@@ -124,11 +180,11 @@ class _Dequantizer:
                         for v, value in enumerate(self._decoder.row(block.index, chunk.index, row)):
                             store(value, at(self._values, byte=v * VECTOR_BYTES))
                         target = at(self._w, mul(add(start, row.index), ELEMENTS[spec.act].bytes * spec.k))
-                        self._copy(mul(chunk.index, spec.packing.chunk), target)
+                        self._copy(mul(chunk.index, spec.packing.chunk), target, self._values)
 
-    def _copy(self, first: Value, row: Value) -> None:
-        """Rounds the columns in memory from `first` on, of one chunk, into a row of w, in order and without the
-        padding of groups."""
+    def _copy(self, first: Value, row: Value, decoded: Value) -> None:
+        """Rounds the columns in memory from `first` on, of one decoded chunk, into a row of w, in order and without
+        the padding of groups."""
         spec, tiling, size = self.spec, self.weight.tiling, self.spec.group_size or self.spec.k
         width = min(tiling.group, spec.packing.chunk)  # of the part of a group that a chunk holds
         with loop(0, spec.packing.chunk, width) as part:
@@ -138,11 +194,11 @@ class _Dequantizer:
             with when(less(group, i64(spec.groups))):
                 whole = arith.maxsi(i64(0), mul(arith.divsi(columns, i64(LANES)), LANES))
                 with loop(0, whole, LANES) as c:
-                    values = gather(self._values, look_up(_PLACE, vec(i(32)), add(part.index, c.index)))
+                    values = gather(decoded, look_up(_PLACE, vec(i(32)), add(part.index, c.index)))
                     self._store(values, target, c.index)
                 with loop(whole, columns) as c:
                     place = arith.extui(i(64), look_up(_PLACE, i(32), add(part.index, c.index)))
-                    self._store(load(f32(), at(self._values, mul(place, 4))), target, c.index)
+                    self._store(load(f32(), at(decoded, mul(place, 4))), target, c.index)
 
     def _store(self, value: Value, target: Value, column: Value) -> None:
         act = self.spec.act

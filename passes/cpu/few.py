@@ -22,6 +22,7 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import ChunkReader, Isa, least_code, multiplies_bf16, pair_table
+from lowbit.passes.cpu.outliers import Lines, Outlier, add_to
 from lowbit.passes.cpu.prepare import Preparer, Rows
 from lowbit.passes.cpu.task import LINE, Needs
 from lowbit.passes.cpu.vector_ops import (
@@ -136,6 +137,8 @@ class _Matmul:
                         self._rows(xs, block, chunk, together, count)
         for t, offset in enumerate(span.carried):
             store(offset, at(self.offsets, byte=t * VECTOR_BYTES))
+        if self.spec.outliers:
+            self._add_outliers(block, token, count)
         self._finish(block, token, count)
 
     def _rows(self, xs: Value, block: Value, first: Value, rows: Sequence[Row], count: int) -> None:
@@ -211,6 +214,18 @@ class _Matmul:
                     mine = [arith.mulf(mine[0], constant(vec(f32()), 2.0**self.weight.map.late_exponent))]
                 place = at(self.totals, mul(row.index, count * VECTOR_BYTES), t * VECTOR_BYTES)
                 store(fma(mine[0], scale, load(vec(f32()), place)), place)
+
+    def _add_outliers(self, block: Value, token: Value, count: int) -> None:
+        """Adds the products with outliers to the first sum of each row; tokens beyond the last read the last."""
+        lines = Lines(self.spec, self.weight.arrays["outliers"])
+        x, last = self.task.array("x"), arith.subi(self.m, i64(1))
+
+        def visit(outlier: Outlier) -> None:
+            for t in range(count):
+                product = lines.product(x, arith.minsi(add(token, t), last), outlier)
+                add_to(at(self.totals, mul(outlier.row, count * VECTOR_BYTES), t * VECTOR_BYTES), product)
+
+        lines.each(block, visit)
 
     def _finish(self, block: Value, token: Value, count: int) -> None:
         """Sums the vectors, adds offset and bias, rounds, stores."""

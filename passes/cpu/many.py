@@ -26,6 +26,7 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.decode import Isa, multiplies_bf16
 from lowbit.passes.cpu.dequantize import ChunkDecoder
+from lowbit.passes.cpu.outliers import Lines, Outlier, add_to
 from lowbit.passes.cpu.prepare import Preparer, Rows
 from lowbit.passes.cpu.task import LINE, Needs, round_to_line
 from lowbit.passes.cpu.vector_ops import (
@@ -133,6 +134,8 @@ class _Many:
                 chunks_here = arith.minsi(i64(self.plan.chunks), arith.subi(i64(chunks), tile.index))
                 self._decode(block.index, count, tile.index, chunks_here)
                 self._multiply(mul(count, ROWS), tile.index, chunks_here)
+            if self.spec.outliers:
+                self._add_outliers(block.index, count)
             self._finish(block.index, count)
 
     def _clear(self) -> None:
@@ -195,6 +198,20 @@ class _Many:
 
     def _multiply_add(self, a: Value, b: Value, c: Value) -> Value:
         return dot_bf16(a, b, c) if self.plan.rows.element == "bf16" else fma(a, b, c)
+
+    def _add_outliers(self, block: Value, count: Value) -> None:
+        """Adds the products with outliers to the sums of the panel's rows."""
+        lines, x = Lines(self.spec, self.weight.arrays["outliers"]), self.task.array("x")
+        with loop(0, count) as b:
+            first = mul(b.index, ROWS)
+
+            def visit(outlier: Outlier) -> None:
+                row = arith.addi(first, outlier.row)
+                with loop(0, self.m) as t:
+                    place = at(self.sums, mul(add(mul(t.index, _PANEL_ROWS), row), 4))
+                    add_to(place, lines.product(x, t.index, outlier))
+
+            lines.each(add(block, b.index), visit)
 
     def _finish(self, block: Value, count: Value) -> None:
         """Adds the bias, rounds, stores."""

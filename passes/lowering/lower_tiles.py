@@ -29,6 +29,7 @@ from lowbit.passes.lowering import (
     integer_mma,
     memory,
     mma,
+    outliers,
     registers,
     tables,
     wgmma,
@@ -39,7 +40,7 @@ from lowbit.passes.lowering.registry import lower_block
 from lowbit.passes.lowering.warpgroup import declare_sums
 from lowbit.passes.target import Target, parse_target
 
-_RULES = (barriers, codes, control, copies, elementwise, integer_mma, memory, mma, registers, tables, wgmma)
+_RULES = (barriers, codes, control, copies, elementwise, integer_mma, memory, mma, outliers, registers, tables, wgmma)
 """The files with rules, which register them when they are imported."""
 
 SHARED_SYMBOL = "shared_memory"

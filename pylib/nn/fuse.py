@@ -14,10 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib import outliers
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.siblings import Group, rewritten, siblings
 
@@ -146,11 +148,17 @@ def _fuse(parent: nn.Module, groups: tuple[Group, ...], linears: frozenset[str])
 def _concatenated(parts: Sequence[LowbitLinear]) -> LowbitLinear:
     """Returns a layer with the rows of several, one below the other."""
     spec = replace(parts[0].spec, n=sum(part.spec.n for part in parts))
-    tensors = {
-        slot.name: torch.cat([getattr(part, slot.name) for part in (parts if slot.index != "column" else parts[:1])])
-        for slot in spec.tensors
-    }
+    tensors = {slot.name: _below(slot, [getattr(part, slot.name) for part in parts], parts) for slot in spec.tensors}
     return LowbitLinear(spec, tensors).train(parts[0].training)
+
+
+def _below(slot: TensorSlot, tensors: Sequence[Tensor], parts: Sequence[LowbitLinear]) -> Tensor:
+    """Returns the tensors of one slot as that of all rows."""
+    if slot.index == "sparse":
+        return outliers.stack(tensors, [part.spec.n for part in parts])
+    if slot.index == "column":
+        return tensors[0].clone()
+    return torch.cat(list(tensors))
 
 
 # -- classes of modules with fused layers

@@ -17,6 +17,7 @@ from torch.compiler import assume_constant_result, is_compiling
 
 from lowbit.dialect.errors import PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec, interned
+from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import saved_weight
 from lowbit.pylib.matmul import Matmul, compile, this_machine
 from lowbit.pylib.packed import PackedWeight
@@ -101,8 +102,7 @@ class LowbitLinear(nn.Linear):
         `assign=True`."""
         if not isinstance(cast(object, spec), MatmulSpec):
             raise SpecError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(n=64, k=256, weight='u4')")
-        tensors = {s.name: torch.zeros(s.shape, dtype=stored_type(s.storage), device=device) for s in spec.tensors}
-        return cls(spec, tensors)
+        return cls(spec, {s.name: _zeros(s, device) for s in spec.tensors})
 
     @property
     def packed(self) -> PackedWeight:
@@ -201,8 +201,16 @@ class LowbitLinear(nn.Linear):
                 error_msgs.append(f"{prefix.removesuffix('.') or 'the layer'}: {error}")
                 return
             state_dict.update({prefix + name: tensor for name, tensor in checked.items()})
+            self._make_room(checked)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         self._last_packed = None
+
+    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Gives buffers of a free length that of the tensors which torch is about to copy into them."""
+        for slot in self.spec.tensors:
+            buffer, shape = getattr(self, slot.name), tensors[slot.name].shape
+            if buffer.shape != shape:
+                setattr(self, slot.name, buffer.new_empty(shape))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last_packed": None, "_last_matmul": None}
@@ -234,6 +242,11 @@ def act_of(weight: Tensor) -> Act:
         return "bf16"
     types = f"weight is {weight.dtype}, and kernels take inputs in f16 or bf16"
     raise SpecError(f"{types}; convert the model (model.bfloat16()), or say act='bf16'")
+
+
+def _zeros(slot: TensorSlot, device: torch.device | str | None) -> Tensor:
+    """Returns a tensor of zeros for a slot; of outliers, as few as there can be."""
+    return torch.zeros(slot.least_shape, dtype=stored_type(slot.storage), device=device)
 
 
 def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

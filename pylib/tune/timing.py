@@ -21,10 +21,12 @@ import torch
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib import outliers
 from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.torch_types import TORCH, stored_type
 
 DEFEAT_L2_BYTES = 400e6
+OUTLIERS = 0.01  # density of random ones
 REST_SECONDS, WARM_SECONDS = 0.1, 0.004
 SUSTAINED_SECONDS = 0.3  # of work, before the GPU's pace is steady
 
@@ -93,6 +95,9 @@ def random_tensor(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str
         return _random_codes(spec, slot, device)
     if slot.role == "permutation":
         return torch.randperm(spec.k, device=device).to(torch.int32)
+    if slot.role == "outliers":
+        generator = torch.Generator(device).manual_seed(0)
+        return outliers.to_lines(outliers.draw(spec.n, spec.k, OUTLIERS, generator, device))
     if slot.storage == "u8":
         return torch.randint(0, spec.dtype.codes, slot.shape, dtype=torch.uint8, device=device)
     if slot.role == "bias":

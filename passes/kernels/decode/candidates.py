@@ -28,8 +28,9 @@ _PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room 
 
 
 def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-    """The token tiles that a matmul has decode kernels for."""
-    if not has_wgmma(spec, target):
+    """The token tiles that a matmul has decode kernels for. A warp that adds outliers reads x from device memory, an
+    address for each token: for more of them, the dequantize kernel writes outliers out with the weight."""
+    if spec.outliers or not has_wgmma(spec, target):
         return _PLAIN_TILES
     step = math.lcm(spec.packing.chunk, spec.x.per_panel)
     widest = KernelPlan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, num_stages=1, wgmma=True))
@@ -39,6 +40,7 @@ def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
 def tile_limit(spec: MatmulSpec, target: Target) -> str:
     """Why `token_tiles` ends where it does: the end of an error's message."""
     why = "whose sums need registers twice" if has_wgmma(spec, target) else "which has no wgmma"
+    why = "whose outliers are added by the dequantize kernel then" if spec.outliers else why
     return f" for {spec.weight}, k={spec.k} on {target}, {why}"
 
 

@@ -94,7 +94,7 @@ class Epilogue:
 
     def _store(self, total: Tile, first_row: Scalar) -> None:
         p, s, spec = self.p, self.schedule, self.spec
-        if spec.row_scales:
+        if spec.row_scales and not spec.outliers:  # else before the outliers were added
             total = p.mul(total, self._per_row("row_scales", "f32", first_row, total))
         if spec.bias:
             bias = self._per_row("bias", spec.out_dtype, first_row, total)

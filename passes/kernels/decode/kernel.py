@@ -33,6 +33,9 @@ the type of x. An offset o goes the same ways: o * sum(x), or s * q + o. Unsigne
 as they are stored, in f16, with no subtraction, and so is what has sums of x anyway (`KernelPlan.raw_codes`); with
 `Schedule.raw_codes` others are, too, and all zero points and the offset of signed codes go by sums of x.
 
+Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of the lines of its
+row blocks (`dialect.formats.outliers`) after the loop, with x from device memory, and adds the products to its sums.
+
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
 zeros [warps_k, row blocks, groups, 16]. Beside the
@@ -129,6 +132,7 @@ class Kernel:
         p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
         carried = self._preloaded(carried) if s.preload_weights else self._stream(carried)
         total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
+        total = self._with_outliers(total) if self.spec.outliers else total
         p.barrier()
         p.free_shared(*self.operands.buffers)
         Epilogue(p, self.plan, self.tile).finish(total)
@@ -212,6 +216,15 @@ class Kernel:
     def _whole(self, total: Tile) -> Tile:
         """[warps_k, rows, columns] of what a warp ends with."""
         return total
+
+    def _with_outliers(self, total: Tile) -> Tile:
+        """The sums of a warp with those of its share of the outliers, which reads x where it needs it."""
+        p, spec = self.p, self.spec
+        if spec.row_scales:
+            total = p.mul(total, self._row_scale_or_zero("row_scales"))
+        table = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
+        x = p.global_view(p["x"], spec.act, (-1, spec.k), sizes=[p["m"]])
+        return p.sparse_mma(table, x, self.first_block, p.block_id(1), self.schedule.split_k, total)
 
     def _shifts(self) -> list[Tile]:
         """Minus integer zeros, which decoding subtracts for nothing: q - z is exact."""

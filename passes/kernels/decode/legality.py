@@ -131,7 +131,7 @@ def _check_wgmma(plan: KernelPlan, target: Target) -> None:
 def has_integer_mma(spec: MatmulSpec) -> bool:
     """Whether one token can be multiplied in integers: codes must be some, and groups whole pieces of 128 columns."""
     group = spec.packing.padded_group
-    return takes(spec.dtype) and (group is None or group % PIECE == 0)
+    return takes(spec.dtype) and (group is None or group % PIECE == 0) and not spec.outliers
 
 
 def _check_integer_mma(spec: MatmulSpec, s: Schedule) -> None:
@@ -140,7 +140,8 @@ def _check_integer_mma(spec: MatmulSpec, s: Schedule) -> None:
     if not has_integer_mma(spec):
         raise SpecError(
             f"schedule: decode_integer multiplies integers of 1, 2 or 4 bits in groups of multiples of {PIECE} "
-            f"columns; {spec.weight} in groups of {spec.group_size} needs a Schedule of the decode family"
+            f"columns, without outliers; {spec.weight} in groups of {spec.group_size} needs a Schedule of the decode "
+            "family"
         )
 
 

@@ -1,8 +1,8 @@
 """The dequantize kernel: the packed weight back to W [n, k] in the activation's type, for matmuls of many tokens.
 
 A block turns 16 rows times a few steps of k into numbers, s * (decode(code) - z) in f32, rounded once. The fragments
-go through shared memory so that rows leave in 16-byte pieces. Columns are addressed as (group, column of the group),
-which drops the padding of padded groups on the way.
+go through shared memory so that rows leave in 16-byte pieces. Outliers are added there, in f32, before the sum is
+rounded. Columns are addressed as (group, column of the group), which drops the padding of padded groups on the way.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ def dequantize(spec: MatmulSpec) -> ir.Module:
         block, row_block = p.block_id(0), p.block_id(1)
         first_group, part = block // c.parts * c.groups, block % c.parts
         numbers = _decoded(p, spec, c, block, row_block)
-        numbers = p.cast(_scaled(p, spec, c, numbers, first_group, row_block), spec.act)
-        rows = _as_rows(p, spec, c, numbers)
+        numbers = _scaled(p, spec, c, numbers, first_group, row_block)
+        if spec.outliers:
+            rows = _with_outliers(p, spec, c, numbers, block, row_block)
+        else:
+            rows = _as_rows(p, spec, c, p.cast(numbers, spec.act))
         y = p.global_view(
             p["y"],
             spec.act,
@@ -92,6 +95,20 @@ def _as_rows(p: Program, spec: MatmulSpec, c: BlockColumns, numbers: Tile) -> Ti
     p.store(p.reshape(numbers, (ROWS, c.columns)), staged, (0, 0))
     p.barrier()
     return p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, spec.x.per_vector))
+
+
+def _with_outliers(
+    p: Program, spec: MatmulSpec, c: BlockColumns, numbers: Tile, block: Scalar, row_block: Scalar
+) -> Tile:
+    """Returns the same with outliers added in f32, and then rounded."""
+    group = c.real_group
+    table = p.global_view(p["outliers"], "i32", (spec.packing.row_blocks + 1,))
+    staged = p.alloc_shared("f32", (ROWS, c.columns), (c.columns + spec.x.per_vector, 1))
+    p.store(p.reshape(numbers, (ROWS, c.columns)), staged, (0, 0))
+    p.barrier()
+    p.add_outliers(table, staged, row_block, block * c.columns, group, spec.packing.padded_group or group)
+    p.barrier()
+    return p.cast(p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, spec.x.per_vector)), spec.act)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,190 @@
+"""Rules of `lower-tiles` for outliers (`dialect.formats.outliers` has the lines they lie in).
+
+A line is 32 columns of a sparse operand A, one for each of its words, with one number in each column: in the row that
+the word names. Operand B has, in the row of that column of A, the x that the outlier meets. Which column of A a word
+plays does not matter to the sum, so a lane takes the eight words that lie side by side and reads them at once. That
+makes four mma.m16n8k8.tf32 of a line, for eight tokens each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import arith, ir, llvm, scf
+from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.formats.outliers import LINE, ROW_BITS, SPAN, VALUE_SHIFT
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.types import Reg
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering.addressing import Place
+from lowbit.passes.lowering.context import LoweringContext, int_attr, when
+from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
+from lowbit.passes.lowering.mma import mma_sync
+from lowbit.passes.lowering.registry import lowers
+
+_WORD = 4  # bytes
+_PER_LANE = 8  # words of a line that a lane multiplies, two in each of four products
+_WARP = 32
+
+
+class _Outlier(NamedTuple):
+    """What a word says: row of the row block, column of the weight, value in f32."""
+
+    row: Any
+    column: Any
+    value: Any
+
+
+def _outlier(word: Any, first_column: Any) -> _Outlier:
+    half = arith.trunci(emit.integer(16), emit.shift_right(word, VALUE_SHIFT))
+    value = arith.extf(ir.F32Type.get(), emit.bitcast(ir.F16Type.get(), half))
+    beyond = emit.mask(emit.shift_right(word, ROW_BITS), SPAN - 1)
+    return _Outlier(emit.mask(word, ROWS - 1), arith.addi(first_column, beyond), value)
+
+
+def _word(place: Place, index: Any, static: int = 0, words: int = 1) -> Any:
+    """Loads words of the outliers from `index` (i64) on."""
+    offset = arith.muli(index, emit.constant(_WORD, 64))
+    address = emit.offset_bytes(place.base, dynamic=offset, static=_WORD * static)
+    type_ = emit.integer() if words == 1 else ir.VectorType.get([words], emit.integer())
+    return llvm.load(type_, address, alignment=_WORD * words)
+
+
+def _lines_of(table: Place, block: Any) -> tuple[Any, Any]:
+    """Loads where the lines of a row block begin and end; of one beyond the last, those of the last."""
+    last = emit.constant(table.type.shape[0] - 2)
+    index = arith.extui(emit.integer(64), arith.minsi(block, last))
+    return _word(table, index), _word(table, index, 1)
+
+
+def _first_word(line: Any) -> Any:
+    """The number of a line's first word."""
+    return arith.muli(arith.extui(emit.integer(64), line), emit.constant(LINE, 64))
+
+
+@lowers(ops.SparseMmaOp)
+def sparse_mma(op: Any, c: LoweringContext) -> None:
+    """A loop over the lines of each row block of the warp, which carries its accumulators."""
+    total = c.tiles[op.c]
+    reg = Reg.of(op.result.type)
+    registers = total.registers("scalar")
+    places = fragment_blocks(reg.layout, MMA_M16N8_D)
+    products = _SparseProducts(op, c, sorted({column for _, column in places}))
+    for row_block in sorted({row for row, _ in places}):
+        mine = [i for i, (row, _) in enumerate(places) if row == row_block]
+        mine.sort(key=lambda i: places[i][1])
+        slots = [4 * i + j for i in mine for j in range(4)]
+        for slot, value in zip(slots, products.of_block(row_block, [registers[s] for s in slots])):
+            registers[slot] = value
+    c.tiles[op.result] = Fragment(reg, "scalar", registers.__getitem__)
+
+
+class _SparseProducts:
+    """The products of one `sparse_mma`: what does not change from line to line."""
+
+    def __init__(self, op: Any, c: LoweringContext, columns: Sequence[int]) -> None:
+        layout = Reg.of(op.result.type).layout
+        self._table, x = c.places[op.outliers], c.places[op.x]
+        self._element = str(x.type.element)
+        self._lane_row, self._quad = c.thread_digit(8, 4), c.thread_digit(4)
+        warp, rows = emit.constant(0), emit.constant(0)
+        for size, divisor, dim, stride in layout.thread_digits():
+            digit = arith.muli(c.threads.digit(size, divisor, layout.threads), emit.constant(stride))
+            if dim == 0:
+                warp = arith.addi(warp, digit)
+            elif dim == 1 and divisor >= _WARP:
+                rows = arith.addi(rows, digit)
+        self._block = arith.addi(c.scalars[op.first_block], arith.divui(rows, emit.constant(ROWS)))
+        warps = layout.shape[0]
+        self._parts = emit.constant(warps * int_attr(op, "splits"))
+        self._part = arith.addi(arith.muli(c.scalars[op.part], emit.constant(warps)), warp)
+        self._rows_of_x = [self._row_of_x(x, 8 * column) for column in columns]
+
+    def _row_of_x(self, x: Place, first: int) -> Any:
+        """Where the token begins of this lane's column of B; tokens beyond the last read the last."""
+        token = arith.addi(self._lane_row, emit.constant(first))
+        token = arith.minsi(token, arith.subi(x.sizes[0], emit.constant(1)))
+        nbytes = emit.constant(x.type.strides[0] * ELEMENTS[self._element].bytes, 64)
+        return emit.offset_bytes(x.base, dynamic=arith.muli(arith.extui(emit.integer(64), token), nbytes))
+
+    def of_block(self, row_block: int, totals: Sequence[Any]) -> Sequence[Any]:
+        """Returns the accumulators of a row block with the products of this part's lines added."""
+        start, end = _lines_of(self._table, arith.addi(self._block, emit.constant(row_block)))
+        loop = scf.ForOp(arith.addi(start, self._part), end, self._parts, list(totals))
+        with ir.InsertionPoint(loop.body):
+            scf.YieldOp(self._add_line(loop.induction_variable, list(loop.inner_iter_args)))
+        return list(loop.results)
+
+    def _add_line(self, line: Any, totals: list[Any]) -> list[Any]:
+        first = _first_word(line)
+        head = _word(self._table, first)
+        mine = arith.addi(first, arith.extui(emit.integer(64), arith.muli(self._quad, emit.constant(_PER_LANE))))
+        vectors = [_word(self._table, mine, 4 * i, 4) for i in range(_PER_LANE // 4)]
+        words = [emit.element(vector, i) for vector in vectors for i in range(4)]
+        is_head = arith.cmpi(arith.CmpIPredicate.eq, self._quad, emit.constant(0))
+        words[0] = arith.select(is_head, emit.constant(0), words[0])
+        return self._multiply([_outlier(word, head) for word in words], totals)
+
+    def _multiply(self, outliers: Sequence[_Outlier], totals: list[Any]) -> list[Any]:
+        """Four products for each eight tokens; two outliers of a lane in each."""
+        f32, act = ir.F32Type.get(), ir.Type.parse(self._element)
+        zero, size = emit.real(0.0, f32), ELEMENTS[self._element].bytes
+        nbytes = emit.constant(size, 64)
+        offsets = [arith.muli(arith.extui(emit.integer(64), o.column), nbytes) for o in outliers]
+        upper = arith.addi(self._lane_row, emit.constant(8))
+
+        def in_row(outlier: _Outlier, row: Any) -> Any:
+            here = arith.cmpi(arith.CmpIPredicate.eq, outlier.row, row)
+            return arith.select(here, outlier.value, zero)
+
+        a = [[in_row(o, row) for row in (self._lane_row, upper)] for o in outliers]
+        result = list(totals)
+        for column, row in enumerate(self._rows_of_x):
+            at = slice(4 * column, 4 * column + 4)
+            loaded = [llvm.load(act, emit.offset_bytes(row, dynamic=offset), alignment=size) for offset in offsets]
+            b = [arith.extf(f32, x) for x in loaded]
+            for e in range(0, _PER_LANE, 2):
+                result[at] = mma_sync([*a[e], *a[e + 1]], b[e : e + 2], result[at], ELEMENTS["f32"])
+        return result
+
+
+@lowers(ops.AddOutliersOp)
+def add_outliers(op: Any, c: LoweringContext) -> None:
+    """A warp takes a line, and a lane one of its words."""
+    c.pending.finish_reads()
+    table, buffer = c.places[op.outliers], c.places[op.buffer]
+    lane = c.thread_digit(_WARP)
+    start, end = _lines_of(table, c.scalars[op.block])
+    warps = c.threads_per_block // _WARP
+    warp = c.thread_digit(warps, _WARP) if warps > 1 else emit.constant(0)
+    loop = scf.ForOp(arith.addi(start, warp), end, emit.constant(warps))
+    with ir.InsertionPoint(loop.body):
+        first = _first_word(loop.induction_variable)
+        head = _word(table, first)
+        word = _word(table, arith.addi(first, arith.extui(emit.integer(64), lane)))
+        outlier = _outlier(word, head)
+        place = arith.subi(_in_memory(op, outlier.column), c.scalars[op.first_column])
+        is_outlier = arith.andi(*(arith.cmpi(arith.CmpIPredicate.ne, v, emit.constant(0)) for v in (lane, word)))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, place, emit.constant(buffer.type.shape[1]))
+        when(arith.andi(is_outlier, inside), lambda: _add_to(buffer, outlier, place))
+        scf.YieldOp([])
+
+
+def _in_memory(op: Any, column: Any) -> Any:
+    """The column in memory of a column of the weight."""
+    group, padded = int_attr(op, "group"), int_attr(op, "padded")
+    if group == padded:
+        return column
+    whole = arith.muli(arith.divui(column, emit.constant(group)), emit.constant(padded))
+    return arith.addi(whole, arith.remui(column, emit.constant(group)))
+
+
+def _add_to(buffer: Place, outlier: _Outlier, place: Any) -> None:
+    """Adds a value where no other thread does: no two outliers are of one place."""
+    row, column = (4 * stride for stride in buffer.type.strides)
+    offset = arith.addi(arith.muli(outlier.row, emit.constant(row)), arith.muli(place, emit.constant(column)))
+    address = emit.offset_bytes(buffer.base, dynamic=offset)
+    llvm.store(arith.addf(llvm.load(ir.F32Type.get(), address, alignment=4), outlier.value), address, alignment=4)
