@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 
-def when_imported(name: str, action: Callable[[], None]) -> None:
+def when_imported(name: str, action: Callable[[], object]) -> None:
     """Call `action` once the module of this name has been imported; now, if it is."""
     module = sys.modules.get(name)
     if module is None or getattr(module.__spec__, "_initializing", False):
@@ -27,7 +27,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 class _Waiting(MetaPathFinder):
     """Finds one module, once, as the usual finder does, with a loader that calls an action afterwards."""
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
         self.name = name
         self.action = action
 

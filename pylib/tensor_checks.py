@@ -18,9 +18,9 @@ ALIGNMENT = 16  # bytes; what cp.async and 16-byte loads ask of a base address
 def check_slot(slot: TensorSlot, t: Tensor) -> None:
     """Raises PackError unless a tensor has the shape, type and strides of a slot."""
     expected = stored_type(slot.storage)
-    if t.shape != slot.shape or t.dtype is not expected:
+    if not slot.takes(t.shape) or t.dtype is not expected:
         why = "use pack()"
-        if t.shape == slot.shape and t.is_floating_point():
+        if slot.takes(t.shape) and t.is_floating_point():
             why = "it is for another act or out, or Module.half(), .bfloat16() or .float() converted it: load it again"
         raise PackError(f"packed {slot.name} must be {expected} {slot.shape}, not {t.dtype} {tuple(t.shape)}; {why}")
     if t.layout is not torch.strided:
