@@ -1,4 +1,4 @@
-"""The command line: `lowbit compile | explain | opt | run | tune | info | irdl`.
+"""The command line: `lowbit compile | explain | opt | run | tune | quantize | inspect | bench-model | info | irdl`.
 
 A command that takes a matmul is a function with a `spec` parameter: `takes_spec` turns it into one option for
 each field of `MatmulSpec`. What is slow to import is imported inside the commands.
@@ -27,6 +27,8 @@ from lowbit.passes.kernels.registry import schedule_from_dict
 from lowbit.passes.stages import Stage, stages
 from lowbit.pylib.cli.bench_model import bench_model
 from lowbit.pylib.cli.machine import TARGETS
+from lowbit.pylib.cli.model_files import inspect as inspect_
+from lowbit.pylib.cli.model_files import quantize
 from lowbit.pylib.cli.output import Json, show, show_json
 from lowbit.pylib.cli.tune import tune
 
@@ -318,6 +320,8 @@ def _finite(value: float) -> float | None:
 
 
 app.command()(tune)
+app.command()(quantize)
+app.command("inspect")(inspect_)
 app.command()(bench_model)
 
 

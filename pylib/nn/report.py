@@ -19,7 +19,8 @@ class LayerReport:
     format        element format and columns per scale, or the type of a weight that stayed dense
     bytes_before  of all of its parameters
     bytes_after   of all of its parameters and buffers
-    error         norm of the weight's change relative to the norm of the weight; None if it stayed dense
+    error         norm of the weight's change relative to the norm of the weight; None if it stayed dense, or in a
+                  file whose original is not known
     reason        why it stayed dense; "" if it was quantized
     """
 
@@ -35,7 +36,8 @@ class LayerReport:
         """Returns the cells of this row of the table."""
         shape = " x ".join(map(str, self.shape))
         sizes = (f"{self.bytes_before / 1e3:.1f}", f"{self.bytes_after / 1e3:.1f}")
-        return self.name, shape, self.format, *sizes, f"dense: {self.reason}" if self.reason else f"{self.error:.4f}"
+        error = "" if self.error is None else f"{self.error:.4f}"
+        return self.name, shape, self.format, *sizes, f"dense: {self.reason}" if self.reason else error
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""What is in a checkpoint: a row for each quantized layer and each dense matrix. `lowbit inspect` prints it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+
+from torch import Tensor
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
+from lowbit.pylib.nn.report import LayerReport, QuantizationReport
+from lowbit.pylib.packed import PackedWeight
+
+ERRORS = "lowbit-errors.json"
+"""The file of a checkpoint in which `lowbit quantize` notes the relative error of each layer."""
+DENSE = "not quantized in the file"
+
+
+def contents(path: str | PathLike[str], against: str | PathLike[str] | None = None) -> QuantizationReport:
+    """Returns what is in a checkpoint, lowbit's own or another library's, layer by layer.
+
+    against   a checkpoint with the same layers as dense weights, from which errors are computed; None: errors are those
+              that `lowbit quantize` has noted, if it wrote the checkpoint
+
+    Raises CheckpointError for what is no checkpoint, and for a layer that can't be read.
+    """
+    checkpoint = open_checkpoint(path)
+    originals = None if against is None else TensorFiles(Path(against))
+    noted = checkpoint.tensors.folder / ERRORS
+    errors = read_json(noted) if originals is None and noted.exists() else {}
+    rows = [_low_bit_row(checkpoint, name, originals, errors) for name in checkpoint.modules]
+    return QuantizationReport((*rows, *_dense_rows(checkpoint)))
+
+
+def note_errors(path: str | PathLike[str], report: QuantizationReport) -> None:
+    """Write the errors of a report into a checkpoint's folder, where `contents` looks for them."""
+    errors = {row.name: row.error for row in report.quantized if row.error is not None}
+    (Path(path) / ERRORS).write_text(json.dumps(errors, indent=1) + "\n")
+
+
+def describe(spec: MatmulSpec) -> str:
+    """Returns the format of a weight: elements, columns per scale, and what else it has."""
+    columns = "row" if spec.group_size is None else str(spec.group_size)
+    zeros = "" if spec.zeros == "none" else f", {spec.zeros} zeros"
+    return f"{spec.weight} per {columns}, {spec.scale} scales{zeros}"
+
+
+def _low_bit_row(
+    checkpoint: Checkpoint, name: str, originals: TensorFiles | None, errors: Mapping[str, object]
+) -> LayerReport:
+    weights = _weights(checkpoint, name)
+    spec = weights[0].spec
+    shape = (spec.n, spec.k) if len(weights) == 1 else (len(weights), spec.n, spec.k)
+    size = sum(checkpoint.tensors[tensor].nbytes for tensor in checkpoint.names_of(name).values())
+    noted = errors.get(name)
+    error = noted if isinstance(noted, float) else None
+    if originals is not None and f"{name}.weight" in originals and len(weights) == 1:
+        error = _relative_error(originals[f"{name}.weight"], weights[0])
+    return LayerReport(name, shape, describe(spec), 2 * math.prod(shape), size, error)
+
+
+def _weights(checkpoint: Checkpoint, name: str) -> list[PackedWeight]:
+    """Returns the weight of a layer, or those of all of its experts."""
+    shapes = (checkpoint.tensors.shape(tensor) for tensor in checkpoint.names_of(name).values())
+    if checkpoint.format is not None and max(map(len, shapes)) > 2:
+        return checkpoint.load_experts(name, "bf16")
+    return [checkpoint.load(name, "bf16")]
+
+
+def _relative_error(original: Tensor, weight: PackedWeight) -> float | None:
+    spec = weight.spec
+    if tuple(original.shape) != (spec.n, spec.k):
+        return None
+    norm = float(original.float().norm())
+    return float((weight.dequantize() - original.float()).norm()) / norm if norm else 0.0
+
+
+def _dense_rows(checkpoint: Checkpoint) -> Iterator[LayerReport]:
+    """Yields a row for each matrix that is not quantized."""
+    for name in checkpoint.dense:
+        shape = checkpoint.tensors.shape(name)
+        if len(shape) > 1:
+            t = checkpoint.tensors[name]
+            form = str(t.dtype).removeprefix("torch.")
+            yield LayerReport(name.removesuffix(".weight"), shape, form, t.nbytes, t.nbytes, reason=DENSE)

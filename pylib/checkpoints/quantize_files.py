@@ -1,0 +1,185 @@
+"""Quantizes a model in a folder: `lowbit quantize DIR --out DIR2`.
+
+A folder that has a config.json of transformers is loaded by transformers, which knows what the tensors are, and saved
+by it. Of plain safetensors files nothing is known but names and shapes: every matrix called "*.weight" is taken for
+that of a linear layer, unless its name says otherwise, and gets quantized on its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.dialect.errors import CheckpointError, SpecError
+from lowbit.dialect.spec import Act
+from lowbit.pylib.checkpoints.contents import contents, note_errors
+from lowbit.pylib.checkpoints.model import save_checkpoint
+from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
+from lowbit.pylib.nn.linear import act_of
+from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.quantize_layer import quantized_layer
+from lowbit.pylib.nn.report import LayerReport, QuantizationReport
+from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+
+EMBEDDINGS = ("*embed*", "*wte*", "*wpe*")
+OUTPUTS = ("*lm_head*",)
+NO_DATA = "a folder has no calibration data; use 'rtn' or 'hqq', or lowbit.quantize_(model, config, calibration=...)"
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to do with a folder.
+
+    config    how to quantize the weights
+    skip      patterns of names of modules that stay dense
+    lm_head   quantize the output layer as well
+    act       type of the layers' inputs; None: that of the weights, and bf16 where they are f32
+    device    where to quantize; None: the CPU
+    """
+
+    config: QuantConfig
+    skip: Sequence[str] = ()
+    lm_head: bool = False
+    act: Act | None = None
+    device: str | None = None
+
+
+def quantize_folder(
+    source: str | Path, out: str | Path, request: Request, on_step: Callable[[str], object] = lambda _: None
+) -> QuantizationReport:
+    """Quantize the model in a folder, or in a safetensors file, into another folder; returns what became of it.
+
+    Raises CheckpointError for a folder without a model, and for an `out` that has something in it; SpecError for
+    methods that need calibration data.
+    """
+    path, target = Path(source), Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} has something in it; name another folder")
+    if request.config.method in CALIBRATED:
+        raise SpecError(f"method={request.config.method!r}: {NO_DATA}")
+    if _is_of_transformers(path):
+        on_step("quantizing while transformers loads the model")
+        _by_transformers(path, target, request)
+        on_step("comparing")
+        report = contents(target, against=path)
+    else:
+        report = _by_names(path, target, request, on_step)
+    note_errors(target, report)
+    return report
+
+
+# -- models of transformers
+
+
+def _is_of_transformers(path: Path) -> bool:
+    config = path / "config.json"
+    return config.is_file() and "model_type" in read_json(config)
+
+
+def _by_transformers(path: Path, target: Path, request: Request) -> None:
+    """Load a model with a `LowbitConfig`, and save it with all that stands beside its weights."""
+    from lowbit.pylib.integrations.config import LowbitConfig
+
+    dtype: Any = {"f16": torch.float16, "bf16": torch.bfloat16, None: "auto"}[request.act]
+    config = LowbitConfig(
+        request.config, modules=dict.fromkeys(request.skip, None), lm_head=request.lm_head, per_row_if_indivisible=True
+    )
+    places = {"device_map": request.device} if request.device not in (None, "cpu") else {}
+    model = _class_of(path).from_pretrained(
+        path, quantization_config=config, dtype=dtype, local_files_only=True, **places
+    )
+    model.save_pretrained(target)
+    for file in path.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
+            shutil.copy(file, target / file.name)
+
+
+def _class_of(path: Path) -> Any:
+    """Returns the class of a model: that of its config.json, if transformers has it."""
+    import transformers
+
+    names = read_json(path / "config.json").get("architectures") or ["AutoModel"]
+    return getattr(transformers, str(names[0]), transformers.AutoModel)
+
+
+# -- plain files
+
+
+def _by_names(path: Path, target: Path, request: Request, on_step: Callable[[str], object]) -> QuantizationReport:
+    """Quantize what is taken for linear layers, tensor by tensor, and save it as `save_checkpoint` does."""
+    tensors = TensorFiles(path)
+    model, rows, biases = nn.Module(), list[LayerReport](), set[str]()
+    for name in tensors:
+        module = name.removesuffix(".weight")
+        reason = _reason(tensors, name, request)
+        if reason is None:
+            on_step(module)
+            rows.append(_quantize(model, tensors, module, request))
+            biases.add(f"{module}.bias")
+        elif reason:
+            t = tensors[name]
+            form = str(t.dtype).removeprefix("torch.")
+            rows.append(LayerReport(module, tuple(t.shape), form, t.nbytes, t.nbytes, reason=reason))
+    low_bit = {row.name for row in rows if not row.reason}
+    for name in tensors:
+        if name.removesuffix(".weight") not in low_bit and name not in biases:
+            parent, _, leaf = name.rpartition(".")
+            _submodule(model, parent).register_buffer(leaf, tensors[name])
+    if not low_bit:
+        table = QuantizationReport(tuple(rows))
+        raise CheckpointError(f"{path} has no matrix *.weight that can be quantized:\n{table}")
+    save_checkpoint(model, target)
+    return QuantizationReport(tuple(rows))
+
+
+def _reason(tensors: TensorFiles, name: str, request: Request) -> str | None:
+    """Returns why a matrix stays dense, "" for what is no matrix, and None for one to quantize."""
+    shape = tensors.shape(name)
+    if len(shape) < 2:
+        return ""
+    if len(shape) > 2 or not name.endswith(".weight"):
+        return "no matrix called *.weight"
+    module = name.removesuffix(".weight")
+    skipped = [*request.skip, *EMBEDDINGS, *(() if request.lm_head else OUTPUTS)]
+    if pattern := next((pattern for pattern in skipped if fnmatchcase(module, pattern)), None):
+        return f"its name matches {pattern}"
+    if not tensors[name].is_floating_point():
+        return "no floats"
+    try:
+        request.config.spec(*shape)
+    except SpecError as error:
+        return str(error)
+    return None
+
+
+def _quantize(model: nn.Module, tensors: TensorFiles, module: str, request: Request) -> LayerReport:
+    """Put the low-bit layer of a weight into a model; returns its row of the report."""
+    weight = tensors[f"{module}.weight"]
+    bias: Tensor | None = tensors.get(f"{module}.bias")
+    act = request.act or ("bf16" if weight.dtype is torch.float32 else act_of(weight))
+    spec = request.config.spec(*weight.shape, act=act, bias=bias is not None)
+    with naming(module):
+        layer, change = quantized_layer(weight, bias, spec, request.config, device=request.device)
+    parent, _, leaf = module.rpartition(".")
+    _submodule(model, parent).add_module(leaf, layer)
+    columns = "row" if spec.group_size is None else str(spec.group_size)
+    form = f"{spec.weight} per {columns}, {request.config.method}"
+    before = weight.nbytes + (0 if bias is None else bias.nbytes)
+    return LayerReport(module, (spec.n, spec.k), form, before, layer.packed.nbytes, change.relative)
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    """Returns the module of a name, which is made if it is not there."""
+    for part in name.split(".") if name else ():
+        if part not in model._modules:
+            model.add_module(part, nn.Module())
+        model = model.get_submodule(part)
+    return model

@@ -1,0 +1,90 @@
+"""The commands `lowbit quantize` and `lowbit inspect`. What is slow to import is imported when they run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lowbit.pylib.cli.output import Json, show_json
+from lowbit.pylib.quantization.config import QuantConfig
+
+if TYPE_CHECKING:
+    from lowbit.pylib.nn.report import QuantizationReport
+
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+Source = Annotated[Path, typer.Argument(help="A folder of safetensors files, with or without config.json; or a file.")]
+
+
+def quantize(
+    source: Source,
+    out: Annotated[Path, typer.Option("--out", help="Folder that gets the low-bit model.")],
+    weight: Annotated[str, typer.Option("--weight", "-w", help="Format, as in lowbit compile.")] = "u4",
+    group_size: Annotated[
+        int, typer.Option("--group-size", "-g", min=0, help="Columns that share a scale; 0: one scale per row.")
+    ] = 128,
+    method: Annotated[str | None, typer.Option(help="rtn or hqq; without it, what suits the format.")] = None,
+    zeros: Annotated[str | None, typer.Option(help="none, int, float or offset; without it, the method's.")] = None,
+    scale: Annotated[str, typer.Option(help="Type of the scales.")] = "f16",
+    skip: Annotated[list[str] | None, typer.Option(help="Modules that stay dense; * stands for any text.")] = None,
+    lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantize the output layer, too.")] = False,
+    act: Annotated[str | None, typer.Option(help="f16 or bf16; without it, as the model.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to quantize: cuda or cpu.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Quantize the model in a folder, and save it in another one that transformers and lowbit can load.
+
+    Without a config.json, every matrix called *.weight is quantized, but for embeddings and the output layer.
+
+    [bold]Examples[/]
+
+      lowbit quantize llama/ --weight u4 --group-size 128 --method hqq --out llama-u4/
+
+      lowbit quantize model.safetensors -w f6e3m2 -g 0 --out model-f6/ --skip "*.router"
+    """
+    from lowbit.pylib.checkpoints.quantize_files import Request, quantize_folder
+
+    given: dict[str, Any] = {"method": method, "zeros": zeros, "scale": scale}
+    request = Request(QuantConfig(weight, group_size or None, **given), skip or (), lm_head, _act(act), device)
+    with errors.status("reading") as status:
+        report = quantize_folder(source, out, request, status.update)
+    _show(report, as_json)
+
+
+def inspect(
+    source: Source,
+    against: Annotated[Path | None, typer.Option(help="The dense model: compute each layer's error.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what is in a checkpoint, lowbit's own or another library's: format, bytes and error of each layer.
+
+    The error is that of the weight, relative to its norm. Without --against it is known of what lowbit quantize wrote.
+
+    [bold]Examples[/]
+
+      lowbit inspect llama-u4/
+
+      lowbit inspect llama-gptq/ --against llama/ --json
+    """
+    from lowbit.pylib.checkpoints.contents import contents
+
+    with errors.status("reading"):
+        report = contents(source, against)
+    _show(report, as_json)
+
+
+def _act(given: str | None) -> Any:
+    """Returns the type of inputs; raises SpecError for one that there is not."""
+    if given is not None:
+        QuantConfig().spec(16, 128, act=given)
+    return given
+
+
+def _show(report: QuantizationReport, as_json: bool) -> None:
+    if as_json:
+        show_json([asdict(row) for row in report])
+    else:
+        print(report)

@@ -1,0 +1,93 @@
+"""`lowbit quantize` and `lowbit inspect` on folders: those of transformers, plain files, and other libraries'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import lowbit
+from lowbit.pylib.cli.main import app
+
+
+def lines(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def rows(*arguments: object) -> dict[str, dict[str, Any]]:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return {row["name"]: row for row in json.loads(result.stdout)}
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    tensors = {
+        "embed.weight": torch.randn(50, 64),
+        "layers.0.up.weight": torch.randn(96, 64),
+        "layers.0.up.bias": torch.randn(96),
+        "layers.0.norm.weight": torch.ones(64),
+        "layers.0.odd.weight": torch.randn(16, 40),
+        "lm_head.weight": torch.randn(50, 64),
+    }
+    save_file({name: t.bfloat16() for name, t in tensors.items()}, tmp_path / "plain.safetensors")
+    return tmp_path / "plain.safetensors"
+
+
+def test_plain_files(plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "low"
+    found = rows("quantize", plain, "-w", "u4", "-g", 32, "--out", out)
+    assert set(found) == {"embed", "layers.0.up", "layers.0.odd", "lm_head"}
+    assert found["layers.0.up"]["reason"] == "" and found["layers.0.up"]["format"] == "u4 per 32, rtn"
+    assert "embed" in found["embed"]["reason"] and "lm_head" in found["lm_head"]["reason"]
+    assert "must divide k=40" in found["layers.0.odd"]["reason"]
+    seen = rows("inspect", out)
+    assert seen["layers.0.up"]["error"] == found["layers.0.up"]["error"] and seen["embed"]["reason"]
+    assert seen["layers.0.up"]["format"] == "u4 per 32, f16 scales, int zeros"
+    compared = rows("inspect", out, "--against", plain)
+    assert compared["layers.0.up"]["error"] == pytest.approx(found["layers.0.up"]["error"], rel=1e-3)
+    assert "layers.0.up" in lines("inspect", out)
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(64, 96)})])}).bfloat16()
+    lowbit.load_checkpoint(model, out, ignore=["embed*", "lm_head*", "*norm*", "*odd*"])
+    layer = model["layers"][0]["up"]  # type: ignore[index]
+    assert isinstance(layer, lowbit.LowbitLinear) and layer(torch.ones(1, 64).bfloat16()).isfinite().all()
+
+
+def test_models_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=50)
+    source, out = tmp_path / "dense", tmp_path / "low"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(source)
+    (source / "tokenizer.txt").write_text("beside the weights")
+    given = ("quantize", source, "-w", "u4", "-g", 32, "--method", "hqq", "--skip", "*.down_proj", "--out", out)
+    found = rows(*given)
+    low_bit = {name: row for name, row in found.items() if not row["reason"]}
+    kinds = {name.rpartition(".")[2] for name in low_bit}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+    assert all(0 < row["error"] < 0.2 for row in low_bit.values())
+    assert (out / "tokenizer.txt").read_text() == "beside the weights"
+    assert {n: row["error"] for n, row in rows("inspect", out).items()} == {n: r["error"] for n, r in found.items()}
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        assert model(torch.arange(5)[None]).logits.isfinite().all()
+    assert "has something in it" in lines(*given, code=1)
+
+
+def test_wrong_requests_are_one_line(plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "low"
+    assert "calibration" in lines("quantize", plain, "--method", "gptq", "--out", out, code=1)
+    assert "act=" in lines("quantize", plain, "--act", "f8", "--out", out, code=1)
+    assert "no matrix" in lines("quantize", plain, "-g", 32, "--skip", "*", "--out", out, code=1)
+    assert lines("inspect", tmp_path / "missing", code=1).startswith("error")
+    assert not out.exists()
