@@ -30,6 +30,7 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
     from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
+    from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
     from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
     from lowbit.pylib.checkpoints.registry import import_experts, import_weight
     from lowbit.pylib.integrations.config import LowbitConfig
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "EmulatorError",
     "FusedLayers",
+    "GgufFile",
     "IntegerSchedule",
     "Kernel",
     "LayerReport",
@@ -82,6 +84,7 @@ __all__ = [
     "import_weight",
     "load",
     "load_checkpoint",
+    "load_gguf",
     "open_checkpoint",
     "quantize",
     "quantize_",
@@ -92,6 +95,7 @@ _NEEDS_TORCH = {
     "Calibration": "quantization.calibration",
     "FusedLayers": "nn.fuse",
     "Checkpoint": "checkpoints.checkpoint",
+    "GgufFile": "checkpoints.gguf.file",
     "Kernel": "runtime.kernel",
     "LayerReport": "nn.report",
     "LowbitConfig": "integrations.config",
@@ -108,6 +112,7 @@ _NEEDS_TORCH = {
     "import_weight": "checkpoints.registry",
     "load": "runtime.kernel",
     "load_checkpoint": "checkpoints.model",
+    "load_gguf": "checkpoints.gguf.file",
     "open_checkpoint": "checkpoints.checkpoint",
     "quantize": "quantization.api",
     "quantize_": "nn.quantize_model",

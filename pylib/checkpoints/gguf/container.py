@@ -1,0 +1,123 @@
+"""The container of GGUF: a header with metadata and a list of tensors, and after it the tensors' bytes.
+
+All numbers are little-endian. Every length is compared with the bytes that are left before anything is read, so that a
+damaged file costs no more time and memory than its size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import CheckpointError
+
+VERSIONS = (2, 3)
+ALIGNMENT = 32  # bytes, unless the metadata have general.alignment
+MOST_DIMS = 4
+STRING, ARRAY = 8, 9
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The types of metadata that are numbers, as `struct` and NumPy know them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the file: `shape` as torch has it, the number of its type, and where its bytes begin."""
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Container:
+    """A file that is mapped into memory.
+
+    data      its bytes, uint8
+    metadata  by key: numbers, strings, lists of strings, and NumPy arrays of numbers
+    entries   the tensors by name
+    """
+
+    data: Tensor
+    metadata: dict[str, Any]
+    entries: dict[str, Entry]
+
+
+def read_container(path: Path) -> Container:
+    """Returns what a file has. Raises CheckpointError if it is no GGUF file, or damaged."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    try:
+        return _read(mapped)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read(mapped: mmap.mmap) -> Container:
+    cursor = _Cursor(mapped)
+    if cursor.take(4) != b"GGUF":
+        raise CheckpointError("it does not begin with GGUF")
+    if (version := cursor.number("I")) not in VERSIONS:
+        raise CheckpointError(f"GGUF version {version} can't be read; versions 2 and 3 can")
+    tensors, entries = cursor.number("Q"), cursor.number("Q")
+    metadata = {cursor.string(): cursor.value(cursor.number("I")) for _ in range(entries)}
+    infos = [(cursor.string(), *cursor.info()) for _ in range(tensors)]
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"general.alignment is {alignment!r}; it must be a positive integer")
+    start = -(-cursor.at // alignment) * alignment
+    found = {name: Entry(shape, kind, start + offset) for name, shape, kind, offset in infos}
+    if len(found) < len(infos):
+        raise CheckpointError("two tensors have the same name")
+    return Container(torch.frombuffer(mapped, dtype=torch.uint8), metadata, found)
+
+
+class _Cursor:
+    """Reads one thing after the other."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.data) - self.at:
+            raise CheckpointError(f"the file ends within its header, at byte {self.at}")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
+
+    def string(self) -> str:
+        return self.take(self.number("Q")).decode(errors="replace")
+
+    def value(self, kind: int, may_nest: bool = True) -> Any:
+        """Returns a value of the metadata."""
+        if kind in NUMBERS:
+            return self.number(NUMBERS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY or not may_nest:
+            raise CheckpointError(f"metadata of type {kind} at byte {self.at} can't be read")
+        inner, count = self.number("I"), self.number("Q")
+        if inner not in NUMBERS:
+            return [self.value(inner, may_nest=False) for _ in range(count)]
+        numbers = np.dtype("<" + NUMBERS[inner]) if inner != 7 else np.dtype(np.bool_)
+        return np.frombuffer(self.take(count * numbers.itemsize), numbers)
+
+    def info(self) -> tuple[tuple[int, ...], int, int]:
+        """Returns the shape of a tensor, its type and where it begins after the header."""
+        dims = self.number("I")
+        if dims > MOST_DIMS:
+            raise CheckpointError(f"a tensor has {dims} dimensions; at most {MOST_DIMS} can be read")
+        shape = tuple(self.number("Q") for _ in range(dims))
+        return shape[::-1], self.number("I"), self.number("Q")

@@ -1,0 +1,134 @@
+"""`lowbit.load_gguf`: the tensors of a GGUF file, as packed weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import CheckpointError, LowbitError
+from lowbit.dialect.spec import Act
+from lowbit.pylib.checkpoints.gguf.blocks import BLOCKS, BlockType
+from lowbit.pylib.checkpoints.gguf.container import Entry, read_container
+from lowbit.pylib.checkpoints.gguf.super_blocks import SUPER_BLOCKS
+from lowbit.pylib.checkpoints.imported import Imported
+from lowbit.pylib.packed import PackedWeight
+
+TYPES: dict[int, BlockType] = BLOCKS | SUPER_BLOCKS
+DENSE = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64}
+DENSE |= {28: torch.float64, 30: torch.bfloat16}
+"""The types whose tensors are what they say."""
+
+
+def load_gguf(path: str | PathLike[str], act: Act = "f16") -> GgufFile:
+    """Returns the tensors of a GGUF file by name. Nothing but the header is read until a tensor is looked up.
+
+    act: type of the inputs of packed weights
+
+    Raises CheckpointError for a file that is damaged, or is no GGUF file.
+    """
+    return GgufFile(Path(path), act)
+
+
+class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
+    """The tensors of a GGUF file: matrices of a quantized type as `PackedWeight`, floats and integers as tensors.
+
+    Values are those of llama.cpp's dequantization in f32, bit for bit. Rows and columns are in the order of the file:
+    converters to GGUF change some, such as the rows of q and k where llama.cpp rotates pairs side by side.
+
+    metadata  what the file says of the model: numbers, strings, lists of strings, and NumPy arrays
+    """
+
+    def __init__(self, path: Path, act: Act) -> None:
+        self.path = path
+        self.act: Act = act
+        self._container = read_container(path)
+        self.metadata: dict[str, Any] = self._container.metadata
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._container.entries)
+
+    def __len__(self) -> int:
+        return len(self._container.entries)
+
+    def __getitem__(self, name: str) -> PackedWeight | Tensor:
+        """Returns a tensor. Raises CheckpointError for a type that can't be read, and for a stack of matrices."""
+        entry = self._container.entries[name]
+        try:
+            if entry.kind in DENSE:
+                return self._dense(entry)
+            if len(entry.shape) != 2:
+                raise CheckpointError(f"shape {list(entry.shape)} is no matrix; load_experts(name) reads stacks")
+            return self._packed(entry)
+        except LowbitError as error:
+            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+
+    def load_experts(self, name: str) -> list[PackedWeight]:
+        """Returns the matrices of a tensor with three dimensions, of which the first is the expert."""
+        entry = self._container.entries[name]
+        try:
+            if len(entry.shape) != 3:
+                raise CheckpointError(f"shape {list(entry.shape)} is no stack of matrices")
+            count, size = entry.shape[0], _size(entry) // max(1, entry.shape[0])
+            each = [replace(entry, shape=entry.shape[1:], start=entry.start + i * size) for i in range(count)]
+            return [self._packed(expert) for expert in each]
+        except LowbitError as error:
+            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+
+    def type_of(self, name: str) -> str:
+        """Returns the name of a tensor's type, such as "Q4_K" or "float32"."""
+        kind = self._container.entries[name].kind
+        if kind in TYPES:
+            return TYPES[kind].name
+        return str(DENSE[kind]).removeprefix("torch.") if kind in DENSE else f"type {kind}"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor, rows first."""
+        return self._container.entries[name].shape
+
+    def _packed(self, entry: Entry) -> PackedWeight:
+        return _imported(entry, self._bytes(entry)).pack(self.act)
+
+    def _dense(self, entry: Entry) -> Tensor:
+        data = self._bytes(entry)
+        return data.clone().view(DENSE[entry.kind]).view(entry.shape)
+
+    def _bytes(self, entry: Entry) -> Tensor:
+        size, stored = _size(entry), len(self._container.data)
+        if entry.start + size > stored:
+            raise CheckpointError(f"it takes bytes {entry.start} to {entry.start + size} of a file of {stored}")
+        return self._container.data[entry.start : entry.start + size]
+
+
+def _size(entry: Entry) -> int:
+    """Returns the bytes of a tensor."""
+    count = math.prod(entry.shape)
+    if not count:
+        raise CheckpointError(f"shape {list(entry.shape)} is empty")
+    if entry.kind in DENSE:
+        return count * DENSE[entry.kind].itemsize
+    if entry.kind not in TYPES:
+        known = ", ".join(kind.name for kind in TYPES.values())
+        raise CheckpointError(f"type {entry.kind} of GGUF can't be imported; what can is {known}")
+    kind = TYPES[entry.kind]
+    if entry.shape[-1] % kind.columns:
+        raise CheckpointError(f"{entry.shape[-1]} columns are not blocks of {kind.columns} ({kind.name})")
+    return count // kind.columns * kind.nbytes
+
+
+def _imported(entry: Entry, data: Tensor) -> Imported:
+    """Returns the weight that blocks one after the other make."""
+    kind, (n, k) = TYPES[entry.kind], entry.shape
+    weight = kind.read(data.view(-1, kind.nbytes))
+    groups = {name: _rows(getattr(weight, name), n) for name in ("scales", "zeros", "offsets")}
+    return replace(weight, codes=weight.codes.reshape(n, k), **groups)
+
+
+def _rows(numbers: Tensor | None, n: int) -> Tensor | None:
+    return None if numbers is None else numbers.reshape(n, -1)
