@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError, LowbitError
@@ -63,15 +64,16 @@ class Checkpoint:
         used = {name for names in self._names.values() for name in names.values()}
         self.dense = tuple(name for name in self.tensors if name not in used)
 
-    def load(self, module: str, act: Act | None = None) -> PackedWeight:
+    def load(self, module: str, act: Act | None = None, device: torch.device | str = "cpu") -> PackedWeight:
         """Returns the weight of a quantized layer.
 
-        act: type of the inputs; None: what a weight of lowbit's was saved for, else the dtype of config.json
+        act      type of the inputs; None: what a weight of lowbit's was saved for, else the dtype of config.json
+        device   where the weight goes; it is unpacked and packed there
 
         Raises CheckpointError, which names the file and the layer.
         """
         with self._naming_module(module):
-            tensors = self._module_tensors(module)
+            tensors = self._module_tensors(module, device)
             if self.format is not None:
                 return import_weight(self._quantization_config, tensors, act or self._act())
             tensors[saved_weight.SPEC] = tensors.pop(EXTRA_STATE[1:])
@@ -80,19 +82,22 @@ class Checkpoint:
                 return weight
             return PackedWeight.from_state_dict(tensors, replace(weight.spec, act=act))
 
-    def load_experts(self, module: str, act: Act | None = None) -> list[PackedWeight]:
+    def load_experts(
+        self, module: str, act: Act | None = None, device: torch.device | str = "cpu"
+    ) -> list[PackedWeight]:
         """Returns the weights of all experts of a layer whose tensors have a first dimension for the expert."""
         with self._naming_module(module):
             if self.format is None:
                 raise CheckpointError("lowbit saves each expert as a layer of its own; use load()")
-            return import_experts(self._quantization_config, self._module_tensors(module), act or self._act())
+            tensors = self._module_tensors(module, device)
+            return import_experts(self._quantization_config, tensors, act or self._act())
 
     def names_of(self, module: str) -> dict[str, str]:
         """Returns the names of a quantized layer's tensors, by what they are called in the layer."""
         return dict(self._names[module])
 
-    def _module_tensors(self, module: str) -> dict[str, Tensor]:
-        return {short: self.tensors[name] for short, name in self._names[module].items()}
+    def _module_tensors(self, module: str, device: torch.device | str) -> dict[str, Tensor]:
+        return {short: self.tensors[name].to(device) for short, name in self._names[module].items()}
 
     def _act(self) -> Act:
         """Returns the type of inputs that config.json implies."""

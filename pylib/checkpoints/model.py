@@ -122,7 +122,8 @@ def _layer(
     if not isinstance(old, nn.Linear) or not name:
         found = "the model has no such layer" if old is None else f"{type(old).__name__} in the model"
         raise CheckpointError(f"{folder}: {name!r} is quantized, but {found}")
-    packed = checkpoint.load(name, act)
+    place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0))
+    packed = checkpoint.load(name, act, device or _home(place))
     spec, has_bias = packed.spec, old.bias is not None
     if (spec.n, spec.k, spec.bias) != (old.out_features, old.in_features, has_bias):
         biases = {True: "a bias", False: "no bias"}
@@ -130,8 +131,7 @@ def _layer(
             f"{folder}: {name} is {spec.n} x {spec.k} with {biases[spec.bias]}, "
             f"but {old.out_features} x {old.in_features} with {biases[has_bias]} in the model"
         )
-    place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0))
-    return LowbitLinear.from_packed(packed.to(device or _home(place)))
+    return LowbitLinear.from_packed(packed)
 
 
 def _places(model: nn.Module, name: str) -> list[str]:

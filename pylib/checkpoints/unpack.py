@@ -8,6 +8,10 @@ from torch.nn.functional import pad
 
 from lowbit.dialect.errors import CheckpointError
 
+SPREAD = {1: (torch.int64, 7), 2: (torch.int32, 6), 4: (torch.int16, 4)}
+"""For codes that do not straddle bytes: the type with a byte for each code of a byte, and how much further to the left
+each code comes to lie in it than the code before."""
+
 
 def from_stream(packed: Tensor, bits: int, count: int) -> Tensor:
     """Returns codes [rows, count], uint8, from rows of words or bytes that hold them one after the other.
@@ -17,10 +21,28 @@ def from_stream(packed: Tensor, bits: int, count: int) -> Tensor:
     rows, stored = packed.contiguous().view(torch.uint8), packed.shape[1] * packed.element_size()
     if stored * 8 < count * bits:
         raise CheckpointError(f"{stored} bytes a row can't hold {count} codes of {bits} bits")
-    periods = -(-count // 8)  # eight codes fill `bits` bytes
-    missing = max(0, periods * bits - stored)
+    if bits == 8:
+        return rows[:, :count]
+    return _spread(rows, bits)[:, :count] if bits in SPREAD else _gathered(rows, bits, count)
+
+
+def _spread(rows: Tensor, bits: int) -> Tensor:
+    """Returns the codes of 1, 2 or 4 bits in rows of bytes."""
+    wide, step = SPREAD[bits]
+    data = rows.to(wide)
+    codes = data.clone()
+    for number in range(1, 8 // bits):
+        codes |= data << (step * number)
+    codes &= int.from_bytes(bytes([(1 << bits) - 1]) * (8 // bits), "little")
+    return codes.view(torch.uint8)
+
+
+def _gathered(rows: Tensor, bits: int, count: int) -> Tensor:
+    """Returns the codes in rows of bytes, eight of which fill as many bytes as they have bits."""
+    periods = -(-count // 8)
+    missing = max(0, periods * bits - rows.shape[1])
     period = pad(rows, (0, missing))[:, : periods * bits].view(-1, periods, bits)
-    codes = torch.empty(len(rows), periods, 8, dtype=torch.uint8, device=packed.device)
+    codes = torch.empty(len(rows), periods, 8, dtype=torch.uint8, device=rows.device)
     for number in range(8):
         byte, shift = divmod(number * bits, 8)
         code = period[..., byte] >> shift

@@ -26,14 +26,15 @@ DENSE |= {28: torch.float64, 30: torch.bfloat16}
 """The types whose tensors are what they say."""
 
 
-def load_gguf(path: str | PathLike[str], act: Act = "f16") -> GgufFile:
+def load_gguf(path: str | PathLike[str], act: Act = "f16", device: torch.device | str = "cpu") -> GgufFile:
     """Returns the tensors of a GGUF file by name. Nothing but the header is read until a tensor is looked up.
 
-    act: type of the inputs of packed weights
+    act      type of the inputs of packed weights
+    device   where tensors go; they are unpacked and packed there
 
     Raises CheckpointError for a file that is damaged, or is no GGUF file.
     """
-    return GgufFile(Path(path), act)
+    return GgufFile(Path(path), act, device)
 
 
 class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
@@ -45,9 +46,10 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
     metadata  what the file says of the model: numbers, strings, lists of strings, and NumPy arrays
     """
 
-    def __init__(self, path: Path, act: Act) -> None:
+    def __init__(self, path: Path, act: Act, device: torch.device | str) -> None:
         self.path = path
         self.act: Act = act
+        self.device = device
         self._container = read_container(path)
         self.metadata: dict[str, Any] = self._container.metadata
 
@@ -97,13 +99,14 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
 
     def _dense(self, entry: Entry) -> Tensor:
         data = self._bytes(entry)
-        return data.clone().view(DENSE[entry.kind]).view(entry.shape)
+        return data.view(DENSE[entry.kind]).view(entry.shape)
 
     def _bytes(self, entry: Entry) -> Tensor:
         size, stored = _size(entry), len(self._container.data)
         if entry.start + size > stored:
             raise CheckpointError(f"it takes bytes {entry.start} to {entry.start + size} of a file of {stored}")
-        return self._container.data[entry.start : entry.start + size]
+        data = self._container.data[entry.start : entry.start + size]
+        return data.to(self.device, copy=entry.kind in DENSE)  # which is not the mapped memory then
 
 
 def _size(entry: Entry) -> int:
