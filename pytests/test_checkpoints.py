@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -84,6 +85,27 @@ def test_files_are_those_that_transformers_reads(model: Block, tmp_path: Path) -
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in saved.values())
 
 
+def test_memory_is_taken_for_what_is_read(tmp_path: Path) -> None:
+    """A file of 4 GB, all of it a hole but for one number."""
+    header = {"big": {"dtype": "U8", "shape": [1 << 32], "data_offsets": [0, 1 << 32]}}
+    header["small"] = {"dtype": "U8", "shape": [1], "data_offsets": [1 << 32, (1 << 32) + 1]}
+    text = json.dumps(header).encode()
+    with (tmp_path / SINGLE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + (1 << 32))
+        file.seek(0, 2)
+        file.write(b"\x07")
+    used = _peak()
+    checkpoint = lowbit.open_checkpoint(tmp_path)
+    assert checkpoint.tensors.shape("big") == (1 << 32,) and int(checkpoint.tensors["small"]) == 7
+    assert _peak() - used < 64 << 20
+
+
+def _peak() -> int:
+    """Returns the most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def test_where_a_checkpoint_is_already(model: Block, tmp_path: Path) -> None:
     lowbit.save_checkpoint(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"has a model.safetensors already; remove it"):
@@ -120,6 +142,63 @@ def test_load_another_library(name: str) -> None:
     loaded = model.get_submodule(layer.removesuffix(".weight"))
     assert isinstance(loaded, lowbit.LowbitLinear)
     assert torch.equal(loaded.dequantize(), weight.half())
+
+
+class Experts(nn.Module):
+    """Two experts as transformers 5 keeps them."""
+
+    def __init__(self, n: int = 24, k: int = 64) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, n, k))
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(2, n))
+        self.down_proj = nn.Parameter(torch.randn(2, k, n // 2))
+        self.down_proj_bias = nn.Parameter(torch.randn(2, k))
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate * up
+
+
+class Mixture(nn.Module):
+    def __init__(self, n: int = 64) -> None:
+        super().__init__()
+        self.experts = Experts(n)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0.5, 0.25], [0.75, 1.0]]))
+
+
+def test_experts(tmp_path: Path) -> None:
+    model = Mixture().bfloat16()
+    lowbit.quantize_(model, lowbit.QuantConfig("u4", group_size=32))
+    lowbit.save_checkpoint(model, tmp_path)
+    with torch.device("meta"):
+        loaded = Mixture()
+    checkpoint = lowbit.load_checkpoint(loaded, tmp_path)
+    assert "experts.gate_up.1" in checkpoint.modules and isinstance(loaded.experts, lowbit.LowbitExperts)
+    x = torch.randn(2, 64).bfloat16()
+    assert torch.equal(loaded(x), model(x))
+    unchanged(Mixture(128), tmp_path, "experts.gate_up_proj is 64 x 64 with a bias, but 128 x 64 with a bias")
+
+
+def test_stacked_experts_of_another_library(tmp_path: Path) -> None:
+    """gpt-oss has a tensor of all experts."""
+    tensors, layer = load_file(FIXTURES / "mxfp4" / SINGLE), "model.layers.0.mlp.up_proj"
+    tensors = {name.replace(layer, "experts.gate_up_proj"): t for name, t in tensors.items()}
+    down = {"experts.down_proj_blocks": torch.randint(256, (2, 64, 1, 16), dtype=torch.uint8)}
+    down |= {"experts.down_proj_scales": torch.full((2, 64, 1), 120, dtype=torch.uint8)}
+    down |= {"experts.down_proj_bias": torch.randn(2, 64).bfloat16()}
+    save_file(tensors | down, tmp_path / SINGLE)
+    shutil.copy(FIXTURES / "mxfp4" / "config.json", tmp_path)
+    model = Mixture(24)
+    unchanged(model, tmp_path, "experts.down_proj is 64 x 32 with a bias, but 64 x 12 with a bias in the model")
+    model.experts.down_proj = nn.Parameter(torch.randn(2, 64, 32))
+    lowbit.load_checkpoint(model, tmp_path, act="bf16")
+    expected = load_file(FIXTURES / "mxfp4" / "expected.safetensors")[layer]
+    loaded = model.experts.gate_up[1]
+    assert torch.equal(loaded.packed.dequantize(), expected[1])
+    edit(tmp_path, "experts.down_proj_scales", torch.full((3, 64, 1), 120, dtype=torch.uint8))
+    unchanged(Mixture(24), tmp_path, r"experts.down_proj: tensors must have one first dimension, the expert's")
 
 
 # -- what is wrong

@@ -25,7 +25,7 @@ from lowbit.pylib.packed import PackedWeight
 VERSION = "1"
 VERSION_KEY = "lowbit"  # in the metadata of our files
 EXTRA_STATE = "._extra_state"  # torch's name for the spec of a LowbitLinear
-OLD_CONFIG = "quantize_config.json"  # where AutoGPTQ and AutoAWQ put their configuration at first
+OLD_CONFIG = "quantize_config.json"  # where AutoGPTQ put its configuration at first
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
@@ -42,23 +42,24 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
 class Checkpoint:
     """What `open_checkpoint` returns.
 
-    tensors   all tensors by name, read when they are looked up
-    config    the model's config.json; {} without
-    format    what another library's layers are written in; None if the low-bit layers are lowbit's, or there are none
-    modules   names of the quantized layers
-    dense     names of the tensors that belong to none of them
+    tensors               all tensors by name, read when they are looked up
+    config                the model's config.json; {} without
+    quantization_config   what it says of the quantization; {} if it says nothing
+    format                what another library's layers are written in; None for lowbit's own, and without any
+    modules               names of the quantized layers
+    dense                 names of the tensors that belong to none of them
     """
 
     def __init__(self, path: Path) -> None:
         self.tensors = TensorFiles(path)
         check_version(self.tensors)
         self.config = _optional_json(self.tensors.folder / "config.json")
-        self._quantization_config = self.config.get("quantization_config") or self._old_config()
+        self.quantization_config = self._find_quantization_config()
         self._names = _own_modules(self.tensors)
         self.format: Format | None = None
-        if self._quantization_config and not self._names:
+        if self.quantization_config and not self._names:
             with _naming(self.tensors.folder / "config.json"):
-                self.format = format_of(self._quantization_config)
+                self.format = format_of(self.quantization_config)
             self._names = _modules(self.tensors, self.format)
         self.modules = tuple(self._names)
         used = {name for names in self._names.values() for name in names.values()}
@@ -75,7 +76,7 @@ class Checkpoint:
         with self._naming_module(module):
             tensors = self._module_tensors(module, device)
             if self.format is not None:
-                return import_weight(self._quantization_config, tensors, act or self._act())
+                return import_weight(self.quantization_config, tensors, act or self._act())
             tensors[saved_weight.SPEC] = tensors.pop(EXTRA_STATE[1:])
             weight = PackedWeight.from_state_dict(tensors)
             if act in (None, weight.spec.act):
@@ -90,7 +91,7 @@ class Checkpoint:
             if self.format is None:
                 raise CheckpointError("lowbit saves each expert as a layer of its own; use load()")
             tensors = self._module_tensors(module, device)
-            return import_experts(self._quantization_config, tensors, act or self._act())
+            return import_experts(self.quantization_config, tensors, act or self._act())
 
     def names_of(self, module: str) -> dict[str, str]:
         """Returns the names of a quantized layer's tensors, by what they are called in the layer."""
@@ -119,11 +120,13 @@ class Checkpoint:
         with _naming(self.tensors.path(next(iter(self._names[module].values()))), module):
             yield
 
-    def _old_config(self) -> dict[str, Any]:
-        """Returns the configuration where AutoGPTQ and AutoAWQ put it at first; {} without."""
+    def _find_quantization_config(self) -> dict[str, Any]:
+        """Returns what config.json says of the quantization, or the file of AutoGPTQ's own; {} without."""
+        found = self.config.get("quantization_config") or self.config.get("compression_config")
+        if isinstance(found, dict):
+            return cast(dict[str, Any], found)
         old = _optional_json(self.tensors.folder / OLD_CONFIG)
-        renamed = {"bits": old.get("w_bit"), "group_size": old.get("q_group_size")}
-        return {"quant_method": "gptq", **renamed, **old} if old else {}
+        return {"quant_method": "gptq", **old} if old else {}
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.layers import Loader, home
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
-from lowbit.pylib.nn.linear import LowbitLinear
 
 SHARD_BYTES = 5_000_000_000
 
@@ -93,7 +93,8 @@ def load_checkpoint(
     """Load a model from a folder, lowbit's own or another library's; returns the opened checkpoint.
 
     model    built as for float weights, on the meta device say: linear layers that are quantized in the files become
-             `LowbitLinear`s, and the other tensors are assigned in the type that they have in the files
+             `LowbitLinear`s, experts of transformers `LowbitExperts`, and other tensors are assigned in the type that
+             they have in the files
     act      type of the inputs of quantized layers; None: what they were saved for, or the dtype of config.json
     device   where to load; None: where the model's tensors are, or the CPU if they are on meta
     ignore   patterns of names of tensors in the files that the model does not need, such as "*.k_scale"
@@ -102,42 +103,16 @@ def load_checkpoint(
     names the file and the layer, and leaves the model as it was.
     """
     checkpoint = open_checkpoint(path)
-    layers = {name: _layer(model, checkpoint, name, act, device) for name in checkpoint.modules}
-    places = {name: _places(model, name) for name in layers}
-    replaced = tuple(f"{place}." for names in places.values() for place in names)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    loaded = Loader(modules, checkpoint, act, device).replacements()
+    places = {place: new for name, new in loaded.items() for place, old in modules.items() if old is modules[name]}
+    replaced = tuple(f"{place}." for place in places)
     wanted = {name: t for name, t in model.state_dict(keep_vars=True).items() if not name.startswith(replaced)}
     dense = _dense(checkpoint, wanted, device, ignore)
-    for name, layer in layers.items():
-        for place in places[name]:
-            model.set_submodule(place, layer.train(model.get_submodule(place).training))
+    for place, new in places.items():
+        model.set_submodule(place, new)
     model.load_state_dict(dense, strict=False, assign=True)
     return checkpoint
-
-
-def _layer(
-    model: nn.Module, checkpoint: Checkpoint, name: str, act: Act | None, device: torch.device | str | None
-) -> LowbitLinear:
-    """Returns the layer that takes the place of a model's linear layer."""
-    folder, old = checkpoint.tensors.folder, dict(model.named_modules(remove_duplicate=False)).get(name)
-    if not isinstance(old, nn.Linear) or not name:
-        found = "the model has no such layer" if old is None else f"{type(old).__name__} in the model"
-        raise CheckpointError(f"{folder}: {name!r} is quantized, but {found}")
-    place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0))
-    packed = checkpoint.load(name, act, device or _home(place))
-    spec, has_bias = packed.spec, old.bias is not None
-    if (spec.n, spec.k, spec.bias) != (old.out_features, old.in_features, has_bias):
-        biases = {True: "a bias", False: "no bias"}
-        raise CheckpointError(
-            f"{folder}: {name} is {spec.n} x {spec.k} with {biases[spec.bias]}, "
-            f"but {old.out_features} x {old.in_features} with {biases[has_bias]} in the model"
-        )
-    return LowbitLinear.from_packed(packed)
-
-
-def _places(model: nn.Module, name: str) -> list[str]:
-    """Returns all names by which a model holds a module."""
-    module = model.get_submodule(name)
-    return [other for other, found in model.named_modules(remove_duplicate=False) if found is module]
 
 
 def _dense(
@@ -166,9 +141,5 @@ def _read(checkpoint: Checkpoint, name: str, old: Tensor, device: torch.device |
     if t.shape != old.shape or t.is_floating_point() != old.is_floating_point():
         given, needed = (f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (t, old))
         raise CheckpointError(f"{checkpoint.tensors.path(name)}: {name} is {given}, but {needed} in the model")
-    moved = t.to(device or _home(old))
+    moved = t.to(device or home(old))
     return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
-
-
-def _home(t: Tensor) -> torch.device:
-    return torch.device("cpu") if t.is_meta else t.device
