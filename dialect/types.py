@@ -31,6 +31,9 @@ from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
 
 Element = str | DType
 
+_MOST_SHARED = 1 << 18  # bytes: more than a block has on any GPU
+_ADDRESSES = 1 << 48
+
 
 class Lowbit(ext.Dialect, name="lowbit"):
     """The dialect: operations are in `dialect.ops`."""
@@ -75,6 +78,12 @@ class RegType(Lowbit.Type, name="reg"):
     shape: ir.ArrayAttr
     element: Any
     layout: ir.StringAttr
+
+
+def _parameters(kind: Any, type_: ir.Type) -> list[Any]:
+    """The parameters of a type of this kind. Operands may be of any type when a verifier sees them."""
+    expect(isinstance(type_, kind), "type", f"!{kind.type_name}", type_)
+    return kind(type_).params
 
 
 def ints(values: "tuple[int, ...] | list[int]") -> ir.ArrayAttr:
@@ -236,7 +245,7 @@ def _parse_layout(text: str) -> Layout:
 
 
 def _reg(type_: ir.Type) -> Reg:
-    shape, element, text = RegType(type_).params
+    shape, element, text = _parameters(RegType, type_)
     layout = read_layout(text)
     expect(read_ints(shape) == layout.shape, "shape", f"that of the layout, {layout.shape}", read_ints(shape))
     return Reg(read_element(element), layout)
@@ -268,6 +277,7 @@ class Shared:
 
     def __post_init__(self) -> None:
         _check_array(self.element, self.shape, self.strides)
+        expect(self.bytes <= _MOST_SHARED, "bytes of shared memory", f"at most {_MOST_SHARED}", self.bytes)
         expect(self.swizzle in (0, 128), "swizzle", "0 or 128", self.swizzle)
         if self.swizzle:
             rows = 128 * 8 // element_bits(self.element)
@@ -287,7 +297,7 @@ class Shared:
 
     @staticmethod
     def of(type_: ir.Type) -> "Shared":
-        shape, element, strides, swizzle = SharedType(type_).params
+        shape, element, strides, swizzle = _parameters(SharedType, type_)
         return Shared(
             read_element(element), read_ints(shape), read_ints(strides), int(ir.IntegerAttr(swizzle).value)
         )
@@ -307,6 +317,8 @@ class Global:
 
     def __post_init__(self) -> None:
         _check_array(self.element, self.shape, self.strides, dynamic=True)
+        largest = max((*self.shape, *self.strides), default=0)
+        expect(largest < _ADDRESSES, "sizes and strides", f"below {_ADDRESSES}", largest)
         rank, divisors = len(self.shape), self.divisors
         expect(len(divisors) == rank, "divisors", f"one per dim ({rank})", len(divisors))
         expect(min(divisors, default=1) >= 1, "divisors", "none below 1", list(divisors))
@@ -319,7 +331,7 @@ class Global:
 
     @staticmethod
     def of(type_: ir.Type) -> "Global":
-        shape, element, strides, divisors = GlobalType(type_).params
+        shape, element, strides, divisors = _parameters(GlobalType, type_)
         return Global(read_element(element), read_ints(shape), read_ints(strides), read_ints(divisors))
 
 
@@ -370,7 +382,7 @@ class Packed:
     @staticmethod
     def of(type_: ir.Type) -> "Packed":
         """Raises SpecError where no `MatmulSpec` has such a weight."""
-        shape, format_, group, zeros, scale = PackedType(type_).params
+        shape, format_, group, zeros, scale = _parameters(PackedType, type_)
         sizes = read_ints(shape)
         expect(len(sizes) == 2, "shape of a packed weight", "[n, k]", list(sizes))
         group_size = int(ir.IntegerAttr(group).value) or None

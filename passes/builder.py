@@ -118,10 +118,15 @@ _FRAME = re.compile(r'"([^"]+)":(\d+):')
 _NOT_USERS = (__file__, tile.__file__, str(ext.__file__))
 
 
-def _user_line(location: Any) -> str:
-    """The line of the program that made an operation, from the frames in its location."""
+def user_line(location: Any) -> tuple[str, int] | None:
+    """The file and the line of the program that made an operation, from the frames in its location."""
     frames = _FRAME.findall(str(location))
-    return next((f"{path}:{line}: " for path, line in frames if path not in _NOT_USERS), "")
+    return next(((path, int(line)) for path, line in frames if path not in _NOT_USERS), None)
+
+
+def _named(location: Any) -> str:
+    line = user_line(location)
+    return f"{line[0]}:{line[1]}: " if line else ""
 
 
 class Program:
@@ -191,7 +196,7 @@ class Program:
         try:
             self.module.operation.verify()
         except ir.MLIRError as error:
-            found = [_user_line(d.location) + d.message for d in error.error_diagnostics]
+            found = [_named(d.location) + d.message for d in error.error_diagnostics]
             raise PassError(f"program {self._name} is wrong: " + "\n".join(found)) from None
 
     def __getitem__(self, name: str) -> Scalar:

@@ -19,6 +19,7 @@ from lowbit.passes.base import Pass
 from lowbit.passes.codegen.cubin import emit_cubin
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
+from lowbit.passes.codegen.source_lines import mark_lines
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.launch import Launch
@@ -97,12 +98,19 @@ def compile_prepack(spec: MatmulSpec, target: Target, keep: bool = False) -> Com
 
 
 def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool = False) -> CompiledKernel:
-    """A tile program of one's own: `build` makes its module with `passes.builder.Program`."""
-    return _compile(build, target, None, keep)
+    """A tile program of one's own: `build` makes its module with `passes.builder.Program`.
+
+    For the emulator, its PTX says which line made what, in `.loc` directives.
+    """
+    return _compile(build, target, None, keep, lines=target.kind == "emulator")
 
 
 def _compile(
-    build: Callable[[], ir.Module], target: Target, schedule: KernelSchedule | None, keep: bool
+    build: Callable[[], ir.Module],
+    target: Target,
+    schedule: KernelSchedule | None,
+    keep: bool,
+    lines: bool = False,
 ) -> CompiledKernel:
     stages: dict[str, str] = {}
     launches: list[Launch] = []
@@ -120,6 +128,8 @@ def _compile(
                 launches = read_launches(module)
             if keep:
                 stages[stage.name] = str(module)
+        if lines:
+            mark_lines(module)
         llvm_ir = translate(module)
     if keep:
         stages["ll"] = llvm_ir

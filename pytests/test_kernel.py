@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
-from lowbit.passes.pipeline import CompiledKernel, read_launches
+from lowbit.passes.pipeline import CompiledKernel, compile_program, read_launches
 from lowbit.passes.target import parse_target
+from lowbit.pylib.emulator.text.parser import parse
+from lowbit.pylib.emulator.text.ptx import Instruction
 from lowbit.pylib.matmul import this_machine
 from lowbit.pylib.runtime.tensor_map import TensorMap
 
@@ -33,6 +36,18 @@ def scaling_program() -> ir.Module:
         row = p.block_id(0) * ROWS
         tile = p.load(x, (row, 0), layout, ("zero", "none"))
         p.store(p.mul(tile, p.splat(p["alpha"], "f32", layout)), y, (row, 0), ("skip", "none"))
+    return p.module
+
+
+def row_beyond_the_end() -> ir.Module:
+    """Adds rows of x to rows of y: the same number, whatever m is."""
+    p = Program("add", 32, (1, 1, 1), {"x": "pointer", "y": "pointer", "m": "i32"})
+    layout = local(ROWS, 1) * spatial(1, COLUMNS)
+    with p:
+        x, y = (p.global_view(p[name], "f32", (-1, COLUMNS), sizes=[p["m"]]) for name in ("x", "y"))
+        here = p.load(x, (0, 0), layout, ("none", "none"))
+        there = p.load(y, (0, 0), layout, ("none", "none"))
+        p.store(here + there, y, (0, 0), ("none", "none"))
     return p.module
 
 
@@ -247,3 +262,26 @@ def test_no_program_for_a_cpu(target: str | None, given: str, monkeypatch: pytes
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(lowbit.TargetError, match=f"{given}: tile programs are for GPUs; .* 'emulator:sm_90a'"):
         lowbit.compile_program(scaling_program, target)
+
+
+@pytest.mark.parametrize(("short", "text"), [("x", "here = "), ("y", "there = ")])
+def test_the_emulator_names_the_line_of_the_program(short: str, text: str) -> None:
+    """Loads are written down where they are needed, and keep their line."""
+    kernel = lowbit.compile_program(row_beyond_the_end, EMULATOR)
+    rows = {name: torch.zeros(ROWS - (name == short), COLUMNS) for name in ("x", "y")}
+    lines, first = inspect.getsourcelines(row_beyond_the_end)
+    line = first + next(i for i, source in enumerate(lines) if text in source)
+    with pytest.raises(lowbit.EmulatorError, match=rf"PTX line \d+ \({__file__}:{line}\): `ld.*out of bounds"):
+        kernel(**rows, m=ROWS)
+
+
+def test_lines_change_no_instruction() -> None:
+    emulated, real = (compile_program(scaling_program, parse_target(t)) for t in (EMULATOR, "sm_90a"))
+    assert ".loc" in emulated.ptx and ".loc" not in real.ptx
+    assert [(i.text, i.guard) for i in _instructions(emulated.ptx)] == [
+        (i.text, i.guard) for i in _instructions(real.ptx)
+    ]
+
+
+def _instructions(ptx: str) -> list[Instruction]:
+    return parse(ptx).kernels["scale"].instructions

@@ -119,6 +119,8 @@ def element(vector: Any, index: int) -> Any:
 def offset_bytes(base: Any, *, dynamic: Any = None, static: int = 0) -> Any:
     """base + dynamic + static, in bytes."""
     byte = integer(8)
+    if static >= 1 << 31:  # beyond what the instruction has room for
+        base, static = offset_bytes(base, dynamic=constant(static, 64)), 0
     if dynamic is not None:
         base = llvm.getelementptr(base.type, base, [dynamic], [_DYNAMIC], byte, 0)
     if static:

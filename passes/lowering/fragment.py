@@ -20,7 +20,7 @@ Kind = Literal["scalar", "pair", "word"]
 
 
 class Fragment:
-    """A tile in one thread.
+    """A tile in one thread. Registers have the location at which the tile was made, whoever asks for them.
 
     `make(i)` writes down register i: slot i ("scalar"), a vector of slots 2i and 2i+1 ("pair"), or the i-th 32-bit
     word of packed codes or of 16-byte elements ("word").
@@ -31,6 +31,7 @@ class Fragment:
         self.kind: Kind = kind
         self._make = make
         self._made: dict[int, Any] = {}
+        self._location = ir.Location.current
 
     @property
     def count(self) -> int:
@@ -41,7 +42,8 @@ class Fragment:
 
     def register(self, i: int) -> Any:
         if i not in self._made:
-            self._made[i] = self._make(i)
+            with self._location:
+                self._made[i] = self._make(i)
         return self._made[i]
 
     def force(self) -> None:

@@ -294,7 +294,7 @@ class Block:
             raise self._error(at, f"deadlock: not all threads come to barrier {number}{self._waiting()}", int(lanes[0]))
 
     def _waiting(self) -> str:
-        places = [(f"line {self._line(at)}{self._awaited(at)}", group) for at, group in sorted(self.parked.items())]
+        places = [(f"{self._place(at)}{self._awaited(at)}", group) for at, group in sorted(self.parked.items())]
         places += [
             (f"barrier {number} (needs {barrier.count or 'all'})", barrier.arrived)
             for number, barrier in sorted(self.barriers.items())
@@ -369,8 +369,8 @@ class Block:
 
     # Reporting
 
-    def _line(self, at: int) -> int:
-        return self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)].line
+    def _place(self, at: int) -> str:
+        return self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)].place
 
     def _error(self, at: int, message: str, lane: int | None) -> Exception:
         return self.reporter(self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)], lane)(message)

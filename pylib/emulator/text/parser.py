@@ -3,7 +3,7 @@ write.
 
 Names are resolved here: registers to `Reg` values that differ per scope (inline assembly opens `{ }` scopes
 that redeclare names), labels to instruction indices. Whatever is not understood is refused with its line;
-only what cannot change a result is skipped (`.loc`, `.file`, `.section`, `.pragma "nounroll"`).
+only what cannot change a result is skipped (`.file`, `.section`, `.pragma "nounroll"`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _LINKING = {".visible", ".weak", ".extern", ".common"}
 _SPACES = {".shared", ".global", ".const", ".local"}
 #: Hints to the code generator; a launch needs none of them.
 _IGNORED_BOUNDS = {".minnctapersm", ".maxnreg", ".maxnctapersm", ".maxclusterrank"}
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"\n]*)"', re.MULTILINE)
 _PRAGMAS = {"nounroll", "enable_smem_spilling"}
 
 
@@ -61,6 +62,8 @@ class Parser(TokenStream):
         self.kernel = Kernel("")
         self.scope = _Scope()
         self.jumps: list[tuple[Label, _Scope, Token]] = []
+        self.files = dict(_FILE.findall(source))  # they may be named behind the code
+        self.program = ""  # the line of the program, from the last `.loc`
 
     # Module
 
@@ -80,7 +83,7 @@ class Parser(TokenStream):
                     self.take()
                     if self.integer() != 64:
                         raise self.error("only .address_size 64 is supported", token)
-                case ".file" | ".loc":
+                case ".file":
                     self.skip_line()
                 case ".section":
                     self.skip_section()
@@ -216,6 +219,12 @@ class Parser(TokenStream):
         elif token.text not in _IGNORED_BOUNDS:
             raise self.error(f"unknown directive `{token.text}`", token)
 
+    def location(self) -> None:
+        """`.loc 1 15 0`: the following instructions come from line 15 of file 1, from none if it is line 0."""
+        _, file, line = self.take(), self.take().text, self.integer()
+        self.program = f"{self.files[file]}:{line}" if line and file in self.files else ""
+        self.skip_line()
+
     def body(self) -> None:
         """Everything up to the `}` that closes the scope just opened."""
         while not self.accept("}"):
@@ -230,7 +239,9 @@ class Parser(TokenStream):
                 self.registers()
             elif token.text in _SPACES:
                 self.kernel.variables += self.variables()
-            elif token.text in (".loc", ".file"):
+            elif token.text == ".loc":
+                self.location()
+            elif token.text == ".file":
                 self.skip_line()
             elif token.text == ".pragma":
                 self.pragma()
@@ -305,7 +316,9 @@ class Parser(TokenStream):
                 raise self.error(f"expected `,` or `;`, found `{self.token.text}`")
         text = " ".join(self.source[first.start : self.token.start].split())
         self.expect(";")
-        self.kernel.instructions.append(Instruction(first.line, text, guard, opcode, tuple(modifiers), tuple(operands)))
+        self.kernel.instructions.append(
+            Instruction(first.line, text, guard, opcode, tuple(modifiers), tuple(operands), self.program)
+        )
 
     def operand(self) -> Operand:
         value = self.simple_operand()

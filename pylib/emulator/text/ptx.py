@@ -126,13 +126,20 @@ class Instruction:
     opcode: str
     modifiers: tuple[str, ...]
     operands: tuple[Operand, ...]
+    program: str = ""
+    """The file and the line that `.loc` says it comes from: "kernel.py:15"."""
 
     @property
     def name(self) -> str:
         return ".".join((self.opcode, *self.modifiers))
 
+    @property
+    def place(self) -> str:
+        """Its line, for messages."""
+        return f"line {self.line}{f' ({self.program})' if self.program else ''}"
+
     def error(self, message: str, where: str = "") -> EmulatorError:
-        return EmulatorError(f"PTX line {self.line}: `{self.text}`{where}: {message}")
+        return EmulatorError(f"PTX {self.place}: `{self.text}`{where}: {message}")
 
 
 @dataclass(frozen=True)
