@@ -122,6 +122,11 @@ class LowbitLinear(nn.Linear):
             last = self._last_matmul = device, _matmul_on(self.spec, device.type, device.index)
         return last[1]
 
+    @property
+    def qweight(self) -> Tensor:
+        """The codes, by the name under which PEFT looks for a quantized weight, to put adapters where it is."""
+        return self.codes
+
     def forward(self, input: Tensor) -> Tensor:
         """Returns y [..., n] in the spec's out type for x [..., k] in its act type.
 
