@@ -29,7 +29,17 @@ from transformers.utils import logging
 from lowbit.dialect.errors import LowbitError, PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib import saved_weight
+from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.foreign import (
+    act_of_model,
+    import_into,
+    opened,
+    place_foreign,
+    place_saved,
+    prefer_lowbit,
+    suffixes_of,
+)
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
@@ -49,8 +59,11 @@ class LowbitQuantizer(HfQuantizer):
         self.config = quantization_config
         self.targets: dict[str, Target] = {}
         self.error: LowbitError | None = None
+        self.checkpoint: Checkpoint | None = None
         if not self.pre_quantized:
             quantization_config.check_no_data()
+            if quantization_config.from_checkpoint:
+                raise SpecError("from_checkpoint=True: the checkpoint is dense; say how to quantize it")
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Raise SpecError for devices where a low-bit weight can't be."""
@@ -69,7 +82,14 @@ class LowbitQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
-        """Put empty low-bit modules where the configuration wants them."""
+        """Put empty low-bit modules where the configuration or the checkpoint wants them."""
+        if self.config.from_checkpoint:
+            self.checkpoint = opened(checkpoint_files)
+            if self.checkpoint.format is None:
+                place_saved(model, _saved_specs(checkpoint_files or ()))
+            else:
+                place_foreign(model, self.checkpoint)
+            return
         planned = [entry for entry in plan(model, self._wishes(cast(Any, model))) if entry.config is not None]
         if not planned:
             raise SpecError(f"the configuration leaves nothing of {type(model).__name__} to be quantized")
@@ -134,6 +154,25 @@ class LowbitQuantizer(HfQuantizer):
             self.error = error
         return target.keys
 
+    def get_weight_conversions(self) -> list[Any]:
+        """Returns what to do with the tensors of another library's layers."""
+        from lowbit.pylib.integrations.conversion import importer
+
+        if self.checkpoint is None:
+            return []
+        wanted = suffixes_of(self.checkpoint)
+        return [importer(self._import, suffixes, target) for target, suffixes in wanted.items()]
+
+    def _import(self, model: Any, name: str, tensors: dict[str, Tensor]) -> set[str]:
+        """Take a layer of another library's checkpoint; returns the keys that the model has got by it."""
+        try:
+            if self.error is None:
+                with naming(name):
+                    return import_into(model, name, tensors, self.config.source or {}, act_of_model(model))
+        except LowbitError as error:
+            self.error = error
+        return set()
+
     # -- after loading
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
@@ -145,6 +184,9 @@ class LowbitQuantizer(HfQuantizer):
                 raise QuantizeError(f"{name}: the checkpoint has no such tensor")
             target.forget()
         self.targets.clear()
+        if self.checkpoint is not None:
+            _keep_as_imported(model)
+            self.checkpoint = None
         for name, layer in _low_bit(model):
             with naming(name):
                 layer.check()
@@ -176,6 +218,14 @@ class LowbitQuantizer(HfQuantizer):
 
 register_quantization_config(QUANT_METHOD)(LowbitConfig)
 register_quantizer(QUANT_METHOD)(LowbitQuantizer)
+prefer_lowbit()
+
+
+def _keep_as_imported(model: Any) -> None:
+    """Let an imported model be saved as it is: transformers would undo its conversions."""
+    from lowbit.pylib.integrations.conversion import without_imports
+
+    model._weight_conversions = without_imports(model._weight_conversions)
 
 
 def _low_bit(model: nn.Module) -> Iterator[tuple[str, LowbitLinear]]:
