@@ -26,7 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from lowbit.dialect.errors import LowbitError, PackError, QuantizeError, SpecError
+from lowbit.dialect.errors import CheckpointError, LowbitError, PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib import saved_weight
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
@@ -41,7 +41,9 @@ from lowbit.pylib.integrations.foreign import (
     suffixes_of,
 )
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
+from lowbit.pylib.integrations.parallel import split
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
+from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import Planned, Wishes, naming, plan
 
@@ -190,6 +192,7 @@ class LowbitQuantizer(HfQuantizer):
         for name, layer in _low_bit(model):
             with naming(name):
                 layer.check()
+        split(model)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -199,7 +202,18 @@ class LowbitQuantizer(HfQuantizer):
             model.set_submodule(name, layer.to_linear(dtype))
         return model
 
-    # -- what the model can do
+    # -- saving, and what else the model can do
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, Any]]:
+        """Returns that the model's state dictionary is saved. Raises CheckpointError where it could not be loaded."""
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            raise CheckpointError("each process has its part of the model only; load it on one device to save it")
+        for name, module in model.named_modules():
+            if isinstance(module, FusedModule):
+                raise CheckpointError(
+                    f"{name} has fused layers, which from_pretrained does not know; save before fuse_"
+                )
+        return None, {}
 
     def is_serializable(self, **_: Any) -> bool:
         """Tells that the model can be saved."""
@@ -219,6 +233,16 @@ class LowbitQuantizer(HfQuantizer):
 register_quantization_config(QUANT_METHOD)(LowbitConfig)
 register_quantizer(QUANT_METHOD)(LowbitQuantizer)
 prefer_lowbit()
+
+
+def adopt(model: nn.Module) -> None:
+    """Let a model of transformers that was quantized in place be saved with a config.json that says so."""
+    from transformers.modeling_utils import PreTrainedModel  # which imports the module that waits for this file
+
+    if isinstance(model, PreTrainedModel) and isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer | None):
+        quantizer = LowbitQuantizer(LowbitConfig(from_checkpoint=True), pre_quantized=True)
+        cast(Any, model).hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
 
 
 def _keep_as_imported(model: Any) -> None:
