@@ -29,3 +29,4 @@ def __dir__() -> list[str]:
 
 
 when_imported("transformers.quantizers.auto", lambda: import_module("lowbit.pylib.integrations.quantizer"))
+when_imported("peft.tuners.lora.model", lambda: import_module("lowbit.pylib.integrations.lora"))

@@ -92,6 +92,13 @@ def test_import_gptq_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not example["main"]()
 
 
+def test_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    before, after = load("lora.py")["main"]("cpu", steps=12)
+    assert after < 0.85 * before
+    assert "the same after loading: True" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("m", [1, 8])
 def test_kernel_in_steps(version: str, m: int) -> None:

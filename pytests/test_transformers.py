@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 import lowbit
-from lowbit import LowbitConfig, LowbitExperts, LowbitLinear, PackError, QuantConfig, QuantizeError, SpecError
+from lowbit import (
+    CheckpointError,
+    LowbitConfig,
+    LowbitExperts,
+    LowbitLinear,
+    PackError,
+    QuantConfig,
+    QuantizeError,
+    SpecError,
+)
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -90,6 +99,21 @@ def test_quantizes_on_load_as_quantize_does(name: str, checkpoints: Any, tmp_pat
     model.save_pretrained(tmp_path)
     again = loaded(tmp_path)
     assert torch.equal(logits(again), given) and again.config.quantization_config.to_dict()["config"]["weight"] == "u4"
+
+
+def test_quantized_in_place_and_saved(checkpoints: Any, tmp_path: Path) -> None:
+    """What `quantize_` has made is saved and loaded as well, by methods too that need data; but not fused."""
+    model = loaded(checkpoints("qwen3-moe"))
+    configs = {"*.mlp.*": QuantConfig("i8", None), "*": QuantConfig("u4", 32, method="gptq")}
+    lowbit.quantize_(model, configs, calibration=[TOKENS], lm_head=True, progress=False)
+    model.save_pretrained(tmp_path / "saved")
+    again = loaded(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model)) and again.lm_head.spec.weight == "u4"
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(loaded(tmp_path / "again")), logits(model))
+    lowbit.fuse_(model)
+    with pytest.raises(CheckpointError, match="self_attn has fused layers"):
+        model.save_pretrained(tmp_path / "fused")
 
 
 def test_only_low_bit_tensors_are_saved(checkpoints: Any, tmp_path: Path) -> None:

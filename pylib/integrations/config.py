@@ -32,6 +32,9 @@ class LowbitConfig(QuantizationConfigMixin):
                              or by a regular expression; embeddings, tied weights and the output layer do in any case
     lm_head                  quantize the output layer as well, unless its weight is tied
     per_row_if_indivisible   one scale per row where the group size does not divide k, which is an error otherwise
+    from_checkpoint          the checkpoint says what each layer is: GPTQ, AWQ, HQQ, bitsandbytes, compressed-tensors,
+                             FP8, MXFP4 and torchao are imported without loss, and run in lowbit's kernels. No other
+                             field goes with it
 
     Raises SpecError that names the field, what was given, and what is allowed.
     """
@@ -45,11 +48,17 @@ class LowbitConfig(QuantizationConfigMixin):
         modules_to_not_convert: Sequence[str] | None = None,
         lm_head: bool = False,
         per_row_if_indivisible: bool = False,
+        from_checkpoint: bool = False,
         **recipe: Any,
     ) -> None:
         if isinstance(weight, QuantConfig) and (recipe or group_size != 128):
             raise SpecError(f"weight={weight!r} says all of it; drop the other fields of the recipe")
+        others = (modules, modules_to_not_convert, lm_head, per_row_if_indivisible, recipe)
+        if _flag("from_checkpoint", from_checkpoint) and (any(others) or (weight, group_size) != ("u4", 128)):
+            raise SpecError("from_checkpoint=True: the checkpoint says what its layers are; drop all other fields")
         self.quant_method = cast(Any, QUANT_METHOD)
+        self.from_checkpoint = from_checkpoint
+        self.source: Mapping[str, Any] | None = None
         self.config = weight if isinstance(weight, QuantConfig) else _recipe(weight, group_size, recipe)
         self.modules = dict(modules or {})
         self.modules_to_not_convert = _names(modules_to_not_convert)
@@ -64,6 +73,20 @@ class LowbitConfig(QuantizationConfigMixin):
         """The configurations by pattern, as `lowbit.quantize_` takes them."""
         return {**self.modules, "*": self.modules.get("*", self.config)} if self.modules else self.config
 
+    def importing(self, source: Mapping[str, Any]) -> LowbitConfig:
+        """Returns the configuration for a checkpoint whose config.json has another library's quantization_config.
+
+        Raises SpecError unless from_checkpoint=True says that it is wanted.
+        """
+        if not self.from_checkpoint:
+            method = source.get("quant_method")
+            raise SpecError(
+                f"the checkpoint is quantized already, by {method}: LowbitConfig(from_checkpoint=True) imports it"
+            )
+        found = LowbitConfig(from_checkpoint=True)
+        found.source = source
+        return found
+
     def check_no_data(self) -> None:
         """Raise SpecError if a method needs data: `from_pretrained` has none, though a saved model may have been made
         with some."""
@@ -73,6 +96,8 @@ class LowbitConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what stands in config.json."""
+        if self.from_checkpoint:
+            return {"quant_method": QUANT_METHOD, "version": VERSION, "from_checkpoint": True}
         return {
             "quant_method": QUANT_METHOD,
             "version": VERSION,
@@ -96,6 +121,9 @@ class LowbitConfig(QuantizationConfigMixin):
                 f"quantization_config of config.json must have quant_method={QUANT_METHOD!r} and version={VERSION}, "
                 f"not version={version!r}; update lowbit"
             )
+        if written == {"from_checkpoint": True}:
+            found = cls(from_checkpoint=True)
+            return (found, kwargs) if return_unused_kwargs else found
         modules = written.pop("modules", None) or {}
         if not isinstance(modules, Mapping):
             raise SpecError(f"modules={modules!r} of config.json must be a dictionary of configurations")

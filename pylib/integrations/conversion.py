@@ -1,17 +1,22 @@
-"""The operation that transformers applies to tensors of a dense checkpoint while it loads them."""
+"""The operations that transformers applies to tensors of a checkpoint while it loads them.
+
+Both hand the tensors over, and leave transformers with nothing to put anywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 
 class Quantize(ConversionOps):
-    """Hands dense tensors to `take`, which returns the keys that the model has got by it. transformers is left with
-    nothing to put anywhere."""
+    """Hands over dense tensors.
+
+    take   is given the name of a tensor and its value; returns the keys that the model has got by it
+    """
 
     def __init__(self, take: Callable[[str, Tensor], set[str]]) -> None:
         self.take = take
@@ -22,3 +27,52 @@ class Quantize(ConversionOps):
             if missing_keys is not None:
                 missing_keys -= keys
         return {}
+
+
+class Import(ConversionOps):
+    """Hands over the tensors of a layer as another library writes it.
+
+    take    is given the model, the name of a layer, and its tensors; returns the keys that the model has got by them
+    names   what the tensors are called in the layer, by the patterns by which transformers finds them
+    """
+
+    hf_quantizer = True  # tells transformers to leave the types of these tensors alone
+
+    def __init__(self, take: Callable[[Any, str, dict[str, Tensor]], set[str]], names: Mapping[str, str]) -> None:
+        self.take = take
+        self.names = names
+
+    def __deepcopy__(self, memo: object) -> Import:
+        """Returns itself: transformers copies operations for every layer, and with them all that they refer to."""
+        return self
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        full_layer_name: str = "",
+        model: Any = None,
+        missing_keys: set[str] | None = None,
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        found = {self.names[pattern]: v[0] if isinstance(v, list) else v for pattern, v in input_dict.items()}
+        keys = self.take(model, full_layer_name.removesuffix(".codes"), found)
+        if missing_keys is not None:
+            missing_keys -= keys
+        return {}
+
+
+def importer(
+    take: Callable[[Any, str, dict[str, Tensor]], set[str]], suffixes: Mapping[str, str], target: str
+) -> WeightConverter:
+    """Returns what tells transformers to collect tensors with these suffixes.
+
+    suffixes   the ends of the tensors' names, and what the tensors are called in their layer
+    target     what to put in the place of a suffix for the key of the layer's codes in the model
+    """
+    patterns = {suffix.replace(".", r"\.") + "$": name for suffix, name in suffixes.items()}
+    return WeightConverter(list(patterns), target, [Import(take, patterns)])
+
+
+def without_imports(conversions: list[Any]) -> list[Any]:
+    """Returns the conversions that a model is saved with: what was imported is saved as it is."""
+    return [c for c in conversions if not any(isinstance(op, Import) for op in getattr(c, "operations", ()))]

@@ -40,9 +40,8 @@ class Target:
 
     def forget(self) -> None:
         """Drop the dense parameter."""
-        if isinstance(self.holder, LowbitExperts):
-            self.holder._parameters.pop(self.parameter, None)
-        else:
+        del self.holder._buffers[self.parameter]
+        if isinstance(self.holder, LowbitLinear):
             self.holder.register_parameter(self.parameter, None)
 
 
@@ -55,7 +54,8 @@ def attach_dense(entry: Planned, module: LowbitLinear | LowbitExperts) -> dict[s
         made = ["bias"] if parameter.endswith("_bias") else [*(s.name for s in slots if s.name != "bias"), _EXTRA_STATE]
         keys = {f"{name}.{part}{key}" for part in parts for key in made} | {f"{name}.{parameter}"}
         dense = getattr(entry.module, parameter).detach()
-        module.register_parameter(parameter, nn.Parameter(dense, requires_grad=False))
+        module._parameters.pop(parameter, None)
+        module.register_buffer(parameter, dense)  # no parameter, which tensor parallelism would cut
         targets[f"{name}.{parameter}"] = Target(module, parameter, layers, cast(QuantConfig, entry.config), keys)
     return targets
 

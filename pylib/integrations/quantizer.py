@@ -26,12 +26,24 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from lowbit.dialect.errors import LowbitError, PackError, QuantizeError, SpecError
+from lowbit.dialect.errors import CheckpointError, LowbitError, PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib import saved_weight
+from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.foreign import (
+    act_of_model,
+    import_into,
+    opened,
+    place_foreign,
+    place_saved,
+    prefer_lowbit,
+    suffixes_of,
+)
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
+from lowbit.pylib.integrations.parallel import split
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
+from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.plan import Planned, Wishes, naming, plan
 
@@ -49,8 +61,11 @@ class LowbitQuantizer(HfQuantizer):
         self.config = quantization_config
         self.targets: dict[str, Target] = {}
         self.error: LowbitError | None = None
+        self.checkpoint: Checkpoint | None = None
         if not self.pre_quantized:
             quantization_config.check_no_data()
+            if quantization_config.from_checkpoint:
+                raise SpecError("from_checkpoint=True: the checkpoint is dense; say how to quantize it")
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Raise SpecError for devices where a low-bit weight can't be."""
@@ -69,7 +84,14 @@ class LowbitQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
-        """Put empty low-bit modules where the configuration wants them."""
+        """Put empty low-bit modules where the configuration or the checkpoint wants them."""
+        if self.config.from_checkpoint:
+            self.checkpoint = opened(checkpoint_files)
+            if self.checkpoint.format is None:
+                place_saved(model, _saved_specs(checkpoint_files or ()))
+            else:
+                place_foreign(model, self.checkpoint)
+            return
         planned = [entry for entry in plan(model, self._wishes(cast(Any, model))) if entry.config is not None]
         if not planned:
             raise SpecError(f"the configuration leaves nothing of {type(model).__name__} to be quantized")
@@ -134,6 +156,25 @@ class LowbitQuantizer(HfQuantizer):
             self.error = error
         return target.keys
 
+    def get_weight_conversions(self) -> list[Any]:
+        """Returns what to do with the tensors of another library's layers."""
+        from lowbit.pylib.integrations.conversion import importer
+
+        if self.checkpoint is None:
+            return []
+        wanted = suffixes_of(self.checkpoint)
+        return [importer(self._import, suffixes, target) for target, suffixes in wanted.items()]
+
+    def _import(self, model: Any, name: str, tensors: dict[str, Tensor]) -> set[str]:
+        """Take a layer of another library's checkpoint; returns the keys that the model has got by it."""
+        try:
+            if self.error is None:
+                with naming(name):
+                    return import_into(model, name, tensors, self.config.source or {}, act_of_model(model))
+        except LowbitError as error:
+            self.error = error
+        return set()
+
     # -- after loading
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
@@ -145,9 +186,13 @@ class LowbitQuantizer(HfQuantizer):
                 raise QuantizeError(f"{name}: the checkpoint has no such tensor")
             target.forget()
         self.targets.clear()
+        if self.checkpoint is not None:
+            _keep_as_imported(model)
+            self.checkpoint = None
         for name, layer in _low_bit(model):
             with naming(name):
                 layer.check()
+        split(model)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -157,7 +202,18 @@ class LowbitQuantizer(HfQuantizer):
             model.set_submodule(name, layer.to_linear(dtype))
         return model
 
-    # -- what the model can do
+    # -- saving, and what else the model can do
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, Any]]:
+        """Returns that the model's state dictionary is saved. Raises CheckpointError where it could not be loaded."""
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            raise CheckpointError("each process has its part of the model only; load it on one device to save it")
+        for name, module in model.named_modules():
+            if isinstance(module, FusedModule):
+                raise CheckpointError(
+                    f"{name} has fused layers, which from_pretrained does not know; save before fuse_"
+                )
+        return None, {}
 
     def is_serializable(self, **_: Any) -> bool:
         """Tells that the model can be saved."""
@@ -176,6 +232,24 @@ class LowbitQuantizer(HfQuantizer):
 
 register_quantization_config(QUANT_METHOD)(LowbitConfig)
 register_quantizer(QUANT_METHOD)(LowbitQuantizer)
+prefer_lowbit()
+
+
+def adopt(model: nn.Module) -> None:
+    """Let a model of transformers that was quantized in place be saved with a config.json that says so."""
+    from transformers.modeling_utils import PreTrainedModel  # which imports the module that waits for this file
+
+    if isinstance(model, PreTrainedModel) and isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer | None):
+        quantizer = LowbitQuantizer(LowbitConfig(from_checkpoint=True), pre_quantized=True)
+        cast(Any, model).hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
+
+
+def _keep_as_imported(model: Any) -> None:
+    """Let an imported model be saved as it is: transformers would undo its conversions."""
+    from lowbit.pylib.integrations.conversion import without_imports
+
+    model._weight_conversions = without_imports(model._weight_conversions)
 
 
 def _low_bit(model: nn.Module) -> Iterator[tuple[str, LowbitLinear]]:

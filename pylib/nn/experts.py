@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from lowbit.dialect.errors import SpecError
+from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear, act_of
 from lowbit.pylib.quantization.config import QuantConfig
 
@@ -42,6 +43,7 @@ class LowbitExperts(nn.Module):
             self.add_module(name, child)  # the activation function
         self.gate_up = nn.ModuleList(gate_up)
         self.down = nn.ModuleList(down)
+        self._group: Any = None  # the processes that have the parts of these experts
         self.train(dense.training)
 
     @classmethod
@@ -59,6 +61,14 @@ class LowbitExperts(nn.Module):
         top_k_index     [tokens, k]: experts of a token; the number of experts stands for none
         top_k_weights   [tokens, k]
         """
+        result = self._sum(hidden_states, top_k_index, top_k_weights)
+        if self._group is not None:
+            if result.requires_grad:
+                raise QuantizeError("experts in parts can't be trained beside; call them in torch.no_grad()")
+            torch.distributed.all_reduce(result, group=self._group)
+        return result
+
+    def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         result = torch.zeros_like(hidden_states)
         if is_compiling() or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
             for expert in range(len(self.gate_up)):
@@ -70,6 +80,19 @@ class LowbitExperts(nn.Module):
             term = self.expert(expert, hidden_states[tokens]) * top_k_weights[tokens, places, None]
             result.index_add_(0, tokens, term.to(result.dtype))
         return result
+
+    def split_(self, index: int, count: int, group: Any) -> None:
+        """Keep one of several parts of every expert, for tensor parallelism.
+
+        group   the processes that have the parts; a call adds up what they give. No gradients go through it
+        """
+        blocks = 2 if getattr(self, "is_concatenated", True) else 1  # rows of the gate stand above the others
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down)):
+            packed = cast(LowbitLinear, gate_up).packed
+            parts = [packed.shard(0, block * count + index, blocks * count) for block in range(blocks)]
+            self.gate_up[expert] = concatenated([LowbitLinear.from_packed(part) for part in parts])
+            cast(LowbitLinear, down).split_(1, index, count)
+        self._group = group
 
     def expert(self, expert: int, x: Tensor) -> Tensor:
         """Returns what one expert makes of tokens [..., hidden]."""

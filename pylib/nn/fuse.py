@@ -138,14 +138,14 @@ def _fuse(parent: nn.Module, groups: tuple[Group, ...], linears: frozenset[str])
     fused_class = _fused_class(type(parent), groups, linears)  # raises before anything is changed
     for group in groups:
         parts = [getattr(parent, name) for name in group.parts]
-        layer = _concatenated(parts)
+        layer = concatenated(parts)
         for name in group.parts:
             delattr(parent, name)
         setattr(parent, group.name, layer)
     parent.__class__ = fused_class
 
 
-def _concatenated(parts: Sequence[LowbitLinear]) -> LowbitLinear:
+def concatenated(parts: Sequence[LowbitLinear]) -> LowbitLinear:
     """Returns a layer with the rows of several, one below the other."""
     spec = replace(parts[0].spec, n=sum(part.spec.n for part in parts))
     tensors = {slot.name: _below(slot, [getattr(part, slot.name) for part in parts], parts) for slot in spec.tensors}

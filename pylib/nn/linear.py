@@ -46,11 +46,16 @@ class LowbitLinear(nn.Linear):
 
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a dense weight
+        self.in_features, self.out_features = spec.k, spec.n
+        self.register_parameter("weight", None)
+        self._hold(spec, tensors)
+
+    def _hold(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
+        """Take a weight's tensors for buffers."""
         self.spec = interned(spec)
         self._spec_text = json.dumps(spec.to_dict())  # torch.compile takes no spec as a constant
         self._slots = tuple(slot.name for slot in spec.tensors)
-        self.in_features, self.out_features = spec.k, spec.n
-        self.register_parameter("weight", None)
+        self._buffers.clear()
         for slot in spec.tensors:
             self.register_buffer(slot.name, tensors[slot.name])
         if not spec.bias:
@@ -122,6 +127,11 @@ class LowbitLinear(nn.Linear):
             last = self._last_matmul = device, _matmul_on(self.spec, device.type, device.index)
         return last[1]
 
+    @property
+    def qweight(self) -> Tensor:
+        """The codes, by the name under which PEFT looks for a quantized weight, to put adapters where it is."""
+        return self.codes
+
     def forward(self, input: Tensor) -> Tensor:
         """Returns y [..., n] in the spec's out type for x [..., k] in its act type.
 
@@ -146,6 +156,14 @@ class LowbitLinear(nn.Linear):
         if self.spec.bias:
             linear.bias = nn.Parameter(cast(Tensor, self.bias).to(linear.weight.dtype))
         return linear
+
+    def split_(self, dim: int, index: int, count: int) -> None:
+        """Keep one of several parts of the weight, as `PackedWeight.shard` cuts it, for tensor parallelism.
+
+        `in_features` and `out_features` stay those of the whole layer.
+        """
+        part = self.packed.shard(dim, index, count)
+        self._hold(part.spec, part)
 
     def check(self) -> None:
         """Check buffers that were set one by one as those of a file are checked, and lay them out for kernels.

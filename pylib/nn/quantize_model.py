@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from itertools import chain
 from typing import Any, cast
 
@@ -72,6 +74,7 @@ def quantize_(
             bar.advance(task)
     for names, (layer, _) in replaced.items():
         _replace(model, names, layer)
+    _tell_transformers(model)
     rows = ([_dense_row(entry)] if entry.reason else replaced[entry.names][1] for entry in planned)
     return QuantizationReport(tuple(chain.from_iterable(rows)), fuse_(model) if fuse else ())
 
@@ -168,3 +171,9 @@ def _replace(model: nn.Module, names: Sequence[str], layer: nn.Module) -> None:
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """Let a model of transformers know that it is low-bit, so that save_pretrained says so in config.json."""
+    if "transformers.modeling_utils" in sys.modules:
+        import_module("lowbit.pylib.integrations.quantizer").adopt(model)

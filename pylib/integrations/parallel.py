@@ -1,0 +1,59 @@
+"""Tensor parallelism: each process keeps its part of every low-bit layer.
+
+transformers plans it by styles: "colwise" layers give parts of y, "rowwise" layers get parts of x and their results are
+added up. Its own hooks around a layer's forward do the communication. The parts are cut out of the packed weights,
+after loading: so codes and scales are those of one device, and each process holds the whole low-bit model for a moment.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+from torch import nn
+
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.nn.experts import LowbitExperts
+from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.plan import naming
+
+
+def split(model: Any) -> None:
+    """Cut the low-bit layers of a model as its plan says, where transformers has split it over several devices.
+
+    Raises PackError and SpecError, which name the layer, where one can't be cut.
+    """
+    mesh = _mesh(model)
+    if mesh is None:
+        return
+    rank, count = mesh.get_local_rank(), mesh.size()
+    for name, module in list(model.named_modules()):
+        style = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is None or not isinstance(module, LowbitLinear | LowbitExperts):
+            continue
+        with naming(name):
+            if isinstance(module, LowbitLinear):
+                _split_layer(module, style, rank, count)
+            elif style == "moe_tp_experts":
+                vars(module).pop("forward", None)  # its hook looks for sharded parameters, of which there are none
+                module.split_(rank, count, mesh.get_group())
+            else:
+                raise SpecError(f"low-bit experts can't be split in the style {style!r}")
+
+
+def _mesh(model: Any) -> Any:
+    """Returns the processes among which layers are split; None if there is one."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    mesh = model._device_mesh
+    return mesh if mesh.ndim == 1 else mesh["tp"]
+
+
+def _split_layer(layer: LowbitLinear, style: str, rank: int, count: int) -> None:
+    if style.startswith("colwise"):
+        layer.split_(0, rank, count)
+    elif style.startswith("rowwise"):
+        layer.split_(1, rank, count)
+    else:
+        raise SpecError(f"a low-bit layer can't be split in the style {style!r}")
+    cast(nn.Module, layer)._hf_quantized_needs_local_tp = True  # type: ignore[assignment]

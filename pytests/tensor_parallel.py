@@ -1,0 +1,44 @@
+"""One of several processes that run a model in parts: test_tensor_parallel.py starts them.
+
+    python -m pytests.tensor_parallel FOLDER...    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+
+Each folder has a checkpoint; the logits of the model are written to logits.pt in it, by rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import lowbit
+
+CONFIG = lowbit.LowbitConfig("u4", group_size=32, per_row_if_indivisible=True)
+TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def load(folder: Path, **arguments: object) -> torch.nn.Module:
+    """Returns the model of a folder, quantized while it is loaded if it is dense."""
+    dense = "quantization_config" not in (folder / "config.json").read_text()
+    given = {"quantization_config": CONFIG} if dense else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **given, **arguments)
+
+
+@torch.no_grad()
+def main(folders: list[Path]) -> None:
+    processes = int(os.environ["WORLD_SIZE"])
+    for folder in folders:
+        model = load(folder, distributed_config=DistributedConfig(tp_size=processes, tp_plan="auto"))
+        logits = model(TOKENS.to(model.device)).logits
+        if os.environ["RANK"] == "0":
+            sizes = {name: module.packed.nbytes for name, module in model.named_modules() if hasattr(module, "packed")}
+            torch.save({"logits": logits.float().cpu(), "sizes": sizes}, folder / "logits.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main([Path(folder) for folder in sys.argv[1:]])
