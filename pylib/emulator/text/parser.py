@@ -41,7 +41,7 @@ _LINKING = {".visible", ".weak", ".extern", ".common"}
 _SPACES = {".shared", ".global", ".const", ".local"}
 #: Hints to the code generator; a launch needs none of them.
 _IGNORED_BOUNDS = {".minnctapersm", ".maxnreg", ".maxnctapersm", ".maxclusterrank"}
-_PRAGMAS = {"nounroll", "enable_smem_spilling"}
+_PRAGMAS = {"nounroll", "enable_smem_spilling", "used_bytes_mask"}  # their first words
 
 
 class _Scope:
@@ -263,7 +263,7 @@ class Parser(TokenStream):
     def pragma(self) -> None:
         self.take()
         text = self.take().text.strip('"')
-        if text not in _PRAGMAS:
+        if text.split()[0] not in _PRAGMAS:
             raise self.error(f"unknown pragma `{text}`")
         self.expect(";")
 
