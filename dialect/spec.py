@@ -15,24 +15,23 @@ import difflib
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary, ref
 
+from lowbit.dialect.bilevel import SCALE_CODES, Bilevel, check_bilevel
 from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
 from lowbit.dialect.formats.packing import Packing
-from lowbit.dialect.weight import TensorSlot, weight_tensors
+from lowbit.dialect.weight import Storage, TensorSlot, weight_tensors
 
 Zeros = Literal["none", "int", "float", "offset"]
-Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3"]
+Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3", "u3", "u4", "u6", "u8", "i6", "i8"]
 Act = Literal["f16", "bf16"]
 Out = Literal["f16", "bf16", "f32"]
-FloatKind = Literal["f16", "bf16", "f32"]
-ZeroKind = Literal["u8", "f16", "bf16", "f32"]
 
 VERSION = 1  # of `MatmulSpec.to_dict`
 MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
@@ -48,7 +47,8 @@ class MatmulSpec:
     group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
     zeros       "none"; "float"; "int", integers lo .. lo+255 with lo the least value of a u<b> or i<b> format, for bf16
                 and less than 8 bits lo .. lo+128; "offset": none, but a number per group that is added after scaling
-    scale       type of the scales; e8m0 is a power of two (MX formats), e4m3 is NVFP4's
+    scale       type of the scales; e8m0 is a power of two (MX formats), e4m3 is NVFP4's; "u3", "u4", "u6", "u8", "i6"
+                and "i8" are codes, of which `bilevel` makes numbers
     act         type of x and of the tensor core's operands
     out         type of y and of the bias; None: as act
     bias        whether bias[n] is added
@@ -57,6 +57,7 @@ class MatmulSpec:
     permuted    whether columns are stored in another order than x's, which the weight says (GPTQ's act-order): column j
                 of codes and groups is W[:, permutation[j]]
     outliers    whether a sparse matrix S of f16 numbers is added to the weight
+    bilevel     the second level of scales (zeros, offsets) that are codes: a `Bilevel` (GGUF's K-quants, SpQR)
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -76,13 +77,14 @@ class MatmulSpec:
     row_scales: bool = False
     permuted: bool = False
     outliers: bool = False
+    bilevel: Bilevel | None = None
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
             n=_integer("n", self.n, 1),
             k=_integer("k", self.k, MIN_K),
             zeros=_choice("zeros", self.zeros, ("none", "int", "float", "offset")),
-            scale=_choice("scale", short_name(self.scale), ("f16", "bf16", "f32", "e8m0", "e4m3")),
+            scale=_choice("scale", short_name(self.scale), ("f16", "bf16", "f32", "e8m0", "e4m3", *SCALE_CODES)),
             act=_choice("act", short_name(self.act), ("f16", "bf16")),
             out=None if self.out is None else _choice("out", short_name(self.out), ("f16", "bf16", "f32")),
             bias=_boolean("bias", self.bias),
@@ -90,11 +92,13 @@ class MatmulSpec:
             table=None if self.table is None else _floats(self.table),
             row_scales=_boolean("row_scales", self.row_scales),
             permuted=_boolean("permuted", self.permuted),
+            bilevel=None if self.bilevel is None else Bilevel.read(self.bilevel),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
         if self.group_size is not None:
             object.__setattr__(self, "group_size", _group_size(self.group_size, self.k))
+        check_bilevel(self.scale, self.group_size, self.groups, self.bilevel)
         self._check_weight()
 
     def _check_weight(self) -> None:
@@ -140,20 +144,28 @@ class MatmulSpec:
         return self.out or self.act
 
     @property
-    def zero_kind(self) -> ZeroKind | None:
-        """Type of a zero in memory: u8 for integers; for floats the scale's, or act where that has 8 bits."""
+    def zero_kind(self) -> Storage | None:
+        """Type of a zero in memory: u8 for integers; for floats the scale's, or act where that has 8 bits; with two
+        levels the scale's."""
         if self.zeros == "int":
             return "u8"
         return self._float_kind if self.zeros == "float" else None
 
     @property
-    def offset_kind(self) -> FloatKind | None:
-        """Type of an offset in memory: the scale's, or act where that has 8 bits."""
+    def offset_kind(self) -> Storage | None:
+        """Type of an offset in memory: the scale's, or act where that has 8 bits; with two levels the scale's."""
         return self._float_kind if self.zeros == "offset" else None
 
     @property
-    def _float_kind(self) -> FloatKind:
-        return self.act if self.scale in ("e8m0", "e4m3") else self.scale
+    def _float_kind(self) -> Storage:
+        if self.bilevel:
+            return self.scale_kind
+        return self.act if self.scale in ("e8m0", "e4m3") else self.scale_kind
+
+    @property
+    def scale_kind(self) -> Storage:
+        """Type of a scale in memory: u8 for codes that are integers."""
+        return "u8" if self.scale in SCALE_CODES else cast(Storage, self.scale)
 
     @property
     def zero_span(self) -> int:
@@ -166,13 +178,16 @@ class MatmulSpec:
         """The tensors of a packed weight, in the order in which operators and kernels take them."""
         return weight_tensors(
             self.packing,
-            self.scale,
+            self.scale_kind,
             zero=self.zero_kind,
             offset=self.offset_kind,
             row_scale="f32" if self.row_scales else None,
             bias=self.out_dtype if self.bias else None,
             outliers="i32" if self.outliers else None,
             permutation="i32" if self.permuted else None,
+            bilevel=self.bilevel,
+            integer_zeros=self.zeros == "int",
+            code=self.scale,
         )
 
     @cached_property
@@ -186,6 +201,8 @@ class MatmulSpec:
         given = {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
         if self.table is not None:
             given["table"] = list(self.table)
+        if self.bilevel is not None:
+            given["bilevel"] = asdict(self.bilevel)
         return {"version": VERSION, **given}
 
     @classmethod
@@ -210,7 +227,8 @@ class MatmulSpec:
         others = (", row scales" if self.row_scales else "") + (", permuted" if self.permuted else "")
         bias = " + bias" if self.bias else ""
         outliers = " + outliers" if self.outliers else ""
-        weight = f"{self.weight}[{self.n}, {self.k}] {self.scale} scale per {group}{zeros}{others}{outliers}"
+        scale = self.scale if self.bilevel is None else f"{self.scale} * {self.bilevel.scale}"
+        weight = f"{self.weight}[{self.n}, {self.k}] {scale} scale per {group}{zeros}{others}{outliers}"
         return f"{weight}: {self.act} -> {self.out_dtype}{bias}"
 
 

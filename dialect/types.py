@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
+from lowbit.dialect.bilevel import Bilevel, SuperScale
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import Mismatch, expect, verifier
 from lowbit.dialect.elements import ELEMENTS
@@ -47,8 +48,15 @@ class FormatAttr(Lowbit.Attribute, name="format"):
     table: ir.ArrayAttr
 
 
+class BilevelAttr(Lowbit.Attribute, name="bilevel"):
+    code: ir.StringAttr
+    scale: ir.StringAttr
+    block: ir.ArrayAttr
+    zeros: ir.StringAttr
+
+
 class ScalesAttr(Lowbit.Attribute, name="scales"):
-    of_groups: ir.StringAttr
+    of_groups: Any
     of_rows: ir.StringAttr
 
 
@@ -342,25 +350,43 @@ def packed_type(spec: MatmulSpec) -> ir.Type:
         format_attr(spec.dtype),
         ir.IntegerAttr.get(ir.IntegerType.get_signless(64), spec.group_size or 0),
         ir.StringAttr.get(spec.zeros),
-        scale_attr(spec.scale, spec.row_scales),
+        scale_attr(spec.scale, spec.bilevel, spec.row_scales),
     )
 
 
-def scale_attr(scale: Scale, row_scales: bool) -> ir.Attribute:
-    """The type of the scales: a string, or with scales of rows besides `#lowbit.scales<type, "f32">`."""
+def scale_attr(scale: str, bilevel: Bilevel | None, row_scales: bool) -> ir.Attribute:
+    """The type of the scales: a string, or `#lowbit.bilevel` for codes; in `#lowbit.scales` where rows have one."""
     of_groups = ir.StringAttr.get(scale)
+    if bilevel:
+        names = [ir.StringAttr.get(name) for name in (bilevel.scale, "float" if bilevel.zeros else "none")]
+        of_groups = BilevelAttr.get(of_groups, names[0], ints((bilevel.rows, bilevel.groups)), names[1])
     return ScalesAttr.get(of_groups, ir.StringAttr.get(ROW_SCALE)) if row_scales else of_groups
 
 
-def read_scale(attribute: ir.Attribute) -> tuple[str, bool]:
+def read_scale(attribute: ir.Attribute) -> tuple[str, Bilevel | None, bool]:
     """The inverse of `scale_attr`."""
     attribute = attribute.maybe_downcast()
     if isinstance(attribute, ScalesAttr):
-        of_groups, of_rows = (ir.StringAttr(a).value for a in attribute.params)
+        of_groups, of_rows = attribute.params
+        of_rows = ir.StringAttr(of_rows).value
         expect(of_rows == ROW_SCALE, "type of row scales", ROW_SCALE, of_rows)
-        return of_groups, True
-    expect(isinstance(attribute, ir.StringAttr), "scale", "a string or a #lowbit.scales", attribute)
-    return ir.StringAttr(attribute).value, False
+        return *_read_group_scale(of_groups), True
+    return *_read_group_scale(attribute), False
+
+
+def _read_group_scale(attribute: ir.Attribute) -> tuple[str, Bilevel | None]:
+    attribute = attribute.maybe_downcast()
+    if not isinstance(attribute, BilevelAttr):
+        allowed = "a string, a #lowbit.bilevel or a #lowbit.scales"
+        expect(isinstance(attribute, ir.StringAttr), "scale", allowed, attribute)
+        return ir.StringAttr(attribute).value, None
+    code, scale, block, zeros = attribute.params
+    expect(len(read_ints(block)) == 2, "block of a #lowbit.bilevel", "[rows, groups]", block)
+    rows, groups = read_ints(block)
+    kind = ir.StringAttr(zeros).value
+    expect(kind in ("none", "float"), "zeros of a #lowbit.bilevel", "none or float", kind)
+    levels = Bilevel(rows, groups, cast(SuperScale, ir.StringAttr(scale).value), kind == "float")
+    return ir.StringAttr(code).value, levels
 
 
 @dataclass(frozen=True)
@@ -373,6 +399,7 @@ class Packed:
     group: int | None
     zeros: str
     scale: str
+    bilevel: Bilevel | None
     row_scales: bool
 
     @property
@@ -390,9 +417,11 @@ class Packed:
 
 
 @lru_cache(maxsize=64)
-def _packed(n: int, k: int, t: DType, group: int | None, zeros: str, scale: str, row_scales: bool) -> Packed:
+def _packed(
+    n: int, k: int, t: DType, group: int | None, zeros: str, scale: str, bilevel: Bilevel | None, row_scales: bool
+) -> Packed:
     """Passes and verifiers ask for the same few weights over and over."""
     table = t.table if t.name.startswith("lut") else None
     kinds = cast(Zeros, zeros), cast(Scale, scale)
-    spec = MatmulSpec(n, k, t.name, group, *kinds, table=table, row_scales=row_scales)
-    return Packed(spec.n, spec.k, t, spec.group_size, spec.zeros, spec.scale, spec.row_scales)
+    spec = MatmulSpec(n, k, t.name, group, *kinds, table=table, bilevel=bilevel, row_scales=row_scales)
+    return Packed(spec.n, spec.k, t, spec.group_size, spec.zeros, spec.scale, spec.bilevel, spec.row_scales)

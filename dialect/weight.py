@@ -7,15 +7,18 @@ Packing, saving, moving and random weights, the runtimes, the operator and the p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.outliers import LINE, table_lines
 from lowbit.dialect.formats.packing import ROWS, Packing
 
-Role = Literal["codes", "scale", "zero", "offset", "bias", "outliers", "permutation"]
-Index = Literal["element", "group", "row", "padded_row", "sparse", "column"]
+Role = Literal[
+    "codes", "scale", "zero", "offset", "super_scale", "super_zero", "bias", "outliers", "permutation"
+]
+Index = Literal["element", "group", "block", "row", "padded_row", "sparse", "column"]
 Storage = Literal["i32", "u8", "f16", "bf16", "f32", "e8m0", "e4m3"]
 
 
@@ -26,12 +29,14 @@ class TensorSlot:
     name      what `pack`, saved weights and kernels call it
     role      what its numbers mean: codes are decoded, a scale multiplies, a zero is subtracted from the decoded code,
               an offset is added to the scaled code, a bias is added to the output, outliers are added to single
-              elements of the weight; a permutation says which column of x meets a column of codes
-    index     what has one number: an element of the weight, a group of a row, a row, a column, or some elements
-              ("sparse"); of padded rows there are whole blocks of 16 in memory
+              elements of the weight; a permutation says which column of x meets a column of codes; a super scale
+              multiplies scales (zeros, offsets) that are codes, less their super zero
+    index     what has one number: an element of the weight, a group of a row, a block of groups (`Bilevel`), a row, a
+              column, or some elements ("sparse"); of padded rows there are whole blocks of 16 in memory
     storage   the type of a number in memory; integer zeros (u8) are stored less the least value of the format
     shape     in memory; -1 stands for a length that the values decide
     given     the shape in which `pack` takes it: [n, k], [n, groups], [n] or [k]; a scale per row also as one number
+    code      the format of numbers that are codes (`Bilevel`), such as "u6"; they are stored less its least value
     """
 
     name: str
@@ -40,6 +45,7 @@ class TensorSlot:
     storage: Storage
     shape: tuple[int, ...]
     given: tuple[int, ...]
+    code: str = ""
 
     @property
     def least_shape(self) -> tuple[int, ...]:
@@ -82,10 +88,16 @@ def weight_tensors(
     bias: Storage | None = None,
     outliers: Storage | None = None,
     permutation: Storage | None = None,
+    bilevel: Bilevel | None = None,
+    integer_zeros: bool = False,
+    code: str = "",
 ) -> tuple[TensorSlot, ...]:
     """Returns the slots of a weight, codes first, in the order in which operators and kernels take them.
 
     The arguments after the packing are the types of numbers in memory; None where a weight has none.
+
+    bilevel, code: the second level of scales that are codes, and their format; so are offsets and zeros, except for
+    integer zeros
     """
     tensors: list[tuple[str, Role, Index, Storage | None]] = [
         ("codes", "codes", "element", "i32"),
@@ -97,6 +109,21 @@ def weight_tensors(
         ("outliers", "outliers", "sparse", outliers),
         ("permutation", "permutation", "column", permutation),  # the last, as no kernel takes it
     ]
-    return tuple(
-        TensorSlot.of(packing, name, role, index, storage) for name, role, index, storage in tensors if storage
-    )
+    slots = [TensorSlot.of(packing, name, role, index, storage) for name, role, index, storage in tensors if storage]
+    if bilevel is None:
+        return tuple(slots)
+    result: list[TensorSlot] = []
+    for slot in slots:
+        coded = slot.index == "group" and (slot.role != "zero" or not integer_zeros)
+        result += _two_levels(packing, slot, bilevel, code) if coded else [slot]
+    return tuple(result)
+
+
+def _two_levels(packing: Packing, slot: TensorSlot, bilevel: Bilevel, code: str) -> list[TensorSlot]:
+    """Returns the slot of numbers that are codes, and those of their second level: scale_scales, scale_zeros."""
+    shape, given = bilevel.shapes(packing)
+    roles: list[tuple[str, Role]] = [("scales", "super_scale"), *([("zeros", "super_zero")] if bilevel.zeros else [])]
+    others = [
+        TensorSlot(f"{slot.role}_{name}", role, "block", bilevel.scale, shape, given) for name, role in roles
+    ]
+    return [replace(slot, code=code), *others]

@@ -101,3 +101,22 @@ func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
+
+// -----
+
+// Scales that are codes: the second level is copied beside them, and makes a number of a code once per group and row.
+// CHECK:      %[[CODES:.*]] = "lowbit.global_view"(%{{.*}}) {{.*}} -> !lowbit.global<[8, 4, 2, 16], i8
+// CHECK:      %[[SUPERS:.*]] = "lowbit.global_view"(%{{.*}}) {{.*}} -> !lowbit.global<[8, 4, 16], f16, [16, 32, 1], [4, 1, 1]>
+// CHECK:      "lowbit.copy_async"(%[[CODES]]
+// CHECK:      "lowbit.copy_async"(%[[SUPERS]]
+// CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
+// CHECK:      %[[CODE:.*]] = "lowbit.cast"(%{{.*}}) {kind = "unsigned"}
+// CHECK:      %[[SIGNED:.*]] = "lowbit.add"(%[[CODE]]
+// CHECK:      %[[SUPER:.*]] = "lowbit.cast"(%{{.*}}) {kind = "float"}
+// CHECK:      %[[SCALE:.*]] = "lowbit.mul"(%[[SIGNED]], %[[SUPER]])
+// CHECK:      params = ["x", "codes", "scales", "scale_scales", "y", "m"]
+!weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 32, "none", #lowbit.bilevel<"i6", "f16", [1, 8], "none">>
+func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}

@@ -111,6 +111,7 @@ def spec_of(op: Any) -> MatmulSpec:
         out=None if y == act else cast(Out, y),
         bias=bias,
         row_scales=w.row_scales,
+        bilevel=w.bilevel,
         table=w.format.table if w.format.name.startswith("lut") else None,
         outliers=not isinstance(op, ops.PrepackOp) and op.outliers,
     )

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lowbit.aliases import alias
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import (
     CheckpointError,
     EmulatorError,
@@ -50,6 +51,7 @@ alias(__name__)
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bilevel",
     "Calibration",
     "Checkpoint",
     "CheckpointError",

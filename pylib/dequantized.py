@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.dialect.bilevel import Bilevel, least_code
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import outliers
-from lowbit.pylib.memory_order import unpack_codes, unpack_groups
+from lowbit.pylib.memory_order import unpack_blocks, unpack_codes, unpack_groups
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weight_values import CHECKED, least
 
@@ -25,8 +27,7 @@ _SCALING = ("group", "padded_row")
 
 def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Returns W [n, k] of the packed tensors, computed in f32."""
-    # f32 holds all numbers that a weight has.
-    have = {slot.name: numbers(spec, slot.name, tensors).float() for slot in spec.tensors if slot.index in _SCALING}
+    have = {slot.name: numbers(spec, slot.name, tensors) for slot in spec.tensors if slot.index in _SCALING}
     sparse = outliers.unpack_lines(tensors["outliers"], spec.n) if spec.outliers else None
     row, scale, zero, offset = (have.get("row_scales"), have["scales"], have.get("zeros"), have.get("offsets"))
     if row is not None:
@@ -63,9 +64,32 @@ def decoded(spec: MatmulSpec, codes: Tensor, values: np.ndarray) -> Iterator[tup
 
 
 def numbers(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns a tensor of a weight as f64: [n, groups], or [n, 1] for one number a row."""
+    """Returns a tensor of a weight in f32, which holds them all: [n, groups], or [n, 1] for one number a row."""
     (slot,) = (slot for slot in spec.tensors if slot.name == name)
-    stored = tensors[name]
-    stored = unpack_groups(spec.packing, stored) if slot.index == "group" else stored.view(-1, 1)[: spec.n]
-    values = stored.view(TORCH[slot.storage]).float().double()
-    return values + least(spec) if name == "zeros" and spec.zeros == "int" else values
+    values = stored_numbers(spec, slot, tensors[name])
+    if not slot.code or spec.bilevel is None:
+        return values
+    blocks = {s.role: s for s in spec.tensors if s.index == "block" and s.name.startswith(f"{slot.role}_")}
+    if zero := blocks.get("super_zero"):
+        values = values - _of_groups(spec, spec.bilevel, stored_numbers(spec, zero, tensors[zero.name]))
+    scale = blocks["super_scale"]
+    return values * _of_groups(spec, spec.bilevel, stored_numbers(spec, scale, tensors[scale.name]))
+
+
+def _of_groups(spec: MatmulSpec, bilevel: Bilevel, table: Tensor) -> Tensor:
+    """Returns numbers of blocks for every row and group, [n, groups]."""
+    return table.repeat_interleave(bilevel.rows, 0)[: spec.n].repeat_interleave(bilevel.groups, 1)
+
+
+def stored_numbers(spec: MatmulSpec, slot: TensorSlot, stored: Tensor) -> Tensor:
+    """Returns a tensor of a weight in f32, in the shape in which `pack` takes it, but [n, 1] for numbers of rows."""
+    if slot.index == "group":
+        values = unpack_groups(spec.packing, stored)
+    elif slot.index == "block" and spec.bilevel:
+        values = unpack_blocks(spec.packing, stored, spec.bilevel)
+    else:
+        values = stored.view(-1, 1)[: spec.n]
+    values = values.view(TORCH[slot.storage]).float()
+    if slot.storage == "u8":  # less the least value of a format
+        values += least_code(slot.code) if slot.code else least(spec)
+    return values

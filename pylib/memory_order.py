@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, run_of
 from lowbit.pylib.runtime import team
 
@@ -81,6 +82,22 @@ def pack_groups(packing: Packing, table: Tensor) -> Tensor:
     raw = _raw(table.contiguous())
     raw = F.pad(raw, (0, packing.groups - raw.shape[1], 0, packing.row_blocks * ROWS - raw.shape[0]))
     return _fresh(raw.view(packing.row_blocks, ROWS, packing.groups).transpose(1, 2)).view(table.dtype)
+
+
+def pack_blocks(packing: Packing, table: Tensor, bilevel: Bilevel) -> Tensor:
+    """[n / rows, groups / block] to the shape in memory of `Bilevel.shapes`, padded with 0."""
+    shape, _ = bilevel.shapes(packing)
+    row_blocks, blocks, lanes = shape
+    height = row_blocks * ROWS // bilevel.rows
+    table = F.pad(table, (0, blocks - table.shape[1], 0, height - table.shape[0]))
+    return _fresh(table.view(row_blocks, -1, blocks).transpose(1, 2).expand(-1, -1, lanes))
+
+
+def unpack_blocks(packing: Packing, table: Tensor, bilevel: Bilevel) -> Tensor:
+    """The inverse of `pack_blocks`."""
+    _, (height, blocks) = bilevel.shapes(packing)
+    rows = table[:, :, : ROWS // bilevel.rows].transpose(1, 2).reshape(-1, table.shape[1])
+    return _fresh(rows[:height, :blocks])
 
 
 def unpack_groups(packing: Packing, table: Tensor) -> Tensor:

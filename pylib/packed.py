@@ -18,7 +18,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.pylib import dequantized, saved_weight
 from lowbit.pylib import outliers as sparse
-from lowbit.pylib.memory_order import unpack_codes, unpack_groups
+from lowbit.pylib.memory_order import unpack_codes
 from lowbit.pylib.sharding import cut, part_of
 from lowbit.pylib.tensor_checks import check_memory, check_slot, is_plain
 from lowbit.pylib.torch_types import TORCH
@@ -168,27 +168,37 @@ class PackedWeight(Mapping[str, Tensor]):
         return codes.view(torch.int8) if self.spec.dtype.kind == "int" else codes
 
     def unpack_scales(self) -> Tensor:
-        """The scales [n, groups] in the spec's scale type."""
-        return unpack_groups(self.spec.packing, self.scales).view(TORCH[self.spec.scale])
+        """The scales [n, groups] in the spec's scale type; int32 where they are codes."""
+        return self.unpack_tensor("scales")
 
     def unpack_zeros(self) -> Tensor | None:
         """The zeros [n, groups]: int32, or floats of type spec.zero_kind. None without zeros."""
-        if self.zeros is None:
-            return None
-        zeros = unpack_groups(self.spec.packing, self.zeros)
-        return zeros.to(torch.int32) + least(self.spec) if self.spec.zeros == "int" else zeros
+        return None if self.zeros is None else self.unpack_tensor("zeros")
 
     def unpack_outliers(self) -> Tensor | None:
         """The outliers as a `torch.sparse_csr` tensor [n, k] in f16, without zeros; None without outliers."""
         return None if self.outliers is None else sparse.to_csr(self.outliers, self.spec.n, self.spec.k)
 
     def unpack_offsets(self) -> Tensor | None:
-        """The offsets [n, groups] in type spec.offset_kind. None without offsets."""
-        return None if self.offsets is None else unpack_groups(self.spec.packing, self.offsets)
+        """The offsets [n, groups] in type spec.offset_kind; int32 where they are codes. None without offsets."""
+        return None if self.offsets is None else self.unpack_tensor("offsets")
 
     def unpack_row_scales(self) -> Tensor | None:
         """The scales of the rows, f32 [n]. None without row scales."""
-        return None if self.row_scales is None else self.row_scales[: self.spec.n].clone()
+        return None if self.row_scales is None else self.unpack_tensor("row_scales")
+
+    def unpack_tensor(self, name: str) -> Tensor:
+        """A tensor as it was given to `pack`, rounded to its type. Raises KeyError for one that the weight has not."""
+        slot = {slot.name: slot for slot in self.spec.tensors}[name]
+        if slot.role == "codes":
+            return self.unpack()
+        if slot.role == "outliers":
+            return cast(Tensor, self.unpack_outliers())
+        if slot.index in ("column", "row"):
+            return self[name].clone()
+        values = dequantized.stored_numbers(self.spec, slot, self[name])
+        values = values[:, 0].clone() if slot.index == "padded_row" else values
+        return values.to(torch.int32 if slot.storage == "u8" else TORCH[slot.storage])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weight [n, k], columns in the order of x, computed in f32 and rounded to `dtype` at the end.
@@ -244,7 +254,10 @@ def pack(
     bias      floats [n], rounded to the out type
     outliers  a torch.sparse_csr tensor [n, k], or (row offsets, columns, values); values are rounded to f16
     others    by name, where the spec has more: offsets [n, groups], floats; row_scales, floats [n] or one number;
-              permutation [k], integers: column j of all of these is for column permutation[j] of x
+              permutation [k], integers: column j of all of these is for column permutation[j] of x;
+              with bilevel= scales, zeros and offsets are integers of the spec's scale format, or floats for "e4m3", and
+              scale_scales, scale_zeros, zero_scales, zero_zeros, offset_scales and offset_zeros are floats [n / rows,
+              groups / bilevel.groups], one for each block of them
 
     Raises PackError for a wrong shape, type or device, a code out of range, a value that is not finite or
     overflows, an e8m0 scale that is no power of two, outliers outside the weight or twice in one place, and tensors

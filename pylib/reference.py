@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role, TensorSlot
 from lowbit.pylib.outliers import draw, read_csr
@@ -43,7 +45,7 @@ def dequantize(
 
     Columns are in the order of x.
     """
-    scale, zero = _scale(spec, scales, others), _spread(spec, zeros)
+    scale, zero = _scale(spec, scales, others), _zero(spec, zeros, others)
     with np.errstate(invalid="ignore"):
         w = scale * (_decode(spec, codes) - zero) + _offset(spec, others) + _outliers(others, len(codes), spec.k)
     return w[:, np.argsort(_f64(others["permutation"]))] if spec.permuted else w
@@ -98,7 +100,7 @@ def tolerance(
     z))|. With dequantized, s * z is rounded, too: u s |z|.
     """
     y = matmul(spec, x, codes, scales, zeros, bias, **others)
-    scale, zero, offset = _scale(spec, scales, others), _spread(spec, zeros), _offset(spec, others)
+    scale, zero, offset = _scale(spec, scales, others), _zero(spec, zeros, others), _offset(spec, others)
     sparse = np.abs(_outliers(others, len(codes), spec.k))
     if spec.permuted:
         x = _f64(x)[:, _f64(others["permutation"]).astype(int)]
@@ -194,16 +196,22 @@ def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> d
     drawn: dict[str, Tensor] = {}
     for slot in _slots(spec, "codes"):
         drawn[slot.name] = torch.from_numpy(codes)
-    for slot in _slots(spec, "zero"):
+    if spec.bilevel:
+        drawn |= _draw_two_levels(spec, rng, spec.bilevel)
+    for slot in _slots(spec, "zero", coded=False):
         drawn[slot.name] = _draw_zeros(spec, rng, slot, values)
-    typical = _typical_scale(spec, values - sum(_spread(spec, drawn[slot.name]) for slot in _slots(spec, "zero")))
-    for slot in _slots(spec, "offset"):
+    zeros = drawn.get("zeros")
+    typical = _typical_scale(spec, values - _zero(spec, zeros, drawn))
+    for slot in _slots(spec, "offset", coded=False):
         drawn[slot.name] = torch.from_numpy(rng.normal(0.0, typical, slot.given)).to(TORCH[slot.storage])
-    for slot in _slots(spec, "scale"):
+    for slot in _slots(spec, "scale", coded=False):
         drawn[slot.name] = _draw_scales(rng, slot, typical)
         typical = 1.0  # of scales beyond the first
     for slot in _slots(spec, "outliers"):
         drawn[slot.name] = draw(spec.n, spec.k, OUTLIERS, torch.Generator().manual_seed(int(rng.integers(1 << 31))))
+    for slot in _slots(spec, "super_scale") if spec.bilevel else []:
+        level = 1.0 if slot.name.startswith("zero") else typical
+        drawn[slot.name] = (drawn[slot.name] * level).to(TORCH[slot.storage])
     for slot in _slots(spec, "permutation"):
         drawn[slot.name] = torch.from_numpy(rng.permutation(spec.k))
     for slot in _slots(spec, "bias"):
@@ -211,8 +219,27 @@ def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> d
     return drawn
 
 
-def _slots(spec: MatmulSpec, role: Role) -> list[TensorSlot]:
-    return [slot for slot in spec.tensors if slot.role == role]
+def _slots(spec: MatmulSpec, role: Role, coded: bool = True) -> list[TensorSlot]:
+    """The slots of a role; coded=False leaves those out whose numbers are codes."""
+    return [slot for slot in spec.tensors if slot.role == role and (coded or not slot.code)]
+
+
+def _draw_two_levels(spec: MatmulSpec, rng: np.random.Generator, bilevel: Bilevel) -> dict[str, Tensor]:
+    """Numbers that are codes, all codes equally often, and their second level: scales that bring them to O(1)."""
+    drawn: dict[str, Tensor] = {}
+    for slot in spec.tensors:
+        if slot.code and slot.storage == "u8":
+            t = dtype(slot.code)
+            values = t.values()[rng.integers(0, t.codes, slot.given)]
+            drawn[slot.name] = torch.from_numpy(values).int()
+        elif slot.code:
+            drawn[slot.name] = torch.from_numpy(rng.normal(size=slot.given)).to(TORCH["e4m3"])
+        elif slot.role == "super_zero":
+            drawn[slot.name] = torch.from_numpy(rng.normal(3.0, 1.0, slot.given)).to(TORCH[slot.storage])
+        elif slot.role == "super_scale":
+            size = dtype(spec.scale).max if spec.scale != "e4m3" else 1.0
+            drawn[slot.name] = torch.from_numpy(np.exp2(rng.uniform(-1, 1, slot.given)) / size)
+    return drawn
 
 
 def _draw_codes(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> np.ndarray:
@@ -284,11 +311,31 @@ def _index(spec: MatmulSpec, codes: Array) -> NDArray[np.int64]:
 
 def _scale(spec: MatmulSpec, scales: Array, others: Mapping[str, Array]) -> F64:
     """The product of all scales: [n, k]."""
-    result = _spread(spec, scales)
+    result = _spread(spec, _second_level(spec, "scale", scales, others))
     for slot in spec.tensors:
         if slot.role == "scale" and slot.name in others:
             result = result * _spread(spec, others[slot.name])
     return result
+
+
+def _zero(spec: MatmulSpec, zeros: Array | None, others: Mapping[str, Array]) -> F64:
+    """The zeros: [n, k], or one 0."""
+    if zeros is None or spec.zeros == "int":
+        return _spread(spec, zeros)
+    return _spread(spec, _second_level(spec, "zero", zeros, others))
+
+
+def _second_level(spec: MatmulSpec, role: Role, given: Array, others: Mapping[str, Array]) -> Array:
+    """Numbers [n, groups] of what is given, which with two levels are codes."""
+    bilevel, values = spec.bilevel, _f64(given)
+    if bilevel is None:
+        return given
+
+    def of_groups(name: str) -> F64:
+        rows = np.repeat(_f64(others[f"{role}_{name}"]), bilevel.rows, axis=0)
+        return np.repeat(rows, bilevel.groups, axis=1)[: len(values)]
+
+    return of_groups("scales") * (values - (of_groups("zeros") if bilevel.zeros else 0.0))
 
 
 def _row_scale(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
@@ -305,7 +352,7 @@ def _offset(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
     result = np.zeros((1, 1))
     for slot in spec.tensors:
         if slot.role == "offset" and slot.name in others:
-            result = result + _spread(spec, others[slot.name])
+            result = result + _spread(spec, _second_level(spec, "offset", others[slot.name], others))
     return result * _row_scale(spec, others)
 
 

@@ -6,6 +6,7 @@ give terms of y to be added up, so the first of them alone has the bias.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -55,7 +56,8 @@ def _column_step(spec: MatmulSpec) -> int:
     packing = spec.packing
     if packing.group is None or packing.padded_group is None:
         return packing.chunk
-    return packing.group * max(1, packing.chunk // packing.padded_group)
+    of_chunk = max(1, packing.chunk // packing.padded_group)
+    return packing.group * math.lcm(of_chunk, spec.bilevel.groups if spec.bilevel else 1)
 
 
 def _check_size(name: str, size: int, count: int, step: int) -> None:

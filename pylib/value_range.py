@@ -117,12 +117,12 @@ def _scales(spec: MatmulSpec, tensors: Mapping[str, Tensor], *indices: Index) ->
     result = torch.ones((1, 1), dtype=torch.float64, device=tensors["codes"].device)
     for slot in spec.tensors:
         if slot.role == "scale" and slot.index in indices:
-            result = result * numbers(spec, slot.name, tensors)
+            result = result * numbers(spec, slot.name, tensors).double()
     return result
 
 
 def _added(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns the zeros or offsets, f64 [n, groups]; where there are none, one 0."""
     if name in tensors:
-        return numbers(spec, name, tensors)
+        return numbers(spec, name, tensors).double()
     return torch.zeros((1, 1), dtype=torch.float64, device=tensors["codes"].device)

@@ -10,16 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit.dialect.bilevel import least_code
 from lowbit.dialect.errors import PackError
+from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Storage, TensorSlot
 from lowbit.pylib import outliers
-from lowbit.pylib.memory_order import pack_codes, pack_groups, unpack_codes
+from lowbit.pylib.memory_order import pack_blocks, pack_codes, pack_groups, unpack_codes
 from lowbit.pylib.torch_types import TORCH, stored_type
 
 E4M3_OVERFLOW = 464.0  # the tie between 448, the largest, and 480, the first that is not there
 _SHAPES = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]", "column": "[k]"}
+_SHAPES |= {"block": "[n / rows, groups / bilevel.groups]"}
 CHECKED = 1 << 20  # numbers per step of a check: what it takes in memory does not grow with the weight
 
 
@@ -62,12 +65,17 @@ def to_memory(spec: MatmulSpec, slot: TensorSlot, values: Tensor) -> Tensor:
         _check_integer(slot.name, values, "int()")
         _check_permutation(values.long())
         return values.to(torch.int32, copy=True)
-    if slot.storage == "u8":
+    if slot.code and slot.storage == "u8":
+        first = least_code(slot.code)
+        stored = _integers(values, slot.name, first, first + dtype(slot.code).codes - 1)
+    elif slot.storage == "u8":
         stored = _integers(values, slot.name, low, low + spec.zero_span)
     else:
         stored = _floats(slot.name, values, slot.storage)
     if slot.index == "group":
         return pack_groups(spec.packing, stored)
+    if slot.index == "block" and spec.bilevel:
+        return pack_blocks(spec.packing, stored, spec.bilevel)
     # A copy: the packed tensor must not be the caller's memory.
     return F.pad(stored, (0, slot.shape[0] - len(stored))).clone()
 
@@ -83,7 +91,7 @@ def check_stored(spec: MatmulSpec, slot: TensorSlot, stored: Tensor) -> None:
     if slot.role == "permutation":
         _check_permutation(stored.long())
         return
-    wrong, rule = _unfit(spec, slot.storage)
+    wrong, rule = _unfit(spec, slot)
     for first, part in _parts(stored):
         if bool((found := wrong(part)).any()):
             at = first + int(found.nonzero()[0])
@@ -91,8 +99,12 @@ def check_stored(spec: MatmulSpec, slot: TensorSlot, stored: Tensor) -> None:
             raise PackError(f"saved {slot.name} hold {value:g} at {at}: {rule}; the file is damaged, or pack again")
 
 
-def _unfit(spec: MatmulSpec, storage: Storage) -> tuple[Callable[[Tensor], Tensor], str]:
+def _unfit(spec: MatmulSpec, slot: TensorSlot) -> tuple[Callable[[Tensor], Tensor], str]:
     """Returns what tells the numbers that a slot can't have, and the rule that they break."""
+    storage = slot.storage
+    if slot.code and storage == "u8":
+        most = dtype(slot.code).codes - 1
+        return lambda t: t > most, f"codes of {slot.code} must be at most {most}"
     if storage == "u8":
         span = spec.zero_span
         return lambda t: t > span, f"for act={spec.act!r} integer zeros must be at most {span} above the least code"
@@ -155,9 +167,10 @@ def _check_codes(codes: Tensor, low: int, high: int) -> None:
 
 def _integers(zeros: Tensor, name: str, low: int, high: int) -> Tensor:
     """Returns integers as uint8, less the least of them."""
-    _check_integer(name, zeros, "int(), or zeros='float' in the spec")
+    fix = f", or {name}='float' in the spec" if name == "zeros" else ""
+    _check_integer(name, zeros, f"int(){fix}")
     wide = zeros.long()
-    rule = f"must be in {low}..{high}; or use zeros='float'"
+    rule = f"must be in {low}..{high}" + ("; or use zeros='float'" if name == "zeros" else "")
     _reject(name, wide, (wide < low) | (wide > high), rule)
     return (wide - low).to(torch.uint8)
 

@@ -40,6 +40,7 @@ $L__func_begin0:
        comment */
 $L__BB0_1:                              // =>This Inner Loop Header: Depth=1
     .pragma "nounroll";
+    .pragma "used_bytes_mask 0x33";
     // begin inline asm
     { .reg .pred p; setp.lt.u32 p, %r3, %r2;
       @p add.u32 %r3, %r3, 1; @!p add.u32 %r3, %r3, 100; }

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.names import weight_advice
 from lowbit.dialect.formats.packing import Packing
@@ -112,7 +113,7 @@ def test_every_kind_of_weight(weight: str, zeros: str) -> None:
         ({"group_size": -1}, "group_size=-1 must be at least 1"),
         ({"zeros": None}, "zeros=None must be one of 'none', 'int', 'float'"),
         ({"zeros": "ints"}, "did you mean 'int'?"),
-        ({"scale": "f17"}, "must be one of 'f16', 'bf16', 'f32', 'e8m0', 'e4m3'; did you mean 'f16'?"),
+        ({"scale": "f17"}, "'i6', 'i8'; did you mean 'f16'?"),
         ({"act": "float61"}, "act='float61' must be one of 'f16', 'bf16'; did you mean 'f16'?"),
         ({"act": torch.float32}, "act='f32' must be one of 'f16', 'bf16'"),
         ({"act": torch.int8}, "act=torch.int8 must be one of 'f16', 'bf16'"),
@@ -128,7 +129,7 @@ def test_every_kind_of_weight(weight: str, zeros: str) -> None:
         ({"weight": "nvfp4"}, "weight='nvfp4': use weight='f4e2m1', group_size=16, scale='e4m3'"),
         ({"weight": "fp4"}, "weight='fp4': use weight='f4e2m1', or 'fp4_bnb'"),
         ({"weight": torch.float8_e5m2}, "weight='float8_e5m2': use weight='f8e5m2'"),
-        ({"weight": "q4_K_M"}, "use weight='u4', group_size=32, zeros='offset'"),
+        ({"weight": "q4_K_M"}, "use weight='u4', group_size=32, zeros='offset', scale='u6', bilevel=Bilevel(groups=8)"),
         ({"weight": "uint3"}, "did you mean 'u3'?"),
         ({"weight": "NF4"}, "did you mean 'nf4'?"),
         ({"weight": "fp8_e4m3fn"}, "weight='fp8_e4m3fn': use weight='f8e4m3'"),
@@ -225,8 +226,8 @@ OTHERS = ("nvfp4", "fp4", "fp6_e3m2", "fp6_e2m3", "fp8", "float8_e4m3fn", "float
 def test_advice_is_a_spec(name: str) -> None:
     """What is advised for another name can be made, and has the bits of that name."""
     advice = weight_advice(name) or weight_advice(name[:-1])
-    found = re.findall(r"(\w+)='?(\w+)'?", advice or "")
-    given = {field: value == "True" or value for field, value in found}
-    group = int(given.pop("group_size", 64))
-    assert f"{MatmulSpec(64, 128, group_size=group, **given).dtype.bits}" in name
+    found = re.findall(r"(\w+)=('\w+'|\w+\([^)]*\)|\w+)", re.sub(r" \([^)]*\)", "", advice or ""))
+    given = {field: eval(value, {"Bilevel": Bilevel}) for field, value in found}
+    group = given.pop("group_size", 64)
+    assert f"{MatmulSpec(64, 256, group_size=group, **given).dtype.bits}" in name
     assert (group, given.get("scale")) == (32, "e8m0") or name not in MX

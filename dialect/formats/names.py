@@ -18,7 +18,7 @@ _TYPES = {
 _SHORT = {name: short for short, names in _TYPES.items() for name in (short, *names)}
 
 _MX = "group_size=32, scale='e8m0'"
-_TWO_LEVELS = "with both levels of scales multiplied"
+_TWO_LEVELS = "bilevel=Bilevel(groups=16)"
 _WEIGHTS = {
     r"mx_?fp4": f"weight='f4e2m1', {_MX}",
     r"mx_?fp6(_?e3m2)?": f"weight='f6e3m2' or 'f6e2m3', {_MX}",
@@ -38,10 +38,10 @@ _WEIGHTS = {
     r"q5_0": "weight='i5', group_size=32 (codes less 16)",
     r"q8_0": "weight='i8', group_size=32",
     r"q([45])_1": r"weight='u\1', group_size=32, zeros='offset' (the minimum)",
-    r"q([45])_k(_[sml])?": rf"weight='u\1', group_size=32, zeros='offset' (less the minimum), {_TWO_LEVELS}",
-    r"q6_k": f"weight='i6', group_size=16 (codes less 32), {_TWO_LEVELS}",
-    r"q3_k(_[sml])?": f"weight='i3', group_size=16 (codes less 4), {_TWO_LEVELS}",
-    r"q2_k(_s)?": f"weight='u2', group_size=16, zeros='offset' (less the minimum), {_TWO_LEVELS}",
+    r"q([45])_k(_[sml])?": r"weight='u\1', group_size=32, zeros='offset', scale='u6', bilevel=Bilevel(groups=8)",
+    r"q6_k": f"weight='i6', group_size=16 (codes less 32), scale='i8', {_TWO_LEVELS}",
+    r"q3_k(_[sml])?": f"weight='i3', group_size=16 (codes less 4), scale='i6', {_TWO_LEVELS}",
+    r"q2_k(_s)?": f"weight='u2', group_size=16, zeros='offset', scale='u4', {_TWO_LEVELS}",
     r"ternary|b1\.58|bitnet": "weight='i2' with the codes -1, 0 and 1",
 }
 

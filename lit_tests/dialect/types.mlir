@@ -15,6 +15,13 @@ func.func private @offset(!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 32
 // CHECK: !lowbit.packed<[64, 256], #lowbit.format<"f4e2m1", []>, 16 : i64, "none", #lowbit.scales<"e4m3", "f32">>
 func.func private @row_scales(!lowbit.packed<[64, 256], #lowbit.format<"f4e2m1", []>, 16, "none", #lowbit.scales<"e4m3", "f32">>)
 
+// Scales (and offsets) may be codes: their format, the type of the second level, the rows and groups that share a number
+// of it, and whether it has zeros; the scale of a row goes around that.
+// CHECK: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 32 : i64, "offset", #lowbit.bilevel<"u6", "f16", [1, 8], "none">>
+func.func private @bilevel(!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 32, "offset", #lowbit.bilevel<"u6", "f16", [1, 8], "none">>)
+// CHECK: #lowbit.scales<#lowbit.bilevel<"u3", "f16", [16, 1], "float">, "f32">>
+func.func private @spqr(!lowbit.packed<[64, 256], #lowbit.format<"u3", []>, 16, "float", #lowbit.scales<#lowbit.bilevel<"u3", "f16", [16, 1], "float">, "f32">>)
+
 // A named table is implied by its name; the table of a lut format is part of the type.
 // CHECK: #lowbit.format<"nf4", []>
 func.func private @named_table(!lowbit.packed<[64, 256], #lowbit.format<"nf4", []>, 64, "none", "f16">)

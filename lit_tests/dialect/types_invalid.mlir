@@ -206,16 +206,72 @@ func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none",
 
 // -----
 
-func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"u4", "f32">>) -> tensor<64x256xf16> {
-  // expected-error @below {{scale='u4' must be one of}}
-  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"u4", "f32">>) -> tensor<64x256xf16>
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"u5", "f32">>) -> tensor<64x256xf16> {
+  // expected-error @below {{scale='u5' must be one of}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"u5", "f32">>) -> tensor<64x256xf16>
   return %0 : tensor<64x256xf16>
 }
 
 // -----
 
 func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", 16>) -> tensor<64x256xf16> {
-  // expected-error @below {{scale: expected a string or a #lowbit.scales, got 16 : i64}}
+  // expected-error @below {{scale: expected a string, a #lowbit.bilevel or a #lowbit.scales, got 16 : i64}}
   %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", 16>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [8], "none">>) -> tensor<64x256xf16> {
+  // expected-error @below {{block of a #lowbit.bilevel: expected [rows, groups], got [8]}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [8], "none">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [2, 4], "none">>) -> tensor<64x256xf16> {
+  // expected-error @below {{bilevel: rows=2 must be 1 or 16}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [2, 4], "none">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [1, 8], "none">>) -> tensor<64x256xf16> {
+  // expected-error @below {{bilevel: groups=8 must divide the 4 groups of a row; try 4}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [1, 8], "none">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "e4m3", [1, 4], "none">>) -> tensor<64x256xf16> {
+  // expected-error @below {{bilevel: scale='e4m3' must be one of 'f16', 'bf16', 'f32'}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "e4m3", [1, 4], "none">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [1, 4], "int">>) -> tensor<64x256xf16> {
+  // expected-error @below {{zeros of a #lowbit.bilevel: expected none or float, got int}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [1, 4], "int">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"f16", "f16", [1, 4], "none">>) -> tensor<64x256xf16> {
+  // expected-error @below {{scale='f16' must be one of 'u3', 'u4', 'u6', 'u8', 'i6', 'i8', 'e4m3' with bilevel=}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"f16", "f16", [1, 4], "none">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", "u6">) -> tensor<64x256xf16> {
+  // expected-error @below {{scale='u6' is a code: it needs a second level}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", "u6">) -> tensor<64x256xf16>
   return %0 : tensor<64x256xf16>
 }

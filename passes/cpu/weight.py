@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.bilevel import least_code as scale_code
 from lowbit.dialect.bindings import arith, vector
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS, UNIT_BYTES
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.cpu.decode import ChunkMap, ChunkReader, Isa, decode_e4m3, decode_e8m0, least_code
 from lowbit.passes.cpu.vector_ops import (
     Value,
@@ -18,6 +21,7 @@ from lowbit.passes.cpu.vector_ops import (
     at,
     broadcast,
     constant,
+    divmod_,
     f32,
     fma,
     i,
@@ -95,21 +99,22 @@ class Weight:
         self.map = ChunkMap(spec.packing, spec.dtype)
         self.low = least_code(spec)
         self._isa: Isa = isa
+        self._slots = {slot.name: slot for slot in spec.tensors}
         self.arrays = {slot.name: array for slot, array in zip(spec.tensors, arrays)}
 
     def scales(self, block: Value, group: Value) -> Value:
         """Of 16 rows, times the scales of the rows where they have some: vector<16xf32>."""
-        return self._row_scaled(self._per_row("scales", self.spec.scale, block, group), block)
+        return self._row_scaled(self._of_group("scales", block, group), block)
 
     def zeros(self, block: Value, group: Value) -> Value | None:
         """Of 16 rows, to be subtracted from stored code + low: vector<16xf32>, or None."""
-        kind = self.spec.zero_kind
-        return None if kind is None else self._per_row("zeros", kind, block, group)
+        return None if self.spec.zero_kind is None else self._of_group("zeros", block, group)
 
     def offsets(self, block: Value, group: Value) -> Value | None:
         """Of 16 rows, to be added to the scaled code, times the scales of the rows: vector<16xf32>, or None."""
-        kind = self.spec.offset_kind
-        return None if kind is None else self._row_scaled(self._per_row("offsets", kind, block, group), block)
+        if self.spec.offset_kind is None:
+            return None
+        return self._row_scaled(self._of_group("offsets", block, group), block)
 
     def shifts(self, scales: Value, block: Value, group: Value, low: int) -> Value | None:
         """What the sums of x are multiplied by, scales * (low - zeros) or scales * low + offsets; None if that is 0."""
@@ -125,9 +130,33 @@ class Weight:
             return values
         return arith.mulf(values, load(vec(f32()), at(self.arrays["row_scales"], mul(block, VECTOR_BYTES))))
 
-    def _per_row(self, name: str, kind: str, block: Value, group: Value) -> Value:
-        place = add(mul(block, self.spec.packing.groups), group)
-        address = at(self.arrays[name], mul(place, ROWS * ELEMENTS[kind].bytes))
+    def _of_group(self, name: str, block: Value, group: Value) -> Value:
+        """Numbers of 16 rows in a group; of codes, what the second level makes of them."""
+        slot = self._slots[name]
+        values = self._per_row(slot, add(mul(block, self.spec.packing.groups), group))
+        if self.spec.bilevel is None or not slot.code:
+            return values
+        if slot.storage == "u8" and (least := scale_code(slot.code)):
+            values = arith.addf(values, constant(vec(f32()), least))
+        if self.spec.bilevel.zeros:
+            values = arith.subf(values, self._of_block(f"{slot.role}_zeros", self.spec.bilevel, block, group))
+        return arith.mulf(values, self._of_block(f"{slot.role}_scales", self.spec.bilevel, block, group))
+
+    def _of_block(self, name: str, bilevel: Bilevel, block: Value, group: Value) -> Value:
+        """Numbers of the second level for 16 rows in a group."""
+        slot = self._slots[name]
+        _, blocks, lanes = slot.shape
+        place = add(mul(block, blocks), divmod_(group, bilevel.groups)[0])
+        if bilevel.rows == 1:
+            return self._per_row(slot, place)
+        element = scalar_type(slot.storage)
+        number = load(element, at(self.arrays[name], mul(place, lanes * ELEMENTS[slot.storage].bytes)))
+        return broadcast(number if element == f32() else arith.extf(f32(), number))
+
+    def _per_row(self, slot: TensorSlot, place: Value) -> Value:
+        """The numbers of 16 rows that stand side by side, as f32; codes are those that are stored."""
+        kind = slot.storage
+        address = at(self.arrays[slot.name], mul(place, ROWS * ELEMENTS[kind].bytes))
         if kind in ("f16", "bf16", "f32"):
             values = load(vec(scalar_type(kind)), address)
             return values if kind == "f32" else arith.extf(vec(f32()), values)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from lowbit.dialect.bilevel import Bilevel, least_code
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.raw_codes import raw_exponents
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
@@ -24,6 +28,17 @@ class ScalesZeros:
 
     def as_f32(self, tile: Tile, kind: str) -> Tile:
         return self.p.cast(tile, "f32", {"e4m3": "e4m3", "e8m0": "e8m0", "u8": "unsigned"}.get(kind, "float"))
+
+    def two_level(self, slot: TensorSlot, tile: Tile, of_block: Callable[[str, Bilevel], Tile]) -> Tile:
+        """Numbers of a slot as f32: where they are codes, S * (code - B). of_block: gives S and B, by name, as f32."""
+        values, bilevel = self.as_f32(tile, slot.storage), self.spec.bilevel
+        if bilevel is None or not slot.code:
+            return values
+        if slot.storage == "u8" and (least := least_code(slot.code)):
+            values = self.p.add(values, self.p.constant(least, "f32", values.layout))
+        if bilevel.zeros:
+            values = self.p.sub(values, of_block(f"{slot.role}_zeros", bilevel))
+        return self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
 
     def with_exponent(self, scale: Tile) -> Tile:
         """The scale times the power of two that decoding left out."""

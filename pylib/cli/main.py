@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import LowbitError, SpecError, TargetError, reason
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
@@ -77,12 +78,13 @@ _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "weight": (str, "u4", "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8."),
     "group_size": (int | None, None, "Columns that share a scale; without it, one scale per row."),
     "zeros": (str, "none", "Zero points: none, int, float or offset."),
-    "scale": (str, "f16", "Type of the scales: f16, bf16, f32, e8m0 or e4m3."),
+    "scale": (str, "f16", "Type of the scales: f16, bf16, f32, e8m0, e4m3, or codes with --bilevel."),
     "act": (str, "f16", "Type of x: f16 or bf16."),
     "out": (str | None, None, "Type of y: f16, bf16 or f32; without it, as x."),
     "bias": (bool, False, "Add a bias."),
     "table": (str | None, None, "The values of a lut<b> format, separated by commas."),
     "row_scales": (bool, False, "Scale every row, too."),
+    "bilevel": (str | None, None, "The second level of scales that are codes, such as rows=1,groups=8,scale=f16."),
     "permuted": (bool, False, "Columns are in another order than x's."),
 }  # fmt: skip
 
@@ -95,6 +97,10 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
         fields = {name: given.pop(name) for name in _SPEC_OPTIONS}
         if fields["table"] is not None:
             fields["table"] = _numbers(fields["table"])
+        if fields["bilevel"] is not None:
+            from lowbit.passes.opt.options import from_text
+
+            fields["bilevel"] = from_text(Bilevel, fields["bilevel"], "--bilevel")
         command(spec=MatmulSpec(**fields), **given)
 
     def parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:

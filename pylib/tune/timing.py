@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import outliers
@@ -99,7 +100,8 @@ def random_tensor(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str
         generator = torch.Generator(device).manual_seed(0)
         return outliers.to_lines(outliers.draw(spec.n, spec.k, OUTLIERS, generator, device))
     if slot.storage == "u8":
-        return torch.randint(0, spec.dtype.codes, slot.shape, dtype=torch.uint8, device=device)
+        codes = dtype(slot.code) if slot.code else spec.dtype
+        return torch.randint(0, codes.codes, slot.shape, dtype=torch.uint8, device=device)
     if slot.role == "bias":
         return torch.randn(slot.shape, device=device).to(TORCH[slot.storage])
     values = torch.rand(slot.shape, device=device) * 0.01 + 0.005

@@ -46,8 +46,10 @@ by partial sums [warps_k, tokens, rows + 4] in f32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
 from lowbit.dialect.formats.raw_codes import zero_code
@@ -300,10 +302,23 @@ class Kernel:
     def _group_scale_or_zero(self, name: str, group: int) -> Tile:
         """A scale, zero or offset of every row of the tile in one group, from shared memory: [warps_k, rows, 1] f32."""
         p, s = self.p, self.schedule
-        _, buffers, kind = self.operands.scales_zeros[name]
-        shape = (s.warps_k, self.plan.row_blocks, 1, ROWS)
-        loaded = p.load(buffers[self.operands.slot], (0, 0, group, 0), self.row_layout.reshape(shape))
-        return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
+        _, buffers, slot = self.operands.scales_zeros[name]
+        layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, 1, ROWS))
+        loaded = p.load(buffers[self.operands.slot], (0, 0, group, 0), layout)
+        values = self.convert.two_level(slot, loaded, partial(self._second_level, group, layout))
+        return p.reshape(values, self.row_layout.shape)
+
+    def _second_level(self, group: int, of_rows: Layout, name: str, bilevel: Bilevel) -> Tile:
+        """A number of the block that a group is in, for every row of the tile or for 16: [warps_k, row blocks, 1, 16]
+        or [warps_k, row blocks, 1, 1] in f32."""
+        p = self.p
+        _, buffers, slot = self.operands.second_level[name]
+        layout = of_rows if bilevel.rows == 1 else of_rows.reduce((3,))
+        *shape, lanes = layout.shape
+        block = group // bilevel.groups * slot.shape[2]
+        flat = layout.reshape((*shape[:2], lanes))
+        loaded = p.load(buffers[self.operands.slot], (0, 0, block), flat)
+        return self.convert.as_f32(p.reshape(loaded, layout.shape), slot.storage)
 
     def _row_scale_or_zero(self, name: str) -> Tile:
         """Scale, zero or offset of every row of the tile, from device memory."""

@@ -44,6 +44,9 @@ def _shared_bytes(plan: KernelPlan) -> int:
         for slot in spec.tensors:
             if slot.index == "group":
                 total += padded(slots * s.warps_k * rows * ELEMENTS[slot.storage].bytes)
+            elif slot.index == "block":
+                numbers = plan.row_blocks * plan.blocks * slot.shape[2]
+                total += padded(slots * s.warps_k * numbers * ELEMENTS[slot.storage].bytes)
     if s.integer_mma:
         total += s.warps_k * (s.step_k // PIECE) * LIMBS * 4 * ROW * 4
     if spec.dtype.kind == "table":
@@ -161,9 +164,10 @@ def _check_preloaded(plan: KernelPlan) -> None:
 
 
 def group_fits(spec: MatmulSpec, step: int) -> bool:
-    """Whether steps and groups divide one another."""
+    """Whether steps and groups, and blocks of groups where there are some, divide one another."""
     group = spec.packing.padded_group
-    return group is None or step % group == 0 or group % step == 0
+    lengths = [length for length in (group, spec.bilevel and spec.bilevel.columns(spec.packing)) if length]
+    return all(step % length == 0 or length % step == 0 for length in lengths)
 
 
 def enough_blocks(blocks: int, target: Target) -> int:

@@ -9,6 +9,7 @@ from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.dialect.types import UNIT
+from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
@@ -36,7 +37,8 @@ class Operands:
 
     buffers       all in shared memory, to be freed after the loop
     slot          of the buffers for x, scales and zeros: kernels with preloaded weights have one for every round
-    scales_zeros  by name: scales, zeros and offsets [row blocks, groups, 16], their buffers, and their kind
+    scales_zeros  by name: scales, zeros and offsets [row blocks, groups, 16], their buffers, and their slots
+    second_level  the same for scales, zeros and offsets that are codes: [row blocks, blocks of groups x lanes]
     table         of a format that has one
     """
 
@@ -56,11 +58,14 @@ class Operands:
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
         self._view_x()
-        self.scales_zeros: dict[str, tuple[Memory, list[Memory], str]] = {}
+        self.scales_zeros: dict[str, tuple[Memory, list[Memory], TensorSlot]] = {}
+        self.second_level: dict[str, tuple[Memory, list[Memory], TensorSlot]] = {}
         if self.plan.groups:
             for slot in spec.tensors:
                 if slot.index == "group":
-                    self._view_factor(slot.name, slot.storage)
+                    self._view_factor(slot)
+                elif slot.index == "block":
+                    self._view_second_level(slot)
         self.table: Memory | None = None
         self._compute = compute_element(spec.dtype, spec.act)
         if spec.dtype.kind == "table":
@@ -82,20 +87,37 @@ class Operands:
             self.x_buffers = self._slots(act, (s.warps_k, s.tokens, s.step_k), (s.tokens * row, row, 1))
             self.x = p.global_view(p["x"], act, (-1, k), sizes=[p["m"]])
 
-    def _view_factor(self, name: str, kind: str) -> None:
+    def _view_factor(self, slot: TensorSlot) -> None:
         """Scales, zeros or offsets [row blocks, groups, 16], by step."""
         p, s, packing = self.p, self.schedule, self.packing
         group, groups = packing.padded_group or 0, self.plan.groups
-        element = ScalesZeros.element(kind)
+        element = ScalesZeros.element(slot.storage)
         steps_per_group = max(1, group // s.step_k)
         view = p.global_view(
-            p[name],
+            p[slot.name],
             element,
             (self.plan.steps, packing.row_blocks, groups, ROWS),
             (groups * ROWS, packing.groups * ROWS, ROWS, 1),
             (steps_per_group, 1, 1, 1),
         )
-        self.scales_zeros[name] = view, self._slots(element, (s.warps_k, self.plan.row_blocks, groups, ROWS)), kind
+        buffers = self._slots(element, (s.warps_k, self.plan.row_blocks, groups, ROWS))
+        self.scales_zeros[slot.name] = view, buffers, slot
+
+    def _view_second_level(self, slot: TensorSlot) -> None:
+        """Numbers of blocks of groups [row blocks, blocks x lanes], by step."""
+        p, s, packing = self.p, self.schedule, self.packing
+        _, blocks, lanes = slot.shape
+        width = self.plan.blocks * lanes
+        element = ScalesZeros.element(slot.storage)
+        view = p.global_view(
+            p[slot.name],
+            element,
+            (self.plan.steps, packing.row_blocks, width),
+            (width, blocks * lanes, 1),
+            (self.plan.steps_per_block, 1, 1),
+        )
+        buffers = self._slots(element, (s.warps_k, self.plan.row_blocks, width))
+        self.second_level[slot.name] = view, buffers, slot
 
     def _slots(
         self, element: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, swizzle: int = 0
@@ -130,15 +152,23 @@ class Operands:
     def copy_scales_zeros(self, step: Scalar) -> None:
         """Scales, zeros and offsets of groups."""
         p, s, packing = self.p, self.schedule, self.packing
-        for view, buffers, kind in self.scales_zeros.values():
+        for view, buffers, slot in self.scales_zeros.values():
             shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
-            vector = ELEMENTS[kind].per_vector
+            vector = ELEMENTS[slot.storage].per_vector
             layout = spatial(s.warps_k, 1, 1, 1) * spread((1, *shape[1:]), 32 * s.warps_n, vector)
             span = self.plan.groups * ROWS
             total = packing.groups * ROWS
             cut = (span, 0, ROWS, 1, total) if self.plan.groups > 1 and total % span else ()
             boundary = (self.step_boundary, self.row_boundary, "none", "none")
             p.copy_async(view, buffers[self.slot], (step, self.first_block, 0, 0), layout, boundary, cut)
+        for view, buffers, slot in self.second_level.values():
+            _, blocks, lanes = slot.shape
+            width, total = self.plan.blocks * lanes, blocks * lanes
+            vector = math.gcd(width, ELEMENTS[slot.storage].per_vector)
+            layout = spatial(s.warps_k, 1, 1) * spread((1, self.plan.row_blocks, width), 32 * s.warps_n, vector)
+            cut = (width, 0, 1, total) if self.plan.blocks > 1 and total % width else ()
+            boundary = (self.step_boundary, self.row_boundary, "none")
+            p.copy_async(view, buffers[self.slot], (step, self.first_block, 0), layout, boundary, cut)
 
     def fill_table(self) -> None:
         if self.table:

@@ -64,6 +64,18 @@ class KernelPlan:
         return 0 if group is None else max(1, self.schedule.step_k // group)
 
     @property
+    def blocks(self) -> int:
+        """Blocks of groups (`Bilevel`) in a step, 1 if a block is longer."""
+        bilevel = self.spec.bilevel
+        return max(1, self.schedule.step_k // bilevel.columns(self.spec.packing)) if bilevel else 0
+
+    @property
+    def steps_per_block(self) -> int:
+        """Steps that share a block of groups, at least 1."""
+        bilevel = self.spec.bilevel
+        return max(1, bilevel.columns(self.spec.packing) // self.schedule.step_k) if bilevel else 1
+
+    @property
     def defers_offset(self) -> bool:
         """Whether codes are decoded too large by a bias: one mma per fragment of x makes up for it, whatever the rows,
         instead of a subtraction per pair of weights."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, round_up
 from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, Layout, local, spatial
@@ -67,11 +68,20 @@ def _scaled(
     fused: what `PackedWeight.dequantize` gives."""
     packing, convert = spec.packing, ScalesZeros(p, spec)
     rows = numbers.layout.reduce((2,))
+    slots = {slot.name: slot for slot in spec.tensors}
 
-    def table(name: str, kind: str) -> Tile:
+    def table(name: str) -> Tile:
         shape, strides = (ROWS, packing.groups, packing.row_blocks), (1, ROWS, packing.groups * ROWS)
-        view = p.global_view(p[name], convert.element(kind), shape, strides)
-        return convert.as_f32(p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none")), kind)
+        view = p.global_view(p[name], convert.element(slots[name].storage), shape, strides)
+        loaded = p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none"))
+        return convert.two_level(slots[name], loaded, second_level)
+
+    def second_level(name: str, bilevel: Bilevel) -> Tile:
+        _, blocks, lanes = slots[name].shape
+        shape, strides = (ROWS, packing.groups, packing.row_blocks), (int(lanes == ROWS), lanes, blocks * lanes)
+        view = p.global_view(p[name], convert.element(slots[name].storage), shape, strides, (1, bilevel.groups, 1))
+        loaded = p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none"))
+        return convert.as_f32(loaded, slots[name].storage)
 
     def scaled_by_row(tile: Tile) -> Tile:
         if not spec.row_scales:
@@ -79,13 +89,13 @@ def _scaled(
         view = p.global_view(p["row_scales"], "f32", (ROWS, c.groups, packing.row_blocks), (1, 0, ROWS))
         return p.mul(tile, p.load(view, (0, 0, row_block), rows))
 
-    scale = scaled_by_row(table("scales", spec.scale))
+    scale = scaled_by_row(table("scales"))
     if spec.offset_kind:
         product = p.mul(numbers, convert.with_exponent(scale))
-        return p.add(product, scaled_by_row(table("offsets", spec.offset_kind)))
+        return p.add(product, scaled_by_row(table("offsets")))
     if not spec.zero_kind:
         return p.mul(numbers, convert.with_exponent(scale))
-    shift = p.mul(scale, convert.minus_zero(table("zeros", spec.zero_kind)))
+    shift = p.mul(scale, convert.minus_zero(table("zeros")))
     return p.fma(numbers, convert.with_exponent(scale), shift)
 
 

@@ -42,7 +42,7 @@ _SPACES = {".shared", ".global", ".const", ".local"}
 #: Hints to the code generator; a launch needs none of them.
 _IGNORED_BOUNDS = {".minnctapersm", ".maxnreg", ".maxnctapersm", ".maxclusterrank"}
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"\n]*)"', re.MULTILINE)
-_PRAGMAS = {"nounroll", "enable_smem_spilling"}
+_PRAGMAS = {"nounroll", "enable_smem_spilling", "used_bytes_mask"}  # their first words
 
 
 class _Scope:
@@ -274,7 +274,7 @@ class Parser(TokenStream):
     def pragma(self) -> None:
         self.take()
         text = self.take().text.strip('"')
-        if text not in _PRAGMAS:
+        if text.split()[0] not in _PRAGMAS:
             raise self.error(f"unknown pragma `{text}`")
         self.expect(";")
 
