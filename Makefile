@@ -70,7 +70,7 @@ lowest: ## a few tests with the lowest versions that pyproject.toml allows
 	python3 .ci/lowest.py $(TORCH) > build/lowest.txt
 	python3 -m venv --clear build/lowest
 	build/lowest/bin/python -m pip install -qq --constraint build/lowest.txt --editable '.[test]'
-	build/lowest/bin/python -m pytest -n $(JOBS) $(addprefix pytests/test_,cli.py cache.py cpu.py matmul_api.py torch_op.py)
+	build/lowest/bin/python -m pytest -n $(JOBS) $(addprefix pytests/test_,cli.py cache.py checkpoints.py cpu.py matmul_api.py torch_op.py)
 
 format: $(READY) ## sort imports and mend what ruff can mend
 	$(PY) -m ruff check --fix .

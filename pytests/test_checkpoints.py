@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
 import shutil
 from pathlib import Path
@@ -293,6 +294,30 @@ def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle, which could run anything: convert it"):
         lowbit.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("damaged", [INDEX, "model-00002-*"])
+def test_damaged_files(model: Block, tmp_path: Path, damaged: str) -> None:
+    """A file with other bytes is a CheckpointError that leaves the model alone, or gives a model."""
+    lowbit.save_checkpoint(model, tmp_path, 3000)
+    (file,) = tmp_path.glob(damaged)
+    chance, whole, refused = random.Random(0), file.read_bytes(), 0
+    for number in range(80):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            data[chance.randrange(len(data))] = chance.choice((0, 34, 44, 46, 47, 255, chance.randrange(256)))
+        if number % 4 == 0:
+            del data[chance.randrange(len(data)) :]
+        file.write_bytes(data)
+        loaded = on_meta()
+        try:
+            lowbit.load_checkpoint(loaded, tmp_path)
+        except CheckpointError:
+            assert all(t.is_meta for t in loaded.state_dict().values())
+            refused += 1
+        else:
+            assert loaded(TOKENS).shape == (2, 6, 40)
+    assert refused > 20
 
 
 def test_a_later_version(tmp_path: Path) -> None:
