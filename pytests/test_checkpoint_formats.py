@@ -63,6 +63,18 @@ def test_layers_run(name: str) -> None:
         assert is_right(lowbit.LowbitLinear.from_packed(w)(x), w, x)
 
 
+def test_gptq_with_exceptions() -> None:
+    """"dynamic" gives some layers other bits and groups than the configuration says."""
+    checkpoint = open_checkpoint(FIXTURES / "gptq-3")
+    (module,) = checkpoint.modules
+    tensors = {short: checkpoint.tensors[full] for short, full in checkpoint.names_of(module).items()}
+    config = checkpoint.quantization_config | {"bits": 4, "group_size": 64}
+    with pytest.raises(CheckpointError, match="12 rows of qweight are not k=128 codes of 4 bits"):
+        lowbit.import_weight(config, tensors)
+    w = lowbit.import_weight(config | {"dynamic": {"+:.*up_proj": {"bits": 3, "group_size": 32}}}, tensors)
+    assert torch.equal(w.dequantize(), checkpoint.load(module).dequantize())
+
+
 EMULATED = (
     "gptq-3", "gptq-4-act-order", "awq", "hqq-4", "bnb-fp4", "ct-pack-5-asym", "ct-int8", "ct-mxfp6", "ct-nvfp4",
     "fp8-block", "mxfp4", "torchao-int4",

@@ -107,6 +107,28 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class Views(nn.Module):
+    """Tensors that share memory without being the same, and a module that names its tensors as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(16.0).view(4, 4)
+        for name, t in {"whole": whole, "rows": whole[1:3], "turned": whole.t(), "same": whole}.items():
+            self.register_buffer(name, t)
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "a.b"] = torch.ones(2)
+
+
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    model = Views()
+    lowbit.save_checkpoint(model, tmp_path)
+    saved = load_file(tmp_path / SINGLE)
+    assert saved.keys() == {"whole", "rows", "turned", "a.b"}
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in saved.items())
+
+
 def test_where_a_checkpoint_is_already(model: Block, tmp_path: Path) -> None:
     lowbit.save_checkpoint(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"has a model.safetensors already; remove it"):

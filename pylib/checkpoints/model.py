@@ -36,8 +36,7 @@ def save_checkpoint(model: nn.Module, path: str | PathLike[str], max_shard_bytes
     names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     folder.mkdir(parents=True, exist_ok=True)
     for name, shard in zip(names, shards):
-        tensors = {key: t.detach().cpu().contiguous() for key, t in shard.items()}
-        save_file(tensors, folder / name, {"format": "pt", VERSION_KEY: VERSION})
+        save_file({key: _alone(t) for key, t in shard.items()}, folder / name, {"format": "pt", VERSION_KEY: VERSION})
     if len(shards) > 1:
         total = sum(t.nbytes for shard in shards for t in shard.values())
         files = {key: name for name, shard in zip(names, shards) for key in shard}
@@ -49,17 +48,24 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
+def _alone(t: Tensor) -> Tensor:
+    """Returns a tensor on the CPU that shares its memory with no other."""
+    dense = t.detach().cpu().contiguous()
+    return dense if dense.untyped_storage().nbytes() == dense.nbytes else dense.clone()
+
+
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state of a model, each tensor once."""
     once = {name for name, _ in model.named_modules()}
-    seen: set[tuple[int, tuple[int, ...], torch.dtype]] = set()
+    again = tuple(f"{name}." for name, _ in model.named_modules(remove_duplicate=False) if name not in once)
+    seen: set[tuple[object, ...]] = set()
     state: dict[str, Tensor] = {}
     for name, t in model.state_dict().items():
         if not isinstance(t, Tensor) or t.is_meta or t.layout is not torch.strided:
             what = f"{t.layout} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
             raise CheckpointError(f"{name} is {what}; only dense tensors with values can be saved")
-        key = (t.data_ptr(), tuple(t.shape), t.dtype)
-        if name.rpartition(".")[0] in once and not (t.numel() and key in seen):
+        key = (t.data_ptr(), t.shape, t.stride(), t.dtype)
+        if not name.startswith(again) and not (t.numel() and key in seen):
             state[name] = t
             seen.add(key)
     return state
@@ -96,7 +102,8 @@ def load_checkpoint(
              `LowbitLinear`s, experts of transformers `LowbitExperts`, and other tensors are assigned in the type that
              they have in the files
     act      type of the inputs of quantized layers; None: what they were saved for, or the dtype of config.json
-    device   where to load; None: where the model's tensors are, or the CPU if they are on meta
+    device   where to load; None: where the model's tensors are, or the CPU if they are on meta. Buffers that are not
+             in files, as some models compute for rotations, stay where they are
     ignore   patterns of names of tensors in the files that the model does not need, such as "*.k_scale"
 
     Raises CheckpointError for a tensor that is missing, left over, damaged, or of another shape than the model's; it

@@ -30,8 +30,7 @@ def read(module: ModuleTensors) -> Imported:
     qweight, scales = module.take("qweight", torch.int32, 2), module.floats("scales", 2)
     n = qweight.shape[1]
     bits, k = _bits_and_k(module, qweight)
-    group = module.number("group_size")
-    group = k if group == -1 else min(group, k)
+    group = _group(module, k, len(scales))
     if group < 1 or scales.shape != (-(-k // group), n):
         raise CheckpointError(f"scales {list(scales.shape)} don't fit {n} x {k} in groups of {group}")
     order = order_of(module.take("g_idx", torch.int32, 1), group) if "g_idx" in module else None
@@ -54,6 +53,14 @@ def _bits_and_k(module: ModuleTensors, qweight: Tensor) -> tuple[int, int]:
         said = module.config.get("bits")
         raise CheckpointError(f"{words} rows of qweight are not k={k} codes of {said} bits; 2, 3, 4 and 8 can be read")
     return bits, k
+
+
+def _group(module: ModuleTensors, k: int, groups: int) -> int:
+    """Returns the columns of a group: as the configuration has them, unless it has exceptions."""
+    group = module.number("group_size")
+    if module.config.get("dynamic") and k % groups == 0:
+        return k // groups
+    return k if group == -1 else min(group, k)
 
 
 def _zeros(module: ModuleTensors, bits: int, scales: Tensor, less_one: bool) -> Tensor:
