@@ -21,6 +21,7 @@ from torch import Tensor
 import lowbit
 from lowbit import CheckpointError
 from lowbit.pylib import reference
+from lowbit.pylib.checkpoints import unpack
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
 from lowbit.pylib.packed import PackedWeight
 
@@ -61,6 +62,21 @@ def test_layers_run(name: str) -> None:
     for w, _ in weights(name):
         x = reference.random_inputs(w.spec, 3)[0]
         assert is_right(lowbit.LowbitLinear.from_packed(w)(x), w, x)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 24])
+def test_streams_of_codes(bits: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is one long number, of which each code is a digit."""
+    monkeypatch.setattr(unpack, "AT_ONCE", at_once)
+    for count in (1, 7, 32, 45):
+        words = torch.randint(-(1 << 31), 1 << 31, (5, -(-count * bits // 32)), dtype=torch.int32)
+        numbers = [int.from_bytes(row.numpy().tobytes(), "little") for row in words]
+        expected = [[number >> (i * bits) & ((1 << bits) - 1) for i in range(count)] for number in numbers]
+        assert unpack.from_stream(words, bits, count).tolist() == expected
+        assert unpack.from_columns(words.t(), bits, count).t().tolist() == expected
+    with pytest.raises(CheckpointError, match="8 bytes a row can't hold 65 codes of 1 bits"):
+        unpack.from_stream(torch.zeros(2, 2, dtype=torch.int32), 1, 65)
 
 
 def test_gptq_with_exceptions() -> None:

@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from lowbit.dialect.errors import CheckpointError
 
+AT_ONCE = 1 << 24  # codes: what unpacking takes in memory does not grow with the weight
 SPREAD = {1: (torch.int64, 7), 2: (torch.int32, 6), 4: (torch.int16, 4)}
 """For codes that do not straddle bytes: the type with a byte for each code of a byte, and how much further to the left
 each code comes to lie in it than the code before."""
@@ -23,7 +24,13 @@ def from_stream(packed: Tensor, bits: int, count: int) -> Tensor:
         raise CheckpointError(f"{stored} bytes a row can't hold {count} codes of {bits} bits")
     if bits == 8:
         return rows[:, :count]
-    return _spread(rows, bits)[:, :count] if bits in SPREAD else _gathered(rows, bits, count)
+    codes = torch.empty(len(rows), count, dtype=torch.uint8, device=packed.device)
+    step = max(1, AT_ONCE // count)
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        found = _spread(part, bits) if bits in SPREAD else _gathered(part, bits, count)
+        codes[first : first + step] = found[:, :count]
+    return codes
 
 
 def _spread(rows: Tensor, bits: int) -> Tensor:
