@@ -32,15 +32,15 @@ REFUSED = {
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
 
 
-def weights(name: str) -> Iterator[tuple[PackedWeight, Tensor]]:
+def weights(name: str, device: str = "cpu") -> Iterator[tuple[PackedWeight, Tensor]]:
     """Yields the weights of a checkpoint, and what its library makes of each."""
     checkpoint = open_checkpoint(FIXTURES / name)
     expected = load_file(FIXTURES / name / "expected.safetensors")
     for module in checkpoint.modules:
         if module in expected:  # all experts in one tensor
-            yield from zip(checkpoint.load_experts(module, "bf16"), expected[module])
+            yield from zip(checkpoint.load_experts(module, "bf16", device), expected[module])
         else:
-            yield checkpoint.load(module), expected[f"{module}.weight"]
+            yield checkpoint.load(module, device=device), expected[f"{module}.weight"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
@@ -103,6 +103,17 @@ def test_kernels_of_a_gpu(name: str) -> None:
     w, _ = next(weights(name))
     x = reference.random_inputs(w.spec, 2)[0]
     assert is_right(lowbit.compile(w.spec, "emulator:sm_90a")(x, w), w, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_import_on_a_gpu(name: str) -> None:
+    """Weights are unpacked and packed where they go, and are the same there."""
+    on_gpu = [w for w, _ in weights(name, "cuda")]
+    on_cpu = [w for w, _ in weights(name)]
+    for w, expected in zip(on_gpu, on_cpu, strict=True):
+        assert w.device.type == "cuda" and w.spec == expected.spec
+        assert all(torch.equal(t.cpu(), expected[tensor]) for tensor, t in w.items())
 
 
 def is_right(y: Tensor, w: PackedWeight, x: Tensor) -> bool:
