@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act, MatmulSpec, Scale, Zeros
@@ -19,13 +20,15 @@ class Imported:
 
     weight       element format
     codes        [n, k]: values of i<b> formats, codes of all others
-    scales       [n, groups], in the type in which they are kept
+    scales       [n, groups], in the type in which they are kept, or codes of `scale_code`
     zeros        [n, groups]: integers, or floats of the type of the scales; None without
-    offsets      [n, groups], in the type of the scales; None without
+    offsets      [n, groups], in the type of the scales, or codes like them; None without
     row_scales   [n] or [1]: another factor of each row, in f32; None without
     permutation  [k]: the column of the weight that each column of codes is; None if they are the same
     table        of a lut<b>
     bias         [n]; None without
+    scale_code   the format of scales that are codes, such as "u6"; None for others
+    scale_scales, offset_scales   their second level, f16 [n, blocks of groups]
     """
 
     weight: str
@@ -37,6 +40,9 @@ class Imported:
     permutation: Tensor | None = None
     table: tuple[float, ...] | None = None
     bias: Tensor | None = None
+    scale_code: Scale | None = None
+    scale_scales: Tensor | None = None
+    offset_scales: Tensor | None = None
 
     def spec(self, act: Act) -> MatmulSpec:
         """Returns the spec of the weight for inputs of type `act`."""
@@ -47,12 +53,13 @@ class Imported:
             self.weight,
             group_size=None if groups == 1 else k // groups,
             zeros=self._zeros(),
-            scale=_scale_type(self.scales),
+            scale=self.scale_code or _scale_type(self.scales),
             act=act,
             bias=self.bias is not None,
             table=self.table,
             row_scales=self.row_scales is not None,
             permuted=self.permutation is not None,
+            bilevel=None if self.scale_scales is None else Bilevel(groups=groups // self.scale_scales.shape[1]),
         )
 
     def in_order(self, order: Tensor | None) -> Imported:
@@ -66,7 +73,8 @@ class Imported:
 
     def pack(self, act: Act) -> PackedWeight:
         """Returns the weight as kernels read it. Raises PackError and SpecError where it is none that they can read."""
-        others = {"offsets": self.offsets, "row_scales": self.row_scales, "permutation": self.permutation}
+        names = ("offsets", "row_scales", "permutation", "scale_scales", "offset_scales")
+        others = {name: getattr(self, name) for name in names}
         return pack(self.spec(act), self.codes, self.scales, self.zeros, self.bias, **others)
 
 

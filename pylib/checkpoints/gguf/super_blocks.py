@@ -1,7 +1,7 @@
 """Types of GGUF with blocks of 256 columns (ggml-common.h, ggml-quants.c).
 
 In the K types a block has a scale d and, in some, a least value dmin, both f16; its 8 or 16 groups have integers sc and
-m. Scales d * sc and offsets -dmin * m are expanded to f32, which holds them exactly.
+m. They are kept so (`Bilevel`): scales are codes sc with a second level of d, offsets codes m with one of -dmin.
 
     Q2_K     d sc q - dmin m       16 groups; sc and m of 4 bits
     Q3_K     d (sc - 32) (q - 4)   16 groups; sc of 6 bits; the third bit of q in hmask
@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.dialect.spec import Scale
 from lowbit.pylib.checkpoints.gguf.blocks import EIGHT_BITS, IQ4_TABLE, NIBBLES, BlockType, fields, floats
 from lowbit.pylib.checkpoints.imported import Imported, integers, signed
 
@@ -26,8 +27,7 @@ PAIRS_OF_BITS = (0, 2, 4, 6)
 
 def _q2_k(blocks: Tensor) -> Imported:
     groups, qs, d, dmin = blocks.split([16, 64, 2, 2], 1)
-    offsets = -(floats(dmin).float() * (groups >> 4))
-    return Imported("u2", fields(qs, 32, PAIRS_OF_BITS, 2), floats(d).float() * (groups & 15), offsets=offsets)
+    return _with_offsets("u2", fields(qs, 32, PAIRS_OF_BITS, 2), "u4", (d, groups & 15), (dmin, groups >> 4))
 
 
 def _q3_k(blocks: Tensor) -> Imported:
@@ -35,22 +35,34 @@ def _q3_k(blocks: Tensor) -> Imported:
     low, high = groups.split([8, 4], 1)
     sc = fields(low, 8, NIBBLES, 4) | fields(high, 4, PAIRS_OF_BITS, 2) << 4
     codes = fields(qs, 32, PAIRS_OF_BITS, 2) | fields(hmask, 32, EIGHT_BITS, 1) << 2
-    return Imported("i3", signed(codes, 3), _scales(d, sc))
+    return Imported("i3", signed(codes, 3), _less_32(sc), scale_code="i6", scale_scales=floats(d))
 
 
 def _q4_k(blocks: Tensor) -> Imported:
     d, dmin, groups, qs = blocks.split([2, 2, 12, 128], 1)
-    return _with_offsets("u4", fields(qs, 32, NIBBLES, 4), d, dmin, groups)
+    sc, m = _six_bits(groups)
+    return _with_offsets("u4", fields(qs, 32, NIBBLES, 4), "u6", (d, sc), (dmin, m))
 
 
 def _q5_k(blocks: Tensor) -> Imported:
     d, dmin, groups, qh, qs = blocks.split([2, 2, 12, 32, 128], 1)
     codes = fields(qs, 32, NIBBLES, 4) | fields(qh, 32, EIGHT_BITS, 1) << 4
-    return _with_offsets("u5", codes, d, dmin, groups)
+    sc, m = _six_bits(groups)
+    return _with_offsets("u5", codes, "u6", (d, sc), (dmin, m))
 
 
-def _with_offsets(weight: str, codes: Tensor, d: Tensor, dmin: Tensor, groups: Tensor) -> Imported:
-    """Returns the weight whose eight sc and eight m of 6 bits are in 12 bytes.
+def _with_offsets(
+    weight: str, codes: Tensor, code: Scale, scales: tuple[Tensor, Tensor], offsets: tuple[Tensor, Tensor]
+) -> Imported:
+    """Returns the weight d sc q - dmin m, of (d, sc) and (dmin, m)."""
+    (d, sc), (dmin, m) = scales, offsets
+    return Imported(
+        weight, codes, sc, offsets=m, scale_code=code, scale_scales=floats(d), offset_scales=-floats(dmin)
+    )
+
+
+def _six_bits(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the eight sc and eight m of 6 bits that are in 12 bytes.
 
     Bytes 0 to 3 have the first four sc and, in their two upper bits, the upper bits of the last four sc. Bytes 4 to 7
     have the same of m. Bytes 8 to 11 have the lower four bits of the last four, those of sc in the low nibble.
@@ -58,23 +70,25 @@ def _with_offsets(weight: str, codes: Tensor, d: Tensor, dmin: Tensor, groups: T
     sc, m, rest = groups.split([4, 4, 4], 1)
     sc = torch.cat([sc & 63, rest & 15 | sc >> 6 << 4], 1)
     m = torch.cat([m & 63, rest >> 4 | m >> 6 << 4], 1)
-    return Imported(weight, codes, floats(d).float() * sc, offsets=-(floats(dmin).float() * m))
+    return sc, m
 
 
 def _q6_k(blocks: Tensor) -> Imported:
     ql, qh, sc, d = blocks.split([128, 64, 16, 2], 1)
     codes = fields(ql, 64, NIBBLES, 4) | fields(qh, 32, PAIRS_OF_BITS, 2) << 4
-    return Imported("i6", signed(codes, 6), floats(d).float() * sc.view(torch.int8))
+    scales = sc.view(torch.int8)
+    return Imported("i6", signed(codes, 6), scales, scale_code="i8", scale_scales=floats(d))
 
 
 def _iq4_xs(blocks: Tensor) -> Imported:
     d, high, low, qs = blocks.split([2, 2, 4, 128], 1)
     sc = fields(low, 1, NIBBLES, 4) | fields(high, 1, PAIRS_OF_BITS, 2) << 4
-    return Imported("lut4", fields(qs, 16, NIBBLES, 4), _scales(d, sc), table=IQ4_TABLE)
+    codes, scales = fields(qs, 16, NIBBLES, 4), _less_32(sc)
+    return Imported("lut4", codes, scales, table=IQ4_TABLE, scale_code="i6", scale_scales=floats(d))
 
 
-def _scales(d: Tensor, sc: Tensor) -> Tensor:
-    return floats(d).float() * (sc.view(torch.int8) - 32)
+def _less_32(sc: Tensor) -> Tensor:
+    return sc.view(torch.int8) - 32
 
 
 def _tq1_0(blocks: Tensor) -> Imported:
