@@ -92,6 +92,12 @@ def test_import_gptq_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not example["main"]()
 
 
+def test_transformers_model(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert 0.01 < load("transformers_model.py")["main"](device="cpu") < 0.3
+    assert "the same after loading: True" in capsys.readouterr().out
+
+
 def test_lora(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     before, after = load("lora.py")["main"]("cpu", steps=12)

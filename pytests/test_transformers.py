@@ -212,6 +212,42 @@ def test_experts_that_can_not_be_quantized_are_in_the_report(checkpoints: Any) -
     assert model.model.layers[1].mlp.experts is experts
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_experts_in_a_cuda_graph(checkpoints: Any) -> None:
+    """A graph that was recorded for one choice of experts is right for others."""
+    experts = loaded(checkpoints("qwen3-moe"), LowbitConfig("u4", 32), device_map="cuda").model.layers[0].mlp.experts
+    x, weights = torch.randn(3, 64, device="cuda").bfloat16(), torch.rand(3, 2, device="cuda").bfloat16()
+    index = torch.tensor([[0, 1], [2, 3], [1, 3]], device="cuda")
+    experts(x, index, weights)
+    for expert in range(4):
+        experts.expert(expert, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = experts(x, index, weights)
+    for _ in range(3):
+        index.copy_(torch.stack([torch.randperm(5)[:2] for _ in range(3)]))
+        graph.replay()
+        expected = experts(x, index, weights)
+        torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe"])
+def test_on_a_gpu(name: str, checkpoints: Any, tmp_path: Path) -> None:
+    """Quantized on the GPU while loading, saved, loaded, and compiled by generate() with a static cache."""
+    model = loaded(checkpoints(name), LowbitConfig("u4", 32), device_map="cuda")
+    on_cpu = logits(loaded(checkpoints(name), LowbitConfig("u4", 32)))
+    given = logits(model)
+    assert float((given - on_cpu).norm() / on_cpu.norm()) < 0.05
+    model.save_pretrained(tmp_path)
+    again = loaded(tmp_path, device_map="cuda")
+    assert torch.equal(logits(again), given)
+    arguments = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    answer = again.generate(TOKENS.cuda(), cache_implementation="static", **arguments)
+    assert answer.shape == (2, 16) and bool((answer[:, :12].cpu() == TOKENS).all())
+
+
 # -- wrong input
 
 
