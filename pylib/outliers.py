@@ -36,6 +36,24 @@ def sparse_csr(outliers: Outliers, n: int, k: int) -> Tensor:
         return torch.sparse_csr_tensor(offsets, outliers.columns, outliers.values, (n, k), check_invariants=False)
 
 
+def csr_rows(matrix: Tensor) -> Tensor:
+    """Returns the row of each number of a `torch.sparse_csr` tensor."""
+    offsets = matrix.crow_indices().long()
+    return torch.arange(len(offsets) - 1, device=offsets.device).repeat_interleave(offsets.diff())
+
+
+def split_csr(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Returns a sparse matrix in parts of so many rows."""
+    rows, columns, values = csr_rows(matrix), matrix.col_indices(), matrix.values()
+    ends = matrix.crow_indices()[[0, *torch.tensor(sizes).cumsum(0).tolist()]].tolist()
+    first = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = zip(sizes, first, ends, ends[1:])
+    return [
+        sparse_csr(Outliers(rows[a:b] - start, columns[a:b], values[a:b]), size, matrix.shape[1])
+        for size, start, a, b in parts
+    ]
+
+
 def read_csr(given: object, n: int, k: int) -> Tensor:
     """Returns what `pack` was given as outliers as a sparse matrix in f16, checked. Raises PackError."""
     offsets, columns, values = _parts(given, n, k)
@@ -115,10 +133,7 @@ def _check_columns(rows: Tensor, columns: Tensor, k: int) -> None:
 
 def to_lines(matrix: Tensor) -> Tensor:
     """Returns a checked sparse matrix in memory order: int32 [lines, 32]."""
-    n, _ = matrix.shape
-    offsets = matrix.crow_indices()
-    rows = torch.arange(n, device=offsets.device).repeat_interleave(offsets.diff())
-    return pack_lines(Outliers(rows, matrix.col_indices(), matrix.values()), n)
+    return pack_lines(Outliers(csr_rows(matrix), matrix.col_indices(), matrix.values()), matrix.shape[0])
 
 
 def pack_lines(outliers: Outliers, n: int) -> Tensor:

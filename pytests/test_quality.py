@@ -49,7 +49,7 @@ def test_measuring() -> None:
     assert exact["divergence"] == 0 and 10 < exact["perplexity"] < 30
     found = {}
     for method in ("rtn", "gptq"):
-        worse = measure.quantized(model, CONFIG("u3", 64, method=method), training, inputs)
+        worse, _ = measure.quantized(model, CONFIG("u3", 64, method=method), training, inputs)
         found[method] = measure.quality(expected, measure.predictions(worse, text), text)["divergence"]
     assert 0.001 < found["gptq"] < found["rtn"] < 0.2
 

@@ -29,7 +29,8 @@ RESULTS = HERE.parent.parent / "docs" / "results" / "quality.json"
 GROUP = 64
 CALIBRATION_WINDOWS, TEST_WINDOWS = 24, 96  # of `Shape.context` tokens each
 STAGES = (("attention.q", "attention.k", "attention.v"), ("attention.o",), ("ffn.gate", "ffn.up"), ("ffn.down",))
-CALIBRATED = ("gptq", "awq", "signround")
+CALIBRATED = ("gptq", "awq", "signround", "spqr")
+SPQR: Any = {"weight": "u3", "group_size": 16, "method": "spqr", "clip": "max"}  # the paper's
 FLOATS = {8: "f8e4m3", 6: "f6e3m2", 5: "f5e2m2", 4: "f4e2m1", 3: "f3e1m1"}
 
 
@@ -49,6 +50,12 @@ def configs() -> Iterator[tuple[str, lowbit.QuantConfig]]:
     for weight in FLOATS.values():
         yield "floats, RTN", lowbit.QuantConfig(weight, GROUP)
         yield "floats, GPTQ", lowbit.QuantConfig(weight, GROUP, method="gptq")
+    yield "SpQR u3, threshold 0.2", lowbit.QuantConfig(**SPQR)
+    yield "SpQR u3, threshold 0.35", lowbit.QuantConfig(**SPQR, outlier_threshold=0.35)
+    yield "SpQR u3, threshold 0.35, act-order", lowbit.QuantConfig(**SPQR, outlier_threshold=0.35, act_order=True)
+    yield "SpQR u3, no outliers", lowbit.QuantConfig(**SPQR, outlier_threshold=None)
+    for weight in ("u4", "u3"):
+        yield f"GPTQ {weight}, groups of 128", lowbit.QuantConfig(weight, 128, method="gptq")
     yield "nf4, GPTQ", lowbit.QuantConfig("nf4", GROUP, method="gptq")
     for name in ("fp6_llm", "nf4", "mxfp4"):
         yield f"preset {name}", lowbit.QuantConfig.preset(name)
@@ -77,27 +84,42 @@ def quality(expected: Tensor, found: Tensor, text: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def quantized(
-    model: Transformer, config: lowbit.QuantConfig, text: Tensor, inputs: Mapping[str, Tensor]
-) -> Transformer:
-    """Returns the model with every linear layer replaced by its quantized and dequantized weight.
+    model: Transformer,
+    config: lowbit.QuantConfig | Mapping[str, lowbit.QuantConfig],
+    text: Tensor,
+    inputs: Mapping[str, Tensor],
+) -> tuple[Transformer, float]:
+    """Returns the model with every linear layer replaced by its quantized and dequantized weight, and bits per weight.
 
+    config   for all layers, or for each by its name
     inputs   those of each linear layer of the float model, for the same text
     """
     result = copy.deepcopy(model)
+    configs = {name: config if isinstance(config, lowbit.QuantConfig) else config[name] for name in layer_names(model)}
+    calibrated = any(each.method in CALIBRATED for each in configs.values())
+    bits = weights = 0.0
     x, rotation = result.embed(text[:, :-1]), result.rotation[: text.shape[1] - 1]
     for i, block in enumerate(result.blocks):
         for stage in STAGES:
             data = None
-            if config.method in CALIBRATED:
+            if calibrated:
                 (given,) = layer_inputs(block, stage[:1], x, rotation).values()
                 data = lowbit.Calibration(given.shape[-1])
                 data.add(given, inputs[f"{i}.{stage[0]}"])
             for name in stage:
                 layer = block.get_submodule(name)
-                layer.weight.copy_(lowbit.quantize(layer.weight, config, data).dequantize())
-        if config.method in CALIBRATED:
+                found = lowbit.quantize(layer.weight, configs[f"blocks.{i}.{name}"], data)
+                bits += bits_per_weight(found) * layer.weight.numel()
+                weights += layer.weight.numel()
+                layer.weight.copy_(found.dequantize())
+        if calibrated:
             x = block(x, rotation)
-    return result
+    return result, bits / weights
+
+
+def layer_names(model: Transformer) -> list[str]:
+    """Returns the names of the linear layers."""
+    return [f"blocks.{i}.{name}" for i in range(len(model.blocks)) for stage in STAGES for name in stage]
 
 
 @torch.no_grad()
@@ -126,38 +148,55 @@ def layer_inputs(block: nn.Module, names: Sequence[str], x: Tensor, rotation: Te
     return inputs
 
 
-def bits_per_weight(config: lowbit.QuantConfig) -> float:
-    """Returns the bits of a weight with its share of scales and zeros, for a weight that needs no padding."""
+def bits_per_weight(quantized: lowbit.QuantizedWeight) -> float:
+    """Returns the bits of a weight with its share of scales, zeros and outliers, for a weight that needs no padding.
+
+    SpQR's scales and zeros count as the codes that they are, with their second level, and an outlier 32 bits.
+    """
+    config, outliers = quantized.config, quantized.outliers
+    if config.method == "spqr":
+        share = 0.0 if outliers is None else outliers.values().numel() / quantized.codes.numel()
+        columns = config.group_size or quantized.shape[1]
+        return config.dtype.bits + (2 * config.scale_bits + 4 * 16 / config.scale_rows) / columns + 32 * share
     n, k = 256, 512
     return 8 * config.spec(n, k).bytes / (n * k)
 
 
-def measure(model: Transformer) -> Iterator[dict[str, Any]]:
-    """Yields a record for each configuration, the float model first."""
+def measure(model: Transformer, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+    """Yields a record for each configuration, the float model first; those that are known are not measured again."""
+    before = {(record["line"], _config_of(record)): record for record in known if "config" in record}
     context = model.shape.context
     training = windows("calibration.txt", CALIBRATION_WINDOWS, context)
     test = windows("held_out.txt", TEST_WINDOWS, context)
     expected, inputs = predictions(model, test), float_inputs(model, training)
     yield {"line": "f16", "bits": 16, "bits_per_weight": 16.0, **quality(expected, expected, test)}
     for line, config in configs():
+        if (line, config) in before:
+            yield before[line, config]
+            continue
         start = time.perf_counter()
-        worse = quantized(model, config, training, inputs)
+        worse, bits = quantized(model, config, training, inputs)
         found = quality(expected, predictions(worse, test), test)
         took = time.perf_counter() - start
         print(f"{line} {config.weight}: {found} ({took:.0f} s)", file=sys.stderr, flush=True)
         yield {
             "line": line,
             "bits": config.dtype.bits,
-            "bits_per_weight": round(bits_per_weight(config), 3),
+            "bits_per_weight": round(bits, 3),
             **found,
             "config": config.to_dict(),
         }
 
 
+def _config_of(record: Mapping[str, Any]) -> lowbit.QuantConfig:
+    return lowbit.QuantConfig.from_dict(record["config"])
+
+
 def main(file: Path = RESULTS) -> None:
-    """Measure everything, and write it."""
+    """Measure what the file does not have yet, and write it; without a file, everything."""
     model = load()
-    records = list(measure(model))
+    known = json.loads(file.read_text())["records"] if file.exists() else []
+    records = list(measure(model, known))
     about = {"group_size": GROUP, "torch": torch.__version__, "test_tokens": TEST_WINDOWS * model.shape.context}
     lines = ",\n".join(f"  {json.dumps(record)}" for record in records)
     file.write_text(f'{{"about": {json.dumps(about)},\n "records": [\n{lines}\n]}}\n')

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import QuantizeError, SpecError
+from lowbit.pylib.outliers import Outliers, sparse_csr
 from lowbit.pylib.packed import TORCH
 from lowbit.pylib.quantization import hqq, rtn
 from lowbit.pylib.quantization.awq import awq
@@ -17,6 +19,7 @@ from lowbit.pylib.quantization.gptq import gptq
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.quantized import QuantizedWeight
 from lowbit.pylib.quantization.signround import signround
+from lowbit.pylib.quantization.spqr import spqr
 
 
 @torch.no_grad()
@@ -27,8 +30,8 @@ def quantize(
 
     weight        floats [n, k], any strides
     config        what to make of it; None: QuantConfig(), which is u4 in groups of 128, rounded to nearest
-    calibration   for "gptq", "awq" and "signround": inputs of the layer [..., k], their Hessian [k, k] (the sum of
-                  x^T x), or a `Calibration`. Methods that need no data ignore it
+    calibration   for "gptq", "awq", "signround" and "spqr": inputs of the layer [..., k], their Hessian [k, k] (the
+                  sum of x^T x), or a `Calibration`. Methods that need no data ignore it
 
     Raises QuantizeError for a weight that cannot be quantized (it says where a value is NaN or inf, or has a scale
     beyond its type) and for a missing or wrong calibration, SpecError where groups do not divide k.
@@ -57,8 +60,19 @@ def _calibrated(weight: Tensor, grid: Grid, calibration: Tensor | Calibration | 
         return _finish(config, gptq(weight, grid, data))
     if config.method == "signround":
         return _finish(config, signround(weight, grid, data))
+    if config.method == "spqr":
+        codes, outliers, permutation = spqr(weight, grid, data)
+        sparse = None if config.outlier_threshold is None else _sparse(outliers, *weight.shape)
+        return replace(_finish(config, codes), outliers=sparse, permutation=permutation)
     codes, column_scales = awq(weight, grid, data)
     return _finish(config, codes, None if bool((column_scales == 1).all()) else column_scales)
+
+
+def _sparse(outliers: Outliers, n: int, k: int) -> Tensor:
+    """Returns outliers as a sparse matrix. Raises QuantizeError where one is beyond f16."""
+    if not bool(outliers.values.isfinite().all()):
+        raise QuantizeError("an outlier is beyond f16, in which outliers are kept; scale the layer down")
+    return sparse_csr(outliers, n, k)
 
 
 def _checked(weight: object) -> Tensor:

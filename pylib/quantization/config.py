@@ -11,11 +11,12 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.spec import MIN_K, MatmulSpec, Scale, Zeros
 
-Method = Literal["rtn", "hqq", "gptq", "awq", "signround"]
+Method = Literal["rtn", "hqq", "gptq", "awq", "signround", "spqr"]
 Clip = Literal["mse", "max"]
-METHODS = ("rtn", "hqq", "gptq", "awq", "signround")
-CALIBRATED = ("gptq", "awq", "signround")  # methods that look at the inputs of the layer
-INTEGERS_ONLY = ("hqq", "signround")
+METHODS = ("rtn", "hqq", "gptq", "awq", "signround", "spqr")
+CALIBRATED = ("gptq", "awq", "signround", "spqr")  # methods that look at the inputs of the layer
+INTEGERS_ONLY = ("hqq", "signround", "spqr")
+FLOAT_ZEROS = ("hqq", "spqr")  # methods that choose zeros which are no integers
 VERSION = 1  # of `QuantConfig.to_dict`
 
 
@@ -25,16 +26,24 @@ class QuantConfig:
 
     weight      element format, as in `MatmulSpec`: "u4", "i3", "f6e3m2", "nf4", "lut4" ...
     group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
-    zeros       "none", "int" or "float"; None: "float" for HQQ, else "int" for u<b> and "none" for all others
+    zeros       "none", "int" or "float"; None: "float" for HQQ and SpQR, else "int" for u<b> and "none" for all others
     scale       type of the scales: "f16", "bf16", "f32", "e8m0" or "e4m3"
-    method      "rtn", "hqq", "gptq", "awq" or "signround"; the last three need calibration data. None: "hqq" for
+    method      "rtn", "hqq", "gptq", "awq", "signround" or "spqr"; the last four need calibration data. None: "hqq" for
                 integers with float zeros that are not symmetric, else "rtn"
     table       the 2^b values of weight="lut<b>"
     symmetric   keep every zero at the middle of the codes (8 for u4 and integer zeros, 7.5 for float zeros)
     clip        "mse": for each group, search the range whose squared error is least; "max": the whole range of the
                 group, and for e8m0 scales the rule of the MX specification
-    damping     GPTQ adds this part of the mean diagonal to the diagonal of the Hessian
+    damping     GPTQ and SpQR add this part of the mean diagonal to the diagonal of the Hessian
     steps       how many steps SignRound takes
+
+    Of SpQR:
+
+    outlier_threshold  weights whose error is above this part of the mean are outliers: the less, the more there are;
+                       None: there are none
+    scale_bits         bits of the codes of scales and zeros, which have a second level of scale and zero
+    scale_rows         rows that share the second level
+    act_order          round columns with large inputs first; columns are then stored in that order
 
     Raises SpecError that names the field, what was given, and what is allowed.
     """
@@ -49,10 +58,16 @@ class QuantConfig:
     clip: Clip = "mse"
     damping: float = 0.01
     steps: int = 200
+    outlier_threshold: float | None = 0.2
+    scale_bits: int = 3
+    scale_rows: int = 16
+    act_order: bool = False
 
     def __post_init__(self) -> None:
         if self.method is not None:
             _choice("method", self.method, METHODS)
+        if self.act_order is not True and self.act_order is not False:
+            raise SpecError(f"act_order={self.act_order!r} must be True or False")
         _choice("clip", self.clip, ("mse", "max"))
         if self.group_size is not None:
             object.__setattr__(self, "group_size", _group_size(self.group_size))
@@ -68,7 +83,7 @@ class QuantConfig:
         self._check_method()
 
     def _usual_zeros(self) -> Zeros:
-        if self.method == "hqq":
+        if self.method in FLOAT_ZEROS:
             return "float"
         return "int" if isinstance(self.weight, str) and self.weight.startswith("u") else "none"
 
@@ -81,14 +96,29 @@ class QuantConfig:
             raise SpecError(f"damping={self.damping!r} must be a number above 0 and at most 1, such as 0.01")
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise SpecError(f"steps={self.steps!r} must be a positive integer, such as 200")
+        self._check_spqr_numbers()
+
+    def _check_spqr_numbers(self) -> None:
+        given: object = self.outlier_threshold
+        if given is not None and (isinstance(given, bool) or not isinstance(given, float | int) or not given > 0):
+            rule = "must be a number above 0, such as 0.2, or None for no outliers"
+            raise SpecError(f"outlier_threshold={given!r} {rule}")
+        for name, value, most in (("scale_bits", self.scale_bits, 8), ("scale_rows", self.scale_rows, 1 << 20)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise SpecError(f"{name}={value!r} must be an integer in 1..{most}")
+        if self.act_order and self.method != "spqr":
+            raise SpecError("act_order=True is SpQR's; GPTQ rounds in that order anyway, and needs no permutation")
 
     def _check_method(self) -> None:
         if self.method in INTEGERS_ONLY and self.dtype.kind not in ("uint", "int"):
             rule = f"method={self.method!r} needs an integer weight (u1..u8, i1..i8)"
             raise SpecError(f"{rule}, not {self.weight!r}; use 'gptq' or 'rtn'")
-        if self.method == "hqq" and (self.zeros != "float" or self.symmetric):
+        if self.method in FLOAT_ZEROS and (self.zeros != "float" or self.symmetric):
             given = "symmetric=True" if self.symmetric else f"zeros={self.zeros!r}"
-            raise SpecError(f"method='hqq' optimizes float zeros and can't have {given}; use zeros='float', or 'gptq'")
+            rule = f"method={self.method!r} optimizes float zeros and can't have {given}"
+            raise SpecError(f"{rule}; use zeros='float', or 'gptq'")
+        if self.method == "spqr" and self.scale not in ("f16", "f32"):
+            raise SpecError(f"method='spqr' has scales in f16, not {self.scale}; use scale='f16'")
 
     @property
     def dtype(self) -> DType:
@@ -101,6 +131,8 @@ class QuantConfig:
         Raises SpecError if the weight cannot be cut into these groups.
         """
         zeros: Any = self.zeros
+        if self.method == "spqr":
+            others = {"outliers": self.outlier_threshold is not None, "permuted": self.act_order, **others}
         return MatmulSpec(n, k, self.weight, self.group_size, zeros, self.scale, table=self.table, **others)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,5 +182,6 @@ PRESETS: Mapping[str, QuantConfig] = {
     "awq4": QuantConfig("u4", 128, method="awq"),
     "gptq4": QuantConfig("u4", 128, method="gptq"),
     "hqq4": QuantConfig("u4", 64, method="hqq"),
+    "spqr": QuantConfig("u3", 16, method="spqr", clip="max"),  # Dettmers et al., 2023
     "signround2": QuantConfig("u2", 64, method="signround"),
 }

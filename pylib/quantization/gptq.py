@@ -57,7 +57,7 @@ def corrected(weight: Tensor, hessian: Tensor, cross: Tensor, damping: float) ->
 def _round_columns(weight: Tensor, grid: Grid, scales: Tensor, zeros: Tensor, hessian: Tensor) -> Tensor:
     """Returns the codes [rows, k]."""
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    u = _factor(hessian[order][:, order]).float()
+    u = factor(hessian[order][:, order]).float()
     rest = weight.T[order].contiguous()  # a column of the weight is a row here, next to which nothing else lies
     s, z = scales.T.contiguous(), zeros.T.contiguous()
     group = (order // grid.group_size).tolist()
@@ -75,17 +75,17 @@ def _round_columns(weight: Tensor, grid: Grid, scales: Tensor, zeros: Tensor, he
     return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
 
 
-def _factor(hessian: Tensor) -> Tensor:
+def factor(hessian: Tensor) -> Tensor:
     """Returns the upper triangular U with U^T U = H^-1."""
     return _cholesky(torch.cholesky_inverse(_cholesky(hessian))).mT
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
     """Returns the lower Cholesky factor."""
-    factor, failed = torch.linalg.cholesky_ex(matrix)
+    lower, failed = torch.linalg.cholesky_ex(matrix)
     if failed:
         raise QuantizeError("the Hessian is not positive definite, damping included; raise damping=, or pass inputs")
-    return factor
+    return lower
 
 
 def better_rows(grid: Grid, target: Tensor, hessian: Tensor, new: Codes, old: Codes) -> Codes:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.outliers import csr_rows, split_csr
 from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.quantization.grid import Codes, Grid, chunks
@@ -26,6 +28,8 @@ class QuantizedWeight:
     scales          [n, groups] in the type config.scale
     zeros           [n, groups]: int32, or floats; None without zeros
     column_scales   [k] in f32, of AWQ: the input has to be divided by them; None if there is nothing to divide
+    outliers        a torch.sparse_csr matrix [n, k] in f16, of SpQR, which is added to the rest; else None
+    permutation     [k], of SpQR in act-order: column j of all else is column permutation[j] of the weight; else None
     """
 
     config: QuantConfig
@@ -33,6 +37,8 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     column_scales: Tensor | None = None
+    outliers: Tensor | None = None
+    permutation: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,7 +60,9 @@ class QuantizedWeight:
         Where there are column scales, the kernel has to be given `prepare_input(x)` in place of x.
         """
         spec = target.spec if isinstance(target, Matmul) else target or self.spec(bias=bias is not None)
-        return pack(spec, self.codes, self.scales, self.zeros, bias)
+        outliers = self.outliers if spec.outliers else None
+        others = {} if self.permutation is None else {"permutation": self.permutation}
+        return pack(spec, self.codes, self.scales, self.zeros, bias, outliers, **others)
 
     def prepare_input(self, x: Tensor) -> Tensor:
         """Returns the input that belongs to the codes: x divided by the column scales, or x itself without them."""
@@ -68,7 +76,10 @@ class QuantizedWeight:
         for rows in chunks(self.codes, 3):
             values = grid.dequantize(Codes(self.codes[rows], self.scales[rows].float(), zeros[rows]))
             result[rows] = values if self.column_scales is None else values / self.column_scales
-        return result
+        if self.outliers is not None:
+            places = csr_rows(self.outliers), self.outliers.col_indices()
+            result[places] = (result[places].float() + self.outliers.values().float()).to(dtype)
+        return result if self.permutation is None else in_order_of_x(result, self.permutation)
 
     @torch.no_grad()
     def fold_into(self, previous: nn.Module) -> QuantizedWeight:
@@ -98,8 +109,9 @@ class QuantizedWeight:
         if sum(sizes) != self.shape[0] or min(sizes, default=0) < 1:
             raise QuantizeError(f"sizes={list(sizes)} must be positive and add up to n={self.shape[0]}")
         zeros = [None] * len(sizes) if self.zeros is None else self.zeros.split(list(sizes))
-        parts = zip(self.codes.split(list(sizes)), self.scales.split(list(sizes)), zeros)
-        return [replace(self, codes=codes, scales=scales, zeros=zero) for codes, scales, zero in parts]
+        sparse = [None] * len(sizes) if self.outliers is None else split_csr(self.outliers, sizes)
+        parts = zip(self.codes.split(list(sizes)), self.scales.split(list(sizes)), zeros, sparse)
+        return [replace(self, codes=q, scales=s, zeros=z, outliers=part) for q, s, z, part in parts]
 
     def __repr__(self) -> str:
         return f"QuantizedWeight({self.spec()} by {self.config.method} on {self.device})"

@@ -1,0 +1,177 @@
+"""SpQR: its definition on small cases, and what its parts are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit
+from lowbit.dialect.errors import QuantizeError, SpecError
+from lowbit.pylib.quantization.gptq import damped, factor
+from lowbit.pylib.quantization.spqr import coded
+
+F64 = torch.float64
+
+
+def layer(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight with a few weights that are much larger than all others, and inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n, k, generator=generator)
+    weight = torch.where(torch.rand(n, k, generator=generator) < 0.03, 6 * weight, weight)
+    inputs = torch.randn(4 * k, k, generator=generator) * (torch.rand(k, generator=generator) + 0.2)
+    return weight, inputs @ (torch.eye(k) + 0.3 * torch.randn(k, k, generator=generator) / k**0.5)
+
+
+def output_error(weight: Tensor, rounded: Tensor, inputs: Tensor) -> float:
+    return float(((weight - rounded) @ inputs.T).square().sum())
+
+
+def range_of(values: Tensor, bits: int) -> tuple[float, float]:
+    scale = (values.max() - values.min()) / (2**bits - 1)
+    return float(scale), float(-values.min() / scale)
+
+
+def rounded(values: Tensor, scale: float, zero: float, bits: int) -> Tensor:
+    return ((values / scale + zero).round().clamp(0, 2**bits - 1) - zero) * scale
+
+
+def by_definition(weight: Tensor, hessian: Tensor, config: lowbit.QuantConfig) -> tuple[Tensor, Tensor]:
+    """The paper's algorithm weight by weight, without blocks of columns: the weight as it is multiplied, and a mask of
+    its outliers."""
+    u, bits, size = factor(damped(hessian.double(), config.damping)[0]), config.dtype.bits, config.group_size or 0
+    rest, d = weight.double().clone(), u.diagonal()
+    relative = config.outlier_threshold or torch.inf
+    limit = relative * float((rest.var(dim=0, correction=0) / d.square()).mean())
+    mask = torch.zeros(weight.shape, dtype=torch.bool)
+    n, k = weight.shape
+    for j in range(k):
+        if j % size == 0:
+            scales, zeros = torch.empty(n, dtype=F64), torch.empty(n, dtype=F64)
+            for row in range(n):
+                group, weights = rest[row, j : j + size], d[j : j + size]
+
+                def error(part: Tensor, at: Tensor) -> float:
+                    return float((((part - rounded(part, *range_of(part, bits), bits)) / at) ** 2).sum())
+
+                keep = [[i for i in range(size) if i != left] for left in range(size)]
+                gains = [error(group, weights) - error(group[some], weights[some]) for some in keep]
+                likely = torch.tensor(gains) > limit
+                others = torch.where(likely, group[~likely].mean(), group)
+                scales[row], zeros[row] = range_of(others, bits)
+            scales = coded(scales.float(), config.scale_rows, config.scale_bits).half().double()
+            zeros = coded(zeros.float(), config.scale_rows, config.scale_bits).half().double()
+        levels = (rest[:, j] / scales + zeros).round().clamp(0, 2**bits - 1)
+        difference = rest[:, j] - (levels - zeros) * scales
+        mask[:, j] = (difference / d[j]) ** 2 > limit
+        difference = torch.where(mask[:, j], difference - difference.half().double(), difference)
+        rest[:, j + 1 :] -= (difference / d[j])[:, None] * u[j, j + 1 :]
+        rest[:, j] -= difference
+    return rest, mask
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.5, None])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_spqr_by_its_definition(threshold: float | None, act_order: bool) -> None:
+    weight, inputs = layer(20, 48)
+    config = lowbit.QuantConfig(
+        "u3", 16, method="spqr", clip="max", outlier_threshold=threshold, act_order=act_order, scale_rows=8
+    )
+    result = lowbit.quantize(weight, config, inputs)
+    hessian = inputs.double().T @ inputs.double()
+    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(48)
+    expected, mask = by_definition(weight[:, order], hessian[order][:, order], config)
+    found = result.dequantize()[:, order].double()
+    same = (found - expected).abs() < 1e-3 * weight.abs().max()
+    assert same.double().mean() > 0.99  # f32 and f64 may round a tie, and then the rest of a row, to different codes
+    if threshold is None:
+        assert result.outliers is None and not result.spec().outliers
+    else:
+        assert result.outliers is not None
+        outliers = result.outliers.to_dense() != 0
+        assert (outliers == mask).double().mean() > 0.99 and 0.005 < mask.double().mean() < 0.2
+
+
+def test_second_level_by_hand() -> None:
+    values = torch.tensor([1.0, 2.0, 4.4, 8.0, 3.0, 3.0, 3.0, 3.0, 5.0])
+    assert coded(values, 4, 3).tolist() == pytest.approx([1, 2, 4, 8, 3, 3, 3, 3, 5], rel=2e-3)
+    assert torch.equal(coded(values, 1, 3), values)
+    spread = torch.rand(160) + 0.5
+    assert len(coded(spread, 16, 3).view(-1, 16).unique(dim=1)) == 10
+    assert all(len(row.unique()) <= 8 for row in coded(spread, 16, 3).view(-1, 16))
+    assert float((coded(spread, 16, 3) - spread).abs().max()) <= 1.02 * 0.5 / 7
+
+
+def test_outliers_keep_large_weights() -> None:
+    """A weight far from all others stays as it is to the precision of f16, and its group keeps its fine scale."""
+    weight, inputs = layer(32, 64)
+    weight[5, 20] = 100.0
+    hessian = inputs.T @ inputs
+    kept = lowbit.quantize(weight, lowbit.QuantConfig("u3", 16, method="spqr"), (hessian + hessian.T) / 2).dequantize()
+    assert abs(float(kept[5, 20]) - 100) < 0.1
+    lost = lowbit.quantize(weight, lowbit.QuantConfig("u3", 16, method="gptq"), inputs).dequantize()
+    row = slice(16, 32)
+    assert (kept - weight)[5, row].square().sum() < 0.2 * (lost - weight)[5, row].square().sum()
+
+
+def test_the_lower_the_threshold_the_less_the_error() -> None:
+    weight, inputs = layer(64, 128)
+    found = []
+    for threshold in (0.05, 0.2, 1.0, None):
+        config = lowbit.QuantConfig("u3", 16, method="spqr", outlier_threshold=threshold)
+        result = lowbit.quantize(weight, config, inputs)
+        count = 0 if result.outliers is None else result.outliers.values().numel()
+        found.append((count, output_error(weight, result.dequantize(), inputs)))
+    assert [c for c, _ in found] == sorted((c for c, _ in found), reverse=True)
+    assert [e for _, e in found] == sorted(e for _, e in found)
+    gptq = lowbit.quantize(weight, lowbit.QuantConfig("u3", 16, method="gptq"), inputs)
+    assert found[1][1] < 0.5 * output_error(weight, gptq.dequantize(), inputs)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_matmul_of_a_quantized_weight(act_order: bool) -> None:
+    weight, inputs = layer(40, 64)
+    config = lowbit.QuantConfig("u3", 16, method="spqr", act_order=act_order)
+    result = lowbit.quantize(weight, config, inputs)
+    spec = result.spec(out="f32")
+    assert spec.outliers and spec.permuted == act_order
+    mm, x = lowbit.compile(spec, "cpu"), inputs[:5].half()
+    y = mm(x, result.pack(mm))
+    assert torch.allclose(y, x.float() @ result.dequantize().T, atol=2e-2 * float(y.abs().max()) ** 0.5)
+    parts = result.split([16, 24])
+    assert torch.equal(torch.cat([part.dequantize() for part in parts]), result.dequantize())
+    layer_ = lowbit.LowbitLinear.from_linear(torch.nn.Linear(64, 40).half(), config, inputs)
+    assert layer_.spec.outliers and layer_(x).shape == (5, 40)
+
+
+def test_columns_without_inputs() -> None:
+    weight, inputs = layer(8, 64)
+    inputs[:, 10:30] = 0
+    assert lowbit.quantize(weight, lowbit.QuantConfig.preset("spqr"), inputs).dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": "nf4"}, "method='spqr' needs an integer weight"),
+        ({"zeros": "int"}, "method='spqr' optimizes float zeros and can't have zeros='int'"),
+        ({"scale": "bf16"}, "method='spqr' has scales in f16, not bf16"),
+        ({"outlier_threshold": 0}, "outlier_threshold=0 must be a number above 0"),
+        ({"scale_bits": 9}, r"scale_bits=9 must be an integer in 1\.\.8"),
+        ({"scale_rows": True}, "scale_rows=True must be an integer"),
+        ({"act_order": 1}, "act_order=1 must be True or False"),
+        ({"act_order": True, "method": "gptq"}, "act_order=True is SpQR's"),
+    ],
+)
+def test_errors(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        lowbit.QuantConfig(**{"weight": "u3", "group_size": 16, "method": "spqr", **change})
+
+
+def test_weights_beyond_f16() -> None:
+    weight, inputs = layer(4, 64)
+    weight[2, 3] = 1e6
+    with pytest.raises(QuantizeError, match="beyond f16"):
+        lowbit.quantize(weight, lowbit.QuantConfig.preset("spqr"), inputs)
