@@ -105,7 +105,7 @@ class Matmul:
 
     A gradient flows to x, by way of the dequantized weight, and none to the weight's tensors. Change a packed weight in
     place only when no call is under way (`torch.cuda.synchronize()`): on Hopper a call reads it ahead of its turn in
-    the stream.
+    the stream. Then make a new `PackedWeight` of its tensors, which looks at the range of the values.
 
     spec, target   as compiled
     schedule       of the kernel for one token; None on a CPU

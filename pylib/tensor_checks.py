@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import ref
 
 import torch
@@ -36,29 +36,37 @@ def check_memory(slot: TensorSlot, t: Tensor) -> None:
 
 
 class SeenTensors:
-    """Lists of tensors that have passed a check and still are the same objects at the same addresses.
+    """Lists of tensors that have passed a check and still are the same objects with the same memory and values.
 
     The operator asks for it in every call, where to look at shapes and types again would take twice as long.
     """
 
     def __init__(self) -> None:
-        self._lists: dict[int, list[tuple[ref[Tensor], int]]] = {}
+        self._lists: dict[int, list[tuple[ref[Tensor], int, int]]] = {}
 
     def has(self, tensors: Sequence[Tensor]) -> bool:
         """Tells whether these tensors, in this order, have been added."""
         known = self._lists.get(id(tensors[0]), ()) if tensors else ()
         if len(known) != len(tensors):
             return False
-        for (seen, address), t in zip(known, tensors):
-            if seen() is not t or t.data_ptr() != address:
+        for (seen, address, version), t in zip(known, tensors):
+            if seen() is not t or t.data_ptr() != address or t._version != version:
                 return False
         return bool(known)
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Note a list of tensors until its first one is given back."""
+        """Note a list of tensors until its first one is given back. Those made in inference mode do not say when they
+        change, and are not noted."""
+        if any(t.is_inference() for t in tensors):
+            return
         lists, key = self._lists, id(tensors[0])
         first = ref(tensors[0], lambda _: lists.pop(key, None))
-        lists[key] = [(first if t is tensors[0] else ref(t), t.data_ptr()) for t in tensors]
+        lists[key] = [(first if t is tensors[0] else ref(t), t.data_ptr(), t._version) for t in tensors]
+
+
+def state_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int | None], ...]:
+    """Returns what changes with the memory of tensors and, but for those made in inference mode, with their values."""
+    return tuple((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)
 
 
 def has_memory(t: Tensor) -> bool:

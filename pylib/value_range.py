@@ -9,6 +9,7 @@ and the gradient to x is taken with a weight in f32.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Index
 from lowbit.pylib import outliers
 from lowbit.pylib.dequantized import decoded, numbers
+from lowbit.pylib.tensor_checks import state_of
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tracing import is_observed
 
@@ -26,26 +28,20 @@ Limits = tuple[float, float]
 
 
 def has_wide_range(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> bool | None:
-    """Tells whether a weight has a wide range; it is looked at once, and the answer is kept with its codes.
+    """Tells whether a weight has a wide range; it is looked at once, and again when its tensors have changed.
 
     Returns None while torch traces or a CUDA graph is recorded, when nothing can be looked at.
     """
-    codes = tensors["codes"]
-    known = known_range(codes)
-    if known is not None:
-        return known
+    codes, state = tensors["codes"], state_of(tensors.values())
+    known, wide = getattr(codes, "_lowbit_wide_range", (None, None))
+    if known == state:
+        return cast(bool, wide)
     if is_observed() or (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     with torch.no_grad():
         wide = not _fits(spec, tensors)
-    codes._lowbit_wide_range = (codes.data_ptr(), wide)  # type: ignore[attr-defined]
+    codes._lowbit_wide_range = (state, wide)  # type: ignore[attr-defined]
     return wide
-
-
-def known_range(codes: Tensor) -> bool | None:
-    """Returns what `has_wide_range` found for the weight of these codes; None where it has not been asked."""
-    address, wide = getattr(codes, "_lowbit_wide_range", (0, None))
-    return wide if address == codes.data_ptr() else None
 
 
 def _fits(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> bool:

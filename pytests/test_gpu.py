@@ -328,3 +328,18 @@ def test_a_quantized_model() -> None:
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, y)
+
+
+def test_a_weight_of_a_wide_range_first_seen_in_a_graph() -> None:
+    """Nothing can be looked at while a graph is recorded: kernels that are right for every weight are taken."""
+    spec = lowbit.MatmulSpec(n=16, k=64, weight="u4", group_size=32, zeros="float", scale="f32")
+    mm, codes = lowbit.compile(spec), torch.full((16, 64), 9, dtype=torch.uint8)
+    w = mm.pack(codes, torch.full((16, 2), 1e4), torch.full((16, 2), 2.0)).to("cuda")
+    tensors, x = {name: t.clone() for name, t in w.items()}, torch.full((1500, 64), 1e-3, device="cuda").half()
+    expected, graph = mm(x, w), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = mm(x, lowbit.PackedWeight(spec, tensors))
+        by_operator = torch.ops.lowbit.matmul.packed(x, list(tensors.values()), mm.description)
+    graph.replay()
+    assert expected.isfinite().all()
+    assert torch.equal(y, expected) and torch.equal(by_operator, expected)

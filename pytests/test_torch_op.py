@@ -283,8 +283,14 @@ def test_seen_tensors_are_given_back() -> None:
     assert seen.has(tensors) and not seen.has(tensors[::-1]) and not seen.has(tensors[:1])
     seen.add(tensors[::-1])
     assert seen.has(tensors) and seen.has(tensors[::-1])
+    tensors[1].fill_(2)
+    assert not seen.has(tensors)
     del tensors
     assert not seen._lists
+    with torch.inference_mode():
+        tensors = [torch.ones(1)]
+    seen.add(tensors)
+    assert not seen.has(tensors)
 
 
 def test_dequantize_checks_its_arguments(target: str) -> None:

@@ -112,6 +112,25 @@ def test_weights_made_while_torch_traces(target: str) -> None:
     assert not unseen.wide_range and unseen.ordinary_spec == mm.spec
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_change_in_place(compiled: bool) -> None:
+    """A layer that is loaded with other values, eagerly and by the operator."""
+    spec = replace(FLOAT_ZEROS, out="f32")
+    x, *wide = _problem(spec, 1e4, 400)
+    _, *ordinary = random_problem(spec, 1)
+    mm = lowbit.compile(spec, "emulator:sm_90a")
+    tensors = {name: t.clone() for name, t in mm.pack(*ordinary).items()}
+
+    def call() -> Tensor:
+        w = lowbit.PackedWeight(spec, tensors)
+        return torch.ops.lowbit.matmul.packed(x, list(w.tensors), mm.description) if compiled else mm(x, w)
+
+    call()
+    for name, t in mm.pack(*wide).items():
+        tensors[name].copy_(t)
+    assert agrees(call(), matmul(spec, x, *wide), tolerance(spec, x, *wide)).all()
+
+
 @pytest.mark.parametrize("scale", [1e4, 1e-8])
 @pytest.mark.parametrize("target", ["cpu", "emulator:sm_90a"])
 def test_gradient(scale: float, target: str) -> None:
