@@ -137,6 +137,18 @@ def models(
 
 
 @app.command()
+def publish_models(
+    file: Annotated[Path, typer.Argument(help="What `models` has written.")],
+    root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Write what whole models take into docs/models.md, between its marks, and the figures into docs/img."""
+    from benchmarks.model_page import publish as write
+
+    for path in write(file, root):
+        print(path)
+
+
+@app.command()
 def cpu(
     size: Annotated[str, typer.Argument(help="n x k.")] = "4096x4096",
     seconds: Annotated[float, typer.Option(help="To measure for, for each number of tokens.")] = 10.0,

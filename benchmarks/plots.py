@@ -288,7 +288,8 @@ def _legend(figure: Any) -> None:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
+    """Draws figures within in the project's style."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -296,15 +297,15 @@ def _style() -> Iterator[None]:
 
 
 def _save(path: Path, draw: Callable[[], Any], results: Results) -> Path:
-    with _style():
+    with style():
         figure = draw()
         figure.supxlabel(describe(results.environment), fontsize=6.5, color=GREY, x=0.99, ha="right")
         figure.savefig(path, metadata={"Date": None})
-    path.write_text(_compact(path.read_text()))
+    path.write_text(compact(path.read_text()))
     return path
 
 
-def _compact(svg: str) -> str:
+def compact(svg: str) -> str:
     """Coordinates to a hundredth of a point, and no indentation."""
     svg = re.sub(r'"[^"]*"', lambda quoted: re.sub(r"(\d+\.\d\d)\d+", r"\1", quoted[0]), svg)
     return "\n".join(line.strip() for line in svg.splitlines() if line.strip()) + "\n"

@@ -12,7 +12,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import lowbit
+from benchmarks.model_page import BEGIN, END, publish
 from benchmarks.models import Job, measure_models, read, write
+from benchmarks.tables import markdown
 from lowbit import LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.cli.bench_model import model_steps, quantizations
 from lowbit.pylib.model_speed.attention import grouped_attention
@@ -116,3 +118,24 @@ def test_a_folder_stands_for_its_config(tmp_path: Path) -> None:
     assert model_config(str(tmp_path), layers=1).num_hidden_layers == 1
     assert SimpleNamespace(**model_config(str(tmp_path)).to_dict()).hidden_size == 128
     assert lowbit.QuantConfig("u4", None, method="rtn") in quantizations("bf16,u4", 0)
+
+
+def test_the_page_has_the_tables_of_the_results(repo: Path) -> None:
+    """Fix: python -m benchmarks publish-models docs/results/models-*.json"""
+    pytest.importorskip("matplotlib")
+    (results,) = repo.glob("docs/results/models-*.json")
+    page = (repo / "docs" / "models.md").read_text()
+    for name, measured in read(results).items():
+        head, *rows = table(measured)
+        assert markdown(head, rows) in page and (repo / "docs" / "img" / f"model_{name}.svg").exists()
+
+
+def test_a_page_is_published(repo: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs" / "img").mkdir(parents=True)
+    (tmp_path / "docs" / "models.md").write_text(f"{BEGIN}\nold\n{END}\n")
+    (results,) = repo.glob("docs/results/models-*.json")
+    page, figure = publish(results, tmp_path)
+    text = page.read_text()
+    assert "old" not in text and "What the time of decode, batch 1 goes to" in text
+    assert ">u4 per 128 with lm_head<" in figure.read_text()

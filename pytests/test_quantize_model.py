@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import LowbitLinear, QuantConfig, QuantizationReport
-from lowbit.pylib.nn import observe
+from lowbit import LowbitLinear, QuantConfig, QuantizationReport, QuantizeError
+from lowbit.pylib.nn import observe, quantize_model
+from lowbit.pylib.nn.quantize_layer import quantized_layer
 
 U4 = QuantConfig("u4", group_size=64)
 GPTQ = QuantConfig("u3", group_size=64, method="gptq")
@@ -100,6 +102,32 @@ def test_calibration_sees_the_inputs_of_each_layer(most_bytes: int, monkeypatch:
     assert not lowbit.quantize_(model, GPTQ, calibration=[(inputs[0],), {"input": inputs[1]}]).dense
     assert model.training and model[1].training and model[2].training
     assert [torch.equal(model[i].packed.unpack(), codes) for i, codes in zip((0, 2), expected)] == [True, True]
+
+
+def test_dense_layers_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer is quantized, those before it are in memory in low bits only."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).half()
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive: list[int] = []
+
+    def counting(*arguments: Any) -> Any:
+        alive.append(sum(weight() is not None for weight in weights))
+        return quantized_layer(*arguments)
+
+    monkeypatch.setattr(quantize_model, "quantized_layer", counting)
+    lowbit.quantize_(model, U4)
+    assert alive == [4, 3, 2, 1]
+
+
+def test_a_scale_beyond_its_type_leaves_the_model_as_it_was(model: Model) -> None:
+    model.bfloat16()
+    with torch.no_grad():
+        model.shared.weight[0, 0] = 1e30
+    modules = dict(model.named_modules())
+    with pytest.raises(QuantizeError, match=r"shared: group 0 of row 0 needs a scale beyond f16"):
+        lowbit.quantize_(model, QuantConfig("u4", 32))
+    assert dict(model.named_modules()) == modules
+    assert lowbit.quantize_(model, QuantConfig("u4", 32, scale="bf16")).quantized
 
 
 def spoil(model: Model) -> None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowbit.pylib.model_speed.measure import BASELINE, Measurement
+from lowbit.pylib.model_speed.runner import Step
 
 
 def table(measured: Sequence[Measurement]) -> list[list[str]]:
     """Returns rows of cells, the header first: tokens per second, and how many times as fast as bf16 that is."""
-    steps = list(dict.fromkeys(each.step for each in measured))
+    steps = steps_of(measured)
     rows = [["weights", "GB", *(f"{step}: tokens/s" for step in steps)]]
     for name in dict.fromkeys(each.name for each in measured):
         ours = {each.step: each for each in measured if each.name == name}
         size = next(iter(ours.values())).nbytes
         rows.append([name, f"{size / 1e9:.2f}", *(_cell(ours.get(step), measured) for step in steps)])
     return rows
+
+
+def steps_of(measured: Sequence[Measurement]) -> list[Step]:
+    """Returns the steps that were measured: decoding first, by batch, then prefill, by length."""
+    return sorted({each.step for each in measured}, key=lambda step: (step.is_prefill, step.batch, step.tokens))
 
 
 def speedup(measurement: Measurement, measured: Sequence[Measurement]) -> float | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, cast
 
 import torch
+from numpy import isfinite
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -24,6 +26,11 @@ from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+from lowbit.pylib.torch_types import TORCH
+
+Rows = dict[tuple[str, ...], list[LayerReport]]
+DOUBT = 1e-3
+"""Weights beyond this part of the largest scale times the largest level are tried before any layer is replaced."""
 
 
 @torch.no_grad()
@@ -55,9 +62,10 @@ def quantize_(
     progress                 show a bar, if standard error is a terminal
 
     The experts of transformers' mixtures of experts become `LowbitExperts`. Embeddings, tied weights, and all else that
-    is no plain nn.Linear stay dense; the report says why. On an error, which names the module, the model is as it was:
-    layers are replaced when all are quantized. So at the peak there are the model, its quantized layers, and the
-    working memory of one layer.
+    is no plain nn.Linear stay dense; the report says why. A layer is replaced as soon as it is quantized, so memory
+    holds little more than the model at any time; layers that need calibration are replaced together, before the others,
+    for it is the float model that they are calibrated on. Weights are looked at before the first is replaced: an error
+    in what is given names the module, and leaves the model as it was.
 
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
     that cannot be used.
@@ -65,34 +73,63 @@ def quantize_(
     wishes = Wishes(QuantConfig() if config is None else config, filter_fn, act, lm_head, per_row_if_indivisible)
     planned = plan(model, wishes)
     inputs = as_inputs(calibration)
-    replaced: dict[tuple[str, ...], tuple[nn.Module, list[LayerReport]]] = {}
+    rows: Rows = {entry.names: [_dense_row(entry)] if entry.reason else [] for entry in planned}
+    calibrated, others = _by_need(planned)
+    del planned  # which holds the dense layers
+    _check_calibration(calibrated, inputs)
+    for entry in filter(_is_doubtful, others):
+        _quantized(entry, None, device)  # to see whether it can be
     with _bar(progress) as bar:
-        task = bar.add_task("", total=sum(entry.config is not None for entry in planned))
-        for entry, data in _with_data(model, planned, inputs):
+        task = bar.add_task("", total=len(calibrated) + len(others))
+
+        def quantized(entry: Planned, data: Calibration | None) -> nn.Module:
             bar.update(task, description=entry.names[0])
-            replaced[entry.names] = _quantized(entry, data, device)
+            layer, rows[entry.names] = _quantized(entry, data, device)
             bar.advance(task)
-    for names, (layer, _) in replaced.items():
-        _replace(model, names, layer)
+            return layer
+
+        layers = {entry.names: quantized(entry, data) for entry, data in _with_data(model, calibrated, inputs)}
+        calibrated.clear()
+        for names, layer in layers.items():
+            _replace(model, names, layer)
+        while others:
+            names, layer = others[0].names, quantized(others.popleft(), None)
+            _replace(model, names, layer)
     _tell_transformers(model)
-    rows = ([_dense_row(entry)] if entry.reason else replaced[entry.names][1] for entry in planned)
-    return QuantizationReport(tuple(chain.from_iterable(rows)), fuse_(model) if fuse else ())
+    return QuantizationReport(tuple(chain.from_iterable(rows.values())), fuse_(model) if fuse else ())
+
+
+def _by_need(planned: Sequence[Planned]) -> tuple[deque[Planned], deque[Planned]]:
+    """Returns the layers to quantize whose methods need calibration, and the others."""
+    chosen = [entry for entry in planned if entry.config is not None]
+    needs = [cast(QuantConfig, entry.config).method in CALIBRATED for entry in chosen]
+    return deque(compress(chosen, needs)), deque(entry for entry, need in zip(chosen, needs) if not need)
+
+
+def _check_calibration(calibrated: Sequence[Planned], inputs: Sequence[Any]) -> None:
+    """Raises QuantizeError if layers need calibration and there is none."""
+    if calibrated and not inputs:
+        method = cast(QuantConfig, calibrated[0].config).method
+        name = calibrated[0].names[0]
+        raise QuantizeError(f"{name}: method={method!r} needs calibration=, a list of inputs of the model")
+
+
+def _is_doubtful(entry: Planned) -> bool:
+    """Tells whether it is uncertain that a layer can be quantized: a value is not finite, or a scale could be."""
+    config = cast(QuantConfig, entry.config)
+    levels = config.dtype.values()
+    reach = float(abs(levels[isfinite(levels)]).max()) * torch.finfo(TORCH[config.scale]).max * DOUBT
+    return any(p.is_meta or not float(p.abs().max()) < reach for p in entry.module.parameters(recurse=False))
 
 
 def _with_data(
-    model: nn.Module, planned: Sequence[Planned], inputs: Sequence[Any]
-) -> Iterator[tuple[Planned, Calibration | None]]:
-    """Yields the layers to quantize, each with its calibration if its method needs one."""
-    chosen = [entry for entry in planned if entry.config is not None]
-    calibrated = {entry.names[0]: entry for entry in chosen if cast(QuantConfig, entry.config).method in CALIBRATED}
-    if calibrated and not inputs:
-        name, entry = next(iter(calibrated.items()))
-        method = cast(QuantConfig, entry.config).method
-        raise QuantizeError(f"{name}: method={method!r} needs calibration=, a list of inputs of the model")
-    yield from ((entry, None) for entry in chosen if entry.names[0] not in calibrated)
-    layers = {name: cast(nn.Linear, entry.module) for name, entry in calibrated.items()}
+    model: nn.Module, calibrated: Sequence[Planned], inputs: Sequence[Any]
+) -> Iterator[tuple[Planned, Calibration]]:
+    """Yields layers, each with its calibration."""
+    entries = {entry.names[0]: entry for entry in calibrated}
+    layers = {name: cast(nn.Linear, entry.module) for name, entry in entries.items()}
     for name, data in calibrations(model, layers, inputs):
-        yield calibrated[name], data
+        yield entries[name], data
 
 
 def _bar(progress: bool) -> Progress:

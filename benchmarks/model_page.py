@@ -1,0 +1,69 @@
+"""What whole models take, into docs/models.md: tables between marks, and a figure of tokens per second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe
+from benchmarks.models import read
+from benchmarks.plots import GREY, compact, style
+from benchmarks.publish import between_marks
+from benchmarks.tables import markdown
+from lowbit.pylib.model_speed.measure import Measurement
+from lowbit.pylib.model_speed.runner import Step
+from lowbit.pylib.model_speed.table import speedup, split_table, steps_of, table
+
+BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
+COLOURS = ("#3C3C3C", "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00")
+
+
+def publish(results: Path, root: Path) -> list[Path]:
+    """Write docs/models.md and its figures from a file of `benchmarks models`; returns the files."""
+    page = root / "docs" / "models.md"
+    where = describe(json.loads(results.read_text())["environment"])
+    files, parts = [page], [f"{where}. Tokens per second; in brackets, times as fast as bf16."]
+    for name, measured in read(results).items():
+        figure = root / "docs" / "img" / f"model_{name}.svg"
+        draw(name, measured, where, figure)
+        files.append(figure)
+        head, *rows = table(measured)
+        parts += [f"### {name}", f"![Times as fast as bf16](img/{figure.name})", markdown(head, rows)]
+        parts += [f"What the time of {step} goes to:\n\n{_split(measured, step)}" for step in steps_of(measured)]
+    page.write_text(between_marks(page, "\n\n".join(parts), BEGIN, END))
+    return files
+
+
+def _split(measured: Sequence[Measurement], step: Step) -> str:
+    """Returns a table of microseconds by kind of kernel, a column for each format."""
+    head, *rows = split_table([each for each in measured if each.step == step])
+    names = [cell.removesuffix(f", {step}") for cell in head]
+    return markdown(names, rows)
+
+
+def draw(name: str, measured: Sequence[Measurement], where: str, path: Path) -> None:
+    """Draw bars: how many times as fast as bf16 each format is, step by step."""
+    from matplotlib.figure import Figure
+
+    with style():
+        figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+        axis: Any = figure.subplots()
+        steps = steps_of(measured)
+        names = list(dict.fromkeys(each.name for each in measured))
+        width = 0.86 / len(names)
+        for at, (kind, colour) in enumerate(zip(names, COLOURS)):
+            found = {steps.index(each.step): speedup(each, measured) for each in measured if each.name == kind}
+            heights = {place: ratio for place, ratio in found.items() if ratio is not None}
+            places = [place + (at - (len(names) - 1) / 2) * width for place in heights]
+            bars = axis.bar(places, list(heights.values()), 0.92 * width, color=colour, label=kind)
+            axis.bar_label(bars, fmt="%.2f", fontsize=6, padding=1.2)
+        axis.axhline(1, color=GREY, linewidth=1, linestyle=(0, (4, 2)))
+        axis.set_xticks(range(len(steps)), [str(step) for step in steps])
+        axis.set_ylabel("times as fast as bf16")
+        axis.set_title(name)
+        figure.legend(loc="outside right center", fontsize=7.5)
+        figure.supxlabel(where, fontsize=6.5, color=GREY, x=0.99, ha="right")
+        figure.savefig(path, metadata={"Date": None})
+    path.write_text(compact(path.read_text()))
