@@ -17,11 +17,10 @@ from types import ModuleType
 
 def when_imported(name: str, action: Callable[[], object]) -> None:
     """Call `action` once the module of this name has been imported; now, if it is."""
-    module = sys.modules.get(name)
-    if module is None or getattr(module.__spec__, "_initializing", False):
-        sys.meta_path.insert(0, _Waiting(name, action))
-    else:
+    if name in sys.modules:
         action()
+    else:
+        sys.meta_path.insert(0, _Waiting(name, action))
 
 
 class _Waiting(MetaPathFinder):

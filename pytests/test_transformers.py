@@ -51,7 +51,7 @@ MODELS = {
 }
 TOKENS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
 AutoModel = transformers.AutoModelForCausalLM
-U4 = QuantConfig("u4", 32)
+U4 = QuantConfig("u4", 32, clip="max")  # without a search, which takes longest
 
 
 @pytest.fixture(autouse=True)
@@ -91,20 +91,23 @@ def test_quantizes_on_load_as_quantize_does(name: str, checkpoints: Any, tmp_pat
     path = checkpoints(name)
     dense = loaded(path)
     expected = logits(dense)
-    model = loaded(path, LowbitConfig("u4", 32))
+    model = loaded(path, LowbitConfig(U4))
     lowbit.quantize_(dense, U4, progress=False)
     given = logits(model)
     assert torch.equal(given, logits(dense))
     assert float((given - expected).norm() / expected.norm()) < 0.3
     model.save_pretrained(tmp_path)
     again = loaded(tmp_path)
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(base(TOKENS).last_hidden_state, again.base_model(TOKENS).last_hidden_state)
     assert torch.equal(logits(again), given) and again.config.quantization_config.to_dict()["config"]["weight"] == "u4"
 
 
 def test_quantized_in_place_and_saved(checkpoints: Any, tmp_path: Path) -> None:
     """What `quantize_` has made is saved and loaded as well, by methods too that need data; but not fused."""
     model = loaded(checkpoints("qwen3-moe"))
-    configs = {"*.mlp.*": QuantConfig("i8", None), "*": QuantConfig("u4", 32, method="gptq")}
+    configs = {"*.mlp.*": QuantConfig("i8", None, clip="max"), "*": QuantConfig("u4", 32, method="gptq")}
     lowbit.quantize_(model, configs, calibration=[TOKENS], lm_head=True, progress=False)
     model.save_pretrained(tmp_path / "saved")
     again = loaded(tmp_path / "saved")
@@ -117,7 +120,7 @@ def test_quantized_in_place_and_saved(checkpoints: Any, tmp_path: Path) -> None:
 
 
 def test_only_low_bit_tensors_are_saved(checkpoints: Any, tmp_path: Path) -> None:
-    loaded(checkpoints("qwen3-moe"), LowbitConfig("u4", 32)).save_pretrained(tmp_path)
+    loaded(checkpoints("qwen3-moe"), LowbitConfig(U4)).save_pretrained(tmp_path)
     tensors = safetensors.load_file(tmp_path / "model.safetensors")
     dense = {name for name in tensors if name.endswith("weight") or "proj" in name.rpartition(".")[2]}
     assert {name.split(".")[-2] for name in dense} == {
@@ -127,7 +130,7 @@ def test_only_low_bit_tensors_are_saved(checkpoints: Any, tmp_path: Path) -> Non
 
 
 def test_tied_weights_stay_tied(checkpoints: Any) -> None:
-    model = loaded(checkpoints("qwen2-tied"), LowbitConfig("u4", 32))
+    model = loaded(checkpoints("qwen2-tied"), LowbitConfig(U4))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.model.layers[0].self_attn.q_proj.bias.dtype is torch.bfloat16
 
@@ -135,7 +138,7 @@ def test_tied_weights_stay_tied(checkpoints: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_types(dtype: torch.dtype, checkpoints: Any, tmp_path: Path) -> None:
     """A model in f32 becomes one in bf16; a model saved in one type can be loaded in the other."""
-    model = loaded(checkpoints("qwen2-tied"), LowbitConfig("u4", 32), dtype=dtype)
+    model = loaded(checkpoints("qwen2-tied"), LowbitConfig(U4), dtype=dtype)
     assert model.dtype == (torch.float16 if dtype is torch.float16 else torch.bfloat16)
     model.save_pretrained(tmp_path)
     other = torch.float16 if model.dtype is torch.bfloat16 else torch.bfloat16
@@ -146,9 +149,8 @@ def test_types(dtype: torch.dtype, checkpoints: Any, tmp_path: Path) -> None:
 
 def test_which_modules(checkpoints: Any, tmp_path: Path) -> None:
     config = LowbitConfig(
-        "u4",
-        32,
-        modules={"*.mlp.*": QuantConfig("i8", None), "*.1.self_attn.q_proj": None},
+        U4,
+        modules={"*.mlp.*": QuantConfig("i8", None, clip="max"), "*.1.self_attn.q_proj": None},
         modules_to_not_convert=["o_proj", "model.layers.0.mlp.up_proj"],
         lm_head=True,
     )
@@ -158,12 +160,16 @@ def test_which_modules(checkpoints: Any, tmp_path: Path) -> None:
     mlp = {f"model.layers.{i}.mlp.{p}_proj": "i8" for i in (0, 1) for p in ("gate", "up", "down")}
     del attention["model.layers.1.self_attn.q_proj"], mlp["model.layers.0.mlp.up_proj"]
     assert kinds == attention | mlp | {"lm_head": "u4"}
+    reasons = model.hf_quantizer.stays_dense
+    assert reasons["model.embed_tokens"] == "an embedding" and "o_proj" not in kinds and len(reasons) == 5
+    assert reasons["model.layers.0.mlp.up_proj"].startswith("modules_to_not_convert")
+    assert reasons["model.layers.1.self_attn.q_proj"] == "config['*.1.self_attn.q_proj'] is None"
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(loaded(tmp_path, device_map="cpu")), logits(model))
 
 
 def test_dequantize(checkpoints: Any) -> None:
-    model = loaded(checkpoints("llama"), LowbitConfig("u4", 32))
+    model = loaded(checkpoints("llama"), LowbitConfig(U4))
     expected = logits(model)
     model.dequantize()
     assert not any(isinstance(module, LowbitLinear) for module in model.modules())
@@ -172,7 +178,7 @@ def test_dequantize(checkpoints: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_generate_compiled_with_a_static_cache(name: str, checkpoints: Any) -> None:
-    model = loaded(checkpoints(name), LowbitConfig("u4", 32))
+    model = loaded(checkpoints(name), LowbitConfig(U4))
     arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     expected = model.generate(TOKENS, **arguments)
     model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
@@ -186,7 +192,7 @@ def test_generate_compiled_with_a_static_cache(name: str, checkpoints: Any) -> N
 @torch.no_grad()
 def test_experts_with_static_shapes(tokens: int, checkpoints: Any) -> None:
     """What torch.compile traces, all experts for all tokens, is what the experts that have tokens give."""
-    experts = loaded(checkpoints("qwen3-moe"), LowbitConfig("u4", 32)).model.layers[0].mlp.experts
+    experts = loaded(checkpoints("qwen3-moe"), LowbitConfig(U4)).model.layers[0].mlp.experts
     assert isinstance(experts, LowbitExperts) and "4 experts of u4[192, 64]" in repr(experts)
     x = torch.randn(tokens, 64).bfloat16()
     index = torch.stack([torch.randperm(5)[:2] for _ in range(tokens)])  # 4 stands for no expert
@@ -216,7 +222,7 @@ def test_experts_that_can_not_be_quantized_are_in_the_report(checkpoints: Any) -
 @torch.no_grad()
 def test_experts_in_a_cuda_graph(checkpoints: Any) -> None:
     """A graph that was recorded for one choice of experts is right for others."""
-    experts = loaded(checkpoints("qwen3-moe"), LowbitConfig("u4", 32), device_map="cuda").model.layers[0].mlp.experts
+    experts = loaded(checkpoints("qwen3-moe"), LowbitConfig(U4), device_map="cuda").model.layers[0].mlp.experts
     x, weights = torch.randn(3, 64, device="cuda").bfloat16(), torch.rand(3, 2, device="cuda").bfloat16()
     index = torch.tensor([[0, 1], [2, 3], [1, 3]], device="cuda")
     experts(x, index, weights)
@@ -236,8 +242,8 @@ def test_experts_in_a_cuda_graph(checkpoints: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe"])
 def test_on_a_gpu(name: str, checkpoints: Any, tmp_path: Path) -> None:
     """Quantized on the GPU while loading, saved, loaded, and compiled by generate() with a static cache."""
-    model = loaded(checkpoints(name), LowbitConfig("u4", 32), device_map="cuda")
-    on_cpu = logits(loaded(checkpoints(name), LowbitConfig("u4", 32)))
+    model = loaded(checkpoints(name), LowbitConfig(U4), device_map="cuda")
+    on_cpu = logits(loaded(checkpoints(name), LowbitConfig(U4)))
     given = logits(model)
     assert float((given - on_cpu).norm() / on_cpu.norm()) < 0.05
     model.save_pretrained(tmp_path)
@@ -298,7 +304,7 @@ def test_wrong_values_name_their_module(checkpoints: Any, tmp_path: Path) -> Non
     model.model.layers[1].mlp.experts.down_proj.data[2, 3, 5] = torch.nan
     model.save_pretrained(tmp_path)
     with pytest.raises(QuantizeError, match=r"model.layers.1.mlp.experts.down_proj: \[2\]: weight\[3, 5\] = nan"):
-        loaded(tmp_path, LowbitConfig("u4", 32))
+        loaded(tmp_path, LowbitConfig(U4))
 
 
 def _lie(path: Path, **changes: Any) -> None:
@@ -318,7 +324,7 @@ def _lie(path: Path, **changes: Any) -> None:
     ],
 )
 def test_config_that_lies(changes: dict[str, Any], error: type, message: str, checkpoints: Any, tmp_path: Path) -> None:
-    loaded(checkpoints("llama"), LowbitConfig("u4", 32)).save_pretrained(tmp_path)
+    loaded(checkpoints("llama"), LowbitConfig(U4)).save_pretrained(tmp_path)
     _lie(tmp_path, **changes)
     with pytest.raises(error, match=message):
         loaded(tmp_path)
@@ -326,7 +332,7 @@ def test_config_that_lies(changes: dict[str, Any], error: type, message: str, ch
 
 def test_damaged_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
     """Tensors that are missing, or hold what kernels can't multiply by, are errors that name the layer."""
-    loaded(checkpoints("llama"), LowbitConfig("u4", 32)).save_pretrained(tmp_path)
+    loaded(checkpoints("llama"), LowbitConfig(U4)).save_pretrained(tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj"
     tensors = safetensors.load_file(file)
     tensors[f"{name}.scales"][0, 0, 0] = torch.inf

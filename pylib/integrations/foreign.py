@@ -23,12 +23,10 @@ from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from lowbit.pylib.checkpoints.formats import gpt_oss
 from lowbit.pylib.checkpoints.registry import import_experts, import_weight
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.saved import PARTS, renaming
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.packed import PackedWeight
-
-PARTS = dict(zip(MATRICES, ("gate_up", "down")))
-"""What LowbitExperts calls the layers of each matrix."""
 
 
 def prefer_lowbit() -> None:
@@ -56,28 +54,11 @@ def opened(files: Sequence[str] | None) -> Checkpoint:
     return open_checkpoint(Path(files[0]) if len(files) == 1 else Path(files[0]).parent)
 
 
-def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
-    """Put empty low-bit modules where a checkpoint of lowbit's own has weights of these specs."""
-    experts: dict[str, dict[str, MatmulSpec]] = {}
-    modules = dict(model.named_modules())
-    for name, spec in specs.items():
-        parent, _, part = name.rpartition(".")[0].rpartition(".")
-        if isinstance(modules.get(name), nn.Linear):
-            model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
-        elif part in PARTS.values() and is_experts(modules.get(parent, nn.Module())):
-            experts.setdefault(parent, {})[part] = spec
-        else:
-            raise CheckpointError(f"{name} is low-bit in the checkpoint, and no linear layer of the model")
-    for name, found in experts.items():
-        model.set_submodule(
-            name, LowbitExperts.empty_like(modules[name], [found[part] for part in PARTS.values()], "meta")
-        )
-
-
 def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Put placeholders where another library's checkpoint has quantized layers: they have the sizes alone."""
     modules = dict(model.named_modules())
-    for name in checkpoint.modules:
+    renamed = renaming(model, checkpoint.modules)
+    for name in map(renamed, checkpoint.modules):
         parent, _, matrix = name.rpartition(".")
         dense = modules.get(name)
         if isinstance(dense, nn.Linear):

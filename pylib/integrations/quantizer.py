@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,9 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from lowbit.dialect.errors import CheckpointError, LowbitError, PackError, QuantizeError, SpecError
-from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib import saved_weight
+from lowbit.dialect.errors import CheckpointError, LowbitError, QuantizeError, SpecError
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.foreign import (
@@ -36,16 +34,16 @@ from lowbit.pylib.integrations.foreign import (
     import_into,
     opened,
     place_foreign,
-    place_saved,
     prefer_lowbit,
     suffixes_of,
 )
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
 from lowbit.pylib.integrations.parallel import split
+from lowbit.pylib.integrations.saved import compare, low_bit_layers, place_saved, saved_specs
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
-from lowbit.pylib.nn.plan import Planned, Wishes, naming, plan
+from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, naming, plan
 
 logger = logging.get_logger(__name__)
 
@@ -53,13 +51,15 @@ logger = logging.get_logger(__name__)
 class LowbitQuantizer(HfQuantizer):
     """Quantizes a dense checkpoint while it is loaded, or loads a low-bit one.
 
-    targets   the dense parameters to quantize by their names, while a dense checkpoint is loaded
+    targets        the dense parameters to quantize by their names, while a dense checkpoint is loaded
+    stays_dense    why modules stay dense, by their names, as `lowbit.quantize_` reports it
     """
 
     def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.config = quantization_config
         self.targets: dict[str, Target] = {}
+        self.stays_dense: dict[str, str] = {}
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
         if not self.pre_quantized:
@@ -88,20 +88,22 @@ class LowbitQuantizer(HfQuantizer):
         if self.config.from_checkpoint:
             self.checkpoint = opened(checkpoint_files)
             if self.checkpoint.format is None:
-                place_saved(model, _saved_specs(checkpoint_files or ()))
+                place_saved(model, saved_specs(model, checkpoint_files or ()))
             else:
                 place_foreign(model, self.checkpoint)
             return
-        planned = [entry for entry in plan(model, self._wishes(cast(Any, model))) if entry.config is not None]
+        modules = plan(model, self._wishes(cast(Any, model)))
+        planned = [entry for entry in modules if entry.config is not None]
+        self.stays_dense = {entry.names[0]: _reason(entry) for entry in modules if entry.reason}
         if not planned:
             raise SpecError(f"the configuration leaves nothing of {type(model).__name__} to be quantized")
-        saved = _saved_specs(checkpoint_files or ()) if self.pre_quantized else {}
+        saved = saved_specs(model, checkpoint_files or ()) if self.pre_quantized else {}
         for entry in planned:
             module = _empty(entry)
             for name in entry.names:
                 model.set_submodule(name, module)
                 if checkpoint_files and self.pre_quantized:
-                    _compare(name, module, saved)
+                    compare(name, module, saved)
             if not self.pre_quantized:
                 self.targets |= attach_dense(entry, module)
 
@@ -189,14 +191,14 @@ class LowbitQuantizer(HfQuantizer):
         if self.checkpoint is not None:
             _keep_as_imported(model)
             self.checkpoint = None
-        for name, layer in _low_bit(model):
+        for name, layer in low_bit_layers(model):
             with naming(name):
                 layer.check()
         split(model)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        for name, layer in list(_low_bit(model)):
+        for name, layer in list(low_bit_layers(model)):
             if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList):
                 raise SpecError(f"{name}: experts can't be dequantized; load the dense checkpoint")
             model.set_submodule(name, layer.to_linear(dtype))
@@ -252,11 +254,10 @@ def _keep_as_imported(model: Any) -> None:
     model._weight_conversions = without_imports(model._weight_conversions)
 
 
-def _low_bit(model: nn.Module) -> Iterator[tuple[str, LowbitLinear]]:
-    """Yields the low-bit layers of a model with their names, those of experts too."""
-    for name, module in model.named_modules():
-        if isinstance(module, LowbitLinear):
-            yield name, module
+def _reason(entry: Planned) -> str:
+    """Returns why a module stays dense, in terms of a LowbitConfig."""
+    excluded = "modules_to_not_convert, or transformers, which keeps tied weights, the output layer and some in f32"
+    return excluded if entry.reason == EXCLUDED else entry.reason
 
 
 def _empty(entry: Planned) -> LowbitLinear | LowbitExperts:
@@ -278,29 +279,3 @@ def _check_names(patterns: Sequence[str], names: Sequence[str]) -> None:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise SpecError(f"modules_to_not_convert: {pattern!r} matches no module{hint}")
-
-
-def _saved_specs(files: Sequence[str]) -> dict[str, MatmulSpec]:
-    """Returns what the weights in files say of themselves, by the name of their layer."""
-    from safetensors import safe_open
-
-    suffix, found = "._extra_state", dict[str, MatmulSpec]()
-    for path in files:
-        if not str(path).endswith(".safetensors"):
-            raise PackError(f"{path} is no safetensors file; save the model again with save_pretrained")
-        with safe_open(path, framework="pt") as file:
-            keys: list[str] = file.keys()
-            for name in [key.removesuffix(suffix) for key in keys if key.endswith(suffix)]:
-                with naming(name):
-                    found[name] = saved_weight.read_spec(file.get_tensor(name + suffix))
-    return found
-
-
-def _compare(name: str, module: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
-    """Raise PackError where a module differs from what the checkpoint has for it."""
-    for inner, layer in _low_bit(module):
-        full = f"{name}.{inner}".removesuffix(".")
-        if full not in saved:
-            raise PackError(f"{full}: config.json says that it is low-bit, and the checkpoint has no such weight")
-        with naming(full):
-            saved_weight.check_same(saved[full], layer.spec)

@@ -37,7 +37,7 @@ class LowbitExperts(nn.Module):
     def __init__(self, dense: nn.Module, gate_up: Sequence[LowbitLinear], down: Sequence[LowbitLinear]) -> None:
         super().__init__()
         self._dense_class = type(dense)
-        plain = {name: value for name, value in vars(dense).items() if name not in vars(self)}
+        plain = {name: value for name, value in vars(dense).items() if not name.startswith("_")}
         vars(self).update(plain)  # sizes and numbers that the gate reads, such as a limit
         for name, child in dense.named_children():
             self.add_module(name, child)  # the activation function

@@ -20,6 +20,7 @@ from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 Configs = QuantConfig | Mapping[str, QuantConfig | None]
 Filter = Callable[[str, nn.Module], bool]
 
+EXCLUDED = "filter_fn returned False"
 READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that take `weight` out of their linear layers instead of calling them."""
 
@@ -81,7 +82,7 @@ def _planned(module: nn.Module, names: tuple[str, ...], reason: str, wishes: Wis
     name = names[0]
     config, why = _config_for(name, wishes.config)
     if not reason and wishes.filter_fn is not None and not wishes.filter_fn(name, module):
-        reason = "filter_fn returned False"
+        reason = EXCLUDED
     if not reason and _is_lm_head(name) and not (wishes.lm_head or _is_literal(name, wishes.config)):
         reason = "the output layer; lm_head=True quantizes it"
     if reason or config is None:
@@ -164,6 +165,8 @@ def _structural_reason(
         return f"its weight is tied to that of {all_names[others[0]][0]}"
     if module._forward_pre_hooks or module._forward_hooks:
         return "it has hooks, which would be lost; remove them first"
+    if "forward" in vars(module):
+        return "its forward was replaced, which would be lost, by accelerate say; quantize the model before"
     return ""
 
 

@@ -1,0 +1,77 @@
+"""Lowbit's own checkpoints in transformers: what the files say of each layer, and where it belongs in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from safetensors import safe_open
+from torch import nn
+
+from lowbit.dialect.errors import CheckpointError, PackError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib import saved_weight
+from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
+from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, is_experts
+from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.plan import naming
+
+PARTS = dict(zip(MATRICES, ("gate_up", "down")))
+"""What LowbitExperts calls the layers of each matrix."""
+
+
+def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:
+    """Returns what the weights in files say of themselves, by the names of their layers in the model."""
+    found: dict[str, MatmulSpec] = {}
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            raise PackError(f"{path} is no safetensors file; save the model again with save_pretrained")
+        with safe_open(path, framework="pt") as file:
+            keys: list[str] = file.keys()
+            for name in [key.removesuffix(EXTRA_STATE) for key in keys if key.endswith(EXTRA_STATE)]:
+                with naming(name):
+                    found[name] = saved_weight.read_spec(file.get_tensor(name + EXTRA_STATE))
+    renamed = renaming(model, list(found))
+    return {renamed(name): spec for name, spec in found.items()}
+
+
+def renaming(model: Any, names: Sequence[str]) -> Callable[[str], str]:
+    """Returns how to name modules of a checkpoint in a model: one of them may lack the prefix of the base model."""
+    prefix, modules = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}
+    ways: list[Callable[[str], str]] = [str, lambda name: name.removeprefix(prefix), lambda name: prefix + name]
+    return next((way for way in ways if any(way(name) in modules for name in names)), str)
+
+
+def compare(name: str, module: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
+    """Raise PackError where a module differs from what the checkpoint has for it."""
+    for inner, layer in low_bit_layers(module):
+        full = f"{name}.{inner}".removesuffix(".")
+        if full not in saved:
+            raise PackError(f"{full}: config.json says that it is low-bit, and the checkpoint has no such weight")
+        with naming(full):
+            saved_weight.check_same(saved[full], layer.spec)
+
+
+def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
+    """Put empty low-bit modules where a checkpoint of lowbit's own has weights of these specs."""
+    experts: dict[str, dict[str, MatmulSpec]] = {}
+    modules = dict(model.named_modules())
+    for name, spec in specs.items():
+        parent, _, part = name.rpartition(".")[0].rpartition(".")
+        if isinstance(modules.get(name), nn.Linear):
+            model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
+        elif part in PARTS.values() and is_experts(modules.get(parent, nn.Module())):
+            experts.setdefault(parent, {})[part] = spec
+        else:
+            raise CheckpointError(f"{name} is low-bit in the checkpoint, and no linear layer of the model")
+    for name, found in experts.items():
+        model.set_submodule(
+            name, LowbitExperts.empty_like(modules[name], [found[part] for part in PARTS.values()], "meta")
+        )
+
+
+def low_bit_layers(model: nn.Module) -> Iterator[tuple[str, LowbitLinear]]:
+    """Yields the low-bit layers of a model with their names, those of experts too."""
+    for name, module in model.named_modules():
+        if isinstance(module, LowbitLinear):
+            yield name, module
