@@ -135,7 +135,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         path.write_bytes(data)
         try:
             file = lowbit.load_gguf(path)
-            assert [type(file[name]) for name in file]
+            assert len(list(file.values())) == len(file) <= 4
         except CheckpointError:
             refused += 1
     assert 60 < refused < 240

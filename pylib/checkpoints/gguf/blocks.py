@@ -44,7 +44,16 @@ def fields(data: Tensor, width: int, shifts: Sequence[int], bits: int) -> Tensor
     """
     runs = data.reshape(len(data), -1, 1, width)
     shift = torch.tensor(shifts, dtype=torch.uint8, device=data.device)[:, None]
-    return ((runs >> shift) & ((1 << bits) - 1)).flatten(1)
+    numbers = runs >> shift
+    numbers &= (1 << bits) - 1  # in place: a large matrix is unpacked in one go
+    return numbers.flatten(1)
+
+
+def joined(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    """Returns codes whose lower bits, so many of them, are in `low`. Both arguments are overwritten."""
+    high <<= bits
+    low |= high
+    return low
 
 
 def floats(data: Tensor) -> Tensor:
@@ -73,7 +82,7 @@ def _q5_1(blocks: Tensor) -> Imported:
 
 
 def _five_bits(qh: Tensor, qs: Tensor) -> Tensor:
-    return fields(qs, 16, NIBBLES, 4) | fields(qh, 1, EIGHT_BITS, 1) << 4
+    return joined(fields(qs, 16, NIBBLES, 4), fields(qh, 1, EIGHT_BITS, 1), 4)
 
 
 def _q8_0(blocks: Tensor) -> Imported:

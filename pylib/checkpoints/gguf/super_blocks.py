@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import Scale
-from lowbit.pylib.checkpoints.gguf.blocks import EIGHT_BITS, IQ4_TABLE, NIBBLES, BlockType, fields, floats
+from lowbit.pylib.checkpoints.gguf.blocks import EIGHT_BITS, IQ4_TABLE, NIBBLES, BlockType, fields, floats, joined
 from lowbit.pylib.checkpoints.imported import Imported, integers, signed
 
 PAIRS_OF_BITS = (0, 2, 4, 6)
@@ -33,8 +33,8 @@ def _q2_k(blocks: Tensor) -> Imported:
 def _q3_k(blocks: Tensor) -> Imported:
     hmask, qs, groups, d = blocks.split([32, 64, 12, 2], 1)
     low, high = groups.split([8, 4], 1)
-    sc = fields(low, 8, NIBBLES, 4) | fields(high, 4, PAIRS_OF_BITS, 2) << 4
-    codes = fields(qs, 32, PAIRS_OF_BITS, 2) | fields(hmask, 32, EIGHT_BITS, 1) << 2
+    sc = joined(fields(low, 8, NIBBLES, 4), fields(high, 4, PAIRS_OF_BITS, 2), 4)
+    codes = joined(fields(qs, 32, PAIRS_OF_BITS, 2), fields(hmask, 32, EIGHT_BITS, 1), 2)
     return Imported("i3", signed(codes, 3), _less_32(sc), scale_code="i6", scale_scales=floats(d))
 
 
@@ -46,7 +46,7 @@ def _q4_k(blocks: Tensor) -> Imported:
 
 def _q5_k(blocks: Tensor) -> Imported:
     d, dmin, groups, qh, qs = blocks.split([2, 2, 12, 32, 128], 1)
-    codes = fields(qs, 32, NIBBLES, 4) | fields(qh, 32, EIGHT_BITS, 1) << 4
+    codes = joined(fields(qs, 32, NIBBLES, 4), fields(qh, 32, EIGHT_BITS, 1), 4)
     sc, m = _six_bits(groups)
     return _with_offsets("u5", codes, "u6", (d, sc), (dmin, m))
 
@@ -75,14 +75,14 @@ def _six_bits(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q6_k(blocks: Tensor) -> Imported:
     ql, qh, sc, d = blocks.split([128, 64, 16, 2], 1)
-    codes = fields(ql, 64, NIBBLES, 4) | fields(qh, 32, PAIRS_OF_BITS, 2) << 4
+    codes = joined(fields(ql, 64, NIBBLES, 4), fields(qh, 32, PAIRS_OF_BITS, 2), 4)
     scales = sc.view(torch.int8)
     return Imported("i6", signed(codes, 6), scales, scale_code="i8", scale_scales=floats(d))
 
 
 def _iq4_xs(blocks: Tensor) -> Imported:
     d, high, low, qs = blocks.split([2, 2, 4, 128], 1)
-    sc = fields(low, 1, NIBBLES, 4) | fields(high, 1, PAIRS_OF_BITS, 2) << 4
+    sc = joined(fields(low, 1, NIBBLES, 4), fields(high, 1, PAIRS_OF_BITS, 2), 4)
     codes, scales = fields(qs, 16, NIBBLES, 4), _less_32(sc)
     return Imported("lut4", codes, scales, table=IQ4_TABLE, scale_code="i6", scale_scales=floats(d))
 
