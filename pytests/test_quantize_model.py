@@ -46,6 +46,14 @@ def quantized(model: nn.Module) -> list[str]:
     return [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, LowbitLinear)]
 
 
+def test_replaced_forward_is_not_lost(model: Model) -> None:
+    """accelerate puts a forward of its own into modules, which moves inputs from device to device."""
+    forward = model.body[0].forward
+    model.body[0].forward = lambda x: forward(x)
+    report = lowbit.quantize_(model, U4)
+    assert "its forward was replaced" in report["body.0"].reason and "body.1" in quantized(model)
+
+
 @torch.no_grad()
 def test_every_matrix_is_in_the_report(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.randn(4, 128).half()
