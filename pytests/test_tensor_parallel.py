@@ -28,7 +28,8 @@ SMALL = {
     "dtype": "bfloat16",
     "pad_token_id": 0,
 }
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+"""Every token goes to both experts, for rounding might choose another one."""
 
 
 def configs() -> dict[str, Any]:

@@ -239,13 +239,16 @@ def test_experts_in_a_cuda_graph(checkpoints: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe"])
-def test_on_a_gpu(name: str, checkpoints: Any, tmp_path: Path) -> None:
-    """Quantized on the GPU while loading, saved, loaded, and compiled by generate() with a static cache."""
+@pytest.mark.parametrize(("name", "most"), [("llama", 0.05), ("gemma2", 0.05), ("qwen3-moe", 0.5)])
+def test_on_a_gpu(name: str, most: float, checkpoints: Any, tmp_path: Path) -> None:
+    """Quantized on the GPU while loading, saved, loaded, and compiled by generate() with a static cache.
+
+    most: how far logits may be from those on the CPU; rounding may choose another expert
+    """
     model = loaded(checkpoints(name), LowbitConfig(U4), device_map="cuda")
     on_cpu = logits(loaded(checkpoints(name), LowbitConfig(U4)))
     given = logits(model)
-    assert float((given - on_cpu).norm() / on_cpu.norm()) < 0.05
+    assert float((given - on_cpu).norm() / on_cpu.norm()) < most
     model.save_pretrained(tmp_path)
     again = loaded(tmp_path, device_map="cuda")
     assert torch.equal(logits(again), given)
