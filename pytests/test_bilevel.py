@@ -27,6 +27,7 @@ from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.pipeline import compile_dequantize, compile_matmul
 from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
+from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import PackedWeight, pack
 
 Q4_K = MatmulSpec(24, 512, "u4", 32, zeros="offset", scale="u6", bilevel=Bilevel(groups=8), out="f32")
@@ -254,6 +255,34 @@ def test_any_cpu(
     w = pack(spec, **tensors)
     assert np.array_equal(w.dequantize().numpy(), by_hand(spec, dict(tensors)))
     assert matmul_is_right(lowbit.compile(spec, "cpu")(x, w), spec, (x, tensors))
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["u1", "u2", "u3", "u4", "u7", "u8", "i6", "f6e3m2", "nf4"]),
+    st.sampled_from([*SCALE_CODES, "e4m3"]),
+    st.sampled_from(["none", "float", "offset"]),
+    st.builds(
+        Bilevel, st.sampled_from([1, 16]), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["f16", "f32"]), st.booleans()
+    ),
+    st.sampled_from([16, 17, 48, 64, 128]),
+    st.integers(1, 3),
+    st.sampled_from(["sm_80", "sm_90a"]),
+    st.sampled_from([1, 8, 64]),
+)
+def test_any_kernel(
+    weight: str, scale: Any, zeros: Any, bilevel: Bilevel, group: int, blocks: int, target: str, tile: int
+) -> None:
+    """The kernels that the rule chooses, with the race check."""
+    k = group * bilevel.groups * blocks
+    spec = MatmulSpec(40, k, weight, group, zeros=zeros, scale=scale, bilevel=bilevel, out="f32")
+    schedule = Artifacts(spec, parse_target(target), None).request(tile).schedule
+    assert isinstance(schedule, Schedule)
+    problem = inputs(spec, min(tile, 3))
+    kernel = compile_matmul(spec, parse_target(target), schedule)
+    y = run_matmul(kernel, spec, problem, racecheck=len(kernel.ptx) < 60_000)
+    assert matmul_is_right(y, spec, problem, **KernelPlan(spec, schedule).rounding)
 
 
 def test_shards() -> None:

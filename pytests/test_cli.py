@@ -54,6 +54,14 @@ def test_every_field_of_a_spec_is_an_option(command):
     assert all(f"--{field.name.replace('_', '-')} " in text for field in fields(MatmulSpec))
 
 
+def test_run_of_a_weight_with_everything():
+    """Whose rows repeat themselves, with blocks of 16 rows, columns in another order and outliers."""
+    levels = ("-g", "16", "--zeros", "float", "--scale", "u3", "--bilevel", "rows=16,groups=1,zeros=true")
+    others = ("--outliers", "--permuted", "--row-scales", "--bias")
+    shape = ("-n", "1300", "-k", "64", "-w", "u3", "-m", "4", "--target", "cpu")
+    assert "right" in lowbit("run", *shape, *levels, *others).output
+
+
 def test_targets_in_help_exist():
     names = [name for name in TARGETS.replace(" or ", " ").split(", ") if "<" not in name]
     assert len(names) == 10 and all(parse_target(name).name == name for name in names)

@@ -101,7 +101,7 @@ def test_layer() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_fused_layers_share_their_order(same: bool) -> None:
-    from lowbit.pylib.nn.fuse import _concatenated, _same_order
+    from lowbit.pylib.nn.fuse import _same_order, concatenated
 
     spec = replace(SPEC, n=32)
     x, tensors, w = problem(spec, 3)
@@ -109,7 +109,7 @@ def test_fused_layers_share_their_order(same: bool) -> None:
     parts = [LowbitLinear.from_packed(w), LowbitLinear.from_packed(pack(spec, **others))]
     assert _same_order(*parts) == same
     if same:
-        assert torch.equal(_concatenated(parts)(x), torch.cat([part(x) for part in parts], 1))
+        assert torch.equal(concatenated(parts)(x), torch.cat([part(x) for part in parts], 1))
 
 
 @settings(max_examples=20)

@@ -86,6 +86,7 @@ _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "row_scales": (bool, False, "Scale every row, too."),
     "bilevel": (str | None, None, "The second level of scales that are codes, such as rows=1,groups=8,scale=f16."),
     "permuted": (bool, False, "Columns are in another order than x's."),
+    "outliers": (bool, False, "Add outliers, a sparse matrix in f16."),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of
@@ -82,17 +83,20 @@ class Sample:
 
 
 def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **rounding: bool) -> Sample:
-    """Random data on a device, where the weight is packed. The period should be a prime.
+    """Random data on a device, where the weight is packed. The period should be a prime; where rows share numbers,
+    it is cut to whole blocks of them.
 
     rounding: what the kernel rounds besides its sums (`dequantized`, `rounded_zeros` of `reference.tolerance`)
     """
-    part = replace(spec, n=min(spec.n, period))
+    block = spec.bilevel.rows if spec.bilevel else 1
+    part = replace(spec, n=min(spec.n, period // block * block))
     x, tensors = reference.random_inputs(part, m)
     arguments: dict[str, Any] = {**tensors, **rounding}
     expected = reference.matmul(part, x, **tensors)
     allowed = reference.tolerance(part, x, **arguments)
     rows = torch.arange(spec.n, device=device) % part.n
-    weight = packed.pack(spec, **{name: _take(t.to(device), rows) for name, t in tensors.items()})
+    given = {slot.name: _repeated(spec, slot, tensors[slot.name].to(device), rows) for slot in spec.tensors}
+    weight = packed.pack(spec, **given)
     return Sample(x.to(device), weight, expected, allowed)
 
 
@@ -141,6 +145,18 @@ def rounding(mm: Matmul, m: int) -> dict[str, bool]:
         return {}
     schedule = mm.kernel(m).schedule
     return family_of(schedule).rounding(mm.spec, schedule)
+
+
+def _repeated(spec: MatmulSpec, slot: TensorSlot, t: Tensor, rows: Tensor) -> Tensor:
+    """Returns the tensor, given for a few rows, of a weight with these rows of them."""
+    if slot.index == "column":
+        return t
+    if slot.index == "sparse":
+        return t.to_dense()[rows].to_sparse_csr()
+    if slot.index == "block" and spec.bilevel:
+        height = spec.bilevel.rows
+        return t[rows[::height] // height]
+    return _take(t, rows)
 
 
 def _take(t: Tensor, rows: Tensor) -> Tensor:

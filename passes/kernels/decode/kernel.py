@@ -106,6 +106,7 @@ class Kernel:
         self.d_layout = warps.local(1, s.row_blocks, columns) * batched(MMA_M16N8_D)
         self.row_layout = self.d_layout.reduce((2,))
         self.sum_layout = self.d_layout.reduce((1,))
+        self.blocks_read: dict[tuple[int, str, int], Tile] = {}
 
     def build(self) -> ir.Module:
         p, tiles = self.p, self.plan.tiles
@@ -310,15 +311,15 @@ class Kernel:
 
     def _second_level(self, group: int, of_rows: Layout, name: str, bilevel: Bilevel) -> Tile:
         """A number of the block that a group is in, for every row of the tile or for 16: [warps_k, row blocks, 1, 16]
-        or [warps_k, row blocks, 1, 1] in f32."""
-        p = self.p
-        _, buffers, slot = self.operands.second_level[name]
-        layout = of_rows if bilevel.rows == 1 else of_rows.reduce((3,))
-        *shape, lanes = layout.shape
-        block = group // bilevel.groups * slot.shape[2]
-        flat = layout.reshape((*shape[:2], lanes))
-        loaded = p.load(buffers[self.operands.slot], (0, 0, block), flat)
-        return self.convert.as_f32(p.reshape(loaded, layout.shape), slot.storage)
+        or [warps_k, row blocks, 1, 1] in f32. It is read once for all groups of a block."""
+        key = self.operands.slot, name, group // bilevel.groups
+        if key not in self.blocks_read:
+            _, buffers, slot = self.operands.second_level[name]
+            layout = of_rows if bilevel.rows == 1 else of_rows.reduce((3,))
+            flat = layout.reshape((*layout.shape[:2], layout.shape[3]))
+            loaded = self.p.load(buffers[self.operands.slot], (0, 0, key[2] * slot.shape[2]), flat)
+            self.blocks_read[key] = self.convert.as_f32(self.p.reshape(loaded, layout.shape), slot.storage)
+        return self.blocks_read[key]
 
     def _row_scale_or_zero(self, name: str) -> Tile:
         """Scale, zero or offset of every row of the tile, from device memory."""
