@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from emulated import matmul_is_right, run_matmul
 
 from examples.kernel.problem import Problem
@@ -96,6 +97,34 @@ def test_transformers_model(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert 0.01 < load("transformers_model.py")["main"](device="cpu") < 0.3
     assert "the same after loading: True" in capsys.readouterr().out
+
+
+def test_own_format(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = load("own_format.py")["main"](128, 256, "cpu")
+    assert 0 < errors["table"] < 0.95 * errors["integers"]
+    assert "the table: -0." in capsys.readouterr().out
+
+
+def test_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    """The cache of one request does not reach the next, and an answer is what `generate` says."""
+    example = load("serve.py")
+    first, second, third = example["main"](None, [[1, 2, 3], [7] * 20, [1, 2, 3]], 5)
+    assert first == third and len(second) == 5
+    assert "20 tokens in:" in capsys.readouterr().out
+
+
+def test_serve_answers_with_the_likeliest_tokens(tmp_path: Path) -> None:
+    """One call for the whole sequence says so, too, up to the rounding of bf16."""
+    example = load("serve.py")
+    model = example["load"](example["small_model"](str(tmp_path)), "cpu")
+    server, prompt = example["Server"](model), [3, 1, 4, 1, 5]
+    answer = list(server.answer(prompt, 6))
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    behind = logits.amax(1) - logits[torch.arange(6), answer]
+    assert len(answer) == 6 and behind.max() < 0.05 * logits.std()
+    with pytest.raises(ValueError, match="200 tokens; 1 to 122 fit"):
+        list(server.answer([1] * 200, 6))
 
 
 def test_lora(capsys: pytest.CaptureFixture[str]) -> None:
