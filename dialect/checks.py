@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.elements import ACTS, ELEMENTS
+from lowbit.dialect.elements import ACTS, OPERANDS, TIMES
 from lowbit.dialect.errors import LayoutError, LowbitError
 from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.layout import Layout
@@ -103,9 +103,20 @@ def activation(element: object, what: str) -> None:
     expect(element in ACTS, what, " or ".join(ACTS), element)
 
 
+def factors(a: object, b: object, sums: object, *, wide: bool) -> None:
+    """The elements of a and b must be multiplied by tensor cores, and be summed in that of the accumulators.
+
+    wide: whether there is a product of f32 with narrower numbers
+    """
+    expect(b in TIMES, "element of b", " or ".join(TIMES), b)
+    allowed = [element for element in TIMES[str(b)] if wide or element != "f32"]
+    expect(a in allowed, "element of a", " or ".join(allowed), a)
+    accumulator(sums, b, "element of c")
+
+
 def accumulator(element: object, operand: object, what: str) -> None:
     """An element must be that of the sums of products with `operand`."""
-    same_element(ELEMENTS[str(operand)].sums, element, what)
+    same_element(OPERANDS[str(operand)].sums, element, what)
 
 
 def tensor(value: Any, what: str, sizes: Sequence[int | None], elements: Sequence[str]) -> str:

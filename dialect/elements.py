@@ -24,6 +24,7 @@ class Element:
     torch  the name of the torch type
     mma    the type's name as an operand of mma and wgmma in PTX; "" if they do not multiply it
     sums   the type of the accumulators of its products
+    byte   the type that a number of 8 bits has in the IR as an operand: three types of numbers are bytes in memory
     """
 
     name: str
@@ -32,6 +33,7 @@ class Element:
     torch: str
     mma: str = ""
     sums: str = "f32"
+    byte: str = ""
 
     @property
     def bytes(self) -> int:
@@ -54,9 +56,9 @@ class Element:
         return MMA_BITS // self.bits
 
     @property
-    def mma_types(self) -> str:
-        """The types in the name of an mma or wgmma: of the sums and of both operands. PTX calls i32 s32 there."""
-        return f"{self.sums.replace('i', 's')}.{self.mma}.{self.mma}"
+    def operand(self) -> str:
+        """The type that a number has in the IR as an operand of a product."""
+        return self.byte or self.mlir
 
 
 _ALL = (
@@ -64,11 +66,19 @@ _ALL = (
     Element("bf16", 16, "bf16", "bfloat16", "bf16"),
     Element("f32", 32, "f32", "float32", "tf32"),
     Element("i32", 32, "i32", "int32"),
-    Element("i8", 8, "i8", "int8", "s8", "i32"),
-    Element("u8", 8, "i8", "uint8", "u8", "i32"),
-    Element("e4m3", 8, "i8", "float8_e4m3fn", "e4m3"),
+    Element("i8", 8, "i8", "int8", "s8", "i32", "i8"),
+    Element("u8", 8, "i8", "uint8", "u8", "i32", "ui8"),
+    Element("e4m3", 8, "i8", "float8_e4m3fn", "e4m3", "f32", "f8E4M3FN"),
     Element("e8m0", 8, "i8", "float8_e8m0fnu"),
 )
 ELEMENTS = {element.name: element for element in _ALL}
 
 ACTS = ("f16", "bf16")  # the types of activations
+OPERANDS = {element.operand: element for element in _ALL if element.mma}  # by their types in the IR
+TIMES = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f8E4M3FN": ("f8E4M3FN",), "i8": ("i8", "ui8")}
+"""Of every operand b, what a may be: other types are multiplied as f32, and unsigned bytes by signed ones."""
+
+
+def product_types(a: str, b: str) -> str:
+    """Returns the types in the name of an mma or wgmma of two operands, that of the sums first: PTX has s32 for i32."""
+    return f"{OPERANDS[b].sums.replace('i', 's')}.{OPERANDS[a].mma}.{OPERANDS[b].mma}"

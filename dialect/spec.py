@@ -23,6 +23,8 @@ from weakref import WeakKeyDictionary, ref
 from lowbit.dialect.bilevel import SCALE_CODES, Bilevel, check_bilevel
 from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats import byte_codes
+from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
 from lowbit.dialect.formats.packing import Packing
@@ -49,7 +51,9 @@ class MatmulSpec:
                 and less than 8 bits lo .. lo+128; "offset": none, but a number per group that is added after scaling
     scale       type of the scales; e8m0 is a power of two (MX formats), e4m3 is NVFP4's; "u3", "u4", "u6", "u8", "i6"
                 and "i8" are codes, of which `bilevel` makes numbers
-    act         type of x and of the tensor core's operands
+    act         type of x
+    compute     type in which codes and x are multiplied: "f8e4m3" or "i8", for which x is quantized to 8 bits with a
+                scale per row (`lowbit.quantize_activation`); None: act
     out         type of y and of the bias; None: as act
     bias        whether bias[n] is added
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
@@ -78,6 +82,7 @@ class MatmulSpec:
     permuted: bool = False
     outliers: bool = False
     bilevel: Bilevel | None = None
+    compute: Compute | None = None
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
@@ -93,6 +98,7 @@ class MatmulSpec:
             row_scales=_boolean("row_scales", self.row_scales),
             permuted=_boolean("permuted", self.permuted),
             bilevel=None if self.bilevel is None else Bilevel.read(self.bilevel),
+            compute=None if self.compute is None else _compute(self.compute),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -100,6 +106,29 @@ class MatmulSpec:
             object.__setattr__(self, "group_size", _group_size(self.group_size, self.k))
         check_bilevel(self.scale, self.group_size, self.groups, self.bilevel)
         self._check_weight()
+        if self.compute:
+            self._check_compute(self.compute)
+
+    def _check_compute(self, compute: Compute) -> None:
+        """Raises SpecError unless this weight can be multiplied by activations of 8 bits."""
+        given, columns = f"compute={compute!r}", byte_codes.SUM_COLUMNS
+        if not byte_codes.fits(self.dtype, compute):
+            fitting = ", ".join(byte_codes.fitting_names(compute))
+            raise SpecError(f"{given} multiplies {fitting}, not {self.weight!r}; use one of them, or compute=None")
+        if self.zeros not in ("none", "int"):
+            raise SpecError(f"{given} has no zeros={self.zeros!r}; use 'int' or 'none', or compute=None")
+        for name in ("permuted", "outliers"):
+            if getattr(self, name):
+                raise SpecError(f"{given} has no {name}=True; use {name}=False, or compute=None")
+        if self.bilevel:
+            raise SpecError(f"{given} has no bilevel=; use scales that are numbers, or compute=None")
+        if self.k % columns or self.k > byte_codes.MOST_COLUMNS:
+            most = byte_codes.MOST_COLUMNS
+            raise SpecError(f"{given} needs k={self.k} to be a multiple of {columns} up to {most}; use compute=None")
+        if self.group_size and (self.group_size % columns or self.packing.pads_groups):
+            chunk = self.packing.chunk
+            rule = f"a multiple of {columns} that divides {chunk} or is a multiple of it"
+            raise SpecError(f"{given} needs group_size={self.group_size} to be {rule}; use compute=None")
 
     def _check_weight(self) -> None:
         given = plain_name(self.weight)
@@ -125,8 +154,15 @@ class MatmulSpec:
 
     @property
     def x(self) -> Element:
-        """The type of the activation's numbers."""
-        return ELEMENTS[self.act]
+        """The type of the activation's numbers as they are multiplied."""
+        return ELEMENTS[(self.compute or self.act).removeprefix("f8")]
+
+    @property
+    def byte_type(self) -> Compute:
+        """`compute` of a spec that has one. Raises SpecError for others."""
+        if self.compute is None:
+            raise SpecError(f"({self}) has no activations of 8 bits; it needs compute='f8e4m3' or 'i8'")
+        return self.compute
 
     @cached_property
     def packing(self) -> Packing:
@@ -228,8 +264,9 @@ class MatmulSpec:
         bias = " + bias" if self.bias else ""
         outliers = " + outliers" if self.outliers else ""
         scale = self.scale if self.bilevel is None else f"{self.scale} * {self.bilevel.scale}"
+        compute = f" in {self.compute}" if self.compute else ""
         weight = f"{self.weight}[{self.n}, {self.k}] {scale} scale per {group}{zeros}{others}{outliers}"
-        return f"{weight}: {self.act} -> {self.out_dtype}{bias}"
+        return f"{weight}: {self.act}{compute} -> {self.out_dtype}{bias}"
 
 
 _interned: WeakKeyDictionary[MatmulSpec, ref[MatmulSpec]] = WeakKeyDictionary()
@@ -289,6 +326,13 @@ def _boolean(name: str, given: object) -> bool:
     if given is True or given is False:
         return given
     raise SpecError(f"{name}={given!r} must be True or False")
+
+
+def _compute(given: object) -> str:
+    """The type of products, under any of its names."""
+    names = {"e4m3": "f8e4m3", "int8": "i8", "s8": "i8"}
+    short = plain_name(short_name(given))
+    return _choice("compute", names.get(str(short), str(short)), COMPUTE)
 
 
 def _floats(given: object) -> tuple[float, ...]:

@@ -190,7 +190,8 @@ CONDITION = "i1"  # in registers only
 
 UNIT = "vector<4xi32>"  # 16 bytes of packed codes: what a lane loads at once
 
-_BITS = {element.mlir: element.bits for element in ELEMENTS.values()} | {"i16": 16, CONDITION: 1, UNIT: 128}
+_NUMBERS = {name: element.bits for element in ELEMENTS.values() for name in (element.mlir, element.operand)}
+_BITS = _NUMBERS | {"i16": 16, CONDITION: 1, UNIT: 128}
 
 
 def element_bits(element: Element) -> int:

@@ -28,6 +28,7 @@ from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.signature import PARAM_TYPES, parse_grid
 from lowbit.dialect.types import (
+    UNIT,
     Element,
     Global,
     Reg,
@@ -384,6 +385,14 @@ class Program:
         op.offset = offset
         return Tile(op.result)
 
+    def decode_bytes(self, codes: Tile, element: str, layout: Layout) -> Tile:
+        """Codes as bytes that an mma multiplies, f8E4M3FN or ui8 (`dialect.formats.byte_codes`)."""
+        return Tile(ops.DecodeBytesOp(codes.value, Reg(element, layout).type).result)
+
+    def encode_bytes(self, numbers: Tile, kind: str, layout: Layout) -> Tile:
+        """Numbers in f32 rounded to bytes of "f8e4m3" or "i8", 16 to a unit, in the order of `byte_order`."""
+        return Tile(ops.EncodeBytesOp(numbers.value, ir.StringAttr.get(kind), Reg(UNIT, layout).type).result)
+
     def lookup(self, codes: Tile, table: Memory, element: str) -> Tile:
         return Tile(ops.LookupOp(codes.value, table.value, Reg(element, codes.layout).type).result)
 
@@ -440,6 +449,14 @@ class Program:
 
     def abs(self, a: Tile) -> Tile:
         return elementwise(ops.AbsOp, a)
+
+    def reciprocal(self, a: Tile) -> Tile:
+        """1 / a in f32, rounded to nearest even."""
+        return elementwise(ops.ReciprocalOp, a)
+
+    def round_to(self, a: Tile, kind: str) -> Tile:
+        """Numbers in f32 rounded to those of "f8e4m3" or "i8", the largest of which they do not exceed."""
+        return Tile(ops.RoundToOp(a.value, ir.StringAttr.get(kind), a.reg.type).result)
 
     def exp(self, a: Tile) -> Tile:
         """e^a, at most 2 + |1.173 a| ulps of f32 off."""
@@ -513,9 +530,12 @@ class Program:
         place = as_i32(block), as_i32(first_column)
         ops.AddOutliersOp(outliers.value, buffer.value, *place, _i64(group), _i64(padded))
 
-    def reduce(self, tile: Tile, dim: int) -> Tile:
+    def reduce(self, tile: Tile, dim: int, combine: str = "sum") -> Tile:
+        """The sum over a dim, or the largest element ("max")."""
         reg = Reg(tile.reg.element, tile.layout.reduce((dim,)))
-        return Tile(ops.ReduceOp(tile.value, _i64(dim), reg.type).result)
+        op = ops.ReduceOp(tile.value, _i64(dim), reg.type)
+        op.combine = combine
+        return Tile(op.result)
 
 
 __all__ = ["Index", "Loop", "Memory", "Program", "Scalar", "Tile", "element_attr"]

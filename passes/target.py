@@ -52,6 +52,11 @@ class Target:
         return self.kind != "cpu"
 
     @property
+    def has_fp8(self) -> bool:
+        """Conversions to f8e4m3 (PTX ISA 9.7.9.21), and mma.sync of it."""
+        return self.capability >= 89
+
+    @property
     def features(self) -> str:
         """LLVM's feature string."""
         return f"+ptx{self.ptx_version}" if self.is_gpu else ""

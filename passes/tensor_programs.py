@@ -1,4 +1,4 @@
-"""Programs on tensors: modules of one lowbit.matmul, dequantize or prepack, and what such an operation says."""
+"""Programs on tensors: modules of one lowbit.matmul or another operation on tensors, and what it says."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any, cast
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import func, ir, new_context
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
 from lowbit.dialect.types import Packed, packed_type
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule, Operation
+from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_named, schedule_from_dict, schedule_to_dict
+
+_ANY = ir.ShapedType.get_dynamic_size()
 
 
 def tensor_program(request: KernelRequest) -> ir.Module:
@@ -31,21 +35,16 @@ def matmul_text(spec: MatmulSpec) -> str:
 
 def matmul_module(spec: MatmulSpec) -> ir.Module:
     """A module with @matmul(x, w[, bias]) -> y, of one lowbit.matmul; needs a context with the dialect."""
-    dynamic = ir.ShapedType.get_dynamic_size()
-
-    def tensor(shape: list[int], element: str) -> Any:
-        return ir.RankedTensorType.get(shape, ir.Type.parse(element))
-
-    x, y = tensor([dynamic, spec.k], spec.act), tensor([dynamic, spec.n], spec.out_dtype)
-    inputs = [x, packed_type(spec)] + ([tensor([spec.n], spec.out_dtype)] if spec.bias else [])
+    x, y = _tensor([_ANY, spec.k], spec.act), _tensor([_ANY, spec.n], spec.out_dtype)
+    inputs = [x, packed_type(spec)] + ([_tensor([spec.n], spec.out_dtype)] if spec.bias else [])
 
     def matmul(arguments: list[Any]) -> Any:
         x, w, *bias = arguments
         op = ops.MatmulOp(x, w, y, bias)
         op.outliers = spec.outliers
-        return op.y
+        return op
 
-    return _function("matmul", inputs, y, matmul)
+    return _function("matmul", inputs, [y], matmul)
 
 
 def dequantize_module(spec: MatmulSpec) -> ir.Module:
@@ -55,9 +54,9 @@ def dequantize_module(spec: MatmulSpec) -> ir.Module:
     def dequantized(arguments: list[Any]) -> Any:
         op = ops.DequantizeOp(arguments[0], y)
         op.outliers = spec.outliers
-        return op.y
+        return op
 
-    return _function("dequantize", [packed_type(spec)], y, dequantized)
+    return _function("dequantize", [packed_type(spec)], [y], dequantized)
 
 
 def prepack_module(spec: MatmulSpec) -> ir.Module:
@@ -65,15 +64,39 @@ def prepack_module(spec: MatmulSpec) -> ir.Module:
     codes = ir.RankedTensorType.get([spec.n, spec.k], ir.Type.parse("i8"))
     packed = ir.RankedTensorType.get(list(spec.packing.codes_shape), ir.Type.parse("i32"))
     weight = ir.TypeAttr.get(packed_type(spec))
-    return _function("prepack", [codes], packed, lambda arguments: ops.PrepackOp(arguments[0], weight, packed).packed)
+    return _function("prepack", [codes], [packed], lambda arguments: ops.PrepackOp(arguments[0], weight, packed))
 
 
-def _function(name: str, inputs: list[Any], result: Any, make: Callable[[list[Any]], Any]) -> ir.Module:
+def quantize_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @quantize(x) -> (values, scales, sums), of one lowbit.quantize."""
+    x, quantized = _tensor([_ANY, spec.k], spec.act), _quantized_types(spec)
+    return _function("quantize", [x], quantized, lambda arguments: ops.QuantizeOp(*arguments, *quantized))
+
+
+def quantized_matmul_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @quantized_matmul(values, scales, sums, w[, bias]) -> y, of one lowbit.quantized_matmul."""
+    y = _tensor([_ANY, spec.n], spec.out_dtype)
+    inputs = [*_quantized_types(spec), packed_type(spec)] + ([_tensor([spec.n], spec.out_dtype)] if spec.bias else [])
+    return _function("quantized_matmul", inputs, [y], lambda a: ops.QuantizedMatmulOp(*a[:4], y, a[4:]))
+
+
+def _quantized_types(spec: MatmulSpec) -> list[Any]:
+    """Of an activation of 8 bits: values, scales and sums."""
+    sums = _tensor([_ANY, spec.k // SUM_COLUMNS], "f32")
+    return [_tensor([_ANY, spec.k], spec.x.operand), _tensor([_ANY], "f32"), sums]
+
+
+def _tensor(shape: list[int], element: str) -> Any:
+    return ir.RankedTensorType.get(shape, ir.Type.parse(element))
+
+
+def _function(name: str, inputs: list[Any], results: list[Any], make: Callable[[list[Any]], Any]) -> ir.Module:
+    """A module with a function that returns the results of the operation that `make` makes of its arguments."""
     module = ir.Module.create()
     with ir.InsertionPoint(module.body):
-        function = func.FuncOp(name, (inputs, [result]))
+        function = func.FuncOp(name, (inputs, results))
         with ir.InsertionPoint(function.add_entry_block()):
-            func.ReturnOp([make(list(function.arguments))])
+            func.ReturnOp(list(make(list(function.arguments)).operation.results))
     module.operation.verify()
     return module
 
@@ -82,6 +105,8 @@ MODULES: dict[Operation, Callable[[MatmulSpec], ir.Module]] = {
     "matmul": matmul_module,
     "dequantize": dequantize_module,
     "prepack": prepack_module,
+    "quantize": quantize_module,
+    "quantized_matmul": quantized_matmul_module,
 }
 
 
@@ -92,12 +117,17 @@ def packed_of(op: Any) -> Packed:
 
 def spec_of(op: Any) -> MatmulSpec:
     """The spec that an operation's types spell out."""
+    if isinstance(op, ops.QuantizeOp):
+        k, act = ir.RankedTensorType(op.x.type).shape[1], str(ir.RankedTensorType(op.x.type).element_type)
+        return quantize_spec(k, cast(Act, act), _compute_of(op.values))
     w = packed_of(op)
     act = y = "f16"  # packing depends on neither
-    bias = False
+    bias, compute = False, None
     if isinstance(op, ops.MatmulOp):
         act, y = (str(ir.RankedTensorType(t.type).element_type) for t in (op.x, op.y))
         bias = len(op.bias) > 0
+    elif isinstance(op, ops.QuantizedMatmulOp):
+        y, bias, compute = str(ir.RankedTensorType(op.y.type).element_type), len(op.bias) > 0, _compute_of(op.values)
     elif isinstance(op, ops.DequantizeOp):
         act = y = str(ir.RankedTensorType(op.y.type).element_type)
     return MatmulSpec(
@@ -113,8 +143,13 @@ def spec_of(op: Any) -> MatmulSpec:
         row_scales=w.row_scales,
         bilevel=w.bilevel,
         table=w.format.table if w.format.name.startswith("lut") else None,
-        outliers=not isinstance(op, ops.PrepackOp) and op.outliers,
+        outliers=isinstance(op, ops.MatmulOp | ops.DequantizeOp) and op.outliers,
+        compute=compute,
     )
+
+
+def _compute_of(values: Any) -> Compute:
+    return "i8" if str(ir.RankedTensorType(values.type).element_type) == "i8" else "f8e4m3"
 
 
 def schedule_attr(schedule: KernelSchedule) -> Any:

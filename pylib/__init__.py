@@ -27,9 +27,11 @@ from lowbit.dialect.errors import (
 )
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
+from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
+    from lowbit.pylib.activation import QuantizedActivation
     from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
     from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
     from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.quantization.api import quantize
     from lowbit.pylib.quantization.calibration import Calibration
     from lowbit.pylib.quantization.quantized import QuantizedWeight
+    from lowbit.pylib.quantize_activation import quantize_activation
     from lowbit.pylib.runtime.kernel import Kernel, compile_program, load
 
 alias(__name__)
@@ -55,6 +58,7 @@ __all__ = [
     "Calibration",
     "Checkpoint",
     "CheckpointError",
+    "EightBitSchedule",
     "EmulatorError",
     "FusedLayers",
     "GgufFile",
@@ -74,6 +78,7 @@ __all__ = [
     "QuantConfig",
     "QuantizationReport",
     "QuantizeError",
+    "QuantizedActivation",
     "QuantizedWeight",
     "Schedule",
     "SpecError",
@@ -90,6 +95,7 @@ __all__ = [
     "open_checkpoint",
     "quantize",
     "quantize_",
+    "quantize_activation",
     "save_checkpoint",
 ]
 
@@ -106,6 +112,7 @@ _NEEDS_TORCH = {
     "Matmul": "matmul",
     "PackedWeight": "packed",
     "QuantizationReport": "nn.report",
+    "QuantizedActivation": "activation",
     "QuantizedWeight": "quantization.quantized",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
@@ -118,6 +125,7 @@ _NEEDS_TORCH = {
     "open_checkpoint": "checkpoints.checkpoint",
     "quantize": "quantization.api",
     "quantize_": "nn.quantize_model",
+    "quantize_activation": "quantize_activation",
     "save_checkpoint": "checkpoints.model",
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
+from typing import cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -25,9 +26,12 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.stages import stages
 from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
 from lowbit.pylib import dequantized, operator_schema, packed
+from lowbit.pylib.activation import VALUES, Quantized, QuantizedActivation, from_values
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.runtime.eight_bit import EightBitRuntime, make_eight_bit_runtime
+from lowbit.pylib.runtime.quantizers import quantize_on
 from lowbit.pylib.runtime.runtimes import make_runtime
 from lowbit.pylib.tensor_checks import SeenTensors
 from lowbit.pylib.torch_types import TORCH
@@ -103,9 +107,10 @@ def _warn_of_predecessor(gpu: str, capability: int, target: str) -> None:
 class Matmul:
     """y = x W^T + bias with W packed in low-bit codes. Made by `compile`; safe to call from any thread.
 
-    A gradient flows to x, by way of the dequantized weight, and none to the weight's tensors. Change a packed weight in
-    place only when no call is under way (`torch.cuda.synchronize()`): on Hopper a call reads it ahead of its turn in
-    the stream. Then make a new `PackedWeight` of its tensors, which looks at the range of the values.
+    A gradient flows to x, by way of the dequantized weight and straight through the quantization that
+    `MatmulSpec.compute` asks for; none to the weight's tensors, nor to an activation that comes in 8 bits. Change a
+    packed weight in place only when no call is under way (`torch.cuda.synchronize()`): on Hopper a call reads it ahead
+    of its turn in the stream. Then make a new `PackedWeight` of its tensors, which looks at the range of the values.
 
     spec, target   as compiled
     schedule       of the kernel for one token; None on a CPU
@@ -119,7 +124,8 @@ class Matmul:
         self._seen = SeenTensors()
         self._arguments = spec, target.name, schedule
         self.description = operator_schema.describe(spec, target, schedule)
-        self._runtime = make_runtime(spec, target, schedule)
+        make = make_eight_bit_runtime if spec.compute else make_runtime
+        self._runtime = make(spec, target, schedule)
         self._run = self._runtime.matmul
         self.schedule = self._runtime.schedule
 
@@ -142,14 +148,20 @@ class Matmul:
         """The weight in the kernels' memory order; takes and raises what `pylib.packed.pack` does."""
         return packed.pack(self.spec, codes, scales, zeros, bias, outliers, **others)
 
-    def __call__(self, x: Tensor, w: PackedWeight) -> Tensor:
+    def __call__(
+        self, x: Tensor | QuantizedActivation, w: PackedWeight, x_scale: Tensor | None = None
+    ) -> Tensor:
         """y [..., n] in the spec's out type, for x [..., k] in its act type; on x's device and current
         stream.
 
-        x may have any number of rows, none too, and any strides. Raises SpecError for an x and PackError for
-        a weight that do not fit the spec, TargetError for tensors where the target does not run.
+        x may have any number of rows, none too, and any strides. With `MatmulSpec.compute` it may also be an activation
+        of `lowbit.quantize_activation`; or come in that type, torch.float8_e4m3fn or torch.int8, with x_scale [...] in
+        f32, one scale per row. Raises SpecError for an x and PackError for a weight that do not fit the spec,
+        TargetError for tensors where the target does not run.
         """
-        if type(x) is not Tensor or x.requires_grad or is_observed() or x.is_neg():
+        if type(x) is not Tensor or x_scale is not None or x.requires_grad or is_observed() or x.is_neg():
+            if isinstance(x, QuantizedActivation) or x_scale is not None:
+                return self._of_quantized(x, w, x_scale)
             return self._by_operator(x, w)
         run, shape = self._run, x.shape
         if (  # what _check looks at, and no more: it costs 0.5 us
@@ -178,6 +190,48 @@ class Matmul:
             self._check_weight(w)
         return torch.ops.lowbit.matmul.packed(x, list(w.tensors), self.description)
 
+    def _of_quantized(self, x: Tensor | QuantizedActivation, w: PackedWeight, x_scale: Tensor | None) -> Tensor:
+        """Returns what a call gives for an activation of 8 bits."""
+        compute = self.spec.compute
+        if compute is None:
+            raise SpecError(f"x has 8 bits, but ({self.spec}) multiplies in {self.spec.act}; use a spec with compute=")
+        if not isinstance(x, QuantizedActivation):
+            q = from_values(x, x_scale, compute)
+        elif x_scale is None:
+            q = x
+        else:
+            raise SpecError("x is quantized and has its scales; drop x_scale=")
+        self._check_weight(w)
+        self._check_quantized(q)
+        if q.device != w.device:
+            raise TargetError(f"x is on {q.device}, but the weight is on {w.device}; use w.to({str(q.device)!r})")
+        if is_observed() or any(type(t) is not Tensor for t in q.tensors):
+            return torch.ops.lowbit.matmul.quantized(*q.tensors, list(w.tensors), self.description)
+        _check_readable(w)
+        return self._runtime_of_quantized.multiply(q.tensors, w.tensors)
+
+    def _check_quantized(self, q: QuantizedActivation) -> None:
+        """Raise SpecError unless an activation of 8 bits fits the spec."""
+        if q.compute != self.spec.compute:
+            raise SpecError(
+                f"x was quantized to {q.compute!r}, but the spec has compute={self.spec.compute!r}; quantize it anew"
+            )
+        if q.shape[-1] != self._k:
+            raise SpecError(f"x must be [..., k={self._k}], not {list(q.shape)}")
+
+    @property
+    def _runtime_of_quantized(self) -> EightBitRuntime:
+        return cast(EightBitRuntime, self._runtime)
+
+    def untraced_quantized(self, x: Quantized, weight: Sequence[Tensor]) -> Tensor:
+        """What a call with an activation of 8 bits comes to: for the operator."""
+        if self.spec.compute is None:
+            raise SpecError(f"x has 8 bits, but ({self.spec}) multiplies in {self.spec.act}; use a spec with compute=")
+        self._check_quantized(QuantizedActivation(*x, self.spec.compute))
+        if not self._seen.has(weight):
+            _check_readable(self._as_weight(weight))
+        return self._runtime_of_quantized.multiply(x, weight)
+
     def untraced(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
         """What a call comes to: for the operator, which a call becomes where torch observes it."""
         if not self._seen.has(weight):
@@ -202,7 +256,7 @@ class Matmul:
     @cached_property
     def _run_wide(self) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
         """Multiplies by a weight of a wide range."""
-        if not self.target.is_gpu:
+        if not self.target.is_gpu or self.spec.compute:
             return self._run
         spec, _, schedule = self._arguments
         return make_runtime(spec, self.target, schedule, late_scaling=True).matmul
@@ -288,6 +342,8 @@ class Matmul:
     def _check_x(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise SpecError(f"x must be a torch tensor, not {type(x).__name__}; use torch.as_tensor(x)")
+        if x.dtype is not self._act and self.spec.compute and x.dtype is VALUES[self.spec.compute]:
+            raise SpecError(f"x is {x.dtype} and needs its scales, one per row: mm(x, w, x_scale=...)")
         if x.dtype is not self._act:
             raise SpecError(f"x is {x.dtype}, but act={self.spec.act!r}; use x.to({self._act})")
         if x.ndim == 0 or x.shape[-1] != self._k:
@@ -321,7 +377,12 @@ def input_gradient_described(dy: Tensor, weight: Sequence[Tensor], kernel: str) 
     return _described(kernel).untraced_input_gradient(dy, weight)
 
 
-operator_schema.implement(run_described, dequantize_described, input_gradient_described)
+def run_quantized(values: Tensor, scales: Tensor, sums: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
+    """Multiply an activation of 8 bits: the implementation of `torch.ops.lowbit.matmul.quantized`."""
+    return _described(kernel).untraced_quantized((values, scales, sums), weight)
+
+
+operator_schema.implement(run_described, dequantize_described, input_gradient_described, run_quantized, quantize_on)
 
 
 def _check_readable(w: object) -> None:

@@ -22,16 +22,26 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import LowbitError, SpecError
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.target import Target
+from lowbit.pylib.activation import VALUES
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tracing import check_transforms
 
 _LIBRARY = torch.library.Library("lowbit", "DEF")
 _LIBRARY.define(
     "matmul.packed(Tensor x, Tensor[] weight, str kernel) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "matmul.quantized(Tensor values, Tensor scales, Tensor sums, Tensor[] weight, str kernel) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "quantize_activation(Tensor x, str compute, str target) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define("dequantize(Tensor[] weight, str kernel) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -65,6 +75,17 @@ def parts(kernel: str) -> dict[str, Any]:
 def _fake_matmul(x: Tensor, weight: list[Tensor], kernel: str) -> Tensor:
     spec: MatmulSpec = parts(kernel)["spec"]
     return x.new_empty((*x.shape[:-1], spec.n), dtype=TORCH[spec.out_dtype])
+
+
+def _fake_quantized(values: Tensor, scales: Tensor, sums: Tensor, weight: list[Tensor], kernel: str) -> Tensor:
+    return _fake_matmul(values, weight, kernel)
+
+
+def _fake_quantize(x: Tensor, compute: Compute, target: str) -> tuple[Tensor, Tensor, Tensor]:
+    *batch, k = x.shape
+    f32 = torch.float32
+    values = x.new_empty(x.shape, dtype=VALUES[compute])
+    return values, x.new_empty(batch, dtype=f32), x.new_empty((*batch, k // SUM_COLUMNS), dtype=f32)
 
 
 def _fake_dequantize(weight: list[Tensor], kernel: str) -> Tensor:
@@ -141,17 +162,25 @@ def _refuse_old_graph(*_: object) -> Tensor:
 
 
 def implement(
-    matmul: Callable[..., Tensor], dequantize: Callable[..., Tensor], input_gradient: Callable[..., Tensor]
+    matmul: Callable[..., Tensor],
+    dequantize: Callable[..., Tensor],
+    input_gradient: Callable[..., Tensor],
+    quantized_matmul: Callable[..., Tensor],
+    quantize: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> None:
     """Make these functions what the operators run on tensors that have values."""
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl("matmul.packed", matmul, device)
+        _LIBRARY.impl("matmul.quantized", quantized_matmul, device)
+        _LIBRARY.impl("quantize_activation", quantize, device)
         _LIBRARY.impl("dequantize", dequantize, device)
         _LIBRARY.impl("input_gradient", input_gradient, device)
     _LIBRARY.impl("matmul.packed", _autograd_of(matmul), "Autograd", with_keyset=True)
 
 
 torch.library.register_fake("lowbit::matmul.packed", _fake_matmul, lib=_LIBRARY)
+torch.library.register_fake("lowbit::matmul.quantized", _fake_quantized, lib=_LIBRARY)
+torch.library.register_fake("lowbit::quantize_activation", _fake_quantize, lib=_LIBRARY)
 torch.library.register_fake("lowbit::dequantize", _fake_dequantize, lib=_LIBRARY)
 torch.library.register_fake("lowbit::input_gradient", _fake_input_gradient, lib=_LIBRARY)
 torch.library.register_autograd("lowbit::input_gradient", _second_gradient, setup_context=_save_weight, lib=_LIBRARY)

@@ -4,6 +4,7 @@
     y = mm(x, pack(spec, codes, scales, zeros, bias))
     assert agrees(y, matmul(spec, x, codes, ...), tolerance(spec, x, codes, ...)).all()
 
+With `MatmulSpec.compute`, x is what it is quantized to (`multiplied`): the result is that of x8 times its scales.
 Arguments are torch tensors or NumPy arrays in the form that `pylib.packed.pack` takes them, already rounded
 to the spec's types. n is that of `codes`, so a few rows of a large weight can be checked by themselves.
 """
@@ -21,6 +22,7 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role, TensorSlot
+from lowbit.pylib.activation import quantize_rows
 from lowbit.pylib.outliers import draw, read_csr
 from lowbit.pylib.torch_types import TORCH
 
@@ -31,6 +33,7 @@ F64 = NDArray[np.float64]
 ROUNDING = {"f16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134), "f32": (2.0**-24, 2.0**-150)}
 ADDITION = 2.0**-23  # relative error of an f32 addition in the tensor core, which truncates
 OUTLIERS = 0.02  # density of random ones
+FP8_ADDITION = 4 * 33 * 2.0**-13  # four mma of f8e4m3 make a sum, and each of 33 terms loses 2^-13 of the largest
 OTHER_ADDITIONS = 64  # splits, warps of a block, bias; and the roundings of the multiplications by scales
 LEAST_SCALE = {"f16": 2.0**-14, "e4m3": 2.0**-6}  # normal numbers; the other types' are out of reach
 
@@ -51,6 +54,15 @@ def dequantize(
     return w[:, np.argsort(_f64(others["permutation"]))] if spec.permuted else w
 
 
+def multiplied(spec: MatmulSpec, x: Array) -> F64:
+    """x [m, k] as it is multiplied: with `MatmulSpec.compute`, its values of 8 bits times their scales."""
+    if spec.compute is None:
+        return _f64(x)
+    values, scales = quantize_rows(torch.as_tensor(x), spec.compute)
+    with np.errstate(invalid="ignore"):
+        return _f64(values) * _f64(scales)[:, None]
+
+
 def matmul(
     spec: MatmulSpec,
     x: Array,
@@ -62,7 +74,8 @@ def matmul(
 ) -> F64:
     """y[m, n] = x[m, k] @ W[n, k].T + bias[n] in float64."""
     with np.errstate(invalid="ignore"):
-        return _f64(x) @ dequantize(spec, codes, scales, zeros, **others).T + (0.0 if bias is None else _f64(bias))
+        product = multiplied(spec, x) @ dequantize(spec, codes, scales, zeros, **others).T
+        return product if bias is None else product + _f64(bias)
 
 
 def tolerance(
@@ -91,6 +104,7 @@ def tolerance(
 
     Products with outliers are exact, and are sums of f32 as well: each counts as another addition, and their
     magnitudes as terms.
+    Tensor cores cut each term of a sum of f8e4m3 products where 13 bits below the largest end: `FP8_ADDITION`.
 
     dequantized: bound a kernel that rounds whole weights to the operand's type (as `compile_dequantize` does)
     and then accumulates all of k.
@@ -139,9 +153,11 @@ def _accumulated(
         rounding = rounding + unit * terms
         if rounded_zeros and spec.zeros == "float":
             rounding = rounding + unit * np.abs(zero)
-    error = np.abs(_f64(x)) @ (scale * (ADDITION * additions * terms + rounding)).T
+    each = ADDITION * additions + (FP8_ADDITION if spec.compute == "f8e4m3" else 0.0)
+    magnitudes = np.abs(multiplied(spec, x))
+    error = magnitudes @ (scale * (each * terms + rounding)).T
     if entries:
-        error += np.abs(_f64(x)) @ ((ADDITION * additions + (unit if dequantized else 0.0)) * sparse).T
+        error += magnitudes @ ((ADDITION * additions + (unit if dequantized else 0.0)) * sparse).T
     if rounded_zeros and spec.zeros == "float":
         error += np.abs(_f64(x) @ (scale * _zero_error(spec, codes, zero)).T)
     return error

@@ -400,7 +400,8 @@ def test_writes_while_a_wgmma_reads() -> None:
 
 
 def test_rows_that_nobody_wrote() -> None:
-    """Their columns of the result are NaN: here 8 of 16, for threads 0 to 7 and 16 to 23 write a row's halves."""
+    """Their columns of the result are NaN: here 8 of 16, for threads 0 to 7 and 16 to 23 write a row's halves. Those of
+    integers are some odd number each."""
     ones, d = Matrix(f16(np.ones((16, 16)))), np.zeros((128, 8), np.float32)
     half = """.shared .align 1024 .b8 part[1024]; mov.u32 %r1, 0x3C003C00; mad.lo.u32 %r2, %r0, 16, %r3;
     and.b32 %r8, %r0, 8; setp.eq.u32 %p2, %r8, 0; setp.lt.and.u32 %p2, %r0, 32, %p2;
@@ -411,4 +412,8 @@ def test_rows_that_nobody_wrote() -> None:
     np.testing.assert_array_equal(d, np.tile(np.repeat([16.0, np.nan], 4).astype(np.float32), (128, 1)))
     integers = MMA.replace("k16.f32.f16.f16", "k32.s32.s8.s8").replace("1, 1, 1, 0", "1")
     empty = ".shared .align 1024 .b8 empty[1024]; fence.proxy.async; bar.sync 0;"
-    fails("never written", f"add.u64 %rd10, %rd10, 64; {integers} {COMMIT} {WAIT}", proxy=empty)
+    source = program(8, f"{integers} {COMMIT} {WAIT}", 1024, proxy=empty, fence=f"add.u64 %rd10, %rd10, 64; {FENCE}")
+    whole = np.full((128, 8), 7, np.int32)
+    bytes_ = np.full((128, 4), 0x01010101, np.uint32)
+    Emulator(source).launch("k", block=128, args=[bytes_, ones.image, np.zeros(0, np.uint8), whole, ones.descriptor, 0])
+    np.testing.assert_array_equal(whole, 7 + 32 * 101)

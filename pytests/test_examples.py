@@ -71,6 +71,12 @@ def test_quantize_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("bits per weight") == len(errors)
 
 
+def test_eight_bit_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = load("eight_bit_activations.py")["main"](64, 512, 4, "cpu")
+    assert 0.001 < errors["f8e4m3"] < errors["i8"] < 0.1
+    assert capsys.readouterr().out.count("relative error") == 2
+
+
 def test_quantize_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.001 < load("quantize_a_model.py")["main"]("cpu") < 0.1
     output = capsys.readouterr().out

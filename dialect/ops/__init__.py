@@ -1,9 +1,9 @@
 """The operations of the `lowbit` dialect.
 
-Tensor level: `matmul`, `dequantize`, `prepack`. Tile level: a `program` is what one block does with tiles in device
-memory, shared memory and registers; scalars and loops are upstream's arith and scf. Register level: `decode_pair`,
-`decode_shifted_pair` and `lookup_pair` turn the words of a thread into a pair of numbers, and are all that is left of a
-format when tiles are gone.
+Tensor level: `matmul`, `quantize`, `quantized_matmul`, `dequantize`, `prepack`. Tile level: a `program` is what one
+block does with tiles in device memory, shared memory and registers; scalars and loops are upstream's arith and scf.
+Register level: `decode_pair`, `decode_shifted_pair` and `lookup_pair` turn the words of a thread into a pair of
+numbers, and are all that is left of a format when tiles are gone, but for bytes.
 
 Verifiers say what was expected and what came. Accesses carry a `boundary`, one word per dim of the tile:
 
@@ -16,7 +16,7 @@ Verifiers say what was expected and what came. Accesses carry a `boundary`, one 
 from __future__ import annotations
 
 from lowbit.dialect.bindings import ir, load_dialect
-from lowbit.dialect.ops.codes import DecodeOp, EncodeOp, LookupOp
+from lowbit.dialect.ops.codes import BYTES, DecodeBytesOp, DecodeOp, EncodeBytesOp, EncodeOp, LookupOp
 from lowbit.dialect.ops.elementwise import (
     COMPARISONS,
     AbsOp,
@@ -30,6 +30,8 @@ from lowbit.dialect.ops.elementwise import (
     MinOp,
     MulOp,
     NegOp,
+    ReciprocalOp,
+    RoundToOp,
     SelectOp,
     SqrtOp,
     SubOp,
@@ -65,7 +67,7 @@ from lowbit.dialect.ops.programs import (
     ReturnOp,
 )
 from lowbit.dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, LookupPairOp
-from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp
+from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp, QuantizedMatmulOp, QuantizeOp
 from lowbit.dialect.ops.tiles import (
     ConstantOp,
     LoadMatrixOp,
@@ -80,6 +82,7 @@ from lowbit.dialect.ops.tiles import (
 from lowbit.dialect.types import Lowbit
 
 __all__ = [
+    "BYTES",
     "COMPARISONS",
     "MOST_BLOCKS",
     "AbsOp",
@@ -98,11 +101,13 @@ __all__ = [
     "ConstantOp",
     "CopyAsyncOp",
     "CopyPaddedOp",
+    "DecodeBytesOp",
     "DecodeOp",
     "DecodePairOp",
     "DecodeShiftedPairOp",
     "DequantizeOp",
     "DivOp",
+    "EncodeBytesOp",
     "EncodeOp",
     "ExpOp",
     "FillTableOp",
@@ -130,9 +135,13 @@ __all__ = [
     "PipelineOp",
     "PrepackOp",
     "ProgramOp",
+    "QuantizeOp",
+    "QuantizedMatmulOp",
+    "ReciprocalOp",
     "ReduceOp",
     "ReshapeOp",
     "ReturnOp",
+    "RoundToOp",
     "RowSumsOp",
     "SelectOp",
     "SliceOp",

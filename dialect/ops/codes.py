@@ -6,12 +6,17 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import Mismatch, expect, fragments, in_range, real, same_element, verifier, within_warp
+from lowbit.dialect.formats.byte_codes import Compute, fits
 from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.formats.raw_codes import OFFSETS
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A
-from lowbit.dialect.ops.common import check_offset, check_shifted, check_table
+from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K32_A, local
+from lowbit.dialect.ops.common import check_offset, check_rounding, check_shifted, check_table
 from lowbit.dialect.optional import Choice
-from lowbit.dialect.types import Lowbit, Reg, RegType, SharedType
+from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, SharedType
+
+BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8"}
+"""By the type of operand a in the IR, the type in which bytes are multiplied (`dialect.formats.byte_codes`)."""
 
 
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
@@ -87,3 +92,47 @@ class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
         expect(isinstance(b.element, DType), "result", "codes of a low-bit format", b.element)
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
         fragments(b.layout, MMA_M16N8K16_A, "result")
+
+
+class DecodeBytesOp(Lowbit.Operation, name="decode_bytes", traits=[ext.Pure]):
+    """Every code as a byte that an mma of 8 bits multiplies, as `dialect.formats.byte_codes` says: f8E4M3FN, which is
+    the value times 2^-e (`byte_exponent`), or ui8, the code as it is stored.
+
+    The columns of every 16 are those that `byte_order` puts next to one another, in the order of bytes in memory.
+    """
+
+    source: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        if not isinstance(a.element, DType):
+            raise Mismatch(f"source: expected codes of a low-bit format, got {a.element}")
+        expect(b.element in BYTES, "element of the result", " or ".join(BYTES), b.element)
+        exact = fits(a.element, BYTES[str(b.element)])
+        expect(exact, "source", f"codes that are numbers of {b.element}", a.element.name)
+        before, after = fragments(a.layout, MMA_M16N8K16_A, "source"), fragments(b.layout, MMA_M16N8K32_A, "result")
+        expected = after * local(*(1,) * (after.rank - 1), 2)
+        expect(before == expected, "layout of the source (in fragments)", expected, before)
+
+
+class EncodeBytesOp(Lowbit.Operation, name="encode_bytes", traits=[ext.Pure]):
+    """f32 numbers as bytes, 16 to a unit, in the order of `byte_order`: rounded to nearest even, and to the largest
+    number where they are beyond it.
+
+    `kind` is "f8e4m3" or "i8". A NaN is NaN in f8e4m3, and 0 in i8.
+    """
+
+    source: ext.Operand[RegType]
+    kind: ir.StringAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        same_element("f32", a.element, "element of the source")
+        same_element(UNIT, b.element, "element of the result")
+        check_rounding(op.kind)
+        expected = b.layout * local(*(1,) * (b.layout.rank - 1), BLOCK_K)
+        expect(a.layout == expected, "layout of the source", expected, a.layout)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.checks import expect
+from lowbit.dialect.formats.byte_codes import COMPUTE
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset
@@ -65,3 +66,8 @@ def check_offset(offset: str, format_: Any, element: Any) -> None:
     if can is not None:
         expected = {"deferred": "narrow integers in f16 or bf16", "raw": "integers in f16"}[offset]
         expect(can(format_, element), f'offset "{offset}"', expected, f"{format_.name} in {element}")
+
+
+def check_rounding(kind: Any) -> None:
+    """Numbers are rounded to one of the types in which bytes are multiplied."""
+    expect(ir.StringAttr(kind).value in COMPUTE, "kind", " or ".join(COMPUTE), kind)

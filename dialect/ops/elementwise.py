@@ -10,6 +10,7 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, real, same_element, verifier
+from lowbit.dialect.ops.common import check_rounding
 from lowbit.dialect.types import CONDITION, Lowbit, Reg, RegType
 
 COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
@@ -146,6 +147,32 @@ class AbsOp(Lowbit.Operation, name="abs", traits=[ext.Pure]):
     result: ext.Result[RegType]
 
     verify_invariants = verifier(_check_elementwise)
+
+
+class ReciprocalOp(Lowbit.Operation, name="reciprocal", traits=[ext.Pure]):
+    """1 / a in f32, rounded to nearest even."""
+
+    a: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        _check_elementwise(op)
+        same_element("f32", Reg.of(op.result.type).element, "element of the result")
+
+
+class RoundToOp(Lowbit.Operation, name="round_to", traits=[ext.Pure]):
+    """a in f32, rounded to the numbers that `encode_bytes` makes of it: those of `kind`, "f8e4m3" or "i8"."""
+
+    a: ext.Operand[RegType]
+    kind: ir.StringAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        _check_elementwise(op)
+        same_element("f32", Reg.of(op.result.type).element, "element of the result")
+        check_rounding(op.kind)
 
 
 class ExpOp(Lowbit.Operation, name="exp", traits=[ext.Pure]):

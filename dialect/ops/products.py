@@ -8,24 +8,25 @@ from lowbit.dialect.checks import (
     accumulator,
     activation,
     expect,
+    factors,
     fragments,
     in_range,
-    same_element,
     same_warps,
     verifier,
     within_warp,
 )
-from lowbit.dialect.elements import ELEMENTS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
+from lowbit.dialect.elements import OPERANDS
+from lowbit.dialect.layouts.layout import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK, Layout
 from lowbit.dialect.optional import Flag
 from lowbit.dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType
 
 
 class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
-    """c + a b^T on tensor cores: a [.., m, k], b [.., n, k], c [.., m, n] in f32; leading dims are a batch.
+    """c + a b^T on tensor cores: a [.., m, k], b [.., n, k], c [.., m, n]; leading dims are a batch.
 
     a and b of f16 or bf16 make mma.m16n8k16; a of f32 (with b of f16 or bf16) makes two mma.m16n8k8.tf32 of the
-    same fragments, whose k columns are merely paired otherwise.
+    same fragments, whose k columns are merely paired otherwise. a and b of f8E4M3FN, and a of i8 or ui8 with b of i8,
+    make mma.m16n8k32. Sums are in f32, those of integers in i32.
     """
 
     a: ext.Operand[RegType]
@@ -37,17 +38,16 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
     def verify_invariants(op: Any) -> None:
         a, b, c, d = (Reg.of(v.type) for v in (op.a, op.b, op.c, op.result))
         expect(c == d, "result", c, d)
-        activation(b.element, "element of b")
-        accumulator(c.element, b.element, "element of c")
-        expect(a.element in (b.element, "f32"), "element of a", f"{b.element} or f32", a.element)
+        factors(a.element, b.element, c.element, wide=True)
         rank = len(a.shape)
         expect(rank >= 2 and len(b.shape) == rank, "ranks", "equal and at least 2", (rank, len(b.shape)))
         *batch, m, k = a.shape
         n = b.shape[-2]
         expect(list(b.shape) == [*batch, n, k], "b", [*batch, n, k], list(b.shape))
         expect(list(c.shape) == [*batch, m, n], "c", [*batch, m, n], list(c.shape))
-        a_blocks = fragments(a.layout, MMA_M16N8K16_A, "a")
-        b_blocks = fragments(b.layout, MMA_M16N8K16_B_NK, "b")
+        bits = OPERANDS[str(b.element)].bits
+        a_blocks = fragments(a.layout, MMA_A[bits], "a")
+        b_blocks = fragments(b.layout, MMA_B_NK[bits], "b")
         c_blocks = fragments(c.layout, MMA_M16N8_D, "c")
         within_warp(a_blocks, rank - 1, "k of a")
         within_warp(b_blocks, rank - 1, "k of b")
@@ -57,13 +57,13 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
 
 
 def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
-    """b is [.., k / 64, n, 64] in shared memory, swizzled, of which columns start .. start + columns are used.
+    """b is [.., k / 64, n, 64] in shared memory (128 for bytes), swizzled, of which columns start .. start + columns
+    are used.
 
     All four warps of a warpgroup have the same index, and one only, along the leading dims.
     """
     b = Shared.of(op.b.type)
-    activation(b.element, "element of b")
-    x = ELEMENTS[str(b.element)]
+    x = OPERANDS[str(b.element)]
     expect(b.swizzle == 128, "swizzle of b", 128, b.swizzle)
     expect(len(b.shape) == layout.rank + 1, "rank of b", layout.rank + 1, len(b.shape))
     *batch, panels, n, width = b.shape
@@ -97,11 +97,11 @@ class WarpgroupMmaOp(Lowbit.Operation, name="warpgroup_mma"):
     def verify_invariants(op: Any) -> None:
         a, b, c, d = Reg.of(op.a.type), Shared.of(op.b.type), Reg.of(op.c.type), Reg.of(op.result.type)
         expect(c == d, "result", c, d)
-        same_element(b.element, a.element, "element of a")
+        factors(a.element, b.element, c.element, wide=False)
         _check_warpgroup(op, c.layout, a.shape[-1])
-        accumulator(c.element, b.element, "element of c")
         expect(list(a.shape[:-1]) == list(c.shape[:-1]), "a", [*c.shape[:-1], "k"], list(a.shape))
-        a_blocks, c_blocks = fragments(a.layout, MMA_M16N8K16_A, "a"), fragments(c.layout, MMA_M16N8_D, "c")
+        fragment = MMA_A[OPERANDS[str(b.element)].bits]
+        a_blocks, c_blocks = fragments(a.layout, fragment, "a"), fragments(c.layout, MMA_M16N8_D, "c")
         within_warp(a_blocks, len(a.shape) - 1, "k of a")
         within_warp(c_blocks, len(a.shape) - 1, "columns of c")
         same_warps(a_blocks.reduce((-1,)), c_blocks.reduce((-1,)), "a")
@@ -118,6 +118,7 @@ class WarpgroupRowSumsOp(Lowbit.Operation, name="warpgroup_row_sums"):
     @verifier
     def verify_invariants(op: Any) -> None:
         d = Reg.of(op.result.type)
+        activation(Shared.of(op.b.type).element, "element of b")
         _check_warpgroup(op, d.layout, in_range(op.columns, "columns", 16))
         accumulator(d.element, Shared.of(op.b.type).element, "element of the result")
 

@@ -7,6 +7,7 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, tensor, verifier
 from lowbit.dialect.elements import ACTS
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.optional import Flag, Optional
@@ -64,6 +65,57 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
         expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
         for bias in op.bias:
             tensor(bias, "bias", (w.n,), (out,))
+
+
+class QuantizeOp(Lowbit.Operation, name="quantize"):
+    """x, tensor<?xk>, as numbers of 8 bits: `values` times the scale of their row.
+
+    Values are f8E4M3FN or i8; the columns of every 16 are in the order of `dialect.formats.byte_codes.byte_order`.
+    `sums` has the sum of every 32 values.
+    """
+
+    x: ext.Operand[Any]
+    values: ext.Result[Any]
+    scales: ext.Result[Any]
+    sums: ext.Result[Any]
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        tensor(op.x, "x", (None, None), ACTS)
+        k = ir.RankedTensorType(op.x.type).shape[1]
+        expect(k % SUM_COLUMNS == 0, "columns of x", f"a multiple of {SUM_COLUMNS}", k)
+        _check_quantized(op.values, op.scales, op.sums, k)
+
+
+class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
+    """y[t, n] = scales[t] * sum_k values[t, k] W[n, k] (+ bias[n]), with x as `quantize` makes it."""
+
+    values: ext.Operand[Any]
+    scales: ext.Operand[Any]
+    sums: ext.Operand[Any]
+    w: ext.Operand[PackedType]
+    y: ext.Result[Any]
+    bias: Sequence[ext.Operand[Any]]
+    packing = Optional(ir.DictAttr, _PACKING)
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        w = Packed.of(op.w.type)
+        _check_packing(op, w)
+        _check_quantized(op.values, op.scales, op.sums, w.k)
+        out = tensor(op.y, "y", (None, w.n), tuple(REALS))
+        expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
+        for bias in op.bias:
+            tensor(bias, "bias", (w.n,), (out,))
+
+
+def _check_quantized(values: Any, scales: Any, sums: Any, k: int) -> None:
+    """The three tensors of an activation of 8 bits."""
+    tensor(values, "values", (None, k), ("f8E4M3FN", "i8"))
+    tensor(scales, "scales", (None,), ("f32",))
+    tensor(sums, "sums", (None, k // SUM_COLUMNS), ("f32",))
 
 
 class DequantizeOp(Lowbit.Operation, name="dequantize"):

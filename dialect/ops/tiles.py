@@ -7,11 +7,13 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, fragments, in_range, real, same_element, verifier, within_warp
+from lowbit.dialect.elements import OPERANDS
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.formats.reals import REALS
+from lowbit.dialect.layouts.layout import MMA_B_NK, MMA_M16N8K16_A
 from lowbit.dialect.ops.common import I32, check_access, memory_of
-from lowbit.dialect.optional import Optional
+from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType, element_bits
 
 
@@ -31,7 +33,7 @@ class LoadOp(Lowbit.Operation, name="load"):
 
 
 class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
-    """The B fragments (rows of n, columns of k) of a tile [.., n, k] of 16-bit elements, by ldmatrix.
+    """The B fragments (rows of n, columns of k) of a tile [.., n, k] of 16-bit or 8-bit elements, by ldmatrix.
 
     Rows from `rows` on are read as row rows-1: their columns of the product are never stored.
     """
@@ -44,16 +46,18 @@ class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
     def verify_invariants(op: Any) -> None:
         source, tile = Shared.of(op.source.type), Reg.of(op.result.type)
         same_element(source.element, tile.element, "element of the tile")
-        expect(element_bits(tile.element) == 16, "element", "of 16 bits", tile.element)
+        bits = element_bits(tile.element)
+        expect(bits in (8, 16), "element", "of 16 or 8 bits", tile.element)
         expect(len(source.shape) >= 2, "rank of the buffer", "at least 2", len(source.shape))
         *batch, rows, columns = source.shape
         expect([*tile.shape[:-2], tile.shape[-1]] == [*batch, columns], "shape of the tile", source.shape, tile.shape)
         expect(tile.shape[-2] >= rows, "rows of the tile", f"at least the {rows} of the buffer", tile.shape[-2])
         expect(source.swizzle == 0, "swizzle", "none", source.swizzle)
         *outer, last = source.strides
-        aligned = last == 1 and all(stride % 8 == 0 for stride in outer)
-        expect(aligned, "strides", "multiples of 8 (16 bytes) and 1 for the last dim", list(source.strides))
-        blocks = fragments(tile.layout, MMA_M16N8K16_B_NK, "result")
+        vector = 128 // bits
+        aligned = last == 1 and all(stride % vector == 0 for stride in outer)
+        expect(aligned, "strides", f"multiples of {vector} (16 bytes) and 1 for the last dim", list(source.strides))
+        blocks = fragments(tile.layout, MMA_B_NK[bits], "result")
         within_warp(blocks, tile.layout.rank - 2, "rows of the result")
 
 
@@ -73,7 +77,7 @@ class StoreOp(Lowbit.Operation, name="store"):
 
 
 class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
-    """A tile of one value. With `lower` that is its value in the lower half of every 16 rows."""
+    """A tile of one value, a real or i32. With `lower` that is its value in the lower half of every 16 rows."""
 
     value: ir.FloatAttr
     lower = Optional(ir.FloatAttr, "a float")
@@ -81,7 +85,8 @@ class ConstantOp(Lowbit.Operation, name="constant", traits=[ext.Pure]):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        real(Reg.of(op.result.type).element, "result")
+        element = Reg.of(op.result.type).element
+        expect(element in (*REALS, "i32"), "element of the result", f"{' or '.join(REALS)} or i32", element)
 
 
 class SplatOp(Lowbit.Operation, name="splat", traits=[ext.Pure]):
@@ -138,7 +143,8 @@ class SliceOp(Lowbit.Operation, name="slice", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        real(a.element, "source")
+        known = (*REALS, *OPERANDS)
+        expect(a.element in known, "element of the source", " or ".join(dict.fromkeys(known)), a.element)
         same_element(a.element, b.element, "element")
         expect(len(a.shape) == len(b.shape), "rank", len(a.shape), len(b.shape))
         dim = in_range(op.dim, "dim", 0, len(a.shape) - 1)
@@ -162,10 +168,12 @@ class ReshapeOp(Lowbit.Operation, name="reshape", traits=[ext.Pure]):
 
 
 class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
-    """The sum over one dim, which must lie within each thread; it stays with size 1."""
+    """The sum over one dim, or the largest element ("max", NaN if there is one); the dim must lie within each thread,
+    and stays with size 1."""
 
     source: ext.Operand[RegType]
     dim: ir.IntegerAttr
+    combine = Choice("sum", "max")
     result: ext.Result[RegType]
 
     @verifier

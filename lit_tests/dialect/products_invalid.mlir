@@ -29,7 +29,7 @@ func.func @mma_accumulator(%a: !a, %b: !b, %c: !c) {
 !b = !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
 !c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
 func.func @mma_b(%a: !a, %b: !b, %c: !c) {
-  // expected-error @below {{element of b: expected f16 or bf16, got f32}}
+  // expected-error @below {{element of b: expected f16 or bf16 or f8E4M3FN or i8, got f32}}
   %0 = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
   return
 }

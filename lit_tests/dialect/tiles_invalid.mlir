@@ -19,7 +19,7 @@ func.func @splat_of_integers(%value: f32) {
 // -----
 
 func.func @constant() {
-  // expected-error @below {{'lowbit.constant' op element of the result: expected f16 or bf16 or f32, got i8}}
+  // expected-error @below {{'lowbit.constant' op element of the result: expected f16 or bf16 or f32 or i32, got i8}}
   %0 = "lowbit.constant"() {value = 1.0 : f32} : () -> !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
   return
 }
@@ -129,7 +129,7 @@ func.func @load_clamped_swizzle(%x: !x, %i: i32) {
 
 // ldmatrix reads rows of 16 bytes at addresses that are multiples of 16.
 func.func @load_matrix_element(%x: !lowbit.shared<[8, 16], f32, [24, 1], 0>, %m: i32) {
-  // expected-error @below {{'lowbit.load_matrix' op element: expected of 16 bits, got f32}}
+  // expected-error @below {{'lowbit.load_matrix' op element: expected of 16 or 8 bits, got f32}}
   %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[8, 16], f32, [24, 1], 0>, i32) -> !lowbit.reg<[8, 16], f32, "local(1, 2).spatial(8, 4).local(1, 2)">
   return
 }

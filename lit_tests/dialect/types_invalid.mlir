@@ -52,7 +52,7 @@ func.func @f() {
 // -----
 
 func.func @f() {
-  // expected-error @below {{element: expected a #lowbit.format or one of f16, bf16, f32, i32, i8, i16, i1, vector<4xi32>, got f64}}
+  // expected-error @below {{element: expected a #lowbit.format or one of f16, bf16, f32, i32, i8, ui8, f8E4M3FN, i16, i1, vector<4xi32>, got f64}}
   %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !lowbit.reg<[16, 8], f64, "spatial(16, 8)">
   return
 }

@@ -41,7 +41,7 @@ func.func @warpgroup_a(%a: !a, %b: !b, %c: !c) {
 !b = !lowbit.shared<[1, 8, 32], f32, [256, 32, 1], 128>
 !c = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
 func.func @warpgroup_b(%a: !a, %b: !b, %c: !c) {
-  // expected-error @below {{element of b: expected f16 or bf16, got f32}}
+  // expected-error @below {{element of b: expected f16 or bf16 or f8E4M3FN or i8, got f32}}
   %0 = "lowbit.warpgroup_mma"(%a, %b, %c) {start = 0} : (!a, !b, !c) -> !c
   return
 }

@@ -11,10 +11,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedule
 from lowbit.passes.kernels.decode.family import Decode, DecodeInteger
 from lowbit.passes.kernels.dequantize.family import Dequantize
+from lowbit.passes.kernels.eight_bit.family import EightBit
 from lowbit.passes.kernels.prepack.family import Prepack
+from lowbit.passes.kernels.quantize.family import Quantize
 from lowbit.passes.target import Target
 
-_ALL = (Decode(), DecodeInteger(), Dequantize(), Prepack())
+_ALL = (Decode(), DecodeInteger(), Dequantize(), Prepack(), EightBit(), Quantize())
 FAMILIES: dict[str, KernelFamily[Any]] = {family.name: family for family in _ALL}
 
 

@@ -16,10 +16,13 @@ from lowbit.passes.lowering.recipes import compute_element, exponent
 class ScalesZeros:
     """Scales and zeros as f32 tiles."""
 
-    def __init__(self, p: Program, spec: MatmulSpec, offset: float = 0.0, raw: bool = False) -> None:
-        """offset: by how much the codes are too large that are multiplied; raw: whether they are subnormals."""
+    def __init__(
+        self, p: Program, spec: MatmulSpec, offset: float = 0.0, raw: bool = False, power: int | None = None
+    ) -> None:
+        """offset: by how much the codes are too large that are multiplied; raw: whether they are subnormals; power: the
+        power of two that decoding leaves out, None: that of decoding to the activation's type."""
         self.p, self.spec, self.offset, self.raw = p, spec, offset, raw
-        self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act))
+        self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act)) if power is None else power
 
     @staticmethod
     def element(kind: str) -> str:

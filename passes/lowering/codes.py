@@ -68,7 +68,7 @@ def _pairs_of_words(
     codes: Fragment, reg: Reg, format_: DType, make: Callable[[int, list[Any], Any, Any], Any]
 ) -> Fragment:
     """Registers of A fragments: make(i, words, number in the run, type) of register i, from the words of its pieces."""
-    places, run = _places(format_, reg.layout), run_of(format_.bits)
+    places, run = places_of(format_, reg.layout), run_of(format_.bits)
     vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
 
     def pair(i: int) -> Any:
@@ -79,7 +79,7 @@ def _pairs_of_words(
     return Fragment(reg, "pair", pair)
 
 
-def _places(format_: DType, layout: Layout) -> list[tuple[int, int]]:
+def places_of(format_: DType, layout: Layout) -> list[tuple[int, int]]:
     """For every register (a pair of codes) of a thread: which of the thread's words begins its run, and its
     number in the run."""
     blocks = fragment_blocks(layout, MMA_M16N8K16_A)
@@ -103,7 +103,7 @@ def encode(op: Any, c: LoweringContext) -> None:
     if not isinstance(format_, DType):
         raise PassError(f"lower-tiles: {format_} is no low-bit format to encode in")
     held: dict[int, list[tuple[int, Piece]]] = {}  # word -> registers with a piece in it
-    for i, (first, register) in enumerate(_places(format_, reg.layout)):
+    for i, (first, register) in enumerate(places_of(format_, reg.layout)):
         for piece in run_of(format_.bits)[register]:
             held.setdefault(first + piece.word, []).append((i, piece))
     sign = 1 << (format_.bits - 1) if format_.kind == "int" else 0  # to offset binary

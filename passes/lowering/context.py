@@ -35,6 +35,7 @@ class Feature:
 
 
 CLUSTERS = Feature("sm_90", lambda target: target.has_clusters)
+FP8 = Feature("sm_89", lambda target: target.has_fp8)
 WGMMA = Feature("sm_90a", lambda target: target.has_wgmma)
 
 

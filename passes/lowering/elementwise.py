@@ -14,7 +14,7 @@ from typing import Any
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.types import Reg
-from lowbit.passes.lowering import emit
+from lowbit.passes.lowering import byte_numbers, emit
 from lowbit.passes.lowering.context import LoweringContext, text_attr
 from lowbit.passes.lowering.fragment import Fragment, kind_of, pairs_at
 from lowbit.passes.lowering.registry import lowers
@@ -37,7 +37,7 @@ def cast(op: Any, c: LoweringContext) -> None:
     source, reg = c.tiles[op.source], Reg.of(op.result.type)
     make = _CASTS[text_attr(op, "kind")]
     to = ir.Type.parse(str(reg.element))
-    c.tiles[op.result] = Fragment(reg, "scalar", lambda slot: make(to, source.scalar(slot)))
+    _note(op, c, [source], Fragment(reg, "scalar", lambda slot: make(to, source.scalar(slot))))
 
 
 def _from_signed(to: Any, x: Any) -> Any:
@@ -104,6 +104,21 @@ def magnitude(op: Any, c: LoweringContext) -> None:
 @lowers(ops.DivOp)
 def div(op: Any, c: LoweringContext) -> None:
     _in_f32(op, c, partial(emit.f32_instruction, "div.full.f32"))
+
+
+@lowers(ops.ReciprocalOp)
+def reciprocal(op: Any, c: LoweringContext) -> None:
+    f32 = ir.F32Type.get()
+
+    def make(a: Any) -> Any:
+        return arith.divf(emit.real(1.0, f32), a)
+
+    _one_by_one(op, c, make)
+
+
+@lowers(ops.RoundToOp)
+def round_to(op: Any, c: LoweringContext) -> None:
+    _one_by_one(op, c, byte_numbers.ROUND[text_attr(op, "kind")])
 
 
 @lowers(ops.ExpOp)

@@ -63,6 +63,10 @@ class Fragment:
             return self.register(i)
         return emit.pair(self.scalar(2 * i), self.scalar(2 * i + 1))
 
+    def operand(self, i: int) -> Any:
+        """The i-th register of an operand of 16 or 8 bits, as an mma takes it: a pair, or a word of four bytes."""
+        return self.register(i) if self.kind == "word" else self.pair(i)
+
     def registers(self, kind: Kind) -> list[Any]:
         """All registers as ones of another kind."""
         if kind == "word":

@@ -17,10 +17,11 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, gpu, ir, llvm
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.signature import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, ParamKind
-from lowbit.dialect.types import param_kind, read_ints
+from lowbit.dialect.types import Reg, param_kind, read_ints
 from lowbit.passes.base import at, each_op
 from lowbit.passes.lowering import (
     barriers,
+    byte_numbers,
     codes,
     control,
     copies,
@@ -40,7 +41,10 @@ from lowbit.passes.lowering.registry import lower_block
 from lowbit.passes.lowering.warpgroup import declare_sums
 from lowbit.passes.target import Target, parse_target
 
-_RULES = (barriers, codes, control, copies, elementwise, integer_mma, memory, mma, outliers, registers, tables, wgmma)
+_RULES = (
+    *(barriers, byte_numbers, codes, control, copies, elementwise, integer_mma, memory, mma, outliers, registers),
+    *(tables, wgmma),
+)
 """The files with rules, which register them when they are imported."""
 
 SHARED_SYMBOL = "shared_memory"
@@ -95,8 +99,8 @@ class _Lowering:
             threads = ThreadIndex(thread, ir.InsertionPoint(shared_base.owner))
             context = LoweringContext(self.target, threads, threads_per_block, shared_base)
             context.scalars.update(zip(source.arguments, block.arguments))
-            if self._has_wgmma():
-                declare_sums()
+            for element in self._wgmma_sums():
+                declare_sums(element)
             lower_block(source, context)
             gpu.return_([])
         shared_bytes = context.shared.bytes
@@ -151,8 +155,10 @@ class _Lowering:
         self.program.operation.walk(visit)
         return found
 
-    def _has_wgmma(self) -> bool:
-        return any(op.operation.name.startswith("lowbit.warpgroup_") for op in self._all_ops())
+    def _wgmma_sums(self) -> list[str]:
+        """Returns the types of the accumulators of wgmma."""
+        found = [op for op in self._all_ops() if op.operation.name.startswith("lowbit.warpgroup_")]
+        return sorted({str(Reg.of(op.result.type).element) for op in found})
 
 
 def _attributes_of(kind: ParamKind, written: bool, overlaps: bool) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
-from lowbit.dialect.elements import ELEMENTS, Element
+from lowbit.dialect.elements import ELEMENTS, OPERANDS, Element
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
 from lowbit.dialect.formats.raw_codes import deferred_offset
 from lowbit.dialect.formats.reals import REALS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout
+from lowbit.dialect.layouts.layout import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK, Layout
 from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex
@@ -20,12 +20,19 @@ from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.fragment import Block, Fragment, fragment_blocks
 from lowbit.passes.lowering.registry import lowers
 
+_MATRIX_BYTES = 16  # of a row that ldmatrix loads: half of a row of a B fragment
 
-def mma_sync(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], x: Element) -> list[Any]:
-    """Returns the four sums of one mma.sync.m16n8 with operands of type x: k16 of f16 and bf16, k8 of tf32."""
+
+def mma_sync(
+    a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], x: Element, a_type: Element | None = None
+) -> list[Any]:
+    """Returns the four sums of one mma.sync.m16n8 with operands of type x: k16 of f16 and bf16, k8 of tf32, k32 of
+    bytes, of which those of a may have another type."""
     if x.mma != "f16":  # other types travel as i32
         a, b = ([emit.bitcast(emit.integer(), x) for x in operand] for operand in (a, b))
-    kind, sums = getattr(nvvm.MMATypes, x.mma), ELEMENTS[x.sums].mlir
+    kinds = [getattr(nvvm.MMATypes, operand.mma) for operand in (a_type or x, x)]
+    sums = ELEMENTS[x.sums].mlir
+    wraps = {"int_overflow_behavior": nvvm.MMAIntOverflow.wrapped} if sums == "i32" else {}
     struct = ir.Type.parse(f"!llvm.struct<({', '.join([sums] * 4)})>")
     result = nvvm.mma_sync(
         struct,
@@ -35,8 +42,9 @@ def mma_sync(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], x: Element) -
         list(a),
         list(b),
         list(c),
-        multiplicand_a_ptx_type=kind,
-        multiplicand_b_ptx_type=kind,
+        multiplicand_a_ptx_type=kinds[0],
+        multiplicand_b_ptx_type=kinds[1],
+        **wraps,
     )
     return [llvm.extractvalue(ir.Type.parse(sums), result, [i]) for i in range(4)]
 
@@ -45,11 +53,12 @@ def mma_sync(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any], x: Element) -
 def mma(op: Any, c: LoweringContext) -> None:
     """c + a b^T: along k, then down the rows, so that a register of b serves all row blocks while it is alive."""
     a, b, total = c.tiles[op.a], c.tiles[op.b], c.tiles[op.c]
-    a_at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
-    b_at = {place: i for i, place in enumerate(fragment_blocks(b.reg.layout, MMA_M16N8K16_B_NK))}
+    bits = OPERANDS[str(b.reg.element)].bits
+    a_at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_A[bits]))}
+    b_at = {place: i for i, place in enumerate(fragment_blocks(b.reg.layout, MMA_B_NK[bits]))}
     c_at = {place: i for i, place in enumerate(fragment_blocks(total.reg.layout, MMA_M16N8_D))}
     totals = {place: [total.scalar(4 * i + j) for j in range(4)] for place, i in c_at.items()}
-    multiply = _mma_tf32 if a.reg.element == "f32" else _mma_16_bit
+    multiply = _mma_tf32 if a.reg.element == "f32" else _mma_of_pairs_or_bytes
     steps, rows, columns = ({at[d] for at in places} for places, d in ((a_at, 1), (a_at, 0), (c_at, 1)))
     for k, row, column in itertools.product(sorted(steps), sorted(rows), sorted(columns)):
         totals[row, column] = multiply(a, a_at[row, k], b, b_at[column, k], totals[row, column])
@@ -57,11 +66,11 @@ def mma(op: Any, c: LoweringContext) -> None:
     c.tiles[op.result] = Fragment(total.reg, "scalar", registers.__getitem__)
 
 
-def _mma_16_bit(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> list[Any]:
-    """A 16-column step of f16 or bf16: fragment i of a, j of b."""
-    a_registers = [a.pair(4 * i + r) for r in range(4)]
-    b_registers = [b.pair(2 * j + r) for r in range(2)]
-    return mma_sync(a_registers, b_registers, total, ELEMENTS[str(a.reg.element)])
+def _mma_of_pairs_or_bytes(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> list[Any]:
+    """A step of 16 columns of f16 or bf16, or of 32 columns of bytes: fragment i of a, j of b."""
+    a_registers = [a.operand(4 * i + r) for r in range(4)]
+    b_registers = [b.operand(2 * j + r) for r in range(2)]
+    return mma_sync(a_registers, b_registers, total, *(OPERANDS[str(f.reg.element)] for f in (b, a)))
 
 
 def _mma_tf32(a: Fragment, i: int, b: Fragment, j: int, total: list[Any]) -> list[Any]:
@@ -124,25 +133,27 @@ def load_matrix(op: Any, c: LoweringContext) -> None:
     """B fragments by ldmatrix, each a register when first asked for."""
     reg = Reg.of(op.result.type)
     loads = _MatrixLoads(c.threads, c.places[op.source], reg.layout, c.scalars[op.rows])
-    vector = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
+    bytes_ = OPERANDS[str(reg.element)].bits == 8
+    word = emit.integer() if bytes_ else ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
 
     def register(i: int) -> Any:
-        return emit.bitcast(vector, loads.registers(*loads.blocks[i // 2])[i % 2])
+        return emit.bitcast(word, loads.registers(*loads.blocks[i // 2])[i % 2])
 
-    fragment = Fragment(reg, "pair", register)
+    fragment = Fragment(reg, "word" if bytes_ else "pair", register)
     c.pending.add_read(fragment)
     c.tiles[op.result] = fragment
 
 
 class _MatrixLoads:
-    """Loads of 8 x 8 matrices, four at a time where there are as many.
+    """Loads of matrices of 8 rows of 16 bytes, four at a time where there are as many.
 
     Lane l gives the address of row l % 8 of matrix l // 8. A fragment is two matrices, side by side along k; the
     other two are the next fragment along n, or along k where n has one only. Rows from `rows` on are read as the last.
     """
 
     def __init__(self, threads: ThreadIndex, place: Place, layout: Layout, rows: Any) -> None:
-        self.blocks = fragment_blocks(layout, MMA_M16N8K16_B_NK)
+        element = OPERANDS[str(place.type.element)]
+        self.blocks = fragment_blocks(layout, MMA_B_NK[element.bits])
         n_blocks, k_blocks = (max(block[d] for block in self.blocks) + 1 for d in range(2))
         self._along_n = n_blocks % 2 == 0
         self._together = 2 if self._along_n or k_blocks % 2 == 0 else 1
@@ -150,14 +161,13 @@ class _MatrixLoads:
         self._row, matrix = arith.remui(lane, emit.constant(8)), arith.divui(lane, emit.constant(8))
         strides = place.type.strides
         self._base = _base_of_warp(threads, place, layout)
-        half = arith.remui(matrix, emit.constant(2))  # columns 0-7 or 8-15 of the fragment
+        half = arith.remui(matrix, emit.constant(2))  # of the columns of the fragment
         self._other = arith.divui(matrix, emit.constant(2))  # which of two fragments
         self._last = arith.subi(rows, emit.constant(1))
-        element = ELEMENTS[str(place.type.element)]
-        self._row_bytes, self._column_bytes = strides[-2] * element.bytes, strides[-1] * element.bytes
-        self._columns = arith.muli(half, emit.constant(8 * self._column_bytes))
+        self._row_bytes = strides[-2] * element.bytes
+        self._columns = arith.muli(half, emit.constant(_MATRIX_BYTES))
         if self._together == 2 and not self._along_n:
-            beside = arith.muli(self._other, emit.constant(16 * self._column_bytes))
+            beside = arith.muli(self._other, emit.constant(2 * _MATRIX_BYTES))
             self._columns = arith.addi(self._columns, beside)
         self._starts: dict[int, Any] = {}
         self._loaded: dict[Block, list[Any]] = {}
@@ -180,14 +190,14 @@ class _MatrixLoads:
         else:
             first, which = (n_block, k_block // self._together * self._together), k_block % self._together
         if first not in self._loaded:
-            address = emit.offset_bytes(self._start(first[0]), static=first[1] * 16 * self._column_bytes)
+            address = emit.offset_bytes(self._start(first[0]), static=first[1] * 2 * _MATRIX_BYTES)
             self._loaded[first] = _ldmatrix(address, 2 * self._together)
         return self._loaded[first][2 * which : 2 * which + 2]
 
 
 def _base_of_warp(threads: ThreadIndex, place: Place, layout: Layout) -> Any:
     """Returns where a warp's part of a buffer begins."""
-    base, size_of = place.base, ELEMENTS[str(place.type.element)].bytes
+    base, size_of = place.base, OPERANDS[str(place.type.element)].bytes
     for size, divisor, dim, stride in layout.thread_digits():
         if divisor >= 32:  # the digits below are the lanes'
             step = emit.constant(stride * place.type.strides[dim] * size_of)

@@ -13,7 +13,7 @@ from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.types import Reg
+from lowbit.dialect.types import Reg, element_bits
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.fragment import Fragment, kind_of
@@ -24,6 +24,9 @@ from lowbit.passes.lowering.registry import lowers
 def constant(op: Any, c: LoweringContext) -> None:
     reg = Reg.of(op.result.type)
     value = float(ir.FloatAttr(op.value).value)
+    if reg.element == "i32":
+        c.tiles[op.result] = Fragment(reg, "scalar", lambda i: emit.constant(int(value)))
+        return
     fragment = Fragment(reg, kind_of(reg), lambda i: emit.real(value, fragment.type()))
     if op.lower is not None:
         lower = float(ir.FloatAttr(op.lower).value)
@@ -67,6 +70,9 @@ def _picked(source: Fragment, reg: Reg, slots: Sequence[int]) -> Fragment:
     )
     if paired:
         return Fragment(reg, "pair", lambda i: source.register(slots[2 * i] // 2))
+    if source.kind == "word":
+        per_word = 32 // element_bits(reg.element)
+        return Fragment(reg, "word", lambda i: source.register(slots[per_word * i] // per_word))
     return Fragment(reg, "scalar", lambda i: source.scalar(slots[i]))
 
 
@@ -79,6 +85,7 @@ def reshape(op: Any, c: LoweringContext) -> None:
 @lowers(ops.ReduceOp)
 def reduce(op: Any, c: LoweringContext) -> None:
     source, reg = c.tiles[op.source], Reg.of(op.result.type)
+    combine = {"sum": arith.addf, "max": arith.maximumf}[op.combine]
     members: dict[int, list[int]] = {}
     for slot, into in enumerate(reg.layout.slots_for(source.reg.layout)):
         members.setdefault(into, []).append(slot)
@@ -86,7 +93,7 @@ def reduce(op: Any, c: LoweringContext) -> None:
     def make(i: int) -> Any:
         total = source.scalar(members[i][0])
         for slot in members[i][1:]:
-            total = arith.addf(total, source.scalar(slot))
+            total = combine(total, source.scalar(slot))
         return total
 
     c.tiles[op.result] = Fragment(reg, "scalar", make)

@@ -1,4 +1,4 @@
-"""The instructions of wgmma: a's fragments from registers, b from shared memory, the accumulators in f32.
+"""The instructions of wgmma: a's fragments from registers, b from shared memory, the accumulators in f32 or i32.
 
 A warp's A fragment of m64nNk16 is that of mma.m16n8k16, and its accumulators are those of m16n8, side by side along N
 (PTX ISA 9.7.15.5.1): so layouts, packed weights and all that is done with accumulators stay the same. What changes is
@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from lowbit.dialect.bindings import arith, ir, llvm
-from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.elements import OPERANDS, product_types
 from lowbit.dialect.formats.packing import BLOCK_K
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A
+from lowbit.dialect.layouts.layout import MMA_A, MMA_M16N8_D
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex
@@ -28,7 +28,10 @@ from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
 # The upper word of a matrix descriptor: 1024 bytes from eight rows to the next, 128-byte swizzling
 # (PTX ISA 9.7.15.5.1.2).
 _UPPER = 1 << 30 | 1024 // 16
-_SUM = "wgmma_sum"
+_SUMS = {"f32": ("wgmma_sum", "f32", "f"), "i32": ("wgmma_integer_sum", "b32", "r")}
+"""By the type of accumulators: their names, their type in PTX, and its constraint in inline assembly."""
+_SIGNS = {"f16": ", 1, 1, 0", "bf16": ", 1, 1, 0", "f8E4M3FN": ", 1, 1"}
+"""By the type of b, the signs of both factors; and that b of 16 bits is not transposed. Integers have neither."""
 _TOGETHER = 4  # instructions after one fence: on an H200, one by one is 5 % slower at m = 64, and so is all at once
 _COMMIT = "wgmma.commit_group.sync.aligned;"
 _MOST_SUMS = 4096  # names cost nothing
@@ -108,20 +111,21 @@ class Products(Fragment):
 
     def _terms(self, row: int) -> list[Term]:
         terms: list[Term] = []
+        x = OPERANDS[str(self.b.type.element)]
         for a, start in self.operands:
-            at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_M16N8K16_A))}
+            at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_A[x.bits]))}
             for n, k in enumerate(sorted({column for _, column in at})):
-                terms.append(Term(partial(_pairs, a, 4 * at[row, k]), _offset(self.b, start + BLOCK_K * n)))
+                terms.append(Term(partial(_registers, a, 4 * at[row, k]), _offset(self.b, start + x.mma_k * n)))
         return terms
 
     def _instructions(self, row: int) -> Instructions:
-        element = str(self.operands[0][0].reg.element)
+        a, b = str(self.operands[0][0].reg.element), str(self.b.type.element)
         n = self.b.type.shape[-2]
-        return Instructions(self._descriptor(), n, element, (row + self.bank) * n // 2)
+        return Instructions(self._descriptor(), n, a, b, (row + self.bank) * n // 2)
 
 
-def _pairs(a: Fragment, first: int) -> list[Any]:
-    return [a.pair(first + i) for i in range(4)]
+def _registers(a: Fragment, first: int) -> list[Any]:
+    return [a.operand(first + i) for i in range(4)]
 
 
 class RowSums(Fragment):
@@ -135,7 +139,8 @@ class RowSums(Fragment):
         self.behind: Products | None = None
         element, ones = str(b.type.element), _ones(str(b.type.element))
         terms = [Term(lambda: ones, _offset(b, start + BLOCK_K * i)) for i in range(columns // BLOCK_K)]
-        self._instructions = Instructions(_descriptor(threads, b, result), b.type.shape[-2], element, _OF_ROW_SUMS)
+        descriptor, n = _descriptor(threads, b, result), b.type.shape[-2]
+        self._instructions = Instructions(descriptor, n, element, element, _OF_ROW_SUMS)
         self._instructions.issue_all(terms, commit=True)
         self._sums = _once(self._collect)
         super().__init__(result, "scalar", lambda i: self._sums()[4 * (i // 2) + i % 2])
@@ -172,7 +177,7 @@ def _descriptor(threads: ThreadIndex, b: Place, result: Reg) -> Any:
     layout = result.layout
     for size, divisor, dim, stride in layout.thread_digits():
         if dim < layout.rank - 2:
-            step = emit.constant(stride * b.type.strides[dim] * ELEMENTS[str(b.type.element)].bytes)
+            step = emit.constant(stride * b.type.strides[dim] * OPERANDS[str(b.type.element)].bytes)
             address = arith.addi(address, arith.muli(threads.digit(size, divisor, layout.threads), step))
     return emit.mask(emit.shift_right(address, 4), 0x3FFF)  # in a cluster, addresses have the block's rank above
 
@@ -180,7 +185,7 @@ def _descriptor(threads: ThreadIndex, b: Place, result: Reg) -> Any:
 def _offset(b: Place, column: int) -> int:
     """Bytes from the start to a column, which inside a row are those without swizzling."""
     panel, within = divmod(column, b.type.shape[-1])
-    return ELEMENTS[str(b.type.element)].bytes * (panel * b.type.strides[-3] + within)
+    return OPERANDS[str(b.type.element)].bytes * (panel * b.type.strides[-3] + within)
 
 
 @dataclass(frozen=True)
@@ -200,12 +205,14 @@ class Instructions:
     """Those of one row of fragments, with accumulators of their own: rows' sums can stay where they are from one step
     to the next."""
 
-    def __init__(self, descriptor: Any, n: int, element: str, first: int) -> None:
-        """first: number of the first accumulator"""
+    def __init__(self, descriptor: Any, n: int, a: str, b: str, first: int) -> None:
+        """a, b: the types of the factors in the IR; first: number of the first accumulator"""
         self.descriptor = descriptor
-        self.sums = [f"{_SUM}{first + i}" for i in range(n // 2)]
-        x = ELEMENTS[element]
-        kind = f"m64n{n}k{x.mma_k}.{x.mma_types}"
+        self.element = OPERANDS[b].sums
+        name, self._type, self._constraint = _SUMS[self.element]
+        self.sums = [f"{name}{first + i}" for i in range(n // 2)]
+        self._signs = _SIGNS.get(b, "")
+        kind = f"m64n{n}k{OPERANDS[b].mma_k}.{product_types(a, b)}"
         self.multiply = f"wgmma.mma_async.sync.aligned.{kind} {{{', '.join(self.sums)}}}"
 
     def run(self, terms: Sequence[Term], adds: bool = False) -> list[Any]:
@@ -215,8 +222,8 @@ class Instructions:
 
     def begin(self, totals: Sequence[Any]) -> None:
         """Put totals into the accumulators."""
-        moves = [f"mov.f32 {sum}, ${i};" for i, sum in enumerate(self.sums)]
-        _assembly(None, list(totals), moves, ["f"] * len(totals))
+        moves = [f"mov.{self._type} {sum}, ${i};" for i, sum in enumerate(self.sums)]
+        _assembly(None, list(totals), moves, [self._constraint] * len(totals))
 
     def issue_all(self, terms: Sequence[Term], adds: bool = False, commit: bool = False) -> None:
         """All instructions, a few at a time."""
@@ -236,17 +243,17 @@ class Instructions:
                 f"mov.b64 at, {{{lower}, {_UPPER}}};",
                 f"add.s64 at, at, {term.offset // 16};",
                 f"setp.{relation}.b32 add, {lower}, {lower};",
-                f"{self.multiply}, {{{registers}}}, at, add, 1, 1, 0;",
+                f"{self.multiply}, {{{registers}}}, at, add{self._signs};",
             ]
         lines += [_COMMIT] if commit else []
         _assembly(None, [*words, self.descriptor], ["{", *lines, "}"], ["r"] * (len(words) + 1))
 
     def collect(self, first: Sequence[str]) -> list[Any]:
         """The accumulators, after some other instructions."""
-        moves = [f"mov.f32 ${i}, {sum};" for i, sum in enumerate(self.sums)]
-        struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * len(self.sums))})>")
-        result = _assembly(struct, [], [*first, *moves], ["=f"] * len(self.sums))
-        return [llvm.extractvalue(ir.F32Type.get(), result, [i]) for i in range(len(self.sums))]
+        moves = [f"mov.{self._type} ${i}, {sum};" for i, sum in enumerate(self.sums)]
+        struct = ir.Type.parse(f"!llvm.struct<({', '.join([self.element] * len(self.sums))})>")
+        result = _assembly(struct, [], [*first, *moves], [f"={self._constraint}"] * len(self.sums))
+        return [llvm.extractvalue(ir.Type.parse(self.element), result, [i]) for i in range(len(self.sums))]
 
 
 def wait(pending: int) -> None:
@@ -258,9 +265,10 @@ def _waiting(pending: int) -> str:
     return f"wgmma.wait_group.sync.aligned {pending};"
 
 
-def declare_sums() -> None:
-    """The registers of the accumulators, for all instructions of a kernel; at its head."""
-    _assembly(None, [], [f".reg .f32 {_SUM}<{_MOST_SUMS}>;"], [])
+def declare_sums(element: str) -> None:
+    """The registers of the accumulators of a type, for all instructions of a kernel; at its head."""
+    name, type_, _ = _SUMS[element]
+    _assembly(None, [], [f".reg .{type_} {name}<{_MOST_SUMS}>;"], [])
 
 
 def _assembly(result: Any, operands: list[Any], lines: list[str], constraints: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""expand-matmul: `lowbit.matmul`, `lowbit.dequantize` and `lowbit.prepack` become tile programs.
+"""expand-matmul: `lowbit.matmul` and the other operations on tensors become tile programs.
 
 A kernel is a function from a spec and a schedule to a program: the `build` of its family (`passes.kernels.registry`).
 """
@@ -15,20 +15,21 @@ from lowbit.passes.base import at, each_op
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.tensor_programs import read_schedule, spec_of
-from lowbit.passes.transforms.plan_packing import check_planned
+from lowbit.passes.transforms.plan_packing import WITH_WEIGHT, check_planned
 
 
 @dataclass(frozen=True)
 class ExpandMatmul:
-    """Replace functions around lowbit.matmul, dequantize or prepack by the tile programs that compute them."""
+    """Replace functions around lowbit.matmul, or another operation on tensors, by tile programs that compute them."""
 
     name: ClassVar[str] = "expand-matmul"
 
     def run(self, module: ir.Module) -> None:
-        for kind in (ops.MatmulOp, ops.DequantizeOp, ops.PrepackOp):
+        for kind in (*WITH_WEIGHT, ops.QuantizeOp):
             for op in each_op(module, kind):
                 with at(op):
-                    check_planned(op)
+                    if kind in WITH_WEIGHT:
+                        check_planned(op)
                     _check_alone(op)
                     schedule = _schedule_of(op)
                     _replace_function(op, family_of(schedule).build(spec_of(op), schedule))

@@ -16,15 +16,17 @@ from lowbit.dialect.ops.tensors import packing_attr
 from lowbit.passes.base import each_op
 from lowbit.passes.tensor_programs import packed_of
 
+WITH_WEIGHT = (ops.MatmulOp, ops.QuantizedMatmulOp, ops.DequantizeOp, ops.PrepackOp)
+
 
 @dataclass(frozen=True)
 class PlanPacking:
-    """Attach the memory order of its weight to every lowbit.matmul, dequantize and prepack."""
+    """Attach the memory order of its weight to every lowbit.matmul, quantized_matmul, dequantize and prepack."""
 
     name: ClassVar[str] = "plan-packing"
 
     def run(self, module: ir.Module) -> None:
-        for kind in (ops.MatmulOp, ops.DequantizeOp, ops.PrepackOp):
+        for kind in WITH_WEIGHT:
             for op in each_op(module, kind):
                 op.packing = packing_attr(packed_of(op).packing)
 

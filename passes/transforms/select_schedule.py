@@ -14,15 +14,17 @@ from lowbit.dialect.bindings import ir
 from lowbit.passes.base import at, each_op
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.quantize.family import default_schedule as default_quantize_schedule
 from lowbit.passes.kernels.registry import family_of, schedule_from_dict
 from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for
 from lowbit.passes.target import Target, parse_target
 from lowbit.passes.tensor_programs import schedule_attr, spec_of
+from lowbit.passes.transforms.plan_packing import WITH_WEIGHT
 
 
 @dataclass(frozen=True)
 class SelectSchedule:
-    """Attach a schedule to every lowbit.matmul, dequantize and prepack that has none."""
+    """Attach a schedule to every lowbit.matmul, or other operation on tensors, that has none."""
 
     name: ClassVar[str] = "select-schedule"
     target: Target = field(default_factory=lambda: parse_target("sm_80"))
@@ -31,7 +33,7 @@ class SelectSchedule:
     schedule: Schedule | None = None
 
     def run(self, module: ir.Module) -> None:
-        for kind in (ops.MatmulOp, ops.DequantizeOp, ops.PrepackOp):
+        for kind in (*WITH_WEIGHT, ops.QuantizeOp):
             for op in each_op(module, kind):
                 if op.schedule is None:
                     with at(op):
@@ -43,6 +45,8 @@ class SelectSchedule:
         if isinstance(op, ops.PrepackOp):
             return fixed_schedule("prepack")
         spec = spec_of(op)
+        if isinstance(op, ops.QuantizeOp):
+            return default_quantize_schedule(spec)
         if self.schedule is None:
             return schedule_for(spec, self.tokens, self.target)
         given = schedule_from_dict({"family": self.family} | asdict(self.schedule))

@@ -53,8 +53,8 @@ def rows_of_tiles(spec: MatmulSpec, tiles: Sequence[int]) -> tuple[Rows, ...]:
     return (*(Rows(a, b, ends[b]) for a, b in zip(firsts, lasts)), Rows(firsts[-1], None, ()))
 
 
-def rows_of_late_scaling(tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule where weights must not be rounded: the least tile that holds m rows; more take launches of the widest,
+def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:
+    """The rule where weights must not be rounded, or x has 8 bits: the least tile that holds m rows; more take launches of the widest,
     as many as it takes."""
     firsts = [1, *(tile + 1 for tile in tiles)]
     return (*(Rows(a, b, (b,)) for a, b in zip(firsts, tiles)), Rows(firsts[-1], None, (tiles[-1],)))

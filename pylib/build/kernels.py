@@ -14,7 +14,7 @@ from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for, token_tiles
 from lowbit.passes.target import Target
 from lowbit.pylib.build import user_tables
-from lowbit.pylib.build.choices import KernelChoices, find_rows, kernel_name, rows_of_late_scaling, rows_of_tiles
+from lowbit.pylib.build.choices import KernelChoices, find_rows, kernel_name, rows_of_launches, rows_of_tiles
 from lowbit.pylib.build.driver import Artifact, compile_stages, load
 
 
@@ -37,7 +37,9 @@ class Artifacts:
         self._schedule = None if late_scaling else schedule
         self._chosen_for = replace(target, has_wgmma=False) if late_scaling else target
         self._tiles = token_tiles(spec, self._chosen_for)
-        self._rows = rows_of_late_scaling(self._tiles) if late_scaling else rows_of_tiles(spec, self._tiles)
+        # Without the vendor's matmul, more rows than a launch has take launches of the widest tile.
+        self._repeats = late_scaling or spec.compute is not None
+        self._rows = rows_of_launches(self._tiles) if self._repeats else rows_of_tiles(spec, self._tiles)
         self._requests: dict[int | None, KernelRequest] = {}
         self._kernels: dict[int | None, Artifact] = {}
         self._lock = threading.RLock()
@@ -46,7 +48,7 @@ class Artifacts:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's
         matmul. `pylib.build.choices.rows_of_tiles` has the rule."""
         found = find_rows(self._rows, m)
-        if self._late_scaling and found.last is None:
+        if self._repeats and found.last is None:
             return list(found.tiles) * -(-m // found.tiles[-1])
         return list(found.tiles) or None
 

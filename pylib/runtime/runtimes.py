@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ _address = Tensor.data_ptr
 
 def argument_order(spec: MatmulSpec) -> tuple[str, ...]:
     """Returns the order in which the kernels of a spec are called with their arguments."""
-    return ("x", "y", "m", *(slot.name for slot in spec.tensors))
+    x = ("x", "x_scales", "x_sums") if spec.compute else ("x",)
+    return (*x, "y", "m", *(slot.name for slot in spec.tensors))
 
 
 class Runtime(Protocol):
@@ -72,9 +73,14 @@ def make_runtime(
         return CudaRuntime(spec, target, schedule, late_scaling)
     if target.kind == "emulator":
         return EmulatorRuntime(spec, target, schedule, late_scaling)
-    if schedule is not None:
-        raise SpecError("schedule= is for GPU targets; the CPU's kernel has no such choices, so drop it")
+    check_schedule(target, schedule)
     return CpuRuntime(spec)
+
+
+def check_schedule(target: Target, schedule: Schedule | None) -> None:
+    """Raise SpecError for a schedule on a CPU."""
+    if schedule is not None and not target.is_gpu:
+        raise SpecError("schedule= is for GPU targets; the CPU's kernel has no such choices, so drop it")
 
 
 class _GpuRuntime:
@@ -143,7 +149,7 @@ class CudaRuntime(_GpuRuntime):
         y = allocate((m, n), (n, 1), self._out) if x.ndim == 2 else allocate(*_batched(x.shape, n), self._out)
         stream, target, codes = current_stream(device), y.data_ptr(), weight[0]
         first = codes.data_ptr()
-        settled = getattr(codes, "_lowbit_settled", 0) == first or _settled(codes)
+        settled = getattr(codes, "_lowbit_settled", 0) == first or is_settled(codes)
         if len(weight) == 2:  # the usual weights by hand: the star over map costs 0.1 us
             function(stream, settled, source, target, m, first, weight[1].data_ptr())
         elif len(weight) == 3:
@@ -161,9 +167,9 @@ class CudaRuntime(_GpuRuntime):
             rows = rows.clone(memory_format=torch.contiguous_format)
         addresses = tuple(map(_address, weight))
         with torch.cuda.device(device):
-            for tile, part, out in _parts(tiles, rows, y.view(-1, self._n)):
+            for tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)):
                 function = self._function(device, tile)
-                stream, settled = current_stream(device), _settled(weight[0])
+                stream, settled = current_stream(device), is_settled(weight[0])
                 function(stream, settled, part.data_ptr(), out.data_ptr(), len(part), *addresses)
         return y
 
@@ -210,12 +216,13 @@ def _batched(shape: torch.Size, n: int) -> tuple[tuple[int, ...], tuple[int, ...
     return (*batch, n), tuple(reversed(strides[: len(shape)]))
 
 
-def _parts(tiles: list[int], x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each tile with its rows of x and y."""
-    return zip(tiles, *(rows.split([*tiles[:-1], len(x) - sum(tiles[:-1])]) for rows in (x, y)))
+def parts_of_rows(tiles: list[int] | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Each tile with its rows of the tensors."""
+    sizes = [*tiles[:-1], len(tensors[0]) - sum(tiles[:-1])] if tiles else []
+    return zip(tiles or (), *(rows.split(sizes) for rows in tensors))
 
 
-def _settled(codes: Tensor) -> bool:
+def is_settled(codes: Tensor) -> bool:
     """Whether an earlier launch has waited until the weight was there.
 
     A kernel that overlaps its predecessor reads the weight without waiting. If the predecessor is what packed
@@ -269,7 +276,7 @@ class EmulatorRuntime(_GpuRuntime):
         self._emulators: dict[int | None, Emulator] = {}
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
-        _check_cpu(self._target.name, x, weight[0])
+        check_cpu(self._target.name, x, weight[0])
         m = x.numel() // self._k
         tiles = self._artifacts.tiles(m)
         if tiles is None:
@@ -278,12 +285,12 @@ class EmulatorRuntime(_GpuRuntime):
             return y.to(self._out)
         y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
         rows = x.reshape(-1, self._k).contiguous()
-        for tile, part, out in _parts(tiles, rows, y.view(-1, self._n)) if m else ():
+        for tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)) if m else ():
             self._launch(tile, len(part), weight, x=part, y=out)
         return y
 
     def dequantize(self, weight: Tensors) -> Tensor:
-        _check_cpu(self._target.name, weight[0])
+        check_cpu(self._target.name, weight[0])
         w = torch.empty((self._n, self._k), dtype=self._act)
         self._launch(None, 0, weight, y=w)
         return w
@@ -316,11 +323,11 @@ class CpuRuntime:
         self._program = CpuMatmul(spec, knobs.cpu(), knobs.num_threads())
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
-        _check_cpu("cpu", x, weight[0])
+        check_cpu("cpu", x, weight[0])
         return self._program.matmul(x, weight)
 
     def dequantize(self, weight: Tensors) -> Tensor:
-        _check_cpu("cpu", weight[0])
+        check_cpu("cpu", weight[0])
         return self._program.dequantize(weight)
 
     def kernel(self, m: int) -> Artifact:
@@ -355,7 +362,8 @@ class PermutedRuntime:
         return in_order_of_x(self._inner.dequantize(in_order), permutation)
 
 
-def _check_cpu(target: str, *tensors: Tensor) -> None:
+def check_cpu(target: str, *tensors: Tensor) -> None:
+    """Raise TargetError for tensors that are elsewhere."""
     for tensor in tensors:
         if not tensor.is_cpu:
             raise TargetError(f"target {target} takes CPU tensors, not {tensor.device}; use .cpu()")

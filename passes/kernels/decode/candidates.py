@@ -104,27 +104,29 @@ def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule 
     return None
 
 
-def streaming_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
+def streaming_schedules(
+    spec: MatmulSpec, tile: int, target: Target, kind: type[S] = Schedule
+) -> list[S]:
     """Some dozens of schedules with a copy pipeline that are allowed: few enough to predict them all in about two
     milliseconds. Never empty."""
     if tile > 1 and has_wgmma(spec, target):
         # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
         shapes = [shape for shape in _WGMMA if tile <= 64 or shape[2] != 3]
-        found = list(_shaped(Schedule, spec, target, shapes, tile, wgmma=True))
+        found = list(_shaped(kind, spec, target, shapes, tile, wgmma=True))
     elif tile > 1:
-        found = list(_shaped(Schedule, spec, target, _TOKENS, tile))
+        found = list(_shaped(kind, spec, target, _TOKENS, tile))
     else:
         # A tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
-        found = list(_shaped(Schedule, spec, target, _ONE_TOKEN, 8))
-    return found or _least_schedules(spec, tile, target)
+        found = list(_shaped(kind, spec, target, _ONE_TOKEN, 8))
+    return found or _least_schedules(spec, tile, target, kind)
 
 
-def _least_schedules(spec: MatmulSpec, tile: int, target: Target) -> list[Schedule]:
+def _least_schedules(spec: MatmulSpec, tile: int, target: Target, kind: type[S]) -> list[S]:
     """Small schedules, for matmuls that are too short for two rounds of any other."""
     chunk = spec.packing.chunk
     if tile > max(_PLAIN_TILES):
-        return [Schedule(tile, 1, 4, 1, math.lcm(chunk, spec.x.per_panel), num_stages=1, wgmma=True)]
-    least = [Schedule(tile, *shape, chunk, 2) for shape in _LEAST]
+        return [kind(tile, 1, 4, 1, math.lcm(chunk, spec.x.per_panel), num_stages=1, wgmma=True)]
+    least = [kind(tile, *shape, chunk, 2) for shape in _LEAST]
     fitting = [s for s in least if is_allowed(spec, s, target)]
     return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
 

@@ -170,7 +170,8 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
     if s.preload_weights:
         return 42 + plan.preloaded_words + s.columns // 2 * s.row_blocks
-    return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks
+    products = s.columns // 2 * s.row_blocks if spec.compute else 0  # beside the sums
+    return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks + products
 
 
 def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:

@@ -20,7 +20,7 @@ class Epilogue:
         self.p, self.plan, self.spec, self.schedule, self.tile = p, plan, plan.spec, plan.schedule, tile
 
     def finish(self, total: Tile) -> None:
-        """The sum over warps and splits that share rows, then row scale, bias, conversion, store."""
+        """The sum over warps and splits that share rows, then scales of rows and of x, bias, conversion, store."""
         s = self.schedule
         if s.cluster > 1:
             rows = s.rows // s.cluster
@@ -94,6 +94,9 @@ class Epilogue:
 
     def _store(self, total: Tile, first_row: Scalar) -> None:
         p, s, spec = self.p, self.schedule, self.spec
+        if spec.compute:
+            x_scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
+            total = p.mul(total, p.load(x_scales, (0, 0), total.layout.reduce((0,)), ("none", "clamp")))
         if spec.row_scales and not spec.outliers:  # else before the outliers were added
             total = p.mul(total, self._per_row("row_scales", "f32", first_row, total))
         if spec.bias:

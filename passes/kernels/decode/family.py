@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
 from lowbit.passes.kernels.decode import candidates, cost_model, legality, search_space
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=Schedule)
 
 
-class _DecodeFamily(KernelFamily[S]):
-    """What both families share: they differ in how a warp multiplies its step."""
+class StreamingFamily(KernelFamily[S]):
+    """What families share whose kernels stream the weight: they differ in how a warp multiplies its step."""
 
     operation: ClassVar[Operation] = "matmul"
 
@@ -30,10 +31,12 @@ class _DecodeFamily(KernelFamily[S]):
         return cost_model.predict(spec, tokens, schedule, target)
 
     def check(self, spec: MatmulSpec, schedule: S, target: Target) -> None:
+        if spec.compute and self.operation == "matmul":
+            raise SpecError(f"schedule: compute={spec.compute!r} needs an EightBitSchedule, not one of {self.name}")
         legality.check_schedule(spec, schedule, target)
 
     def suits(self, spec: MatmulSpec, schedule: S, target: Target, measured: MatmulSpec) -> bool:
-        return candidates.suits(spec, schedule, target, measured)
+        return spec.compute == measured.compute and candidates.suits(spec, schedule, target, measured)
 
     def neighbours(self, spec: MatmulSpec, tokens: int, target: Target, around: S) -> Sequence[S]:
         return search_space.neighbours(spec, tokens, target, around)
@@ -45,14 +48,14 @@ class _DecodeFamily(KernelFamily[S]):
         return KernelPlan(spec, schedule).rounding
 
 
-class Decode(_DecodeFamily[Schedule]):
+class Decode(StreamingFamily[Schedule]):
     """Codes are decoded to the activation's type (or f32) and multiplied by mma.sync or wgmma."""
 
     name: ClassVar[str] = "decode"
     schedule_type = Schedule
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return candidates.token_tiles(spec, target)
+        return () if spec.compute else candidates.token_tiles(spec, target)
 
     def tile_limit(self, spec: MatmulSpec, target: Target) -> str:
         return candidates.tile_limit(spec, target)
@@ -70,14 +73,14 @@ class Decode(_DecodeFamily[Schedule]):
         return decode_matmul(spec, schedule)
 
 
-class DecodeInteger(_DecodeFamily[IntegerSchedule]):
+class DecodeInteger(StreamingFamily[IntegerSchedule]):
     """Codes stay integers, and one token is split into limbs: for narrow codes, whose decoding would be the bound."""
 
     name: ClassVar[str] = "decode_integer"
     schedule_type = IntegerSchedule
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return (1,) if legality.has_integer_mma(spec) else ()
+        return (1,) if legality.has_integer_mma(spec) and not spec.compute else ()
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[IntegerSchedule]:
         return candidates.integer_schedules(spec, target)

@@ -74,7 +74,7 @@ class Kernel:
         self.spec, self.schedule = spec, schedule = plan.spec, plan.schedule
         self.packing = spec.packing
         self.compute = compute_element(spec.dtype, spec.act)
-        names = ["x", *(slot.name for slot in spec.tensors), "y"]
+        names = [*plan.inputs, *(slot.name for slot in spec.tensors), "y"]
         names += ["workspace"] if self.plan.workspace_bytes else []
         s = schedule
         self.p = Program(
@@ -94,6 +94,7 @@ class Kernel:
         self.zeros_in_weights = self.plan.rounds_zeros
         elsewhere = self.zeros_in_decode or self.zeros_in_weights
         self.zeros_in_sums = (spec.zeros != "none" or offset > 0) and not elsewhere
+        self.sum_element = "f32"
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks, columns = s.step_k // BLOCK_K, s.mma_columns // 8
 
@@ -125,7 +126,7 @@ class Kernel:
         """What a block does."""
         p, s = self.p, self.schedule
         self.first_block = self.tile * self.plan.row_blocks
-        carried = [p.constant(0.0, "f32", self.d_layout)]
+        carried = [p.constant(0.0, self.sum_element, self.d_layout)]
         if self.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.integer_limbs import LIMBS, PIECE, ROW, takes
 from lowbit.dialect.spec import MatmulSpec
@@ -40,6 +41,8 @@ def _shared_bytes(plan: KernelPlan) -> int:
     total = -(-total // 1024) * 1024 if s.wgmma else total  # x is swizzled
     row = s.step_k if s.wgmma else s.step_k + spec.x.per_vector
     total += padded(slots * s.warps_k * s.tokens * row * spec.x.bytes)
+    if plan.reads_sums:
+        total += padded(slots * s.warps_k * s.columns * (s.step_k // SUM_COLUMNS) * ELEMENTS["f32"].bytes)
     if plan.groups:
         for slot in spec.tensors:
             if slot.index == "group":
@@ -109,7 +112,7 @@ def is_allowed(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
 
 def has_wgmma(spec: MatmulSpec, target: Target) -> bool:
     """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
-    same_type = compute_element(spec.dtype, spec.act) == spec.act
+    same_type = spec.compute is not None or compute_element(spec.dtype, spec.act) == spec.act
     return target.has_wgmma and same_type and fits_async_x(spec)
 
 

@@ -73,7 +73,7 @@ class Operands:
             self.buffers.append(self.table)
 
     def _view_x(self) -> None:
-        p, s, act, k, panel = self.p, self.schedule, self.spec.act, self.spec.k, self.spec.x.per_panel
+        p, s, act, k, panel = self.p, self.schedule, self.spec.x.operand, self.spec.k, self.spec.x.per_panel
         row = s.step_k + self.spec.x.per_vector
         if s.wgmma:
             x_steps, panels = -(-k // s.step_k), s.step_k // panel

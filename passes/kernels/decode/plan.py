@@ -58,6 +58,16 @@ class KernelPlan:
         return max(self.tiles, -(-self.schedule.min_blocks // self.schedule.split_k))
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The parameters of the kernel that an activation has."""
+        return ("x", "x_scales", "x_sums") if self.spec.compute else ("x",)
+
+    @property
+    def reads_sums(self) -> bool:
+        """Whether the kernel reads sums of x: those of an activation of 8 bits, for zeros and signed codes."""
+        return self.spec.compute is not None and (self.spec.zeros != "none" or self.spec.dtype.kind == "int")
+
+    @property
     def groups(self) -> int:
         """Groups in a step, 1 if a group is longer; 0 for one scale per row."""
         group = self.spec.packing.padded_group
@@ -80,6 +90,8 @@ class KernelPlan:
         """Whether codes are decoded too large by a bias: one mma per fragment of x makes up for it, whatever the rows,
         instead of a subtraction per pair of weights."""
         t, s = self.spec.dtype, self.schedule
+        if self.spec.compute:
+            return False
         narrow = t.bits <= OFFSET_BITS and can_defer_offset(t, compute_element(t, self.spec.act))
         return narrow and s.row_blocks > 1 and not s.wgmma and not s.raw_codes
 
@@ -88,6 +100,8 @@ class KernelPlan:
         """Whether codes are multiplied as they are stored, with no subtraction: where nothing is to be taken away from
         them, where sums of x are needed anyway (float zeros, offsets), or where the schedule has it so."""
         s, spec = self.schedule, self.spec
+        if spec.compute:
+            return True
         if s.raw_codes or s.integer_mma or not can_use_raw_codes(spec) or self.defers_offset or self.rounds_scales:
             return s.raw_codes
         if spec.zeros in ("float", "offset"):
@@ -111,7 +125,7 @@ class KernelPlan:
         Scales must be numbers of x's type."""
         s, group = self.schedule, self.spec.packing.padded_group
         less = group is not None and (group <= s.tokens or self.rounds_zeros or s.tokens > MOST_SCALED)
-        return s.wgmma and less and self._scales_like_x and self._decodes_values
+        return s.wgmma and less and self._scales_like_x and self._decodes_values and not self.spec.compute
 
     @property
     def _scales_like_x(self) -> bool:
@@ -122,6 +136,8 @@ class KernelPlan:
     @property
     def sums_once(self) -> bool:
         """Whether, with wgmma, sums need registers only once: no group's are scaled, none of x stand beside them."""
+        if self.spec.compute == "f8e4m3":  # products are added to the sums after some columns
+            return False
         sums_of_x = self.spec.zeros in ("float", "offset") or self.schedule.raw_codes
         return self.rounds_scales or not (self.groups or sums_of_x)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.bindings import ir
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, round_up
 from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
@@ -101,10 +102,11 @@ def _scaled(
 
 def _as_rows(p: Program, spec: MatmulSpec, c: BlockColumns, numbers: Tile) -> Tile:
     """Returns a block [16, columns] with neighbours along the rows in each thread, by way of shared memory."""
-    staged = p.alloc_shared(spec.act, (ROWS, c.columns), (c.columns + spec.x.per_vector, 1))
+    vector = ELEMENTS[spec.act].per_vector
+    staged = p.alloc_shared(spec.act, (ROWS, c.columns), (c.columns + vector, 1))
     p.store(p.reshape(numbers, (ROWS, c.columns)), staged, (0, 0))
     p.barrier()
-    return p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, spec.x.per_vector))
+    return p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, vector))
 
 
 def _with_outliers(

@@ -4,7 +4,7 @@ Warp w of the warpgroup has rows 16 w .. 16 w + 15 of A and D. Its registers hol
 (tensor_core.py), D as one accumulator of 16 x 8 after the other.
 
 A kernel may let it read rows of B that nobody has written, as long as it uses nothing of their columns of D: these
-rows count as NaN.
+rows count as NaN, those of integers as some odd number.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from lowbit.pylib.emulator.machine.machine import Step
 from lowbit.pylib.emulator.machine.wgmma_queue import WARPGROUP, Flight
 from lowbit.pylib.emulator.text.ptx import Operand, Reg, Vector
 
+#: What integers count as that nobody has written: a product that uses them is wrong.
+_UNKNOWN = 101.0
 #: Bytes of a row of A or B that one instruction takes.
 _ROW_BYTES = 32
 
@@ -188,9 +190,7 @@ def _matrix(op: Op, rows: int, kind: str) -> _Factor:
         row, chunks, empty = block.shared.begin_async_read(first, address.ravel())
         values = elements(chunks.view(np.uint32).reshape(rows, -1), kind).reshape(rows, -1)
         if empty.any():
-            if kind in INTEGERS:
-                raise Fault("wgmma reads shared memory that was never written", first)
-            values[empty.reshape(rows, -1).any(axis=1)] = np.nan
+            values[empty.reshape(rows, -1).any(axis=1)] = _UNKNOWN if kind in INTEGERS else np.nan
         return values, [row]
 
     return matrix

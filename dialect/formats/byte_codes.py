@@ -1,0 +1,112 @@
+"""Codes as bytes that tensor cores multiply by activations of 8 bits. No MLIR is needed here.
+
+    "f8e4m3"   bytes are numbers of f8e4m3. An unsigned code u below 16 is the number u * 2^-9 as it stands: f8e4m3's
+               subnormals and its first exponent are one line. The sign, exponent and mantissa of a float move to the
+               places of f8e4m3's, which leaves the power of two between the two biases. Both powers are for the
+               scale (`byte_exponent`).
+    "i8"       bytes are unsigned integers, the codes as they are stored. Activations are signed.
+
+Signed codes are in offset binary, so too large by `raw_codes.zero_code`; sums of x correct that, and subtract zeros.
+
+A register of mma.m16n8k32 has four codes of a row, where the packed weight (`dialect.formats.packing`) has two codes in
+each of the two registers for this row of a 16 x 16 block. Byte `4 t + j` of 16 columns is therefore column
+`column_of(4 t + j)`: 2t, 2t + 8, 2t + 1, 2t + 9. Activations are written in this order, which is the same for all
+formats, so that any number of matmuls can share them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowbit.dialect.formats.dtypes import DType, all_names, dtype
+from lowbit.dialect.formats.packing import BLOCK_K, Piece, run_of
+
+Compute = Literal["f8e4m3", "i8"]
+COMPUTE: tuple[Compute, ...] = ("f8e4m3", "i8")
+
+SUM_COLUMNS = 32  # of x that have a sum: the K of an mma of bytes, so groups are multiples of it
+MOST_COLUMNS = 65536  # sums of u8 * s8 over more would not fit into 32 bits
+
+LARGEST: dict[Compute, float] = {"f8e4m3": 448.0, "i8": 127.0}
+"""The magnitude that the largest number of a row of x is quantized to."""
+LEAST_PEAK = 2.0**-100  # what counts as the largest |x| of a row of less: its scale has a reciprocal in f32
+
+_EXPONENT, _MANTISSA, _BIAS = 4, 3, 7  # of f8e4m3
+_EXACT_BITS = 4  # unsigned codes of so many bits are numbers of f8e4m3
+_HALVES = 0x00010001
+
+
+def fits(t: DType, compute: Compute) -> bool:
+    """Tells whether all values of a format are bytes of this type, up to one power of two."""
+    if t.kind in ("uint", "int"):
+        return compute == "i8" or t.bits <= _EXACT_BITS
+    return compute == "f8e4m3" and t.kind == "float" and t.exponent <= _EXPONENT and t.mantissa <= _MANTISSA
+
+
+@lru_cache(maxsize=None)
+def fitting_names(compute: Compute) -> tuple[str, ...]:
+    """Returns the formats that fit a type, for errors and documentation."""
+    return tuple(name for name in all_names() if fits(dtype(name), compute))
+
+
+def byte_exponent(t: DType, compute: Compute) -> int:
+    """Returns the e for which bytes are value * 2^-e."""
+    if compute == "i8":
+        return 0
+    return _BIAS - t.bias if t.kind == "float" else _BIAS - 1 + _MANTISSA
+
+
+def reciprocal_of_largest(compute: Compute) -> float:
+    """Returns the f32 by which the largest |x| of a row is multiplied to give the scale of the row."""
+    return float(np.float32(1.0 / LARGEST[compute]))
+
+
+def column_of(byte: int) -> int:
+    """Returns the column that a byte of 16 belongs to."""
+    lane, within = divmod(byte, 4)
+    return 2 * lane + 8 * (within % 2) + within // 2
+
+
+def byte_order() -> NDArray[np.int64]:
+    """Returns the column of each byte of 16."""
+    return np.array([column_of(byte) for byte in range(BLOCK_K)])
+
+
+def _fields(t: DType, compute: Compute) -> Iterator[tuple[int, int, int]]:
+    """Yields the parts of a code: lowest bit, number of bits, and the lowest bit that they have in the byte."""
+    if compute == "i8" or t.kind != "float":
+        yield 0, t.bits, 0
+    else:
+        yield 0, t.bits - 1, _MANTISSA - t.mantissa
+        yield t.bits - 1, 1, 7
+
+
+def moves(t: DType, compute: Compute, registers: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Returns how the four bytes of a row are made of the words of its two registers (numbers in their runs): a list of
+    (register 0 or 1, word of its run, right shift, mask), of which the masked words are joined.
+
+    The codes of register 0 become bytes 0 and 2, those of register 1 bytes 1 and 3. What needs the same shift of the
+    same word is one move; whether two registers have the same words, the caller knows: they do if they are of one run.
+    """
+    masks: dict[tuple[int, int, int], int] = defaultdict(int)
+    for which, number in enumerate(registers):
+        for piece in run_of(t.bits)[number]:
+            for low, bits, target in _fields(t, compute):
+                first, width = _overlap(piece, low, bits)
+                if width > 0:
+                    place = 8 * which + target + first - low
+                    shift = piece.shift + first - piece.low - place
+                    masks[which, piece.word, shift] |= ((1 << width) - 1 << place) * _HALVES
+    return [(which, word, shift, mask) for (which, word, shift), mask in masks.items()]
+
+
+def _overlap(piece: Piece, low: int, bits: int) -> tuple[int, int]:
+    """Returns the first bit of a code that is in a piece and in a field from `low` on, and how many are."""
+    first = max(piece.low, low)
+    return first, min(piece.low + piece.bits, low + bits) - first

@@ -1,0 +1,48 @@
+// RUN: %lowbit-opt %s --split-input-file | %filecheck %s
+// RUN: %lowbit-opt %s --split-input-file --mlir-print-op-generic | %lowbit-opt - --split-input-file | %filecheck %s
+
+// Operations on numbers of 8 bits, there and back. First those on tensors.
+
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
+// CHECK-LABEL: func.func @tensors
+func.func @tensors(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf32> {
+  // CHECK: "lowbit.quantize"(%{{.*}}) : (tensor<?x256xf16>) -> (tensor<?x256xf8E4M3FN>, tensor<?xf32>, tensor<?x8xf32>)
+  %values, %scales, %sums = "lowbit.quantize"(%x)
+    : (tensor<?x256xf16>) -> (tensor<?x256xf8E4M3FN>, tensor<?xf32>, tensor<?x8xf32>)
+  // CHECK: "lowbit.quantized_matmul"
+  %y = "lowbit.quantized_matmul"(%values, %scales, %sums, %w) {operandSegmentSizes = array<i32: 1, 1, 1, 1, 0>}
+    : (tensor<?x256xf8E4M3FN>, tensor<?xf32>, tensor<?x8xf32>, !weight) -> tensor<?x64xf32>
+  return %y : tensor<?x64xf32>
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], ui8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+!b = !lowbit.reg<[8, 64], i8, "local(1, 2).column_local(1, 2).spatial(8, 4).local(1, 4)">
+!c = !lowbit.reg<[16, 8], i32, "local(2, 1).spatial(8, 4).local(1, 2)">
+// CHECK-LABEL: func.func @products
+func.func @products(%codes: !codes, %b: !b, %c: !c) -> !c {
+  // CHECK: "lowbit.decode_bytes"
+  %a = "lowbit.decode_bytes"(%codes) : (!codes) -> !a
+  // CHECK: "lowbit.mma"
+  %d = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return %d : !c
+}
+
+// -----
+
+!row = !lowbit.reg<[1, 512], f32, "spatial(1, 32).local(1, 16)">
+!units = !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">
+// CHECK-LABEL: func.func @numbers
+func.func @numbers(%x: !row) -> !units {
+  // CHECK: "lowbit.reduce"(%{{.*}}) {combine = "max", dim = 0 : i64}
+  %0 = "lowbit.reduce"(%x) {dim = 0, combine = "max"} : (!row) -> !row
+  // CHECK: "lowbit.reciprocal"
+  %1 = "lowbit.reciprocal"(%0) : (!row) -> !row
+  // CHECK: "lowbit.round_to"(%{{.*}}) {kind = "i8"}
+  %2 = "lowbit.round_to"(%1) {kind = "i8"} : (!row) -> !row
+  // CHECK: "lowbit.encode_bytes"(%{{.*}}) {kind = "f8e4m3"}
+  %3 = "lowbit.encode_bytes"(%2) {kind = "f8e4m3"} : (!row) -> !units
+  return %3 : !units
+}

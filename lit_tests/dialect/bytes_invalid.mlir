@@ -1,0 +1,106 @@
+// RUN: %lowbit-opt %s --split-input-file --verify-diagnostics
+
+// What verifiers refuse of numbers of 8 bits.
+
+func.func @columns(%x: tensor<?x40xf16>) {
+  // expected-error @below {{'lowbit.quantize' op columns of x: expected a multiple of 32, got 40}}
+  %0, %1, %2 = "lowbit.quantize"(%x) : (tensor<?x40xf16>) -> (tensor<?x40xi8>, tensor<?xf32>, tensor<?x1xf32>)
+  return
+}
+
+// -----
+
+func.func @sums(%x: tensor<?x64xf16>) {
+  // expected-error @below {{sums: expected tensor<?x2xf32>, got tensor<?x4xf32>}}
+  %0, %1, %2 = "lowbit.quantize"(%x) : (tensor<?x64xf16>) -> (tensor<?x64xi8>, tensor<?xf32>, tensor<?x4xf32>)
+  return
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 64], #lowbit.format<"u4", []>, 64, "none", "f16">
+func.func @values(%x: tensor<?x64xf16>, %s: tensor<?xf32>, %sums: tensor<?x2xf32>, %w: !weight) {
+  // expected-error @below {{values: expected tensor<?x64xf8E4M3FN> or tensor<?x64xi8>, got tensor<?x64xf16>}}
+  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {operandSegmentSizes = array<i32: 1, 1, 1, 1, 0>}
+    : (tensor<?x64xf16>, tensor<?xf32>, tensor<?x2xf32>, !weight) -> tensor<?x64xf16>
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u5", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @format(%codes: !codes) {
+  // expected-error @below {{source: expected codes that are numbers of f8E4M3FN, got u5}}
+  %a = "lowbit.decode_bytes"(%codes) : (!codes)
+    -> !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @element(%codes: !codes) {
+  // expected-error @below {{element of the result: expected f8E4M3FN or ui8, got i8}}
+  %a = "lowbit.decode_bytes"(%codes) : (!codes)
+    -> !lowbit.reg<[16, 64], i8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @fragments(%codes: !codes) {
+  // expected-error @below {{layout of the source (in fragments): expected local(1, 2), got local(1, 4)}}
+  %a = "lowbit.decode_bytes"(%codes) : (!codes)
+    -> !lowbit.reg<[16, 32], ui8, "column_local(2, 2).spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[16, 32], ui8, "column_local(2, 2).spatial(8, 4).local(1, 4)">
+!b = !lowbit.reg<[8, 32], f8E4M3FN, "column_local(1, 2).spatial(8, 4).local(1, 4)">
+!c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @factors(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{element of a: expected f8E4M3FN, got ui8}}
+  %d = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[16, 32], ui8, "column_local(2, 2).spatial(8, 4).local(1, 4)">
+!b = !lowbit.reg<[8, 32], i8, "column_local(1, 2).spatial(8, 4).local(1, 4)">
+!c = !lowbit.reg<[16, 8], f32, "local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @sums_of_integers(%a: !a, %b: !b, %c: !c) {
+  // expected-error @below {{element of c: expected i32, got f32}}
+  %d = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
+  return
+}
+
+// -----
+
+!row = !lowbit.reg<[1, 512], f32, "spatial(1, 32).local(1, 16)">
+func.func @kind(%x: !row) {
+  // expected-error @below {{kind: expected f8e4m3 or i8, got "i4"}}
+  %0 = "lowbit.round_to"(%x) {kind = "i4"} : (!row) -> !row
+  return
+}
+
+// -----
+
+!row = !lowbit.reg<[1, 512], f32, "local(1, 16).spatial(1, 32)">
+func.func @units(%x: !row) {
+  // expected-error @below {{layout of the source: expected spatial(1, 32).local(1, 16), got local(1, 16).spatial(1, 32)}}
+  %0 = "lowbit.encode_bytes"(%x) {kind = "i8"} : (!row) -> !lowbit.reg<[1, 32], vector<4xi32>, "spatial(1, 32)">
+  return
+}
+
+// -----
+
+!row = !lowbit.reg<[1, 32], f16, "spatial(1, 32)">
+func.func @reciprocal(%x: !row) {
+  // expected-error @below {{element of the result: expected f32, got f16}}
+  %0 = "lowbit.reciprocal"(%x) : (!row) -> !row
+  return
+}

@@ -1,0 +1,125 @@
+"""Rules of `lower-tiles` for numbers of 8 bits: codes to bytes, and f32 to bytes (`dialect.formats.byte_codes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import arith, ir, llvm
+from lowbit.dialect.errors import PassError
+from lowbit.dialect.formats.byte_codes import column_of, moves
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.formats.packing import BLOCK_K
+from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K32_A
+from lowbit.dialect.types import Reg
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering.codes import places_of
+from lowbit.passes.lowering.context import FP8, LoweringContext, text_attr
+from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
+from lowbit.passes.lowering.registry import lowers
+
+
+@lowers(ops.DecodeBytesOp)
+def decode_bytes(op: Any, c: LoweringContext) -> None:
+    """Registers of A fragments [16, 32]: each has the bytes of a row from one 16 x 16 block of codes."""
+    codes, reg = c.tiles[op.source], Reg.of(op.result.type)
+    format_, compute = codes.reg.element, ops.BYTES[str(reg.element)]
+    if not isinstance(format_, DType):
+        raise PassError(f"lower-tiles: nothing to decode in {format_}")
+    if compute == "f8e4m3":
+        c.require(FP8, op.operation.name)
+    places = places_of(format_, codes.reg.layout)
+    blocks = {place: i for i, place in enumerate(fragment_blocks(codes.reg.layout, MMA_M16N8K16_A))}
+    fragments = fragment_blocks(reg.layout, MMA_M16N8K32_A)
+
+    def register(i: int) -> Any:
+        row, column = fragments[i // 4]
+        half, lower = divmod(i % 4, 2)  # which 16 columns, and whether these are rows g + 8
+        first = 4 * blocks[row, 2 * column + half] + lower
+        both = [places[first], places[first + 2]]
+        return _joined(codes, format_, compute, both)
+
+    c.tiles[op.result] = Fragment(reg, "word", register)
+
+
+def _joined(codes: Fragment, format_: DType, compute: Any, both: list[tuple[int, int]]) -> Any:
+    """Four bytes from the words of two registers, each given by the first word of its run and its number there."""
+    masks: dict[tuple[int, int], int] = {}
+    for which, word, shift, mask in moves(format_, compute, [number for _, number in both]):
+        key = both[which][0] + word, shift
+        masks[key] = masks.get(key, 0) | mask
+    result: Any = None
+    for (word, shift), mask in masks.items():
+        moved = emit.shift_right(codes.register(word), shift)
+        result = emit.mask(moved, mask) if result is None else emit.mask_or(moved, mask, result)
+    return result
+
+
+# -- f32 to bytes
+
+
+@lowers(ops.EncodeBytesOp)
+def encode_bytes(op: Any, c: LoweringContext) -> None:
+    source, reg = c.tiles[op.source], Reg.of(op.result.type)
+    kind = text_attr(op, "kind")
+    to_word = _WORDS[kind]
+    if kind == "f8e4m3":
+        c.require(FP8, op.operation.name)
+
+    def word(i: int) -> Any:
+        first, byte = BLOCK_K * (i // 4), 4 * (i % 4)
+        return to_word([source.scalar(first + column_of(byte + j)) for j in range(4)])
+
+    c.tiles[op.result] = Fragment(reg, "word", word)
+
+
+def _e4m3_word(x: list[Any]) -> Any:
+    """Four numbers to f8e4m3, the first in the lowest byte."""
+    lines = (
+        "{.reg .b16 a, b;",
+        "cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;",
+        "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;",
+        "mov.b32 $0, {a, b};}",
+    )
+    return llvm.inline_asm(emit.integer(), x, "\n".join(lines), "=r,f,f,f,f", asm_dialect=0)
+
+
+def _i8_word(x: list[Any]) -> Any:
+    """Four numbers to signed bytes, the first in the lowest."""
+    low, high, *_ = (_bytes_of_two(x[i], x[i + 1]) for i in (0, 2))
+    return arith.ori(low, emit.shift_right(high, -16))
+
+
+def _bytes_of_two(a: Any, b: Any) -> Any:
+    low, high = (emit.mask(_integer(x), 0xFF) for x in (a, b))
+    return arith.ori(low, emit.shift_right(high, -8))
+
+
+def _integer(x: Any) -> Any:
+    """The nearest integer from -128 to 127."""
+    number = llvm.inline_asm(emit.integer(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f", asm_dialect=0)
+    return arith.maxsi(arith.minsi(number, emit.constant(127)), emit.constant(-128))
+
+
+_WORDS: dict[str, Callable[[list[Any]], Any]] = {"f8e4m3": _e4m3_word, "i8": _i8_word}
+
+
+def _round_e4m3(x: Any) -> Any:
+    lines = (
+        "{.reg .b16 a, b; .reg .b32 c; .reg .f32 zero;",
+        "mov.f32 zero, 0f00000000;",
+        "cvt.rn.satfinite.e4m3x2.f32 a, zero, $1;",
+        "cvt.rn.f16x2.e4m3x2 c, a;",
+        "mov.b32 {a, b}, c;",
+        "cvt.f32.f16 $0, a;}",
+    )
+    return llvm.inline_asm(ir.F32Type.get(), [x], "\n".join(lines), "=f,f", asm_dialect=0)
+
+
+def _round_i8(x: Any) -> Any:
+    return arith.sitofp(ir.F32Type.get(), _integer(x))
+
+
+ROUND: dict[str, Callable[[Any], Any]] = {"f8e4m3": _round_e4m3, "i8": _round_i8}
+"""f32 to the f32 of the byte that it becomes."""

@@ -1,0 +1,103 @@
+"""What quantizes activations on each target: the quantize kernel on GPUs and in the emulator, torch on a CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
+from lowbit.dialect.spec import Act
+from lowbit.passes.kernels.quantize.family import default_schedule, quantize_spec
+from lowbit.passes.kernels.registry import request
+from lowbit.passes.target import Target, parse_target
+from lowbit.pylib.activation import VALUES, Quantized, quantize_in_torch
+from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.runtime.driver import Function, allocate, current_stream
+from lowbit.pylib.runtime.runtimes import check_cpu, check_device, load_function, memory_of
+from lowbit.pylib.tensor_checks import address_of
+
+_ORDER = ("x", "values", "scales", "sums", "m")
+
+
+def quantize_on(x: Tensor, compute: Compute, target: str) -> Quantized:
+    """Quantizes x [..., k] on a target: the implementation of `torch.ops.lowbit.quantize_activation`."""
+    act = "f16" if x.dtype is torch.float16 else "bf16"
+    return quantizer(x.shape[-1], act, compute, parse_target(target))(x)
+
+
+@lru_cache(maxsize=None)
+def quantizer(k: int, act: str, compute: Compute, target: Target) -> Callable[[Tensor], Quantized]:
+    """Returns the function that quantizes rows of k columns on a target: one for all matmuls."""
+    if not target.is_gpu:
+        return lambda x: quantize_in_torch(x, compute)
+    return gpu_quantizer(k, act, compute, target)
+
+
+def gpu_quantizer(k: int, act: str, compute: Compute, target: Target) -> Callable[[Tensor], Quantized]:
+    """Returns the function that quantizes x [..., k] on a GPU or in the emulator, by a kernel that is compiled now."""
+    spec = quantize_spec(k, cast(Act, act), compute)
+    artifact = load(request(spec, target, default_schedule(spec)), f"quantize_{compute}_{act}_{k}_{target.arch}")
+    kind = CudaQuantizer if target.kind == "cuda" else EmulatorQuantizer
+    return kind(k, compute, target, artifact)
+
+
+class CudaQuantizer:
+    """On NVIDIA GPUs."""
+
+    def __init__(self, k: int, compute: Compute, target: Target, artifact: Artifact) -> None:
+        self._k, self._values, self._target, self._artifact = k, VALUES[compute], target, artifact
+        self._functions: dict[int, Function] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, x: Tensor) -> Quantized:
+        device, k = x.get_device(), self._k
+        function = self._functions.get(device) or self._load(device)
+        if torch.cuda.current_device() != device:
+            with torch.cuda.device(device):
+                return self(x)
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            x = x.clone(memory_format=torch.contiguous_format)
+        m, batch = x.numel() // k, x.shape[:-1]
+        values = allocate((m, k), (k, 1), self._values)
+        scales = allocate((m,), (1,), torch.float32)
+        sums = allocate((m, k // SUM_COLUMNS), (k // SUM_COLUMNS, 1), torch.float32)
+        if m:
+            addresses = address_of(x), values.data_ptr(), scales.data_ptr(), sums.data_ptr()
+            function(current_stream(device), True, *addresses, m)
+        if x.ndim == 2:
+            return values, scales, sums
+        return values.view(x.shape), scales.view(batch), sums.view(*batch, k // SUM_COLUMNS)
+
+    def _load(self, device: int) -> Function:
+        check_device(self._target, device)
+        with self._lock:
+            found = self._functions.get(device) or load_function(self._artifact, self._target, device, _ORDER)
+            self._functions[device] = found
+        return found
+
+
+class EmulatorQuantizer:
+    """The same kernel in the emulator, on CPU tensors."""
+
+    def __init__(self, k: int, compute: Compute, target: Target, artifact: Artifact) -> None:
+        from lowbit.pylib.emulator import Emulator
+
+        self._values, self._target, self._launch = VALUES[compute], target, artifact.launch
+        self._emulator = Emulator(artifact.ptx)
+
+    def __call__(self, x: Tensor) -> Quantized:
+        check_cpu(self._target.name, x)
+        x = x.contiguous()
+        batch, k = x.shape[:-1], x.shape[-1]
+        values = torch.empty(x.shape, dtype=self._values)
+        scales, sums = torch.empty(batch), torch.empty((*batch, k // SUM_COLUMNS))
+        if x.numel():
+            named = {"x": x, "values": values, "scales": scales, "sums": sums}
+            memory = {name: memory_of(t) for name, t in named.items()}
+            self._emulator.run(self._launch, {**memory, "m": x.numel() // k})
+        return values, scales, sums
