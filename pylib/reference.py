@@ -126,7 +126,7 @@ def _accumulated(
 ) -> F64:
     """The part of `tolerance` that is there before y is rounded."""
     t = spec.dtype
-    magnitude, scale = np.abs(_decode(spec, codes)), np.abs(scale)
+    magnitude, size = np.abs(_decode(spec, codes)), np.abs(scale)
     magnitude = np.where(np.isfinite(magnitude), magnitude, 0.0)
     unit, _ = ROUNDING[spec.act]
     rounding = _operand_error(spec)[_index(spec, codes)]
@@ -139,7 +139,7 @@ def _accumulated(
         rounding = rounding + unit * terms
         if rounded_zeros and spec.zeros == "float":
             rounding = rounding + unit * np.abs(zero)
-    error = np.abs(_f64(x)) @ (scale * (ADDITION * additions * terms + rounding)).T
+    error = np.abs(_f64(x)) @ (size * (ADDITION * additions * terms + rounding)).T
     if entries:
         error += np.abs(_f64(x)) @ ((ADDITION * additions + (unit if dequantized else 0.0)) * sparse).T
     if rounded_zeros and spec.zeros == "float":
