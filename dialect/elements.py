@@ -75,7 +75,12 @@ ELEMENTS = {element.name: element for element in _ALL}
 
 ACTS = ("f16", "bf16")  # the types of activations
 OPERANDS = {element.operand: element for element in _ALL if element.mma}  # by their types in the IR
-TIMES = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f8E4M3FN": ("f8E4M3FN",), "i8": ("i8", "ui8")}
+TIMES: dict[str, tuple[str, ...]] = {
+    "f16": ("f16", "f32"),
+    "bf16": ("bf16", "f32"),
+    "f8E4M3FN": ("f8E4M3FN",),
+    "i8": ("i8", "ui8"),
+}
 """Of every operand b, what a may be: other types are multiplied as f32, and unsigned bytes by signed ones."""
 
 

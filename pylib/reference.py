@@ -140,7 +140,7 @@ def _accumulated(
 ) -> F64:
     """The part of `tolerance` that is there before y is rounded."""
     t = spec.dtype
-    magnitude, scale = np.abs(_decode(spec, codes)), np.abs(scale)
+    magnitude, size = np.abs(_decode(spec, codes)), np.abs(scale)
     magnitude = np.where(np.isfinite(magnitude), magnitude, 0.0)
     unit, _ = ROUNDING[spec.act]
     rounding = _operand_error(spec)[_index(spec, codes)]
@@ -155,7 +155,7 @@ def _accumulated(
             rounding = rounding + unit * np.abs(zero)
     each = ADDITION * additions + (FP8_ADDITION if spec.compute == "f8e4m3" else 0.0)
     magnitudes = np.abs(multiplied(spec, x))
-    error = magnitudes @ (scale * (each * terms + rounding)).T
+    error = magnitudes @ (size * (each * terms + rounding)).T
     if entries:
         error += magnitudes @ ((ADDITION * additions + (unit if dequantized else 0.0)) * sparse).T
     if rounded_zeros and spec.zeros == "float":

@@ -213,3 +213,16 @@ def test_random_special_codes_are_asked_for() -> None:
         x, *weight = random_problem(spec, 2, finite=finite)
         assert np.isfinite(dequantize(spec, *weight[:3])).all() == finite
         assert np.isfinite(matmul(spec, x, *weight)).any()
+
+
+def test_tolerance_of_rounded_zeros_knows_the_sign_of_scales() -> None:
+    """Groups of a row whose scales have different signs: what rounding changes partly cancels, or does not."""
+    spec = MatmulSpec(2, 64, "u4", 32, "float", "f32", act="bf16", out="f32")
+    x, codes, _, _, _ = random_problem(spec, 8)
+    zeros = torch.tensor([[3.01, -1.003], [-1.003, 3.01]])
+    scales = torch.tensor([[0.5, -0.25], [0.25, -0.5]])
+    wide = zeros.bfloat16().double().repeat_interleave(32, 1).numpy()
+    rounded = torch.from_numpy(spec.dtype.values()[codes.numpy()] - wide).bfloat16().double().numpy()
+    y = x.double().numpy() @ (scales.double().repeat_interleave(32, 1).numpy() * rounded).T
+    bound = tolerance(spec, x, codes, scales, zeros, rounded_zeros=True)
+    assert agrees(y, matmul(spec, x, codes, scales, zeros), bound).all()
