@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain, compress
 from typing import Any, cast
@@ -90,11 +90,9 @@ def quantize_(
 
         layers = {entry.names: quantized(entry, data) for entry, data in _with_data(model, calibrated, inputs)}
         calibrated.clear()
-        for names, layer in layers.items():
-            _replace(model, names, layer)
-        while others:
-            names, layer = others[0].names, quantized(others.popleft(), None)
-            _replace(model, names, layer)
+        _replace_all(model, layers)
+        while others:  # one after the other, so that each dense layer can go
+            _replace_all(model, {others[0].names: quantized(others.popleft(), None)})
     _tell_transformers(model)
     return QuantizationReport(tuple(chain.from_iterable(rows.values())), fuse_(model) if fuse else ())
 
@@ -203,11 +201,12 @@ def _bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _replace(model: nn.Module, names: Sequence[str], layer: nn.Module) -> None:
-    """Put a module where the model holds the module of these names."""
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
+def _replace_all(model: nn.Module, layers: Mapping[tuple[str, ...], nn.Module]) -> None:
+    """Put each module where the model holds the module of these names."""
+    for names, layer in layers.items():
+        for name in names:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer)
 
 
 def _tell_transformers(model: nn.Module) -> None:
