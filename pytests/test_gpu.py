@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import lowbit
+from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import all_names, dtype
 from lowbit.passes.kernels.decode.plan import always_uses_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill
+from lowbit.pylib.activation import VALUES, quantize_in_torch, quantize_rows
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 from lowbit.pylib.runtime.driver import Function
 from lowbit.pylib.tune.trial import rounding
@@ -83,6 +85,46 @@ def test_one_token_in_integers(weight: str, act: str, zeros: str, row_blocks: in
     exact = matmul(spec, x, *weights)
     off, off_with_reals = (abs(each.double().cpu().numpy() - exact).max() for each in (y, with_reals))
     assert off <= 4 * off_with_reals
+
+
+@pytest.mark.parametrize("compute", ["f8e4m3", "i8"])
+def test_activations_of_8_bits(compute: Compute) -> None:
+    """Quantized as the definition says, to the last bit; sums within what tensor cores keep; one by one or shared, in a
+    CUDA graph, and in any number of launches."""
+    spec = replace(SPEC, compute=compute, out="f32")
+    x, mm, w = _make(spec, 300)
+    x[3] = 0
+    for got, expected in zip(lowbit.quantize_activation(x, compute).tensors, quantize_in_torch(x.cpu(), compute)):
+        assert torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8))
+    weight = random_problem(spec, 300)[1:]
+    for m in (1, 8, 33, 128, 300):
+        y = mm(x[:m], w)
+        expected, bound = matmul(spec, x[:m].cpu(), *weight), tolerance(spec, x[:m].cpu(), *weight)
+        assert agrees(y.cpu(), expected, bound).all()
+        assert torch.equal(mm(lowbit.quantize_activation(x[:m], compute), w), y)
+        values, scales = quantize_rows(x[:m], compute)
+        assert torch.equal(mm(values, w, x_scale=scales), y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = mm(x, w)
+    graph.replay()
+    assert torch.equal(recorded, mm(x, w))
+    assert torch.equal(torch.compile(lambda x: mm(x, w), fullgraph=True)(x), mm(x, w))
+
+
+@pytest.mark.parametrize("compute", ["f8e4m3", "i8"])
+def test_sums_of_8_bits_to_the_last_bit(compute: Compute) -> None:
+    """Small whole numbers, whose sums tensor cores hold."""
+    spec = replace(SPEC, compute=compute, out="f32")
+    mm = lowbit.compile(spec)
+    for m in (5, 100):
+        x = torch.randint(-2, 3, (m, spec.k))
+        codes, zeros = torch.randint(0, 16, (spec.n, spec.k)), torch.randint(0, 16, (spec.n, spec.groups))
+        scales = torch.exp2(torch.randint(-2, 3, (spec.n, spec.groups))).half()
+        weight = (codes.double() - zeros.double().repeat_interleave(128, 1)) * scales.double().repeat_interleave(128, 1)
+        values = x.to(VALUES[compute]).cuda()
+        y = mm(values, mm.pack(codes, scales, zeros).to("cuda"), x_scale=torch.full((m,), 0.5).cuda())
+        assert torch.equal(y.cpu(), (x.double() @ weight.T / 2).float())
 
 
 def test_packing_on_the_gpu_gives_the_same_weight() -> None:

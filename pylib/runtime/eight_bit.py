@@ -17,7 +17,7 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torch
-from lowbit.pylib.runtime.driver import current_stream
+from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.runtime.quantizers import quantizer
 from lowbit.pylib.runtime.runtimes import (
     CpuRuntime,
@@ -56,26 +56,42 @@ class CudaEightBit(CudaRuntime):
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
         super().__init__(spec, target, schedule)
         self._quantize = quantizer(spec.k, spec.act, spec.byte_type, target)
+        self._launches: dict[tuple[int, int], list[tuple[Function, int, int]]] = {}  # by (device, m)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         return self.multiply(self._quantize(x), weight)
 
     def multiply(self, x: Quantized, weight: Tensors) -> Tensor:
-        values, scales, sums = (t.contiguous() for t in x)
-        device, k = values.get_device(), self._k
-        y = values.new_empty((*values.shape[:-1], self._n), dtype=self._out)
+        values, scales, sums = x
+        device, k, n = values.get_device(), self._k, self._n
         m = values.numel() // k
-        if not m:
-            check_device(self._target, device)
-            return y
-        flat = values.view(m, k), scales.view(-1), sums.view(m, k // SUM_COLUMNS), y.view(m, self._n)
-        addresses = [t.data_ptr() for t in weight]
-        with torch.cuda.device(device):
-            for tile, *part in parts_of_rows(self._artifacts.tiles(m), *flat):
-                function, stream = self._function(device, tile), current_stream(device)
-                *pointers, out = (t.data_ptr() for t in part)
-                function(stream, is_settled(weight[0]), *pointers, out, len(part[0]), *addresses)
-        return y
+        launches = self._launches.get((device, m))
+        if launches is None:
+            launches = self._launches[device, m] = self._plan(device, m)
+        if self._several_devices and torch.cuda.current_device() != device:
+            with torch.cuda.device(device):
+                return self.multiply(x, weight)
+        if not (values.is_contiguous() and scales.is_contiguous() and sums.is_contiguous()):
+            values, scales, sums = (t.contiguous() for t in x)
+        y = allocate((m, n), (n, 1), self._out)
+        stream, settled, addresses = current_stream(device), is_settled(weight[0]), [t.data_ptr() for t in weight]
+        first, x_scale, x_sum, out = (t.data_ptr() for t in (values, scales, sums, y))
+        sums_row, y_row = k // SUM_COLUMNS * 4, n * y.element_size()
+        for function, row, count in launches:
+            x_parts = first + row * k, x_scale + row * 4, x_sum + row * sums_row
+            function(stream, settled, *x_parts, out + row * y_row, count, *addresses)
+        return y if values.ndim == 2 else y.view(*values.shape[:-1], n)
+
+    def _plan(self, device: int, m: int) -> list[tuple[Function, int, int]]:
+        """The launches for m rows: kernel, first row, number of rows."""
+        check_device(self._target, device)
+        launches: list[tuple[Function, int, int]] = []
+        first = 0
+        for tile in (self._artifacts.tiles(m) or ()) if m else ():
+            rows = min(tile, m - first)
+            launches.append((self._function(device, tile), first, rows))
+            first += rows
+        return launches
 
 
 class EmulatorEightBit(EmulatorRuntime):

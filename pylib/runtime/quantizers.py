@@ -53,31 +53,34 @@ class CudaQuantizer:
         self._k, self._values, self._target, self._artifact = k, VALUES[compute], target, artifact
         self._functions: dict[int, Function] = {}
         self._lock = threading.Lock()
+        self._several_devices = False  # known once a function is loaded
 
     def __call__(self, x: Tensor) -> Quantized:
         device, k = x.get_device(), self._k
         function = self._functions.get(device) or self._load(device)
-        if torch.cuda.current_device() != device:
+        if self._several_devices and torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self(x)
         if not x.is_contiguous() or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
-        m, batch = x.numel() // k, x.shape[:-1]
+        m, pieces = x.numel() // k, k // SUM_COLUMNS
         values = allocate((m, k), (k, 1), self._values)
         scales = allocate((m,), (1,), torch.float32)
-        sums = allocate((m, k // SUM_COLUMNS), (k // SUM_COLUMNS, 1), torch.float32)
+        sums = allocate((m, pieces), (pieces, 1), torch.float32)
         if m:
             addresses = address_of(x), values.data_ptr(), scales.data_ptr(), sums.data_ptr()
             function(current_stream(device), True, *addresses, m)
         if x.ndim == 2:
             return values, scales, sums
-        return values.view(x.shape), scales.view(batch), sums.view(*batch, k // SUM_COLUMNS)
+        batch = x.shape[:-1]
+        return values.view(x.shape), scales.view(batch), sums.view(*batch, pieces)
 
     def _load(self, device: int) -> Function:
         check_device(self._target, device)
         with self._lock:
             found = self._functions.get(device) or load_function(self._artifact, self._target, device, _ORDER)
             self._functions[device] = found
+            self._several_devices = torch.cuda.device_count() > 1
         return found
 
 
