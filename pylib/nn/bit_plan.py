@@ -278,7 +278,7 @@ def kl_divergence(expected: Any, found: Any) -> float:
     if not all(isinstance(each, Tensor) and each.is_floating_point() for each in logits):
         given = type(expected).__name__
         raise QuantizeError(f"the model's output must be logits [..., classes], not {given}; pass divergence=")
-    p, q = (each.float().flatten(0, -2).log_softmax(-1) for each in logits)
+    p, q = (each.detach().float().flatten(0, -2).log_softmax(-1) for each in logits)
     return float(nn.functional.kl_div(q, p, reduction="batchmean", log_target=True))
 
 
