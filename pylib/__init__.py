@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.checkpoints.registry import import_experts, import_weight
     from lowbit.pylib.integrations.config import LowbitConfig
     from lowbit.pylib.matmul import Matmul, compile
+    from lowbit.pylib.nn.bit_plan import QuantPlan, plan, sensitivity
     from lowbit.pylib.nn.experts import LowbitExperts
     from lowbit.pylib.nn.fuse import FusedLayers, fuse_
     from lowbit.pylib.nn.linear import LowbitLinear
@@ -76,6 +77,7 @@ __all__ = [
     "PackedWeight",
     "PassError",
     "QuantConfig",
+    "QuantPlan",
     "QuantizationReport",
     "QuantizeError",
     "QuantizedActivation",
@@ -93,10 +95,12 @@ __all__ = [
     "load_checkpoint",
     "load_gguf",
     "open_checkpoint",
+    "plan",
     "quantize",
     "quantize_",
     "quantize_activation",
     "save_checkpoint",
+    "sensitivity",
 ]
 
 _NEEDS_TORCH = {
@@ -111,6 +115,7 @@ _NEEDS_TORCH = {
     "LowbitLinear": "nn.linear",
     "Matmul": "matmul",
     "PackedWeight": "packed",
+    "QuantPlan": "nn.bit_plan",
     "QuantizationReport": "nn.report",
     "QuantizedActivation": "activation",
     "QuantizedWeight": "quantization.quantized",
@@ -123,10 +128,12 @@ _NEEDS_TORCH = {
     "load_checkpoint": "checkpoints.model",
     "load_gguf": "checkpoints.gguf.file",
     "open_checkpoint": "checkpoints.checkpoint",
+    "plan": "nn.bit_plan",
     "quantize": "quantization.api",
     "quantize_": "nn.quantize_model",
     "quantize_activation": "quantize_activation",
     "save_checkpoint": "checkpoints.model",
+    "sensitivity": "nn.bit_plan",
 }
 
 

@@ -51,7 +51,8 @@ def test_examples_and_excerpts_of_the_tutorial(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("page", ["quantizers.md", "sparse.md", "eight-bit.md"])
-def test_examples_that_check_themselves(page: str) -> None:
+def test_examples_that_check_themselves(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     _run(ROOT / "docs" / page)
 

@@ -77,6 +77,12 @@ def test_eight_bit_activations(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("relative error") == 2
 
 
+def test_outliers(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = load("outliers.py")["main"](64, 256, "cpu")
+    assert errors["SpQR, 3 bits"] < 0.75 * min(errors["GPTQ, 4 bits"], errors["SpQR without outliers"])
+    assert "% outliers" in capsys.readouterr().out
+
+
 def test_quantize_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.001 < load("quantize_a_model.py")["main"]("cpu") < 0.1
     output = capsys.readouterr().out

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lowbit
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.outliers import ENTRIES, SPAN, table_lines
 from lowbit.dialect.spec import MatmulSpec
@@ -34,6 +35,7 @@ SPECS = [
     MatmulSpec(40, 256, "i4", 32, scale="e4m3", row_scales=True, outliers=True, out="f32"),
     MatmulSpec(32, 256, "u4", 32, zeros="offset", outliers=True, out="f32"),
     MatmulSpec(32, 256, "u3", 16, outliers=True, permuted=True),
+    MatmulSpec(32, 256, "u3", 16, zeros="float", scale="u3", bilevel=Bilevel(16, 1, "f16", True), outliers=True),
 ]
 SPEC = SPECS[0]
 

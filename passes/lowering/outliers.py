@@ -9,6 +9,7 @@ makes four mma.m16n8k8.tf32 of a line, for eight tokens each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 from lowbit.dialect import ops
@@ -28,6 +29,7 @@ from lowbit.passes.lowering.registry import lowers
 _WORD = 4  # bytes
 _PER_LANE = 8  # words of a line that a lane multiplies, two in each of four products
 _WARP = 32
+_AHEAD = 4  # lines that are on their way at once with up to eight tokens: more tokens need the registers themselves
 
 
 class _Outlier(NamedTuple):
@@ -67,18 +69,22 @@ def _first_word(line: Any) -> Any:
 
 @lowers(ops.SparseMmaOp)
 def sparse_mma(op: Any, c: LoweringContext) -> None:
-    """A loop over the lines of each row block of the warp, which carries its accumulators."""
+    """A loop over the lines of a few of the warp's row blocks at a time, which carries their accumulators."""
     total = c.tiles[op.c]
     reg = Reg.of(op.result.type)
     registers = total.registers("scalar")
     places = fragment_blocks(reg.layout, MMA_M16N8_D)
-    products = _SparseProducts(op, c, sorted({column for _, column in places}))
-    for row_block in sorted({row for row, _ in places}):
-        mine = [i for i, (row, _) in enumerate(places) if row == row_block]
-        mine.sort(key=lambda i: places[i][1])
-        slots = [4 * i + j for i in mine for j in range(4)]
-        for slot, value in zip(slots, products.of_block(row_block, [registers[s] for s in slots])):
-            registers[slot] = value
+    columns = sorted({column for _, column in places})
+    products = _SparseProducts(op, c, columns)
+    at = {place: i for i, place in enumerate(places)}
+    row_blocks = sorted({row for row, _ in places})
+    for first in range(0, len(row_blocks), products.ahead):
+        some = row_blocks[first : first + products.ahead]
+        slots = [[4 * at[row, column] + j for column in columns for j in range(4)] for row in some]
+        results = products.of_blocks(some, [[registers[slot] for slot in mine] for mine in slots])
+        for mine, values in zip(slots, results):
+            for slot, value in zip(mine, values):
+                registers[slot] = value
     c.tiles[op.result] = Fragment(reg, "scalar", registers.__getitem__)
 
 
@@ -102,6 +108,7 @@ class _SparseProducts:
         self._parts = emit.constant(warps * int_attr(op, "splits"))
         self._part = arith.addi(arith.muli(c.scalars[op.part], emit.constant(warps)), warp)
         self._rows_of_x = [self._row_of_x(x, 8 * column) for column in columns]
+        self.ahead = max(1, _AHEAD // len(columns))
 
     def _row_of_x(self, x: Place, first: int) -> Any:
         """Where the token begins of this lane's column of B; tokens beyond the last read the last."""
@@ -110,23 +117,43 @@ class _SparseProducts:
         nbytes = emit.constant(x.type.strides[0] * ELEMENTS[self._element].bytes, 64)
         return emit.offset_bytes(x.base, dynamic=arith.muli(arith.extui(emit.integer(64), token), nbytes))
 
-    def of_block(self, row_block: int, totals: Sequence[Any]) -> Sequence[Any]:
-        """Returns the accumulators of a row block with the products of this part's lines added."""
-        start, end = _lines_of(self._table, arith.addi(self._block, emit.constant(row_block)))
-        loop = scf.ForOp(arith.addi(start, self._part), end, self._parts, list(totals))
-        with ir.InsertionPoint(loop.body):
-            scf.YieldOp(self._add_line(loop.induction_variable, list(loop.inner_iter_args)))
-        return list(loop.results)
+    def of_blocks(self, row_blocks: Sequence[int], totals: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Returns the accumulators of some row blocks with the products of this part's lines added.
 
-    def _add_line(self, line: Any, totals: list[Any]) -> list[Any]:
-        first = _first_word(line)
-        head = _word(self._table, first)
+        A round has `ahead` lines, of as many row blocks or of fewer, all of which are on their way before the first is
+        multiplied.
+        """
+        ends = [_lines_of(self._table, arith.addi(self._block, emit.constant(row))) for row in row_blocks]
+        most = reduce(arith.maxsi, [arith.subi(end, start) for start, end in ends])
+        turns = self.ahead // len(row_blocks)
+        step = arith.muli(self._parts, emit.constant(turns))
+        size = len(totals[0])
+        loop = scf.ForOp(self._part, most, step, [value for mine in totals for value in mine])
+        with ir.InsertionPoint(loop.body):
+            carried = list(loop.inner_iter_args)
+            sums = [carried[i * size : (i + 1) * size] for i in range(len(row_blocks))]
+            beyond = [arith.muli(self._parts, emit.constant(turn)) for turn in range(turns)]
+            places = [arith.addi(loop.induction_variable, more) for more in beyond]
+            lines = [(i, arith.addi(start, place), end) for place in places for i, (start, end) in enumerate(ends)]
+            loaded = [(i, self._load_line(line, end)) for i, line, end in lines]
+            for i, outliers in loaded:
+                sums[i] = self._multiply(outliers, sums[i])
+            scf.YieldOp([value for mine in sums for value in mine])
+        results = list(loop.results)
+        return [results[i * size : (i + 1) * size] for i in range(len(row_blocks))]
+
+    def _load_line(self, line: Any, end: Any) -> list[_Outlier]:
+        """Returns this lane's outliers of a line: of one that is not before the end, nothing, which is read from the
+        table."""
+        zero, inside = emit.constant(0), emit.below(line, end)
+        first = _first_word(arith.select(inside, line, zero))
+        head = arith.select(inside, _word(self._table, first), zero)
         mine = arith.addi(first, arith.extui(emit.integer(64), arith.muli(self._quad, emit.constant(_PER_LANE))))
         vectors = [_word(self._table, mine, 4 * i, 4) for i in range(_PER_LANE // 4)]
-        words = [emit.element(vector, i) for vector in vectors for i in range(4)]
-        is_head = arith.cmpi(arith.CmpIPredicate.eq, self._quad, emit.constant(0))
-        words[0] = arith.select(is_head, emit.constant(0), words[0])
-        return self._multiply([_outlier(word, head) for word in words], totals)
+        words = [arith.select(inside, emit.element(vector, i), zero) for vector in vectors for i in range(4)]
+        is_head = arith.cmpi(arith.CmpIPredicate.eq, self._quad, zero)
+        words[0] = arith.select(is_head, zero, words[0])
+        return [_outlier(word, head) for word in words]
 
     def _multiply(self, outliers: Sequence[_Outlier], totals: list[Any]) -> list[Any]:
         """Four products for each eight tokens; two outliers of a lane in each."""

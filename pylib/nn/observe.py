@@ -54,9 +54,9 @@ def _observe(model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Sequence
         layer.register_forward_pre_hook(_adding(found, name), with_kwargs=True) for name, layer in layers.items()
     ]
     try:
-        with _evaluating(model):
+        with evaluating(model):
             for index, given in enumerate(inputs):
-                _run(model, given, index)
+                run(model, given, index)
     finally:
         for handle in handles:
             handle.remove()
@@ -76,8 +76,8 @@ def _adding(found: dict[str, Calibration], name: str) -> Any:
     return hook
 
 
-def _run(model: nn.Module, given: Any, index: int) -> None:
-    """Run the model on one input: a tensor, a tuple of arguments, or a dictionary of them."""
+def run(model: nn.Module, given: Any, index: int) -> Any:
+    """Returns the output of the model for one input: a tensor, a tuple of arguments, or a dictionary of them."""
     args, kwargs = (given,), {}
     if isinstance(given, Mapping):
         args, kwargs = (), dict(given)
@@ -86,7 +86,7 @@ def _run(model: nn.Module, given: Any, index: int) -> None:
     entered = [""]
     hooks = [module.register_forward_pre_hook(_noting(entered, name)) for name, module in model.named_modules()]
     try:
-        model(*args, **kwargs)
+        return model(*args, **kwargs)
     except LowbitError:
         raise
     except Exception as error:
@@ -107,7 +107,7 @@ def _noting(entered: list[str], name: str) -> Any:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation without gradients, and each module back into its own mode."""
     modes = {module: module.training for module in model.modules()}
     try:

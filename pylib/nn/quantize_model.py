@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act
+from lowbit.pylib.nn.bit_plan import QuantPlan
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear
@@ -36,7 +38,7 @@ DOUBT = 1e-3
 @torch.no_grad()
 def quantize_(
     model: nn.Module,
-    config: Configs | None = None,
+    config: Configs | str | os.PathLike[str] | None = None,
     filter_fn: Filter | None = None,
     calibration: Iterable[Any] | None = None,
     device: torch.device | str | None = None,
@@ -50,7 +52,8 @@ def quantize_(
     """Quantize the linear layers of a model in place; returns what became of each, to print or to look at.
 
     config                   a QuantConfig for all, or a dictionary from patterns of names ("*.mlp.*") to QuantConfigs,
-                             or to None for layers that stay dense; the first pattern that matches counts
+                             or to None for layers that stay dense; the first pattern that matches counts. Or a plan
+                             (`lowbit.plan`), or the name of its file
     filter_fn                filter_fn(name, module) returns whether to quantize a linear layer; None: all of them
     calibration              inputs of the model, for methods that need them: each a tensor, a tuple of arguments, or a
                              dictionary of arguments by name. The float model is run on them
@@ -70,7 +73,10 @@ def quantize_(
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
     that cannot be used.
     """
-    wishes = Wishes(QuantConfig() if config is None else config, filter_fn, act, lm_head, per_row_if_indivisible)
+    if isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json")):
+        config = QuantPlan.load(config)
+    chosen = QuantConfig() if config is None else cast(Configs, config)
+    wishes = Wishes(chosen, filter_fn, act, lm_head, per_row_if_indivisible)
     planned = plan(model, wishes)
     inputs = as_inputs(calibration)
     rows: Rows = {entry.names: [_dense_row(entry)] if entry.reason else [] for entry in planned}

@@ -1,0 +1,172 @@
+"""Plans: a configuration for each layer, by what the layers were measured to lose."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lowbit
+from lowbit.dialect.errors import QuantizeError, SpecError
+from lowbit.pylib.nn.bit_plan import Choice, Sensitivity, hull, kl_divergence
+
+CONFIG = lowbit.QuantConfig()
+CANDIDATES = [lowbit.QuantConfig(weight, 64, method="gptq") for weight in ("u2", "u4", "u8")]
+
+
+class Model(nn.Module):
+    """Three layers, of which the second hardly matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.idle, self.last = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(x + 0.01 * self.idle(x)) * 4
+
+
+def inputs() -> list[Tensor]:
+    return list(torch.randn(4, 64, 128, generator=torch.Generator().manual_seed(1)))
+
+
+def test_layers_that_matter_get_more_bits() -> None:
+    model, data = Model(), inputs()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    measured = lowbit.sensitivity(model, data, CANDIDATES, act="f16")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()) and model.training
+    plan = measured.plan(bits=4.5)
+    width = {name: config.dtype.bits for name, config in plan.items()}
+    assert width["idle"] < min(width["first"], width["last"]) and plan.bits <= 4.5
+    assert plan.bytes == sum(_bytes(measured, name, config) for name, config in plan.items())
+    assert measured.plan(bytes=plan.bytes).to_dict() == plan.to_dict()
+    assert lowbit.plan(model, bits=4.5, calibration=data, candidates=CANDIDATES, act="f16").to_dict() == plan.to_dict()
+
+
+def _bytes(measured: Sensitivity, name: str, config: lowbit.QuantConfig) -> int:
+    return next(choice.bytes for choice in measured.choices[name] if choice.config == config)
+
+
+def test_a_plan_is_better_than_uniform_choices_of_its_size() -> None:
+    data = inputs()
+    measured = lowbit.sensitivity(Model(), data, CANDIDATES, act="f16")
+
+    @torch.no_grad()
+    def found(config: Any) -> float:
+        model = Model()
+        lowbit.quantize_(model, config, calibration=data, act="f16", progress=False)
+        return sum(kl_divergence(Model()(x), model(x.half()).float()) for x in data)
+
+    size = sum(_bytes(measured, name, CANDIDATES[1]) for name in measured.choices)
+    plan = measured.plan(bytes=size)
+    assert plan.bytes <= size and found(plan) < 0.8 * found(CANDIDATES[1])
+
+
+def test_the_prediction_is_near_what_happens() -> None:
+    """Of one layer, the divergence scales as its squared output error."""
+    data = inputs()
+    measured = lowbit.sensitivity(Model(), data, CANDIDATES, act="f16")
+    for name in ("first", "last"):
+        model = Model()
+        lowbit.quantize_(model, {name: CANDIDATES[1]}, calibration=data, act="f16", progress=False)
+
+        def run(x: Tensor, model: nn.Module = model) -> Tensor:
+            layers = dict(model.named_children())
+            for layer in layers.values():
+                if isinstance(layer, lowbit.LowbitLinear):
+                    layer.register_forward_pre_hook(lambda _, args: (args[0].half(),))
+                    layer.register_forward_hook(lambda _, args, y: y.float())
+            return model(x)
+
+        actual = sum(kl_divergence(Model()(x), run(x)) for x in data) / len(data)
+        expected = next(c.divergence for c in measured.choices[name] if c.config == CANDIDATES[1])
+        assert 0.5 * actual < expected < 2 * actual
+
+
+def test_plans_are_files(tmp_path: Path) -> None:
+    model, data = Model(), inputs()
+    plan = lowbit.plan(model, bits=3.5, calibration=data, candidates=CANDIDATES, act="f16")
+    plan.save(tmp_path / "plan.json")
+    loaded = lowbit.QuantPlan.load(tmp_path / "plan.json")
+    assert dict(loaded) == dict(plan) and loaded.to_dict() == plan.to_dict()
+    assert "bits per weight" in str(plan) and "last " in str(plan)
+    report = lowbit.quantize_(model, tmp_path / "plan.json", calibration=data, act="f16", progress=False)
+    assert {row.name: row.format.split()[0] for row in report} == {n: c.weight for n, c in plan.items()}
+    assert sum(row.bytes_after for row in report) == plan.bytes
+
+
+def choices(points: Sequence[tuple[int, float]]) -> list[Choice]:
+    return [Choice(CONFIG, size, 0.0, loss) for size, loss in points]
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> dict[str, list[Choice]]:
+    point = st.tuples(st.integers(1, 40), st.floats(0, 10))
+    lists = draw(st.lists(st.lists(point, min_size=1, max_size=5), min_size=1, max_size=4))
+    return {str(i): choices(points) for i, points in enumerate(lists)}
+
+
+@given(layers(), st.floats(0, 1))
+@settings(max_examples=150, deadline=None)
+def test_plans_fit_and_are_near_the_best(of_layers: Mapping[str, Sequence[Choice]], share: float) -> None:
+    """At a vertex of the front a plan is the best; anywhere it is at most one step of one layer behind the bound."""
+    least = sum(min(c.bytes for c in each) for each in of_layers.values())
+    most = sum(max(c.bytes for c in each) for each in of_layers.values())
+    budget = least + round(share * (most - least))
+    plan = Sensitivity(of_layers, 100).plan(bytes=budget)
+    assert plan.bytes <= budget
+    best = min(
+        sum(c.divergence for c in each)
+        for each in itertools.product(*of_layers.values())
+        if sum(c.bytes for c in each) <= budget
+    )
+    steps = [a.divergence - b.divergence for each in of_layers.values() for a, b in itertools.pairwise(hull(each))]
+    assert best - 1e-9 <= plan.divergence <= best + max(steps, default=0) + 1e-9
+
+
+def test_hull_by_hand() -> None:
+    found = hull(choices([(1, 10), (2, 9), (3, 4), (3, 5), (4, 4.5), (5, 3)]))
+    assert [(c.bytes, c.divergence) for c in found] == [(1, 10), (3, 4), (5, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "plan takes bits=, per weight, or bytes=, and not both"),
+        ({"bits": 3, "bytes": 10}, "plan takes bits=, per weight, or bytes=, and not both"),
+        ({"bits": -1}, "bits=-1 must be a number above 0"),
+        ({"bytes": True}, "bytes=True must be a number above 0"),
+        ({"bits": 1}, r"the smallest candidates take 3\.\d+ bits per weight, \d+ bytes; ask for more"),
+    ],
+)
+def test_errors_of_sizes(arguments: dict[str, Any], message: str) -> None:
+    measured = Sensitivity({"a": choices([(40, 1.0), (50, 0.5)])}, 100)
+    with pytest.raises((SpecError, QuantizeError), match=message):
+        measured.plan(**arguments)
+
+
+def test_errors_of_models(tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="plan needs calibration="):
+        lowbit.plan(Model(), bits=3)
+    with pytest.raises(SpecError, match="candidates must be QuantConfigs"):
+        lowbit.plan(Model(), bits=3, calibration=inputs(), candidates=[])
+    with pytest.raises(SpecError, match="candidates: AWQ's column scales"):
+        lowbit.plan(Model(), bits=3, calibration=inputs(), candidates=[lowbit.QuantConfig.preset("awq4")])
+    with pytest.raises(SpecError, match="first: no candidate fits a weight"):
+        lowbit.plan(Model(), bits=3, calibration=inputs(), candidates=[lowbit.QuantConfig("u4", 48)], act="f16")
+    with pytest.raises(QuantizeError, match="no linear layer"):
+        lowbit.plan(nn.Sequential(nn.ReLU()), bits=3, calibration=inputs())
+    with pytest.raises(QuantizeError, match=r"output must be logits .*, not tuple; pass divergence="):
+        kl_divergence((1, 2), (1, 2))
+    (tmp_path / "other.json").write_text("[]")
+    for file in ("other.json", "missing.json"):
+        with pytest.raises(SpecError):
+            lowbit.QuantPlan.load(tmp_path / file)
