@@ -13,6 +13,8 @@ from lowbit.dialect.errors import SpecError
 from lowbit.passes.target import parse_target
 from lowbit.pylib.activation import VALUES, QuantizedActivation, check_rows, compute_of, from_values
 from lowbit.pylib.matmul import this_machine
+from lowbit.pylib.runtime.quantizers import quantize_on
+from lowbit.pylib.tracing import is_observed
 
 
 def quantize_activation(
@@ -42,5 +44,7 @@ def quantize_activation(
     if x.requires_grad and torch.is_grad_enabled():
         raise SpecError("quantized activations have no gradient; use mm(x, w), which has one, or x.detach()")
     name = (this_machine() if x.is_cuda else "cpu") if target is None else parse_target(target).name
-    values, row_scales, sums = torch.ops.lowbit.quantize_activation(x.detach(), chosen, name)
+    traced = is_observed() or type(x) is not Tensor or x.requires_grad or x.is_neg()
+    quantize = torch.ops.lowbit.quantize_activation if traced else quantize_on  # the operator takes some us more
+    values, row_scales, sums = quantize(x.detach() if traced else x, chosen, name)
     return QuantizedActivation(values, row_scales, sums, chosen)
