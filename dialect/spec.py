@@ -28,6 +28,7 @@ from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
 from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.weight import Storage, TensorSlot, weight_tensors
 
 Zeros = Literal["none", "int", "float", "offset"]
@@ -146,6 +147,16 @@ class MatmulSpec:
             raise SpecError(
                 f"zeros='int' needs an integer weight (u1..u8, i1..i8), not {given!r}; use 'float' or 'none'"
             )
+
+    @classmethod
+    def preset(cls, name: str, n: int, k: int, **others: Any) -> MatmulSpec:
+        """Returns the spec of a weight [n, k] that has a name, such as "mxfp4", "nvfp4", "q4_k" or "spqr".
+
+        others: fields such as act, out and bias, or in place of the preset's: preset("gptq4", n, k, group_size=64)
+
+        Raises SpecError for names that are not in `dialect/presets.py`, and for shapes that groups do not divide.
+        """
+        return cls(n, k, **{**preset_fields(name), **others})
 
     @cached_property
     def dtype(self) -> DType:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.dialect.presets import IQ4_TABLE
 from lowbit.pylib.checkpoints.imported import Imported, signed
 
 NIBBLES = (0, 4)
 EIGHT_BITS = tuple(range(8))
-IQ4_TABLE = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""Weights that have a name elsewhere, in the terms of a spec: what `MatmulSpec.preset` reads.
+
+Sources: OCP Microscaling Formats 1.0 (mx*), NVIDIA's NVFP4, ggml-common.h of llama.cpp (q*, iq4*, tq2_0), QLoRA (nf4),
+and the papers of GPTQ, AWQ, HQQ, FP6-LLM and SpQR with the group sizes that their checkpoints have most often.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.errors import SpecError
+
+IQ4_TABLE = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+
+
+def _preset(weight: str, group_size: int | None = None, zeros: str = "none", **others: Any) -> dict[str, Any]:
+    return {"weight": weight, "group_size": group_size, "zeros": zeros, **others}
+
+
+def _two_levels(code: str, groups: int, **others: Any) -> dict[str, Any]:
+    return {"scale": code, "bilevel": Bilevel(groups=groups), **others}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "mxfp4": _preset("f4e2m1", 32, scale="e8m0"),
+    "mxfp6_e3m2": _preset("f6e3m2", 32, scale="e8m0"),
+    "mxfp6_e2m3": _preset("f6e2m3", 32, scale="e8m0"),
+    "mxfp8_e4m3": _preset("f8e4m3", 32, scale="e8m0"),
+    "mxfp8_e5m2": _preset("f8e5m2", 32, scale="e8m0"),
+    "nvfp4": _preset("f4e2m1", 16, scale="e4m3", row_scales=True),
+    "gptq2": _preset("u2", 128, "int"),
+    "gptq3": _preset("u3", 128, "int"),
+    "gptq4": _preset("u4", 128, "int"),
+    "gptq8": _preset("u8", 128, "int"),
+    "awq": _preset("u4", 128, "int"),
+    "hqq4": _preset("u4", 64, "float"),
+    "nf4": _preset("nf4", 64, scale="f32"),
+    "fp6_llm": _preset("f6e3m2"),
+    "spqr": _preset(
+        "u3", 16, "float", scale="u3", bilevel=Bilevel(rows=16, groups=1, zeros=True), outliers=True, permuted=True
+    ),
+    "q4_0": _preset("i4", 32),
+    "q4_1": _preset("u4", 32, "offset"),
+    "q5_0": _preset("i5", 32),
+    "q5_1": _preset("u5", 32, "offset"),
+    "q8_0": _preset("i8", 32),
+    "q2_k": _preset("u2", 16, "offset", **_two_levels("u4", 16)),
+    "q3_k": _preset("i3", 16, **_two_levels("i6", 16)),
+    "q4_k": _preset("u4", 32, "offset", **_two_levels("u6", 8)),
+    "q5_k": _preset("u5", 32, "offset", **_two_levels("u6", 8)),
+    "q6_k": _preset("i6", 16, **_two_levels("i8", 16)),
+    "iq4_nl": _preset("lut4", 32, table=IQ4_TABLE),
+    "iq4_xs": _preset("lut4", 32, table=IQ4_TABLE, **_two_levels("i6", 8)),
+    "tq2_0": _preset("i2", 256),
+}
+"""The fields of a spec by the name of the weight."""
+
+
+def preset_fields(name: object) -> Mapping[str, Any]:
+    """Returns the fields of a spec whose weight is called `name`. Raises SpecError for names outside `PRESETS`."""
+    key = name.lower().replace("-", "_") if isinstance(name, str) else ""
+    if key in PRESETS:
+        return PRESETS[key]
+    near = difflib.get_close_matches(key, PRESETS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise SpecError(f"preset={name!r} must be one of {', '.join(map(repr, PRESETS))}{hint}")
