@@ -5,6 +5,7 @@ A grid is three extents. An extent is a constant, depends on an i32 parameter, o
     8                 eight blocks
     "ceil(m / 16)"    a block for every 16 of the m rows, the last one of which may be partial
     "sm_count * 2"    two blocks for every multiprocessor, as a persistent kernel wants
+    "sm_count / 2"    a block for every two multiprocessors: beside an extent of 2, clusters of a persistent kernel
 
 This is how extents are written in Python, in the IR and in JSON.
 """
@@ -43,13 +44,13 @@ class Param:
 class Extent:
     """The number of blocks along one axis of a grid.
 
-    number   the constant, the divisor, or the blocks per multiprocessor
+    number   the constant, the divisor, or the blocks per multiprocessor or the multiprocessors per block
     rule     what `number` means
     param    the i32 parameter that is divided; "" for the other rules
     """
 
     number: int
-    rule: Literal["constant", "ceil", "sm_count"] = "constant"
+    rule: Literal["constant", "ceil", "sm_count", "sm_part"] = "constant"
     param: str = ""
 
     @staticmethod
@@ -62,8 +63,11 @@ class Extent:
             return Extent(int(found[2]), "ceil", found[1])
         if found := re.fullmatch(r"sm_count \* ([1-9]\d*)", text):
             return Extent(int(found[1]), "sm_count")
+        if found := re.fullmatch(r"sm_count / ([1-9]\d*)", text):
+            return Extent(int(found[1]), "sm_part")
         raise SpecError(
-            f"grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)' or 'sm_count * NUMBER', got {written!r}"
+            "grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)', 'sm_count * NUMBER' or "
+            f"'sm_count / NUMBER', got {written!r}"
         )
 
     @property
@@ -71,17 +75,21 @@ class Extent:
         """The inverse of `parse`."""
         if self.rule == "constant":
             return self.number
-        return f"ceil({self.param} / {self.number})" if self.rule == "ceil" else f"sm_count * {self.number}"
+        if self.rule == "ceil":
+            return f"ceil({self.param} / {self.number})"
+        return f"sm_count {'*' if self.rule == 'sm_count' else '/'} {self.number}"
 
     def blocks(self, arguments: Mapping[str, Any], sm_count: int) -> int:
         """Evaluates the extent for the arguments of a launch, by name, on a GPU of `sm_count` multiprocessors."""
         if self.rule == "ceil":
             return -(-int(arguments[self.param]) // self.number)
+        if self.rule == "sm_part":
+            return max(1, sm_count // self.number)
         return self.number * (sm_count if self.rule == "sm_count" else 1)
 
     def is_multiple_of(self, n: int) -> bool:
         """Tells whether every value of the extent can be divided by `n`."""
-        return n == 1 or (self.rule != "ceil" and self.number % n == 0)
+        return n == 1 or (self.rule in ("constant", "sm_count") and self.number % n == 0)
 
 
 Grid = tuple[Extent, Extent, Extent]

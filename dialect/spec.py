@@ -175,6 +175,11 @@ class MatmulSpec:
             raise SpecError(f"({self}) has no activations of 8 bits; it needs compute='f8e4m3' or 'i8'")
         return self.compute
 
+    @property
+    def y(self) -> Element:
+        """The type of the result's numbers."""
+        return ELEMENTS[self.out_dtype]
+
     @cached_property
     def packing(self) -> Packing:
         """How the weight sits in memory."""

@@ -83,6 +83,19 @@ class Scalar:
     def max(self, other: Scalar | int) -> Scalar:
         return self._binary(arith.maxsi, other)
 
+    def __or__(self, other: Scalar) -> Scalar:
+        """Whether one of two conditions holds."""
+        return Scalar(arith.ori(self.value, other.value))
+
+    @staticmethod
+    def of(number: int) -> Scalar:
+        """A number that is known."""
+        return Scalar(as_i32(number))
+
+    def select(self, a: Scalar | int, b: Scalar | int) -> Scalar:
+        """a where this condition holds, else b."""
+        return Scalar(arith.select(self.value, as_i32(a), as_i32(b)))
+
 
 Index = Scalar | int
 
@@ -211,6 +224,9 @@ class Program:
     def block_id(self, axis: int) -> Scalar:
         return Scalar(ops.BlockIdOp(_i64(axis)).result)
 
+    def block_count(self, axis: int) -> Scalar:
+        return Scalar(ops.BlockCountOp(_i64(axis)).result)
+
     @contextmanager
     def loop(self, start: Index, steps: Index, carried: Sequence[Tile] = ()) -> Generator[Loop]:
         """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles."""
@@ -253,6 +269,13 @@ class Program:
             yield
             scf.YieldOp([])
 
+    @contextmanager
+    def one_thread(self, condition: Scalar) -> Generator[None]:
+        """What follows is done by one thread of the block, if `condition`, beside products that are under way."""
+        op = ops.OneThreadOp(condition.value)
+        with ir.InsertionPoint(op.body.blocks.append()):
+            yield
+
     def grid_wait(self) -> None:
         ops.GridWaitOp()
 
@@ -282,6 +305,50 @@ class Program:
     ) -> Memory:
         type_ = Shared(element, shape, strides or row_major(shape), swizzle)
         return Memory(ops.AllocSharedOp(type_.type).result, type_)
+
+    def signals(self, number: int, arrivals: int) -> Memory:
+        """mbarriers whose phases take so many arrivals each."""
+        type_ = Shared("i32", (1, number, 2), (2 * number, 2, 1))
+        op = ops.AllocSignalsOp(type_.type)
+        op.arrivals = _i64(arrivals)
+        return Memory(op.result, type_)
+
+    def expect(self, signals: Memory, index: Index, size: int) -> None:
+        """This thread arrives, and so many bytes of `copy_box` have to."""
+        ops.ArriveOp(signals.value, as_i32(index)).expected = _i64(size)
+
+    def arrive(self, signals: Memory, index: Index, blocks: int = 1) -> None:
+        """Every warp arrives once, at this signal of each of so many blocks of the cluster."""
+        op = ops.ArriveOp(signals.value, as_i32(index))
+        op.each_warp = True
+        op.blocks = _i64(blocks) if blocks > 1 else None
+
+    def await_signal(self, signals: Memory, index: Index, parity: Index) -> None:
+        """Waits for the end of a phase of this parity; before the first, that of parity 1 counts as over."""
+        ops.AwaitOp(signals.value, as_i32(index), as_i32(parity))
+
+    def stage(self, buffer: Memory, index: Index) -> Memory:
+        """buffer[index]"""
+        whole = Shared.of(buffer.value.type)
+        part = Shared(whole.element, whole.shape[1:], whole.strides[1:], whole.swizzle)
+        return Memory(ops.StageOp(buffer.value, as_i32(index), part.type).result, part)
+
+    def copy_box(
+        self,
+        map: Scalar,
+        target: Memory,
+        signals: Memory,
+        index: Index,
+        offsets: Sequence[Index],
+        row: Index = 0,
+        blocks: int = 1,
+    ) -> None:
+        """Copies a box of a tensor map, whose first element is at `offsets` (the last dim first), to rows of a
+        stage."""
+        op = ops.CopyBoxOp(
+            map.value, target.value, as_i32(row), signals.value, as_i32(index), [as_i32(o) for o in offsets]
+        )
+        op.blocks = _i64(blocks) if blocks > 1 else None
 
     def peer(self, buffer: Memory, rank: Index) -> Memory:
         """The same buffer of another block of the cluster."""
@@ -403,6 +470,10 @@ class Program:
         """Returns what an accumulator starts from when its weights were decoded with a deferred offset."""
         return Tile(ops.OffsetSumsOp(tile.value, format_attr(format), _i64(start), Reg("f32", layout).type).result)
 
+    def materialize(self, tile: Tile) -> None:
+        """Compute a tile here, not where it is first used."""
+        ops.MaterializeOp(tile.value)
+
     def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:
         layout, _ = tile.layout.restrict(dim, start, size)
         return Tile(ops.SliceOp(tile.value, _i64(dim), _i64(start), Reg(tile.reg.element, layout).type).result)
@@ -486,6 +557,24 @@ class Program:
         op = ops.WarpgroupMmaOp(a.value, b.value, c.value, _i64(start), c.reg.type)
         op.overlap = overlap
         return Tile(op.result)
+
+    def accumulator(self, layout: Layout) -> Tile:
+        """Registers for sums of `accumulate`, which stay in place."""
+        return Tile(ops.AccumulatorOp(Reg("f32", layout).type).result)
+
+    def clear(self, sums: Tile) -> None:
+        ops.ClearAccumulatorOp(sums.value)
+
+    def accumulate(self, a: Tile, b: Memory, start: int, sums: Tile, more: bool = False) -> None:
+        """Begins sums += a b^T, with columns start .. of b in shared memory. more: the next is of the same product."""
+        ops.AccumulateOp(a.value, b.value, sums.value, _i64(start)).more = more
+
+    def await_products(self, pending: int) -> None:
+        ops.AwaitProductsOp(_i64(pending))
+
+    def read(self, sums: Tile) -> Tile:
+        """The sums, once all products have ended."""
+        return Tile(ops.ReadAccumulatorOp(sums.value, sums.value.type).result)
 
     def warpgroup_row_sums(self, b: Memory, start: int, columns: int, layout: Layout) -> Tile:
         return Tile(ops.WarpgroupRowSumsOp(b.value, _i64(start), _i64(columns), Reg("f32", layout).type).result)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_inputs, random_problem, tolerance
+from lowbit.pylib.runtime.boxed import map_of_x
+from lowbit.pylib.runtime.tensor_map import TensorMap
 from lowbit.pylib.torch_types import TORCH
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
@@ -65,8 +69,14 @@ def run_matmul(
     workspace = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
     for seed in range(launches):
         y = torch.full((len(x), spec.n), torch.nan, dtype=TORCH[spec.out_dtype])
-        _launch(emulator, kernel.launch, w, racecheck, seed, x=x, y=y, workspace=workspace, m=len(x))
+        _launch(emulator, kernel.launch, w, racecheck, seed, x=_x(kernel, spec, x), y=y, workspace=workspace, m=len(x))
     return y
+
+
+def _x(kernel: CompiledKernel, spec: MatmulSpec, x: Tensor) -> Tensor | TensorMap:
+    """x as the kernel takes it."""
+    box = family_of(kernel.schedule).x_box(spec, kernel.schedule) if kernel.schedule else None
+    return x if box is None else map_of_x(_memory(x), spec, len(x), box)
 
 
 def run_dequantize(
@@ -79,7 +89,12 @@ def run_dequantize(
 
 
 def _launch(
-    emulator: Emulator, launch: Launch, w: PackedWeight, racecheck: bool, seed: int, **arguments: Tensor | int
+    emulator: Emulator,
+    launch: Launch,
+    w: PackedWeight,
+    racecheck: bool,
+    seed: int,
+    **arguments: Tensor | TensorMap | int,
 ) -> None:
     memory = {name: _memory(value) for name, value in {**w, **arguments}.items()}
     blocks = list(np.ndindex(*launch.blocks(memory, SM_COUNT)))
@@ -87,8 +102,8 @@ def _launch(
     emulator.run(launch, memory, racecheck=racecheck, blocks=blocks)
 
 
-def _memory(value: Tensor | int) -> np.ndarray | int:
-    return value if isinstance(value, int) else value.view(-1).view(torch.uint8).numpy()
+def _memory(value: Tensor | TensorMap | int) -> Any:
+    return value.view(-1).view(torch.uint8).numpy() if isinstance(value, Tensor) else value
 
 
 def matmul_is_right(y: Tensor, spec: MatmulSpec, problem: Problem | Inputs, **rounding: bool) -> bool:

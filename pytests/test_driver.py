@@ -56,24 +56,31 @@ def test_token_tiles(weight: str, target: str, widest: int) -> None:
     assert artifacts.tiles(0) == [1] and artifacts.tile(0) == 1
     large = Artifacts(replace(SPEC, weight=weight, n=8192, k=4096), parse_target(target), None)
     rest = [128] if widest == 256 else [widest] * 2
-    for some, found in ((artifacts, [widest, *rest]), (large, [widest] * (4 if widest > 64 else 3))):
+    kinds = [(artifacts, [widest, *rest])] + [(large, [widest] * 3)] * (target != "sm_90a")
+    for some, found in kinds:
         most = sum(found)
         assert some.tiles(most) == found and some.tiles(most + 1) is None
         assert some.tiles(most - found[-1] + 5) == [*found[:-1], 8] and some.tile(4096) is None
 
 
 def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
-    artifacts = Artifacts(replace(SPEC, n=8192, k=4096), parse_target("sm_90a"), None)
-    found = {m: artifacts.tiles(m) for m in (129, 192, 193, 256, 257, 256 + 140, 256 + 193)}
-    assert found == {
-        129: [128, 1],
-        192: [128, 64],
-        193: [256],
-        256: [256],
-        257: [256, 1],
-        396: [256, 128, 16],
-        449: [256, 256],
-    }
+    artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
+    found = {m: artifacts.tiles(m) for m in (129, 192, 193, 256, 257, 256 + 128)}
+    assert found == {129: [128, 1], 192: [128, 64], 193: [256], 256: [256], 257: [256, 1], 384: [256, 128]}
+
+
+@pytest.mark.parametrize("weight", ["u4", "f6e3m2", "u3"])
+def test_one_launch_serves_any_number_of_rows_up_to_4096(weight: str) -> None:
+    """Where the prefill family has kernels: from 129 rows on it is always one of these."""
+    artifacts = Artifacts(replace(SPEC, weight=weight, n=8192, k=4096), parse_target("sm_90a"), None)
+    found = {m: artifacts.tiles(m) for m in (64, 65, 128, 129, 192, 193, 257, 1000, 4096)}
+    tiles = (64, 128, 128, 160, 192, 256, 320, 1024, 4096)
+    assert found == {m: [tile] for m, tile in zip(found, tiles)} and artifacts.tiles(4097) is None
+    wide = [artifacts.request(tile).family for tile in (192, 384, 1024, 4096)]
+    assert wide == ["prefill"] * 4
+    rows = artifacts.choices().rows
+    assert rows[0].first == 1 and [a.last for a in rows[:-1]] == [b.first - 1 for b in rows[1:]]
+    assert (rows[-1].first, rows[-1].last, rows[-1].tiles) == (4097, None, ())
 
 
 def old_rule(tiles: tuple[int, ...], large: bool, m: int) -> list[int] | None:
@@ -113,16 +120,21 @@ def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:
         assert first.schedule == mm.kernel(m).schedule and (first.spec, first.target) == (spec, mm.target)
     assert [kernel.family for kernel in choices.launches(1)] == ["decode_integer"]
     assert [kernel.schedule for kernel in choices.launches(10)] == [wanted]
-    assert [kernel.family for kernel in choices.launches(257)] == ["decode", "decode_integer"]
-    assert [kernel.family for kernel in choices.launches(1025)] == ["dequantize"]
+    assert [kernel.family for kernel in choices.launches(257)] == ["prefill"]
     text = repr(choices)
-    assert re.search(r"^257 +m256, m1$", text, re.MULTILINE)
-    assert re.search(r"^1025 on +dequantize, then a matmul of torch$", text, re.MULTILINE)
+    assert re.search(r"^257 to 320 +m320$", text, re.MULTILINE)
+    assert re.search(r"^4097 on +dequantize, then a matmul of torch$", text, re.MULTILINE)
+    assert re.search(r"^m384 +prefill +tokens=\d+, panel_k=\d+", text, re.MULTILINE)
     assert re.search(r"^m1 +decode_integer +tokens=1, row_blocks=\d", text, re.MULTILINE)
     read = json.loads(json.dumps(choices.to_dict()))
     assert lowbit.MatmulSpec(**read["spec"]) == spec and read["target"] == "sm_90a"
     assert {"first": 2, "last": 8, "launches": ["m8"]} in read["rows"]
-    assert {"first": 1025, "last": None, "launches": ["dequantize"]} in read["rows"]
+    assert {"first": 4097, "last": None, "launches": ["dequantize"]} in read["rows"]
+    small = lowbit.compile(replace(SPEC, weight="u1"), "sm_90a").choices
+    assert [kernel.family for kernel in small.launches(257)] == ["decode", "decode"]
+    assert [kernel.family for kernel in small.launches(1025)] == ["dequantize"]
+    assert re.search(r"^257 +m256, m1$", repr(small), re.MULTILINE)
+    assert re.search(r"^385 on +dequantize, then a matmul of torch$", repr(small), re.MULTILINE)
     assert schedule_from_dict(read["kernels"]["m1"]["schedule"]) == mm.schedule
     with pytest.raises(lowbit.TargetError, match="target cpu has one program"):
         _ = lowbit.compile(SPEC, "cpu").choices
@@ -133,9 +145,11 @@ def test_compile_makes_only_the_kernel_for_one_token(pipeline: FakePipeline) -> 
     mm = lowbit.compile(spec, "sm_90a")
     assert pipeline.tokens == [8]  # for one token, a tile of eight was predicted to be the fastest
     assert (mm.spec, str(mm.target), mm.schedule) == (spec, "sm_90a", schedule_for(spec, 1, mm.target))
-    for m in (1, 8, 9, 16, 17, 64, 64, 65, 200, 256, 1000):
+    for m in (1, 8, 9, 16, 17, 64, 64, 65):
         mm.kernel(m)
-    assert pipeline.tokens == [8, *TOKEN_TILES[1:], None]
+    assert pipeline.tokens == [8, *TOKEN_TILES[1:-1]]
+    mm.kernel(1000)
+    assert mm.choices.launches(1000)[0].family == "prefill" and len(pipeline.tokens) == len(TOKEN_TILES)
 
 
 def test_schedule_is_for_the_tile_it_names(pipeline: FakePipeline) -> None:

@@ -47,7 +47,7 @@ def test_a_negative_size_is_refused() -> None:
         LAUNCH.blocks({"m": -32}, sm_count=1)
 
 
-@given(st.integers(1, 1 << 31), st.sampled_from(["constant", "ceil", "sm_count"]), st.integers(1, 64))
+@given(st.integers(1, 1 << 31), st.sampled_from(["constant", "ceil", "sm_count", "sm_part"]), st.integers(1, 64))
 def test_extents_are_read_as_they_are_written(number: int, rule: Any, divisor: int) -> None:
     extent = Extent(number, rule, "tokens" if rule == "ceil" else "")
     assert Extent.parse(json.loads(json.dumps(extent.written))) == extent
@@ -69,7 +69,7 @@ def test_json_there_and_back() -> None:
         ({"params": ["xm"]}, "got 'xm'; compile the kernel again with this version"),
         ({"params": [["x", "f64"]]}, r"got \['x', 'f64'\]"),
         ({"grid": [1, 1]}, r"grid: expected three extents, got \[1, 1\]"),
-        ({"grid": [1, 1, "m"]}, "'sm_count \\* NUMBER', got 'm'"),
+        ({"grid": [1, 1, "m"]}, "'sm_count / NUMBER', got 'm'"),
     ],
 )
 def test_what_another_version_wrote_is_refused(change: dict[str, Any], message: str) -> None:

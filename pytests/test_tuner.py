@@ -508,13 +508,13 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
         made.append(spec)
         return sample(spec, m, "cpu", period, **rounding)
 
-    def load(artifact: Any, target: object, device: int, order: tuple[str, ...]) -> Any:
-        assert order == ("x", "y", "m", "codes", "scales", "bias")
+    def load(artifact: Any, spec: MatmulSpec, target: object, device: int) -> Any:
+        assert [slot.name for slot in spec.tensors] == ["codes", "scales", "bias"]
 
         def function(stream: int, overlap: bool, *addresses: int) -> None:
             x, y, m, *tensors = addresses
             spec = made[-1]
-            data = stand._of(spec).data
+            data = stand._of(problem).data
             assert overlap and m == problem.tile and x == data.x.data_ptr()
             assert any(tensors == [t.data_ptr() for t in w.tensors] for w in weights())
             right = torch.from_numpy(np.resize(data.expected, (m, spec.n)) if spec.n == 64 else data.expected[:m])
@@ -524,7 +524,7 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
         return function
 
     def weights() -> list[Any]:
-        return stand._of(problem.spec).copies
+        return stand._of(problem).copies
 
     rests: list[float] = []
 
@@ -542,7 +542,7 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(trial, "sample", cpu_sample)
     monkeypatch.setattr(timing, "graph_time", graph_time)
     monkeypatch.setattr(timing, "copies", lambda w, c=timing.copies: c(w, 3 * w.nbytes))
-    monkeypatch.setattr(tune_gpu, "load_function", load)
+    monkeypatch.setattr(tune_gpu, "load_matmul", load)
     monkeypatch.setattr(tune_gpu, "current_stream", lambda device: 0)
     stand = tune_gpu.Stand(HOPPER)
     for tile in (8, 16):

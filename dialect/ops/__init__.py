@@ -16,6 +16,14 @@ Verifiers say what was expected and what came. Accesses carry a `boundary`, one 
 from __future__ import annotations
 
 from lowbit.dialect.bindings import ir, load_dialect
+from lowbit.dialect.ops.accumulators import (
+    AccumulateOp,
+    AccumulatorOp,
+    AwaitProductsOp,
+    ClearAccumulatorOp,
+    ReadAccumulatorOp,
+)
+from lowbit.dialect.ops.boxes import CopyBoxOp, OneThreadOp
 from lowbit.dialect.ops.codes import BYTES, DecodeBytesOp, DecodeOp, EncodeBytesOp, EncodeOp, LookupOp
 from lowbit.dialect.ops.elementwise import (
     COMPARISONS,
@@ -59,6 +67,7 @@ from lowbit.dialect.ops.pipelines import ConcurrentOp, PipelineOp
 from lowbit.dialect.ops.products import MmaOp, OffsetSumsOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
 from lowbit.dialect.ops.programs import (
     MOST_BLOCKS,
+    BlockCountOp,
     BlockIdOp,
     GlobalViewOp,
     GridLaunchOp,
@@ -72,6 +81,7 @@ from lowbit.dialect.ops.tiles import (
     ConstantOp,
     LoadMatrixOp,
     LoadOp,
+    MaterializeOp,
     ReduceOp,
     ReshapeOp,
     SliceOp,
@@ -86,20 +96,26 @@ __all__ = [
     "COMPARISONS",
     "MOST_BLOCKS",
     "AbsOp",
+    "AccumulateOp",
+    "AccumulatorOp",
     "AddOp",
     "AddOutliersOp",
     "AllocSharedOp",
     "AllocSignalsOp",
     "ArriveOp",
     "AwaitOp",
+    "AwaitProductsOp",
     "BarrierOp",
+    "BlockCountOp",
     "BlockIdOp",
     "CastOp",
+    "ClearAccumulatorOp",
     "CommitOp",
     "CompareOp",
     "ConcurrentOp",
     "ConstantOp",
     "CopyAsyncOp",
+    "CopyBoxOp",
     "CopyPaddedOp",
     "DecodeBytesOp",
     "DecodeOp",
@@ -124,6 +140,7 @@ __all__ = [
     "LoadOp",
     "LookupOp",
     "LookupPairOp",
+    "MaterializeOp",
     "MatmulOp",
     "MaxOp",
     "MinOp",
@@ -131,12 +148,14 @@ __all__ = [
     "MulOp",
     "NegOp",
     "OffsetSumsOp",
+    "OneThreadOp",
     "PeerOp",
     "PipelineOp",
     "PrepackOp",
     "ProgramOp",
     "QuantizeOp",
     "QuantizedMatmulOp",
+    "ReadAccumulatorOp",
     "ReciprocalOp",
     "ReduceOp",
     "ReshapeOp",

@@ -7,7 +7,7 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import activation, expect, in_range, real, same_element, verifier
 from lowbit.dialect.ops.common import BOUNDARIES, I1, I32, check_access, check_table, one
-from lowbit.dialect.optional import Flag
+from lowbit.dialect.optional import Flag, Optional
 from lowbit.dialect.types import (
     FormatAttr,
     Global,
@@ -181,30 +181,53 @@ class BarrierOp(Lowbit.Operation, name="barrier"):
 
 class AllocSignalsOp(Lowbit.Operation, name="alloc_signals"):
     """mbarriers (PTX ISA 9.7.13.15), two words each: [groups, number, 2]. The block is divided into groups of warps
-    side by side; all threads of a group arrive at each of its own. All of the block come here."""
+    side by side; all threads of a group arrive at each of its own. All of the block come here, and with `arrivals` all
+    of the cluster: there is one group then, and a phase takes so many arrivals."""
 
     result: ext.Result[SharedType]
+    arrivals = Optional(ir.IntegerAttr, "an integer")
 
     @verifier
     def verify_invariants(op: Any) -> None:
         signals = Shared.of(op.result.type)
+        if op.arrivals is not None:
+            in_range(op.arrivals, "arrivals", 1, (1 << 20) - 1)
+            expect(signals.shape[0] == 1, "groups of signals with arrivals", 1, signals.shape[0])
         expect(signals.element == "i32", "element", "i32", signals.element)
         expect(len(signals.shape) == 3 and signals.shape[2] == 2, "signals", "[groups, number, 2]", list(signals.shape))
 
 
 class ArriveOp(Lowbit.Operation, name="arrive"):
     """This thread has come to signals[its group, index]; with `copies`, when all that it has started
-    to copy has arrived, which it does not wait for."""
+    to copy has arrived, which it does not wait for.
+
+    expected   so many bytes of `copy_box` are to come before the phase can end
+    each_warp  one thread of every warp comes for all of it
+    blocks     it comes to the signal of each of so many blocks of the cluster
+    """
 
     signals: ext.Operand[SharedType]
     index: ext.Operand[I32]
     copies = Flag()
+    expected = Optional(ir.IntegerAttr, "an integer")
+    each_warp = Flag()
+    blocks = Optional(ir.IntegerAttr, "an integer")
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        if op.expected is not None:
+            in_range(op.expected, "expected", 1, (1 << 20) - 1)
+        if op.blocks is not None:
+            in_range(op.blocks, "blocks", 1, 8)
+        kinds = op.copies + (op.expected is not None) + (op.each_warp or op.blocks is not None)
+        expect(kinds <= 1, "arrive", "one of copies, expected, and each_warp with blocks", "several")
 
 
 class AwaitOp(Lowbit.Operation, name="await"):
     """Waits until all threads of the group have come to signals[group, index], in its phase of `parity`; before the
     first phase, that of parity 1 counts as over. With `async_proxy`, what they copied is visible
-    then, to instructions that read shared memory by themselves (wgmma), too; without it, nothing is to be read."""
+    then, to instructions that read shared memory by themselves (wgmma), too; without it, only what `copy_box` brought
+    is."""
 
     signals: ext.Operand[SharedType]
     index: ext.Operand[I32]

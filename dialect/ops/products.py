@@ -56,7 +56,7 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
         same_warps(columns, c_blocks.reduce((-2,)), "b")
 
 
-def _check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
+def check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
     """b is [.., k / 64, n, 64] in shared memory (128 for bytes), swizzled, of which columns start .. start + columns
     are used.
 
@@ -98,7 +98,7 @@ class WarpgroupMmaOp(Lowbit.Operation, name="warpgroup_mma"):
         a, b, c, d = Reg.of(op.a.type), Shared.of(op.b.type), Reg.of(op.c.type), Reg.of(op.result.type)
         expect(c == d, "result", c, d)
         factors(a.element, b.element, c.element, wide=False)
-        _check_warpgroup(op, c.layout, a.shape[-1])
+        check_warpgroup(op, c.layout, a.shape[-1])
         expect(list(a.shape[:-1]) == list(c.shape[:-1]), "a", [*c.shape[:-1], "k"], list(a.shape))
         fragment = MMA_A[OPERANDS[str(b.element)].bits]
         a_blocks, c_blocks = fragments(a.layout, fragment, "a"), fragments(c.layout, MMA_M16N8_D, "c")
@@ -119,7 +119,7 @@ class WarpgroupRowSumsOp(Lowbit.Operation, name="warpgroup_row_sums"):
     def verify_invariants(op: Any) -> None:
         d = Reg.of(op.result.type)
         activation(Shared.of(op.b.type).element, "element of b")
-        _check_warpgroup(op, d.layout, in_range(op.columns, "columns", 16))
+        check_warpgroup(op, d.layout, in_range(op.columns, "columns", 16))
         accumulator(d.element, Shared.of(op.b.type).element, "element of the result")
 
 

@@ -122,6 +122,17 @@ class BlockIdOp(Lowbit.Operation, name="block_id", traits=[ext.Pure]):
         in_range(op.axis, "axis", 0, 2)
 
 
+class BlockCountOp(Lowbit.Operation, name="block_count", traits=[ext.Pure]):
+    """The number of blocks along grid axis 0, 1 or 2."""
+
+    axis: ir.IntegerAttr
+    result: ext.Result[I32] = ext.infer_result()
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        in_range(op.axis, "axis", 0, 2)
+
+
 class GridWaitOp(Lowbit.Operation, name="grid_wait"):
     """Waits until the kernel before this one has ended and its writes are visible (griddepcontrol.wait)."""
 

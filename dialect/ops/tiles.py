@@ -101,6 +101,16 @@ class SplatOp(Lowbit.Operation, name="splat", traits=[ext.Pure]):
         real(Reg.of(op.result.type).element, "result")
 
 
+class MaterializeOp(Lowbit.Operation, name="materialize"):
+    """Computes a tile here. Without it, `lower-tiles` writes down the registers of a tile where they are first used."""
+
+    source: ext.Operand[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        Reg.of(op.source.type)
+
+
 class ViewOp(Lowbit.Operation, name="view", traits=[ext.Pure]):
     """The same registers read as another tile: the bits of every thread stay where they are.
 

@@ -16,7 +16,7 @@
 
 // -----
 
-// expected-error @below {{grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)' or 'sm_count * NUMBER', got 0}}
+// expected-error @below {{grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)', 'sm_count * NUMBER' or 'sm_count / NUMBER', got 0}}
 "lowbit.program"() ({
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 32, grid = [8, 0, 1], params = [], workspace = 0} : () -> ()
@@ -69,7 +69,7 @@
 
 // -----
 
-// expected-error @below {{grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)' or 'sm_count * NUMBER', got 'x * 2'}}
+// expected-error @below {{grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)', 'sm_count * NUMBER' or 'sm_count / NUMBER', got 'x * 2'}}
 "lowbit.program"() ({
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 32, grid = [1, "x * 2", 1], params = [], workspace = 0} : () -> ()

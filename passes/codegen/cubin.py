@@ -32,6 +32,9 @@ class Resources:
     stack: int
     shared: int
     """Bytes of static shared memory per block; dynamic shared memory is the launch's business."""
+    serialized: bool = False
+    """Whether wgmma run one after the other, since the assembler found no way to let them overlap: a kernel is built so
+    that it finds one."""
 
 
 @dataclass(frozen=True)
@@ -183,4 +186,5 @@ def _resources(log: str, target: Target) -> Resources:
         spill_loads=most(r"(\d+) bytes spill loads"),
         stack=most(r"(\d+) bytes stack frame"),
         shared=linked - 1024 * (target.capability == 90) if linked else most(r"(\d+) bytes smem"),
+        serialized="wgmma.mma_async instructions are serialized" in log,
     )

@@ -46,11 +46,13 @@ class KernelFamily(ABC, Generic[S]):
     name           how requests, tables and printed schedules call the family
     operation      the operation on tensors that its kernels compute
     schedule_type  the class of its schedules; no other family has the same
+    takes_any_tokens  whether a launch serves any number of tokens; a token tile is then what a schedule is chosen for
     """
 
     name: ClassVar[str]
     operation: ClassVar[Operation]
     schedule_type: type[S]
+    takes_any_tokens: ClassVar[bool] = False
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         """The token tiles (most tokens of a launch) that the family has kernels for; none where x plays no part."""
@@ -94,6 +96,11 @@ class KernelFamily(ABC, Generic[S]):
     def rounding(self, spec: MatmulSpec, schedule: S) -> dict[str, bool]:
         """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
         return {}
+
+    def x_box(self, spec: MatmulSpec, schedule: S) -> tuple[int, int] | None:
+        """Tokens and columns of the boxes in which the copy engine brings x, of which the kernel takes a tensor map;
+        None where it takes x's address."""
+        return None
 
     @abstractmethod
     def build(self, spec: MatmulSpec, schedule: S) -> ir.Module:

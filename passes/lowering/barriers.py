@@ -56,11 +56,14 @@ def _fence_async_proxy() -> None:
 def alloc_signals(op: Any, c: LoweringContext) -> None:
     place = c.places[op.result] = allocated(op.result, c)
     groups, number, _ = Shared.of(op.result.type).shape
-    arrivals = emit.constant(c.threads_per_block // groups)
+    given = op.arrivals is not None
+    arrivals = emit.constant(int_attr(op, "arrivals") if given else c.threads_per_block // groups)
 
     def initialise() -> None:
         for i in range(groups * number):
             nvvm.mbarrier_init(emit.offset_bytes(place.base, static=8 * i), arrivals)
+        if given:  # for the copy engine, and for other blocks of the cluster
+            nvvm.fence_mbarrier_init()
 
     _in_one_thread(initialise, c)
     gpu.barrier()
@@ -84,9 +87,35 @@ def _signal(op: Any, c: LoweringContext) -> Any:
 def arrive(op: Any, c: LoweringContext) -> None:
     if op.copies:
         nvvm.cp_async_mbarrier_arrive(_signal(op, c), noinc=True)
+    elif op.expected is not None:
+        _expect(_signal(op, c), int_attr(op, "expected"))
+    elif op.each_warp:
+        c.pending.finish_reads()
+        signal, blocks = _signal(op, c), 1 if op.blocks is None else int_attr(op, "blocks")
+        lane = c.thread_digit(32)
+        mine = emit.below(lane, emit.constant(blocks))  # a lane for each block
+        when(mine, lambda: _arrive_at(signal, lane if blocks > 1 else None))
     else:
         c.pending.finish_reads()
         nvvm.mbarrier_arrive(_signal(op, c), results=[emit.integer(64)])
+
+
+def _expect(signal: Any, size: int) -> None:
+    """Arrives, and lets so many bytes be waited for."""
+    text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};"
+    llvm.inline_asm(None, [signal], text, "r,~{memory}", has_side_effects=True, asm_dialect=0)
+
+
+def _arrive_at(signal: Any, rank: Any | None) -> None:
+    """Arrives at a signal of this block, or at that of another block of the cluster: this orders nothing there, as a
+    fence of the GPU's memory, which waits for all loads under way, would (1 us on an H200)."""
+    if rank is None:
+        text, operands, constraints = "mbarrier.arrive.shared::cta.b64 _, [$0];", [signal], "r,~{memory}"
+    else:
+        lines = ["{", ".reg .b32 there;", "mapa.shared::cluster.u32 there, $0, $1;"]
+        lines += ["mbarrier.arrive.shared::cluster.b64 _, [there];", "}"]
+        text, operands, constraints = "\n".join(lines), [signal, rank], "r,r,~{memory}"
+    llvm.inline_asm(None, operands, text, constraints, has_side_effects=True, asm_dialect=0)
 
 
 @lowers(ops.AwaitOp)

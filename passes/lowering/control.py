@@ -13,11 +13,17 @@ from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.fragment import Fragment
 from lowbit.passes.lowering.registry import lower_block, lowers
 
+_AXES = (gpu.Dimension.x, gpu.Dimension.y, gpu.Dimension.z)
+
 
 @lowers(ops.BlockIdOp)
 def block_id(op: Any, c: LoweringContext) -> None:
-    axis = (gpu.Dimension.x, gpu.Dimension.y, gpu.Dimension.z)[int_attr(op, "axis")]
-    c.scalars[op.result] = arith.index_cast(emit.integer(), gpu.block_id(axis))
+    c.scalars[op.result] = arith.index_cast(emit.integer(), gpu.block_id(_AXES[int_attr(op, "axis")]))
+
+
+@lowers(ops.BlockCountOp)
+def block_count(op: Any, c: LoweringContext) -> None:
+    c.scalars[op.result] = arith.index_cast(emit.integer(), gpu.grid_dim(_AXES[int_attr(op, "axis")]))
 
 
 @lowers(ops.GridWaitOp)

@@ -20,7 +20,9 @@ from lowbit.dialect.signature import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, ParamKi
 from lowbit.dialect.types import Reg, param_kind, read_ints
 from lowbit.passes.base import at, each_op
 from lowbit.passes.lowering import (
+    accumulators,
     barriers,
+    boxes,
     byte_numbers,
     codes,
     control,
@@ -42,8 +44,8 @@ from lowbit.passes.lowering.warpgroup import declare_sums
 from lowbit.passes.target import Target, parse_target
 
 _RULES = (
-    *(barriers, byte_numbers, codes, control, copies, elementwise, integer_mma, memory, mma, outliers, registers),
-    *(tables, wgmma),
+    *(accumulators, barriers, boxes, byte_numbers, codes, control, copies, elementwise),
+    *(integer_mma, memory, mma, outliers, registers, tables, wgmma),
 )
 """The files with rules, which register them when they are imported."""
 
@@ -157,7 +159,8 @@ class _Lowering:
 
     def _wgmma_sums(self) -> list[str]:
         """Returns the types of the accumulators of wgmma."""
-        found = [op for op in self._all_ops() if op.operation.name.startswith("lowbit.warpgroup_")]
+        names = ("lowbit.warpgroup_", "lowbit.accumulator")
+        found = [op for op in self._all_ops() if op.operation.name.startswith(names)]
         return sorted({str(Reg.of(op.result.type).element) for op in found})
 
 

@@ -55,6 +55,11 @@ def view(op: Any, c: LoweringContext) -> None:
     c.tiles[op.result] = Fragment(reg, source.kind, source.register)
 
 
+@lowers(ops.MaterializeOp)
+def materialize(op: Any, c: LoweringContext) -> None:
+    c.tiles[op.source].force()
+
+
 @lowers(ops.SliceOp)
 def slice_dim(op: Any, c: LoweringContext) -> None:
     source, reg = c.tiles[op.source], Reg.of(op.result.type)

@@ -36,6 +36,7 @@ _TOGETHER = 4  # instructions after one fence: on an H200, one by one is 5 % slo
 _COMMIT = "wgmma.commit_group.sync.aligned;"
 _MOST_SUMS = 4096  # names cost nothing
 _OF_ROW_SUMS = _MOST_SUMS // 2  # the first of the accumulators that sums of rows have for themselves
+FIRST_ACCUMULATOR = 3 * _MOST_SUMS // 4  # the first of those that stay in place (`passes.lowering.accumulators`)
 
 
 class Products(Fragment):
@@ -60,7 +61,7 @@ class Products(Fragment):
         self.started = self.waited_for = False
         self._places = fragment_blocks(result.layout, MMA_M16N8_D)
         self.rows = len({row for row, _ in self._places})
-        self._descriptor = _once(lambda: _descriptor(threads, b, result))
+        self._descriptor = _once(lambda: descriptor(threads, b, result))
         self._rows: dict[int, list[Any]] = {}
         super().__init__(result, "scalar", self._scalar)
 
@@ -103,25 +104,27 @@ class Products(Fragment):
     def _row(self, row: int) -> list[Any]:
         instructions = self._instructions(row)
         if self.started:
-            return instructions.collect([] if self.waited_for else [_waiting(0)])
+            return instructions.collect([] if self.waited_for else [waiting(0)])
         written = 0 if row else self.written
         if not written:
             self._begin(instructions, row)
         return instructions.run(self._terms(row)[written:], written > 0 or self.c is not None)
 
     def _terms(self, row: int) -> list[Term]:
-        terms: list[Term] = []
-        x = OPERANDS[str(self.b.type.element)]
-        for a, start in self.operands:
-            at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_A[x.bits]))}
-            for n, k in enumerate(sorted({column for _, column in at})):
-                terms.append(Term(partial(_registers, a, 4 * at[row, k]), _offset(self.b, start + x.mma_k * n)))
-        return terms
+        return [term for a, start in self.operands for term in terms_of(a, self.b, start, row)]
 
     def _instructions(self, row: int) -> Instructions:
         a, b = str(self.operands[0][0].reg.element), str(self.b.type.element)
         n = self.b.type.shape[-2]
         return Instructions(self._descriptor(), n, a, b, (row + self.bank) * n // 2)
+
+
+def terms_of(a: Fragment, b: Place, start: int, row: int) -> list[Term]:
+    """Returns the instructions for a row of the fragments of a, which meets the columns of b from `start` on."""
+    x = OPERANDS[str(b.type.element)]
+    at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_A[x.bits]))}
+    columns = enumerate(sorted({column for _, column in at}))
+    return [Term(partial(_registers, a, 4 * at[row, k]), _offset(b, start + x.mma_k * n)) for n, k in columns]
 
 
 def _registers(a: Fragment, first: int) -> list[Any]:
@@ -139,15 +142,15 @@ class RowSums(Fragment):
         self.behind: Products | None = None
         element, ones = str(b.type.element), _ones(str(b.type.element))
         terms = [Term(lambda: ones, _offset(b, start + BLOCK_K * i)) for i in range(columns // BLOCK_K)]
-        descriptor, n = _descriptor(threads, b, result), b.type.shape[-2]
-        self._instructions = Instructions(descriptor, n, element, element, _OF_ROW_SUMS)
+        start_of_b, n = descriptor(threads, b, result), b.type.shape[-2]
+        self._instructions = Instructions(start_of_b, n, element, element, _OF_ROW_SUMS)
         self._instructions.issue_all(terms, commit=True)
         self._sums = _once(self._collect)
         super().__init__(result, "scalar", lambda i: self._sums()[4 * (i // 2) + i % 2])
 
     def _collect(self) -> list[Any]:
         if self.behind is None:
-            return self._instructions.collect([_waiting(0)])
+            return self._instructions.collect([waiting(0)])
         self.behind.register(0)
         return self._instructions.collect([])
 
@@ -171,7 +174,7 @@ def _once(make: Callable[[], Any]) -> Callable[[], Any]:
     return get
 
 
-def _descriptor(threads: ThreadIndex, b: Place, result: Reg) -> Any:
+def descriptor(threads: ThreadIndex, b: Place, result: Reg) -> Any:
     """The lower word of a matrix descriptor: the start address."""
     address = llvm.ptrtoint(emit.integer(), b.base)
     layout = result.layout
@@ -218,7 +221,7 @@ class Instructions:
     def run(self, terms: Sequence[Term], adds: bool = False) -> list[Any]:
         """The accumulators after all; adds: to what `begin` has put there, not from zero."""
         self.issue_all(terms, adds)
-        return self.collect([_COMMIT, _waiting(0)])
+        return self.collect([_COMMIT, waiting(0)])
 
     def begin(self, totals: Sequence[Any]) -> None:
         """Put totals into the accumulators."""
@@ -230,6 +233,12 @@ class Instructions:
         for batch in _batches(terms):
             self.issue(batch, adds, commit)
             adds = True
+
+    def issue_onto(self, terms: Sequence[Term], commit: bool) -> None:
+        """All instructions, a few at a time, onto what is in the accumulators: a group, or the beginning of one."""
+        batches = list(_batches(terms))
+        for number, batch in enumerate(batches):
+            self.issue(batch, True, commit and number == len(batches) - 1)
 
     def issue(self, batch: Sequence[Term], adds: bool, commit: bool = False) -> None:
         """Some instructions after one fence, the first of which may begin from zero."""
@@ -256,12 +265,30 @@ class Instructions:
         return [llvm.extractvalue(ir.Type.parse(self.element), result, [i]) for i in range(len(self.sums))]
 
 
+def sum_names(first: int, count: int) -> list[str]:
+    """Returns the names of some accumulators of f32 in PTX."""
+    return [f"{_SUMS['f32'][0]}{first + i}" for i in range(count)]
+
+
+def clear(names: Sequence[str]) -> None:
+    """Sets accumulators to zero."""
+    _assembly(None, [], [f"mov.f32 {name}, 0f00000000;" for name in names], [])
+
+
+def read(names: Sequence[str], first: Sequence[str] = ()) -> list[Any]:
+    """Returns what is in accumulators of f32, after some other instructions."""
+    moves = [f"mov.f32 ${i}, {name};" for i, name in enumerate(names)]
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * len(names))})>")
+    result = _assembly(struct, [], [*first, *moves], ["=f"] * len(names))
+    return [llvm.extractvalue(ir.F32Type.get(), result, [i]) for i in range(len(names))]
+
+
 def wait(pending: int) -> None:
     """Until at most so many groups of instructions are under way."""
-    _assembly(None, [], [_waiting(pending)], [])
+    _assembly(None, [], [waiting(pending)], [])
 
 
-def _waiting(pending: int) -> str:
+def waiting(pending: int) -> str:
     return f"wgmma.wait_group.sync.aligned {pending};"
 
 

@@ -14,9 +14,19 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
+from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.registry import FAMILIES, family_of
-from lowbit.passes.scheduling.tables import Entry, Table, nearest, shipped_tables
+from lowbit.passes.scheduling.tables import Entry, Key, Table, nearest, shipped_tables
 from lowbit.passes.target import Target
+
+MOST_DECODED = 128  # tokens up to which kernels of the decode families are the faster ones, mostly
+ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
+
+
+def any_token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+    """Of these, those with a kernel that serves any number of tokens."""
+    families = (family for family in FAMILIES.values() if family.takes_any_tokens)
+    return tuple(sorted({tile for family in families for tile in family.token_tiles(spec, target)}))
 
 
 def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
@@ -41,7 +51,11 @@ def schedule_for(
 def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> KernelSchedule:
     """The schedule from these tables, the most trusted first, or by the rule."""
 
+    waves = tile > MOST_DECODED and len(any_token_tiles(spec, target)) > 0
+
     def fits(entry: Entry) -> bool:
+        if waves and entry.key != Key.of(spec, tile):  # what fills waves is another thing for every size
+            return False
         return family_of(entry.schedule).suits(spec, entry.schedule, target, entry.key.spec)
 
     return nearest(tables, spec, tile, fits) or default_schedule(spec, tile, target)
@@ -73,7 +87,7 @@ def families_for(spec: MatmulSpec, tile: int, target: Target) -> list[KernelFami
     return found
 
 
-def check_tile(tile: int, tiles: Sequence[int] = TOKEN_TILES, where: str = "") -> None:
+def check_tile(tile: int, tiles: Sequence[int] = ALL_TILES, where: str = "") -> None:
     """Raises SpecError unless there is a kernel for up to `tile` tokens; `where` ends its message."""
     if tile not in tiles:
         raise SpecError(f"tokens={tile} must be one of {', '.join(map(str, tiles))}{where}")

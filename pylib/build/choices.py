@@ -11,6 +11,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
 from lowbit.passes.kernels.registry import schedule_to_dict
+from lowbit.passes.scheduling.choice import MOST_DECODED
 from lowbit.passes.scheduling.tables import spelled_out
 from lowbit.passes.target import Target
 
@@ -53,8 +54,18 @@ def rows_of_tiles(spec: MatmulSpec, tiles: Sequence[int]) -> tuple[Rows, ...]:
     return (*(Rows(a, b, ends[b]) for a, b in zip(firsts, lasts)), Rows(firsts[-1], None, ()))
 
 
+def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int]) -> tuple[Rows, ...]:
+    """The rule where a kernel serves any number of rows: one launch. Up to MOST_DECODED rows it is that of the least
+    tile that holds them; above, that of the least number of tokens for which such a kernel is chosen. For more than the
+    last of these, power is the bound, and the vendor's matmul on a weight that is written out takes less of it."""
+    lasts = [tile for tile in tiles if tile <= MOST_DECODED] + [tile for tile in any_tiles if tile > MOST_DECODED]
+    firsts = [1, *(last + 1 for last in lasts)]
+    return (*(Rows(a, b, (b,)) for a, b in zip(firsts, lasts)), Rows(firsts[-1], None, ()))
+
+
 def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule where weights must not be rounded, or x has 8 bits: the least tile that holds m rows; more take launches of the widest,
+    """The rule where weights must not be rounded, or x has 8 bits: the least tile that holds m rows; more take
+    launches of the widest,
     as many as it takes."""
     firsts = [1, *(tile + 1 for tile in tiles)]
     return (*(Rows(a, b, (b,)) for a, b in zip(firsts, tiles)), Rows(firsts[-1], None, (tiles[-1],)))

@@ -11,10 +11,18 @@ from dataclasses import replace
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.registry import family_of, request
-from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for, token_tiles
+from lowbit.passes.scheduling.choice import any_token_tiles, fixed_schedule, schedule_for, token_tiles
 from lowbit.passes.target import Target
 from lowbit.pylib.build import user_tables
-from lowbit.pylib.build.choices import KernelChoices, find_rows, kernel_name, rows_of_launches, rows_of_tiles
+from lowbit.pylib.build.choices import (
+    KernelChoices,
+    Rows,
+    find_rows,
+    kernel_name,
+    rows_of_any_tokens,
+    rows_of_launches,
+    rows_of_tiles,
+)
 from lowbit.pylib.build.driver import Artifact, compile_stages, load
 
 
@@ -39,14 +47,20 @@ class Artifacts:
         self._tiles = token_tiles(spec, self._chosen_for)
         # Without the vendor's matmul, more rows than a launch has take launches of the widest tile.
         self._repeats = late_scaling or spec.compute is not None
-        self._rows = rows_of_launches(self._tiles) if self._repeats else rows_of_tiles(spec, self._tiles)
+        self._rows = self._find_rows()
         self._requests: dict[int | None, KernelRequest] = {}
         self._kernels: dict[int | None, Artifact] = {}
         self._lock = threading.RLock()
 
+    def _find_rows(self) -> tuple[Rows, ...]:
+        if self._repeats:
+            return rows_of_launches(self._tiles)
+        any_tiles = any_token_tiles(self._spec, self._chosen_for)
+        return rows_of_any_tokens(self._tiles, any_tiles) if any_tiles else rows_of_tiles(self._spec, self._tiles)
+
     def tiles(self, m: int) -> list[int] | None:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's
-        matmul. `pylib.build.choices.rows_of_tiles` has the rule."""
+        matmul. `pylib.build.choices` has the rules."""
         found = find_rows(self._rows, m)
         if self._repeats and found.last is None:
             return list(found.tiles) * -(-m // found.tiles[-1])

@@ -103,6 +103,17 @@ def launch_function() -> Any:
 
 
 @cache
+def tensor_map_function() -> Any:
+    """Returns cuTensorMapEncodeTiled of libcuda, with the types of its arguments: called by ctypes, since cuda-python
+    wants an object for every number. Raises TargetError if there is no driver."""
+    bindings()
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [pointer, number, ctypes.c_uint32, *[pointer] * 5, *[number] * 4]
+    return function
+
+
+@cache
 def _primary_context(device: int) -> Any:
     """Returns the context that torch uses on `device`."""
     return driver_call("cuDevicePrimaryCtxRetain", driver_call("cuDeviceGet", device))
@@ -164,7 +175,7 @@ class Function:
         config = _LaunchConfig(block=(launch.threads, 1, 1), shared_bytes=launch.shared_bytes)
         for axis, extent in enumerate(launch.grid):
             if extent.rule != "ceil":
-                config.grid[axis] = extent.blocks({}, sm_count(self._device) if extent.rule == "sm_count" else 0)
+                config.grid[axis] = extent.blocks({}, sm_count(self._device) if extent.rule != "constant" else 0)
         if overlap:
             attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
             attribute.value[0] = 1

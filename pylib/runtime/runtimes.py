@@ -21,12 +21,14 @@ from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.dequantized import in_order_of_x
+from lowbit.pylib.runtime.boxed import BoxedFunction, map_of_x
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 
 Tensors = Sequence[Tensor]
+Launcher = Function | BoxedFunction
 _address = Tensor.data_ptr
 
 
@@ -89,10 +92,9 @@ class _GpuRuntime:
     def __init__(
         self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
     ) -> None:
-        self._n, self._k = spec.n, spec.k
+        self._spec, self._n, self._k = spec, spec.n, spec.k
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
         self._names = [slot.name for slot in spec.tensors]
-        self._order = argument_order(spec)
         self._biases = [i for i, slot in enumerate(spec.tensors) if slot.role == "bias"]
         self._target = target
         self._artifacts = Artifacts(spec, target, schedule, late_scaling)
@@ -122,8 +124,8 @@ class CudaRuntime(_GpuRuntime):
         self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
     ) -> None:
         super().__init__(spec, target, schedule, late_scaling)
-        self._by_rows: dict[tuple[int, int], Function] = {}  # (device, m)
-        self._by_tile: dict[tuple[int, int | None], Function] = {}  # (device, token tile), the same functions
+        self._by_rows: dict[tuple[int, int], Launcher] = {}  # (device, m)
+        self._by_tile: dict[tuple[int, int | None], Launcher] = {}  # (device, token tile), the same functions
         self._lock = threading.Lock()
         self._several_devices = False  # known once a function is loaded
 
@@ -192,16 +194,14 @@ class CudaRuntime(_GpuRuntime):
         y = y if bias is None else y.add_(bias)
         return y.to(self._out).view(*x.shape[:-1], self._n)
 
-    def _function(self, device: int, tile: int | None) -> Function:
+    def _function(self, device: int, tile: int | None) -> Launcher:
         """The kernel for `tile` tokens, loaded on `device`."""
         function = self._by_tile.get((device, tile))
         if function is None:
             check_device(self._target, device)
             artifact = self._artifacts.kernel(tile)
             with self._lock:
-                function = self._by_tile.get((device, tile)) or load_function(
-                    artifact, self._target, device, self._order
-                )
+                function = self._by_tile.get((device, tile)) or load_matmul(artifact, self._spec, self._target, device)
                 self._by_tile[device, tile] = function
             self._several_devices = torch.cuda.device_count() > 1
         return function
@@ -266,6 +266,13 @@ def load_function(program: Program, target: Target, device: int, order: Sequence
     return Function(image, program.launch, device, target.has_clusters, order)
 
 
+def load_matmul(artifact: Artifact, spec: MatmulSpec, target: Target, device: int) -> Launcher:
+    """A kernel of a spec on a device, which takes the arguments of `argument_order`, each tensor by its address."""
+    function = load_function(artifact, target, device, argument_order(spec))
+    box = family_of(artifact.schedule).x_box(spec, artifact.schedule)
+    return function if box is None else BoxedFunction(function, spec, box)
+
+
 class EmulatorRuntime(_GpuRuntime):
     """The GPU's kernels on CPU tensors, PTX instruction by instruction: to test them, not to be fast."""
 
@@ -296,9 +303,12 @@ class EmulatorRuntime(_GpuRuntime):
         return w
 
     def _launch(self, tile: int | None, m: int, weight: Tensors, **tensors: Tensor) -> None:
-        launch = self._artifacts.kernel(tile).launch
-        named = dict(zip(self._names, weight)) | tensors
+        artifact = self._artifacts.kernel(tile)
+        launch, named = artifact.launch, dict(zip(self._names, weight)) | tensors
         values: dict[str, object] = {name: memory_of(t) for name, t in named.items()}
+        box = family_of(artifact.schedule).x_box(self._spec, artifact.schedule)
+        if box is not None:
+            values["x"] = map_of_x(values["x"], self._spec, m, box)
         values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
         self._emulator(tile).run(launch, values)
 

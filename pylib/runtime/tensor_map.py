@@ -10,12 +10,12 @@ NumPy's order: the last is contiguous; the coordinates in PTX come in the opposi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from lowbit.dialect.errors import SpecError
+from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES
 
 #: Bytes of an encoded tensor map, and its alignment.
@@ -135,26 +135,30 @@ class TensorMap:
         address = self._number()
         if address is None:
             raise SpecError("a tensor map for a GPU takes a tensor or its address, tensor.data_ptr(), not an array")
-        from lowbit.pylib.runtime.driver import bindings, driver_call
+        from lowbit.pylib.runtime.driver import describe, tensor_map_function
 
-        cuda, rank = bindings(), len(self.shape)
-
-        def sizes(kind: Any, values: Iterable[int]) -> list[Any]:
-            """As the driver counts: from the innermost dim on."""
-            return [kind(n) for n in reversed(tuple(values))]
-
-        encoded = driver_call(
-            "cuTensorMapEncodeTiled",
-            cuda.CUtensorMapDataType(ELEMENTS[self.element][1]),
-            rank,
+        memory = ctypes.create_string_buffer(SIZE + ALIGN)
+        start = ctypes.addressof(memory) + -ctypes.addressof(memory) % ALIGN
+        wide, narrow = ctypes.c_uint64, ctypes.c_uint32
+        code = tensor_map_function()(
+            start,
+            ELEMENTS[self.element][1],
+            len(self.shape),
             address,
-            sizes(cuda.cuuint64_t, self.shape),
-            sizes(cuda.cuuint64_t, self.strides[:-1]),
-            sizes(cuda.cuuint32_t, self.box),
-            sizes(cuda.cuuint32_t, (1,) * rank),
-            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cuda.CUtensorMapSwizzle(_SWIZZLES[self.swizzle]),
-            cuda.CUtensorMapL2promotion(_PROMOTIONS[self.l2_promotion]),
-            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros
+            _sizes(wide, self.shape),
+            _sizes(wide, self.strides[:-1]),
+            _sizes(narrow, self.box),
+            _sizes(narrow, (1,) * len(self.shape)),
+            0,  # nothing is interleaved
+            _SWIZZLES[self.swizzle],
+            _PROMOTIONS[self.l2_promotion],
+            0,  # what lies outside is zero
         )
-        return ctypes.string_at(encoded.getPtr(), SIZE)
+        if code:
+            raise TargetError(f"cuTensorMapEncodeTiled: {describe(code)}")
+        return ctypes.string_at(start, SIZE)
+
+
+def _sizes(kind: Any, values: Sequence[int]) -> Any:
+    """An array as the driver takes it: from the innermost dim on."""
+    return (kind * len(values))(*reversed(values))

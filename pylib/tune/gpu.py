@@ -17,7 +17,7 @@ from lowbit.passes.target import Target
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.driver import current_stream
-from lowbit.pylib.runtime.runtimes import argument_order, load_function
+from lowbit.pylib.runtime.runtimes import load_matmul
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing, trial
 from lowbit.pylib.tune.problem import Problem
@@ -49,7 +49,7 @@ class Stand:
         """Microseconds per call, in a CUDA graph: after a rest; from `HOT_TOKENS` tokens on, half way between that and
         what a GPU does that never rests. A few replays are coarser: whatever the GPU is at."""
         call, _ = self._kernel(problem, schedule)
-        calls = [partial(call, weight) for weight in self._of(problem.spec).copies]
+        calls = [partial(call, weight) for weight in self._of(problem).copies]
         if replays <= FEW:
             return timing.graph_time(calls, replays, least_us=1000.0, rest_seconds=0.0).median
         rested = timing.graph_time(calls, replays).median
@@ -58,7 +58,7 @@ class Stand:
     def check(self, problem: Problem, schedule: KernelSchedule) -> bool:
         """Whether all outputs are right, of a launch that had the GPU to itself and of one among others."""
         call, y = self._kernel(problem, schedule)
-        weights = self._of(problem.spec)
+        weights = self._of(problem)
         for calls in (1, 8):
             y.fill_(float("nan"))
             for i in range(calls):
@@ -67,14 +67,15 @@ class Stand:
                 return False
         return True
 
-    def _of(self, spec: MatmulSpec) -> Weights:
-        """A spec's weights, made where they are not there."""
-        if spec not in self._weights:
+    def _of(self, problem: Problem) -> Weights:
+        """The weights of a spec, made where they are not there, or not with so many rows of x."""
+        spec, rows = problem.spec, max(problem.tile, TOKEN_TILES[-1])
+        if spec not in self._weights or len(self._weights[spec].data.x) < rows:
             while len(self._weights) >= KEPT:
                 self._weights.popitem(last=False)
             torch.cuda.empty_cache()
             rounding = {"dequantized": True, "rounded_zeros": True}  # some kernels with wgmma do
-            data = trial.sample(spec, TOKEN_TILES[-1], "cuda", PERIOD, **rounding)
+            data = trial.sample(spec, rows, "cuda", PERIOD, **rounding)
             self._weights[spec] = Weights(data, timing.copies(data.weight))
             torch.cuda.synchronize()  # kernels read weights ahead of their turn in the stream
         self._weights.move_to_end(spec)
@@ -84,8 +85,8 @@ class Stand:
         """A launch on a weight, and the tensor that it writes."""
         spec, tile = problem.spec, problem.tile
         artifact = Artifacts(spec, self._target, schedule).kernel(tile)
-        function = load_function(artifact, self._target, self._device, argument_order(spec))
-        x = self._of(spec).data.x[:tile]
+        function = load_matmul(artifact, spec, self._target, self._device)
+        x = self._of(problem).data.x[:tile]
         y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
 
         def call(w: PackedWeight) -> None:

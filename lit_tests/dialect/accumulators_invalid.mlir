@@ -1,0 +1,76 @@
+// RUN: %lowbit-opt %s --split-input-file --verify-diagnostics
+
+// What verifiers refuse: sums that stay in place, boxes, and signals for them.
+
+func.func @element() {
+  // expected-error @below {{element of the result: expected f32, got f16}}
+  %0 = "lowbit.accumulator"() : () -> !lowbit.reg<[64, 8], f16, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @not_an_accumulator() {
+  %0 = "lowbit.constant"() {value = 0.0 : f32} : () -> !sums
+  // expected-error @below {{sums: expected the result of lowbit.accumulator, got lowbit.constant}}
+  "lowbit.clear_accumulator"(%0) : (!sums) -> ()
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @columns(%a: !a, %b: !b) {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{start: expected 0..32, got 48}}
+  "lowbit.accumulate"(%a, %b, %0) {start = 48 : i64} : (!a, !b, !sums) -> ()
+  return
+}
+
+// -----
+
+func.func @pending() {
+  // expected-error @below {{pending: expected 0..7, got 8}}
+  "lowbit.await_products"() {pending = 8 : i64} : () -> ()
+  return
+}
+
+// -----
+
+!x = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!signals = !lowbit.shared<[1, 2, 2], i32, [4, 2, 1], 0>
+func.func @box_outside(%map: !llvm.ptr, %x: !x, %signals: !signals, %i: i32) {
+  // expected-error @below {{parent: expected lowbit.one_thread, got func.func}}
+  "lowbit.copy_box"(%map, %x, %i, %signals, %i, %i, %i) {operandSegmentSizes = array<i32: 1, 1, 1, 1, 1, 2>} : (!llvm.ptr, !x, i32, !signals, i32, i32, i32) -> ()
+  return
+}
+
+// -----
+
+func.func @region(%on: i1) {
+  // expected-error @below {{body: expected scalars, lowbit.await, lowbit.arrive, lowbit.copy_box, lowbit.stage, got lowbit.commit}}
+  "lowbit.one_thread"(%on) ({
+    "lowbit.commit"() : () -> ()
+  }) : (i1) -> ()
+  return
+}
+
+// -----
+
+func.func @groups() {
+  // expected-error @below {{groups of signals with arrivals: expected 1, got 2}}
+  %0 = "lowbit.alloc_signals"() {arrivals = 8 : i64} : () -> !lowbit.shared<[2, 2, 2], i32, [4, 2, 1], 0>
+  return
+}
+
+// -----
+
+!signals = !lowbit.shared<[1, 2, 2], i32, [4, 2, 1], 0>
+func.func @kinds(%signals: !signals, %i: i32) {
+  // expected-error @below {{arrive: expected one of copies, expected, and each_warp with blocks, got several}}
+  "lowbit.arrive"(%signals, %i) {copies, each_warp} : (!signals, i32) -> ()
+  return
+}

@@ -1,0 +1,64 @@
+"""The end of a tile in the prefill kernel: sums become numbers of y and leave in 16-byte pieces.
+
+A thread's sums are of neighbouring tokens, and y has neighbouring rows of the weight side by side. So every warp turns
+its part around in shared memory of its own, some tokens at a time; no warp waits for another.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import spatial
+from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
+
+
+class Epilogue:
+    """Stores tiles of y in program `p`."""
+
+    def __init__(self, p: Program, plan: PrefillPlan) -> None:
+        self.p, self.plan, self.spec, self.schedule = p, plan, plan.spec, plan.schedule
+        self.at_a_time, pitch = plan.out_tokens, plan.out_pitch
+        shape = (WARPS, ROWS, self.at_a_time)
+        self._turned = p.alloc_shared(self.spec.out_dtype, shape, (self.at_a_time * pitch, 1, pitch))
+        # As many neighbouring rows to a piece as every token's row of y can be cut into.
+        self._piece = math.gcd(self.spec.n, self.spec.y.per_vector)
+        shape = (-(-self.spec.n // self._piece), self._piece, -1)
+        self._y = p.global_view(p["y"], self.spec.out_dtype, shape, (self._piece, 1, self.spec.n), sizes=[p["m"]])
+
+    def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
+        """Adds the bias to sums [rows, tokens], converts and stores them."""
+        p = self.p
+        if self.spec.bias:
+            total = p.add(total, self._bias(total, row_tile))
+        total = p.cast(total, self.spec.out_dtype)
+        for first in range(0, self.schedule.tokens, self.at_a_time):
+            part = p.slice(total, 1, first, self.at_a_time)
+            p.store(p.reshape(part, (WARPS, ROWS, self.at_a_time)), self._turned, (0, 0, 0))
+            p.barrier("warps", 1)
+            self._store_part(row_tile, token + first)
+            p.barrier("warps", 1)
+
+    def _bias(self, total: Tile, row_tile: Scalar) -> Tile:
+        p = self.p
+        view = p.global_view(p["bias"], self.spec.out_dtype, (self.spec.n, 1))
+        boundary = (self._outside("clamp"), "none")
+        return p.cast(p.load(view, (row_tile * ROWS_OF_TILE, 0), total.layout.reduce((1,)), boundary), "f32")
+
+    def _outside(self, word: str) -> str:
+        """The boundary of rows: where some tile ends beyond the last row, this one."""
+        return word if self.spec.n % (ROWS_OF_TILE * self.schedule.cluster) else "none"
+
+    def _store_part(self, row_tile: Scalar, token: Scalar) -> None:
+        """From shared memory to y, in pieces of neighbouring rows."""
+        p, piece = self.p, self._piece
+        across = ROWS // piece  # pieces of a token's rows
+        lanes = math.gcd(across, 32)
+        layout = spatial(WARPS, 1, 1).local(1, across // lanes, 1).local(1, 1, self.at_a_time * lanes // 32)
+        layout = layout.spatial(1, 1, 32 // lanes).spatial(1, lanes, 1).local(1, piece, 1)
+        turned = p.load(self._turned, (0, 0, 0), layout)
+        pieces = ROWS_OF_TILE // piece
+        boundary = (self._outside("skip"), "none", "skip")
+        p.store(p.reshape(turned, (pieces, piece, self.at_a_time)), self._y, (row_tile * pieces, 0, token), boundary)

@@ -1,0 +1,85 @@
+"""The prefill family: matmuls of many tokens, in one launch of persistent blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+from typing import TYPE_CHECKING, ClassVar
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.prefill import cost_model, legality
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, PrefillSchedule
+from lowbit.passes.target import Target
+
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
+
+TOKEN_TILES = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
+"""Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
+differ."""
+_TOKENS = (32, 48, 64, 80, 96, 128, 160, 192, 256)  # of a tile
+
+
+class Prefill(KernelFamily[PrefillSchedule]):
+    """Codes are decoded to the activation's type and multiplied by wgmma, tile after tile."""
+
+    name: ClassVar[str] = "prefill"
+    operation: ClassVar[Operation] = "matmul"
+    schedule_type = PrefillSchedule
+    takes_any_tokens: ClassVar[bool] = True
+
+    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        return TOKEN_TILES if next(_allowed(spec, target), None) else ()
+
+    def serves(self, schedule: PrefillSchedule, tokens: int) -> bool:
+        return tokens in TOKEN_TILES
+
+    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
+        return list(_allowed(spec, target))
+
+    def predict(self, spec: MatmulSpec, tokens: int, schedule: PrefillSchedule, target: Target) -> float:
+        return cost_model.predict(spec, tokens, schedule, target)
+
+    def suits(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target, measured: MatmulSpec) -> bool:
+        """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""
+        same_size = (spec.n, spec.k) == (measured.n, measured.k)
+        return same_size and legality.is_allowed(spec, schedule, target)
+
+    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
+        every = [s for s in _every_schedule() if legality.is_allowed(spec, s, target)]
+        return [s for s in every if not legality.spills(spec, s)]
+
+    def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
+        return schedule.tokens, schedule.cluster
+
+    def check(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target) -> None:
+        legality.check_schedule(spec, schedule, target)
+
+    def rounding(self, spec: MatmulSpec, schedule: PrefillSchedule) -> dict[str, bool]:
+        return PrefillPlan(spec, schedule).rounding
+
+    def x_box(self, spec: MatmulSpec, schedule: PrefillSchedule) -> tuple[int, int]:
+        return PrefillPlan(spec, schedule).box
+
+    def build(self, spec: MatmulSpec, schedule: PrefillSchedule) -> ir.Module:
+        from lowbit.passes.kernels.prefill.kernel import prefill_matmul
+
+        return prefill_matmul(spec, schedule)
+
+
+def _allowed(spec: MatmulSpec, target: Target) -> Iterator[PrefillSchedule]:
+    """The schedules of which the rule takes one: with the widest panels for which there are registers, since what a
+    panel takes besides its products is the same for all."""
+    for tokens, cluster in product(_TOKENS, (1, 2)):
+        panels = (PrefillSchedule(tokens, panel_k, 4, cluster) for panel_k in (256, 128, 64))
+        fitting = (s for s in panels if legality.is_allowed(spec, s, target) and not legality.spills(spec, s))
+        if spec.n > ROWS_OF_TILE * (cluster - 1):
+            yield from islice(fitting, 1)
+
+
+def _every_schedule() -> Iterator[PrefillSchedule]:
+    """All that the tuner may try; `legality` leaves out what does not fit."""
+    for tokens, panel_k, num_stages, cluster in product(_TOKENS, (64, 128, 256), (4, 8), (1, 2)):
+        yield PrefillSchedule(tokens, panel_k, num_stages, cluster)

@@ -1,0 +1,209 @@
+"""The matmul kernel for many tokens (65 and more, without end): one launch of persistent blocks.
+
+The idea. Y' = W X' as in the decode kernel, with the same packed weight: a warp's fragments of the weight are operand A
+of wgmma, from registers; x is operand B, which the instruction reads from shared memory. Arithmetic is the bound, so
+the tensor core must never wait, and nothing may be moved twice that could be moved once:
+
+- x comes by the copy engine (TMA), asked for by one thread: no thread computes addresses of x, and what lies beyond the
+  last token or column arrives as zeros. Two warpgroups with rows of their own share it.
+- The weight goes from device memory straight to registers, a round ahead, into the very registers that the last panel
+  has left: it needs neither shared memory nor barriers.
+- Products are begun and not waited for (`lowbit.accumulate`): while one panel of columns is multiplied, the fragments
+  of the next are decoded. Sums stay in their registers for a whole tile.
+- Blocks stay for the whole launch and go from tile to tile. The pipeline does not run dry in between: the first panels
+  of the next tile are copied while the last ones of this are multiplied.
+- Blocks of a cluster have different rows and the same tokens: each copies half of x to both.
+
+Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in registers:
+
+    codes, scales, zeros of the first round on their way to registers; the first `ahead` panels of x to shared memory
+    for tile of this block:                          GROUP_TILES token tiles by all rows, then the next ones
+        clear the sums
+        for round:                                   `step` columns
+            for panel of `panel_k` columns:
+                for group in panel:
+                    a = scale * (decode(codes) - zero)
+                wait until x is there                signal full[stage]
+                sums += a x^T                        begun, not waited for
+                one thread: wait until the panel two before this has left its stage, copy a later panel there
+                load the codes that take the place of these: of the next round, or of the next tile's first
+                wait until the panel before this has been multiplied
+                say so                               signal empty[its stage], once per warp
+        scale rows, add the bias, convert; turn around in shared memory, store y[t, n] in 16-byte pieces
+
+Weights of groups are scaled before they are multiplied, and so rounded to the type of x, as `dequantize` rounds them:
+to scale the sums of every group instead, products would have to be waited for (it took 1.9 times as long). So scales
+must be numbers of that type.
+
+One product may be under way while the next one's fragments are decoded, and no more: of three sets of registers that
+take turns, the assembler uses one too early, says so (C7513) and runs products one by one.
+
+Shared memory: x [stages, panel_k / 64, tokens, 64], swizzled in rows of 128 bytes; two signals per stage; the table of
+a format that has one; and per warp [tokens at a time, 16 + 8] numbers of y on their way out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.layouts.layout import MMA_M16N8_D, spatial
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
+from lowbit.passes.kernels.prefill.epilogue import Epilogue
+from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import GROUP_TILES, WARPS, PrefillSchedule
+from lowbit.passes.kernels.prefill.weight import RoundRegisters, Weight
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a tile is: the number of its tile of rows, and its first token."""
+
+    row_tile: Scalar
+    token: Scalar
+
+
+class Kernel:
+    """Builds the program."""
+
+    def __init__(self, plan: PrefillPlan) -> None:
+        self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
+        names = [slot.name for slot in plan.spec.tensors]
+        kinds = {"x": "tensor_map"} | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
+        cluster = plan.schedule.cluster  # the blocks of a cluster are side by side along axis 1
+        grid = (f"sm_count / {cluster}", cluster, 1)
+        self.p = Program("prefill", plan.schedule.threads, grid, kinds, max_blocks=1, cluster=(1, cluster, 1))
+        self.sums_layout = spatial(WARPS, 1).local(1, plan.schedule.tokens // 8) * MMA_M16N8_D
+
+    def build(self) -> ir.Module:
+        with self.p:
+            self._block()
+        return self.p.module
+
+    def _block(self) -> None:
+        """What a block does."""
+        p, s, plan = self.p, self.schedule, self.plan
+        width = self.spec.x.per_panel
+        self.x = p.alloc_shared(self.spec.act, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
+        self.full, self.empty = p.signals(s.num_stages, 1), p.signals(s.num_stages, WARPS * s.cluster)
+        self.weight, self.epilogue, self.sums = Weight(p, plan), Epilogue(p, plan), p.accumulator(self.sums_layout)
+        self.block, self.blocks = p.block_id(0), p.block_count(0)
+        self.rank = p.block_id(1) if s.cluster > 1 else Scalar.of(0)
+        if s.cluster > 1:
+            p.barrier("cluster")  # the signals of all blocks are there
+        self.token_tiles = (p["m"] + (s.tokens - 1)) // s.tokens
+        self.tiles = self.token_tiles * plan.row_tiles
+        first = self._position(self.block)
+        self.registers = self.weight.load_round(first.row_tile, 0)
+        self.weight.fill_table()
+        p.grid_launch_dependents()
+        p.grid_wait()
+        with p.one_thread(self.block < self.tiles):
+            for panel in range(plan.ahead):
+                self._copy_panel(panel, first.token, panel)
+        self.mine = (self.tiles + self.blocks - 1 - self.block) // self.blocks
+        with p.loop(0, self.mine, self.registers.flat()) as loop:
+            loop.results = self._tile(loop.index, loop.carried)
+        if s.cluster > 1:
+            p.barrier("cluster")  # nobody leaves while another copies x to it, or arrives at its signals
+
+    def _position(self, tile: Scalar) -> Position:
+        """Where a tile is, and for one beyond the last where the last is. GROUP_TILES token tiles, side by side, go
+        through all rows before the next ones do: so the L2 cache serves what blocks read at the same time."""
+        s, per_group = self.schedule, GROUP_TILES * self.plan.row_tiles
+        tile = tile.min(self.tiles - 1)
+        group, within = tile // per_group, tile % per_group
+        side_by_side = (self.token_tiles - group * GROUP_TILES).min(GROUP_TILES)
+        token_tile = group * GROUP_TILES + within % side_by_side
+        return Position(within // side_by_side * s.cluster + self.rank, token_tile * s.tokens)
+
+    # -- a tile
+
+    def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
+        """Computes the tile of this number, counted in the block; what the next one's first round begins with."""
+        p, plan = self.p, self.plan
+        tile = self.block + number * self.blocks
+        self.here, self.next = self._position(tile), self._position(tile + self.blocks)
+        self.has_next = number + 1 < self.mine
+        self.rounds_before = number * plan.rounds
+        p.clear(self.sums)
+        with p.loop(0, plan.rounds, carried) as loop:
+            loop.results = self._round(loop.index, loop.carried)
+        total = p.read(self.sums)
+        if not plan.groups:
+            total = p.mul(total, self.weight.row_scale(self.here.row_tile))
+        self.epilogue.store(total, self.here.row_tile, self.here.token)
+        return loop.carried
+
+    def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
+        """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
+        plan, registers = self.plan, self.registers.like(carried)
+        inside = index + 1 < plan.rounds
+        row_tile = inside.select(self.here.row_tile, self.next.row_tile)
+        following = inside.select(index + 1, 0)
+        for panel in range(plan.panels):
+            parts = list(parts_of_panel(plan, panel))
+            ready = self._fragments(parts, panel, registers)
+            x = self._await_panel(index, panel)
+            for part, a in zip(parts, ready):
+                self.p.accumulate(a, x, part.start, self.sums, more=part is not parts[-1])
+            self._copy_later_panel(index, panel)
+            registers.reload(self.weight, panel, row_tile, following)
+            self._release_panel_before(panel)
+        return registers.flat()
+
+    def _fragments(self, parts: list[Part], panel: int, registers: RoundRegisters) -> list[Tile]:
+        """The weights of a panel as they are multiplied, decoded before the panel of x is waited for."""
+        ready = [self.weight.fragments(part, panel, registers) for part in parts]
+        for a in ready:
+            self.p.materialize(a)
+        return ready
+
+    # -- x
+
+    def _use(self, index: Scalar, panels: int) -> Scalar:
+        """How often stages have been gone through when so many panels of a round are over, counted in the block."""
+        stages = self.schedule.num_stages
+        return (self.rounds_before + index) * (self.plan.panels // stages) + panels // stages
+
+    def _await_panel(self, index: Scalar, panel: int) -> Memory:
+        """Waits for a panel of x; its stage."""
+        p, stage = self.p, panel % self.schedule.num_stages
+        p.await_signal(self.full, stage, self._use(index, panel) % 2)
+        return p.stage(self.x, stage)
+
+    def _release_panel_before(self, panel: int) -> None:
+        """Waits until the panel before this one has been multiplied, and says so. Before the first panel of a block
+        comes one that there is not: the last stage is released once more than it is filled."""
+        stages = self.schedule.num_stages
+        self.p.await_products(1)
+        self.p.arrive(self.empty, (panel + stages - 1) % stages, self.schedule.cluster)
+
+    def _copy_later_panel(self, index: Scalar, panel: int) -> None:
+        """Copies a later panel to the stage that the panel before the last one has left."""
+        p, plan = self.p, self.plan
+        coming = index * plan.panels + (panel + plan.ahead)
+        per_tile = plan.rounds * plan.panels
+        inside = coming < per_tile
+        token, column = inside.select(self.here.token, self.next.token), inside.select(coming, coming - per_tile)
+        with p.one_thread(inside | self.has_next):
+            stage = (panel + plan.ahead) % self.schedule.num_stages
+            p.await_signal(self.empty, stage, (self._use(index, panel + plan.ahead + 1) + 1) % 2)
+            self._copy_panel(stage, token, column)
+
+    def _copy_panel(self, stage: int, token: Scalar, panel: Index) -> None:
+        """Starts to copy a panel of x, counted in the tile."""
+        p, s, (tokens, width) = self.p, self.schedule, self.plan.box
+        p.expect(self.full, stage, s.tokens * s.panel_k * self.spec.x.bytes)
+        mine = self.rank * tokens  # the first token of this block's part
+        for box in range(s.panel_k // width):
+            where, to = (panel * s.panel_k + box * width, token + mine), box * s.tokens + mine
+            p.copy_box(p["x"], p.stage(self.x, stage), self.full, stage, where, to, s.cluster)
+
+
+def prefill_matmul(spec: MatmulSpec, schedule: PrefillSchedule) -> Any:
+    """The tile program of a matmul, in a module of its own."""
+    return Kernel(PrefillPlan(spec, schedule)).build()

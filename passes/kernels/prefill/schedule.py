@@ -1,0 +1,41 @@
+"""What the free choices of the prefill kernel are: `PrefillSchedule`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.base import KernelSchedule
+
+WARPS = 8  # of a block: two warpgroups, which share x
+ROWS_OF_TILE = 16 * WARPS
+GROUP_TILES = 8  # token tiles that are computed for some rows before other rows come: 4 and 16 are as fast, or slower
+_ALLOWED = {"tokens": tuple(range(16, 257, 16)), "panel_k": (64, 128, 256), "num_stages": (4, 8), "cluster": (1, 2)}
+
+
+@dataclass(frozen=True)
+class PrefillSchedule(KernelSchedule):
+    """The free choices of the prefill kernel. Every choice serves any number of tokens, and gives the same numbers up
+    to f32 rounding.
+
+    tokens        tokens of a tile, whose 128 rows of the weight are those of a block: a multiple of 16 up to 256
+    panel_k       columns of x that are copied and multiplied at a time: 64, 128 or 256
+    num_stages    panels of x in shared memory: 4 or 8
+    cluster       blocks that get the same x, of which each copies its part to all: 1 or 2
+    """
+
+    tokens: int = 256
+    panel_k: int = 64
+    num_stages: int = 4
+    cluster: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, allowed = getattr(self, field.name), _ALLOWED[field.name]
+            if type(value) is not int or value not in allowed:
+                words = ", ".join(map(str, allowed))
+                raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for prefill")
+
+    @property
+    def threads(self) -> int:
+        return 32 * WARPS

@@ -1,0 +1,96 @@
+"""Rules of `lower-tiles` for sums by wgmma that stay in place; `passes.lowering.warpgroup` writes the instructions.
+
+The sums are registers of PTX that LLVM never sees until they are read, and every fragment of a is a new register; so
+the compilers have nothing to move between a product and the wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowbit.dialect import ops
+from lowbit.dialect.errors import PassError
+from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.types import Reg
+from lowbit.passes.lowering import warpgroup
+from lowbit.passes.lowering.context import WGMMA, LoweringContext, int_attr
+from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
+from lowbit.passes.lowering.registry import lowers
+
+
+class Accumulator(Fragment):
+    """Registers of an `accumulator`: a row of fragments after the other, from number `first` on."""
+
+    def __init__(self, reg: Reg, first: int) -> None:
+        self.first = first
+        self.places = fragment_blocks(reg.layout, MMA_M16N8_D)
+        self.rows = 1 + max(row for row, _ in self.places)
+        self.columns = 8 * (1 + max(column for _, column in self.places))
+        super().__init__(reg, "scalar", self._unread)
+
+    @property
+    def per_row(self) -> int:
+        """Registers of a row of fragments."""
+        return self.columns // 2
+
+    def _unread(self, i: int) -> Any:
+        raise PassError("lower-tiles: sums of an accumulator are used by accumulate and read_accumulator alone")
+
+    def force(self) -> None:
+        """Nothing is to be written down: the registers are there."""
+
+    def names(self, row: int) -> list[str]:
+        return warpgroup.sum_names(self.first + row * self.per_row, self.per_row)
+
+
+@lowers(ops.AccumulatorOp, needs=WGMMA)
+def accumulator(op: Any, c: LoweringContext) -> None:
+    made = [tile for tile in c.tiles.values() if isinstance(tile, Accumulator)]
+    first = warpgroup.FIRST_ACCUMULATOR + sum(tile.rows * tile.per_row for tile in made)
+    c.tiles[op.result] = Accumulator(Reg.of(op.result.type), first)
+
+
+def _of(value: Any, c: LoweringContext) -> Accumulator:
+    sums = c.tiles[value]
+    if not isinstance(sums, Accumulator):
+        raise PassError("lower-tiles: sums must be the result of lowbit.accumulator")
+    return sums
+
+
+@lowers(ops.ClearAccumulatorOp, needs=WGMMA)
+def clear_accumulator(op: Any, c: LoweringContext) -> None:
+    sums = _of(op.sums, c)
+    for row in range(sums.rows):
+        warpgroup.clear(sums.names(row))
+
+
+@lowers(ops.AccumulateOp, needs=WGMMA)
+def accumulate(op: Any, c: LoweringContext) -> None:
+    """Row by row of fragments: the next is decoded while the tensor core works on the last."""
+    a, b, sums = c.tiles[op.a], c.places[op.b], _of(op.sums, c)
+    descriptor = warpgroup.descriptor(c.threads, b, sums.reg)
+    for row in range(sums.rows):
+        terms = warpgroup.terms_of(a, b, int_attr(op, "start"), row)
+        first = sums.first + row * sums.per_row
+        instructions = warpgroup.Instructions(descriptor, sums.columns, str(a.reg.element), str(b.type.element), first)
+        commit = row == sums.rows - 1 and not op.more
+        instructions.issue_onto(terms, commit)
+
+
+@lowers(ops.AwaitProductsOp, needs=WGMMA)
+def await_products(op: Any, c: LoweringContext) -> None:
+    c.pending.finish_reads()  # what is on its way meanwhile
+    warpgroup.wait(int_attr(op, "pending"))
+
+
+@lowers(ops.ReadAccumulatorOp, needs=WGMMA)
+def read_accumulator(op: Any, c: LoweringContext) -> None:
+    sums = _of(op.sums, c)
+    first = [warpgroup.waiting(0)]
+    read = [warpgroup.read(sums.names(row), first) for row in range(sums.rows)]
+
+    def register(i: int) -> Any:
+        row, column = sums.places[i // 4]
+        return read[row][4 * column + i % 4]
+
+    c.tiles[op.result] = Fragment(sums.reg, "scalar", register)

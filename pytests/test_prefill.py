@@ -1,0 +1,217 @@
+"""The prefill kernel: persistent blocks in the emulator, with its race check; what it takes of a multiprocessor; and
+which matmuls it is for.
+
+The emulated GPU has four multiprocessors, so that a few tiles are enough for blocks to go from one to the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emulated import exhaustive_problem, matmul_is_right, run_matmul
+from test_recipes import table
+
+import lowbit
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.prefill.family import Prefill
+from lowbit.passes.kernels.prefill.legality import check_schedule, is_allowed
+from lowbit.passes.kernels.prefill.parts import parts_of_panel
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.registry import request
+from lowbit.passes.pipeline import CompiledKernel, compile_kernel
+from lowbit.passes.target import parse_target
+from lowbit.pylib.reference import random_problem
+
+HOPPER = parse_target("sm_90a")
+PREFILL = Prefill()
+SMALL = PrefillSchedule(16)
+
+
+def spec_of(weight: str, n: int, k: int, **choices: Any) -> MatmulSpec:
+    """A spec; lut<b> gets a table."""
+    return MatmulSpec(n, k, weight, table=table(int(weight[3:])) if weight.startswith("lut") else None, **choices)
+
+
+def compiled(spec: MatmulSpec, schedule: PrefillSchedule) -> CompiledKernel:
+    return compile_kernel(request(spec, HOPPER, schedule))
+
+
+def is_right(spec: MatmulSpec, schedule: PrefillSchedule, m: int, racecheck: bool = False) -> bool:
+    problem = random_problem(spec, m, seed=m)
+    y = run_matmul(compiled(spec, schedule), spec, problem, racecheck=racecheck)
+    return matmul_is_right(y, spec, problem, **PREFILL.rounding(spec, schedule))
+
+
+# -- numbers
+
+
+EVERY = [*all_names(), "lut3", "lut8"]
+
+
+@pytest.mark.parametrize("weight", [name for name in EVERY if is_allowed(spec_of(name, 16, 1024), SMALL, HOPPER)])
+def test_every_code(weight: str) -> None:
+    """One scale per row, and results in f32, where a code that is off by one is far outside the tolerance."""
+    spec = spec_of(weight, n=21, k=16)
+    spec = replace(spec, k=spec.packing.chunk + PrefillPlan(spec, SMALL).step, out="f32")
+    problem = exhaustive_problem(spec, m=5)
+    y = run_matmul(compiled(spec, SMALL), spec, problem)
+    assert matmul_is_right(y, spec, problem)
+
+
+CASES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
+    # A tile after the other, rows and tokens that end inside of tiles, columns inside of a round.
+    ({"weight": "u4", "n": 300, "k": 264, "group_size": None}, SMALL, 70),
+    ({"weight": "i4", "n": 200, "k": 584, "group_size": None}, PrefillSchedule(16, num_stages=8), 20),
+    ({"weight": "u4", "n": 130, "k": 512, "group_size": 128, "zeros": "int", "bias": True}, SMALL, 40),
+    ({"weight": "i4", "n": 128, "k": 768, "group_size": 768, "zeros": "float", "act": "bf16", "scale": "bf16"}, SMALL, 9),  # noqa: E501
+    ({"weight": "u4", "n": 128, "k": 512, "group_size": None, "zeros": "int"}, SMALL, 20),
+    ({"weight": "u3", "n": 128, "k": 1024, "group_size": 64, "out": "f32"}, SMALL, 20),
+    ({"weight": "i5", "n": 100, "k": 1024, "group_size": 16}, SMALL, 20),
+    ({"weight": "u8", "n": 129, "k": 1152, "group_size": 192}, SMALL, 20),
+    ({"weight": "f6e3m2", "n": 136, "k": 512, "group_size": 128}, PrefillSchedule(32), 40),
+    ({"weight": "f4e2m1", "n": 128, "k": 512, "group_size": 32, "scale": "e4m3"}, SMALL, 20),
+    ({"weight": "nf4", "n": 128, "k": 512, "group_size": 64, "zeros": "float"}, SMALL, 20),
+    ({"weight": "f6e3m2", "n": 128, "k": 1024, "group_size": 512, "scale": "e8m0", "act": "bf16"}, SMALL, 20),
+    # Wide panels, and clusters, of which one block may be beyond the last row.
+    ({"weight": "u4", "n": 128, "k": 1024, "group_size": 64}, PrefillSchedule(16, panel_k=128), 40),
+    ({"weight": "u4", "n": 300, "k": 512, "group_size": 128}, PrefillSchedule(32, cluster=2), 70),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choices", "schedule", "m"), CASES, ids=str)
+def test_small_sizes(choices: dict[str, Any], schedule: PrefillSchedule, m: int) -> None:
+    spec = MatmulSpec(**choices)
+    assert is_right(spec, schedule, m, racecheck=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", PREFILL.candidates(MatmulSpec(8192, 8192, "u4", 128), 4096, HOPPER), ids=str)
+def test_what_is_chosen(schedule: PrefillSchedule) -> None:
+    spec = MatmulSpec(272, 2 * PrefillPlan(MatmulSpec(8192, 8192, "u4", 128), schedule).step, "u4", 128)
+    assert is_right(spec, schedule, schedule.tokens + 9)
+
+
+def test_any_number_of_rows_by_one_kernel() -> None:
+    """The runtime makes a tensor map for every call; no rows need none."""
+    mm = lowbit.compile(MatmulSpec(128, 512, "u4", group_size=128), "emulator:sm_90a")
+    assert {mm.choices.launches(m)[0].family for m in (129, 300, 4096)} == {"prefill"}
+    x, *weight = random_problem(mm.spec, 150)
+    w, rounding = mm.pack(*weight), PREFILL.rounding(mm.spec, SMALL)
+    y = mm(x.view(2, 75, 512), w)
+    assert matmul_is_right(y.view(150, 128), mm.spec, (x, *weight), **rounding)
+    assert mm(torch.empty(0, 512, dtype=torch.float16), w).shape == (0, 128)
+
+
+# -- parts
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 96, 128, 192, 256, 1024])
+@pytest.mark.parametrize(("weight", "panel_k"), [("u4", 64), ("u8", 64), ("u8", 128)])
+def test_parts_of_panels(weight: str, panel_k: int, group: int) -> None:
+    """They cover every column of a round once, in order, and a part is of one group."""
+    spec = MatmulSpec(128, 3072, weight, group_size=group)
+    plan, group = PrefillPlan(spec, PrefillSchedule(16, panel_k)), spec.packing.padded_group or 0
+    panels = range(plan.panels)
+    parts = [(panel * panel_k + part.start, part) for panel in panels for part in parts_of_panel(plan, panel)]
+    assert [start for start, _ in parts] == [sum(part.width for _, part in parts[:i]) for i in range(len(parts))]
+    assert sum(part.width for _, part in parts) == plan.step
+    size = min(group, plan.step)
+    assert all(part.group == start // size == (start + part.width - 1) // size for start, part in parts)
+    assert [part.ends for start, part in parts] == [(start + part.width) % size == 0 for start, part in parts]
+
+
+# -- resources
+
+VARIANTS: list[dict[str, Any]] = [
+    {"weight": "u4"},
+    {"weight": "u4", "act": "bf16", "scale": "bf16", "zeros": "float"},
+    {"weight": "u3", "group_size": 32, "zeros": "int"},
+    {"weight": "u8", "group_size": None},
+    {"weight": "f6e3m2"},
+    {"weight": "nf4", "group_size": 64},
+]
+
+
+@pytest.mark.parametrize("choices", VARIANTS, ids=str)
+@pytest.mark.parametrize("tokens", [128, 512, 4096])
+def test_no_spills_and_products_overlap(choices: dict[str, Any], tokens: int) -> None:
+    """Of what the rule takes. A block has all of a multiprocessor, and needs its registers."""
+    spec = MatmulSpec(8192, 8192, **({"group_size": 128} | choices))
+    found = PREFILL.candidates(spec, tokens, HOPPER)
+    best = min(found, key=lambda s: PREFILL.predict(spec, tokens, s, HOPPER))
+    kernel = compiled(spec, best)
+    used = resource_usage(kernel.ptx, HOPPER)
+    assert (used.spill_stores, used.spill_loads, used.stack, used.serialized) == (0, 0, 0, False), best
+    assert used.registers * kernel.launch.threads <= 65536
+    assert kernel.launch.shared_bytes >= PrefillPlan(spec, best).shared_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", EVERY)
+def test_no_spills_of_any_format(weight: str) -> None:
+    for choices in ({"group_size": None}, {"group_size": 128}, {"group_size": 32, "act": "bf16", "scale": "bf16"}):
+        spec = spec_of(weight, 8192, 8192, **choices)
+        for schedule in PREFILL.candidates(spec, 512, HOPPER) if PREFILL.token_tiles(spec, HOPPER) else ():
+            used = resource_usage(compiled(spec, schedule).ptx, HOPPER)
+            assert (used.spill_stores, used.spill_loads, used.serialized) == (0, 0, False), (spec, schedule)
+
+
+# -- what it is for
+
+SPEC = MatmulSpec(256, 1024, "u4", group_size=128)
+
+
+@pytest.mark.parametrize(
+    ("change", "schedule", "message"),
+    [
+        ({"weight": "f7e6m0"}, SMALL, "multiplies f16 by f16 in whole 16-byte pieces of x"),
+        ({"k": 1020, "group_size": 17 * 60}, SMALL, "whole 16-byte pieces of x; u4 with k=1020"),
+        ({"k": 256}, SMALL, "k=256 must be more than one round of 256 columns"),
+        ({"k": 3520, "group_size": 704}, SMALL, "groups of 704 and rounds of up to 2048 columns must divide"),
+        ({"group_size": None, "zeros": "float"}, SMALL, "has zeros that take sums of x"),
+        ({"outliers": True}, SMALL, "prefill takes no outliers; take a Schedule of the decode family"),
+        ({"zeros": "offset"}, SMALL, "prefill takes no offsets"),
+        ({"scale": "f32"}, SMALL, "has scales of groups that are no numbers of f16, which weights are rounded to"),
+        ({}, PrefillSchedule(256, panel_k=128), "bytes of shared memory, sm_90a allows"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(change: dict[str, Any], schedule: PrefillSchedule, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        check_schedule(replace(SPEC, **change), schedule, HOPPER)
+
+
+def test_only_where_there_is_wgmma() -> None:
+    with pytest.raises(SpecError, match="prefill needs sm_90a, the target is sm_80; take a Schedule of the decode"):
+        check_schedule(SPEC, SMALL, parse_target("sm_80"))
+    assert PREFILL.token_tiles(SPEC, parse_target("sm_90")) == ()
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"tokens": 24}, "tokens=24 must be one of 16, 32"),
+        ({"panel_k": 32}, "panel_k=32 must be one of 64, 128, 256 for prefill"),
+        ({"num_stages": 6}, "num_stages=6 must be one of 4, 8"),
+        ({"cluster": True}, "cluster=True must be one of 1, 2"),
+    ],
+)
+def test_a_wrong_schedule_names_the_field(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        PrefillSchedule(**choices)
+
+
+def test_larger_tiles_for_more_tokens() -> None:
+    """By the prediction, which knows waves: as many tiles as multiprocessors are best, or many."""
+    spec = MatmulSpec(8192, 8192, "u4", 128)
+
+    def best(m: int) -> int:
+        return min(PREFILL.candidates(spec, m, HOPPER), key=lambda s: PREFILL.predict(spec, m, s, HOPPER)).tokens
+
+    assert [best(m) for m in (128, 256, 512, 4096)] == [64, 128, 256, 256]
