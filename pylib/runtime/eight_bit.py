@@ -17,12 +17,13 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torch
-from lowbit.pylib.runtime.driver import Function, allocate, current_stream
+from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.quantizers import quantizer
 from lowbit.pylib.runtime.runtimes import (
     CpuRuntime,
     CudaRuntime,
     EmulatorRuntime,
+    Launcher,
     Runtime,
     Tensors,
     check_cpu,
@@ -56,7 +57,7 @@ class CudaEightBit(CudaRuntime):
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
         super().__init__(spec, target, schedule)
         self._quantize = quantizer(spec.k, spec.act, spec.byte_type, target)
-        self._launches: dict[tuple[int, int], list[tuple[Function, int, int]]] = {}  # by (device, m)
+        self._launches: dict[tuple[int, int], list[tuple[Launcher, int, int]]] = {}  # by (device, m)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         return self.multiply(self._quantize(x), weight)
@@ -82,10 +83,10 @@ class CudaEightBit(CudaRuntime):
             function(stream, settled, *x_parts, out + row * y_row, count, *addresses)
         return y if values.ndim == 2 else y.view(*values.shape[:-1], n)
 
-    def _plan(self, device: int, m: int) -> list[tuple[Function, int, int]]:
+    def _plan(self, device: int, m: int) -> list[tuple[Launcher, int, int]]:
         """The launches for m rows: kernel, first row, number of rows."""
         check_device(self._target, device)
-        launches: list[tuple[Function, int, int]] = []
+        launches: list[tuple[Launcher, int, int]] = []
         first = 0
         for tile in (self._artifacts.tiles(m) or ()) if m else ():
             rows = min(tile, m - first)
