@@ -456,6 +456,12 @@ FRAGMENTS = {
     ),
     "MMA_M16N8K16_B": ((16, 8), 4, lambda g, q, i: (2 * q + (i & 1) + (8 if i >= 2 else 0), g)),
     "MMA_M16N8K16_B_NK": ((8, 16), 4, lambda g, q, i: (g, 2 * q + (i & 1) + (8 if i >= 2 else 0))),
+    "MMA_M16N8K32_A": (
+        (16, 32),
+        16,
+        lambda g, q, i: (g + (8 if i // 4 in (1, 3) else 0), 4 * q + (i & 3) + (16 if i >= 8 else 0)),
+    ),
+    "MMA_M16N8K32_B_NK": ((8, 32), 8, lambda g, q, i: (g, 4 * q + (i & 3) + (16 if i >= 4 else 0))),
     "MMA_M16N8_D": ((16, 8), 4, lambda g, q, i: (g if i < 2 else g + 8, 2 * q + (i & 1))),
     "MMA_M16N8_PAIRS": ((16, 2), 2, lambda g, q, i: (g + 8 * i, q % 2)),
 }

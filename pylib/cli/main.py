@@ -87,6 +87,7 @@ _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "bilevel": (str | None, None, "The second level of scales that are codes, such as rows=1,groups=8,scale=f16."),
     "permuted": (bool, False, "Columns are in another order than x's."),
     "outliers": (bool, False, "Add outliers, a sparse matrix in f16."),
+    "compute": (str | None, None, "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x."),
 }  # fmt: skip
 
 
