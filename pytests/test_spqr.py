@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from torch import Tensor
 
 import lowbit
 from lowbit.dialect.errors import QuantizeError, SpecError
+from lowbit.pylib.nn.fuse import concatenated
+from lowbit.pylib.packed import pack
 from lowbit.pylib.quantization.gptq import damped, factor
-from lowbit.pylib.quantization.spqr import coded
+from lowbit.pylib.quantization.two_levels import coded
 
 F64 = torch.float64
 
@@ -38,6 +42,12 @@ def rounded(values: Tensor, scale: float, zero: float, bits: int) -> Tensor:
     return ((values / scale + zero).round().clamp(0, 2**bits - 1) - zero) * scale
 
 
+def stored(values: Tensor, config: lowbit.QuantConfig) -> Tensor:
+    """The values of codes: as they are where the second level is stored, else in f16."""
+    numbers = coded(values, config.scale_rows, config.scale_bits).values(config.scale_rows)
+    return (numbers if config.scale_rows == 16 else numbers.half()).double()
+
+
 def by_definition(weight: Tensor, hessian: Tensor, config: lowbit.QuantConfig) -> tuple[Tensor, Tensor]:
     """The paper's algorithm weight by weight, without blocks of columns: the weight as it is multiplied, and a mask of
     its outliers."""
@@ -61,8 +71,7 @@ def by_definition(weight: Tensor, hessian: Tensor, config: lowbit.QuantConfig) -
                 likely = torch.tensor(gains) > limit
                 others = torch.where(likely, group[~likely].mean(), group)
                 scales[row], zeros[row] = range_of(others, bits)
-            scales = coded(scales.float(), config.scale_rows, config.scale_bits).half().double()
-            zeros = coded(zeros.float(), config.scale_rows, config.scale_bits).half().double()
+            scales, zeros = stored(scales.float(), config), stored(zeros.float(), config)
         levels = (rest[:, j] / scales + zeros).round().clamp(0, 2**bits - 1)
         difference = rest[:, j] - (levels - zeros) * scales
         mask[:, j] = (difference / d[j]) ** 2 > limit
@@ -72,12 +81,12 @@ def by_definition(weight: Tensor, hessian: Tensor, config: lowbit.QuantConfig) -
     return rest, mask
 
 
-@pytest.mark.parametrize("threshold", [0.1, 0.5, None])
+@pytest.mark.parametrize(("threshold", "rows"), [(0.1, 16), (0.5, 8), (None, 16)])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_spqr_by_its_definition(threshold: float | None, act_order: bool) -> None:
+def test_spqr_by_its_definition(threshold: float | None, rows: int, act_order: bool) -> None:
     weight, inputs = layer(20, 48)
     config = lowbit.QuantConfig(
-        "u3", 16, method="spqr", clip="max", outlier_threshold=threshold, act_order=act_order, scale_rows=8
+        "u3", 16, method="spqr", clip="max", outlier_threshold=threshold, act_order=act_order, scale_rows=rows
     )
     result = lowbit.quantize(weight, config, inputs)
     hessian = inputs.double().T @ inputs.double()
@@ -96,12 +105,27 @@ def test_spqr_by_its_definition(threshold: float | None, act_order: bool) -> Non
 
 def test_second_level_by_hand() -> None:
     values = torch.tensor([1.0, 2.0, 4.4, 8.0, 3.0, 3.0, 3.0, 3.0, 5.0])
-    assert coded(values, 4, 3).tolist() == pytest.approx([1, 2, 4, 8, 3, 3, 3, 3, 5], rel=2e-3)
-    assert torch.equal(coded(values, 1, 3), values)
+    by_four = coded(values, 4, 3)
+    assert by_four.codes.tolist()[:4] == [0, 1, 3, 7] and by_four.scales.tolist()[0] == 1
+    assert by_four.values(4).tolist() == pytest.approx([1, 2, 4, 8, 3, 3, 3, 3, 5], rel=2e-3)
+    assert coded(values, 1, 3).values(1).tolist() == pytest.approx(values.tolist(), rel=2**-11)
     spread = torch.rand(160) + 0.5
-    assert len(coded(spread, 16, 3).view(-1, 16).unique(dim=1)) == 10
-    assert all(len(row.unique()) <= 8 for row in coded(spread, 16, 3).view(-1, 16))
-    assert float((coded(spread, 16, 3) - spread).abs().max()) <= 1.02 * 0.5 / 7
+    found = coded(spread, 16, 3).values(16)
+    assert all(2 < len(row.unique()) <= 8 for row in found.view(-1, 16))
+    assert float((found - spread).abs().max()) <= 1.02 * 0.5 / 7
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_second_level_of_values_that_hardly_differ(bits: int) -> None:
+    """They keep the precision of f16, values above 0 stay there, and zeros are zeros."""
+    for size in (1e-4, 0.3, 7e4):
+        values = size * (1 + 1e-4 * torch.rand(40))
+        found = coded(values, 16, bits).values(16)
+        assert float((found / values - 1).abs().max()) < 2**-10
+        assert torch.equal(coded(-values, 16, bits).values(16).sign(), -torch.ones(40))
+    assert torch.equal(coded(torch.zeros(40), 16, bits).values(16), torch.zeros(40))
+    apart = torch.tensor([2.0**-14, 6e4]).repeat(8)
+    assert bool((coded(apart, 16, bits).values(16) > 0).all())
 
 
 def test_outliers_keep_large_weights() -> None:
@@ -146,6 +170,75 @@ def test_matmul_of_a_quantized_weight(act_order: bool) -> None:
     assert layer_.spec.outliers and layer_(x).shape == (5, 40)
 
 
+@pytest.mark.parametrize(("bits", "n"), [(3, 40), (4, 16), (6, 5), (8, 33)])
+@pytest.mark.parametrize("scale", ["f16", "f32"])
+def test_scales_and_zeros_are_stored_as_codes(bits: int, n: int, scale: Any) -> None:
+    """They equal the expanded numbers bit for bit, also in a last block of fewer than 16 rows."""
+    weight, inputs = layer(n, 128)
+    config = lowbit.QuantConfig("u3", 16, method="spqr", scale_bits=bits, scale=scale)
+    result = lowbit.quantize(weight, config, inputs)
+    spec = result.spec(out="f32")
+    assert (spec.scale, spec.bilevel) == (f"u{bits}", lowbit.Bilevel(16, 1, scale, zeros=True))
+    assert result.scales.dtype == torch.uint8 and int(result.scales.max()) == 2**bits - 1
+    levels = {name: t.float().repeat_interleave(16, 0)[:n] for name, t in result.second_level.items()}
+    scales = (result.scales.float() - levels["scale_zeros"]) * levels["scale_scales"]
+    assert result.zeros is not None
+    zeros = (result.zeros.float() - levels["zero_zeros"]) * levels["zero_scales"]
+    expanded = pack(replace(spec, scale="f32", bilevel=None), result.codes, scales, zeros, outliers=result.outliers)
+    packed, x = result.pack(spec), inputs[:5].half()
+    assert torch.equal(packed.dequantize(), expanded.dequantize())
+    assert torch.equal(packed.dequantize(), result.dequantize())
+    y = lowbit.compile(spec, "cpu")(x, packed)
+    assert torch.allclose(y, x.float() @ result.dequantize().T, atol=2e-2 * float(y.abs().max()) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    "change", [{"scale_bits": 5}, {"scale_rows": 8}, {"scale_rows": 1}, {"group_size": None}], ids=str
+)
+def test_other_scales_are_stored_as_numbers(change: dict[str, Any]) -> None:
+    weight, inputs = layer(20, 64)
+    config = lowbit.QuantConfig(**{"weight": "u3", "group_size": 16, "method": "spqr", **change})
+    result = lowbit.quantize(weight, config, inputs)
+    assert result.scales.dtype == torch.float16 and not result.second_level and result.spec().bilevel is None
+    assert torch.equal(result.pack().dequantize(), result.dequantize())
+
+
+def test_two_levels_take_fewer_bytes() -> None:
+    coded_, expanded = (
+        lowbit.QuantConfig("u3", 16, method="spqr", scale_bits=bits, outlier_threshold=None).spec(4096, 4096)
+        for bits in (3, 5)
+    )
+    assert 8 * coded_.bytes / 4096**2 < 4.3 and 8 * expanded.bytes / 4096**2 >= 5
+
+
+def test_split_of_two_levels() -> None:
+    weight, inputs = layer(40, 64)
+    result = lowbit.quantize(weight, lowbit.QuantConfig.preset("spqr"), inputs)
+    with pytest.raises(QuantizeError, match=r"sizes=\[20, 20\] must be multiples of 16, but for the last"):
+        result.split([20, 20])
+    parts = [lowbit.LowbitLinear.from_packed(part.pack()) for part in result.split([32, 8])]
+    assert torch.equal(concatenated(parts).packed.dequantize(), result.dequantize())
+
+
+def test_models_with_two_levels(tmp_path: Path) -> None:
+    """`quantize_`, `plan` and checkpoints have them like all others."""
+    weight, inputs = layer(24, 64)
+    linear = torch.nn.Linear(64, 24, bias=False)
+    linear.weight.data = weight
+    config = lowbit.QuantConfig.preset("spqr")
+    model = torch.nn.Sequential(linear).half()
+    chosen = lowbit.plan(model, bytes=5000, calibration=[inputs[:64].half()], candidates=[config])
+    assert chosen["0"] == config
+    lowbit.quantize_(model, chosen, calibration=[inputs[:64].half()])
+    lowbit.save_checkpoint(model, tmp_path)
+    empty = torch.nn.Sequential(torch.nn.Linear(64, 24, bias=False).half())
+    lowbit.load_checkpoint(empty, tmp_path)
+    x = inputs[:3].half()
+    (low_bit,) = model
+    assert isinstance(low_bit, lowbit.LowbitLinear) and low_bit.spec.bilevel
+    assert torch.equal(empty(x), model(x))
+
+
 def test_columns_without_inputs() -> None:
     weight, inputs = layer(8, 64)
     inputs[:, 10:30] = 0
@@ -172,6 +265,6 @@ def test_errors(change: dict[str, Any], message: str) -> None:
 
 def test_weights_beyond_f16() -> None:
     weight, inputs = layer(4, 64)
-    weight[2, 3] = 1e6
+    weight[2, 3] = 1e10
     with pytest.raises(QuantizeError, match="beyond f16"):
         lowbit.quantize(weight, lowbit.QuantConfig.preset("spqr"), inputs)

@@ -20,6 +20,7 @@ from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.quantized import QuantizedWeight
 from lowbit.pylib.quantization.signround import signround
 from lowbit.pylib.quantization.spqr import spqr
+from lowbit.pylib.quantization.two_levels import TwoLevels
 
 
 @torch.no_grad()
@@ -61,11 +62,23 @@ def _calibrated(weight: Tensor, grid: Grid, calibration: Tensor | Calibration | 
     if config.method == "signround":
         return _finish(config, signround(weight, grid, data))
     if config.method == "spqr":
-        codes, outliers, permutation = spqr(weight, grid, data)
-        sparse = None if config.outlier_threshold is None else _sparse(outliers, *weight.shape)
-        return replace(_finish(config, codes), outliers=sparse, permutation=permutation)
+        found = spqr(weight, grid, data)
+        sparse = None if config.outlier_threshold is None else _sparse(found.outliers, *weight.shape)
+        quantized = replace(_finish(config, found.codes), outliers=sparse, permutation=found.permutation)
+        return _in_two_levels(quantized, *found.levels) if config.second_level else quantized
     codes, column_scales = awq(weight, grid, data)
     return _finish(config, codes, None if bool((column_scales == 1).all()) else column_scales)
+
+
+def _in_two_levels(quantized: QuantizedWeight, scales: TwoLevels, zeros: TwoLevels) -> QuantizedWeight:
+    """Returns a weight with the codes of its scales and zeros in place of their values."""
+    levels = {
+        "scale_scales": scales.scales, "scale_zeros": scales.zeros,
+        "zero_scales": zeros.scales, "zero_zeros": zeros.zeros,
+    }  # fmt: skip
+    kind = TORCH[quantized.config.scale]
+    second = {name: table.to(kind) for name, table in levels.items()}
+    return replace(quantized, scales=scales.codes, zeros=zeros.codes, second_level=second)
 
 
 def _sparse(outliers: Outliers, n: int, k: int) -> Tensor:

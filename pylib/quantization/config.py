@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import DType, dtype
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MIN_K, MatmulSpec, Scale, Zeros
 
 Method = Literal["rtn", "hqq", "gptq", "awq", "signround", "spqr"]
@@ -42,7 +44,8 @@ class QuantConfig:
     outlier_threshold  weights whose error is above this part of the mean are outliers: the less, the more there are;
                        None: there are none
     scale_bits         bits of the codes of scales and zeros, which have a second level of scale and zero
-    scale_rows         rows that share the second level
+    scale_rows         rows that share the second level. Codes of 3, 4, 6 or 8 bits over 16 rows are stored as such, all
+                       others as the f16 values that they stand for
     act_order          round columns with large inputs first; columns are then stored in that order
 
     Raises SpecError that names the field, what was given, and what is allowed.
@@ -125,15 +128,29 @@ class QuantConfig:
         """The element format."""
         return dtype(self.weight, self.table)
 
+    @property
+    def second_level(self) -> Bilevel | None:
+        """The second level of SpQR's scales and zeros; None where these are stored as numbers.
+
+        These are all other methods, widths that kernels do not have, and other numbers of rows than 16. A second level
+        for each row would take more bytes than the numbers themselves.
+        """
+        coded = self.method == "spqr" and self.scale_rows == ROWS and f"u{self.scale_bits}" in SCALE_CODES
+        if not coded or self.group_size is None or self.scale not in ("f16", "f32"):
+            return None
+        return Bilevel(ROWS, 1, self.scale, zeros=True)
+
     def spec(self, n: int, k: int, **others: Any) -> MatmulSpec:
         """Returns the spec of a matmul with such a weight [n, k]; `others` are fields such as act, out and bias.
 
         Raises SpecError if the weight cannot be cut into these groups.
         """
         zeros: Any = self.zeros
+        scale: Any = f"u{self.scale_bits}" if self.second_level else self.scale
         if self.method == "spqr":
-            others = {"outliers": self.outlier_threshold is not None, "permuted": self.act_order, **others}
-        return MatmulSpec(n, k, self.weight, self.group_size, zeros, self.scale, table=self.table, **others)
+            sparse = self.outlier_threshold is not None
+            others = {"outliers": sparse, "permuted": self.act_order, "bilevel": self.second_level, **others}
+        return MatmulSpec(n, k, self.weight, self.group_size, zeros, scale, table=self.table, **others)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration in terms of JSON."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.matmul import Matmul
@@ -17,6 +18,7 @@ from lowbit.pylib.outliers import csr_rows, split_csr
 from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.quantization.grid import Codes, Grid, chunks
+from lowbit.pylib.quantization.two_levels import TwoLevels
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,11 +27,13 @@ class QuantizedWeight:
 
     config          how it was made
     codes           [n, k]: int8 values for i<b> formats, uint8 codes for all others
-    scales          [n, groups] in the type config.scale
-    zeros           [n, groups]: int32, or floats; None without zeros
+    scales          [n, groups] in the type config.scale, or uint8 codes where there is a second level
+    zeros           [n, groups]: int32, floats, or codes like the scales; None without zeros
     column_scales   [k] in f32, of AWQ: the input has to be divided by them; None if there is nothing to divide
     outliers        a torch.sparse_csr matrix [n, k] in f16, of SpQR, which is added to the rest; else None
     permutation     [k], of SpQR in act-order: column j of all else is column permutation[j] of the weight; else None
+    second_level    of SpQR, what makes numbers of codes (`lowbit.Bilevel`), each [n / 16, groups] in the type
+                    config.scale: scale_scales, scale_zeros, zero_scales and zero_zeros; empty without such codes
     """
 
     config: QuantConfig
@@ -39,6 +43,7 @@ class QuantizedWeight:
     column_scales: Tensor | None = None
     outliers: Tensor | None = None
     permutation: Tensor | None = None
+    second_level: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,7 +66,7 @@ class QuantizedWeight:
         """
         spec = target.spec if isinstance(target, Matmul) else target or self.spec(bias=bias is not None)
         outliers = self.outliers if spec.outliers else None
-        others = {} if self.permutation is None else {"permutation": self.permutation}
+        others = {"permutation": self.permutation, **self.second_level}
         return pack(spec, self.codes, self.scales, self.zeros, bias, outliers, **others)
 
     def prepare_input(self, x: Tensor) -> Tensor:
@@ -72,14 +77,22 @@ class QuantizedWeight:
         """Returns the weight that x, as it was before `prepare_input`, is multiplied by: [n, k]."""
         n, k = self.shape
         grid, result = Grid(self.config, k, self.device), torch.empty(n, k, dtype=dtype, device=self.device)
-        zeros = torch.zeros(self.scales.shape, device=self.device) if self.zeros is None else self.zeros.float()
+        scales = self._numbers("scale", self.scales)
+        zeros = torch.zeros_like(scales) if self.zeros is None else self._numbers("zero", self.zeros)
         for rows in chunks(self.codes, 3):
-            values = grid.dequantize(Codes(self.codes[rows], self.scales[rows].float(), zeros[rows]))
+            values = grid.dequantize(Codes(self.codes[rows], scales[rows], zeros[rows]))
             result[rows] = values if self.column_scales is None else values / self.column_scales
         if self.outliers is not None:
             places = csr_rows(self.outliers), self.outliers.col_indices()
             result[places] = (result[places].float() + self.outliers.values().float()).to(dtype)
         return result if self.permutation is None else in_order_of_x(result, self.permutation)
+
+    def _numbers(self, role: str, table: Tensor) -> Tensor:
+        """Returns scales or zeros in f32, [n, groups]."""
+        if not self.second_level:
+            return table.float()
+        scales, zeros = (self.second_level[f"{role}_{name}"] for name in ("scales", "zeros"))
+        return TwoLevels(table, scales, zeros).values(ROWS)
 
     @torch.no_grad()
     def fold_into(self, previous: nn.Module) -> QuantizedWeight:
@@ -105,13 +118,28 @@ class QuantizedWeight:
         return replace(self, column_scales=None)
 
     def split(self, sizes: Sequence[int]) -> list[QuantizedWeight]:
-        """Returns the weight in parts of so many rows: siblings that were quantized as one."""
+        """Returns the weight in parts of so many rows: siblings that were quantized as one.
+
+        Raises QuantizeError for sizes that do not add up, or that cut the 16 rows which share a second level.
+        """
         if sum(sizes) != self.shape[0] or min(sizes, default=0) < 1:
             raise QuantizeError(f"sizes={list(sizes)} must be positive and add up to n={self.shape[0]}")
+        if self.second_level and any(size % ROWS for size in sizes[:-1]):
+            rule = f"must be multiples of {ROWS}, but for the last: so many rows share a second level of scales"
+            raise QuantizeError(f"sizes={list(sizes)} {rule}; use other sizes, or quantize the parts one by one")
         zeros = [None] * len(sizes) if self.zeros is None else self.zeros.split(list(sizes))
         sparse = [None] * len(sizes) if self.outliers is None else split_csr(self.outliers, sizes)
-        parts = zip(self.codes.split(list(sizes)), self.scales.split(list(sizes)), zeros, sparse)
-        return [replace(self, codes=q, scales=s, zeros=z, outliers=part) for q, s, z, part in parts]
+        parts = zip(self.codes.split(list(sizes)), self.scales.split(list(sizes)), zeros, sparse, self._blocks(sizes))
+        return [
+            replace(self, codes=q, scales=s, zeros=z, outliers=part, second_level=level)
+            for q, s, z, part, level in parts
+        ]
+
+    def _blocks(self, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Returns the second level of each of some parts."""
+        blocks = [-(-size // ROWS) for size in sizes]
+        cut = {name: table.split(blocks) for name, table in self.second_level.items()}
+        return [{name: parts[i] for name, parts in cut.items()} for i in range(len(sizes))]
 
     def __repr__(self) -> str:
         return f"QuantizedWeight({self.spec()} by {self.config.method} on {self.device})"

@@ -6,7 +6,8 @@ When the first column of a group comes, each row of the group gets its scale and
 1. A weight is likely an outlier if the group without it, with the scale and zero that fit the rest, has a squared error
    that is less than that of the whole group by more than the threshold. Errors of column j count 1 / U[j, j]^2.
 2. Scale and zero are those that fit the other weights, rounded to codes: over `scale_rows` rows, a code has
-   `scale_bits` bits between the least and the largest. What kernels get are the values of these codes.
+   `scale_bits` bits between the least and the largest (`two_levels.py`). Where kernels do not have such codes
+   (`QuantConfig.second_level`), they get the values of the codes, rounded to f16.
 
 A weight whose own error, so counted, is above the threshold is an outlier: what its code leaves is kept in f16. The
 threshold is relative to the mean of a column's variance over U[j, j]^2.
@@ -24,15 +25,16 @@ from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.gptq import BLOCK, corrected, damped, factor
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.rtn import COPIES, rtn
-
-LEAST = 2.0**-14  # of scales: the least normal number of f16
+from lowbit.pylib.quantization.two_levels import LEAST, TwoLevels, coded
+from lowbit.pylib.torch_types import TORCH
 
 
 class Spqr(NamedTuple):
     """A weight [rows, k] as SpQR quantizes it. Columns of codes and outliers are in the order of `permutation`, if
-    there is one: column j is column permutation[j] of the weight."""
+    there is one: column j is column permutation[j] of the weight. `levels` are the codes of scales and zeros."""
 
     codes: Codes
+    levels: tuple[TwoLevels, TwoLevels]
     outliers: Outliers
     permutation: Tensor | None
 
@@ -47,17 +49,18 @@ def spqr(weight: Tensor, grid: Grid, calibration: Calibration) -> Spqr:
     if grid.config.act_order:
         permutation = hessian.diagonal().argsort(descending=True, stable=True)
         target, hessian = target[:, permutation].contiguous(), hessian[permutation][:, permutation]
-    codes, left = _round_columns(target, grid, factor(hessian).float())
+    codes, levels, left = _round_columns(target, grid, factor(hessian).float())
     rows, columns = left.nonzero(as_tuple=True)
-    return Spqr(codes, Outliers(rows, columns, left[rows, columns]), permutation)
+    return Spqr(codes, levels, Outliers(rows, columns, left[rows, columns]), permutation)
 
 
-def _round_columns(weight: Tensor, grid: Grid, u: Tensor) -> tuple[Codes, Tensor]:
-    """Returns codes, and what outliers add to them: f16 [rows, k], 0 elsewhere."""
+def _round_columns(weight: Tensor, grid: Grid, u: Tensor) -> tuple[Codes, tuple[TwoLevels, TwoLevels], Tensor]:
+    """Returns codes, those of scales and zeros, and what outliers add to the weight: f16 [rows, k], 0 elsewhere."""
     rest, size = weight.T.contiguous(), grid.group_size  # a column of the weight is a row here
     limit = threshold(weight, u.diagonal(), grid.config.outlier_threshold)
     codes = torch.empty_like(rest, dtype=grid.code_type)
     left = torch.zeros_like(rest, dtype=torch.float16)
+    levels: list[tuple[TwoLevels, TwoLevels]] = []
     tables: list[tuple[Tensor, Tensor]] = []
     step = max(size, BLOCK // size * size)  # whole groups
     for first in range(0, len(rest), step):
@@ -66,7 +69,8 @@ def _round_columns(weight: Tensor, grid: Grid, u: Tensor) -> tuple[Codes, Tensor
         for j in range(first, last):
             if j % size == 0:
                 group = slice(j, j + size)
-                tables.append(statistics(rest[group].T.contiguous(), u.diagonal()[group], grid, limit))
+                levels.append(statistics(rest[group].T.contiguous(), u.diagonal()[group], grid, limit))
+                tables.append(multiplied(*levels[-1], grid))
             scale, zero = tables[-1]
             codes[j] = grid.encode(rest[j] / scale + zero)
             difference = rest[j] - (grid.decode(codes[j]) - zero) * scale
@@ -77,7 +81,8 @@ def _round_columns(weight: Tensor, grid: Grid, u: Tensor) -> tuple[Codes, Tensor
             errors[j - first] = error
         rest[last:] -= u[first:last, last:].T @ errors
     scales, zeros = (torch.stack(table, dim=1) for table in zip(*tables))
-    return Codes(codes.T.contiguous(), scales, zeros), left.T.contiguous()
+    of_scales, of_zeros = (TwoLevels.stack(groups) for groups in zip(*levels))
+    return Codes(codes.T.contiguous(), scales, zeros), (of_scales, of_zeros), left.T.contiguous()
 
 
 def threshold(weight: Tensor, diagonal: Tensor, relative: float | None) -> float:
@@ -87,16 +92,23 @@ def threshold(weight: Tensor, diagonal: Tensor, relative: float | None) -> float
     return relative * float((weight.var(dim=0, correction=0) / diagonal.square()).mean())
 
 
-def statistics(weight: Tensor, diagonal: Tensor, grid: Grid, limit: float) -> tuple[Tensor, Tensor]:
+def statistics(weight: Tensor, diagonal: Tensor, grid: Grid, limit: float) -> tuple[TwoLevels, TwoLevels]:
     """Returns scale and zero of each row of a group [rows, size], fitted to what are no outliers, and coded."""
     likely = gain_without(weight, diagonal, grid) > limit
     count = (~likely).sum(1, keepdim=True).clamp(min=1)
     mean = torch.where(likely, 0.0, weight).sum(1, keepdim=True) / count
     others = torch.where(likely, mean, weight)
     scale, zero = _fit(others, diagonal, grid)
-    rows, bits = grid.config.scale_rows, grid.config.scale_bits
-    scale = coded(scale, rows, bits).clamp(min=LEAST).half().float()
-    return scale, coded(zero, rows, bits).half().float()
+    rows, bits, kind = grid.config.scale_rows, grid.config.scale_bits, TORCH[grid.config.scale]
+    return coded(scale.clamp(min=LEAST), rows, bits, kind), coded(zero, rows, bits, kind)
+
+
+def multiplied(scale: TwoLevels, zero: TwoLevels, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Returns the scale and the zero of each row of a group with which kernels multiply."""
+    scales, zeros = scale.values(grid.config.scale_rows), zero.values(grid.config.scale_rows)
+    if grid.config.second_level:
+        return scales, zeros
+    return scales.clamp(min=LEAST).half().float(), zeros.half().float()
 
 
 def _fit(group: Tensor, diagonal: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -130,16 +142,3 @@ def _counted(weight: Tensor, scale: Tensor, zero: Tensor, diagonal: Tensor, grid
     """Returns squared errors [rows, size], each over the square of its column's entry of U."""
     levels = (weight / scale[:, None] + zero[:, None]).round_().clamp_(grid.least, grid.most)
     return ((weight - (levels - zero[:, None]) * scale[:, None]) / diagonal).square_()
-
-
-def coded(values: Tensor, rows: int, bits: int) -> Tensor:
-    """Returns values [n] in f32 rounded to codes of some bits between the least and the largest of each `rows` of them;
-    the two numbers that give codes their meaning, second-level scale and zero, are in f16."""
-    padded = torch.cat([values, values[-1:].expand(-len(values) % rows)]).view(-1, rows)
-    low, high = padded.aminmax(dim=1, keepdim=True)
-    scale = ((high - low) / ((1 << bits) - 1)).half().float()
-    flat = scale < 2.0**-13 * torch.maximum(low.abs(), high.abs())  # equal to the precision of f16
-    scale = torch.where(flat, torch.ones_like(scale), scale)
-    zero = (-low / scale).half().float()
-    codes = (padded / scale + zero).round_().clamp_(0, (1 << bits) - 1)
-    return torch.where(flat, padded, (codes - zero) * scale).view(-1)[: len(values)]
