@@ -239,8 +239,8 @@ class LowbitLinear(nn.Linear):
 
 
 AWQ_NEEDS_FOLDING = (
-    "AWQ's column scales belong into the layer before: use quantize(...).fold_into(norm) and LowbitLinear.from_packed, "
-    "or method='gptq'"
+    "AWQ's column scales belong into the layer before: use lowbit.quantize_ for the whole model, "
+    "quantize(...).fold_into(norm) and LowbitLinear.from_packed, or method='gptq'"
 )
 
 

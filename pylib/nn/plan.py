@@ -11,10 +11,10 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from lowbit.dialect.errors import LowbitError, QuantizeError, SpecError
+from lowbit.dialect.errors import LowbitError, SpecError
 from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
 from lowbit.pylib.nn.experts import is_experts, specs_of_experts
-from lowbit.pylib.nn.linear import AWQ_NEEDS_FOLDING, LowbitLinear, act_of, spec_of
+from lowbit.pylib.nn.linear import LowbitLinear, act_of, spec_of
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
 Configs = QuantConfig | Mapping[str, QuantConfig | None]
@@ -94,8 +94,6 @@ def _planned(module: nn.Module, names: tuple[str, ...], reason: str, wishes: Wis
 def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     """Returns a plan with its spec; one that leaves the layer dense if no groups of this size divide its rows."""
     config = cast(QuantConfig, planned.config)
-    if config.method == "awq":
-        raise QuantizeError(AWQ_NEEDS_FOLDING)
     if config.method in CALIBRATED and is_experts(planned.module):
         return replace(planned, config=None, reason=f"{config.method} can't look at the inputs of experts; use 'hqq'")
     act = wishes.act or act_of(matrix_of(planned.module))

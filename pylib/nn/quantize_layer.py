@@ -42,15 +42,21 @@ def quantized_layer(
     config: QuantConfig,
     calibration: Calibration | None = None,
     device: torch.device | str | None = None,
+    columns: Tensor | None = None,
 ) -> tuple[LowbitLinear, Change]:
     """Returns a layer for a weight [n, k], where the weight is, and how far its values have moved.
 
-    device   where to quantize; None: where the weight is
+    device    where to quantize; None: where the weight is
+    columns   scales [k] of the columns, which the layer before divides its output by; None: ones
     """
     home = weight.device
     weight = weight.detach().to(device or home)
+    if columns is not None:
+        weight = weight.float() * columns.to(weight.device)
     quantized = quantize(weight, config, calibration)
     packed = quantized.pack(spec, None if bias is None else bias.detach().to(weight.device)).to(home)
     difference = quantized.dequantize().sub_(weight)
+    if columns is not None:
+        difference, weight = (scaled.div_(columns.to(weight.device)) for scaled in (difference, weight))
     change = Change(float(difference.norm()) ** 2, float(weight.float().norm()) ** 2)
     return LowbitLinear.from_packed(packed), change

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from itertools import chain, compress
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.nn.bit_plan import QuantPlan
+from lowbit.pylib.nn.column_scales import ColumnScales, column_scales
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear
@@ -67,7 +69,9 @@ def quantize_(
     The experts of transformers' mixtures of experts become `LowbitExperts`. Embeddings, tied weights, and all else that
     is no plain nn.Linear stay dense; the report says why. A layer is replaced as soon as it is quantized, so memory
     holds little more than the model at any time; layers that need calibration are replaced together, before the others,
-    for it is the float model that they are calibrated on. Weights are looked at before the first is replaced: an error
+    for it is the float model that they are calibrated on. AWQ's column scales are folded into the norm that makes the
+    layers' input, whose weight changes; where there is none, the weight is rounded as it is, and the report says why.
+    Weights are looked at before the first is replaced: an error
     in what is given names the module, and leaves the model as it was.
 
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
@@ -83,6 +87,7 @@ def quantize_(
     calibrated, others = _by_need(planned)
     del planned  # which holds the dense layers
     _check_calibration(calibrated, inputs)
+    columns = column_scales(model, [entry for entry in calibrated if _is_awq(entry)], inputs, device)
     for entry in filter(_is_doubtful, others):
         _quantized(entry, None, device)  # to see whether it can be
     with _bar(progress) as bar:
@@ -90,13 +95,14 @@ def quantize_(
 
         def quantized(entry: Planned, data: Calibration | None) -> nn.Module:
             bar.update(task, description=entry.names[0])
-            layer, rows[entry.names] = _quantized(entry, data, device)
+            layer, rows[entry.names] = _quantized(entry, data, device, columns)
             bar.advance(task)
             return layer
 
         layers = {entry.names: quantized(entry, data) for entry, data in _with_data(model, calibrated, inputs)}
         calibrated.clear()
         _replace_all(model, layers)
+        columns.fold_()
         while others:  # one after the other, so that each dense layer can go
             _replace_all(model, {others[0].names: quantized(others.popleft(), None)})
     _tell_transformers(model)
@@ -128,12 +134,17 @@ def _is_doubtful(entry: Planned) -> bool:
 
 def _with_data(
     model: nn.Module, calibrated: Sequence[Planned], inputs: Sequence[Any]
-) -> Iterator[tuple[Planned, Calibration]]:
-    """Yields layers, each with its calibration."""
-    entries = {entry.names[0]: entry for entry in calibrated}
+) -> Iterator[tuple[Planned, Calibration | None]]:
+    """Yields layers, each with its calibration; those of AWQ have had theirs, and come last."""
+    entries = {entry.names[0]: entry for entry in calibrated if not _is_awq(entry)}
     layers = {name: cast(nn.Linear, entry.module) for name, entry in entries.items()}
     for name, data in calibrations(model, layers, inputs):
         yield entries[name], data
+    yield from ((entry, None) for entry in calibrated if _is_awq(entry))
+
+
+def _is_awq(entry: Planned) -> bool:
+    return cast(QuantConfig, entry.config).method == "awq"
 
 
 def _bar(progress: bool) -> Progress:
@@ -146,7 +157,10 @@ def _bar(progress: bool) -> Progress:
 
 
 def _quantized(
-    entry: Planned, calibration: Calibration | None, device: torch.device | str | None
+    entry: Planned,
+    calibration: Calibration | None,
+    device: torch.device | str | None,
+    columns: ColumnScales | None = None,
 ) -> tuple[nn.Module, list[LayerReport]]:
     """Returns the module that takes another's place, and what the report says of it."""
     config = cast(QuantConfig, entry.config)
@@ -154,8 +168,13 @@ def _quantized(
         if is_experts(entry.module):
             return _quantized_experts(entry, config, device)
         linear = cast(nn.Linear, entry.module)
-        layer, change = quantized_layer(linear.weight, linear.bias, entry.specs[0], config, calibration, device)
-    return layer.train(linear.training), [_row(_name(entry), config, [layer], change, _bytes(linear))]
+        rounding = replace(config, method="rtn") if _is_awq(entry) else config  # of a weight that is scaled before
+        scales = columns.of.get(entry.names[0]) if columns else None
+        parts = linear.weight, linear.bias, entry.specs[0], rounding, calibration, device, scales
+        layer, change = quantized_layer(*parts)
+    note = columns.notes.get(entry.names[0], "") if columns else ""
+    row = _row(_name(entry), config, [layer], change, _bytes(linear))
+    return layer.train(linear.training), [replace(row, note=note)]
 
 
 def _quantized_experts(

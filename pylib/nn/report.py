@@ -22,6 +22,7 @@ class LayerReport:
     error         norm of the weight's change relative to the norm of the weight; None if it stayed dense, or in a
                   file whose original is not known
     reason        why it stayed dense; "" if it was quantized
+    note          of AWQ: the norm that the column scales were folded into, or why there are none; "" for other methods
     """
 
     name: str
@@ -31,13 +32,15 @@ class LayerReport:
     bytes_after: int
     error: float | None = None
     reason: str = ""
+    note: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """Returns the cells of this row of the table."""
         shape = " x ".join(map(str, self.shape))
         sizes = (f"{self.bytes_before / 1e3:.1f}", f"{self.bytes_after / 1e3:.1f}")
         error = "" if self.error is None else f"{self.error:.4f}"
-        return self.name, shape, self.format, *sizes, f"dense: {self.reason}" if self.reason else error
+        result = f"{error}  {self.note}".strip()
+        return self.name, shape, self.format, *sizes, f"dense: {self.reason}" if self.reason else result
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ division of x goes into the layer before (`QuantizedWeight.fold_into`), or `prep
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from lowbit.pylib.quantization.calibration import Calibration, output_errors
@@ -21,11 +23,19 @@ def awq(weight: Tensor, grid: Grid, calibration: Calibration) -> tuple[Codes, Te
 
     The output error is at most that of rounding to nearest, which is alpha = 0.
     """
+    best = shared_scales([(weight, grid)], calibration)
+    return by_chunks(lambda rows: rtn(rows * best, grid), weight, COPIES), best
+
+
+def shared_scales(parts: Iterable[tuple[Tensor, Grid]], calibration: Calibration) -> Tensor:
+    """Returns the scales of the columns [k] whose output error is least, summed over weights that share their input."""
     hessian, magnitude = calibration.hessian.float(), calibration.magnitude.float()
     candidates = [column_scales(magnitude, alpha) for alpha in ALPHAS]
-    errors = [_output_error(weight, grid, hessian, scales) for scales in candidates]
-    best = candidates[errors.index(min(errors))]
-    return by_chunks(lambda rows: rtn(rows * best, grid), weight, COPIES), best
+    errors = [0.0] * len(candidates)
+    for weight, grid in parts:
+        for at, scales in enumerate(candidates):
+            errors[at] += _output_error(weight, grid, hessian, scales)
+    return candidates[errors.index(min(errors))]
 
 
 def column_scales(magnitude: Tensor, alpha: float) -> Tensor:
