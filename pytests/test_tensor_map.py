@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from emulator_kernel import HEADER
 from emulator_pipeline import wait
 
-from lowbit.dialect.errors import EmulatorError, SpecError
+from lowbit.dialect.errors import EmulatorError, SpecError, TargetError
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.runtime import driver
 from lowbit.pylib.runtime.tensor_map import TensorMap
@@ -211,40 +210,36 @@ def test_tensor_maps_that_are_refused(message: str, change: dict[str, Any]) -> N
         TensorMap(**{**right, **change})
 
 
-class FakeBindings:
-    """Takes the place of cuda.bindings.driver: enumerations are their numbers."""
-
-    CUtensorMapDataType = CUtensorMapSwizzle = CUtensorMapL2promotion = cuuint32_t = cuuint64_t = int
-    CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0)
-    CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0)
-
-
 def test_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver is given: dims from the innermost on, and no stride for that one."""
     calls = list[tuple[Any, ...]]()
-    memory = ctypes.create_string_buffer(bytes(range(128)))
 
-    def driver_call(*given: Any) -> Any:
-        calls.append(given)
-        return SimpleNamespace(getPtr=lambda: ctypes.addressof(memory))
+    def encode_tiled(start: int, *given: Any) -> int:
+        assert start % 64 == 0
+        calls.append(tuple(list(each) if isinstance(each, ctypes.Array) else each for each in given))
+        ctypes.memmove(start, bytes(range(128)), 128)
+        return 0
 
-    monkeypatch.setattr(driver, "bindings", FakeBindings)
-    monkeypatch.setattr(driver, "driver_call", driver_call)
+    monkeypatch.setattr(driver, "tensor_map_function", lambda: encode_tiled)
     tensor = TensorMap(0x7F0000001000, "bf16", (3, 100, 4096), (1, 16, 64), swizzle=128)
     assert tensor.encode() == bytes(range(128))
     assert TensorMap(4096, "u8", (1000,), (128,), l2_promotion=256).encode() == bytes(range(128))
     x = torch.zeros(64, 64, dtype=torch.float16)
     TensorMap(x, "f16", (64, 64), (8, 64)).encode()
     assert calls == [
-        (
-            "cuTensorMapEncodeTiled",
-            *(9, 3, 0x7F0000001000, [4096, 100, 3], [8192, 819200], [64, 16, 1], [1, 1, 1], 0, 3, 2, 0),
-        ),
-        ("cuTensorMapEncodeTiled", 0, 1, 4096, [1000], [], [128], [1], 0, 0, 3, 0),
-        ("cuTensorMapEncodeTiled", 6, 2, x.data_ptr(), [64, 64], [128], [64, 8], [1, 1], 0, 0, 2, 0),
+        (9, 3, 0x7F0000001000, [4096, 100, 3], [8192, 819200], [64, 16, 1], [1, 1, 1], 0, 3, 2, 0),
+        (0, 1, 4096, [1000], [], [128], [1], 0, 0, 3, 0),
+        (6, 2, x.data_ptr(), [64, 64], [128], [64, 8], [1, 1], 0, 0, 2, 0),
     ]
     with pytest.raises(SpecError, match=r"takes a tensor or its address, tensor.data_ptr\(\), not an array"):
         TensorMap(np.zeros((64, 64), np.float16), "f16", (64, 64), (8, 64)).encode()
+
+
+def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "tensor_map_function", lambda: lambda *_: 1)
+    monkeypatch.setattr(driver, "describe", lambda code: f"error {code}")
+    with pytest.raises(TargetError, match="cuTensorMapEncodeTiled: error 1"):
+        TensorMap(4096, "u8", (1000,), (128,)).encode()
 
 
 @pytest.mark.gpu
