@@ -33,6 +33,7 @@ from lowbit.dialect.types import Shared
 from lowbit.passes.base import at, each_op
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import known
+from lowbit.passes.lowering.context import when
 from lowbit.passes.transforms.stage_signals import Signals
 
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
@@ -181,13 +182,7 @@ class _Staged:
             if self.signals and last:
                 self.signals.has_copied(emit.constant(slot))
 
-        if slot < self.sure:
-            start()
-            return
-        branch = scf.IfOp(self._is_round(index))
-        with ir.InsertionPoint(branch.then_block):
-            start()
-            scf.YieldOp([])
+        when(None if slot < self.sure else self._is_round(index), start)
 
     def _is_round(self, index: Any) -> Any:
         return emit.below(index, self.upper)
@@ -232,10 +227,7 @@ class _Staged:
             with ir.InsertionPoint(concurrent.body.blocks.append()):
                 action()
             return
-        branch = scf.IfOp(condition)
-        with ir.InsertionPoint(branch.then_block):
-            action()
-            scf.YieldOp([])
+        when(condition, action)
 
     def _start_later_round(self, index: Any, done: Any, ahead: Any) -> None:
         coming = arith.addi(done, ahead)
