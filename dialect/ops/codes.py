@@ -19,6 +19,13 @@ BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8"}
 """By the type of operand a in the IR, the type in which bytes are multiplied (`dialect.formats.byte_codes`)."""
 
 
+def _format(source: Reg) -> DType:
+    """The format of a tile of codes."""
+    if not isinstance(source.element, DType):
+        raise Mismatch(f"source: expected codes of a low-bit format, got {source.element}")
+    return source.element
+
+
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
 
@@ -72,11 +79,10 @@ class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        if not isinstance(a.element, DType):
-            raise Mismatch(f"source: expected codes of a low-bit format, got {a.element}")
+        format_ = _format(a)
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
-        check_table(op.table, a.element, str(b.element))
+        check_table(op.table, format_, str(b.element))
 
 
 class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
@@ -107,11 +113,10 @@ class DecodeBytesOp(Lowbit.Operation, name="decode_bytes", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        if not isinstance(a.element, DType):
-            raise Mismatch(f"source: expected codes of a low-bit format, got {a.element}")
+        format_ = _format(a)
         expect(b.element in BYTES, "element of the result", " or ".join(BYTES), b.element)
-        exact = fits(a.element, BYTES[str(b.element)])
-        expect(exact, "source", f"codes that are numbers of {b.element}", a.element.name)
+        exact = fits(format_, BYTES[str(b.element)])
+        expect(exact, "source", f"codes that are numbers of {b.element}", format_.name)
         before, after = fragments(a.layout, MMA_M16N8K16_A, "source"), fragments(b.layout, MMA_M16N8K32_A, "result")
         expected = after * local(*(1,) * (after.rank - 1), 2)
         expect(before == expected, "layout of the source (in fragments)", expected, before)

@@ -61,10 +61,7 @@ class MatmulOp(Lowbit.Operation, name="matmul"):
         w = Packed.of(op.w.type)
         _check_packing(op, w)
         tensor(op.x, "x", (None, w.k), ACTS)
-        out = tensor(op.y, "y", (None, w.n), tuple(REALS))
-        expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
-        for bias in op.bias:
-            tensor(bias, "bias", (w.n,), (out,))
+        _check_output(op, w)
 
 
 class QuantizeOp(Lowbit.Operation, name="quantize"):
@@ -105,10 +102,15 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
         w = Packed.of(op.w.type)
         _check_packing(op, w)
         _check_quantized(op.values, op.scales, op.sums, w.k)
-        out = tensor(op.y, "y", (None, w.n), tuple(REALS))
-        expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
-        for bias in op.bias:
-            tensor(bias, "bias", (w.n,), (out,))
+        _check_output(op, w)
+
+
+def _check_output(op: Any, w: Packed) -> None:
+    """y, and the bias that is added to it, if there is one: of one type."""
+    out = tensor(op.y, "y", (None, w.n), tuple(REALS))
+    expect(len(op.bias) <= 1, "bias", "one at most", len(op.bias))
+    for bias in op.bias:
+        tensor(bias, "bias", (w.n,), (out,))
 
 
 def _check_quantized(values: Any, scales: Any, sums: Any, k: int) -> None:
