@@ -93,6 +93,14 @@ class KernelFamily(ABC, Generic[S]):
     def check(self, spec: MatmulSpec, schedule: S, target: Target) -> None:
         """Raises SpecError where a schedule does not fit a spec or a target."""
 
+    def allows(self, spec: MatmulSpec, schedule: S, target: Target) -> bool:
+        """Tells whether a schedule fits a spec and a target."""
+        try:
+            self.check(spec, schedule, target)
+        except SpecError:
+            return False
+        return True
+
     def rounding(self, spec: MatmulSpec, schedule: S) -> dict[str, bool]:
         """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
         return {}

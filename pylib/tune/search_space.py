@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
@@ -40,17 +39,9 @@ def same_size_entries(spec: MatmulSpec, tile: int, target: Target) -> list[Kerne
     """The schedules that the shipped tables have for the same format and size and that are allowed here."""
     entries = [e for t in shipped_tables() if t.capability == target.capability for e in t.entries.values()]
     same = [e for e in entries if (e.key.weight, e.key.n, e.key.k, e.key.tokens) == (spec.weight, spec.n, spec.k, tile)]
-    return [e.schedule for e in same if _is_allowed(spec, e.schedule, target)]
+    return [e.schedule for e in same if family_of(e.schedule).allows(spec, e.schedule, target)]
 
 
 def neighbours(spec: MatmulSpec, tile: int, target: Target, around: KernelSchedule) -> list[KernelSchedule]:
     """The schedules that differ from another in one choice, the most promising first."""
     return list(family_of(around).neighbours(spec, tile, target, around))
-
-
-def _is_allowed(spec: MatmulSpec, schedule: KernelSchedule, target: Target) -> bool:
-    try:
-        family_of(schedule).check(spec, schedule, target)
-    except SpecError:
-        return False
-    return True

@@ -31,13 +31,13 @@ class Prefill(KernelFamily[PrefillSchedule]):
     takes_any_tokens: ClassVar[bool] = True
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return TOKEN_TILES if next(_allowed(spec, target), None) else ()
+        return TOKEN_TILES if next(self._widest(spec, target), None) else ()
 
     def serves(self, schedule: PrefillSchedule, tokens: int) -> bool:
         return tokens in TOKEN_TILES
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
-        return list(_allowed(spec, target))
+        return list(self._widest(spec, target))
 
     def predict(self, spec: MatmulSpec, tokens: int, schedule: PrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, tokens, schedule, target)
@@ -45,10 +45,10 @@ class Prefill(KernelFamily[PrefillSchedule]):
     def suits(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target, measured: MatmulSpec) -> bool:
         """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""
         same_size = (spec.n, spec.k) == (measured.n, measured.k)
-        return same_size and legality.is_allowed(spec, schedule, target)
+        return same_size and self.allows(spec, schedule, target)
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
-        every = [s for s in _every_schedule() if legality.is_allowed(spec, s, target)]
+        every = [s for s in _every_schedule() if self.allows(spec, s, target)]
         return [s for s in every if not legality.spills(spec, s)]
 
     def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
@@ -68,15 +68,14 @@ class Prefill(KernelFamily[PrefillSchedule]):
 
         return prefill_matmul(spec, schedule)
 
-
-def _allowed(spec: MatmulSpec, target: Target) -> Iterator[PrefillSchedule]:
-    """The schedules of which the rule takes one: with the widest panels for which there are registers, since what a
-    panel takes besides its products is the same for all."""
-    for tokens, cluster in product(_TOKENS, (1, 2)):
-        panels = (PrefillSchedule(tokens, panel_k, 4, cluster) for panel_k in (256, 128, 64))
-        fitting = (s for s in panels if legality.is_allowed(spec, s, target) and not legality.spills(spec, s))
-        if spec.n > ROWS_OF_TILE * (cluster - 1):
-            yield from islice(fitting, 1)
+    def _widest(self, spec: MatmulSpec, target: Target) -> Iterator[PrefillSchedule]:
+        """The schedules of which the rule takes one: with the widest panels for which there are registers, since what a
+        panel takes besides its products is the same for all."""
+        for tokens, cluster in product(_TOKENS, (1, 2)):
+            panels = (PrefillSchedule(tokens, panel_k, 4, cluster) for panel_k in (256, 128, 64))
+            fitting = (s for s in panels if self.allows(spec, s, target) and not legality.spills(spec, s))
+            if spec.n > ROWS_OF_TILE * (cluster - 1):
+                yield from islice(fitting, 1)
 
 
 def _every_schedule() -> Iterator[PrefillSchedule]:

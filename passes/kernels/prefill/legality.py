@@ -26,7 +26,7 @@ def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None
 
 
 def _misfit(plan: PrefillPlan, target: Target) -> str:
-    """What does not fit, and what to do; nothing where all does."""
+    """Returns what does not fit and what to do about it, or "" if all does."""
     spec, others = plan.spec, "take a Schedule of the decode family"
     if not target.has_wgmma:
         return f"prefill needs sm_90a, the target is {target}; {others}"
@@ -57,12 +57,3 @@ def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:
     plan = PrefillPlan(spec, s)
     loaded = plan.step * spec.packing.bits // 64 + plan.groups * (1 if spec.zeros == "none" else 2)
     return s.tokens // 2 + s.panel_k // 2 + loaded > _MOST_REGISTERS
-
-
-def is_allowed(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> bool:
-    """Whether a schedule fits a spec and a target."""
-    try:
-        check_schedule(spec, s, target)
-    except SpecError:
-        return False
-    return True
