@@ -55,18 +55,20 @@ def rows_of_tiles(spec: MatmulSpec, tiles: Sequence[int]) -> tuple[Rows, ...]:
 
 
 def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule where a kernel serves any number of rows: one launch. Up to MOST_DECODED rows it is that of the least
-    tile that holds them; above, that of the least number of tokens for which such a kernel is chosen. For more than the
-    last of these, power is the bound, and the vendor's matmul on a weight that is written out takes less of it."""
+    """The rule where a kernel serves any number of rows: one launch.
+
+    Up to MOST_DECODED rows the least tile that holds them serves. Above, schedules are chosen for the numbers of tokens in
+    `any_tiles`, and the least of these that is not below m serves. Beyond the last, power is the bound: the weight is
+    written out for the vendor's matmul, which needs less energy.
+    """
     lasts = [tile for tile in tiles if tile <= MOST_DECODED] + [tile for tile in any_tiles if tile > MOST_DECODED]
     firsts = [1, *(last + 1 for last in lasts)]
     return (*(Rows(a, b, (b,)) for a, b in zip(firsts, lasts)), Rows(firsts[-1], None, ()))
 
 
 def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule where weights must not be rounded, or x has 8 bits: the least tile that holds m rows; more take
-    launches of the widest,
-    as many as it takes."""
+    """The rule where weights must not be rounded, or x has 8 bits: the least tile that holds m rows. More rows take as
+    many launches of the widest tile as they need."""
     firsts = [1, *(tile + 1 for tile in tiles)]
     return (*(Rows(a, b, (b,)) for a, b in zip(firsts, tiles)), Rows(firsts[-1], None, (tiles[-1],)))
 

@@ -1,4 +1,5 @@
-"""The matmul kernel for many tokens (65 and more, without end): one launch of persistent blocks.
+"""The matmul kernel for any number of tokens, made for more than the decode kernels take: one launch of persistent
+blocks.
 
 The idea. Y' = W X' as in the decode kernel, with the same packed weight: a warp's fragments of the weight are operand A
 of wgmma, from registers; x is operand B, which the instruction reads from shared memory. Arithmetic is the bound, so
