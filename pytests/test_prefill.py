@@ -20,7 +20,7 @@ from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.prefill.family import Prefill
-from lowbit.passes.kernels.prefill.legality import check_schedule, is_allowed
+from lowbit.passes.kernels.prefill.legality import check_schedule
 from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
@@ -55,7 +55,7 @@ def is_right(spec: MatmulSpec, schedule: PrefillSchedule, m: int, racecheck: boo
 EVERY = [*all_names(), "lut3", "lut8"]
 
 
-@pytest.mark.parametrize("weight", [name for name in EVERY if is_allowed(spec_of(name, 16, 1024), SMALL, HOPPER)])
+@pytest.mark.parametrize("weight", [name for name in EVERY if Prefill().allows(spec_of(name, 16, 1024), SMALL, HOPPER)])
 def test_every_code(weight: str) -> None:
     """One scale per row, and results in f32, where a code that is off by one is far outside the tolerance."""
     spec = spec_of(weight, n=21, k=16)
