@@ -46,10 +46,10 @@ a format that has one; and per warp [tokens at a time, 16 + 8] numbers of y on t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, spatial
+from lowbit.dialect.layouts.layout import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.epilogue import Epilogue
@@ -68,16 +68,17 @@ class Position:
 
 
 class Kernel:
-    """Builds the program."""
+    """Builds the program. x_kind: how it gets x, as a kind of parameter."""
+
+    x_kind: ClassVar[str] = "tensor_map"
 
     def __init__(self, plan: PrefillPlan) -> None:
         self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
         names = [slot.name for slot in plan.spec.tensors]
-        kinds = {"x": "tensor_map"} | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
+        kinds = {"x": self.x_kind} | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
         cluster = plan.schedule.cluster  # the blocks of a cluster are side by side along axis 1
         grid = (f"sm_count / {cluster}", cluster, 1)
         self.p = Program("prefill", plan.schedule.threads, grid, kinds, max_blocks=1, cluster=(1, cluster, 1))
-        self.sums_layout = spatial(WARPS, 1).local(1, plan.schedule.tokens // 8) * MMA_M16N8_D
 
     def build(self) -> ir.Module:
         with self.p:
@@ -87,10 +88,8 @@ class Kernel:
     def _block(self) -> None:
         """What a block does."""
         p, s, plan = self.p, self.schedule, self.plan
-        width = self.spec.x.per_panel
-        self.x = p.alloc_shared(self.spec.act, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
-        self.full, self.empty = p.signals(s.num_stages, 1), p.signals(s.num_stages, WARPS * s.cluster)
-        self.weight, self.epilogue, self.sums = Weight(p, plan), Epilogue(p, plan), p.accumulator(self.sums_layout)
+        self._allocate()
+        self.weight = Weight(p, plan)
         self.block, self.blocks = p.block_id(0), p.block_count(0)
         self.rank = p.block_id(1) if s.cluster > 1 else Scalar.of(0)
         if s.cluster > 1:
@@ -102,14 +101,20 @@ class Kernel:
         self.weight.fill_table()
         p.grid_launch_dependents()
         p.grid_wait()
-        with p.one_thread(self.block < self.tiles):
-            for panel in range(plan.ahead):
-                self._copy_panel(panel, first.token, panel)
+        self._copy_first_panels(first.token)
         self.mine = (self.tiles + self.blocks - 1 - self.block) // self.blocks
         with p.loop(0, self.mine, self.registers.flat()) as loop:
             loop.results = self._tile(loop.index, loop.carried)
         if s.cluster > 1:
             p.barrier("cluster")  # nobody leaves while another copies x to it, or arrives at its signals
+
+    def _allocate(self) -> None:
+        """Shared memory for x and for y on its way out, signals, and registers for the sums."""
+        p, s, width = self.p, self.schedule, self.spec.x.per_panel
+        self.x = p.alloc_shared(self.spec.act, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
+        self.full, self.empty = p.signals(s.num_stages, 1), p.signals(s.num_stages, WARPS * s.cluster)
+        self.epilogue = Epilogue(p, self.plan)
+        self.sums = p.accumulator(self.plan.rows.local(1, s.tokens // 8) * MMA_M16N8_D)
 
     def _position(self, tile: Scalar) -> Position:
         """Where a tile is, and for one beyond the last where the last is. GROUP_TILES token tiles, side by side, go
@@ -125,26 +130,31 @@ class Kernel:
 
     def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
         """Computes the tile of this number, counted in the block; what the next one's first round begins with."""
-        p, plan = self.p, self.plan
+        p = self.p
+        self._begin(number)
+        p.clear(self.sums)
+        with p.loop(0, self.plan.rounds, carried) as loop:
+            loop.results = self._round(loop.index, loop.carried)
+        self._end(p.read(self.sums))
+        return loop.carried
+
+    def _begin(self, number: Scalar) -> None:
+        """Notes where a tile and the next one of this block are."""
         tile = self.block + number * self.blocks
         self.here, self.next = self._position(tile), self._position(tile + self.blocks)
         self.has_next = number + 1 < self.mine
-        self.rounds_before = number * plan.rounds
-        p.clear(self.sums)
-        with p.loop(0, plan.rounds, carried) as loop:
-            loop.results = self._round(loop.index, loop.carried)
-        total = p.read(self.sums)
-        if not plan.groups:
-            total = p.mul(total, self.weight.row_scale(self.here.row_tile))
+        self.rounds_before = number * self.plan.rounds
+
+    def _end(self, total: Tile) -> None:
+        """Scales sums of whole rows, and stores them."""
+        if not self.plan.groups:
+            total = self.p.mul(total, self.weight.row_scale(self.here.row_tile))
         self.epilogue.store(total, self.here.row_tile, self.here.token)
-        return loop.carried
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
         plan, registers = self.plan, self.registers.like(carried)
-        inside = index + 1 < plan.rounds
-        row_tile = inside.select(self.here.row_tile, self.next.row_tile)
-        following = inside.select(index + 1, 0)
+        coming = self._coming_round(index)
         for panel in range(plan.panels):
             parts = list(parts_of_panel(plan, panel))
             ready = self._fragments(parts, panel, registers)
@@ -152,9 +162,14 @@ class Kernel:
             for part, a in zip(parts, ready):
                 self.p.accumulate(a, x, part.start, self.sums, more=part is not parts[-1])
             self._copy_later_panel(index, panel)
-            registers.reload(self.weight, panel, row_tile, following)
+            registers.reload(self.weight, panel, *coming)
             self._release_panel_before(panel)
         return registers.flat()
+
+    def _coming_round(self, index: Scalar) -> tuple[Scalar, Scalar]:
+        """The round after this one, or the next tile's first: its tile of rows, and its number."""
+        inside = index + 1 < self.plan.rounds
+        return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, 0)
 
     def _fragments(self, parts: list[Part], panel: int, registers: RoundRegisters) -> list[Tile]:
         """The weights of a panel as they are multiplied, decoded before the panel of x is waited for."""
@@ -183,14 +198,26 @@ class Kernel:
         self.p.await_products(1)
         self.p.arrive(self.empty, (panel + stages - 1) % stages, self.schedule.cluster)
 
+    def _copy_first_panels(self, token: Scalar) -> None:
+        """Copies the panels of the first tile that are under way when the first is multiplied."""
+        with self.p.one_thread(self.block < self.tiles):
+            for panel in range(self.plan.ahead):
+                self._copy_panel(panel, token, panel)
+
+    def _later_panel(self, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
+        """The panel that is copied while this one is multiplied, of this tile or the next: whether there is one, its
+        first token, and its number in the tile."""
+        plan = self.plan
+        coming, per_tile = index * plan.panels + (panel + plan.ahead), plan.rounds * plan.panels
+        inside = coming < per_tile
+        token, column = inside.select(self.here.token, self.next.token), inside.select(coming, coming - per_tile)
+        return inside | self.has_next, token, column
+
     def _copy_later_panel(self, index: Scalar, panel: int) -> None:
         """Copies a later panel to the stage that the panel before the last one has left."""
         p, plan = self.p, self.plan
-        coming = index * plan.panels + (panel + plan.ahead)
-        per_tile = plan.rounds * plan.panels
-        inside = coming < per_tile
-        token, column = inside.select(self.here.token, self.next.token), inside.select(coming, coming - per_tile)
-        with p.one_thread(inside | self.has_next):
+        exists, token, column = self._later_panel(index, panel)
+        with p.one_thread(exists):
             stage = (panel + plan.ahead) % self.schedule.num_stages
             p.await_signal(self.empty, stage, (self._use(index, panel + plan.ahead + 1) + 1) % 2)
             self._copy_panel(stage, token, column)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw
+from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
 from lowbit.passes.lowering.recipes import compute_element, exponent
@@ -61,6 +62,11 @@ class PrefillPlan:
     @property
     def rounds_per_group(self) -> int:
         return max(1, (self.spec.packing.padded_group or 0) // self.step)
+
+    @property
+    def rows(self) -> Layout:
+        """Which warps have which row blocks of a tile: [row blocks, 1]."""
+        return spatial(WARPS, 1)
 
     @property
     def row_tiles(self) -> int:

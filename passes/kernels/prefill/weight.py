@@ -8,7 +8,7 @@ from itertools import product
 
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, spatial
+from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
@@ -61,14 +61,14 @@ class Weight:
         self.p, self.plan, self.spec, self.packing = p, plan, plan.spec, plan.spec.packing
         self.compute = compute_element(plan.spec.dtype, plan.spec.act)
         self.convert = ScalesZeros(p, plan.spec, 0.0, plan.raw_codes)
-        self.a_layout = spatial(WARPS, 1).local(1, plan.piece // BLOCK_K) * MMA_M16N8K16_A
-        self.row_layout = (spatial(WARPS, 1) * MMA_M16N8_D).reduce((1,))
+        self.a_layout = plan.rows.local(1, plan.piece // BLOCK_K) * MMA_M16N8K16_A
+        self.row_layout = (plan.rows * MMA_M16N8_D).reduce((1,))
         packing, units = self.packing, self.packing.units
         shape = (packing.chunks, packing.row_blocks, units * 32)
         strides = (units * 32, packing.chunks * units * 32, 1)
         self._codes = p.global_view(p["codes"], UNIT, shape, strides)
         chunks = plan.piece // packing.chunk
-        self._unit_layout = spatial(1, WARPS, 1).local(chunks, 1, 1).local(1, 1, units).spatial(1, 1, 32)
+        self._unit_layout = plan.rows.unsqueeze(0).local(chunks, 1, 1).local(1, 1, units).spatial(1, 1, 32)
         self._row_boundary = "none" if plan.covers_rows else "clamp"
         self._k_boundary = "clamp" if packing.padded_k % plan.step else "none"
         self.table: Memory | None = None
