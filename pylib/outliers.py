@@ -29,11 +29,17 @@ class Outliers(NamedTuple):
 
 def sparse_csr(outliers: Outliers, n: int, k: int) -> Tensor:
     """Returns outliers that are sorted by row and column as a `torch.sparse_csr` tensor [n, k]."""
-    offsets = torch.zeros(n + 1, dtype=torch.int64, device=outliers.rows.device)
-    offsets[1:] = torch.bincount(outliers.rows, minlength=n).cumsum(0)
+    offsets = row_offsets(outliers.rows, n)
     with warnings.catch_warnings():  # torch calls the layout a beta, once per process
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(offsets, outliers.columns, outliers.values, (n, k), check_invariants=False)
+
+
+def row_offsets(rows: Tensor, n: int) -> Tensor:
+    """Returns where each of n rows begins among outliers that are sorted by row, and how many there are."""
+    offsets = torch.zeros(n + 1, dtype=torch.int64, device=rows.device)
+    offsets[1:] = torch.bincount(rows, minlength=n).cumsum(0)
+    return offsets
 
 
 def csr_rows(matrix: Tensor) -> Tensor:

@@ -65,18 +65,25 @@ class Checkpoint:
         used = {name for names in self._names.values() for name in names.values()}
         self.dense = tuple(name for name in self.tensors if name not in used)
 
-    def load(self, module: str, act: Act | None = None, device: torch.device | str = "cpu") -> PackedWeight:
+    def load(
+        self,
+        module: str,
+        act: Act | None = None,
+        device: torch.device | str = "cpu",
+        shape: tuple[int, int] | None = None,
+    ) -> PackedWeight:
         """Returns the weight of a quantized layer.
 
         act      type of the inputs; None: what a weight of lowbit's was saved for, else the dtype of config.json
         device   where the weight goes; it is unpacked and packed there
+        shape    n and k where the model says them, for files that do not: see `lowbit.import_weight`
 
         Raises CheckpointError, which names the file and the layer.
         """
         with self._naming_module(module):
             tensors = self._module_tensors(module, device)
             if self.format is not None:
-                return import_weight(self.quantization_config, tensors, act or self._act())
+                return import_weight(self.quantization_config, tensors, act or self._act(), shape)
             tensors[saved_weight.SPEC] = tensors.pop(EXTRA_STATE[1:])
             weight = PackedWeight.from_state_dict(tensors)
             if act in (None, weight.spec.act):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.formats.names import short_name
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import Act, MatmulSpec, Scale, Zeros
 from lowbit.pylib.packed import PackedWeight, pack
 
@@ -21,14 +23,16 @@ class Imported:
     weight       element format
     codes        [n, k]: values of i<b> formats, codes of all others
     scales       [n, groups], in the type in which they are kept, or codes of `scale_code`
-    zeros        [n, groups]: integers, or floats of the type of the scales; None without
+    zeros        [n, groups]: integers, floats of the type of the scales, or codes like them; None without
     offsets      [n, groups], in the type of the scales, or codes like them; None without
     row_scales   [n] or [1]: another factor of each row, in f32; None without
     permutation  [k]: the column of the weight that each column of codes is; None if they are the same
     table        of a lut<b>
     bias         [n]; None without
     scale_code   the format of scales that are codes, such as "u6"; None for others
-    scale_scales, offset_scales   their second level, f16 [n, blocks of groups]
+    scale_scales, scale_zeros, zero_scales, zero_zeros, offset_scales   the second level of these codes, f16 [n, blocks
+                 of groups]; where there are zeros among it, [n / 16, groups], shared by 16 rows
+    outliers     (row offsets, columns, values), which are added to the rest; None without
     """
 
     weight: str
@@ -42,7 +46,11 @@ class Imported:
     bias: Tensor | None = None
     scale_code: Scale | None = None
     scale_scales: Tensor | None = None
+    scale_zeros: Tensor | None = None
+    zero_scales: Tensor | None = None
+    zero_zeros: Tensor | None = None
     offset_scales: Tensor | None = None
+    outliers: Sequence[Tensor] | None = None
 
     def spec(self, act: Act) -> MatmulSpec:
         """Returns the spec of the weight for inputs of type `act`."""
@@ -51,7 +59,7 @@ class Imported:
             n,
             k,
             self.weight,
-            group_size=None if groups == 1 else k // groups,
+            group_size=None if groups == 1 and self.scale_code is None else k // groups,
             zeros=self._zeros(),
             scale=self.scale_code or _scale_type(self.scales),
             act=act,
@@ -59,7 +67,8 @@ class Imported:
             table=self.table,
             row_scales=self.row_scales is not None,
             permuted=self.permutation is not None,
-            bilevel=None if self.scale_scales is None else Bilevel(groups=groups // self.scale_scales.shape[1]),
+            bilevel=self._bilevel(),
+            outliers=self.outliers is not None,
         )
 
     def in_order(self, order: Tensor | None) -> Imported:
@@ -69,13 +78,25 @@ class Imported:
     def _zeros(self) -> Zeros:
         if self.zeros is None:
             return "none" if self.offsets is None else "offset"
-        return "float" if self.zeros.is_floating_point() else "int"
+        return "float" if self.zeros.is_floating_point() or self.zero_scales is not None else "int"
+
+    def _bilevel(self) -> Bilevel | None:
+        """Returns the second level: one of rows, or with zeros and of 16 rows."""
+        if self.scale_scales is None:
+            return None
+        zeros = self.scale_zeros is not None
+        return Bilevel(ROWS if zeros else 1, self.scales.shape[1] // self.scale_scales.shape[1], zeros=zeros)
 
     def pack(self, act: Act) -> PackedWeight:
         """Returns the weight as kernels read it. Raises PackError and SpecError where it is none that they can read."""
-        names = ("offsets", "row_scales", "permutation", "scale_scales", "offset_scales")
-        others = {name: getattr(self, name) for name in names}
-        return pack(self.spec(act), self.codes, self.scales, self.zeros, self.bias, **others)
+        others = {name: getattr(self, name) for name in _OTHERS}
+        return pack(self.spec(act), self.codes, self.scales, self.zeros, self.bias, self.outliers, **others)
+
+
+_OTHERS = (
+    *("offsets", "row_scales", "permutation"),
+    *("scale_scales", "scale_zeros", "zero_scales", "zero_zeros", "offset_scales"),
+)
 
 
 def _scale_type(scales: Tensor) -> Scale:

@@ -63,8 +63,9 @@ class Loader:
             found = "the model has no such layer" if old is None else f"{type(old).__name__} in the model"
             raise CheckpointError(f"{self.checkpoint.tensors.folder}: {name!r} is quantized, but {found}")
         place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0))
-        packed = self.checkpoint.load(name, self.act, self.device or home(place))
-        self._check(name, packed, (old.out_features, old.in_features), old.bias is not None)
+        shape = old.out_features, old.in_features
+        packed = self.checkpoint.load(name, self.act, self.device or home(place), shape)
+        self._check(name, packed, shape, old.bias is not None)
         return LowbitLinear.from_packed(packed).train(old.training)
 
     def _experts(self, owner: str, names: Sequence[str]) -> LowbitExperts:

@@ -21,16 +21,22 @@ class ModuleTensors:
 
     config    the quantization_config of the model
     tensors   the tensors of the module by their names in it: "qweight", "weight.absmax"
+    shape     n and k of the module's weight where the model says them, for formats whose tensors do not; else None
     """
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None
+    ) -> None:
         self.config = config
         self.tensors = tensors
+        self.shape = shape
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
-    def take(self, name: str, dtypes: torch.dtype | Sequence[torch.dtype], ndim: int) -> Tensor:
+    def take(
+        self, name: str, dtypes: torch.dtype | Sequence[torch.dtype], ndim: int, may_be_empty: bool = False
+    ) -> Tensor:
         """Returns a tensor, of one of these types and with so many dimensions."""
         if name not in self.tensors:
             raise CheckpointError(f"{name} is missing; there are {', '.join(sorted(self.tensors)) or 'no tensors'}")
@@ -38,7 +44,7 @@ class ModuleTensors:
         if t.dtype not in allowed or t.ndim != ndim:
             kinds = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
             raise CheckpointError(f"{name} must be {kinds} with {ndim} dimensions, not {t.dtype} {list(t.shape)}")
-        if not t.numel():
+        if not t.numel() and not may_be_empty:
             raise CheckpointError(f"{name} is empty: {list(t.shape)}")
         return t
 

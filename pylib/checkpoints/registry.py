@@ -10,7 +10,17 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError, LowbitError
 from lowbit.dialect.spec import Act
-from lowbit.pylib.checkpoints.formats import awq, bitsandbytes, compressed_tensors, fp8, gpt_oss, gptq, hqq, torchao
+from lowbit.pylib.checkpoints.formats import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gpt_oss,
+    gptq,
+    hqq,
+    spqr,
+    torchao,
+)
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
 from lowbit.pylib.packed import PackedWeight
@@ -23,6 +33,7 @@ FORMATS: dict[str, Format] = {
     "gptq": gptq.FORMAT,
     "hqq": hqq.FORMAT,
     "mxfp4": gpt_oss.FORMAT,
+    "spqr": spqr.FORMAT,
     "torchao": torchao.FORMAT,
 }
 
@@ -40,19 +51,23 @@ def format_of(quantization_config: Mapping[str, Any]) -> Format:
 
 
 def import_weight(
-    quantization_config: Mapping[str, Any], tensors: Mapping[str, Tensor], act: Act = "f16"
+    quantization_config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    act: Act = "f16",
+    shape: tuple[int, int] | None = None,
 ) -> PackedWeight:
     """Returns a quantized linear layer of another library's checkpoint as a packed weight, without loss.
 
     quantization_config   the entry of this name in the model's config.json, as a dictionary
     tensors               the tensors of the layer by their names after the layer's: "qweight", "scales" ...
     act                   type of the inputs, "f16" or "bf16"
+    shape                 n and k of the weight; SpQR's tensors leave them open where in_perm is empty
 
     The bias is the layer's, rounded to `act`. Raises CheckpointError for tensors that are missing, that contradict each
     other or the configuration, or that no kernel can read.
     """
     with _as_checkpoint_error():
-        return format_of(quantization_config).read(ModuleTensors(quantization_config, tensors)).pack(act)
+        return format_of(quantization_config).read(ModuleTensors(quantization_config, tensors, shape)).pack(act)
 
 
 def import_experts(
@@ -60,7 +75,7 @@ def import_experts(
 ) -> list[PackedWeight]:
     """Returns the weights of all experts of a layer whose tensors have a first dimension for the expert (gpt-oss).
 
-    The arguments are those of `import_weight`.
+    The arguments are those of `import_weight`, but for the shape.
     """
     counts = {t.shape[0] if t.ndim else 0 for t in tensors.values()}
     if len(counts) != 1 or 0 in counts:

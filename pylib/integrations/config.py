@@ -33,8 +33,8 @@ class LowbitConfig(QuantizationConfigMixin):
     lm_head                  quantize the output layer as well, unless its weight is tied
     per_row_if_indivisible   one scale per row where the group size does not divide k, which is an error otherwise
     from_checkpoint          the checkpoint says what each layer is: GPTQ, AWQ, HQQ, bitsandbytes, compressed-tensors,
-                             FP8, MXFP4 and torchao are imported without loss, and run in lowbit's kernels. No other
-                             field goes with it
+                             FP8, MXFP4, SpQR and torchao are imported without loss, and run in lowbit's kernels. No
+                             other field goes with it
 
     Raises SpecError that names the field, what was given, and what is allowed.
     """

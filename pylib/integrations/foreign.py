@@ -110,7 +110,7 @@ def import_into(
     empty = cast(LowbitLinear, model.get_submodule(name))
     if not empty.spec.bias and "bias" in tensors and not bool(tensors["bias"].any()):
         del tensors["bias"]  # AutoGPTQ writes zeros for layers without a bias
-    packed = import_weight(source, tensors, act)
+    packed = import_weight(source, tensors, act, (empty.spec.n, empty.spec.k))
     _check_fits(empty.spec, packed)
     keys = {f"{name}.{key}" for key in empty.state_dict()}
     model.set_submodule(name, LowbitLinear.from_packed(packed).train(empty.training))

@@ -39,7 +39,7 @@ from lowbit.pylib.integrations.foreign import (
 )
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
 from lowbit.pylib.integrations.parallel import split
-from lowbit.pylib.integrations.saved import compare, low_bit_layers, place_saved, saved_specs
+from lowbit.pylib.integrations.saved import compare, fit_lengths, low_bit_layers, place_saved, saved_specs
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
@@ -89,6 +89,7 @@ class LowbitQuantizer(HfQuantizer):
             self.checkpoint = opened(checkpoint_files)
             if self.checkpoint.format is None:
                 place_saved(model, saved_specs(model, checkpoint_files or ()))
+                fit_lengths(model, checkpoint_files or ())
             else:
                 place_foreign(model, self.checkpoint)
             return
@@ -106,6 +107,8 @@ class LowbitQuantizer(HfQuantizer):
                     compare(name, module, saved)
             if not self.pre_quantized:
                 self.targets |= attach_dense(entry, module)
+        if self.pre_quantized:
+            fit_lengths(model, checkpoint_files or ())
 
     def _wishes(self, model: Any) -> Wishes:
         skipped = self.config.modules_to_not_convert or []

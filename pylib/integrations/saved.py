@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import nn
 
@@ -68,6 +69,21 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
         model.set_submodule(
             name, LowbitExperts.empty_like(modules[name], [found[part] for part in PARTS.values()], "meta")
         )
+
+
+def fit_lengths(model: nn.Module, files: Sequence[str]) -> None:
+    """Give empty layers buffers as long as files have them, where the values decide the length: outliers."""
+    layers = dict(low_bit_layers(model))
+    free = {name: [slot.name for slot in layer.spec.tensors if min(slot.shape) < 0] for name, layer in layers.items()}
+    for path in files if any(free.values()) else ():
+        with safe_open(path, framework="pt") as file:
+            keys: list[str] = file.keys()
+            places = {key: key.rpartition(".") for key in keys}
+            renamed = renaming(model, [name for name, _, _ in places.values()])
+            for key, (name, _, buffer) in places.items():
+                if buffer in free.get(renamed(name), ()):
+                    layer, shape = layers[renamed(name)], file.get_slice(key).get_shape()
+                    setattr(layer, buffer, torch.empty(shape, dtype=getattr(layer, buffer).dtype, device="meta"))
 
 
 def low_bit_layers(model: nn.Module) -> Iterator[tuple[str, LowbitLinear]]:
