@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
     from lowbit.pylib.checkpoints.registry import import_experts, import_weight
     from lowbit.pylib.integrations.config import LowbitConfig
+    from lowbit.pylib.integrations.gguf import from_gguf
     from lowbit.pylib.matmul import Matmul, compile
     from lowbit.pylib.nn.bit_plan import QuantPlan, plan, sensitivity
     from lowbit.pylib.nn.experts import LowbitExperts
@@ -88,6 +89,7 @@ __all__ = [
     "__version__",
     "compile",
     "compile_program",
+    "from_gguf",
     "fuse_",
     "import_experts",
     "import_weight",
@@ -121,6 +123,7 @@ _NEEDS_TORCH = {
     "QuantizedWeight": "quantization.quantized",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
+    "from_gguf": "integrations.gguf",
     "fuse_": "nn.fuse",
     "import_experts": "checkpoints.registry",
     "import_weight": "checkpoints.registry",

@@ -13,6 +13,7 @@ from emulated import matmul_is_right, run_matmul
 
 from examples.kernel.problem import Problem
 from examples.kernel.run import PAGE, VERSIONS, Row, check, compiled, measure, section, table
+from lowbit.pylib.checkpoints.gguf.architectures import Source
 from lowbit.pylib.matmul import this_machine
 from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import random_problem
@@ -87,6 +88,16 @@ def test_quantize_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.001 < load("quantize_a_model.py")["main"]("cpu") < 0.1
     output = capsys.readouterr().out
     assert "12 of 14 layers quantized" in output and "the same after loading: True" in output
+
+
+def test_gguf_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed model is close to the dequantized one, and far from it where rows of q and k stay as in the file."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    example = load("gguf_model.py")
+    assert example["main"]()
+    monkeypatch.setattr(Source, "order", lambda *_: None)
+    assert not example["main"]()
 
 
 def test_import_gptq(capsys: pytest.CaptureFixture[str]) -> None:

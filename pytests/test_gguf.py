@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_files import blocks
 from numpy.typing import NDArray
 
 import lowbit
@@ -21,22 +22,6 @@ from lowbit.pylib.checkpoints.gguf.file import TYPES, GgufFile
 
 N, K = 6, 512
 NAMES = [kind.name for kind in TYPES.values()]
-SCALES = {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q2_K": (80, 84), "Q4_1": (0, 4), "Q5_1": (0, 4)}
-"""Where a block has its f16 numbers, if these are not its first or last two bytes."""
-LAST = {"Q3_K", "Q6_K", "TQ1_0", "TQ2_0"}
-
-
-def blocks(name: str, rows: int = N, seed: int = 0) -> NDArray[np.uint8]:
-    """Returns random bytes [rows, nbytes] of a type, with finite scales that have all bits."""
-    rng, (columns, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[name]]
-    data = rng.integers(0, 256, (rows, K // columns, size), dtype=np.uint8)
-    first, last = SCALES.get(name, (size - 2, size) if name in LAST else (0, 2))
-    if name == "MXFP4":
-        data[..., 0] = rng.integers(118, 128, data.shape[:2])
-    else:
-        scales = (rng.standard_normal((rows, K // columns, (last - first) // 2)) / 64).astype(np.float16)
-        data[..., first:last] = scales.view(np.uint8)
-    return data.reshape(rows, -1)
 
 
 def write(path: Path, tensors: dict[str, tuple[NDArray[np.generic], Kind | None]], **metadata: str) -> GgufFile:
@@ -57,7 +42,7 @@ def write(path: Path, tensors: dict[str, tuple[NDArray[np.generic], Kind | None]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_those_of_the_package(name: str, tmp_path: Path) -> None:
-    data = blocks(name)
+    data = blocks(name, N, K)
     w = cast(lowbit.PackedWeight, write(tmp_path / "file.gguf", {"w": (data, Kind[name])})["w"])
     expected = gguf.quants.dequantize(data, Kind[name])
     assert torch.equal(w.dequantize(), torch.from_numpy(expected))
@@ -77,7 +62,7 @@ def test_ternary_codes_need_no_zeros(tmp_path: Path) -> None:
 
 def test_a_file(tmp_path: Path) -> None:
     """Dense tensors, experts, metadata."""
-    norm, experts = np.linspace(0, 1, 7, dtype=np.float32), blocks("Q8_0", 3 * N).reshape(3, N, -1)
+    norm, experts = np.linspace(0, 1, 7, dtype=np.float32), blocks("Q8_0", 3 * N, K).reshape(3, N, -1)
     tensors = {"norm": (norm, None), "experts": (experts, Kind.Q8_0), "half": (norm.astype(np.float16), None)}
     file = write(tmp_path / "file.gguf", tensors, note="ünder")
     assert list(file) == list(tensors) and len(file) == 3
@@ -121,7 +106,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_damaged_files(tmp_path: Path) -> None:
     """A file that is cut short or has other bytes is a CheckpointError or gives tensors; it takes little memory."""
     chance, path = random.Random(0), tmp_path / "file.gguf"
-    tensors = {name: (blocks(name), Kind[name]) for name in ("Q4_0", "Q4_K", "MXFP4")}
+    tensors = {name: (blocks(name, N, K), Kind[name]) for name in ("Q4_0", "Q4_K", "MXFP4")}
     write(path, {"norm": (np.ones(7, np.float32), None), **tensors})
     whole, used, refused = path.read_bytes(), _peak(), 0
     for number in range(240):

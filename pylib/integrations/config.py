@@ -11,6 +11,7 @@ except ImportError as error:
     raise ImportError("LowbitConfig needs transformers 5: pip install 'lowbit[hf]'") from error
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.nn.plan import Configs
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
@@ -59,6 +60,7 @@ class LowbitConfig(QuantizationConfigMixin):
         self.quant_method = cast(Any, QUANT_METHOD)
         self.from_checkpoint = from_checkpoint
         self.source: Mapping[str, Any] | None = None
+        self.layers: Mapping[str, MatmulSpec] | None = None
         self.config = weight if isinstance(weight, QuantConfig) else _recipe(weight, group_size, recipe)
         self.modules = dict(modules or {})
         self.modules_to_not_convert = _names(modules_to_not_convert)
@@ -85,6 +87,13 @@ class LowbitConfig(QuantizationConfigMixin):
             )
         found = LowbitConfig(from_checkpoint=True)
         found.source = source
+        return found
+
+    @classmethod
+    def of_layers(cls, layers: Mapping[str, MatmulSpec]) -> LowbitConfig:
+        """Returns the configuration for a state dictionary with these low-bit layers."""
+        found = cls(from_checkpoint=True)
+        found.layers = layers
         return found
 
     def check_no_data(self) -> None:

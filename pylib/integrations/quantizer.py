@@ -62,6 +62,8 @@ class LowbitQuantizer(HfQuantizer):
         self.stays_dense: dict[str, str] = {}
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
+        if quantization_config.layers is not None:
+            self.pre_quantized = True
         if not self.pre_quantized:
             quantization_config.check_no_data()
             if quantization_config.from_checkpoint:
@@ -85,6 +87,9 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         """Put empty low-bit modules where the configuration or the checkpoint wants them."""
+        if self.config.layers is not None:
+            place_saved(model, self.config.layers)
+            return
         if self.config.from_checkpoint:
             self.checkpoint = opened(checkpoint_files)
             if self.checkpoint.format is None:

@@ -61,13 +61,20 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
 
     def __getitem__(self, name: str) -> PackedWeight | Tensor:
         """Returns a tensor. Raises CheckpointError for a type that can't be read, and for a stack of matrices."""
+        return self.load(name)
+
+    def load(self, name: str, rows: Tensor | None = None) -> PackedWeight | Tensor:
+        """Returns a tensor, as `file[name]` does.
+
+        rows   which row of the file comes first, second and so on; None: as they are
+        """
         entry = self._container.entries[name]
         try:
             if entry.kind in DENSE:
-                return self._dense(entry)
+                return self._dense(entry) if rows is None else self._dense(entry)[rows]
             if len(entry.shape) != 2:
                 raise CheckpointError(f"shape {list(entry.shape)} is no matrix; load_experts(name) reads stacks")
-            return self._packed(entry)
+            return self._packed(entry, rows)
         except LowbitError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
@@ -94,8 +101,9 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         """Returns the shape of a tensor, rows first."""
         return self._container.entries[name].shape
 
-    def _packed(self, entry: Entry) -> PackedWeight:
-        return _imported(entry, self._bytes(entry)).pack(self.act)
+    def _packed(self, entry: Entry, rows: Tensor | None = None) -> PackedWeight:
+        data = self._bytes(entry).view(entry.shape[0], -1)
+        return _imported(entry, data if rows is None else data[rows.to(data.device)]).pack(self.act)
 
     def _dense(self, entry: Entry) -> Tensor:
         data = self._bytes(entry)
@@ -129,7 +137,7 @@ _BY_GROUP = ("scales", "zeros", "offsets", "scale_scales", "offset_scales")
 
 
 def _imported(entry: Entry, data: Tensor) -> Imported:
-    """Returns the weight that blocks one after the other make."""
+    """Returns the weight that rows of blocks make."""
     kind, (n, k) = TYPES[entry.kind], entry.shape
     weight = kind.read(data.view(-1, kind.nbytes))
     groups = {name: _rows(getattr(weight, name), n) for name in _BY_GROUP}

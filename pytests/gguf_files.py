@@ -1,0 +1,131 @@
+"""Small GGUF files of random models, written with the `gguf` package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+
+SCALES = {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q2_K": (80, 84), "Q4_1": (0, 4), "Q5_1": (0, 4)}
+"""Where a block has its f16 numbers, if these are not its first or last two bytes."""
+LAST = {"Q3_K", "Q6_K", "TQ1_0", "TQ2_0"}
+
+VOCABULARY, HIDDEN, INNER = 96, 256, 512
+MIXED = {"attn_q": "Q5_0", "attn_v": "Q6_K", "attn_output": "Q4_1", "ffn_down": "Q6_K", "token_embd": "Q8_0"}
+"""Types as llama.cpp mixes them; what is not named is of `USUAL`."""
+USUAL = "Q4_K"
+
+
+def blocks(name: str, rows: int, columns: int, seed: int = 0, size: float = 1 / 64) -> NDArray[np.uint8]:
+    """Returns random bytes [rows, nbytes] of a type, with finite scales that have all bits."""
+    rng, (width, nbytes) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[name]]
+    data = rng.integers(0, 256, (rows, columns // width, nbytes), dtype=np.uint8)
+    first, last = SCALES.get(name, (nbytes - 2, nbytes) if name in LAST else (0, 2))
+    if name == "MXFP4":
+        data[..., 0] = rng.integers(118, 128, data.shape[:2])
+    else:
+        scales = (rng.standard_normal((rows, columns // width, (last - first) // 2)) * size).astype(np.float16)
+        data[..., first:last] = scales.view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+Tensors = dict[str, "tuple[NDArray[Any], Kind | None]"]
+
+
+def head_size(architecture: str) -> int:
+    """Returns the columns of a head: those that transformers assumes, whatever a file says."""
+    return 256 if architecture == "gemma3" else 128
+
+
+def model_tensors(architecture: str, layers: int, kinds: Mapping[str, str]) -> Tensors:
+    """Returns the tensors of a model, which has one head of keys and values."""
+    rng, found = np.random.default_rng(1), Tensors()
+
+    def matrix(name: str, rows: int, columns: int) -> None:
+        kind = kinds.get(name.split(".")[-2], USUAL)
+        values = (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+        if kind.endswith("_K"):  # which the package does not quantize
+            size = {"Q4_K": 2e-4, "Q6_K": 4e-5}[kind]
+            found[name] = (blocks(kind, rows, columns, len(found), size), Kind[kind])
+        else:
+            found[name] = (gguf.quants.quantize(values, Kind[kind]), Kind[kind])
+
+    def vector(name: str, length: int, middle: float) -> None:
+        found[name] = ((middle + rng.standard_normal(length) / 8).astype(np.float32), None)
+
+    matrix("token_embd.weight", VOCABULARY, HIDDEN)
+    vector("output_norm.weight", HIDDEN, 1)
+    for block in range(layers):
+        for name, length in _norms(architecture).items():
+            vector(f"blk.{block}.{name}.weight", length, 1)
+        for name, (rows, columns) in _matrices(head_size(architecture)).items():
+            matrix(f"blk.{block}.{name}.weight", rows, columns)
+            if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+                vector(f"blk.{block}.{name}.bias", rows, 0)
+    return found
+
+
+def _norms(architecture: str) -> dict[str, int]:
+    found = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
+    if architecture in ("qwen3", "gemma3"):
+        found |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), head_size(architecture))
+    if architecture == "gemma3":
+        found |= dict.fromkeys(("post_attention_norm", "post_ffw_norm"), HIDDEN)
+    return found
+
+
+def _matrices(head: int) -> dict[str, tuple[int, int]]:
+    return {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (head, HIDDEN),
+        "attn_v": (head, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate": (INNER, HIDDEN),
+        "ffn_up": (INNER, HIDDEN),
+        "ffn_down": (HIDDEN, INNER),
+    }
+
+
+def write_model(
+    path: Path,
+    architecture: str = "llama",
+    layers: int = 2,
+    kinds: Mapping[str, str] = MIXED,
+    change: Callable[[Tensors, dict[str, Any]], object] | None = None,
+) -> Path:
+    """Writes a model. change: gets the tensors and the metadata before they are written."""
+    tensors, head = model_tensors(architecture, layers, kinds), head_size(architecture)
+    facts = {
+        "block_count": layers,
+        "context_length": 128,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "vocab_size": VOCABULARY,
+        "attention.head_count": HIDDEN // head,
+        "attention.head_count_kv": 1,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 50000.0,
+        **({"attention.sliding_window": 8} if architecture == "gemma3" else {}),
+    }
+    if change:
+        change(tensors, facts)
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in facts.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{key}", value)
+    for key, number in (("bos", 1), ("eos", 2), ("padding", 0)):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

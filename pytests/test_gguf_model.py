@@ -1,0 +1,221 @@
+"""`lowbit.from_gguf`: models of GGUF files, beside those that transformers reads, dequantizes and computes in f32."""
+
+from __future__ import annotations
+
+import random
+import resource
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import HIDDEN, INNER, VOCABULARY, Tensors, write_model
+from torch import Tensor, nn
+
+import lowbit
+from lowbit import CheckpointError, LowbitLinear, SpecError
+
+transformers = pytest.importorskip("transformers")
+
+ARCHITECTURES = {"llama": 2, "qwen2": 1, "qwen3": 1, "gemma3": 6}
+TOKENS = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(TOKENS).logits.float()
+
+
+def theirs(path: Path) -> Any:
+    """Returns the model as transformers reads the file: in f32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+
+def check_equal(model: Any, expected: Any) -> None:
+    """All weights are those of the f32 model; packed ones bit for bit."""
+    state = expected.state_dict()
+    for name, module in expected.named_modules():
+        if isinstance(module, nn.Linear):
+            layer = model.get_submodule(name)
+            assert isinstance(layer, LowbitLinear), name
+            assert torch.equal(layer.packed.dequantize(), module.weight), name
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, state[name].to(tensor.dtype)), name
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            torch.testing.assert_close(buffer, expected.get_buffer(name))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_model_is_that_of_transformers(architecture: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", architecture, ARCHITECTURES[architecture])
+    model, expected = lowbit.from_gguf(path, torch.float16), theirs(path)
+    check_equal(model, expected)
+    right = logits(expected)
+    assert float((logits(model) - right).abs().max()) < 0.01 * float(right.abs().max())
+    config, their_config = model.config, expected.config
+    for name in ("layer_types", "sliding_window", "max_position_embeddings", "rms_norm_eps"):
+        assert getattr(config, name, None) == getattr(their_config, name, None), name
+
+
+def test_types_are_those_of_the_file(tmp_path: Path) -> None:
+    model = lowbit.from_gguf(write_model(tmp_path / "m.gguf"))
+    layer = model.model.layers[1]
+    found = {name: module.spec.weight for name, module in layer.named_modules() if isinstance(module, LowbitLinear)}
+    assert found == {
+        "self_attn.q_proj": "i5",
+        "self_attn.k_proj": "u4",
+        "self_attn.v_proj": "i6",
+        "self_attn.o_proj": "u4",
+        "mlp.gate_proj": "u4",
+        "mlp.up_proj": "u4",
+        "mlp.down_proj": "i6",
+    }
+    assert layer.self_attn.k_proj.spec.bilevel and not layer.self_attn.o_proj.spec.bilevel
+    assert model.lm_head.spec.weight == "i8" and model.model.embed_tokens.weight.dtype is torch.bfloat16
+    assert not model.config.tie_word_embeddings and model.generation_config.eos_token_id == 2
+
+
+def test_saved_and_loaded_again(tmp_path: Path) -> None:
+    model = lowbit.from_gguf(write_model(tmp_path / "m.gguf", "qwen2", 1))
+    model.save_pretrained(tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.lm_head.spec == model.lm_head.spec and torch.equal(logits(again), logits(model))
+    text = again.generate(TOKENS[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert torch.equal(text, model.generate(TOKENS[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False))
+
+
+def test_dense_tensors_stay_tied(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", layers=1, kinds={"token_embd": "F16", "attn_q": "F16"})
+    model = lowbit.from_gguf(path, torch.float16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+    right = logits(theirs(path))
+    assert float((logits(model) - right).abs().max()) < 0.01 * float(right.abs().max())
+
+
+def test_output_layer_of_its_own(tmp_path: Path) -> None:
+    def add(tensors: Tensors, facts: dict[str, Any]) -> None:
+        tensors["output.weight"] = tensors["blk.0.ffn_gate.weight"]
+        tensors["token_embd.weight"] = (np.ones((INNER, HIDDEN), np.float16), None)
+        facts["vocab_size"] = INNER
+
+    path = write_model(tmp_path / "m.gguf", layers=1, change=add)
+    model = lowbit.from_gguf(path)
+    assert model.lm_head.spec.weight == "u4" and model.lm_head.out_features == model.config.vocab_size == 512
+    assert bool((model.model.embed_tokens.weight == 1).all())
+
+
+def test_factors_of_llama_3(tmp_path: Path) -> None:
+    """The file has factors in place of their parameters."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(hidden_size=HIDDEN, num_attention_heads=2, rope_parameters=rope)
+    right = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
+    factors = 500000.0 ** -(torch.arange(0, 128, 2) / 128) / right
+
+    def add(tensors: Tensors, facts: dict[str, Any]) -> None:
+        tensors["rope_freqs.weight"] = (factors.numpy(), None)
+        facts["rope.freq_base"] = 500000.0
+
+    model = lowbit.from_gguf(write_model(tmp_path / "m.gguf", layers=1, change=add))
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, right)
+    factors[3] = 2.0
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight are not those of Llama 3.1"):
+        lowbit.from_gguf(write_model(tmp_path / "m.gguf", layers=1, change=add))
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_longer_contexts(kind: str, tmp_path: Path) -> None:
+    def add(_: Tensors, facts: dict[str, Any]) -> None:
+        more = {"type": kind, "factor": 4.0, "original_context_length": 32}
+        facts |= {f"rope.scaling.{key}": value for key, value in more.items()}
+
+    rope = lowbit.from_gguf(write_model(tmp_path / "m.gguf", layers=1, change=add)).config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 4.0, 50000.0)
+    assert rope.get("original_max_position_embeddings") == (32 if kind == "yarn" else None)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "blocks": ({"block_count": 1 << 29}, r"block_count is 536870912, but there are 11 tensors"),
+    "more blocks": ({"block_count": 2}, r"there is no model.layers.1.self_attn.q_proj.weight, which the model needs"),
+    "heads": ({"attention.head_count": 1 << 30}, r"blk.0.attn_q.weight is \[256, 256\], but by the metadata it has"),
+    "no heads": ({"attention.head_count": 0}, r"llama.attention.head_count is 0; it must be a positive number"),
+    "kv heads": ({"attention.head_count_kv": 2}, r"k_proj.weight is \[128, 256\], but \[256, 256\] in the model"),
+    "hidden": ({"embedding_length": 128}, r"token_embd.weight is \[96, 256\], but by the metadata it has 128"),
+    "inner": ({"feed_forward_length": 1 << 29}, r"gate_proj.weight is \[512, 256\], but \[536870912, 256\]"),
+    "text": ({"context_length": "long"}, r"llama.context_length is 'long'; it must be a positive number"),
+    "fraction": ({"context_length": 0.5}, r"llama.context_length is 0.5; it must be an integer"),
+    "experts": ({"expert_count": 8}, r"llama.expert_count is 8; only 1 can be loaded"),
+    "part": ({"rope.dimension_count": 32}, r"llama.rope.dimension_count is 32; only 128 can be loaded"),
+    "scaling": ({"rope.scaling.type": "longrope"}, r"rope.scaling.type is 'longrope'; only none, linear and yarn"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_metadata_that_do_not_fit(name: str, tmp_path: Path) -> None:
+    changed, message = WRONG[name]
+    path = write_model(tmp_path / "m.gguf", layers=1, change=lambda _, facts: facts.update(changed))
+    with pytest.raises(CheckpointError, match=rf"m.gguf: .*{message}"):
+        lowbit.from_gguf(path)
+
+
+def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    norm = (np.ones(HIDDEN, np.float32), None)
+    changes: list[tuple[Any, str]] = [
+        (lambda t, _: t.pop("blk.0.ffn_up.weight"), r"there is no model.layers.0.mlp.up_proj.weight"),
+        (lambda t, _: t.pop("token_embd.weight"), r"it has no token_embd.weight"),
+        (lambda t, _: t.update({"blk.0.attn_sinks.weight": norm}), r"blk.0.attn_sinks.weight is no tensor of llama"),
+        (lambda t, _: t.update({"blk.1.attn_norm.weight": norm}), r"model.layers.1.input_layernorm.weight, which"),
+        (lambda t, _: t.update({"blk.0.attn_norm.scale": norm}), r"blk.0.attn_norm.scale is no tensor of llama"),
+    ]
+    for change, message in changes:
+        with pytest.raises(CheckpointError, match=rf"m.gguf: .*{message}"):
+            lowbit.from_gguf(write_model(tmp_path / "m.gguf", layers=1, change=change))
+
+
+def test_what_can_not_be_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"architecture 'mamba' can't be loaded; what can is llama, qwen2, qwen3"):
+        lowbit.from_gguf(path)
+    with pytest.raises(SpecError, match=r"dtype=torch.float32 must be torch.float16 or torch.bfloat16"):
+        lowbit.from_gguf(path, torch.float32)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    """A file that is cut short, or has other bytes in its header, is a CheckpointError or a model; it takes little
+    memory."""
+    chance, path = random.Random(0), write_model(tmp_path / "m.gguf", layers=1)
+    lowbit.from_gguf(path)
+    whole, used, refused = path.read_bytes(), _peak(), 0
+    for number in range(40):
+        data = bytearray(whole)
+        if number % 4 == 0:
+            del data[chance.randrange(len(data)) :]
+        else:
+            for _ in range(chance.randint(1, 3)):
+                data[chance.randrange(1800)] = chance.choice((0, 255, 128, chance.randrange(256)))
+        path.write_bytes(data)
+        try:
+            assert isinstance(lowbit.from_gguf(path).lm_head, nn.Linear)
+        except CheckpointError:
+            refused += 1
+    assert 12 < refused < 40
+    assert _peak() - used < 64 << 20
+
+
+def _peak() -> int:
+    """Returns the most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
