@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.integrations.config import LowbitConfig
     from lowbit.pylib.matmul import Matmul, compile
     from lowbit.pylib.nn.bit_plan import QuantPlan, plan, sensitivity
+    from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
     from lowbit.pylib.nn.experts import LowbitExperts
     from lowbit.pylib.nn.fuse import FusedLayers, fuse_
     from lowbit.pylib.nn.linear import LowbitLinear
@@ -68,6 +69,7 @@ __all__ = [
     "LayerReport",
     "LayoutError",
     "LowbitConfig",
+    "LowbitEmbedding",
     "LowbitError",
     "LowbitExperts",
     "LowbitLinear",
@@ -85,6 +87,7 @@ __all__ = [
     "Schedule",
     "SpecError",
     "TargetError",
+    "TiedLinear",
     "__version__",
     "compile",
     "compile_program",
@@ -111,6 +114,7 @@ _NEEDS_TORCH = {
     "Kernel": "runtime.kernel",
     "LayerReport": "nn.report",
     "LowbitConfig": "integrations.config",
+    "LowbitEmbedding": "nn.embedding",
     "LowbitExperts": "nn.experts",
     "LowbitLinear": "nn.linear",
     "Matmul": "matmul",
@@ -119,6 +123,7 @@ _NEEDS_TORCH = {
     "QuantizationReport": "nn.report",
     "QuantizedActivation": "activation",
     "QuantizedWeight": "quantization.quantized",
+    "TiedLinear": "nn.embedding",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
     "fuse_": "nn.fuse",
