@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.integrations.gguf import from_gguf
     from lowbit.pylib.matmul import Matmul, compile
     from lowbit.pylib.nn.bit_plan import QuantPlan, plan, sensitivity
+    from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
     from lowbit.pylib.nn.experts import LowbitExperts
     from lowbit.pylib.nn.fuse import FusedLayers, fuse_
     from lowbit.pylib.nn.linear import LowbitLinear
@@ -69,6 +70,7 @@ __all__ = [
     "LayerReport",
     "LayoutError",
     "LowbitConfig",
+    "LowbitEmbedding",
     "LowbitError",
     "LowbitExperts",
     "LowbitLinear",
@@ -86,6 +88,7 @@ __all__ = [
     "Schedule",
     "SpecError",
     "TargetError",
+    "TiedLinear",
     "__version__",
     "compile",
     "compile_program",
@@ -113,6 +116,7 @@ _NEEDS_TORCH = {
     "Kernel": "runtime.kernel",
     "LayerReport": "nn.report",
     "LowbitConfig": "integrations.config",
+    "LowbitEmbedding": "nn.embedding",
     "LowbitExperts": "nn.experts",
     "LowbitLinear": "nn.linear",
     "Matmul": "matmul",
@@ -121,6 +125,7 @@ _NEEDS_TORCH = {
     "QuantizationReport": "nn.report",
     "QuantizedActivation": "activation",
     "QuantizedWeight": "quantization.quantized",
+    "TiedLinear": "nn.embedding",
     "compile": "matmul",
     "compile_program": "runtime.kernel",
     "from_gguf": "integrations.gguf",

@@ -63,7 +63,8 @@ def test_every_matrix_is_in_the_report(model: Model, capsys: pytest.CaptureFixtu
     assert quantized(model) == [name for row in report.quantized for name in row.name.split(" = ")]
     assert {row.name for row in report.quantized} == {"body.0", "body.1", "shared = again"}
     assert model.shared is model.again
-    assert reasons["embed"] == "an embedding" and reasons["tied"] == "its weight is tied to that of embed"
+    assert reasons["embed"] == "an embedding; embeddings=True quantizes it"
+    assert reasons["tied"] == "its weight is tied to that of embed; embeddings=True quantizes both"
     assert reasons["body.2"].startswith("group_size=64 must divide k=100; try 50 or 100")
     assert reasons["attention"] == "MultiheadAttention is no nn.Linear"
     assert "subclass of nn.Linear" in reasons["attention.out_proj"]

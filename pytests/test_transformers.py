@@ -22,6 +22,7 @@ from lowbit import (
     QuantConfig,
     QuantizeError,
     SpecError,
+    TiedLinear,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -129,6 +130,32 @@ def test_only_low_bit_tensors_are_saved(checkpoints: Any, tmp_path: Path) -> Non
     assert "model.layers.1.mlp.experts.down.3.codes" in tensors
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gemma2"])
+def test_embeddings(name: str, checkpoints: Any, tmp_path: Path) -> None:
+    """Quantized on load and in place; a tied output layer multiplies by the one weight that is saved."""
+    tied = name != "llama"
+    model = loaded(checkpoints(name), LowbitConfig(U4, embeddings=True, lm_head=True))
+    given, outputs = logits(model), model.get_output_embeddings()
+    assert type(outputs) is (TiedLinear if tied else LowbitLinear)
+    in_place = loaded(checkpoints(name))
+    assert "model.embed_tokens" in str(lowbit.quantize_(in_place, U4, lm_head=True, embeddings=True, progress=False))
+    assert torch.equal(logits(in_place), given)
+    for number, each in enumerate((model, in_place)):
+        each.save_pretrained(tmp_path / str(number))
+        names = set(safetensors.load_file(tmp_path / str(number) / "model.safetensors"))
+        assert "model.embed_tokens.codes" in names and ("lm_head.codes" in names) is not tied
+        again, info = loaded(tmp_path / str(number), output_loading_info=True)
+        assert torch.equal(logits(again), given) and not any(info.values())
+    if name == "gemma2":
+        with pytest.raises(SpecError, match="rows are multiplied by 8"):
+            model.dequantize()
+        return
+    dense = model.dequantize()
+    assert type(dense.lm_head) is torch.nn.Linear
+    assert (dense.lm_head.weight is dense.model.embed_tokens.weight) is tied
+    assert float((logits(dense) - given).norm() / given.norm()) < 0.02
+
+
 def test_tied_weights_stay_tied(checkpoints: Any) -> None:
     model = loaded(checkpoints("qwen2-tied"), LowbitConfig(U4))
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -161,7 +188,7 @@ def test_which_modules(checkpoints: Any, tmp_path: Path) -> None:
     del attention["model.layers.1.self_attn.q_proj"], mlp["model.layers.0.mlp.up_proj"]
     assert kinds == attention | mlp | {"lm_head": "u4"}
     reasons = model.hf_quantizer.stays_dense
-    assert reasons["model.embed_tokens"] == "an embedding" and "o_proj" not in kinds and len(reasons) == 5
+    assert reasons["model.embed_tokens"].startswith("an embedding;") and "o_proj" not in kinds and len(reasons) == 5
     assert reasons["model.layers.0.mlp.up_proj"].startswith("modules_to_not_convert")
     assert reasons["model.layers.1.self_attn.q_proj"] == "config['*.1.self_attn.q_proj'] is None"
     model.save_pretrained(tmp_path)

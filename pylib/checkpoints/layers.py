@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
+from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, count_of, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.packed import PackedWeight
@@ -39,12 +40,15 @@ class Loader:
     device: torch.device | str | None
 
     def replacements(self) -> dict[str, nn.Module]:
-        """Returns a module for each name of a linear layer, or of experts, that are quantized in the checkpoint."""
+        """Returns a module for each name of a layer, or of experts, that are quantized in the checkpoint, and for the
+        linear layers that are tied to an embedding among them."""
         experts: dict[str, list[str]] = {}
         layers: dict[str, nn.Module] = {}
         for name in self.checkpoint.modules:
             if owner := self._owner(name):
                 experts.setdefault(owner, []).append(name)
+            elif isinstance(old := self.modules.get(name), nn.Embedding):
+                layers |= self._embedding(name, old)
             else:
                 layers[name] = self._layer(name)
         return layers | {owner: self._experts(owner, names) for owner, names in experts.items()}
@@ -67,6 +71,12 @@ class Loader:
         packed = self.checkpoint.load(name, self.act, self.device or home(place), shape)
         self._check(name, packed, shape, old.bias is not None)
         return LowbitLinear.from_packed(packed).train(old.training)
+
+    def _embedding(self, name: str, old: nn.Embedding) -> Mapping[str, nn.Module]:
+        packed = self.checkpoint.load(name, self.act, self.device or home(old.weight))
+        self._check(name, packed, (old.num_embeddings, old.embedding_dim), False)
+        embedding = LowbitEmbedding.from_packed(packed).in_place_of(old)
+        return with_tied([name], embedding, tied_linears(self.modules.items(), old))
 
     def _experts(self, owner: str, names: Sequence[str]) -> LowbitExperts:
         dense = self.modules[owner]

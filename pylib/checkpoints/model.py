@@ -17,6 +17,7 @@ from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, open_checkpoint
 from lowbit.pylib.checkpoints.layers import Loader, home
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
+from lowbit.pylib.nn.embedding import TiedLinear
 
 SHARD_BYTES = 5_000_000_000
 
@@ -99,8 +100,8 @@ def load_checkpoint(
     """Load a model from a folder, lowbit's own or another library's; returns the opened checkpoint.
 
     model    built as for float weights, on the meta device say: linear layers that are quantized in the files become
-             `LowbitLinear`s, experts of transformers `LowbitExperts`, and other tensors are assigned in the type that
-             they have in the files
+             `LowbitLinear`s, embeddings `LowbitEmbedding`s, experts of transformers `LowbitExperts`, and other tensors
+             are assigned in the type that they have in the files
     act      type of the inputs of quantized layers; None: what they were saved for, or the dtype of config.json
     device   where to load; None: where the model's tensors are, or the CPU if they are on meta. Buffers that are not
              in files, as some models compute for rotations, stay where they are
@@ -113,7 +114,7 @@ def load_checkpoint(
     modules = dict(model.named_modules(remove_duplicate=False))
     loaded = Loader(modules, checkpoint, act, device).replacements()
     places = {place: new for name, new in loaded.items() for place, old in modules.items() if old is modules[name]}
-    replaced = tuple(f"{place}." for place in places)
+    replaced = tuple(f"{place}.{'weight' if isinstance(new, TiedLinear) else ''}" for place, new in places.items())
     wanted = {name: t for name, t in model.state_dict(keep_vars=True).items() if not name.startswith(replaced)}
     dense = _dense(checkpoint, wanted, device, ignore)
     for place, new in places.items():

@@ -38,16 +38,18 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 class Request:
     """What to do with a folder.
 
-    config    how to quantize the weights
-    skip      patterns of names of modules that stay dense
-    lm_head   quantize the output layer as well
-    act       type of the layers' inputs; None: that of the weights, and bf16 where they are f32
-    device    where to quantize; None: the CPU
+    config       how to quantize the weights
+    skip         patterns of names of modules that stay dense
+    lm_head      quantize the output layer as well
+    embeddings   quantize embeddings as well, and output layers that are tied to them
+    act          type of the layers' inputs; None: that of the weights, and bf16 where they are f32
+    device       where to quantize; None: the CPU
     """
 
     config: QuantConfig
     skip: Sequence[str] = ()
     lm_head: bool = False
+    embeddings: bool = False
     act: Act | None = None
     device: str | None = None
 
@@ -90,7 +92,11 @@ def _by_transformers(path: Path, target: Path, request: Request) -> None:
 
     dtype: Any = {"f16": torch.float16, "bf16": torch.bfloat16, None: "auto"}[request.act]
     config = LowbitConfig(
-        request.config, modules=dict.fromkeys(request.skip, None), lm_head=request.lm_head, per_row_if_indivisible=True
+        request.config,
+        modules=dict.fromkeys(request.skip, None),
+        lm_head=request.lm_head,
+        embeddings=request.embeddings,
+        per_row_if_indivisible=True,
     )
     places = {"device_map": request.device} if request.device not in (None, "cpu") else {}
     model = _class_of(path).from_pretrained(
@@ -148,7 +154,8 @@ def _reason(tensors: TensorFiles, name: str, request: Request) -> str | None:
     if len(shape) > 2 or not name.endswith(".weight"):
         return "no matrix called *.weight"
     module = name.removesuffix(".weight")
-    skipped = [*request.skip, *EMBEDDINGS, *(() if request.lm_head else OUTPUTS)]
+    embeddings, outputs = () if request.embeddings else EMBEDDINGS, () if request.lm_head else OUTPUTS
+    skipped = [*request.skip, *embeddings, *outputs]
     if pattern := next((pattern for pattern in skipped if fnmatchcase(module, pattern)), None):
         return f"its name matches {pattern}"
     if not tensors[name].is_floating_point():

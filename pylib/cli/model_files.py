@@ -31,6 +31,7 @@ def quantize(
     scale: Annotated[str, typer.Option(help="Type of the scales.")] = "f16",
     skip: Annotated[list[str] | None, typer.Option(help="Modules that stay dense; * stands for any text.")] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantize the output layer, too.")] = False,
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize embeddings, too, tied or not.")] = False,
     act: Annotated[str | None, typer.Option(help="f16 or bf16; without it, as the model.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to quantize: cuda or cpu.")] = None,
     as_json: Json = False,
@@ -48,7 +49,8 @@ def quantize(
     from lowbit.pylib.checkpoints.quantize_files import Request, quantize_folder
 
     given: dict[str, Any] = {"method": method, "zeros": zeros, "scale": scale}
-    request = Request(QuantConfig(weight, group_size or None, **given), skip or (), lm_head, _act(act), device)
+    config = QuantConfig(weight, group_size or None, **given)
+    request = Request(config, skip or (), lm_head, embeddings, _act(act), device)
     with errors.status("reading") as status:
         report = quantize_folder(source, out, request, status.update)
     _show(report, as_json)

@@ -30,8 +30,9 @@ class LowbitConfig(QuantizationConfigMixin):
     modules                  other configurations by patterns of names, {"*.mlp.*": QuantConfig("u3", 64)}; None
                              leaves modules dense. The first pattern that matches counts
     modules_to_not_convert   modules that stay dense, as transformers names them: by the beginning or end of the name,
-                             or by a regular expression; embeddings, tied weights and the output layer do in any case
+                             or by a regular expression; so do embeddings, tied weights and the output layer, unless:
     lm_head                  quantize the output layer as well, unless its weight is tied
+    embeddings               quantize embeddings as well, and tied output layers, which multiply by the same weight
     per_row_if_indivisible   one scale per row where the group size does not divide k, which is an error otherwise
     from_checkpoint          the checkpoint says what each layer is: GPTQ, AWQ, HQQ, bitsandbytes, compressed-tensors,
                              FP8, MXFP4, SpQR and torchao are imported without loss, and run in lowbit's kernels. No
@@ -48,13 +49,14 @@ class LowbitConfig(QuantizationConfigMixin):
         modules: Mapping[str, QuantConfig | None] | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
         lm_head: bool = False,
+        embeddings: bool = False,
         per_row_if_indivisible: bool = False,
         from_checkpoint: bool = False,
         **recipe: Any,
     ) -> None:
         if isinstance(weight, QuantConfig) and (recipe or group_size != 128):
             raise SpecError(f"weight={weight!r} says all of it; drop the other fields of the recipe")
-        others = (modules, modules_to_not_convert, lm_head, per_row_if_indivisible, recipe)
+        others = (modules, modules_to_not_convert, lm_head, embeddings, per_row_if_indivisible, recipe)
         if _flag("from_checkpoint", from_checkpoint) and (any(others) or (weight, group_size) != ("u4", 128)):
             raise SpecError("from_checkpoint=True: the checkpoint says what its layers are; drop all other fields")
         self.quant_method = cast(Any, QUANT_METHOD)
@@ -65,6 +67,7 @@ class LowbitConfig(QuantizationConfigMixin):
         self.modules = dict(modules or {})
         self.modules_to_not_convert = _names(modules_to_not_convert)
         self.lm_head = _flag("lm_head", lm_head)
+        self.embeddings = _flag("embeddings", embeddings)
         self.per_row_if_indivisible = _flag("per_row_if_indivisible", per_row_if_indivisible)
         for pattern, config in {"weight": self.config, **self.modules}.items():
             if not (config is None or isinstance(config, QuantConfig)):
@@ -114,6 +117,7 @@ class LowbitConfig(QuantizationConfigMixin):
             "modules": {name: None if c is None else c.to_dict() for name, c in self.modules.items()},
             "modules_to_not_convert": self.modules_to_not_convert,
             "lm_head": self.lm_head,
+            "embeddings": self.embeddings,
             "per_row_if_indivisible": self.per_row_if_indivisible,
         }
 
@@ -138,7 +142,7 @@ class LowbitConfig(QuantizationConfigMixin):
             raise SpecError(f"modules={modules!r} of config.json must be a dictionary of configurations")
         configs = {name: None if c is None else QuantConfig.from_dict(c) for name, c in modules.items()}
         config = QuantConfig.from_dict(written.pop("config", None) or {})
-        known = ("modules_to_not_convert", "lm_head", "per_row_if_indivisible")
+        known = ("modules_to_not_convert", "lm_head", "embeddings", "per_row_if_indivisible")
         if unknown := sorted(written.keys() - set(known)):
             raise SpecError(f"quantization_config of config.json has no {', '.join(unknown)}; update lowbit")
         found = cls(config, modules=configs, **written)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import QuantizeError
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_weight
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import Planned, naming
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.config import QuantConfig
@@ -33,7 +34,7 @@ class Target:
 
     holder: nn.Module
     parameter: str
-    layers: Sequence[LowbitLinear]
+    layers: Sequence[PackedModule]
     config: QuantConfig
     keys: set[str] = field(default_factory=set)
     pending: bool = True
@@ -41,11 +42,11 @@ class Target:
     def forget(self) -> None:
         """Drop the dense parameter."""
         del self.holder._buffers[self.parameter]
-        if isinstance(self.holder, LowbitLinear):
+        if isinstance(self.holder, PackedModule):
             self.holder.register_parameter(self.parameter, None)
 
 
-def attach_dense(entry: Planned, module: LowbitLinear | LowbitExperts) -> dict[str, Target]:
+def attach_dense(entry: Planned, module: PackedModule | LowbitExperts) -> dict[str, Target]:
     """Give a low-bit module the dense parameters of the module that it stands for; returns them by name."""
     name = entry.names[0]
     targets: dict[str, Target] = {}
@@ -60,9 +61,9 @@ def attach_dense(entry: Planned, module: LowbitLinear | LowbitExperts) -> dict[s
     return targets
 
 
-def _layers_of(module: LowbitLinear | LowbitExperts) -> dict[str, dict[str, LowbitLinear]]:
+def _layers_of(module: PackedModule | LowbitExperts) -> Mapping[str, Mapping[str, PackedModule]]:
     """Returns the layers that take in each dense parameter, by the beginnings of their tensors' names."""
-    if isinstance(module, LowbitLinear):
+    if isinstance(module, PackedModule):
         return {"weight": {"": module}}
     found: dict[str, dict[str, LowbitLinear]] = {}
     for parameter, (name, experts) in zip(MATRICES, {"gate_up": module.gate_up, "down": module.down}.items()):
@@ -75,7 +76,7 @@ def _layers_of(module: LowbitLinear | LowbitExperts) -> dict[str, dict[str, Lowb
 
 def quantize_into(target: Target, value: Tensor) -> None:
     """Quantize a tensor of a checkpoint into the buffers of its layers. Raises QuantizeError and SpecError."""
-    if isinstance(target.holder, LowbitLinear):
+    if isinstance(target.holder, PackedModule):
         _fill(target.layers[0], value, target.config)
     elif target.parameter.endswith("_bias"):
         for layer, bias in zip(target.layers, value):
@@ -87,7 +88,7 @@ def quantize_into(target: Target, value: Tensor) -> None:
     target.pending = False
 
 
-def _fill(layer: LowbitLinear, weight: Tensor, config: QuantConfig) -> None:
+def _fill(layer: PackedModule, weight: Tensor, config: QuantConfig) -> None:
     """Put a dense weight into the buffers of a layer; its bias comes by itself."""
     spec = replace(layer.spec, bias=False)
     if tuple(weight.shape) != (spec.n, spec.k):

@@ -13,8 +13,10 @@ from typing import Any, cast
 from torch import nn
 
 from lowbit.dialect.errors import SpecError
+from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 
 
@@ -29,9 +31,11 @@ def split(model: Any) -> None:
     rank, count = mesh.get_local_rank(), mesh.size()
     for name, module in list(model.named_modules()):
         style = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is None or not isinstance(module, LowbitLinear | LowbitExperts):
+        if style is None or not isinstance(module, PackedModule | TiedLinear | LowbitExperts):
             continue
         with naming(name):
+            if isinstance(module, LowbitEmbedding | TiedLinear):
+                raise SpecError("low-bit embeddings can't be split over devices; load with embeddings=False")
             if isinstance(module, LowbitLinear):
                 _split_layer(module, style, rank, count)
             elif style == "moe_tp_experts":

@@ -39,11 +39,22 @@ from lowbit.pylib.integrations.foreign import (
 )
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
 from lowbit.pylib.integrations.parallel import split
-from lowbit.pylib.integrations.saved import compare, fit_lengths, low_bit_layers, place_saved, saved_specs
+from lowbit.pylib.integrations.saved import (
+    compare,
+    fit_lengths,
+    low_bit_layers,
+    place_saved,
+    saved_specs,
+    tie,
+    untie,
+)
+from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, naming, plan
+from lowbit.pylib.nn.replace import replace_planned
 
 logger = logging.get_logger(__name__)
 
@@ -90,6 +101,12 @@ class LowbitQuantizer(HfQuantizer):
         if self.config.layers is not None:
             place_saved(model, self.config.layers)
             return
+        if self.config.embeddings or self.config.from_checkpoint:
+            tie(model)
+        self._place(model, checkpoint_files)
+        untie(model)
+
+    def _place(self, model: nn.Module, checkpoint_files: Sequence[str] | None) -> None:
         if self.config.from_checkpoint:
             self.checkpoint = opened(checkpoint_files)
             if self.checkpoint.format is None:
@@ -106,8 +123,8 @@ class LowbitQuantizer(HfQuantizer):
         saved = saved_specs(model, checkpoint_files or ()) if self.pre_quantized else {}
         for entry in planned:
             module = _empty(entry)
+            replace_planned(model, entry, module)
             for name in entry.names:
-                model.set_submodule(name, module)
                 if checkpoint_files and self.pre_quantized:
                     compare(name, module, saved)
             if not self.pre_quantized:
@@ -123,6 +140,8 @@ class LowbitQuantizer(HfQuantizer):
         tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
         if self.config.lm_head:
             kept -= {name for name, module in model.named_modules() if module is outputs} - tied
+        if self.config.embeddings:
+            kept -= tied
         patterns = [*skipped, *map(_exactly, kept)]
 
         def wanted(name: str, _: nn.Module) -> bool:
@@ -132,6 +151,7 @@ class LowbitQuantizer(HfQuantizer):
             self.config.configs,
             wanted,
             lm_head=self.config.lm_head,
+            embeddings=self.config.embeddings,
             per_row_if_indivisible=self.config.per_row_if_indivisible,
             strict=True,
         )
@@ -205,11 +225,15 @@ class LowbitQuantizer(HfQuantizer):
         split(model)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # as config.json has it
         for name, layer in list(low_bit_layers(model)):
             if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList):
                 raise SpecError(f"{name}: experts can't be dequantized; load the dense checkpoint")
-            model.set_submodule(name, layer.to_linear(dtype))
+            if isinstance(layer, LowbitLinear):
+                model.set_submodule(name, layer.to_linear(dtype))
+            elif isinstance(layer, LowbitEmbedding):
+                _dequantize_embedding(model, name, layer, dtype)
         return model
 
     # -- saving, and what else the model can do
@@ -252,6 +276,7 @@ def adopt(model: nn.Module) -> None:
     if isinstance(model, PreTrainedModel) and isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer | None):
         quantizer = LowbitQuantizer(LowbitConfig(from_checkpoint=True), pre_quantized=True)
         cast(Any, model).hf_quantizer = quantizer
+        untie(model)
         quantizer.postprocess_model(model)
 
 
@@ -268,11 +293,24 @@ def _reason(entry: Planned) -> str:
     return excluded if entry.reason == EXCLUDED else entry.reason
 
 
-def _empty(entry: Planned) -> LowbitLinear | LowbitExperts:
+def _empty(entry: Planned) -> PackedModule | LowbitExperts:
     """Returns a low-bit module without memory for a dense one."""
     if is_experts(entry.module):
         return LowbitExperts.empty_like(entry.module, entry.specs, "meta")
+    if isinstance(entry.module, nn.Embedding):
+        return LowbitEmbedding.empty(entry.specs[0], "meta").in_place_of(entry.module)
     return LowbitLinear.empty(entry.specs[0], "meta").train(entry.module.training)
+
+
+def _dequantize_embedding(model: nn.Module, name: str, table: LowbitEmbedding, dtype: torch.dtype | None) -> None:
+    """Put a dense embedding in the place of a low-bit one, and dense layers that share its table."""
+    dense = table.to_embedding(dtype)
+    model.set_submodule(name, dense)
+    for head, layer in list(model.named_modules()):
+        if isinstance(layer, TiedLinear) and layer.embedding is table:
+            linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
+            linear.weight, linear.bias = dense.weight, layer.bias
+            model.set_submodule(head, linear)
 
 
 def _exactly(name: str) -> str:

@@ -13,8 +13,10 @@ from lowbit.dialect.errors import CheckpointError, PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib import saved_weight
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
+from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 
 PARTS = dict(zip(MATRICES, ("gate_up", "down")))
@@ -59,12 +61,17 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     modules = dict(model.named_modules())
     for name, spec in specs.items():
         parent, _, part = name.rpartition(".")[0].rpartition(".")
-        if isinstance(modules.get(name), nn.Linear):
+        dense = modules.get(name)
+        if isinstance(dense, nn.Embedding):
+            embedding = LowbitEmbedding.empty(spec, "meta").in_place_of(dense)
+            for place, module in with_tied([name], embedding, tied_linears(modules.items(), dense)).items():
+                model.set_submodule(place, module)
+        elif isinstance(dense, nn.Linear):
             model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
         elif part in PARTS.values() and is_experts(modules.get(parent, nn.Module())):
             experts.setdefault(parent, {})[part] = spec
         else:
-            raise CheckpointError(f"{name} is low-bit in the checkpoint, and no linear layer of the model")
+            raise CheckpointError(f"{name} is low-bit in the checkpoint, and no linear layer or embedding of the model")
     for name, found in experts.items():
         model.set_submodule(
             name, LowbitExperts.empty_like(modules[name], [found[part] for part in PARTS.values()], "meta")
@@ -86,8 +93,23 @@ def fit_lengths(model: nn.Module, files: Sequence[str]) -> None:
                     setattr(layer, buffer, torch.empty(shape, dtype=getattr(layer, buffer).dtype, device="meta"))
 
 
-def low_bit_layers(model: nn.Module) -> Iterator[tuple[str, LowbitLinear]]:
-    """Yields the low-bit layers of a model with their names, those of experts too."""
+def low_bit_layers(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
+    """Yields the low-bit layers of a model with their names, those of experts and embeddings too."""
     for name, module in model.named_modules():
-        if isinstance(module, LowbitLinear):
+        if isinstance(module, PackedModule):
             yield name, module
+
+
+def tie(model: Any) -> None:
+    """Tie the weights of a model without memory, which transformers does only after loading."""
+    for target, source in model.all_tied_weights_keys.items():
+        parent, _, leaf = target.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, model.get_parameter(source))
+
+
+def untie(model: Any) -> None:
+    """Let transformers not tie the weights of layers that share a low-bit table: there is no dense one."""
+    names = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, LowbitEmbedding | TiedLinear)}
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target in names or source in names:
+            del model.all_tied_weights_keys[target]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import cast
 
@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import LowbitError, SpecError
 from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
+from lowbit.pylib.nn.embedding import spec_of_embedding, tied_linears, why_not
 from lowbit.pylib.nn.experts import is_experts, specs_of_experts
-from lowbit.pylib.nn.linear import LowbitLinear, act_of, spec_of
+from lowbit.pylib.nn.linear import act_of, spec_of
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
 Configs = QuantConfig | Mapping[str, QuantConfig | None]
 Filter = Callable[[str, nn.Module], bool]
 
 EXCLUDED = "filter_fn returned False"
+UNMATCHED = "no pattern of the configuration matches"
 READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that take `weight` out of their linear layers instead of calling them."""
 
@@ -33,6 +36,7 @@ class Wishes:
     filter_fn: Filter | None = None
     act: Act | None = None
     lm_head: bool = False
+    embeddings: bool = False
     per_row_if_indivisible: bool = False
     strict: bool = False  # raise where the group size does not divide k, instead of leaving the layer dense
 
@@ -43,8 +47,9 @@ class Planned:
 
     names    all names by which the model holds the module
     config   how to quantize it; None to leave it dense
-    specs    what it computes then: one of a linear layer, two of experts
+    specs    what it computes then: one of a linear layer or an embedding, two of experts
     reason   why it stays dense
+    tied     of an embedding that is quantized: the linear layers that share its table, by all of their names
     """
 
     names: tuple[str, ...]
@@ -52,6 +57,7 @@ class Planned:
     config: QuantConfig | None = None
     specs: tuple[MatmulSpec, ...] = ()
     reason: str = ""
+    tied: Mapping[str, nn.Linear] = field(default_factory=dict)
 
 
 @contextmanager
@@ -71,31 +77,68 @@ def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
         MatmulSpec(1, MIN_K, "u8", act=wishes.act)  # raises for a type that x can't have
     modules: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, LowbitLinear) or any(p.ndim > 1 for p in module.parameters(recurse=False)):
+        if isinstance(module, PackedModule) or any(p.ndim > 1 for p in module.parameters(recurse=False)):
             modules.setdefault(module, []).append(name)
     _check_config(wishes.config, [name for module, names in modules.items() if _is_known(module) for name in names])
     reasons = _structural_reasons(model, modules)
-    return [_planned(module, tuple(names), reasons[module], wishes) for module, names in modules.items()]
+    planned = [_planned(module, tuple(names), reasons[module], wishes) for module, names in modules.items()]
+    embeddings = [_with_tied(model, entry, wishes) for entry in planned if _is_quantized_embedding(entry)]
+    return _merged(planned, embeddings)
 
 
 def _planned(module: nn.Module, names: tuple[str, ...], reason: str, wishes: Wishes) -> Planned:
     name = names[0]
     config, why = _config_for(name, wishes.config)
-    if not reason and wishes.filter_fn is not None and not wishes.filter_fn(name, module):
-        reason = EXCLUDED
-    if not reason and _is_lm_head(name) and not (wishes.lm_head or _is_literal(name, wishes.config)):
-        reason = "the output layer; lm_head=True quantizes it"
+    reason = reason or _wish_against(name, module, wishes)
     if reason or config is None:
         return Planned(names, module, reason=reason or why)
     with naming(name):
         return _with_spec(Planned(names, module, config), wishes)
 
 
+def _wish_against(name: str, module: nn.Module, wishes: Wishes) -> str:
+    """Returns why the caller wants a module to stay dense, or ""."""
+    by_name = _is_literal(name, wishes.config)
+    if isinstance(module, nn.Embedding) and not (wishes.embeddings or by_name):
+        return "an embedding; embeddings=True quantizes it"
+    if wishes.filter_fn is not None and not wishes.filter_fn(name, module):
+        return EXCLUDED
+    if _is_lm_head(name) and not (wishes.lm_head or by_name):
+        return "the output layer; lm_head=True quantizes it"
+    return ""
+
+
+def _is_quantized_embedding(entry: Planned) -> bool:
+    return isinstance(entry.module, nn.Embedding) and entry.config is not None
+
+
+def _with_tied(model: nn.Module, entry: Planned, wishes: Wishes) -> Planned:
+    """Returns the plan for an embedding with the layers that share its table; one that leaves it dense if they do."""
+    tied = tied_linears(model.named_modules(remove_duplicate=False), cast(nn.Embedding, entry.module))
+    for name, linear in tied.items():
+        _, why = _config_for(name, wishes.config)
+        if wishes.filter_fn is not None and not wishes.filter_fn(name, linear):
+            why = EXCLUDED
+        why = _reason_of_place(model, linear, [name]) or why
+        if why not in ("", UNMATCHED):
+            reason = f"its weight is tied to that of {name}, which stays dense: {why}"
+            return replace(entry, config=None, specs=(), reason=reason)
+    return replace(entry, tied=tied)
+
+
+def _merged(planned: Sequence[Planned], embeddings: Sequence[Planned]) -> list[Planned]:
+    """Returns the plans with those for embeddings in place, and without the layers that these take along."""
+    better = {entry.module: entry for entry in embeddings}
+    taken = {linear for entry in embeddings for linear in entry.tied.values()}
+    return [better.get(entry.module, entry) for entry in planned if entry.module not in taken]
+
+
 def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     """Returns a plan with its spec; one that leaves the layer dense if no groups of this size divide its rows."""
     config = cast(QuantConfig, planned.config)
-    if config.method in CALIBRATED and is_experts(planned.module):
-        return replace(planned, config=None, reason=f"{config.method} can't look at the inputs of experts; use 'hqq'")
+    if config.method in CALIBRATED and type(planned.module) is not nn.Linear:
+        what = "an embedding" if isinstance(planned.module, nn.Embedding) else "experts"
+        return replace(planned, config=None, reason=f"{config.method} can't look at the inputs of {what}; use 'hqq'")
     act = wishes.act or act_of(matrix_of(planned.module))
     try:
         return replace(planned, specs=_specs(planned.module, config, act))
@@ -113,6 +156,8 @@ def _specs(module: nn.Module, config: QuantConfig, act: Act) -> tuple[MatmulSpec
     """Returns the specs that a module has after it is quantized."""
     if is_experts(module):
         return specs_of_experts(module, config, act)
+    if isinstance(module, nn.Embedding):
+        return (spec_of_embedding(module, config, act),)
     return (spec_of(cast(nn.Linear, module), config, act),)
 
 
@@ -121,7 +166,7 @@ def _specs(module: nn.Module, config: QuantConfig, act: Act) -> tuple[MatmulSpec
 
 def _is_known(module: nn.Module) -> bool:
     """Tells whether it is known what a module computes: of a subclass of nn.Linear nobody knows."""
-    return type(module) is nn.Linear or is_experts(module)
+    return type(module) is nn.Linear or isinstance(module, nn.Embedding) or is_experts(module)
 
 
 def matrix_of(module: nn.Module) -> Tensor:
@@ -149,18 +194,25 @@ def _structural_reason(
     owners: Mapping[int, list[nn.Module]],
     all_names: Mapping[nn.Module, list[str]],
 ) -> str:
-    if isinstance(module, LowbitLinear):
+    if isinstance(module, PackedModule):
         return "quantized before"
-    if isinstance(module, nn.Embedding):
-        return "an embedding"
+    if isinstance(module, nn.Embedding) and (reason := why_not(module)):
+        return reason
     if not _is_known(module):
         kind = "a subclass of nn.Linear with its own ways" if isinstance(module, nn.Linear) else "no nn.Linear"
         return f"{type(module).__name__} is {kind}"
+    others = [other for other in owners[id(matrix_of(module))] if other is not module]
+    if others and not (isinstance(module, nn.Embedding) and all(type(other) is nn.Linear for other in others)):
+        hint = "; embeddings=True quantizes both" if isinstance(others[0], nn.Embedding) else ""
+        return f"its weight is tied to that of {all_names[others[0]][0]}{hint}"
+    return _reason_of_place(model, module, names)
+
+
+def _reason_of_place(model: nn.Module, module: nn.Module, names: Sequence[str]) -> str:
+    """Returns why a module can't be replaced by another where it is, or ""."""
     parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     if readers := [parent for parent in parents if isinstance(parent, READ_WEIGHTS_THEMSELVES)]:
         return f"{type(readers[0]).__name__} reads its weight itself"
-    if others := [other for other in owners[id(matrix_of(module))] if other is not module]:
-        return f"its weight is tied to that of {all_names[others[0]][0]}"
     if module._forward_pre_hooks or module._forward_hooks:
         return "it has hooks, which would be lost; remove them first"
     if "forward" in vars(module):
@@ -172,7 +224,7 @@ def _structural_reason(
 
 
 def _check_config(config: object, linears: list[str]) -> None:
-    """Raises SpecError unless each pattern stands for linear layers, and for a configuration or None."""
+    """Raises SpecError unless each pattern stands for layers that can be quantized, and for a configuration or None."""
     if isinstance(config, QuantConfig):
         return
     if not isinstance(config, Mapping):
@@ -192,8 +244,8 @@ def _config_for(name: str, config: Configs) -> tuple[QuantConfig | None, str]:
         return config, ""
     for pattern, value in config.items():
         if fnmatchcase(name, pattern):
-            return value, f"config[{pattern!r}] is None"
-    return None, "no pattern of the configuration matches"
+            return value, f"config[{pattern!r}] is None" if value is None else ""
+    return None, UNMATCHED
 
 
 def _is_literal(name: str, config: Configs) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import chain, compress
@@ -21,12 +21,15 @@ from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.nn.bit_plan import QuantPlan
 from lowbit.pylib.nn.column_scales import ColumnScales, column_scales
+from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.observe import as_inputs, calibrations
+from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, matrix_of, naming, plan
 from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
+from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
@@ -47,6 +50,7 @@ def quantize_(
     *,
     act: Act | None = None,
     lm_head: bool = False,
+    embeddings: bool = False,
     per_row_if_indivisible: bool = False,
     fuse: bool = False,
     progress: bool = True,
@@ -62,17 +66,19 @@ def quantize_(
     device                   where to quantize, "cuda" say; the layers stay where they are. None: there
     act                      type of the layers' inputs, "f16" or "bf16"; None: that of each weight
     lm_head                  quantize the output layer as well, if its name ends in "lm_head" and its weight is not tied
+    embeddings               quantize embeddings as well, which become `LowbitEmbedding`s; a linear layer whose weight
+                             is tied to one multiplies by the same packed weight
     per_row_if_indivisible   one scale per row where the group size does not divide k, which stay dense otherwise
     fuse                     make one layer of those that share their input (`lowbit.fuse_`): fewer, larger matmuls
     progress                 show a bar, if standard error is a terminal
 
-    The experts of transformers' mixtures of experts become `LowbitExperts`. Embeddings, tied weights, and all else that
-    is no plain nn.Linear stay dense; the report says why. A layer is replaced as soon as it is quantized, so memory
-    holds little more than the model at any time; layers that need calibration are replaced together, before the others,
-    for it is the float model that they are calibrated on. AWQ's column scales are folded into the norm that makes the
-    layers' input, whose weight changes; where there is none, the weight is rounded as it is, and the report says why.
-    Weights are looked at before the first is replaced: an error
-    in what is given names the module, and leaves the model as it was.
+    The experts of transformers' mixtures of experts become `LowbitExperts`. All else that is no plain nn.Linear stays
+    dense, and so do embeddings and what is tied to them unless they are asked for; the report says why. A layer is
+    replaced as soon as it is quantized, so memory holds little more than the model at any time; layers that need
+    calibration are replaced together, before the others, for it is the float model that they are calibrated on. AWQ's
+    column scales are folded into the norm that makes the layers' input, whose weight changes; where there is none, the
+    weight is rounded as it is, and the report says why. Weights are looked at before the first is replaced: an error in
+    what is given names the module, and leaves the model as it was.
 
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
     that cannot be used.
@@ -80,7 +86,7 @@ def quantize_(
     if isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json")):
         config = QuantPlan.load(config)
     chosen = QuantConfig() if config is None else cast(Configs, config)
-    wishes = Wishes(chosen, filter_fn, act, lm_head, per_row_if_indivisible)
+    wishes = Wishes(chosen, filter_fn, act, lm_head, embeddings, per_row_if_indivisible)
     planned = plan(model, wishes)
     inputs = as_inputs(calibration)
     rows: Rows = {entry.names: [_dense_row(entry)] if entry.reason else [] for entry in planned}
@@ -101,10 +107,13 @@ def quantize_(
 
         layers = {entry.names: quantized(entry, data) for entry, data in _with_data(model, calibrated, inputs)}
         calibrated.clear()
-        _replace_all(model, layers)
+        for names, layer in layers.items():
+            replace_module(model, names, layer)
         columns.fold_()
         while others:  # one after the other, so that each dense layer can go
-            _replace_all(model, {others[0].names: quantized(others.popleft(), None)})
+            entry = others.popleft()
+            replace_planned(model, entry, quantized(entry, None))
+            del entry
     _tell_transformers(model)
     return QuantizationReport(tuple(chain.from_iterable(rows.values())), fuse_(model) if fuse else ())
 
@@ -167,6 +176,8 @@ def _quantized(
     with naming(entry.names[0]):
         if is_experts(entry.module):
             return _quantized_experts(entry, config, device)
+        if isinstance(entry.module, nn.Embedding):
+            return _quantized_embedding(entry, entry.module, config, device)
         linear = cast(nn.Linear, entry.module)
         rounding = replace(config, method="rtn") if _is_awq(entry) else config  # of a weight that is scaled before
         scales = columns.of.get(entry.names[0]) if columns else None
@@ -175,6 +186,16 @@ def _quantized(
     note = columns.notes.get(entry.names[0], "") if columns else ""
     row = _row(_name(entry), config, [layer], change, _bytes(linear))
     return layer.train(linear.training), [replace(row, note=note)]
+
+
+def _quantized_embedding(
+    entry: Planned, dense: nn.Embedding, config: QuantConfig, device: torch.device | str | None
+) -> tuple[LowbitEmbedding, list[LayerReport]]:
+    """Returns a low-bit embedding, and its row of the report."""
+    layer, change = quantized_layer(dense.weight, None, entry.specs[0], config, None, device)
+    embedding = LowbitEmbedding.from_packed(layer.packed).in_place_of(dense)
+    name = " = ".join((*entry.names, *entry.tied))
+    return embedding, [_row(name, config, [embedding], change, _bytes(dense))]
 
 
 def _quantized_experts(
@@ -198,7 +219,7 @@ def _quantized_experts(
     return LowbitExperts(dense, *layers), rows
 
 
-def _row(name: str, config: QuantConfig, layers: Sequence[LowbitLinear], change: Change, before: int) -> LayerReport:
+def _row(name: str, config: QuantConfig, layers: Sequence[PackedModule], change: Change, before: int) -> LayerReport:
     spec = layers[0].spec
     columns = "row" if spec.group_size is None else str(spec.group_size)
     form = f"{spec.weight} per {columns}, {config.method}"
@@ -208,7 +229,7 @@ def _row(name: str, config: QuantConfig, layers: Sequence[LowbitLinear], change:
 
 def _dense_row(entry: Planned) -> LayerReport:
     size = _bytes(entry.module)
-    if isinstance(entry.module, LowbitLinear):
+    if isinstance(entry.module, PackedModule):
         spec = entry.module.spec
         return LayerReport(_name(entry), (spec.n, spec.k), spec.weight, size, size, reason=entry.reason)
     matrix = matrix_of(entry.module)
@@ -224,14 +245,6 @@ def _name(entry: Planned) -> str:
 def _bytes(module: nn.Module) -> int:
     tensors: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _replace_all(model: nn.Module, layers: Mapping[tuple[str, ...], nn.Module]) -> None:
-    """Put each module where the model holds the module of these names."""
-    for names, layer in layers.items():
-        for name in names:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
 
 
 def _tell_transformers(model: nn.Module) -> None:

@@ -56,9 +56,7 @@ def _with_offsets(
 ) -> Imported:
     """Returns the weight d sc q - dmin m, of (d, sc) and (dmin, m)."""
     (d, sc), (dmin, m) = scales, offsets
-    return Imported(
-        weight, codes, sc, offsets=m, scale_code=code, scale_scales=floats(d), offset_scales=-floats(dmin)
-    )
+    return Imported(weight, codes, sc, offsets=m, scale_code=code, scale_scales=floats(d), offset_scales=-floats(dmin))
 
 
 def _six_bits(groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,193 @@
+"""`PackedModule`: a module whose weight is packed in low-bit codes, whatever it does with it.
+
+The tensors of the packed weight are buffers with the names of `spec.tensors`: codes, scales, zeros, bias. There is no
+dense weight: `module.weight` is None. The spec travels in the state dictionary as extra state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import assume_constant_result, is_compiling
+
+from lowbit.dialect.errors import PackError, SpecError
+from lowbit.dialect.spec import MatmulSpec, interned
+from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib import saved_weight
+from lowbit.pylib.matmul import Matmul, compile, this_machine
+from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.torch_types import stored_type
+
+_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dictionary
+
+
+class PackedModule(nn.Module):
+    """Holds the tensors of a packed weight: moves, copies, saves, loads and checks them, and multiplies by them.
+
+    spec   what the weight is, and what a matmul with it computes
+    """
+
+    spec: MatmulSpec
+    codes: Tensor
+    _last_packed: PackedWeight | None
+    _last_matmul: tuple[torch.device, Matmul] | None
+
+    def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
+        nn.Module.__init__(self)  # that of nn.Linear would allocate a dense weight
+        self.register_parameter("weight", None)
+        self._hold(spec, tensors)
+
+    def _hold(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
+        """Take a weight's tensors for buffers."""
+        self.spec = interned(spec)
+        self._spec_text = json.dumps(spec.to_dict())  # torch.compile takes no spec as a constant
+        self._slots = tuple(slot.name for slot in spec.tensors)
+        self._buffers.clear()
+        for slot in spec.tensors:
+            self.register_buffer(slot.name, tensors[slot.name])
+        self._last_matmul = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was made of the buffers: they are others now."""
+        self._last_packed = None
+
+    @classmethod
+    def empty(cls, spec: MatmulSpec, device: torch.device | str | None = None) -> Self:
+        """Returns a module of zeros to load a state dictionary into; on "meta" it takes no memory, and is loaded with
+        `assign=True`."""
+        if not isinstance(cast(object, spec), MatmulSpec):
+            raise SpecError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(n=64, k=256, weight='u4')")
+        return cls(spec, {s.name: _zeros(s, device) for s in spec.tensors})
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as `PackedWeight`, which shares the buffers."""
+        tensors = {slot.name: getattr(self, slot.name) for slot in self.spec.tensors}
+        last = self._last_packed
+        if last is None or any(a is not b for a, b in zip(last.tensors, tensors.values())):
+            last = self._last_packed = PackedWeight(self.spec, tensors)
+        return last
+
+    @property
+    def matmul(self) -> Matmul:
+        """The matmul for the device of the buffers, which is compiled when it is first needed."""
+        device = self.codes.device
+        last = self._last_matmul
+        if last is None or last[0] != device:
+            last = self._last_matmul = device, _matmul_on(self.spec, device.type, device.index)
+        return last[1]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Returns x W^T [..., n], and the bias added if there is one, for x [..., k] in the act type."""
+        if is_compiling():  # a graph holds the matmul as text; the operator checks x when the graph runs
+            device = self.codes.device
+            tensors = [getattr(self, name) for name in self._slots]
+            kernel = _description(self._spec_text, device.type, device.index)
+            return torch.ops.lowbit.matmul.packed(x, tensors, kernel)
+        return self.matmul(x, self.packed)
+
+    def dequantize(self) -> Tensor:
+        """Returns the weight [n, k] in the act type."""
+        return self.matmul.dequantize(self.packed)
+
+    def check(self) -> None:
+        """Check buffers that were set one by one as those of a file are checked, and lay them out for kernels.
+
+        Raises PackError for a shape, a type or a value that kernels can't read. Buffers on meta are left alone.
+        """
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self._slots}
+        if any(tensor.is_meta for tensor in tensors.values()):
+            return
+        _, checked = saved_weight.read({**tensors, saved_weight.SPEC: self.get_extra_state()}, self.spec)
+        for name, tensor in checked.items():
+            setattr(self, name, tensor)
+        self._forget()
+
+    def reset_parameters(self) -> None:
+        """Does nothing: there are no parameters, and a packed weight has no random start."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the buffers and keep their types; what others have added to the module goes torch's way."""
+        moved = {name: buffer if buffer is None else _moved(buffer, fn) for name, buffer in self._buffers.items()}
+        self._buffers.clear()
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(moved)
+        self._forget()
+        return self
+
+    # -- saving and loading
+
+    def get_extra_state(self) -> Tensor:
+        """Returns the spec as JSON in bytes, which every format of files can hold."""
+        return saved_weight.write_spec(self.spec)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Does nothing: the state has been compared with the spec by `_load_from_state_dict`."""
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: Any
+    ) -> None:
+        """Check tensors as kernels will read them before torch copies or assigns them."""
+        error_msgs: list[str] = rest[2]
+        names = [slot.name for slot in self.spec.tensors]
+        if all(prefix + name in state_dict for name in (*names, _EXTRA_STATE)):
+            tensors = {name: state_dict[prefix + name] for name in names}
+            tensors[saved_weight.SPEC] = state_dict[prefix + _EXTRA_STATE]
+            try:
+                _, checked = saved_weight.read(tensors, self.spec)
+            except PackError as error:
+                error_msgs.append(f"{prefix.removesuffix('.') or 'the layer'}: {error}")
+                return
+            state_dict.update({prefix + name: tensor for name, tensor in checked.items()})
+            self._make_room(checked)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        self._forget()
+
+    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Gives buffers of a free length that of the tensors which torch is about to copy into them."""
+        for slot in self.spec.tensors:
+            buffer, shape = getattr(self, slot.name), tensors[slot.name].shape
+            if buffer.shape != shape:
+                setattr(self, slot.name, buffer.new_empty(shape))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last_packed": None, "_last_matmul": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.spec = interned(self.spec)
+
+
+def _zeros(slot: TensorSlot, device: torch.device | str | None) -> Tensor:
+    """Returns a tensor of zeros for a slot; of outliers, as few as there can be."""
+    return torch.zeros(slot.least_shape, dtype=stored_type(slot.storage), device=device)
+
+
+def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns a buffer where `fn` moves it to, in its own type: torch converts floats only, so it gets to see bytes."""
+    as_bytes = buffer.view(torch.uint8)
+    moved = fn(as_bytes)
+    if moved.dtype is not torch.uint8:
+        moved = as_bytes.to(moved.device)
+    return buffer if moved is as_bytes else moved.view(buffer.dtype)
+
+
+def _matmul_on(spec: MatmulSpec, device: str, index: int | None) -> Matmul:
+    """Returns the matmul for tensors on a device."""
+    if device != "cuda":
+        return compile(spec, "cpu")
+    with torch.cuda.device(index):
+        return compile(spec, this_machine())
+
+
+@assume_constant_result
+def _description(spec: str, device: str, index: int | None) -> str:
+    """Returns the matmul of a spec, given as JSON, as text: a constant to torch.compile."""
+    return _matmul_on(MatmulSpec.from_dict(json.loads(spec)), device, index).description
