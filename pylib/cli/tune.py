@@ -33,7 +33,10 @@ def tune(
     acts: Annotated[str, typer.Option(help="Types of x.")] = "f16",
     zeros: Annotated[str, typer.Option(help="Kinds of zero points.")] = "none",
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it, as x.")] = None,
-    preset: Annotated[str | None, typer.Option(help="What the tables that come with lowbit have: decode.")] = None,
+    compute: Annotated[str, typer.Option(help="Types in which x is multiplied: none (as x is), f8e4m3, i8.")] = "none",
+    preset: Annotated[
+        str | None, typer.Option(help="What the tables that come with lowbit have: decode, prefill, eight_bit.")
+    ] = None,
     candidates: Annotated[int | None, typer.Option(help="Schedules per matmul and token tile.", min=1)] = None,
     seconds: Annotated[float, typer.Option(help="For all: less time, fewer candidates each.", min=1)] = math.inf,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes that compile.", min=1)] = None,
@@ -53,6 +56,8 @@ def tune(
 
       lowbit tune 8192x8192 8192x28672 -w nf4 -g 64 -m 1,16 --acts f16,bf16
 
+      lowbit tune 8192x8192 -m 512,1024,8192 --compute none,f8e4m3
+
       lowbit tune --preset decode --seconds 480
 
       lowbit tune --check nvidia_h200.json          how good is what a matmul gets that is not in the table?
@@ -67,7 +72,7 @@ def tune(
         return
     work = _preset(preset) if preset else []
     if names or not preset:
-        work += _problems(names, weights, group_sizes, tokens, acts, zeros, scale)
+        work += _problems(names, weights, group_sizes, tokens, acts, zeros, scale, compute)
     _tune(list(dict.fromkeys(work)), candidates, seconds, jobs, output, log)
 
 
@@ -92,7 +97,14 @@ def _preset(name: str) -> list[Problem]:
 
 
 def _problems(
-    names: list[str], weights: str, group_sizes: str, tokens: str, acts: str, zeros: str, scale: str | None
+    names: list[str],
+    weights: str,
+    group_sizes: str,
+    tokens: str,
+    acts: str,
+    zeros: str,
+    scale: str | None,
+    compute: str,
 ) -> list[Problem]:
     from lowbit.pylib.tune import models
     from lowbit.pylib.tune import session as tuner
@@ -101,7 +113,8 @@ def _problems(
         raise SpecError("lowbit tune needs shapes: sizes such as 4096x11008, models or their layers, or --preset")
     groups = [None if size == "row" else _integer("--group-sizes", size) for size in _list(group_sizes)]
     tiles = [_integer("--tokens", tile) for tile in _list(tokens)]
-    return tuner.problems(models.shapes(names), _list(weights), groups, tiles, _list(acts), _list(zeros), scale)
+    more = _list(acts), _list(zeros), scale, _list(compute)
+    return tuner.problems(models.shapes(names), _list(weights), groups, tiles, *more)
 
 
 def _tune(
@@ -120,6 +133,7 @@ def _tune(
     from lowbit.pylib.tune import session as tuner
 
     gpu, target = tuner.this_gpu()
+    work = tuner.with_kernels(work, target)
     path = output or schedules.user_file(gpu)
     table = read_table(path) if path.exists() else Table(gpu, target.capability, tuner.MADE, {})
     if table.gpu != gpu:
