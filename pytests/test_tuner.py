@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -466,7 +467,7 @@ def test_presets() -> None:
     assert max(p.tile for p in prefill) == 8192 and {p.spec.act for p in prefill} == {"f16", "bf16"}
     assert tuner.with_kernels(prefill, HOPPER) == prefill
     assert {p.spec.compute for p in eight_bit} == {"f8e4m3", "i8"} and tuner.with_kernels(eight_bit, HOPPER)
-    with pytest.raises(SpecError, match="--preset 'encode' must be one of decode, prefill, eight_bit"):
+    with pytest.raises(SpecError, match="--preset 'encode' must be one of decode, prefill, unknown, eight_bit"):
         models.preset("encode")
 
 
@@ -684,6 +685,32 @@ def test_first_calls_on_the_command_line(clock: Bench, tmp_path: Path) -> None:
     )
     assert f"worst {worst:.3f}" in result.stderr and "of 3 within 10%" in result.stderr
     assert tune_check.GOOD == 1.1
+
+
+def test_first_calls_of_sizes_that_no_table_has(clock: Bench, tmp_path: Path) -> None:
+    """What is chosen is timed beside the winner of a search, and nothing is written into the user's table."""
+    file = tmp_path / "first_calls.json"
+    options = ("-g", "row", "-m", "1", "--candidates", 4, "--jobs", 1, "-o", file)
+    result = lowbit("tune", "--check", "64x1024", "64x1152", *options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert found["gpu"] == "NVIDIA H200" and [call["k"] for call in found["calls"]] == [1024, 1152]
+    ratios = []
+    for call in found["calls"]:
+        spec = MatmulSpec(call["n"], call["k"], "u4")
+        chosen = schedule_for(spec, 1, HOPPER)
+        assert call["microseconds"] == Bench.truth(Problem(spec, 1), chosen) >= call["best_microseconds"]
+        ratios.append(call["microseconds"] / call["best_microseconds"])
+    assert "of 2 within 10%" in result.stderr and f"worst {max(ratios):.3f}" in result.stderr
+    assert not schedules.user_file("NVIDIA H200").exists()
+
+
+def test_the_unknown_sizes_are_in_no_table() -> None:
+    known = {(key.n, key.k) for table in shipped_tables() for key in table.entries}
+    work = tuner.preset_problems("unknown")
+    assert not {(p.spec.n, p.spec.k) for p in work} & known and len({(p.spec.n, p.spec.k) for p in work}) == 10
+    kinds = {(p.spec.weight, p.spec.group_size) for p in work}
+    assert kinds == {("u4", 128), ("u4", 32), ("f6e3m2", None)} and tuner.with_kernels(work, HOPPER) == work
 
 
 def test_wrong_use_of_the_command(clock: Bench, tmp_path: Path) -> None:

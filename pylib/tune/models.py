@@ -73,6 +73,18 @@ BETWEEN = (  # sizes that fill the multiprocessors otherwise than those of the m
     "12288x12288",
     "16384x6144",
 )
+UNKNOWN = (  # sizes of models that no table has
+    "24576x4096",
+    "37888x3584",
+    "3584x18944",
+    "7168x2048",
+    "43008x5376",
+    "5376x21504",
+    "19456x2560",
+    "2560x9728",
+    "7168x7168",
+    "18432x7168",
+)
 FORMATS = ("u8", "f8e4m3", "u6", "f6e3m2", "u5", "u3", "u2", "u1", "nf4", "f4e2m1")
 PRESETS = {  # the most important first: a session may be short
     "decode": (
@@ -90,6 +102,12 @@ PRESETS = {  # the most important first: a session may be short
         Part(PREFILL, ("u8", "f6e3m2", "nf4"), (128, 512, 2048)),
         Part(PREFILL, ("u4",), (128, 512, 2048), zeros=("int", "float")),
         Part(PREFILL, ("u4",), (128, 512, 2048), group_sizes=(32, None)),
+    ),
+    "unknown": (
+        Part(UNKNOWN, ("u4",), (1, 16)),
+        Part(UNKNOWN, ("f6e3m2",), (1, 16), group_sizes=(None,)),
+        Part(UNKNOWN, ("u4",), (1, 16), group_sizes=(32,)),
+        Part(UNKNOWN, ("u4",), (8, 64, 128)),
     ),
     "eight_bit": (
         Part(PREFILL, ("u4",), (8, 16, 32, 64, *MANY), computes=("f8e4m3", "i8")),

@@ -149,6 +149,16 @@ class Progress(Protocol):
         ...
 
 
+class Silent:
+    """Progress that nobody wants to know."""
+
+    def start(self, problems: int) -> None: ...
+
+    def timed(self, problem: Problem, count: int) -> None: ...
+
+    def finished(self, problem: Problem, entry: Entry | None, first: float, timed: int) -> None: ...
+
+
 class Measures(Protocol):
     """What needs a GPU. Raises Failed for a schedule that can't be measured."""
 
