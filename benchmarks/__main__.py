@@ -24,7 +24,7 @@ def _log(line: str) -> None:
 @app.command()
 def run(
     plan: Annotated[
-        str | None, typer.Argument(help="decode, smoke, or a TOML file: parts with any of the options below.")
+        str | None, typer.Argument(help="decode, prefill, smoke, or a TOML file: parts with the options below.")
     ] = None,
     shapes: Annotated[
         str | None, typer.Option(help="issue, squares, a model, a layer, or sizes as 4096x11008.")
@@ -32,11 +32,13 @@ def run(
     formats: Annotated[str | None, typer.Option(help="Weights: u4,i3,f6e3m2,nf4 ...")] = None,
     m: Annotated[str | None, typer.Option("--m", "-m", help="Numbers of tokens: 1,8,16.")] = None,
     peers: Annotated[
-        str | None, typer.Option(help="lowbit,humming,gemlite,tinygemm,bitsandbytes,torch-fp8; or all.")
+        str | None, typer.Option(help="lowbit,lowbit+quantize,torch-fp8,humming,fbgemm,gemlite ...; or all.")
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Columns per scale; 0: one scale per row.")] = None,
     zeros: Annotated[str | None, typer.Option(help="none, int or float.")] = None,
     act: Annotated[str | None, typer.Option(help="f16 or bf16.")] = None,
+    compute: Annotated[str | None, typer.Option(help="Types in which x is multiplied: none,f8e4m3,i8.")] = None,
+    energy: Annotated[str | None, typer.Option(help="Numbers of tokens whose energy counts: 512,4096.")] = None,
     eager: Annotated[bool | None, typer.Option(help="Time eager calls, too.")] = None,
     sustained: Annotated[bool | None, typer.Option(help="Time what never rests, too.")] = None,
     out: Annotated[
@@ -53,12 +55,13 @@ def run(
     from benchmarks.peers import PEERS
     from benchmarks.results import Results
 
-    lists = {"shapes": shapes, "formats": formats, "peers": peers}
+    lists = {"shapes": shapes, "formats": formats, "peers": peers, "compute": compute}
     given: dict[str, Any] = {name: text.split(",") for name, text in lists.items() if text is not None}
     if given.get("peers") == ["all"]:
         given["peers"] = list(PEERS)
-    if m is not None:
-        given["m"] = [int(each) for each in m.split(",")]
+    for name, numbers in (("m", m), ("energy", energy)):
+        if numbers is not None:
+            given[name] = [int(each) for each in numbers.split(",")]
     single = {"group_size": group_size, "zeros": zeros, "act": act, "eager": eager, "sustained": sustained}
     given |= {name: value for name, value in single.items() if value is not None}
     plans = Plan.read(PLANS.get(plan, Path(plan)), given) if plan else [Plan.of(given)]
@@ -94,6 +97,19 @@ def plot(
 def publish(file: File, root: Annotated[Path, typer.Option(help="The repository.")] = Path()) -> None:
     """Write the tables into README.md and docs/benchmarks.md, between their marks, and the figures into docs/img."""
     from benchmarks.publish import publish as write
+    from benchmarks.results import Results
+
+    for path in write(Results.read(file), root):
+        print(path)
+
+
+@app.command()
+def publish_prefill(
+    file: Annotated[Path, typer.Argument(help="What `run prefill` has written.")],
+    root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Write what many tokens take into README.md and docs/benchmarks.md, between their marks, and draw figures."""
+    from benchmarks.prefill_page import publish as write
     from benchmarks.results import Results
 
     for path in write(Results.read(file), root):

@@ -23,6 +23,7 @@ class Case:
     group_size: int | None = 128
     zeros: str = "none"
     act: str = "f16"
+    compute: str | None = None
 
     @property
     def n(self) -> int:
@@ -39,13 +40,14 @@ class Case:
     @property
     def spec(self) -> MatmulSpec:
         """As this compiler takes it; scales in the activations' type. Raises SpecError for what is no format."""
-        choices: dict[str, Any] = {"zeros": self.zeros, "act": self.act, "scale": self.act}
+        choices: dict[str, Any] = {"zeros": self.zeros, "act": self.act, "scale": self.act, "compute": self.compute}
         return MatmulSpec(n=self.n, k=self.k, weight=self.weight, group_size=self.group_size, **choices)
 
     def __str__(self) -> str:
         group = f"g{self.group_size}" if self.group_size else "per row"
         zeros = "" if self.zeros == "none" else f", {self.zeros} zeros"
-        return f"{self.weight} {group}{zeros}, {self.act}, {self.n} x {self.k}"
+        compute = f" in {self.compute}" if self.compute else ""
+        return f"{self.weight} {group}{zeros}, {self.act}{compute}, {self.n} x {self.k}"
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,13 @@ class Plan:
     shapes       names that `benchmarks.shapes` knows
     formats      weights, as MatmulSpec names them
     m            numbers of tokens
-    peers        of `benchmarks.peers.PEERS`; cuBLAS's f16 and the read floor are always measured
+    peers        of `benchmarks.peers.PEERS`; cuBLAS in the type of x is always measured
     group_size   columns per scale; 0: one scale per row
+    compute      types in which x is multiplied, as MatmulSpec names them; "none": as it is
     eager        whether to time calls from Python, too
     sustained    whether to time, too, what a GPU does that never rests
+    energy       numbers of tokens for which to measure what a call takes of it, too
+    floor        whether to time what only reading the weight takes
     """
 
     shapes: tuple[str, ...] = ("issue",)
@@ -68,8 +73,11 @@ class Plan:
     group_size: int = 128
     zeros: str = "none"
     act: str = "f16"
+    compute: tuple[str, ...] = ("none",)
     eager: bool = True
     sustained: bool = False
+    energy: tuple[int, ...] = ()
+    floor: bool = True
 
     @staticmethod
     def of(choices: dict[str, Any]) -> Plan:
@@ -94,9 +102,10 @@ class Plan:
     def cases(self) -> list[Case]:
         """Shape by shape. Raises SpecError for an unknown shape, format or option."""
         found = [
-            Case(shape, weight, self.group_size or None, self.zeros, self.act)
+            Case(shape, weight, self.group_size or None, self.zeros, self.act, None if compute == "none" else compute)
             for shape in shapes(list(self.shapes))
             for weight in self.formats
+            for compute in self.compute
         ]
         for case in found:
             _ = case.spec

@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, Plan
+from benchmarks.energy import energy_counter, energy_per_call
 from benchmarks.environment import clocks
 from benchmarks.peers import PEERS, Layer, Peer
 from benchmarks.peers.peer import Call
@@ -31,6 +33,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing
 
+ROWS_CHECKED = 1024  # of y
 ROWS_AT_ONCE = 4096  # of a weight that is multiplied in float64
 EAGER_SECONDS = 0.1
 PEAK = Case(Shape("peak", 8192, 8192), "u4")  # with m = 8192: what the tensor cores can do, as cuBLAS has it
@@ -86,7 +89,8 @@ def _run_plan(plan: Plan, peers: Sequence[Peer], to: Run) -> None:
     prepare(jobs, to.log)
     _measure_peak(plan, to)
     for (peer, case), wanted in todo.items():
-        _measure_floor(case, to)
+        if plan.floor:
+            _measure_floor(case, to)
         if wanted:
             _measure_peer(peer, case, wanted, plan, to)
             gc.collect()
@@ -102,7 +106,7 @@ def _peer(name: str) -> Peer:
 def _key(peer: str, case: Case, m: int) -> Record:
     """What tells measurements apart. cuBLAS's matmul is the same for all formats, so it has none."""
     same = {"peer": peer, "n": case.n, "k": case.k, "m": m, "act": case.act}
-    weight = {"weight": case.weight, "group_size": case.group_size, "zeros": case.zeros}
+    weight = {name: getattr(case, name) for name in ("weight", "group_size", "zeros", "compute")}
     return same | (dict.fromkeys(weight) if peer == "torch" else weight)
 
 
@@ -140,7 +144,7 @@ def _bench(peer: Peer, case: Case) -> Bench | Exception:
 
 def _measure(bench: Bench, m: int, plan: Plan) -> Record:
     try:
-        return bench.measure(m, plan.eager, plan.sustained)
+        return bench.measure(m, plan.eager, plan.sustained, m in plan.energy)
     except Exception as error:
         return _failed(error)
 
@@ -174,7 +178,7 @@ class Bench:
         count = timing.copies_needed(self.layer.bytes)
         self.calls = [self.layer.call, *(self.layer.clone() for _ in range(count - 1))]
 
-    def measure(self, m: int, eager: bool = True, sustained: bool = False) -> Record:
+    def measure(self, m: int, eager: bool = True, sustained: bool = False, energy: bool = False) -> Record:
         """Check, then time, for m tokens; a wrong result has no times."""
         torch.manual_seed(m)
         x = torch.randn(m, self.case.k, device="cuda").to(TORCH[self.case.act])
@@ -183,17 +187,30 @@ class Bench:
         y = self.layer.call(x)
         torch.cuda.synchronize()
         first = time.perf_counter() - start
-        errors = [relative_error(y, x, self.weight), relative_error(self.calls[-1](x), x, self.weight)]
+        errors = self._errors(x, y, self.calls[-1](x))
         right = all(error < self.layer.deviation for error in errors)  # not so for NaN
         found: Record = {"label": self.layer.label, "bytes": self.layer.bytes, "first_call_s": first}
         found |= {"error": None if any(map(math.isnan, errors)) else max(errors), "right": right}
-        if right:
-            calls = [partial(call, x) for call in self.calls]
-            found |= _times(timing.graph_time(calls))
-            if sustained:
-                found["sustained_us"] = timing.sustained_time(calls).median
-            if eager:
-                found["eager_us"] = eager_time(self.calls, x)
+        return found | (self._speed(x, m, eager, sustained, energy) if right else {})
+
+    def _errors(self, x: Any, *outputs: Tensor) -> list[float]:
+        """How far outputs are off, each by `relative_error`; of many tokens some are looked at, from first to last."""
+        numbers = self.layer.numbers(x)
+        m = len(numbers)
+        at = torch.linspace(0, m - 1, min(m, ROWS_CHECKED), dtype=torch.float64).long()
+        return [relative_error(y[at], numbers[at], self.weight) for y in outputs]
+
+    def _speed(self, x: Any, m: int, eager: bool, sustained: bool, energy: bool) -> Record:
+        """x and y of many tokens defeat the L2 cache as well as copies of the weight do."""
+        moved = self.layer.bytes + 2 * m * (self.case.n + self.case.k)
+        calls = [partial(call, x) for call in self.calls[: timing.copies_needed(moved)]]
+        found = _times(timing.graph_time(calls))
+        if sustained:
+            found["sustained_us"] = timing.sustained_time(calls).median
+        if energy and (read := energy_counter()):
+            found["millijoules"] = energy_per_call(calls, read)
+        if eager:
+            found["eager_us"] = eager_time(self.calls, x)
         return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from lowbit.pylib.tune.models import MODELS
 
 COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
     "lowbit": "#0072B2",
+    "lowbit+quantize": "#6A51A3",
     "torch": "#3C3C3C",
     "torch-fp8": "#56B4E9",
     "humming": "#E69F00",
+    "fbgemm": "#8C510A",
     "gemlite": "#009E73",
     "tinygemm": "#CC79A7",
     "bitsandbytes": "#D55E00",
@@ -29,6 +32,8 @@ COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
 NAMES = {
     "torch": "cuBLAS f16",
     "torch-fp8": "cuBLAS fp8",
+    "lowbit+quantize": "lowbit, with quantizing x",
+    "fbgemm": "FBGEMM GenAI",
     "humming": "Humming",
     "gemlite": "GemLite",
     "tinygemm": "tinygemm (bf16)",
@@ -62,6 +67,22 @@ STYLE = {
     "svg.hashsalt": "lowbit",
     "savefig.bbox": "tight",
 }
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a sweep has on its second axis: a label, the value of a measurement, and whether to draw its logarithm."""
+
+    label: str
+    value: Callable[[Record], float | None]
+    log: bool
+
+
+MICROSECONDS = Quantity("µs per call", lambda r: r["us"], log=True)
+TERAFLOPS = Quantity("TFLOP/s", lambda r: _point(r)[1], log=False)
+TOKENS_PER_JOULE = Quantity(
+    "tokens per joule", lambda r: 1e3 * r["m"] / r["millijoules"] if "millijoules" in r else None, log=False
+)
 Bars = Mapping[str, Mapping[int, float]]  # method -> place -> height
 
 
@@ -81,7 +102,7 @@ def plot(results: Results, folder: Path) -> list[Path]:
             if len(_layers(results, weight, m)) >= MANY_LAYERS:
                 name = f"layers_{weight['weight']}_m{m}"
                 figures[name] = lambda w=weight, m=m: layer_speedups(results, w, m)
-    return [_save(folder / f"{name}.svg", draw, results) for name, draw in figures.items()]
+    return [save(folder / f"{name}.svg", draw, results) for name, draw in figures.items()]
 
 
 def format_speedups(results: Results, m: int) -> Any:
@@ -181,8 +202,8 @@ def _limit(results: Results, weight: Record, n: int, k: int, m: int) -> float | 
     return torch["us"] / floor["us"] if floor and torch else None
 
 
-def sweep(results: Results, weight: Record) -> Any:
-    """Microseconds over the number of tokens, a panel per size; the floor as a line below."""
+def sweep(results: Results, weight: Record, what: Quantity = MICROSECONDS) -> Any:
+    """A quantity over the number of tokens, a panel per size; below microseconds the floor as a line."""
     shapes = plain_sizes(results, weight)
     columns = min(2, len(shapes))
     figure, axes = _grid(-(-len(shapes) // columns), columns, width=4.3 * columns, height=2.8)
@@ -190,18 +211,22 @@ def sweep(results: Results, weight: Record) -> Any:
         tokens = tokens_of(results, weight, (n, k))
         for method in sorted(methods(results, weight), key=list(COLOURS).index):
             found = {m: find(results, method, weight, n=n, k=k, m=m) for m in tokens}
-            line = {m: r["us"] for m, r in found.items() if r}
-            _line(axis, method, list(line), list(line.values()))
+            line = {m: value for m, r in found.items() if r and (value := what.value(r)) is not None}
+            if line:
+                _line(axis, method, list(line), list(line.values()))
         floor = find(results, "floor", weight, n=n, k=k)
-        if floor:
+        if floor and what is MICROSECONDS:
             axis.axhline(floor["us"], color=GREY, linewidth=1.2, linestyle=(0, (4, 2)), label=FLOOR)
         axis.set_title(f"{n} × {k}")
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
         axis.set_xticks(tokens, [str(m) for m in tokens])
-        _log_ticks(axis.yaxis)
+        if what.log:
+            axis.set_yscale("log")
+            _log_ticks(axis.yaxis)
+        else:
+            axis.set_ylim(bottom=0)
         axis.set_xlabel("tokens (m)")
-        axis.set_ylabel("µs per call")
+        axis.set_ylabel(what.label)
     for axis in axes[len(shapes) :]:
         axis.set_visible(False)
     _legend(figure)
@@ -296,7 +321,8 @@ def style() -> Iterator[None]:
         yield
 
 
-def _save(path: Path, draw: Callable[[], Any], results: Results) -> Path:
+def save(path: Path, draw: Callable[[], Any], results: Results) -> Path:
+    """Draws a figure into a file, with a line that says where its numbers were measured."""
     with style():
         figure = draw()
         figure.supxlabel(describe(results.environment), fontsize=6.5, color=GREY, x=0.99, ha="right")

@@ -2,11 +2,13 @@
 
 The file is rewritten after every measurement, by a rename, so that it is whole at any time. A measurement has
 
-    peer, weight, group_size, zeros, act, n, k, m     what was measured; together they are its key
+    peer, weight, group_size, zeros, act, compute,    what was measured; together they are its key (compute: None or the
+    n, k, m                                           type of 8 bits in which x is multiplied)
     shape, label                                      the shape's name, and what exactly the peer ran
     right, error                                      relative error in the Frobenius norm
     us, best_us, worst_us                             per call in a CUDA graph, after a rest: median, least and most
     sustained_us                                      median of a GPU that never rests
+    millijoules                                       per call, of a GPU that never rests
     eager_us                                          per eager call, one after the other
     bytes                                             of the packed weight
     prepare_s, first_call_s                           making the layer; the first call with this m
@@ -25,7 +27,7 @@ from typing import Any
 from lowbit.dialect.errors import SpecError
 
 Record = dict[str, Any]
-KEY = ("peer", "weight", "group_size", "zeros", "act", "n", "k", "m")
+KEY = ("peer", "weight", "group_size", "zeros", "act", "compute", "n", "k", "m")
 SAME = ("gpu", "driver", "sources")  # what must not change within a file
 
 
@@ -79,7 +81,7 @@ class Results:
 
     def add(self, record: Record) -> None:
         """Keep a measurement, on disk too, in place of an earlier one of the same."""
-        key = {name: record[name] for name in KEY}
+        key = {name: record.get(name) for name in KEY}
         self.measurements = [r for r in self.measurements if not _matches(r, key)]
         self.measurements.append(record)
         if self.path is not None:
@@ -97,7 +99,7 @@ class Results:
 
     def over_floor(self, record: Record, time: str = "us") -> float | None:
         """Times as long as reading the weight in this compiler's packing takes; None without either."""
-        same = {name: record[name] for name in ("weight", "group_size", "zeros", "act", "n", "k")}
+        same = {name: record.get(name) for name in ("weight", "group_size", "zeros", "act", "compute", "n", "k")}
         floor = self.find(peer="floor", **same)
         return record[time] / floor["us"] if floor and "us" in floor and time in record else None
 

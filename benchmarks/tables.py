@@ -9,7 +9,7 @@ from benchmarks.results import Record, Results
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.pylib.tune.models import MODELS
 
-WEIGHT = ("weight", "group_size", "zeros", "act")
+WEIGHT = ("weight", "group_size", "zeros", "act", "compute")
 NOT_METHODS = ("floor", "peak")
 MAIN_TOKENS = (1, 8, 16, 32, 64)
 
@@ -40,9 +40,7 @@ def tables(results: Results) -> str:
         parts += [f"### Layers of models, {title(weights[0])}", layers]
     if weights and (eager := eager_table(results, weights[0])):
         parts += [f"### Eager calls, m = 1, {title(weights[0])}", eager]
-    if notes := _notes(results):
-        parts.append("\n".join(["Not measured:", "", *(f"- {note}" for note in notes)]))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *notes(results)])
 
 
 def summary(results: Results) -> str:
@@ -81,19 +79,20 @@ def best_peer(results: Results, weight: Record, n: int, k: int, m: int) -> Recor
 def formats(results: Results) -> list[Record]:
     """The first weight of every format that was measured, in order."""
     found: dict[str, Record] = {}
-    for weight in _weights(results):
+    for weight in weights_of(results):
         found.setdefault(weight["weight"], weight)
     return list(found.values())
 
 
 def variants(results: Results, weight: Record) -> list[Record]:
     """The same format with other groups, zeros or activations."""
-    return [w for w in _weights(results) if w != weight and w["weight"] == weight["weight"]]
+    return [w for w in weights_of(results) if w != weight and w["weight"] == weight["weight"]]
 
 
-def _weights(results: Results) -> list[Record]:
+def weights_of(results: Results) -> list[Record]:
+    """What was measured but for sizes, numbers of tokens and methods, in order."""
     found = [
-        {name: r[name] for name in WEIGHT}
+        {name: r.get(name) for name in WEIGHT}
         for r in results.measurements
         if r["weight"] and r["peer"] != "peak"
     ]
@@ -206,7 +205,8 @@ def _differences(weight: Record, base: Record) -> str:
     parts = [f"{weight['zeros']} zeros"] if weight["zeros"] != base["zeros"] else []
     if weight["group_size"] != base["group_size"]:
         parts.append(f"g{weight['group_size']}" if weight["group_size"] else "a scale per row")
-    return ", ".join(parts + ([weight["act"]] if weight["act"] != base["act"] else []))
+    parts += [weight["act"]] if weight["act"] != base["act"] else []
+    return ", ".join(parts + ([weight["compute"]] if weight["compute"] != base["compute"] else []))
 
 
 def layers_table(results: Results, weight: Record) -> str | None:
@@ -240,7 +240,8 @@ def eager_table(results: Results, weight: Record) -> str | None:
 def title(weight: Record) -> str:
     group = f"groups of {weight['group_size']}" if weight["group_size"] else "one scale per row"
     zeros = "" if weight["zeros"] == "none" else f", {weight['zeros']} zeros"
-    return f"{weight['weight']}, {group}{zeros}, {weight['act']}"
+    compute = f" in {weight['compute']}" if weight["compute"] else ""
+    return f"{weight['weight']}, {group}{zeros}, {weight['act']}{compute}"
 
 
 def _cell(results: Results, peer: str, weight: Record, n: int, k: int, m: int, time: str = "us") -> str:
@@ -254,13 +255,14 @@ def _cell(results: Results, peer: str, weight: Record, n: int, k: int, m: int, t
 def _is(record: Record, weight: Record) -> bool:
     if record["peer"] == "torch":
         return bool(record["act"] == weight["act"])
-    return all(record[name] == weight[name] for name in WEIGHT)
+    return all(record.get(name) == weight[name] for name in WEIGHT)
 
 
-def _notes(results: Results) -> list[str]:
-    """What has no time, and why; formats that a peer lacks for one reason together."""
+def notes(results: Results) -> list[str]:
+    """A list of what has no time, and why; nothing if there is none. Formats that a peer lacks for one reason come
+    together."""
     lacking: dict[tuple[str, str], list[str]] = {}
-    notes = []
+    others = []
     for r in results.measurements:
         if "skipped" in r:
             found = lacking.setdefault((r["peer"], r["skipped"]), [])
@@ -268,6 +270,7 @@ def _notes(results: Results) -> list[str]:
         elif "us" not in r:
             reason = r.get("failed") or f"wrong result, relative error {r['error']}"
             what = [r["peer"], *([r["weight"]] if r["weight"] else []), f"{r['n']} x {r['k']}, m = {r['m']}"]
-            notes.append(f"{', '.join(what)}: {reason}")
+            others.append(f"{', '.join(what)}: {reason}")
     skipped = [f"{peer}, {', '.join(weights)}: {reason}" for (peer, reason), weights in lacking.items()]
-    return sorted(skipped) + notes
+    found = sorted(skipped) + others
+    return ["\n".join(["Not measured:", "", *(f"- {each}" for each in found)])] if found else []

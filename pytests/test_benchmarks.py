@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import chain, cpu, measure, show
+from benchmarks import chain, cpu, measure, prefill_page, show
 from benchmarks.__main__ import app
 from benchmarks.cases import PLANS, Case, Plan
+from benchmarks.energy import count_to_tick
 from benchmarks.floor import Reader, compile_reader, launch_for
 from benchmarks.measure import Run, relative_error
 from benchmarks.peers import PEERS, Job
@@ -28,6 +30,7 @@ from benchmarks.shapes import Shape, shapes
 from benchmarks.tables import summary, tables
 from lowbit.dialect.errors import SpecError
 from lowbit.pylib import MatmulSpec
+from lowbit.pylib.activation import quantize_rows
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import dequantize, random_problem
@@ -109,6 +112,26 @@ def test_plan() -> None:
         Plan.of({"format": ["u4"]})
     with pytest.raises(SpecError):
         Plan.of({"formats": ["u44"]}).cases()
+
+
+def test_a_plan_with_products_of_8_bits() -> None:
+    plan = Plan.of({"shapes": ["4096x4096"], "m": [512], "act": "bf16", "compute": ["none", "f8e4m3"]})
+    plain, eight_bit = plan.cases()
+    assert (str(plain), str(eight_bit)) == ("u4 g128, bf16, 4096 x 4096", "u4 g128, bf16 in f8e4m3, 4096 x 4096")
+    takers = {name for name, peer in PEERS.items() if peer.declines(eight_bit, 512) is None}
+    assert takers == {"torch", "lowbit", "lowbit+quantize", "torch-fp8", "humming", "fbgemm"}
+    assert PEERS["tinygemm"].declines(eight_bit, 512) == "no products in f8e4m3"
+    assert PEERS["lowbit+quantize"].declines(plain, 512) == "products of 8 bits only"
+    assert PEERS["fbgemm"].declines(plain, 512) is None and PEERS["torch-fp8"].declines(plain, 512) == "8 bits only"
+
+
+@pytest.mark.parametrize("compute", ["f8e4m3", "i8"])
+def test_peers_quantize_x_as_it_is_defined(compute: str) -> None:
+    x = torch.randn(5, 64)
+    values, scales = peer_module.quantize_rows(x, compute)
+    exact, exact_scales = quantize_rows(x, compute)
+    torch.testing.assert_close(scales, exact_scales)
+    torch.testing.assert_close(peer_module.numbers_of((values, scales)), exact.float() * exact_scales[:, None])
 
 
 def test_plans_in_files(tmp_path: Path) -> None:
@@ -317,6 +340,70 @@ def test_publish(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("no marks")
     with pytest.raises(SpecError, match="begin"):
         publish(results, tmp_path)
+
+
+def prefill_results() -> Results:
+    """Two sizes with two methods and energy, one size of another weight, and a method that lacks a format."""
+    results = Results(None, ENVIRONMENT)
+    energy = {"millijoules": 50.0}
+    for n, m in product((4096, 8192), (128, 512, 2048)):
+        us = n * 4096 * m / 3.5e8
+        results.add(_record("torch", None, n, 4096, m, us) | {"bytes": 2 * n * 4096} | energy)
+        about = {"bytes": n * 2048, "compute": "f8e4m3"}
+        results.add(_record("lowbit", "u4", n, 4096, m, us / 1.5) | about | (energy if m > 128 else {}))
+    results.add(_record("humming", "u4", 4096, 4096, 128) | {"compute": "f8e4m3", "skipped": "not installed"})
+    results.add(_record("lowbit", "nf4", 8192, 4096, 512, 100.0) | {"bytes": 8192 * 2048})
+    return results
+
+
+def test_prefill_tables() -> None:
+    text = prefill_page.page(prefill_results())
+    ours = next(r for r in prefill_results().measurements if r["peer"] == "lowbit")
+    assert f"| lowbit | {ours['us']:.2f} (1.50x) |" in text
+    headings = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    weight = "u4, groups of 128, f16 in f8e4m3"
+    assert headings == [f"Many tokens: {weight}", "Many tokens: other weights", f"Energy: {weight}"]
+    torch_us = 8192 * 4096 * 512 / 3.5e8
+    assert f"| nf4, groups of 128, f16 | 8192 x 4096 | 100.0 ({torch_us / 100:.2f}) |" in text
+    for method in ("torch", "lowbit"):  # for the numbers of tokens with energy of ours
+        assert f"| {method} | 50.0 (10240) | 50.0 (40960) |" in text
+    assert "- humming, u4: not installed" in text
+    for table in text.split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) <= 1
+
+
+def test_publish_prefill(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install '.[bench]'")
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/benchmarks.md"):
+        (tmp_path / page).write_text(f"before\n{prefill_page.BEGIN}\nold\n{prefill_page.END}\nafter\n")
+    results = prefill_results()
+    results.path = tmp_path / "prefill.json"
+    results.add(results.measurements[0])
+    done = CliRunner().invoke(app, ["publish-prefill", str(results.path), "--root", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    files = {path.name for path in (tmp_path / "docs/img").iterdir()}
+    assert files == {"prefill_rate_u4_f16_f8e4m3.svg", "prefill_energy_u4_f16_f8e4m3.svg"}
+    assert "tokens per joule" in (tmp_path / "docs/img/prefill_energy_u4_f16_f8e4m3.svg").read_text()
+    assert "(img/prefill_rate_u4_f16_f8e4m3.svg)" in (tmp_path / "docs/benchmarks.md").read_text()
+    readme = (tmp_path / "README.md").read_text()
+    assert "m = 512" in readme and "old" not in readme and "nf4" not in readme
+
+
+def test_energy_is_counted_from_tick_to_tick() -> None:
+    """A counter that moves by 30 every third read: steps are counted from the tick that ends one count to the next."""
+    reads = iter(30 * (i // 3) for i in range(1000))
+    clock = count()
+
+    def step() -> None:
+        next(clock)
+
+    now = lambda: float(next(clock))  # noqa: E731
+    _, first = count_to_tick(step, lambda: next(reads), 4.0, now)
+    steps, last = count_to_tick(step, lambda: next(reads), 9.0, now)
+    assert (last - first) / (steps + 1) == 10  # a read before the first step
+    with pytest.raises(RuntimeError, match="stood still"):
+        count_to_tick(step, lambda: 7, 1.0, now)
 
 
 def test_plots(tmp_path: Path) -> None:

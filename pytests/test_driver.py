@@ -70,17 +70,17 @@ def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
 
 
 @pytest.mark.parametrize("weight", ["u4", "f6e3m2", "u3"])
-def test_one_launch_serves_any_number_of_rows_up_to_4096(weight: str) -> None:
+def test_one_launch_serves_any_number_of_rows_up_to_8192(weight: str) -> None:
     """Where the prefill family has kernels: from 129 rows on it is always one of these."""
     artifacts = Artifacts(replace(SPEC, weight=weight, n=8192, k=4096), parse_target("sm_90a"), None)
-    found = {m: artifacts.tiles(m) for m in (64, 65, 128, 129, 192, 193, 257, 1000, 4096)}
-    tiles = (64, 128, 128, 160, 192, 256, 320, 1024, 4096)
-    assert found == {m: [tile] for m, tile in zip(found, tiles)} and artifacts.tiles(4097) is None
+    found = {m: artifacts.tiles(m) for m in (64, 65, 128, 129, 192, 193, 257, 1000, 4096, 4097)}
+    tiles = (64, 128, 128, 160, 192, 256, 320, 1024, 4096, 6144)
+    assert found == {m: [tile] for m, tile in zip(found, tiles)} and artifacts.tiles(8193) is None
     wide = [artifacts.request(tile).family for tile in (192, 384, 1024, 4096)]
     assert wide == ["prefill"] * 4
     rows = artifacts.choices().rows
     assert rows[0].first == 1 and [a.last for a in rows[:-1]] == [b.first - 1 for b in rows[1:]]
-    assert (rows[-1].first, rows[-1].last, rows[-1].tiles) == (4097, None, ())
+    assert (rows[-1].first, rows[-1].last, rows[-1].tiles) == (8193, None, ())
 
 
 def old_rule(tiles: tuple[int, ...], large: bool, m: int) -> list[int] | None:
@@ -115,7 +115,7 @@ def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:
     wanted = Schedule(tokens=16, warps_k=2, step_k=256)
     mm = lowbit.compile(spec, "sm_90a", wanted)
     choices = mm.choices
-    for m in (1, 7, 16, 200, 257, 1000, 5000):
+    for m in (1, 7, 16, 200, 257, 1000, 9000):
         first = choices.launches(m)[0]
         assert first.schedule == mm.kernel(m).schedule and (first.spec, first.target) == (spec, mm.target)
     assert [kernel.family for kernel in choices.launches(1)] == ["decode_integer"]
@@ -123,13 +123,13 @@ def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:
     assert [kernel.family for kernel in choices.launches(257)] == ["prefill"]
     text = repr(choices)
     assert re.search(r"^257 to 320 +m320$", text, re.MULTILINE)
-    assert re.search(r"^4097 on +dequantize, then a matmul of torch$", text, re.MULTILINE)
+    assert re.search(r"^8193 on +dequantize, then a matmul of torch$", text, re.MULTILINE)
     assert re.search(r"^m384 +prefill +tokens=\d+, panel_k=\d+", text, re.MULTILINE)
     assert re.search(r"^m1 +decode_integer +tokens=1, row_blocks=\d", text, re.MULTILINE)
     read = json.loads(json.dumps(choices.to_dict()))
     assert lowbit.MatmulSpec(**read["spec"]) == spec and read["target"] == "sm_90a"
     assert {"first": 2, "last": 8, "launches": ["m8"]} in read["rows"]
-    assert {"first": 4097, "last": None, "launches": ["dequantize"]} in read["rows"]
+    assert {"first": 8193, "last": None, "launches": ["dequantize"]} in read["rows"]
     small = lowbit.compile(replace(SPEC, weight="u1"), "sm_90a").choices
     assert [kernel.family for kernel in small.launches(257)] == ["decode", "decode"]
     assert [kernel.family for kernel in small.launches(1025)] == ["dequantize"]

@@ -21,6 +21,7 @@ from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.decode.search_space import all_schedules
+from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.registry import FAMILIES, schedule_from_dict
 from lowbit.passes.scheduling import choice as schedule_choice
 from lowbit.passes.scheduling.choice import TOKEN_TILES, choose, default_schedule, schedule_for, token_tiles
@@ -154,6 +155,18 @@ def test_distance_is_in_octaves() -> None:
     assert replace(key, act="bf16", scale="bf16").distance(key) == 0.5
 
 
+def test_activations_of_8_bits_have_entries_of_their_own() -> None:
+    """Neither the f16 matmul's schedule is taken for them, nor that of the other type; but a neighbour's is."""
+    spec = replace(SPEC, compute="i8")
+    measured = EightBitSchedule(tokens=16, row_blocks=2, warps_n=1, warps_k=8, step_k=64, num_stages=5)
+    both = table(entry(SPEC, ODD), entry(spec, measured))
+    assert len(both.entries) == 2 and parse_table(both.to_text(), "both") == both
+    assert '"compute"' not in table(entry(SPEC, ODD)).to_text()  # as files were before
+    assert chosen(SPEC, both) == ODD and chosen(spec, both) == measured
+    assert chosen(replace(spec, n=2 * spec.n), both) == measured
+    assert chosen(replace(SPEC, compute="f8e4m3"), both) not in (ODD, measured)
+
+
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
     some = [entry(replace(SPEC, group_size=g), ODD, 1.25) for g in (None, 16, 128)]
     some.append(replace(entry(replace(SPEC, n=64), replace(ODD, max_blocks_per_sm=2)), kernel="1e8d3aad6b2c"))
@@ -197,7 +210,8 @@ def test_merge_keeps_the_faster_of_one_version_and_the_newer_of_two() -> None:
 
 
 def test_a_key_names_its_matmul() -> None:
-    for spec in (SPEC, *NEAR.values(), replace(SPEC, weight="lut3", table=tuple(range(8)))):
+    eight_bits = (replace(SPEC, compute="i8"), replace(SPEC, compute="f8e4m3"))
+    for spec in (SPEC, *NEAR.values(), replace(SPEC, weight="lut3", table=tuple(range(8))), *eight_bits):
         assert Key.of(Key.of(spec, 16).spec, 16) == Key.of(spec, 16)
 
 

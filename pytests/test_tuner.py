@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from lowbit.passes.kernels.decode.cost_model import predict
 from lowbit.passes.kernels.decode.legality import check_schedule, enough_blocks, has_wgmma, shared_room
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.scheduling.choice import default_schedule, schedule_for
 from lowbit.passes.scheduling.tables import Entry, Key, Table, parse_table, read_table, shipped_tables
 from lowbit.passes.target import Target, parse_target
@@ -405,10 +408,44 @@ def test_problems() -> None:
     }  # fmt: skip
     assert [p.tile for p in found] == [1, 8] * len(specs) and {s.scale for s in specs} == {"bf16"}
     assert found[0].spec is found[1].spec  # the weights stay on the GPU
+    both = tuner.problems([(64, 256)], ["u4", "u8"], [128], [8], computes=["none", "f8e4m3"])
+    assert [(p.spec.weight, p.spec.compute) for p in both] == [("u4", None), ("u4", "f8e4m3"), ("u8", None)]
     with pytest.raises(SpecError, match="group_size=96 must divide k=256"):
         tuner.problems([(64, 256)], ["u4"], [96], [1])
     with pytest.raises(SpecError, match="tokens=2 must be one of 1, 8"):
         tuner.problems([(64, 256)], ["u4"], [128], [2])
+
+
+def test_a_session_leaves_out_tiles_that_have_no_kernels() -> None:
+    plain, eight_bit = MatmulSpec(256, 1024, "u4", 128), MatmulSpec(256, 1024, "u4", 128, compute="i8")
+    work = [Problem(spec, tile) for spec in (plain, eight_bit) for tile in (1, 8, 512)]
+    assert tuner.with_kernels(work, parse_target("sm_80")) == [work[0], work[1], work[4]]
+    assert work[2] in tuner.with_kernels(work, HOPPER)
+    with pytest.raises(SpecError, match="tokens=1 must be one of 8, 16"):
+        tuner.with_kernels([Problem(eight_bit, 1)], HOPPER)
+
+
+@pytest.mark.parametrize("tile", [512, 8192])
+def test_prefill_is_tuned(tile: int) -> None:
+    """Its schedules are candidates, and those that differ in one choice are its neighbours."""
+    found = search_space.candidates(SPEC, tile, HOPPER, 40)
+    assert found[0] == default_schedule(SPEC, tile, HOPPER) and all(isinstance(s, PrefillSchedule) for s in found)
+    assert len({(s.tokens, s.cluster) for s in found}) > 10
+    near = search_space.neighbours(SPEC, tile, HOPPER, found[0])
+    assert len(near) > 5 and found[0] not in near
+    for s in near:
+        assert FAMILIES["prefill"].allows(SPEC, s, HOPPER)
+        assert sum(value != asdict(found[0])[name] for name, value in asdict(s).items()) == 1
+    times = [FAMILIES["prefill"].predict(SPEC, tile, s, HOPPER) for s in near]
+    assert times == sorted(times)
+
+
+def test_8_bits_are_tuned() -> None:
+    spec = replace(SPEC, compute="f8e4m3")
+    found = search_space.candidates(spec, 64, HOPPER, 40)
+    assert len(found) == 40 and all(FAMILIES["eight_bit"].allows(spec, s, HOPPER) for s in found)
+    assert not search_space.same_size_entries(spec, 64, HOPPER)  # those of the table are of activations in f16
+    assert search_space.same_size_entries(SPEC, 64, HOPPER)
 
 
 def test_shapes() -> None:
@@ -426,8 +463,12 @@ def test_presets() -> None:
     for name in models.MODELS:
         for n, k in models.shapes([name]):
             assert {p.tile for p in work if p.spec == MatmulSpec(n, k, "u4", 128)} >= {1, 8, 16, 32, 64}
-    with pytest.raises(SpecError, match="--preset 'prefill' must be one of decode"):
-        models.preset("prefill")
+    prefill, eight_bit = tuner.preset_problems("prefill"), tuner.preset_problems("eight_bit")
+    assert max(p.tile for p in prefill) == 8192 and {p.spec.act for p in prefill} == {"f16", "bf16"}
+    assert tuner.with_kernels(prefill, HOPPER) == prefill
+    assert {p.spec.compute for p in eight_bit} == {"f8e4m3", "i8"} and tuner.with_kernels(eight_bit, HOPPER)
+    with pytest.raises(SpecError, match="--preset 'encode' must be one of decode, prefill, unknown, eight_bit"):
+        models.preset("encode")
 
 
 def test_no_pool_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,12 +553,12 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
         assert [slot.name for slot in spec.tensors] == ["codes", "scales", "bias"]
 
         def function(stream: int, overlap: bool, *addresses: int) -> None:
-            x, y, m, *tensors = addresses
-            spec = made[-1]
-            data = stand._of(problem).data
-            assert overlap and m == problem.tile and x == data.x.data_ptr()
-            assert any(tensors == [t.data_ptr() for t in w.tensors] for w in weights())
-            right = torch.from_numpy(np.resize(data.expected, (m, spec.n)) if spec.n == 64 else data.expected[:m])
+            kept = stand._of(problem)
+            x, (y, m, *tensors) = addresses[: len(kept.x)], addresses[len(kept.x) :]
+            assert overlap and m == problem.tile and [*x] == [t.data_ptr() for t in kept.x]
+            assert len(kept.x) == (3 if problem.spec.compute else 1) and len(kept.x[0]) >= m
+            assert any([*tensors] == [t.data_ptr() for t in w.tensors] for w in weights())
+            right = torch.from_numpy(np.resize(kept.data.expected, (m, 64)))
             given = (right + wrong).to(torch.float16)
             ctypes.memmove(y, given.contiguous().data_ptr(), given.nbytes)
 
@@ -546,11 +587,15 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(tune_gpu, "current_stream", lambda device: 0)
     stand = tune_gpu.Stand(HOPPER)
     for tile in (8, 16):
-        problem = Problem(MatmulSpec(64, 256, "u4", bias=True), tile)
+        problem = Problem(MatmulSpec(64, 1024, "u4", bias=True), tile)
         schedule = default_schedule(problem.spec, tile, HOPPER)
         assert stand.time(problem, schedule, SHORT) == 3.0 and stand.check(problem, schedule)
     assert len(made) == 1
-    problem = Problem(problem.spec, 32)
+    spec = problem.spec
+    for problem in (Problem(spec, 512), Problem(replace(spec, compute="i8"), 16)):
+        schedule = default_schedule(problem.spec, problem.tile, HOPPER)
+        assert stand.time(problem, schedule, SHORT) == 3.0 and stand.check(problem, schedule)
+    problem = Problem(spec, 32)
     schedule = default_schedule(problem.spec, 32, HOPPER)
     rests.clear()
     for replays in (SHORT, LONG):
@@ -642,9 +687,35 @@ def test_first_calls_on_the_command_line(clock: Bench, tmp_path: Path) -> None:
     assert tune_check.GOOD == 1.1
 
 
+def test_first_calls_of_sizes_that_no_table_has(clock: Bench, tmp_path: Path) -> None:
+    """What is chosen is timed beside the winner of a search, and nothing is written into the user's table."""
+    file = tmp_path / "first_calls.json"
+    options = ("-g", "row", "-m", "1", "--candidates", 4, "--jobs", 1, "-o", file)
+    result = lowbit("tune", "--check", "64x1024", "64x1152", *options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert found["gpu"] == "NVIDIA H200" and [call["k"] for call in found["calls"]] == [1024, 1152]
+    ratios = []
+    for call in found["calls"]:
+        spec = MatmulSpec(call["n"], call["k"], "u4")
+        chosen = schedule_for(spec, 1, HOPPER)
+        assert call["microseconds"] == Bench.truth(Problem(spec, 1), chosen) >= call["best_microseconds"]
+        ratios.append(call["microseconds"] / call["best_microseconds"])
+    assert "of 2 within 10%" in result.stderr and f"worst {max(ratios):.3f}" in result.stderr
+    assert not schedules.user_file("NVIDIA H200").exists()
+
+
+def test_the_unknown_sizes_are_in_no_table() -> None:
+    known = {(key.n, key.k) for table in shipped_tables() for key in table.entries}
+    work = tuner.preset_problems("unknown")
+    assert not {(p.spec.n, p.spec.k) for p in work} & known and len({(p.spec.n, p.spec.k) for p in work}) == 10
+    kinds = {(p.spec.weight, p.spec.group_size) for p in work}
+    assert kinds == {("u4", 128), ("u4", 32), ("f6e3m2", None)} and tuner.with_kernels(work, HOPPER) == work
+
+
 def test_wrong_use_of_the_command(clock: Bench, tmp_path: Path) -> None:
     assert "needs shapes" in lowbit("tune").stderr
-    assert "--preset 'x' must be one of decode" in lowbit("tune", "--preset", "x").stderr
+    assert "--preset 'x' must be one of decode, prefill" in lowbit("tune", "--preset", "x").stderr
     assert "needs tables" in lowbit("tune", "--merge").stderr
     assert "give one of them" in lowbit("tune", "--merge", "--stale", "a").stderr
     assert "one table at a time" in lowbit("tune", "--stale", "a", "b").stderr

@@ -18,7 +18,7 @@ class BitsAndBytes(Peer):
     install = "bitsandbytes"
     formats = {"nf4": "nf4", "u4": "nf4", "i4": "nf4", "fp4_bnb": "fp4"}  # noqa: RUF012
 
-    def declines(self, case: Case, m: int) -> str | None:
+    def lacks(self, case: Case, m: int) -> str | None:
         if case.weight not in self.formats:
             return "nf4 and fp4_bnb only; nf4 in place of u4 and i4"
         if case.zeros != "none":

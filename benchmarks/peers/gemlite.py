@@ -24,7 +24,7 @@ class GemLite(Peer):
     package = "gemlite"
     install = "gemlite"
 
-    def declines(self, case: Case, m: int) -> str | None:
+    def lacks(self, case: Case, m: int) -> str | None:
         t = case.spec.dtype
         if t.kind not in ("uint", "int") or t.bits not in (1, 2, 4, 8):
             return "integers of 1, 2, 4 and 8 bits only"

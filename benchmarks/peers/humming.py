@@ -21,12 +21,14 @@ from benchmarks.peers.peer import (
     Peer,
     cores,
     finish,
+    numbers_of,
     parameter_bytes,
     random_dense,
 )
 from benchmarks.shapes import Shape
 from lowbit.pylib.torch_types import TORCH
 
+INPUTS = {"f8e4m3": "float8e4m3", "i8": "int8"}
 SMALL = Shape("small", 256, 1024)
 
 
@@ -36,8 +38,9 @@ class Humming(Peer):
     name = "humming"
     package = "humming"
     install = "humming-kernels"
+    computes = (None, "f8e4m3", "i8")
 
-    def declines(self, case: Case, m: int) -> str | None:
+    def lacks(self, case: Case, m: int) -> str | None:
         t = case.spec.dtype
         if t.kind == "table":
             return "no tables"
@@ -77,7 +80,7 @@ class Humming(Peer):
 
         name = _type(case)
         zeros = "symmetric" if case.zeros == "none" else "integer zeros"
-        return Layer(
+        whole = Layer(
             label=name if name.startswith("float") else f"{name}, {zeros}",
             call=bind(layer),
             clone=lambda: bind(copy.deepcopy(layer)),
@@ -85,6 +88,24 @@ class Humming(Peer):
             bytes=parameter_bytes(layer),
             deviation=ROUNDING[case.act],
         )
+        return _of_8_bits(whole, layer, config) if case.compute else whole
+
+
+def _of_8_bits(whole: Layer, layer: Any, config: str) -> Layer:
+    """The same layer where x comes in 8 bits, with its scales: quantizing it is not timed."""
+    from humming.forward import may_quant_input  # type: ignore[import-not-found]
+
+    def bind(layer: Any) -> Call:
+        return lambda x: layer(x[0], input_scale=x[1], tuning_config=tuning(config, len(x[0])))
+
+    return replace(
+        whole,
+        label=f"{whole.label}, x of 8 bits",
+        call=bind(layer),
+        clone=lambda: bind(copy.deepcopy(layer)),
+        encode=lambda x: may_quant_input(layer.humming_config, x),
+        numbers=numbers_of,
+    )
 
 
 def _type(case: Case) -> str:
@@ -101,9 +122,10 @@ def _unpacked(case: Case) -> Any:
         "group_size": case.group_size or 0,
         "has_zero_point": case.zeros == "int",
     }
-    layer = HummingLayer(
-        shape_n=case.n, shape_k=case.k, weight_config=config, torch_dtype=TORCH[case.act]
-    ).cuda()
+    given: dict[str, Any] = {"weight_config": config, "torch_dtype": TORCH[case.act]}
+    if case.compute:
+        given["input_config"] = {"dtype": INPUTS[case.compute]}
+    layer = HummingLayer(shape_n=case.n, shape_k=case.k, **given).cuda()
     layer.load_from_unquantized(random_dense(case))
     return layer
 

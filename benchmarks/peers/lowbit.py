@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 import torch
@@ -14,15 +16,17 @@ from benchmarks.cases import Case
 from benchmarks.peers.peer import DEVIATION, Call, Job, Layer, Peer, cores, finish
 from lowbit.passes.target import parse_target
 from lowbit.pylib import MatmulSpec
+from lowbit.pylib.activation import QuantizedActivation
 from lowbit.pylib.matmul import Matmul, this_machine
 from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.tune import timing
 
 
 class Lowbit(Peer):
-    """Any spec."""
+    """Any spec. With products of 8 bits, quantizing x is not timed."""
 
     name = "lowbit"
+    computes = (None, "f8e4m3", "i8")
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         compile_kernels(((case.spec, m) for case, m in jobs), this_machine())
@@ -35,7 +39,7 @@ class Lowbit(Peer):
         def bind(w: PackedWeight) -> Call:
             return lambda x: mm(x, w)
 
-        return Layer(
+        whole = Layer(
             label=case.weight if case.zeros == "none" else f"{case.weight}, {case.zeros} zeros",
             call=bind(w),
             clone=lambda: bind(timing.copies(w, 0)[1]),
@@ -43,6 +47,25 @@ class Lowbit(Peer):
             bytes=w.nbytes,
             deviation=DEVIATION[case.act],
         )
+        return self.encoded(whole, case) if case.compute else whole
+
+    def encoded(self, whole: Layer, case: Case) -> Layer:
+        """The same layer, which takes what `lowbit.quantize_activation` makes of x."""
+        encode = partial(lowbit.quantize_activation, compute=case.spec.byte_type)
+        return replace(whole, encode=encode, numbers=QuantizedActivation.dequantize)
+
+
+class LowbitWithQuantization(Lowbit):
+    """The same call on x in f16 or bf16: two kernels, of which the first quantizes x."""
+
+    name = "lowbit+quantize"
+    computes = ("f8e4m3", "i8")
+
+    def encoded(self, whole: Layer, case: Case) -> Layer:
+        def numbers(x: Tensor) -> Tensor:
+            return lowbit.quantize_activation(x, compute=case.spec.byte_type).dequantize()
+
+        return replace(whole, numbers=numbers)
 
 
 def compile_kernels(wanted: Iterable[tuple[MatmulSpec, int]], target: str) -> None:

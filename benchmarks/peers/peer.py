@@ -20,8 +20,9 @@ from torch import Tensor
 from benchmarks.cases import Case
 from lowbit.pylib.torch_types import TORCH
 
-Call = Callable[[Tensor], Tensor]
+Call = Callable[[Any], Tensor]
 Job = tuple[Case, int]  # a weight and a number of tokens
+EIGHT_BITS = {"f8e4m3": torch.float8_e4m3fn, "i8": torch.int8}
 DEVIATION = {"f16": 3e-3, "bf16": 2e-2}  # relative, in the Frobenius norm: outputs are rounded to act
 ROUNDING = {"f16": 1e-2, "bf16": 4e-2}  # where weights or parts of a sum are rounded to act, too
 
@@ -31,12 +32,13 @@ class Layer:
     """A weight, ready to multiply.
 
     label      what the peer runs, such as "int4, symmetric"
-    call       x [m, k] -> x W^T [m, n]
+    call       x [m, k], as `encode` gives it -> x W^T [m, n]
     clone      the same call on a copy of the weight, elsewhere in memory
     weight     makes W [n, k] in f32, the numbers that the packed weight stands for
     bytes      of the packed weight
     deviation  largest relative error of a correct output
-    encode     x in the type that `call` takes; not timed
+    encode     x in the form that `call` takes; not timed
+    numbers    what an encoded x stands for, in f32
     """
 
     label: str
@@ -45,15 +47,23 @@ class Layer:
     weight: Callable[[], Tensor]
     bytes: int
     deviation: float
-    encode: Call = lambda x: x
+    encode: Callable[[Tensor], Any] = lambda x: x
+    numbers: Callable[[Any], Tensor] = Tensor.float
 
 
 class Peer:
-    """A method. name: in plans and tables; package: what it imports, None if it is always there."""
+    """A method.
+
+    name      in plans and tables
+    package   what it imports, None if it is always there
+    install   what pip calls that
+    computes  the types in which it can multiply x; None: as it is
+    """
 
     name: str
     package: str | None = None
     install: str = ""
+    computes: tuple[str | None, ...] = (None,)
 
     def missing(self) -> str | None:
         """What to install; None if it is there."""
@@ -63,6 +73,12 @@ class Peer:
 
     def declines(self, case: Case, m: int) -> str | None:
         """Why the peer has nothing to show for this; None if it has."""
+        if case.compute not in self.computes:
+            return f"no products in {case.compute}" if case.compute else "products of 8 bits only"
+        return self.lacks(case, m)
+
+    def lacks(self, case: Case, m: int) -> str | None:
+        """The same for a type of products that it has."""
         return None
 
     def prepare(self, jobs: Sequence[Job]) -> None:
@@ -83,6 +99,21 @@ def finish(futures: Iterable[Future[Any]]) -> None:
 def cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def quantize_rows(x: Tensor, compute: str) -> tuple[Tensor, Tensor]:
+    """x as values of 8 bits and a scale for each row, as users of a method that takes these do it."""
+    kind = EIGHT_BITS[compute]
+    largest = 127.0 if kind is torch.int8 else torch.finfo(kind).max
+    scales = x.abs().amax(1).float() / largest
+    values = (x.float() / scales[:, None]).clamp(-largest, largest)
+    return (values.round() if kind is torch.int8 else values).to(kind), scales
+
+
+def numbers_of(x: tuple[Tensor, Tensor]) -> Tensor:
+    """What values and scales of rows stand for."""
+    values, scales = x
+    return values.float() * scales.float().view(-1, 1)
 
 
 def random_dense(case: Case) -> Tensor:

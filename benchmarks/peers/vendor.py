@@ -15,9 +15,10 @@ DEVIATION_FP8 = 1e-2  # fp8 tensor cores of Hopper keep fewer bits of a sum than
 
 
 class Torch(Peer):
-    """cuBLAS on an unquantized weight, f16 or bf16: what all speed-ups refer to."""
+    """cuBLAS on an unquantized weight, f16 or bf16: what all speed-ups refer to, those of products in 8 bits, too."""
 
     name = "torch"
+    computes = (None, "f8e4m3", "i8")
 
     def layer(self, case: Case) -> Layer:
         w = random_dense(case)
@@ -36,9 +37,10 @@ class TorchFp8(Peer):
     """cuBLAS on fp8 (e4m3), activations and all, a scale per tensor. Quantizing the activations is not timed."""
 
     name = "torch-fp8"
+    computes = (None, "f8e4m3")
 
-    def declines(self, case: Case, m: int) -> str | None:
-        if case.bits != 8:
+    def lacks(self, case: Case, m: int) -> str | None:
+        if case.bits != 8 and not case.compute:
             return "8 bits only"
         return "n and k must be multiples of 16" if case.n % 16 or case.k % 16 else None
 
@@ -70,7 +72,7 @@ class TinyGemm(Peer):
 
     name = "tinygemm"
 
-    def declines(self, case: Case, m: int) -> str | None:
+    def lacks(self, case: Case, m: int) -> str | None:
         t = case.spec.dtype
         if t.kind not in ("uint", "int") or t.bits != 4:
             return "4-bit integers only"

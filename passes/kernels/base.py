@@ -83,8 +83,14 @@ class KernelFamily(ABC, Generic[S]):
         return self.candidates(spec, tokens, target)
 
     def neighbours(self, spec: MatmulSpec, tokens: int, target: Target, around: S) -> Sequence[S]:
-        """The schedules that the second pass of the tuner tries next to a good one, the most promising first."""
-        return []
+        """The schedules that the second pass of the tuner tries next to a good one, the most promising first: those of
+        the search space that differ in one choice."""
+
+        def differs_in_one(schedule: S) -> bool:
+            return sum(getattr(schedule, f.name) != getattr(around, f.name) for f in fields(schedule)) == 1
+
+        near = [s for s in self.search_space(spec, tokens, target) if differs_in_one(s)]
+        return sorted(near, key=lambda s: self.predict(spec, tokens, s, target))
 
     def shape(self, schedule: S) -> tuple[object, ...]:
         """What decides most about a schedule's time: the tuner times every shape once before any twice."""

@@ -7,13 +7,14 @@ An entry says which schedule was the fastest for one matmul:
      "tokens": 1, "schedule": {"row_blocks": 1, ...}, "microseconds": 3.2, "date": "2026-11-21",
      "version": "0.1.0+5bd2c1f0", "kernel": "1e8d3aad6b2c"}
 
-A schedule of another kernel family than "decode" names its family, and has all of its fields that matter; one of
-"decode" leaves out `tokens` where they are the key's, or eight for one.
+A matmul of activations of 8 bits has their type, "compute": "i8". A schedule of another kernel family than "decode"
+names its family, and has all of its fields that matter; one of "decode" leaves out `tokens` where they are the key's,
+or eight for one.
 
-A matmul that is not in a table is served by its nearest neighbour: of the same token tile, both with zeros or both
-without, and decoded in the same way (so many bits of an integer, a float or a table). How far apart two are is a
-number of octaves: |log2| of the ratio of their n plus that of their k, and a quarter for everything else that
-differs. Beyond an octave the rule is the better guess: docs/tuning.md.
+A matmul that is not in a table is served by its nearest neighbour: of the same token tile and type of products, both
+with zeros or both without, and decoded in the same way (so many bits of an integer, a float or a table). How far apart
+two are is a number of octaves: |log2| of the ratio of their n plus that of their k, and a quarter for everything else
+that differs. Beyond an octave the rule is the better guess: docs/tuning.md.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
@@ -50,15 +52,16 @@ class Key:
     scale: str
     act: str
     tokens: int
+    compute: Compute | None = None
 
     @staticmethod
     def of(spec: MatmulSpec, tile: int) -> Key:
-        return Key(spec.weight, spec.n, spec.k, spec.group_size, spec.zeros, spec.scale, spec.act, tile)
+        return Key(spec.weight, spec.n, spec.k, spec.group_size, spec.zeros, spec.scale, spec.act, tile, spec.compute)
 
     @property
     def spec(self) -> MatmulSpec:
         """A matmul with this key; of a codebook's the values are made up."""
-        about = {name: getattr(self, name) for name in ("group_size", "zeros", "scale", "act")}
+        about = {name: getattr(self, name) for name in ("group_size", "zeros", "scale", "act", "compute")}
         if self.weight.startswith("lut"):
             about["table"] = tuple(map(float, range(2 ** int(self.weight[3:]))))
         return MatmulSpec(self.n, self.k, self.weight, **about)
@@ -66,7 +69,7 @@ class Key:
     @property
     def kind(self) -> tuple[object, ...]:
         """What neighbours have in common."""
-        return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens)
+        return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens, self.compute)
 
     def distance(self, other: Key) -> float:
         """Octaves between two of a kind."""
@@ -112,15 +115,17 @@ class Entry:
         schedule = spelled_out(self.schedule)
         if "family" not in schedule and schedule["tokens"] == max(8, self.key.tokens):
             del schedule["tokens"]
+        key = {name: value for name, value in asdict(self.key).items() if name != "compute" or value}
         about = {"microseconds": round(self.microseconds, 3), "date": self.date, "version": self.version}
-        return asdict(self.key) | {"schedule": schedule} | about | ({"kernel": self.kernel} if self.kernel else {})
+        return key | {"schedule": schedule} | about | ({"kernel": self.kernel} if self.kernel else {})
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Entry:
         """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        key = Key(**{field.name: values[field.name] for field in fields(Key)})
-        given = values["schedule"]
-        schedule = schedule_from_dict(given if "family" in given else {"tokens": max(8, key.tokens)} | given)
+        given: dict[str, Any] = {"compute": None} | values
+        key = Key(**{field.name: given[field.name] for field in fields(Key)})
+        choices = values["schedule"]
+        schedule = schedule_from_dict(choices if "family" in choices else {"tokens": max(8, key.tokens)} | choices)
         if not (key.n > 0 < key.k and key.kind):
             raise ValueError(f"n={key.n}, k={key.k}")
         about = values["date"], values["version"], values.get("kernel", "")

@@ -16,6 +16,7 @@ from lowbit.dialect.errors import SpecError
 if TYPE_CHECKING:
     from lowbit.passes.kernels.base import KernelSchedule
     from lowbit.passes.scheduling.tables import Entry, Table
+    from lowbit.pylib.tune.check import FirstCall
     from lowbit.pylib.tune.problem import Problem
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -33,14 +34,20 @@ def tune(
     acts: Annotated[str, typer.Option(help="Types of x.")] = "f16",
     zeros: Annotated[str, typer.Option(help="Kinds of zero points.")] = "none",
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it, as x.")] = None,
-    preset: Annotated[str | None, typer.Option(help="What the tables that come with lowbit have: decode.")] = None,
+    compute: Annotated[str, typer.Option(help="Types in which x is multiplied: none (as x is), f8e4m3, i8.")] = "none",
+    preset: Annotated[
+        str | None,
+        typer.Option(help="What the tables that come with lowbit have: decode, prefill, eight_bit; or not: unknown."),
+    ] = None,
     candidates: Annotated[int | None, typer.Option(help="Schedules per matmul and token tile.", min=1)] = None,
     seconds: Annotated[float, typer.Option(help="For all: less time, fewer candidates each.", min=1)] = math.inf,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes that compile.", min=1)] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Table to add to.")] = None,
     log: Annotated[Path | None, typer.Option(help="Measurements; a session goes on where its log ends.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Join tables, the latest last, instead.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Measure first calls against a table instead.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure first calls against a table, or a search for sizes, instead.")
+    ] = False,
     stale: Annotated[bool, typer.Option("--stale", help="List what is out of date in a table instead.")] = False,
 ) -> None:
     """Search for the fastest schedules on this machine's GPU. Lists are separated by commas.
@@ -53,22 +60,31 @@ def tune(
 
       lowbit tune 8192x8192 8192x28672 -w nf4 -g 64 -m 1,16 --acts f16,bf16
 
+      lowbit tune 8192x8192 -m 512,1024,8192 --compute none,f8e4m3
+
       lowbit tune --preset decode --seconds 480
 
       lowbit tune --check nvidia_h200.json          how good is what a matmul gets that is not in the table?
+
+      lowbit tune --check --preset unknown          and what matmuls get that no table has?
 
       lowbit tune --stale nvidia_h200.json          which measurements are of kernels that have changed since?
 
       lowbit tune --merge old.json new.json -o nvidia_h200.json
     """
     names = what or []
-    if merge or check or stale:
+    of_table = all(name.endswith(".json") for name in names) and not preset
+    if merge or stale or (check and of_table):
         _use_tables(names, merge, check, stale, jobs, output)
         return
     work = _preset(preset) if preset else []
     if names or not preset:
-        work += _problems(names, weights, group_sizes, tokens, acts, zeros, scale)
-    _tune(list(dict.fromkeys(work)), candidates, seconds, jobs, output, log)
+        work += _problems(names, weights, group_sizes, tokens, acts, zeros, scale, compute)
+    work = list(dict.fromkeys(work))
+    if check:
+        _check_unknown(work, candidates, seconds, jobs, output)
+    else:
+        _tune(work, candidates, seconds, jobs, output, log)
 
 
 def _use_tables(
@@ -92,7 +108,14 @@ def _preset(name: str) -> list[Problem]:
 
 
 def _problems(
-    names: list[str], weights: str, group_sizes: str, tokens: str, acts: str, zeros: str, scale: str | None
+    names: list[str],
+    weights: str,
+    group_sizes: str,
+    tokens: str,
+    acts: str,
+    zeros: str,
+    scale: str | None,
+    compute: str,
 ) -> list[Problem]:
     from lowbit.pylib.tune import models
     from lowbit.pylib.tune import session as tuner
@@ -101,7 +124,8 @@ def _problems(
         raise SpecError("lowbit tune needs shapes: sizes such as 4096x11008, models or their layers, or --preset")
     groups = [None if size == "row" else _integer("--group-sizes", size) for size in _list(group_sizes)]
     tiles = [_integer("--tokens", tile) for tile in _list(tokens)]
-    return tuner.problems(models.shapes(names), _list(weights), groups, tiles, _list(acts), _list(zeros), scale)
+    more = _list(acts), _list(zeros), scale, _list(compute)
+    return tuner.problems(models.shapes(names), _list(weights), groups, tiles, *more)
 
 
 def _tune(
@@ -120,6 +144,7 @@ def _tune(
     from lowbit.pylib.tune import session as tuner
 
     gpu, target = tuner.this_gpu()
+    work = tuner.with_kernels(work, target)
     path = output or schedules.user_file(gpu)
     table = read_table(path) if path.exists() else Table(gpu, target.capability, tuner.MADE, {})
     if table.gpu != gpu:
@@ -222,9 +247,44 @@ def _check(table: Table, jobs: int | None) -> None:
     with tune_processes.Compilers(target, jobs) as compilers, tune_processes.GpuProcess(target) as stand:
         for call in tune_check.first_calls(table, target, stand, compilers.submit):
             calls.append(call)
-            times = f"{call.time:.2f} µs, best known {min(call.time, call.best):.2f}"
-            console.print(f"{call.ratio:.3f}  {tune_check.problem(call.entry.key)}: {times}", markup=False)
+            _print_call(call)
     console.print(tune_check.summary(calls), markup=False)
+
+
+def _check_unknown(
+    work: list[Problem], candidates: int | None, seconds: float, jobs: int | None, output: Path | None
+) -> None:
+    """First calls of these matmuls against a search, whose log nobody needs later; with `output`, as JSON."""
+    from tempfile import TemporaryDirectory
+
+    from lowbit.pylib.tune import check as tune_check
+    from lowbit.pylib.tune import processes as tune_processes
+    from lowbit.pylib.tune import session as tuner
+
+    gpu, target = tuner.this_gpu()
+    work = tuner.with_kernels(work, target)
+    calls: list[tune_check.FirstCall] = []
+    with (
+        TemporaryDirectory() as folder,
+        tune_processes.Compilers(target, jobs) as compilers,
+        tune_processes.GpuProcess(target) as stand,
+    ):
+        measured = tuner.Log(Path(folder) / "log.jsonl", gpu)
+        many = candidates or tuner.CANDIDATES
+        search = tuner.Tuner(target, "", measured, stand, compilers.submit, tuner.Silent(), many, seconds)
+        for call in tune_check.first_calls_of_unknown(work, search):
+            calls.append(call)
+            _print_call(call)
+            if output:
+                output.write_text(tune_check.to_text(calls, gpu), encoding="utf-8")
+    console.print(tune_check.summary(calls), markup=False)
+
+
+def _print_call(call: FirstCall) -> None:
+    from lowbit.pylib.tune.check import problem
+
+    times = f"{call.time:.2f} µs, best known {min(call.time, call.best):.2f}"
+    console.print(f"{call.ratio:.3f}  {problem(call.entry.key)}: {times}", markup=False)
 
 
 def _stale(table: Table, jobs: int | None) -> None:

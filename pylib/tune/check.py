@@ -1,20 +1,24 @@
 """What can be said of a table of schedules: is it out of date (`stale`), and how good is what a matmul gets that is
-not in it (`first_calls`)?"""
+not in it, of those in the table that are left out in turn (`first_calls`) or of others (`first_calls_of_unknown`)?"""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from typing import Any
 
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.scheduling.choice import choose
-from lowbit.passes.scheduling.tables import Entry, Key, Table
+from lowbit.passes.scheduling.choice import choose, schedule_for
+from lowbit.passes.scheduling.tables import Entry, Key, Table, spelled_out
 from lowbit.passes.target import Target
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Failed
-from lowbit.pylib.tune.session import LONG, Measures, Submit
+from lowbit.pylib.tune.session import LONG, Measures, Submit, Tuner
 
 GOOD = 1.10  # times the best known time is a good first call
 
@@ -51,6 +55,12 @@ class FirstCall:
         """To the best that is known."""
         return self.time / min(self.time, self.best) if math.isfinite(self.time) else math.inf
 
+    def to_json(self) -> dict[str, Any]:
+        """The matmul, both schedules and both times."""
+        chosen, best = spelled_out(self.schedule), spelled_out(self.entry.schedule)
+        times = {"microseconds": self.time, "best_microseconds": min(self.time, self.best)}
+        return asdict(self.entry.key) | {"schedule": chosen, "best_schedule": best} | times
+
 
 def first_calls(table: Table, target: Target, gpu: Measures, submit: Submit) -> Iterator[FirstCall]:
     """Every entry left out in turn. The most trusted table is this one; no other is asked."""
@@ -60,17 +70,42 @@ def first_calls(table: Table, target: Target, gpu: Measures, submit: Submit) -> 
         others = {key: other for key, other in table.entries.items() if key != entry.key}
         without = Table(table.gpu, table.capability, table.made, others)
         work.append((entry, choose(entry.key.spec, entry.key.tokens, target, [without])))
-    compiling = [[submit(problem(e.key), s) for s in dict.fromkeys((e.schedule, first))] for e, first in work]
-
+    compiling = [_both(submit, entry, first) for entry, first in work]
     for (entry, first), futures in zip(work, compiling):
-        times: dict[KernelSchedule, float] = {}
-        for schedule, future in zip(dict.fromkeys((entry.schedule, first)), futures):
-            try:
-                future.result()
-                times[schedule] = gpu.time(problem(entry.key), schedule, LONG)
-            except Failed:
-                times[schedule] = math.inf
-        yield FirstCall(entry, first, times[first], times[entry.schedule])
+        yield _compare(entry, first, gpu, futures)
+
+
+def first_calls_of_unknown(work: Sequence[Problem], search: Tuner) -> Iterator[FirstCall]:
+    """What each matmul gets from the shipped tables or by the rule, against the best that a search finds."""
+    for entry in search.run(work):
+        first = schedule_for(entry.key.spec, entry.key.tokens, search.target)
+        compiling = _both(search.submit, entry, first)
+        yield _compare(entry, first, search.gpu, compiling)
+
+
+Compiling = dict[KernelSchedule, "Future[str]"]
+
+
+def _both(submit: Submit, entry: Entry, first: KernelSchedule) -> Compiling:
+    return {schedule: submit(problem(entry.key), schedule) for schedule in dict.fromkeys((entry.schedule, first))}
+
+
+def _compare(entry: Entry, first: KernelSchedule, gpu: Measures, compiling: Compiling) -> FirstCall:
+    """Returns a first call after both of its schedules were timed, one after the other."""
+    times: dict[KernelSchedule, float] = {}
+    for schedule, future in compiling.items():
+        try:
+            future.result()
+            times[schedule] = gpu.time(problem(entry.key), schedule, LONG)
+        except Failed:
+            times[schedule] = math.inf
+    return FirstCall(entry, first, times[first], times[entry.schedule])
+
+
+def to_text(calls: Sequence[FirstCall], gpu: str) -> str:
+    """As JSON, a call to a line."""
+    lines = ",\n  ".join(json.dumps(call.to_json()) for call in calls)
+    return f'{{"gpu": {json.dumps(gpu)}, "date": "{date.today().isoformat()}", "calls": [\n  {lines}\n]}}\n'
 
 
 def summary(calls: Sequence[FirstCall]) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.scheduling.choice import TOKEN_TILES
 from lowbit.passes.target import Target
+from lowbit.pylib.activation import quantize_in_torch
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.driver import current_stream
@@ -23,6 +23,7 @@ from lowbit.pylib.tune import timing, trial
 from lowbit.pylib.tune.problem import Problem
 
 PERIOD = 127  # rows until a weight repeats itself: the right answer is computed in float64
+LEAST_ROWS = 256  # of x: the token tiles up to here share what is made for a spec
 KEPT = 3  # specs whose weights stay on the GPU: the second pass over one meets the first pass over the next
 FEW = 5  # replays up to which a timing is a coarse one
 HOT_TOKENS = 16  # from so many on a GPU soon meets its power cap
@@ -30,9 +31,10 @@ HOT_TOKENS = 16  # from so many on a GPU soon meets its power cap
 
 @dataclass(frozen=True)
 class Weights:
-    """Of one spec: a sample with its answer, and copies of its weight that no cache holds."""
+    """Of one spec: a sample with its answer, x as kernels read it, and copies of the weight that no cache holds."""
 
     data: trial.Sample
+    x: tuple[Tensor, ...]
     copies: list[PackedWeight]
 
 
@@ -69,14 +71,15 @@ class Stand:
 
     def _of(self, problem: Problem) -> Weights:
         """The weights of a spec, made where they are not there, or not with so many rows of x."""
-        spec, rows = problem.spec, max(problem.tile, TOKEN_TILES[-1])
+        spec, rows = problem.spec, max(problem.tile, LEAST_ROWS)
         if spec not in self._weights or len(self._weights[spec].data.x) < rows:
             while len(self._weights) >= KEPT:
                 self._weights.popitem(last=False)
             torch.cuda.empty_cache()
-            rounding = {"dequantized": True, "rounded_zeros": True}  # some kernels with wgmma do
+            rounding = {} if spec.compute else {"dequantized": True, "rounded_zeros": True}  # some with wgmma do
             data = trial.sample(spec, rows, "cuda", PERIOD, **rounding)
-            self._weights[spec] = Weights(data, timing.copies(data.weight))
+            x = quantize_in_torch(data.x, spec.compute) if spec.compute else (data.x,)
+            self._weights[spec] = Weights(data, x, timing.copies(data.weight))
             torch.cuda.synchronize()  # kernels read weights ahead of their turn in the stream
         self._weights.move_to_end(spec)
         return self._weights[spec]
@@ -86,11 +89,11 @@ class Stand:
         spec, tile = problem.spec, problem.tile
         artifact = Artifacts(spec, self._target, schedule).kernel(tile)
         function = load_matmul(artifact, spec, self._target, self._device)
-        x = self._of(problem).data.x[:tile]
+        x = self._of(problem).x
         y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
 
         def call(w: PackedWeight) -> None:
             weight = map(Tensor.data_ptr, w.tensors)
-            function(current_stream(self._device), True, x.data_ptr(), y.data_ptr(), tile, *weight)
+            function(current_stream(self._device), True, *map(Tensor.data_ptr, x), y.data_ptr(), tile, *weight)
 
         return call, y

@@ -12,7 +12,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.scheduling.choice import default_schedule, families_for, schedule_for
-from lowbit.passes.scheduling.tables import shipped_tables
+from lowbit.passes.scheduling.tables import Key, shipped_tables
 from lowbit.passes.target import Target
 
 
@@ -37,8 +37,12 @@ def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[
 
 def same_size_entries(spec: MatmulSpec, tile: int, target: Target) -> list[KernelSchedule]:
     """The schedules that the shipped tables have for the same format and size and that are allowed here."""
+
+    def about(key: Key) -> tuple[object, ...]:
+        return key.weight, key.n, key.k, key.tokens, key.compute
+
     entries = [e for t in shipped_tables() if t.capability == target.capability for e in t.entries.values()]
-    same = [e for e in entries if (e.key.weight, e.key.n, e.key.k, e.key.tokens) == (spec.weight, spec.n, spec.k, tile)]
+    same = [e for e in entries if about(e.key) == about(Key.of(spec, tile))]
     return [e.schedule for e in same if family_of(e.schedule).allows(spec, e.schedule, target)]
 
 

@@ -27,7 +27,7 @@ from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
-from lowbit.passes.scheduling.choice import check_tile
+from lowbit.passes.scheduling.choice import check_tile, families_for
 from lowbit.passes.scheduling.tables import Entry, Key
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.build import cache
@@ -54,8 +54,10 @@ def problems(
     acts: Sequence[str] = ("f16",),
     zeros: Sequence[str] = ("none",),
     scale: str | None = None,
+    computes: Sequence[str] = ("none",),
 ) -> list[Problem]:
     """All combinations that are matmuls, the tiles of one weight next to each other. scale: None for that of act.
+    computes: "none" for x as it is, or types of 8 bits.
 
     Raises SpecError if there is none, for the reason that the first has.
     """
@@ -63,8 +65,9 @@ def problems(
         check_tile(tile)
     found: list[Problem] = []
     refused: list[SpecError] = []
-    for (n, k), weight, group, act, zero in product(shapes, weights, group_sizes, acts, zeros):
+    for (n, k), weight, group, act, zero, compute in product(shapes, weights, group_sizes, acts, zeros, computes):
         given: dict[str, Any] = {"group_size": group, "act": act, "zeros": zero, "scale": scale or act}
+        given["compute"] = None if compute == "none" else compute
         try:
             spec = MatmulSpec(n, k, weight, **given)
         except SpecError as error:
@@ -81,8 +84,28 @@ def preset_problems(name: str) -> list[Problem]:
     return [
         problem
         for p in models.preset(name)
-        for problem in problems(models.shapes(p.shapes), p.weights, p.group_sizes, p.tiles, zeros=p.zeros)
+        for problem in problems(
+            models.shapes(p.shapes), p.weights, p.group_sizes, p.tiles, p.acts, p.zeros, computes=p.computes
+        )
     ]
+
+
+def with_kernels(work: Iterable[Problem], target: Target) -> list[Problem]:
+    """The problems with a tile that a family has kernels for: not all have all.
+
+    Raises SpecError if there is none, for the reason that the first has.
+    """
+    found: list[Problem] = []
+    refused: list[SpecError] = []
+    for problem in work:
+        try:
+            families_for(problem.spec, problem.tile, target)
+            found.append(problem)
+        except SpecError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
+    return found
 
 
 class Log:
@@ -124,6 +147,16 @@ class Progress(Protocol):
     def finished(self, problem: Problem, entry: Entry | None, first: float, timed: int) -> None:
         """first: microseconds with the rule's schedule"""
         ...
+
+
+class Silent:
+    """Progress that nobody wants to know."""
+
+    def start(self, problems: int) -> None: ...
+
+    def timed(self, problem: Problem, count: int) -> None: ...
+
+    def finished(self, problem: Problem, entry: Entry | None, first: float, timed: int) -> None: ...
 
 
 class Measures(Protocol):

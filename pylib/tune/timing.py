@@ -5,8 +5,8 @@ is replayed; host time is not in it. Microseconds are per call: median and sprea
 
 A GPU that has been at work is slower than one that has rested. An H200 keeps its full clocks for 40 milliseconds of
 work after a pause of 100 and is at the pace that its power cap leaves after 250 (docs/lab-notebook.md, "Rested and
-sustained"). `graph_time` is short and begins with a rest, so that it does not matter what ran before; `sustained_time`
-begins with work.
+sustained"). `graph_time` begins with a rest, so that it does not matter what ran before, and is short or rests again;
+`sustained_time` begins with work.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lowbit.pylib.torch_types import TORCH, stored_type
 DEFEAT_L2_BYTES = 400e6
 OUTLIERS = 0.01  # density of random ones
 REST_SECONDS, WARM_SECONDS = 0.1, 0.004
+RESTED_US = 35_000.0  # of work after a rest and the warm-up, at full clocks
 SUSTAINED_SECONDS = 0.3  # of work, before the GPU's pace is steady
 
 
@@ -41,6 +42,21 @@ class Timing:
     worst: float
 
 
+def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of the calls, in order. They have been made once before: the first launch on a weight does not overlap
+    with its predecessor."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph
+
+
 def graph_time(
     calls: Sequence[Callable[[], object]],
     replays: int = 11,
@@ -49,23 +65,11 @@ def graph_time(
     warm_seconds: float = WARM_SECONDS,
 ) -> Timing:
     """Time per call of `calls`, captured in order into one graph, as often as makes `least_us` of work; after a rest,
-    and then some work that is not timed."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:  # the first launch on a weight does not overlap with its predecessor: not in the graph
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
+    and then some work that is not timed. Long work is given another rest before the last one's effect has gone."""
+    graph = captured(calls)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    time.sleep(rest_seconds)
-    warm_until = time.perf_counter() + warm_seconds
-    while time.perf_counter() < warm_until:
-        graph.replay()
-        torch.cuda.synchronize()
-    rounds, times = 1, []
+    _rest(graph, rest_seconds, warm_seconds)
+    rounds, times, worked = 1, [], 0.0
     while len(times) < replays:
         start.record()
         for _ in range(rounds):
@@ -77,7 +81,20 @@ def graph_time(
             rounds *= 2
             continue
         times.append(total / (rounds * len(calls)))
+        worked += total
+        if rest_seconds and worked + total > RESTED_US and len(times) < replays:
+            _rest(graph, rest_seconds, warm_seconds)
+            worked = 0.0
     return Timing(statistics.median(times), min(times), max(times))
+
+
+def _rest(graph: torch.cuda.CUDAGraph, seconds: float, warm_seconds: float) -> None:
+    """Let the GPU rest, and work again until its clocks are up."""
+    time.sleep(seconds)
+    warm_until = time.perf_counter() + warm_seconds
+    while time.perf_counter() < warm_until:
+        graph.replay()
+        torch.cuda.synchronize()
 
 
 def sustained_time(calls: Sequence[Callable[[], object]]) -> Timing:

@@ -1,12 +1,14 @@
 """A matmul on random data: is it right, and how fast is it? What `lowbit run` and the demo report.
 
-Every output is checked. The weight repeats itself every `PERIOD` rows, so that float64 has little to do.
+Every output is checked. The weight repeats itself every `PERIOD` rows and x every `X_PERIOD`, so that float64 has
+little to do.
 
 On a GPU the time is what `pylib.tune.timing` says; on a CPU it is from call to return.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +16,6 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.runtimes import check_device
 from lowbit.pylib.tune import timing
 
-PERIOD = 1009  # rows; a prime, so that no tile of a kernel repeats
+PERIOD, X_PERIOD = 1009, 257  # rows; primes, so that no tile of a kernel repeats
 CPU_REPEATS = 15
 CPU_SECONDS = 2.0  # at most, about
 
@@ -60,10 +61,10 @@ class Trial:
 class Sample:
     """A matmul on random data, and what must come out.
 
-    x         [m, k]
+    x         [m, k], whose rows repeat themselves
     weight    [n, k], whose rows repeat themselves
-    expected  [m, rows] of one period, by the definition in float64
-    allowed   [m, rows]: how far a right result may be off
+    expected  [rows of x, rows of the weight] of one period of each, by the definition in float64
+    allowed   the same shape: how far a right result may be off
     """
 
     x: Tensor
@@ -74,30 +75,34 @@ class Sample:
     def errors(self, y: Tensor) -> tuple[float, float]:
         """How far y [up to m, n] is off: relative, in the Frobenius norm; and at worst, as a share of what is allowed
         there (inf where NaN or inf was not met)."""
-        m, n = y.shape
-        at = np.ix_(np.arange(m), np.arange(n) % self.expected.shape[1])
-        expected = self.expected[at]
-        error = y.double().cpu().numpy() - expected
-        worst = np.nan_to_num(np.abs(error) / self.allowed[at], nan=np.inf).max()
-        return float(np.linalg.norm(error) / np.linalg.norm(expected)), float(worst)
+        rows, columns = self.expected.shape
+        at = torch.arange(y.shape[1]) % columns
+        expected, allowed = (torch.from_numpy(t)[:, at].to(y.device) for t in (self.expected, self.allowed))
+        off = size = worst = 0.0
+        for part in y.split(rows):
+            right, most = expected[: len(part)], allowed[: len(part)]
+            error = (part.double() - right).abs()
+            off, size = off + error.square().sum().item(), size + right.square().sum().item()
+            worst = max(worst, (error / most).nan_to_num(nan=math.inf).max().item())
+        return math.sqrt(off / size), worst
 
 
 def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **rounding: bool) -> Sample:
-    """Random data on a device, where the weight is packed. The period should be a prime; where rows share numbers,
-    it is cut to whole blocks of them.
+    """Random data on a device, where the weight is packed. The period of its rows should be a prime; where rows share
+    numbers, it is cut to whole blocks of them.
 
     rounding: what the kernel rounds besides its sums (`dequantized`, `rounded_zeros` of `reference.tolerance`)
     """
     block = spec.bilevel.rows if spec.bilevel else 1
     part = replace(spec, n=min(spec.n, period // block * block))
-    x, tensors = reference.random_inputs(part, m)
+    x, tensors = reference.random_inputs(part, min(m, X_PERIOD))
     arguments: dict[str, Any] = {**tensors, **rounding}
     expected = reference.matmul(part, x, **tensors)
     allowed = reference.tolerance(part, x, **arguments)
     rows = torch.arange(spec.n, device=device) % part.n
     given = {slot.name: _repeated(spec, slot, tensors[slot.name].to(device), rows) for slot in spec.tensors}
     weight = packed.pack(spec, **given)
-    return Sample(x.to(device), weight, expected, allowed)
+    return Sample(x.to(device)[torch.arange(m, device=device) % len(x)], weight, expected, allowed)
 
 
 def run_trial(

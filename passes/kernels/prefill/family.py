@@ -16,7 +16,7 @@ from lowbit.passes.target import Target
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
-TOKEN_TILES = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
+TOKEN_TILES = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
 _TOKENS = (32, 48, 64, 80, 96, 128, 160, 192, 256)  # of a tile

@@ -1,0 +1,121 @@
+"""What many tokens take, into docs/benchmarks.md and README.md: tables between marks, and figures over m."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.environment import describe
+from benchmarks.plots import TERAFLOPS, TOKENS_PER_JOULE, save, sweep
+from benchmarks.publish import between_marks
+from benchmarks.results import Record, Results
+from benchmarks.tables import find, markdown, methods, notes, plain_sizes, title, token_table, tokens_of, weights_of
+
+BEGIN, END = "<!-- prefill: begin -->", "<!-- prefill: end -->"
+README_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
+LEAST_SIZES = 2  # a weight of one size is a row among others
+
+
+def publish(results: Results, root: Path) -> list[Path]:
+    """Write both pages and the figures; returns the files. Raises SpecError for a page without the marks."""
+    figures = draw(results, root / "docs" / "img")
+    images = [f"![{text}](img/{path.name})" for path, text in figures.items()]
+    pages = {
+        root / "README.md": readme(results),
+        root / "docs" / "benchmarks.md": "\n\n".join([*images, page(results)]),
+    }
+    for path, text in pages.items():
+        path.write_text(between_marks(path, text, BEGIN, END))
+    return [*pages, *figures]
+
+
+def draw(results: Results, folder: Path) -> dict[Path, str]:
+    """Draw TFLOP/s and tokens per joule over the number of tokens; returns the files, each with what it shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[Path, str] = {}
+    for weight in _of_many_sizes(results):
+        name = "_".join(filter(None, (weight["weight"], weight["act"], weight["compute"])))
+        quantities = {"rate": TERAFLOPS} | ({"energy": TOKENS_PER_JOULE} if _has_energy(results, weight) else {})
+        for kind, quantity in quantities.items():
+            path = folder / f"prefill_{kind}_{name}.svg"
+            save(path, lambda w=weight, q=quantity: sweep(results, w, q), results)  # type: ignore[misc]
+            found[path] = f"{quantity.label} over the number of tokens, {title(weight)}"
+    return found
+
+
+def page(results: Results) -> str:
+    """All tables."""
+    parts = [describe(results.environment), "Microseconds per call; in brackets, times as fast as cuBLAS in x's type."]
+    for weight in _of_many_sizes(results):
+        parts += [f"### Many tokens: {title(weight)}", token_table(results, weight)]
+    if others := _of_one_size(results):
+        parts += ["### Many tokens: other weights", others_table(results, others)]
+    for weight in filter(lambda weight: _has_energy(results, weight), _of_many_sizes(results)):
+        parts += [f"### Energy: {title(weight)}", "Millijoules per call; in brackets, tokens per joule."]
+        parts.append(energy_table(results, weight))
+    return "\n\n".join([*parts, *notes(results)])
+
+
+def readme(results: Results) -> str:
+    """Ours alone, of the weights that were measured on several sizes."""
+    rows: list[list[str]] = []
+    for weight in _of_many_sizes(results):
+        name = title(weight)
+        for n, k in plain_sizes(results, weight):
+            cells = [_cell(results, weight, n, k, m) for m in README_TOKENS]
+            if any(cells):
+                rows.append([name, f"{n} x {k}", *cells])
+                name = ""
+    head = ["weight", "n x k", *(f"m = {m}" for m in README_TOKENS)]
+    return f"{markdown(head, rows, text_columns=2)}\n\n{describe(results.environment)}."
+
+
+def others_table(results: Results, weights: list[Record]) -> str:
+    """A row for each weight that was measured on one size."""
+    tokens = sorted({m for weight in weights for m in tokens_of(results, weight)})
+    rows: list[list[str]] = []
+    for weight in weights:
+        ((n, k),) = plain_sizes(results, weight)
+        rows.append([title(weight), f"{n} x {k}", *(_cell(results, weight, n, k, m) for m in tokens)])
+    return markdown(["weight", "n x k", *(f"m = {m}" for m in tokens)], rows, text_columns=2)
+
+
+def energy_table(results: Results, weight: Record) -> str:
+    """A row for each size and method."""
+    found = {m for m in tokens_of(results, weight) if _energies(results, weight, m)}
+    tokens, rows = sorted(found), list[list[str]]()
+    for n, k in plain_sizes(results, weight):
+        name = f"{n} x {k}"
+        for peer in methods(results, weight):
+            records = [find(results, peer, weight, n=n, k=k, m=m) for m in tokens]
+            cells = [_energy(record) for record in records]
+            if any(cells):
+                rows.append([name, peer, *cells])
+                name = ""
+    return markdown(["n x k", "method", *(f"m = {m}" for m in tokens)], rows, text_columns=2)
+
+
+def _cell(results: Results, weight: Record, n: int, k: int, m: int) -> str:
+    ours = find(results, "lowbit", weight, n=n, k=k, m=m)
+    ratio = results.speedup(ours) if ours else None
+    return "" if ours is None else f"{ours['us']:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
+
+
+def _energy(record: Record | None) -> str:
+    value = TOKENS_PER_JOULE.value(record) if record else None
+    return f"{record['millijoules']:.1f} ({value:.0f})" if record and value else ""
+
+
+def _energies(results: Results, weight: Record, m: int) -> list[Record]:
+    return [r for r in results.all(**weight, m=m) if "millijoules" in r]
+
+
+def _has_energy(results: Results, weight: Record) -> bool:
+    return any(_energies(results, weight, m) for m in tokens_of(results, weight))
+
+
+def _of_many_sizes(results: Results) -> list[Record]:
+    return [w for w in weights_of(results) if len(plain_sizes(results, w)) >= LEAST_SIZES]
+
+
+def _of_one_size(results: Results) -> list[Record]:
+    return [w for w in weights_of(results) if len(plain_sizes(results, w)) == 1]
