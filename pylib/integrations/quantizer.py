@@ -98,6 +98,12 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         """Put empty low-bit modules where the configuration or the checkpoint wants them."""
+        if self.config.embeddings or self.config.from_checkpoint or self.config.layers is not None:
+            tie(model)
+        self._place(model, checkpoint_files)
+        untie(model)
+
+    def _place(self, model: nn.Module, checkpoint_files: Sequence[str] | None) -> None:
         if self.config.layers is not None:
             place_saved(model, self.config.layers)
             return
