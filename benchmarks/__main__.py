@@ -17,6 +17,10 @@ Commit = Annotated[str | None, typer.Option(help="Of the sources, where they are
 File = Annotated[Path, typer.Argument(help="What `run` has written.")]
 
 
+FORMATS = "u4,bf16,u8,f6e3m2,u2,u4:f8e4m3"
+"""What whole models are measured in."""
+
+
 def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -127,11 +131,12 @@ def show(commit: Commit = None) -> None:
 @app.command()
 def models(
     names: Annotated[list[str], typer.Argument(help="Models that `lowbit bench-model` knows.")],
-    weights: Annotated[str, typer.Option("--weight", "-w", help="Formats.")] = "u4,bf16,u8,f6e3m2,u2",
+    weights: Annotated[str, typer.Option("--weight", "-w", help="u4:f8e4m3 has activations of 8 bits.")] = FORMATS,
     group_size: Annotated[int, typer.Option("--group-size", "-g", help="0: one scale per row.")] = 128,
     batch: Annotated[str, typer.Option(help="Sequences that are decoded at once.")] = "1,16",
-    prefill: Annotated[str, typer.Option(help="Lengths of prompts.")] = "128,512,2048",
+    prefill: Annotated[str, typer.Option(help="Lengths of prompts.")] = "128,512,2048,8192",
     lm_head: Annotated[bool, typer.Option(help="Low-bit formats also with a low-bit output layer.")] = True,
+    peers: Annotated[str, typer.Option(help="torchao,bitsandbytes,gemlite; all: those that are installed.")] = "",
     layers: Annotated[int | None, typer.Option(help="Keep so many layers.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = True,
@@ -140,14 +145,17 @@ def models(
 ) -> None:
     """Language models with random weights: tokens per second in several formats, compiled at the same time."""
     from benchmarks.models import jobs_of, measure_models, read, write
+    from benchmarks.peers import MODEL_PEERS
     from lowbit.pylib.cli.bench_model import model_steps, quantizations
     from lowbit.pylib.model_speed.measure import Options
     from lowbit.pylib.model_speed.table import aligned, table
 
     formats, steps = quantizations(weights, group_size), tuple(model_steps(batch, prefill, context=512))
+    others = [name for name, peer in MODEL_PEERS.items() if not peer.missing()] if peers == "all" else peers.split(",")
+    others = [name for name in others if name]
     for name in names:
         options = Options(device=device, compiled=compiled)
-        jobs = jobs_of(name, formats, steps, options, layers=layers, with_lm_head=lm_head)
+        jobs = jobs_of(name, formats, steps, options, layers=layers, with_lm_head=lm_head, peers=others)
         measure_models(jobs, _log, lambda measured, name=name: write(measured, name, out, commit))
         print(f"{name}\n\n{aligned(table(read(out)[name]))}\n")
 

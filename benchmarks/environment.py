@@ -15,7 +15,7 @@ import torch
 
 from lowbit.pylib.build.cache import source_fingerprint
 
-PACKAGES = ("torch", "triton", "llvmlite", "torch-mlir", "humming-kernels", "gemlite", "bitsandbytes")
+PACKAGES = ("torch", "triton", "llvmlite", "torch-mlir", "humming-kernels", "gemlite", "bitsandbytes", "torchao")
 CLOCKS = (
     "clocks.sm",
     "clocks.max.sm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lowbit.pylib.model_speed.table import speedup, split_table, steps_of, table
 
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 COLOURS = ("#3C3C3C", "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00")
+COLOURS += ("#888888", "#004B76", "#A8D8F4", "#66C5AB", "#F4CC7A", "#E3B9D0", "#EFA070")
 
 
 def publish(results: Path, root: Path) -> list[Path]:
@@ -53,7 +55,7 @@ def draw(name: str, measured: Sequence[Measurement], where: str, path: Path) -> 
         steps = steps_of(measured)
         names = list(dict.fromkeys(each.name for each in measured))
         width = 0.86 / len(names)
-        for at, (kind, colour) in enumerate(zip(names, COLOURS)):
+        for at, (kind, colour) in enumerate(zip(names, cycle(COLOURS))):
             found = {steps.index(each.step): speedup(each, measured) for each in measured if each.name == kind}
             heights = {place: ratio for place, ratio in found.items() if ratio is not None}
             places = [place + (at - (len(names) - 1) / 2) * width for place in heights]

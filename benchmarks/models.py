@@ -7,16 +7,28 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from benchmarks.environment import environment
-from lowbit.dialect.errors import LowbitError, SpecError
-from lowbit.pylib.model_speed.measure import Measurement, Options, measure_prepared, prepare
+from benchmarks.peers import MODEL_PEERS
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.model_speed.measure import (
+    Measurement,
+    Options,
+    format_name,
+    measure_prepared,
+    model_bytes,
+    prepare,
+)
 from lowbit.pylib.model_speed.random_model import random_model
-from lowbit.pylib.model_speed.runner import Step
+from lowbit.pylib.model_speed.runner import Runner, Step
 from lowbit.pylib.model_speed.shapes import model_config
 from lowbit.pylib.quantization.config import QuantConfig
 
@@ -24,22 +36,42 @@ Save = Callable[[Sequence[Measurement]], None]
 PREPARE, TIME = "prepare", "time"
 COMPILE_THREADS = 3
 """Of torch's compiler in each process."""
+WORKSPACE = 5
+"""GB that a process takes besides its weights."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model in one format. None stands for bf16."""
+    """A model in one format. None stands for bf16.
+
+    peer   another library whose layers the model has, by its name among `MODEL_PEERS`; "" for none
+    """
 
     model: str
     layers: int | None
     quantization: QuantConfig | None
     steps: tuple[Step, ...]
     options: Options
+    peer: str = ""
 
     @property
     def name(self) -> str:
-        weight = "bf16" if self.quantization is None else self.quantization.weight
+        weight = self.peer or format_name(self.quantization)
         return f"{self.model}, {weight}{', lm_head' * self.options.lm_head}{', not fused' * (not self.options.fuse)}"
+
+    def make_model(self, device: str | None = None) -> nn.Module:
+        """Returns the model. On "meta" it takes no memory, and peers' layers are left out."""
+        config, options = model_config(self.model, self.layers), self.options
+        make = MODEL_PEERS[self.peer].linear if self.peer else None
+        make = (lambda _: nn.Identity()) if make and device == "meta" else make
+        place = device or options.device
+        return random_model(config, self.quantization, place, fuse=options.fuse, lm_head=options.lm_head, make=make)
+
+    @cached_property
+    def gigabytes(self) -> float:
+        """About what it takes in memory: weights, a cache, what is in between, and the compiled kernels."""
+        most = replace(self, quantization=QuantConfig("u8", None), peer="") if self.peer else self  # more than any peer
+        return model_bytes(most.make_model("meta")) / 1e9 + WORKSPACE
 
 
 def jobs_of(
@@ -50,13 +82,21 @@ def jobs_of(
     *,
     layers: int | None = None,
     with_lm_head: bool = True,
+    peers: Sequence[str] = (),
 ) -> list[Job]:
-    """Returns a job for each format, and for each low-bit one another with a low-bit output layer."""
+    """Returns a job for each format and peer, and for low-bit formats with bf16 activations another
+    with a low-bit output layer.
+
+    Raises SpecError for a peer that is unknown or not installed.
+    """
+    for name in peers:
+        if missing := MODEL_PEERS[name].missing() if name in MODEL_PEERS else f"must be of {', '.join(MODEL_PEERS)}":
+            raise SpecError(f"peer {name!r}: {missing}")
     jobs = [Job(model, layers, quantization, steps, options) for quantization in formats]
     if with_lm_head:
         both = replace(options, lm_head=True)
-        jobs += [Job(model, layers, each, steps, both) for each in formats if each is not None]
-    return jobs
+        jobs += [Job(model, layers, each, steps, both) for each in formats if each and not each.compute]
+    return jobs + [Job(model, layers, None, steps, replace(options, fuse=False), name) for name in peers]
 
 
 def measure_models(jobs: Sequence[Job], log: Callable[[str], None], save: Save) -> None:
@@ -66,17 +106,34 @@ def measure_models(jobs: Sequence[Job], log: Callable[[str], None], save: Save) 
     left out from there on, and the log says why.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(COMPILE_THREADS))
-    workers = [Worker(job) for job in jobs]
     measured: list[Measurement] = []
-    while workers:
-        workers = [worker for worker in workers if worker.ask(PREPARE, log)]
-        workers = [worker for worker in workers if worker.answer(log)]
-        for worker in workers:
-            result = worker.ask(TIME, log) and worker.answer(log)
-            if result:
-                measured.append(result)
-                log(f"{result.name}, {result.step}: {result.seconds * 1e3:.3f} ms")
-        save(measured)
+    for wave in waves(jobs):
+        workers = [Worker(job) for job in wave]
+        while workers:
+            workers = [worker for worker in workers if worker.ask(PREPARE, log)]
+            workers = [worker for worker in workers if worker.answer(log)]
+            for worker in workers:
+                result = worker.ask(TIME, log) and worker.answer(log)
+                if result:
+                    measured.append(result)
+                    log(f"{result.name}, {result.step}: {result.seconds * 1e3:.3f} ms")
+            save(measured)
+
+
+def waves(jobs: Sequence[Job], gigabytes: float | None = None) -> list[list[Job]]:
+    """Returns jobs in groups whose models are in memory at the same time; on a CPU one group.
+
+    gigabytes   of memory that there are; None: those of the GPU
+    """
+    if gigabytes is None and not any(job.options.device == "cuda" for job in jobs):
+        return [list(jobs)]
+    room = torch.cuda.get_device_properties(0).total_memory / 1e9 if gigabytes is None else gigabytes
+    found: list[list[Job]] = [[]]
+    for job in jobs:
+        if found[-1] and sum(other.gigabytes for other in found[-1]) + job.gigabytes > room:
+            found.append([])
+        found[-1].append(job)
+    return found
 
 
 class Worker:
@@ -120,16 +177,36 @@ class Failure(str):
 def _work(job: Job, connection: Connection) -> None:
     """Make a model. Compile each step when told to, say so, and send what it takes when told to."""
     try:
-        config, options = model_config(job.model, job.layers), job.options
-        model = random_model(config, job.quantization, options.device, fuse=options.fuse, lm_head=options.lm_head)
+        model = job.make_model()
         for step in job.steps:
             connection.recv()  # PREPARE
-            runner = prepare(model, step, options)
+            runner, compiled = _prepared(job, model, step)
             connection.send("ready")
             connection.recv()  # TIME
-            connection.send(measure_prepared(model, job.quantization, runner, options, with_split=True))
-    except (LowbitError, RuntimeError) as error:
+            measured = measure_prepared(model, job.quantization, runner, job.options, with_split=True)
+            connection.send(_labelled(measured, job, model, compiled))
+    except Exception as error:  # of another library it may be any
         connection.send(Failure(f"{type(error).__name__}: {error}"))
+
+
+def _prepared(job: Job, model: nn.Module, step: Step) -> tuple[Runner, bool]:
+    """Returns a step that is ready to be timed, and whether it is compiled: not every peer's layers can be."""
+    try:
+        return prepare(model, step, job.options), job.options.compiled
+    except Exception:
+        if not job.peer or not job.options.compiled:
+            raise
+        return prepare(model, step, replace(job.options, compiled=False)), False
+
+
+def _labelled(measured: Measurement, job: Job, model: nn.Module, compiled: bool) -> Measurement:
+    """Returns a measurement that says what peer it is of."""
+    if not job.peer:
+        return measured
+    peer = MODEL_PEERS[job.peer]
+    weight, group_size = peer.model_format or ("", None)
+    size = measured.nbytes + sum(map(peer.hidden_bytes, model.modules()))
+    return replace(measured, weight=weight, group_size=group_size, nbytes=size, library=job.peer, compiled=compiled)
 
 
 def write(measured: Sequence[Measurement], model: str, path: Path, commit: str | None) -> None:

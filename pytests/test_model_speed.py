@@ -12,8 +12,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import lowbit
+from benchmarks import models
 from benchmarks.model_page import BEGIN, END, publish
-from benchmarks.models import Job, measure_models, read, write
+from benchmarks.models import Job, jobs_of, measure_models, read, waves, write
+from benchmarks.peers import MODEL_PEERS, Peer
 from benchmarks.tables import markdown
 from lowbit import LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.cli.bench_model import model_steps, quantizations
@@ -93,6 +95,55 @@ def test_models_are_measured_side_by_side(tmp_path: Path) -> None:
     assert [each.name for each in read(out)["tiny"]] == ["u4 per 64"] * 2
     assert [each.step for each in read(out)["tiny"]] == [Step(1, 1, 4), Step(1, 8)]
     assert any("model 'none' must be" in line for line in log)
+
+
+class Half(Peer):
+    """Another library: dense layers that torch.compile can't take, with 3 bytes that nobody sees."""
+
+    name, model_format = "half", ("f16", 32)
+
+    def linear(self, layer: torch.nn.Linear) -> torch.nn.Module:
+        return HalfLinear(layer.in_features, layer.out_features, layer.bias is not None, dtype=torch.bfloat16)
+
+    def hidden_bytes(self, module: torch.nn.Module) -> int:
+        return 3 * isinstance(module, HalfLinear)
+
+
+class HalfLinear(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(input)
+
+
+def test_models_with_layers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the places of the linear layers, and are run without torch.compile where it does not take them."""
+    monkeypatch.setitem(MODEL_PEERS, "half", Half())
+    (job,) = jobs_of("tiny", [], (Step(1, 1, 4),), replace(EAGER, compiled=True), layers=1, peers=["half"])
+    model = job.make_model()
+    assert sum(isinstance(m, HalfLinear) for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
+    runner, compiled = models._prepared(job, model, job.steps[0])
+    assert not compiled
+    found = models._labelled(models.measure_prepared(model, None, runner, job.options), job, model, compiled)
+    assert found.name == "half f16 per 32, not compiled"
+    assert found.nbytes == models.model_bytes(model) + 21
+    with pytest.raises(SpecError, match=r"peer 'none': must be of torchao, bitsandbytes, gemlite"):
+        jobs_of("tiny", [], (), EAGER, peers=["none"])
+
+
+def test_models_share_the_memory_in_turn() -> None:
+    jobs = jobs_of("tiny", quantizations("bf16,u4,u4:i8", 64), (), EAGER)
+    assert [job.name for job in jobs] == ["tiny, bf16", "tiny, u4", "tiny, u4:i8", "tiny, u4, lm_head"]
+    assert waves(jobs) == [jobs] and jobs[0].gigabytes > jobs[1].gigabytes > models.WORKSPACE
+    assert waves(jobs, 2 * jobs[0].gigabytes) == [jobs[:2], jobs[2:]]
+    assert waves(jobs, 1) == [[job] for job in jobs]
+
+
+def test_activations_of_8_bits_are_measured() -> None:
+    (quantization,) = quantizations("u4:f8e4m3", 64)
+    (found,) = measure(model_config("tiny", 1), [quantization], [Step(1, 8)], EAGER)
+    assert found.name == "u4 per 64, x in f8e4m3"
+    with pytest.raises(SpecError, match="compute='f9' must be one of"):
+        quantizations("u4:f9", 64)
 
 
 def test_kernels_have_a_kind() -> None:

@@ -6,10 +6,13 @@ from benchmarks.peers.gemlite import GemLite
 from benchmarks.peers.humming import Humming
 from benchmarks.peers.lowbit import Lowbit, LowbitWithQuantization
 from benchmarks.peers.peer import Job, Layer, Peer
+from benchmarks.peers.torchao import TorchAo
 from benchmarks.peers.vendor import TinyGemm, Torch, TorchFp8
 
-__all__ = ["PEERS", "Job", "Layer", "Peer"]
+__all__ = ["MODEL_PEERS", "PEERS", "Job", "Layer", "Peer"]
 
 _OURS = (Lowbit(), LowbitWithQuantization())
 _OTHERS = (TorchFp8(), Humming(), Fbgemm(), GemLite(), TinyGemm(), BitsAndBytes())
 PEERS: dict[str, Peer] = {peer.name: peer for peer in (Torch(), *_OURS, *_OTHERS)}
+MODEL_PEERS: dict[str, Peer] = {peer.name: peer for peer in (TorchAo(), BitsAndBytes(), GemLite())}
+"""Those that whole models are measured with."""

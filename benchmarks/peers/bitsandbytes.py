@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from benchmarks.cases import Case
-from benchmarks.peers.peer import ROUNDING, Call, Layer, Peer, random_dense
+from benchmarks.peers.peer import ROUNDING, Call, Layer, Peer, random_dense, random_linear
 
 
 class BitsAndBytes(Peer):
@@ -16,6 +17,7 @@ class BitsAndBytes(Peer):
     name = "bitsandbytes"
     package = "bitsandbytes"
     install = "bitsandbytes"
+    model_format = "nf4", 64
     formats = {"nf4": "nf4", "u4": "nf4", "i4": "nf4", "fp4_bnb": "fp4"}  # noqa: RUF012
 
     def lacks(self, case: Case, m: int) -> str | None:
@@ -31,9 +33,7 @@ class BitsAndBytes(Peer):
         from bitsandbytes import functional  # type: ignore[import-not-found]
 
         kind = self.formats[case.weight]
-        packed, state = functional.quantize_4bit(
-            random_dense(case), blocksize=case.group_size, quant_type=kind
-        )
+        packed, state = functional.quantize_4bit(random_dense(case), blocksize=case.group_size, quant_type=kind)
 
         def bind(packed: Tensor, state: object) -> Call:
             return lambda x: bnb.matmul_4bit(x, packed, quant_state=state)
@@ -46,3 +46,19 @@ class BitsAndBytes(Peer):
             bytes=packed.nbytes + state.absmax.nbytes,
             deviation=ROUNDING[case.act],
         )
+
+    def linear(self, layer: nn.Linear) -> nn.Module:
+        from bitsandbytes.nn import Linear4bit, Params4bit  # type: ignore[import-not-found]
+
+        dense, kind = random_linear(layer), self.model_format[0]
+        made = Linear4bit(layer.in_features, layer.out_features, False, torch.bfloat16, False, kind, device="meta")
+        made.weight = Params4bit(
+            dense.weight.data, requires_grad=False, compress_statistics=False, quant_type=kind, module=made
+        )
+        made.bias = dense.bias
+        return made.to(dense.weight.device)
+
+    def hidden_bytes(self, module: nn.Module) -> int:
+        """The scales, which are an attribute of the weight."""
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        return 0 if state is None else state.absmax.nbytes

@@ -6,9 +6,10 @@ import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.cases import Case
 from benchmarks.peers.peer import Call, Job, Layer, Peer, cores, finish, parameter_bytes
@@ -23,6 +24,7 @@ class GemLite(Peer):
     name = "gemlite"
     package = "gemlite"
     install = "gemlite"
+    model_format = "u4", 128
 
     def lacks(self, case: Case, m: int) -> str | None:
         t = case.spec.dtype
@@ -72,6 +74,21 @@ class GemLite(Peer):
             bytes=parameter_bytes(layer),
             deviation=DEVIATION,
         )
+
+    def linear(self, layer: nn.Linear) -> nn.Module:
+        """4 bits with float zeros. What the package has measured on an H100 serves a Hopper GPU of another name."""
+        import gemlite  # type: ignore[import-not-found]
+
+        if torch.cuda.get_device_capability() == (9, 0) and not gemlite.core.GEMLITE_TRITON_CONFIG_CACHE:
+            gemlite.load_config(str(Path(gemlite.__file__).parent / "configs" / "h100.json"))
+        n, k, group = layer.out_features, layer.in_features, 128
+        made = gemlite.GemLiteLinear(4, group, k, n, input_dtype=gemlite.DType.BF16, output_dtype=gemlite.DType.BF16)
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+        scales = (torch.rand(n, k // group, device="cuda") * 0.01 + 0.005).bfloat16()
+        zeros = (torch.rand(n, k // group, device="cuda") * 15).bfloat16()
+        bias = None if layer.bias is None else torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+        made.pack(codes, scales, zeros, bias)
+        return made
 
 
 def _compile(case: Case, m: int) -> None:

@@ -54,16 +54,18 @@ class Layer:
 class Peer:
     """A method.
 
-    name      in plans and tables
-    package   what it imports, None if it is always there
-    install   what pip calls that
-    computes  the types in which it can multiply x; None: as it is
+    name           in plans and tables
+    package        what it imports, None if it is always there
+    install        what pip calls that
+    computes       the types in which it can multiply x; None: as it is
+    model_format   the format and columns per scale of the layers that `linear` makes; None if it makes none
     """
 
     name: str
     package: str | None = None
     install: str = ""
     computes: tuple[str | None, ...] = (None,)
+    model_format: tuple[str, int] | None = None
 
     def missing(self) -> str | None:
         """What to install; None if it is there."""
@@ -87,6 +89,14 @@ class Peer:
 
     def layer(self, case: Case) -> Layer:
         raise NotImplementedError
+
+    def linear(self, layer: torch.nn.Linear) -> torch.nn.Module:
+        """A layer of a model, in bf16 and with random weights, in the place of one without memory."""
+        raise NotImplementedError
+
+    def hidden_bytes(self, module: torch.nn.Module) -> int:
+        """Bytes of a module's weight that are in none of its tensors."""
+        return 0
 
 
 def finish(futures: Iterable[Future[Any]]) -> None:
@@ -119,6 +129,15 @@ def numbers_of(x: tuple[Tensor, Tensor]) -> Tensor:
 def random_dense(case: Case) -> Tensor:
     """W [n, k] to quantize, in the activations' type."""
     return torch.randn(case.n, case.k, dtype=TORCH[case.act], device="cuda") * case.k**-0.5
+
+
+def random_linear(layer: torch.nn.Linear) -> torch.nn.Linear:
+    """A linear layer as one without memory is, on the GPU and with random weights."""
+    dense = layer.to_empty(device="cuda").requires_grad_(False)
+    dense.weight.normal_(0, dense.in_features**-0.5)
+    if dense.bias is not None:
+        dense.bias.zero_()
+    return dense
 
 
 def parameter_bytes(module: torch.nn.Module) -> int:

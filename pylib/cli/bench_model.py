@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def bench_model(
     model: Annotated[str, typer.Argument(help="tiny, llama-3.1-8b, qwen2.5-32b ..., or a folder with a config.json.")],
-    weights: Annotated[str, typer.Option("--weight", "-w", help="Formats, with bf16 for no quantization.")] = "bf16,u4",
+    weights: Annotated[str, typer.Option("--weight", "-w", help="Formats: bf16, u4, u4:f8e4m3 ...")] = "bf16,u4",
     group_size: Annotated[
         int, typer.Option("--group-size", "-g", min=0, help="Columns that share a scale; 0: one scale per row.")
     ] = 128,
@@ -38,13 +38,16 @@ def bench_model(
 ) -> None:
     """Time a language model with random weights: tokens per second of decoding and prefill, low-bit against bf16.
 
-    The model's code is that of transformers, with a static cache, torch.compile and, on a GPU, a CUDA graph.
+    The model's code is that of transformers, with a static cache, torch.compile and, on a GPU, a CUDA graph. A format
+    such as u4:f8e4m3 quantizes activations to 8 bits and multiplies in that type.
 
     [bold]Examples[/]
 
       lowbit bench-model llama-3.1-8b --batch 1,16 --prefill 128,512,2048
 
       lowbit bench-model qwen2.5-32b -w bf16,u8,f6e3m2,u4,u2 --split
+
+      lowbit bench-model llama-3.1-8b -w bf16,u4,u4:f8e4m3 --prefill 128,8192
 
       lowbit bench-model tiny --no-compile --device cpu --json
     """
@@ -70,9 +73,16 @@ def bench_model(
 
 
 def quantizations(weights: str, group_size: int) -> list[QuantConfig | None]:
-    """Returns what formats, separated by commas, stand for; None for bf16, which stays dense."""
-    names = weights.split(",")
-    return [None if name == "bf16" else QuantConfig(name, group_size or None, method="rtn") for name in names]
+    """Returns what formats, separated by commas, stand for; None for bf16, which stays dense.
+
+    After a colon stands the type in which a format is multiplied: "u4:f8e4m3".
+    """
+    return [None if name == "bf16" else _quantization(name, group_size or None) for name in weights.split(",")]
+
+
+def _quantization(name: str, group_size: int | None) -> QuantConfig:
+    weight, _, compute = name.partition(":")
+    return QuantConfig(weight, group_size, method="rtn", compute=cast(Any, compute or None))
 
 
 def model_steps(batch: str, prefill: str, context: int) -> list[Step]:

@@ -48,6 +48,9 @@ class Measurement:
     batch, tokens, context   as in `Step`
     seconds           of a step
     split             seconds by kind of kernel, if asked for
+    compute           type in which low-bit layers multiply, as in `QuantConfig`; None: bf16
+    library           another library that the low-bit layers are of; "" for lowbit
+    compiled          whether torch.compile could take a model of another library
     """
 
     weight: str
@@ -60,6 +63,9 @@ class Measurement:
     context: int
     seconds: float
     split: dict[str, float] | None = None
+    compute: str | None = None
+    library: str = ""
+    compiled: bool = True
 
     @property
     def step(self) -> Step:
@@ -71,8 +77,11 @@ class Measurement:
         if self.weight == BASELINE:
             return BASELINE
         columns = "row" if self.group_size is None else str(self.group_size)
-        options = (" with lm_head" if self.lm_head else "") + ("" if self.fused else ", not fused")
-        return f"{self.weight} per {columns}{options}"
+        options = f", x in {self.compute}" if self.compute else ""
+        options += " with lm_head" if self.lm_head else ""
+        if self.library:
+            return f"{self.library} {self.weight} per {columns}{options}{'' if self.compiled else ', not compiled'}"
+        return f"{self.weight} per {columns}{options}{'' if self.fused else ', not fused'}"
 
     @property
     def tokens_per_second(self) -> float:
@@ -88,6 +97,13 @@ class Measurement:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
+def format_name(quantization: QuantConfig | None) -> str:
+    """Returns what the command line calls a format: "bf16", "u4", or "u4:f8e4m3" for activations of 8 bits."""
+    if quantization is None:
+        return BASELINE
+    return quantization.weight + (f":{quantization.compute}" if quantization.compute else "")
+
+
 def measure(
     config: Any,
     formats: Sequence[QuantConfig | None],
@@ -98,7 +114,7 @@ def measure(
 ) -> Iterator[Measurement]:
     """Yields the measurements of a model with random weights, format by format; None stands for bf16."""
     for quantization in formats:
-        name = BASELINE if quantization is None else quantization.weight
+        name = format_name(quantization)
         on_step(f"{name}: making the model")
         model = random_model(config, quantization, options.device, fuse=options.fuse, lm_head=options.lm_head)
         for step in steps:
@@ -132,6 +148,7 @@ def measure_prepared(
         **asdict(runner.step),
         seconds=runner.time(options.repeats),
         split=split,
+        compute=None if quantization is None else quantization.compute,
     )
 
 
@@ -143,8 +160,16 @@ def prepare(model: nn.Module, step: Step, options: Options) -> Runner:
 
 def model_bytes(model: nn.Module) -> int:
     """Returns the bytes of all weights, tied ones once."""
-    tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.nbytes for tensor in tensors.values())
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(_bytes(tensor) for tensor in tensors.values())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of a tensor, or of those that a tensor of another library consists of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[operator]
+    return sum(_bytes(getattr(tensor, name)) for name in names)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.tune.timing import random_tensor
 
 STANDARD_DEVIATION = 0.02  # of dense weights
+MakeLayer = Callable[[nn.Linear], nn.Module]
 
 
 @torch.no_grad()
@@ -24,11 +26,13 @@ def random_model(
     *,
     fuse: bool = True,
     lm_head: bool = False,
+    make: MakeLayer | None = None,
 ) -> nn.Module:
     """Returns a causal language model in bf16, with low-bit linear layers unless `quantization` is None.
 
     fuse      make one layer of low-bit layers that share their input
     lm_head   the output layer is low-bit, too
+    make      make(layer) returns the layer, of another library say, that takes the place of a linear layer on meta
     """
     from transformers import AutoModelForCausalLM
 
@@ -38,10 +42,25 @@ def random_model(
         _put_low_bit_layers(model, quantization, lm_head)
         if fuse:
             fuse_(model)
+    others = _taken_out(model, lm_head) if make else {}
     model.to_empty(device=device)
     for name, module in list(model.named_modules()):
         _fill(model, name, module, torch.device(device))
+    for name, layer in others.items():  # one after the other, so that no dense model is in memory
+        model.set_submodule(name, cast(MakeLayer, make)(layer), strict=True)
     return model.requires_grad_(False)
+
+
+def _taken_out(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:
+    """Returns the linear layers of a model on meta by name, and leaves empty modules in their places."""
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and (lm_head or name != "lm_head")
+    }
+    for name in found:
+        model.set_submodule(name, nn.Identity())
+    return found
 
 
 def _put_low_bit_layers(model: nn.Module, quantization: QuantConfig, lm_head: bool) -> None:

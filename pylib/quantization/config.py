@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MIN_K, MatmulSpec, Scale, Zeros
@@ -38,6 +39,8 @@ class QuantConfig:
                 group, and for e8m0 scales the rule of the MX specification
     damping     GPTQ and SpQR add this part of the mean diagonal to the diagonal of the Hessian
     steps       how many steps SignRound takes
+    compute     type in which layers multiply codes and x, as in `MatmulSpec`: "f8e4m3" or "i8"; None: that of x. The
+                weight is rounded in the same way
 
     Of SpQR:
 
@@ -65,6 +68,7 @@ class QuantConfig:
     scale_bits: int = 3
     scale_rows: int = 16
     act_order: bool = False
+    compute: Compute | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -77,7 +81,7 @@ class QuantConfig:
         if self.zeros is None:
             object.__setattr__(self, "zeros", self._usual_zeros())
         # The spec of the smallest weight checks format, table, zeros and scale, in the words that `compile` uses.
-        spec = self.spec(1, self.group_size or MIN_K)
+        spec = self.spec(1, self.group_size or (SUM_COLUMNS if self.compute else MIN_K))
         object.__setattr__(self, "table", spec.table)
         self._check_numbers()
         if self.method is None:
@@ -150,7 +154,8 @@ class QuantConfig:
         if self.method == "spqr":
             sparse = self.outlier_threshold is not None
             others = {"outliers": sparse, "permuted": self.act_order, "bilevel": self.second_level, **others}
-        return MatmulSpec(n, k, self.weight, self.group_size, zeros, scale, table=self.table, **others)
+        others = {"table": self.table, "compute": self.compute, **others}
+        return MatmulSpec(n, k, self.weight, self.group_size, zeros, scale, **others)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration in terms of JSON."""
