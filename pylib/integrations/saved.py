@@ -59,6 +59,8 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     """Put empty low-bit modules where a checkpoint of lowbit's own has weights of these specs."""
     experts: dict[str, dict[str, MatmulSpec]] = {}
     modules = dict(model.named_modules())
+    if any(isinstance(modules.get(name), nn.Embedding) for name in specs):
+        tie(model)
     for name, spec in specs.items():
         parent, _, part = name.rpartition(".")[0].rpartition(".")
         dense = modules.get(name)
