@@ -82,11 +82,19 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         assert model(torch.arange(5)[None]).logits.isfinite().all()
     assert "has something in it" in lines(*given, code=1)
+    fused = rows(*given[:-1], tmp_path / "fused", "--fuse", "--embeddings", "--lm-head")
+    together = fused["model.layers.0.self_attn.q_k_v_proj"]
+    parts = [found[f"model.layers.0.self_attn.{part}_proj"]["error"] for part in "qkv"]
+    assert together["shape"] == [128, 64] and min(parts) < together["error"] < max(parts)
+    assert 0 < fused["model.embed_tokens"]["error"] < 0.2 and fused["lm_head"]["error"]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fused")
+    assert isinstance(again.model.layers[0].mlp.gate_up_proj, lowbit.LowbitLinear)
 
 
 def test_wrong_requests_are_one_line(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "low"
     assert "calibration" in lines("quantize", plain, "--method", "gptq", "--out", out, code=1)
+    assert "no config.json" in lines("quantize", plain, "--fuse", "--out", out, code=1)
     assert "act=" in lines("quantize", plain, "--act", "f8", "--out", out, code=1)
     assert "no matrix" in lines("quantize", plain, "-g", 32, "--skip", "*", "--out", out, code=1)
     assert lines("inspect", tmp_path / "missing", code=1).startswith("error")

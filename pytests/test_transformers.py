@@ -14,7 +14,6 @@ from torch import Tensor
 
 import lowbit
 from lowbit import (
-    CheckpointError,
     LowbitConfig,
     LowbitExperts,
     LowbitLinear,
@@ -116,8 +115,36 @@ def test_quantized_in_place_and_saved(checkpoints: Any, tmp_path: Path) -> None:
     again.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(loaded(tmp_path / "again")), logits(model))
     lowbit.fuse_(model)
-    with pytest.raises(CheckpointError, match="self_attn has fused layers"):
-        model.save_pretrained(tmp_path / "fused")
+    model.save_pretrained(tmp_path / "fused")
+    assert torch.equal(logits(loaded(tmp_path / "fused")), logits(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gemma2", "qwen3-moe", "gpt-oss"])
+def test_fused_on_load(name: str, checkpoints: Any, tmp_path: Path) -> None:
+    """As `fuse_` does it; the fused model is saved, loaded, and saved again."""
+    model, apart = (loaded(checkpoints(name), LowbitConfig(U4, fuse=fuse)) for fuse in (True, False))
+    fused = lowbit.fuse_(apart)
+    assert model.hf_quantizer.fused == fused and any(row.name == "q_k_v_proj" for row in fused)
+    given = logits(model)
+    assert torch.equal(given, logits(apart))
+    for number, each in enumerate((model, apart)):  # config.json of the second says nothing of it
+        each.save_pretrained(tmp_path / str(number))
+        again, info = loaded(tmp_path / str(number), output_loading_info=True)
+        assert torch.equal(logits(again), given) and not any(info.values())
+        assert "model.layers.0.self_attn.q_k_v_proj.codes" in again.state_dict()
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(loaded(tmp_path / "again")), given)
+    if name == "llama":
+        assert type(model.dequantize().model.layers[0].self_attn.q_k_v_proj) is torch.nn.Linear
+
+
+def test_fused_checkpoint_that_does_not_fit(checkpoints: Any, tmp_path: Path) -> None:
+    loaded(checkpoints("llama"), LowbitConfig(U4, fuse=True)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["intermediate_size"] = 96
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PackError, match=r"packed with n=256 \(not 192\)"):
+        loaded(tmp_path)
 
 
 def test_only_low_bit_tensors_are_saved(checkpoints: Any, tmp_path: Path) -> None:

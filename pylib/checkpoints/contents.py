@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
+from lowbit.pylib.nn.fuse import parts_named
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.packed import PackedWeight
 
@@ -59,8 +61,8 @@ def _low_bit_row(
     size = sum(checkpoint.tensors[tensor].nbytes for tensor in checkpoint.names_of(name).values())
     noted = errors.get(name)
     error = noted if isinstance(noted, float) else None
-    if originals is not None and f"{name}.weight" in originals and len(weights) == 1:
-        error = _relative_error(originals[f"{name}.weight"], weights[0])
+    if originals is not None and len(weights) == 1:
+        error = _relative_error(_original(originals, name), weights[0])
     return LayerReport(name, shape, describe(spec), 2 * math.prod(shape), size, error)
 
 
@@ -72,9 +74,21 @@ def _weights(checkpoint: Checkpoint, name: str) -> list[PackedWeight]:
     return [checkpoint.load(name, "bf16")]
 
 
-def _relative_error(original: Tensor, weight: PackedWeight) -> float | None:
+def _original(originals: TensorFiles, name: str) -> Tensor | None:
+    """Returns the dense weight of a layer, or of those that it was fused of; None if there is none."""
+    if f"{name}.weight" in originals:
+        return originals[f"{name}.weight"]
+    parent, dot, leaf = name.rpartition(".")
+    inside = (other.removeprefix(parent + dot) for other in originals if other.startswith(parent + dot))
+    layers = {other.removesuffix(".weight") for other in inside if other.endswith(".weight") and other.count(".") == 1}
+    parts = [originals[f"{parent}{dot}{part}.weight"] for part in parts_named(leaf, layers)]
+    fits = parts and all(part.ndim == 2 and part.shape[1] == parts[0].shape[1] for part in parts)
+    return torch.cat(parts) if fits else None
+
+
+def _relative_error(original: Tensor | None, weight: PackedWeight) -> float | None:
     spec = weight.spec
-    if tuple(original.shape) != (spec.n, spec.k):
+    if original is None or tuple(original.shape) != (spec.n, spec.k):
         return None
     norm = float(original.float().norm())
     return float((weight.dequantize() - original.float()).norm()) / norm if norm else 0.0

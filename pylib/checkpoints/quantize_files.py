@@ -42,6 +42,7 @@ class Request:
     skip         patterns of names of modules that stay dense
     lm_head      quantize the output layer as well
     embeddings   quantize embeddings as well, and output layers that are tied to them
+    fuse         make one layer of those that share their input, in models that transformers loads
     act          type of the layers' inputs; None: that of the weights, and bf16 where they are f32
     device       where to quantize; None: the CPU
     """
@@ -50,6 +51,7 @@ class Request:
     skip: Sequence[str] = ()
     lm_head: bool = False
     embeddings: bool = False
+    fuse: bool = False
     act: Act | None = None
     device: str | None = None
 
@@ -72,6 +74,8 @@ def quantize_folder(
         _by_transformers(path, target, request)
         on_step("comparing")
         report = contents(target, against=path)
+    elif request.fuse:
+        raise SpecError(f"fuse: {path} has no config.json of transformers; which layers share an input is not known")
     else:
         report = _by_names(path, target, request, on_step)
     note_errors(target, report)
@@ -96,6 +100,7 @@ def _by_transformers(path: Path, target: Path, request: Request) -> None:
         modules=dict.fromkeys(request.skip, None),
         lm_head=request.lm_head,
         embeddings=request.embeddings,
+        fuse=request.fuse,
         per_row_if_indivisible=True,
     )
     places = {"device_map": request.device} if request.device not in (None, "cpu") else {}

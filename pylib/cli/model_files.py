@@ -32,6 +32,7 @@ def quantize(
     skip: Annotated[list[str] | None, typer.Option(help="Modules that stay dense; * stands for any text.")] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantize the output layer, too.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize embeddings, too, tied or not.")] = False,
+    fuse: Annotated[bool, typer.Option("--fuse", help="Make one layer of those that share their input.")] = False,
     act: Annotated[str | None, typer.Option(help="f16 or bf16; without it, as the model.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to quantize: cuda or cpu.")] = None,
     as_json: Json = False,
@@ -50,7 +51,7 @@ def quantize(
 
     given: dict[str, Any] = {"method": method, "zeros": zeros, "scale": scale}
     config = QuantConfig(weight, group_size or None, **given)
-    request = Request(config, skip or (), lm_head, embeddings, _act(act), device)
+    request = Request(config, skip or (), lm_head, embeddings, fuse, _act(act), device)
     with errors.status("reading") as status:
         report = quantize_folder(source, out, request, status.update)
     _show(report, as_json)

@@ -34,6 +34,7 @@ class LowbitConfig(QuantizationConfigMixin):
     lm_head                  quantize the output layer as well, unless its weight is tied
     embeddings               quantize embeddings as well, and tied output layers, which multiply by the same weight
     per_row_if_indivisible   one scale per row where the group size does not divide k, which is an error otherwise
+    fuse                     make one layer of those that share their input (`lowbit.fuse_`), after loading
     from_checkpoint          the checkpoint says what each layer is: GPTQ, AWQ, HQQ, bitsandbytes, compressed-tensors,
                              FP8, MXFP4, SpQR and torchao are imported without loss, and run in lowbit's kernels. No
                              other field goes with it
@@ -51,12 +52,13 @@ class LowbitConfig(QuantizationConfigMixin):
         lm_head: bool = False,
         embeddings: bool = False,
         per_row_if_indivisible: bool = False,
+        fuse: bool = False,
         from_checkpoint: bool = False,
         **recipe: Any,
     ) -> None:
         if isinstance(weight, QuantConfig) and (recipe or group_size != 128):
             raise SpecError(f"weight={weight!r} says all of it; drop the other fields of the recipe")
-        others = (modules, modules_to_not_convert, lm_head, embeddings, per_row_if_indivisible, recipe)
+        others = (modules, modules_to_not_convert, lm_head, embeddings, per_row_if_indivisible, fuse, recipe)
         if _flag("from_checkpoint", from_checkpoint) and (any(others) or (weight, group_size) != ("u4", 128)):
             raise SpecError("from_checkpoint=True: the checkpoint says what its layers are; drop all other fields")
         self.quant_method = cast(Any, QUANT_METHOD)
@@ -69,6 +71,7 @@ class LowbitConfig(QuantizationConfigMixin):
         self.lm_head = _flag("lm_head", lm_head)
         self.embeddings = _flag("embeddings", embeddings)
         self.per_row_if_indivisible = _flag("per_row_if_indivisible", per_row_if_indivisible)
+        self.fuse = _flag("fuse", fuse)
         for pattern, config in {"weight": self.config, **self.modules}.items():
             if not (config is None or isinstance(config, QuantConfig)):
                 raise SpecError(f"modules[{pattern!r}]={config!r} must be a QuantConfig, or None for dense modules")
@@ -119,6 +122,7 @@ class LowbitConfig(QuantizationConfigMixin):
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
             "per_row_if_indivisible": self.per_row_if_indivisible,
+            "fuse": self.fuse,
         }
 
     def __iter__(self) -> Any:
@@ -142,7 +146,7 @@ class LowbitConfig(QuantizationConfigMixin):
             raise SpecError(f"modules={modules!r} of config.json must be a dictionary of configurations")
         configs = {name: None if c is None else QuantConfig.from_dict(c) for name, c in modules.items()}
         config = QuantConfig.from_dict(written.pop("config", None) or {})
-        known = ("modules_to_not_convert", "lm_head", "embeddings", "per_row_if_indivisible")
+        known = ("modules_to_not_convert", "lm_head", "embeddings", "per_row_if_indivisible", "fuse")
         if unknown := sorted(written.keys() - set(known)):
             raise SpecError(f"quantization_config of config.json has no {', '.join(unknown)}; update lowbit")
         found = cls(config, modules=configs, **written)

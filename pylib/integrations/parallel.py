@@ -15,6 +15,7 @@ from torch import nn
 from lowbit.dialect.errors import SpecError
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
 from lowbit.pylib.nn.experts import LowbitExperts
+from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
@@ -30,6 +31,8 @@ def split(model: Any) -> None:
         return
     rank, count = mesh.get_local_rank(), mesh.size()
     for name, module in list(model.named_modules()):
+        if isinstance(module, FusedModule):
+            raise SpecError(f"{name}: fused layers can't be split over devices; load a model that was not fused")
         style = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is None or not isinstance(module, PackedModule | TiedLinear | LowbitExperts):
             continue

@@ -50,7 +50,7 @@ from lowbit.pylib.integrations.saved import (
 )
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
-from lowbit.pylib.nn.fuse import FusedModule
+from lowbit.pylib.nn.fuse import FusedLayers, fuse_, place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, naming, plan
@@ -64,6 +64,7 @@ class LowbitQuantizer(HfQuantizer):
 
     targets        the dense parameters to quantize by their names, while a dense checkpoint is loaded
     stays_dense    why modules stay dense, by their names, as `lowbit.quantize_` reports it
+    fused          what became of layers that share their input, if `fuse=True` was asked for
     """
 
     def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
@@ -71,6 +72,7 @@ class LowbitQuantizer(HfQuantizer):
         self.config = quantization_config
         self.targets: dict[str, Target] = {}
         self.stays_dense: dict[str, str] = {}
+        self.fused: tuple[FusedLayers, ...] = ()
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
         if quantization_config.layers is not None:
@@ -130,13 +132,12 @@ class LowbitQuantizer(HfQuantizer):
         for entry in planned:
             module = _empty(entry)
             replace_planned(model, entry, module)
-            for name in entry.names:
-                if checkpoint_files and self.pre_quantized:
-                    compare(name, module, saved)
             if not self.pre_quantized:
                 self.targets |= attach_dense(entry, module)
-        if self.pre_quantized:
-            fit_lengths(model, checkpoint_files or ())
+        if self.pre_quantized and checkpoint_files:
+            place_fused(model, saved)
+            compare(model, saved)
+            fit_lengths(model, checkpoint_files)
 
     def _wishes(self, model: Any) -> Wishes:
         skipped = self.config.modules_to_not_convert or []
@@ -221,6 +222,8 @@ class LowbitQuantizer(HfQuantizer):
             if target.pending:
                 raise QuantizeError(f"{name}: the checkpoint has no such tensor")
             target.forget()
+        if self.config.fuse and not self.pre_quantized:
+            self.fused = fuse_(model)
         self.targets.clear()
         if self.checkpoint is not None:
             _keep_as_imported(model)
@@ -248,11 +251,6 @@ class LowbitQuantizer(HfQuantizer):
         """Returns that the model's state dictionary is saved. Raises CheckpointError where it could not be loaded."""
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise CheckpointError("each process has its part of the model only; load it on one device to save it")
-        for name, module in model.named_modules():
-            if isinstance(module, FusedModule):
-                raise CheckpointError(
-                    f"{name} has fused layers, which from_pretrained does not know; save before fuse_"
-                )
         return None, {}
 
     def is_serializable(self, **_: Any) -> bool:

@@ -11,13 +11,14 @@ from torch import nn
 
 from lowbit.dialect.errors import CheckpointError, PackError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib import saved_weight
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, is_experts
+from lowbit.pylib.nn.fuse import place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.saved_weight import check_same, read_spec
 
 PARTS = dict(zip(MATRICES, ("gate_up", "down")))
 """What LowbitExperts calls the layers of each matrix."""
@@ -33,7 +34,7 @@ def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]
             keys: list[str] = file.keys()
             for name in [key.removesuffix(EXTRA_STATE) for key in keys if key.endswith(EXTRA_STATE)]:
                 with naming(name):
-                    found[name] = saved_weight.read_spec(file.get_tensor(name + EXTRA_STATE))
+                    found[name] = read_spec(file.get_tensor(name + EXTRA_STATE))
     renamed = renaming(model, list(found))
     return {renamed(name): spec for name, spec in found.items()}
 
@@ -45,14 +46,13 @@ def renaming(model: Any, names: Sequence[str]) -> Callable[[str], str]:
     return next((way for way in ways if any(way(name) in modules for name in names)), str)
 
 
-def compare(name: str, module: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
-    """Raise PackError where a module differs from what the checkpoint has for it."""
-    for inner, layer in low_bit_layers(module):
-        full = f"{name}.{inner}".removesuffix(".")
-        if full not in saved:
-            raise PackError(f"{full}: config.json says that it is low-bit, and the checkpoint has no such weight")
-        with naming(full):
-            saved_weight.check_same(saved[full], layer.spec)
+def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
+    """Raise PackError where a low-bit layer of a model differs from what the checkpoint has for it."""
+    for name, layer in low_bit_layers(model):
+        if name not in saved:
+            raise PackError(f"{name}: config.json says that it is low-bit, and the checkpoint has no such weight")
+        with naming(name):
+            check_same(saved[name], layer.spec)
 
 
 def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
@@ -61,7 +61,11 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     modules = dict(model.named_modules())
     if any(isinstance(modules.get(name), nn.Embedding) for name in specs):
         tie(model)
+    place_fused(model, specs)
+    placed = dict(low_bit_layers(model))
     for name, spec in specs.items():
+        if name in placed:
+            continue
         parent, _, part = name.rpartition(".")[0].rpartition(".")
         dense = modules.get(name)
         if isinstance(dense, nn.Embedding):

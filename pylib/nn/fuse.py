@@ -8,20 +8,24 @@ gets a class of its own, whose forward is that of the old class with one call in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations, permutations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.dialect.errors import QuantizeError
+from lowbit.dialect.errors import PackError, QuantizeError
 from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import outliers
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.siblings import Group, rewritten, siblings
+from lowbit.pylib.saved_weight import check_same
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
 
     `q_proj`, `k_proj` and `v_proj` become `q_k_v_proj`; `gate_proj` and `up_proj` become `gate_up_proj`. Codes and
     scales are put together, not made anew, so results differ by rounding at most. The state dictionary has the names
-    and tensors of the new layers; fuse an empty model before you load it. The model can be copied, pickled, compiled
-    and exported.
+    and tensors of the new layers; fuse an empty model before you load it (`from_pretrained` does so by itself). The
+    model can be copied, pickled, compiled and exported.
 
     The forward of the module around the layers is read to see what shares an input, so it works for modules of any
     origin. Layers stay apart where this is not certain, and where their formats or types differ: the result says why.
@@ -136,9 +140,13 @@ def _fused_name(names: Sequence[str]) -> str:
 def _fuse(parent: nn.Module, groups: tuple[Group, ...], linears: frozenset[str]) -> None:
     """Put the layers of each group together, and have the module call them so."""
     fused_class = _fused_class(type(parent), groups, linears)  # raises before anything is changed
-    for group in groups:
-        parts = [getattr(parent, name) for name in group.parts]
-        layer = concatenated(parts)
+    fused = {group: concatenated([getattr(parent, name) for name in group.parts]) for group in groups}
+    _put(parent, fused, fused_class)
+
+
+def _put(parent: nn.Module, fused: Mapping[Group, LowbitLinear], fused_class: type[nn.Module]) -> None:
+    """Put fused layers in the places of their parts."""
+    for group, layer in fused.items():
         for name in group.parts:
             delattr(parent, name)
         setattr(parent, group.name, layer)
@@ -159,6 +167,67 @@ def _below(slot: TensorSlot, tensors: Sequence[Tensor], parts: Sequence[LowbitLi
     if slot.index == "column":
         return tensors[0].clone()
     return torch.cat(list(tensors))
+
+
+# -- fused layers of a checkpoint
+
+
+def place_fused(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
+    """Put empty fused layers into a model on meta, where a checkpoint has layers with names that `fuse_` gives.
+
+    specs   what each low-bit layer of the checkpoint is; names that are no layers in place of siblings are left alone
+
+    Raises PackError for a layer that does not fit those in whose place it is.
+    """
+    modules = dict(model.named_modules())
+    wanted: dict[nn.Module, dict[str, MatmulSpec]] = {}
+    for name, spec in specs.items():
+        parent, _, leaf = name.rpartition(".")
+        if name not in modules and parent in modules:
+            wanted.setdefault(modules[parent], {})[leaf] = spec
+    for parent, layers in wanted.items():
+        _place_in(parent, layers)
+
+
+def _place_in(parent: nn.Module, layers: Mapping[str, MatmulSpec]) -> None:
+    """Put empty fused layers into one module."""
+    children = {key: child for key, child in parent._modules.items() if isinstance(child, nn.Linear)}
+    linears, groups = frozenset(children), list[Group]()
+    for name, spec in layers.items():
+        if parts := _parts_of(name, type(parent), linears):
+            _check_parts(spec, {part: children[part] for part in parts})
+            groups.append(Group(name, parts, tuple(children[part].out_features for part in parts)))
+    if groups:
+        fused = {group: LowbitLinear.empty(layers[group.name], "meta") for group in groups}
+        _put(parent, fused, _fused_class(type(parent), tuple(groups), linears))
+
+
+def _parts_of(name: str, cls: type[nn.Module], linears: frozenset[str]) -> tuple[str, ...]:
+    """Returns the layers of a class that `fuse_` would make one with this name of; () if there are none."""
+    parts = parts_named(name, linears)
+    with suppress(QuantizeError):
+        return parts if parts and siblings(cls, parts, linears) == [parts] else ()
+    return ()
+
+
+def parts_named(name: str, names: Collection[str]) -> tuple[str, ...]:
+    """Returns those of some names, in order, whose layers have this name when they are fused; () if there are none."""
+    words = sorted(name.split("_"))
+    for count in range(2, len(names) + 1):
+        for some in combinations(sorted(names), count):
+            if sorted(_fused_name(some).split("_")) == words:
+                return next((each for each in permutations(some) if _fused_name(each) == name), ())
+    return ()
+
+
+def _check_parts(spec: MatmulSpec, parts: Mapping[str, nn.Linear]) -> None:
+    """Raise PackError unless layers make one of this spec."""
+    rows = sum(part.out_features for part in parts.values())
+    for name, part in parts.items():
+        if isinstance(part, LowbitLinear):
+            check_same(spec, replace(part.spec, n=rows))
+        elif (spec.n, spec.k) != (rows, part.in_features):
+            raise PackError(f"{name} is one of {len(parts)} layers that make {rows} x {part.in_features}, not {spec}")
 
 
 # -- classes of modules with fused layers
