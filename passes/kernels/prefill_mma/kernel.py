@@ -4,24 +4,26 @@ The idea is that of the prefill kernel: blocks stay for the whole launch and go 
 goes from device memory straight to registers, a round ahead, and weights are scaled there, once for all tokens of a
 warp. What differs is what a target without wgmma and TMA has:
 
-- x comes by cp.async, to which all threads contribute. A barrier per panel says that a panel is there and that the
-  stage of the panel before is free.
+- x comes by cp.async, to which all threads contribute. A barrier per panel says that the next panel is there and that
+  all warps have this one's fragments in registers. It stands before the last products of a panel, so that the tensor
+  core works while warps meet and the next fragments are read.
 - x is read by ldmatrix, once per warp. So that shared memory keeps up with the tensor core, a warp may have 32 rows,
   for which one fragment of x serves twice, and half of the tokens of the tile; two warps then decode the same weights.
-- Sums are ordinary registers. An mma.sync ends before its result is read; two warps of a quarter of a multiprocessor
-  hide each other's decoding and waiting.
+- Sums are ordinary registers, carried by loops. Two warps share a quarter of a multiprocessor and hide each other's
+  decoding and waiting.
 
 Loop nest. A block has 128 rows and `tokens` tokens at a time:
 
-    codes, scales, zeros of the first round on their way to registers; the first `ahead` panels of x to shared memory
+    codes, scales, zeros of the first round on their way to registers; the first panels of x to all stages
     for tile of this block:                          in the order of the prefill kernel
         sums = 0
         for round:                                   `step` columns
             for panel of `panel_k` columns:
-                wait until x is there; barrier
-                for group in panel:
+                for group in panel, without the last 16 columns:
                     sums += (scale * (decode(codes) - zero)) x^T
-                copy a later panel, of this tile or of the next, to the stage that the panel before this one has left
+                wait until the next panel is there; barrier
+                copy a later panel, of this tile or of the next, to this stage
+                sums += the products of the last 16 columns
                 load the codes that take the place of these: of the next round, or of the next tile's first
         scale rows, add the bias, convert, store y[t, n]
 
@@ -113,18 +115,18 @@ class MmaKernel(Kernel):
     def _copy_first_panels(self, token: Scalar) -> None:
         for panel in range(self.plan.ahead):
             self._copy_panel(panel, token, panel)
-        self._await_panel_behind(0)
+        self._await_panel(self.plan.ahead - 1)
 
     def _next_panel(self, index: Scalar, panel: int) -> None:
-        """Waits for the panel behind this one, all of whose fragments are in registers, and fills its stage again. What
-        is copied beyond the last tile of a block is not read."""
-        self._await_panel_behind(1)
+        """Waits for the next panel, and fills the stage of this one, all of whose fragments are in registers, again.
+        What is copied beyond the last tile of a block is not read."""
+        self._await_panel(self.plan.ahead - 2)
         _, token, column = self._later_panel(index, panel)
         self._copy_panel(panel % self.schedule.num_stages, token, column)
 
-    def _await_panel_behind(self, panels: int) -> None:
-        """Waits until a panel is there, so many behind that whose stage is filled next, and until all warps are."""
-        self.p.wait(self.plan.ahead - 1 - panels)
+    def _await_panel(self, pending: int) -> None:
+        """Waits until all panels but so many are there, for all warps."""
+        self.p.wait(pending)
         self.p.barrier()
 
     def _copy_panel(self, stage: int, token: Scalar, panel: Index) -> None:
