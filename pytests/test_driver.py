@@ -48,13 +48,15 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_token_tiles(weight: str, target: str, widest: int) -> None:
     """The least tile that holds m, by its definition, and up to a number of rows the widest several times. Where sums
-    of groups are scaled, which a power of two that decoding leaves out needs, registers hold no more than 128."""
-    artifacts = Artifacts(replace(SPEC, weight=weight), parse_target(target), None)
+    of groups are scaled, which a power of two that decoding leaves out needs, registers hold no more than 128. Without
+    wgmma the columns are such that no kernel for any number of rows takes them."""
+    columns = {} if target == "sm_90a" else {"k": 132, "group_size": 66}
+    artifacts = Artifacts(replace(SPEC, weight=weight, **columns), parse_target(target), None)
     narrow = [tile for tile in TOKEN_TILES if tile <= min(widest, 128)]
     assert [artifacts.tiles(m) for m in narrow] == [[tile] for tile in narrow]
     assert [artifacts.tiles(m + 1) for m in narrow[:-1]] == [[tile] for tile in narrow[1:]]
     assert artifacts.tiles(0) == [1] and artifacts.tile(0) == 1
-    large = Artifacts(replace(SPEC, weight=weight, n=8192, k=4096), parse_target(target), None)
+    large = Artifacts(replace(SPEC, weight=weight, **columns, n=1 << 18), parse_target(target), None)
     rest = [128] if widest == 256 else [widest] * 2
     kinds = [(artifacts, [widest, *rest])] + [(large, [widest] * 3)] * (target != "sm_90a")
     for some, found in kinds:
@@ -258,7 +260,7 @@ def test_emulator_gets_its_arguments(pipeline: FakePipeline) -> None:
 
 def test_dump(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOWBIT_DUMP", str(tmp_path / "new"))
-    lowbit.compile(SPEC, "emulator:sm_80").kernel(200)
+    lowbit.compile(SPEC, "emulator:sm_80").kernel(10000)
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     stem = "u4_32x128_sm_80"
     assert written.keys() == {f"{stem}_{k}.{s}" for k in ("m1", "dequantize") for s in ("tile.mlir", "ptx")}

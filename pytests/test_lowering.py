@@ -444,6 +444,21 @@ def test_load_matrix(n_blocks: int, k_blocks: int, element: str) -> None:
     np.testing.assert_array_equal(y, x[np.minimum(np.arange(n), m - 1)])
 
 
+@pytest.mark.parametrize("m", [3, 20, 32])
+def test_load_matrix_on_several_warps(m: int) -> None:
+    """Rows from m on are the last one, also where a warp has no row below m."""
+    x, y, layout = numbers(32, 32), np.zeros((32, 32), np.float16), spatial(2, 1) * local(2, 2) * MMA_M16N8K16_B_NK
+
+    def body(p: Program) -> None:
+        buffer = p.alloc_shared("f16", x.shape, (40, 1))
+        p.store(p.load(p.global_view(p["x"], "f16", x.shape), (0, 0), layout), buffer, (0, 0))
+        p.barrier()
+        p.store(p.load_matrix(buffer, p["m"], layout), p.global_view(p["y"], "f16", y.shape), (0, 0))
+
+    run(body, threads=64, x=x, y=y, m=m)
+    np.testing.assert_array_equal(y, x[np.minimum(np.arange(32), m - 1)])
+
+
 @pytest.mark.parametrize("element", ["f16", "bf16"])
 def test_row_sums(element: str) -> None:
     """Sums of the rows of b, where the accumulator of an mma with b has its columns."""

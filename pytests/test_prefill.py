@@ -197,7 +197,7 @@ def test_only_where_there_is_wgmma() -> None:
     ("choices", "message"),
     [
         ({"tokens": 24}, "tokens=24 must be one of 16, 32"),
-        ({"panel_k": 32}, "panel_k=32 must be one of 64, 128, 256 for prefill"),
+        ({"panel_k": 32}, "panel_k=32 must be one of 64, 128, 256 for PrefillSchedule"),
         ({"num_stages": 6}, "num_stages=6 must be one of 4, 8"),
         ({"cluster": True}, "cluster=True must be one of 1, 2"),
     ],

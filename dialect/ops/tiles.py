@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, fragments, in_range, real, same_element, verifier, within_warp
+from lowbit.dialect.checks import expect, fragments, in_range, real, same_element, verifier
 from lowbit.dialect.elements import OPERANDS
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
@@ -57,8 +57,7 @@ class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
         vector = 128 // bits
         aligned = last == 1 and all(stride % vector == 0 for stride in outer)
         expect(aligned, "strides", f"multiples of {vector} (16 bytes) and 1 for the last dim", list(source.strides))
-        blocks = fragments(tile.layout, MMA_B_NK[bits], "result")
-        within_warp(blocks, tile.layout.rank - 2, "rows of the result")
+        fragments(tile.layout, MMA_B_NK[bits], "result")
 
 
 class StoreOp(Lowbit.Operation, name="store"):

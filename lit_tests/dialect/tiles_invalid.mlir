@@ -184,14 +184,6 @@ func.func @load_matrix_layout(%x: !lowbit.shared<[8, 16], f16, [24, 1], 0>, %m: 
 
 // -----
 
-func.func @load_matrix_warps(%x: !lowbit.shared<[16, 16], f16, [24, 1], 0>, %m: i32) {
-  // expected-error @below {{rows of the result: expected within each warp, got spread over warps: spatial(2, 1)}}
-  %0 = "lowbit.load_matrix"(%x, %m) : (!lowbit.shared<[16, 16], f16, [24, 1], 0>, i32) -> !lowbit.reg<[16, 16], f16, "spatial(2, 1).local(1, 2).spatial(8, 4).local(1, 2)">
-  return
-}
-
-// -----
-
 // Views.
 func.func @view_threads(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
   // expected-error @below {{'lowbit.view' op threads: expected 32, got 16}}

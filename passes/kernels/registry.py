@@ -13,11 +13,12 @@ from lowbit.passes.kernels.decode.family import Decode, DecodeInteger
 from lowbit.passes.kernels.dequantize.family import Dequantize
 from lowbit.passes.kernels.eight_bit.family import EightBit
 from lowbit.passes.kernels.prefill.family import Prefill
+from lowbit.passes.kernels.prefill_mma.family import PrefillMma
 from lowbit.passes.kernels.prepack.family import Prepack
 from lowbit.passes.kernels.quantize.family import Quantize
 from lowbit.passes.target import Target
 
-_ALL = (Decode(), DecodeInteger(), Prefill(), Dequantize(), Prepack(), EightBit(), Quantize())
+_ALL = (Decode(), DecodeInteger(), Prefill(), PrefillMma(), Dequantize(), Prepack(), EightBit(), Quantize())
 FAMILIES: dict[str, KernelFamily[Any]] = {family.name: family for family in _ALL}
 
 

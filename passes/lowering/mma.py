@@ -15,7 +15,7 @@ from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.layouts.layout import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK, Layout
 from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.addressing import Place, ThreadIndex
+from lowbit.passes.lowering.addressing import Place, ThreadIndex, known
 from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.fragment import Block, Fragment, fragment_blocks
 from lowbit.passes.lowering.registry import lowers
@@ -159,11 +159,16 @@ class _MatrixLoads:
         self._together = 2 if self._along_n or k_blocks % 2 == 0 else 1
         lane = threads.digit(32, 1, layout.threads)
         self._row, matrix = arith.remui(lane, emit.constant(8)), arith.divui(lane, emit.constant(8))
-        strides = place.type.strides
-        self._base = _base_of_warp(threads, place, layout)
+        strides, starts = place.type.strides, _starts_of_warp(threads, layout, MMA_B_NK[element.bits])
+        self._base = place.base
+        for dim, start in starts.items():
+            step = arith.muli(start, emit.constant(strides[dim] * element.bytes))
+            self._base = emit.offset_bytes(self._base, dynamic=step)
         half = arith.remui(matrix, emit.constant(2))  # of the columns of the fragment
         self._other = arith.divui(matrix, emit.constant(2))  # which of two fragments
-        self._last = arith.subi(rows, emit.constant(1))
+        self._last = None if (known(rows) or 0) >= layout.shape[-2] else arith.subi(rows, emit.constant(1))
+        if self._last is not None and layout.rank - 2 in starts:
+            self._last = arith.subi(self._last, starts[layout.rank - 2])  # counted from the warp's first row
         self._row_bytes = strides[-2] * element.bytes
         self._columns = arith.muli(half, emit.constant(_MATRIX_BYTES))
         if self._together == 2 and not self._along_n:
@@ -178,7 +183,7 @@ class _MatrixLoads:
             token = arith.addi(self._row, emit.constant(8 * n_block))
             if self._together == 2 and self._along_n:
                 token = arith.addi(token, arith.muli(self._other, emit.constant(8)))
-            token = arith.minsi(token, self._last)
+            token = token if self._last is None else arith.minsi(token, self._last)
             step = arith.addi(arith.muli(token, emit.constant(self._row_bytes)), self._columns)
             self._starts[n_block] = emit.offset_bytes(self._base, dynamic=step)
         return self._starts[n_block]
@@ -195,15 +200,15 @@ class _MatrixLoads:
         return self._loaded[first][2 * which : 2 * which + 2]
 
 
-def _base_of_warp(threads: ThreadIndex, place: Place, layout: Layout) -> Any:
-    """Returns where a warp's part of a buffer begins."""
-    base, size_of = place.base, OPERANDS[str(place.type.element)].bytes
-    for size, divisor, dim, stride in layout.thread_digits():
-        if divisor >= 32:  # the digits below are the lanes'
-            step = emit.constant(stride * place.type.strides[dim] * size_of)
-            step = arith.muli(threads.digit(size, divisor, layout.threads), step)
-            base = emit.offset_bytes(base, dynamic=step)
-    return base
+def _starts_of_warp(threads: ThreadIndex, layout: Layout, fragment: Layout) -> dict[int, Any]:
+    """Returns the index at which a warp's part of a tile begins, along the dims that are spread over warps."""
+    sizes = (*(1,) * (layout.rank - 2), *fragment.shape)
+    starts: dict[int, Any] = {}
+    for size, divisor, dim, stride in (layout / fragment.reshape(sizes)).thread_digits():
+        digit = threads.digit(size, divisor * fragment.threads, layout.threads)
+        part = arith.muli(digit, emit.constant(stride * sizes[dim]))
+        starts[dim] = arith.addi(starts[dim], part) if dim in starts else part
+    return starts
 
 
 def _ldmatrix(address: Any, count: int) -> list[Any]:

@@ -41,7 +41,12 @@ def rows_of_tiles(spec: MatmulSpec, tiles: Sequence[int]) -> tuple[Rows, ...]:
     H200 (docs/lab-notebook.md, "More than 256 tokens")."""
     widest, large = tiles[-1], spec.n * spec.k >= _LARGE
     most = 192 if widest < 128 else 4 * widest if large else 384
-    ends: dict[int, tuple[int, ...]] = {}  # the last row of each range: its launches
+    return _ranges(_launches(tiles, most))
+
+
+def _launches(tiles: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
+    """The launches of each range of rows, by its last row, for up to `most` rows."""
+    widest, ends = tiles[-1], dict[int, tuple[int, ...]]()
     for tile in tiles:
         if tile == TOKEN_TILES[-1]:
             half = tile // 2
@@ -49,21 +54,26 @@ def rows_of_tiles(spec: MatmulSpec, tiles: Sequence[int]) -> tuple[Rows, ...]:
         ends[tile] = (tile,)
     for whole in range(1, -(-most // widest)):
         ends |= {whole * widest + end: (widest,) * whole + ends[end] for end in list(ends) if end <= widest}
-    lasts = [end for end in ends if end <= most]
-    firsts = [1, *(last + 1 for last in lasts)]
-    return (*(Rows(a, b, ends[b]) for a, b in zip(firsts, lasts)), Rows(firsts[-1], None, ()))
+    return {end: launches for end, launches in ends.items() if end <= most}
+
+
+def _ranges(launches: Mapping[int, tuple[int, ...]]) -> tuple[Rows, ...]:
+    """Every number of rows, where those beyond the last are for the vendor's matmul."""
+    firsts = [1, *(last + 1 for last in launches)]
+    return (*(Rows(a, b, tiles) for a, (b, tiles) in zip(firsts, launches.items())), Rows(firsts[-1], None, ()))
 
 
 def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int]) -> tuple[Rows, ...]:
     """The rule where a kernel serves any number of rows: one launch.
 
-    Up to MOST_DECODED rows the least tile that holds them serves. Above, schedules are chosen for the numbers of tokens in
-    `any_tiles`, and the least of these that is not below m serves. Beyond the last, power is the bound: the weight is
-    written out for the vendor's matmul, which needs less energy.
+    Up to MOST_DECODED rows the least tile that holds them serves, or two launches where there is none so wide. Above,
+    schedules are chosen for the numbers of tokens in `any_tiles`, and the least of these that is not below m serves.
+    Beyond the last, the weight is written out for the vendor's matmul: on Hopper since power is the bound, and it needs
+    less energy; elsewhere since its kernels are predicted to be faster by more than writing takes.
     """
-    lasts = [tile for tile in tiles if tile <= MOST_DECODED] + [tile for tile in any_tiles if tile > MOST_DECODED]
-    firsts = [1, *(last + 1 for last in lasts)]
-    return (*(Rows(a, b, (b,)) for a, b in zip(firsts, lasts)), Rows(firsts[-1], None, ()))
+    decoded = [tile for tile in tiles if tile <= MOST_DECODED]
+    more = {tile: (tile,) for tile in any_tiles if tile > MOST_DECODED}
+    return _ranges(_launches(decoded, MOST_DECODED) | more)
 
 
 def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:

@@ -34,7 +34,8 @@ class Artifacts:
     use from any thread.
 
     With late_scaling no kernel rounds a weight to the act type, for any number of rows: for weights of a wide range
-    (`pylib.value_range`). Only schedules with wgmma round weights, so these do without it, a given one as well.
+    (`pylib.value_range`). Schedules with wgmma round weights, and so do kernels for any number of tokens: these do
+    without both, and without a given schedule as well.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class Artifacts:
         self._late_scaling = late_scaling
         self._schedule = None if late_scaling else schedule
         self._chosen_for = replace(target, has_wgmma=False) if late_scaling else target
-        self._tiles = token_tiles(spec, self._chosen_for)
+        rounding = any_token_tiles(spec, self._chosen_for) if late_scaling else ()
+        self._tiles = tuple(tile for tile in token_tiles(spec, self._chosen_for) if tile not in rounding)
         # Without the vendor's matmul, more rows than a launch has take launches of the widest tile.
         self._repeats = late_scaling or spec.compute is not None
         self._rows = self._find_rows()

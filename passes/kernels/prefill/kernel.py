@@ -105,8 +105,12 @@ class Kernel:
         self.mine = (self.tiles + self.blocks - 1 - self.block) // self.blocks
         with p.loop(0, self.mine, self.registers.flat()) as loop:
             loop.results = self._tile(loop.index, loop.carried)
-        if s.cluster > 1:
-            p.barrier("cluster")  # nobody leaves while another copies x to it, or arrives at its signals
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nobody leaves while another copies x to it, or arrives at its signals."""
+        if self.schedule.cluster > 1:
+            self.p.barrier("cluster")
 
     def _allocate(self) -> None:
         """Shared memory for x and for y on its way out, signals, and registers for the sums."""
@@ -205,19 +209,19 @@ class Kernel:
                 self._copy_panel(panel, token, panel)
 
     def _later_panel(self, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
-        """The panel that is copied while this one is multiplied, of this tile or the next: whether there is one, its
-        first token, and its number in the tile."""
+        """The panel that is copied while this one is multiplied: whether it is of this tile, or else of the next; its
+        first token; and its number in the tile."""
         plan = self.plan
         coming, per_tile = index * plan.panels + (panel + plan.ahead), plan.rounds * plan.panels
         inside = coming < per_tile
         token, column = inside.select(self.here.token, self.next.token), inside.select(coming, coming - per_tile)
-        return inside | self.has_next, token, column
+        return inside, token, column
 
     def _copy_later_panel(self, index: Scalar, panel: int) -> None:
         """Copies a later panel to the stage that the panel before the last one has left."""
         p, plan = self.p, self.plan
-        exists, token, column = self._later_panel(index, panel)
-        with p.one_thread(exists):
+        inside, token, column = self._later_panel(index, panel)
+        with p.one_thread(inside | self.has_next):
             stage = (panel + plan.ahead) % self.schedule.num_stages
             p.await_signal(self.empty, stage, (self._use(index, panel + plan.ahead + 1) + 1) % 2)
             self._copy_panel(stage, token, column)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import ROWS
@@ -14,7 +15,6 @@ from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
 OUT_TOKENS = 64  # tokens that are turned around in shared memory at a time, at most
-STEPS = (256, 2048)  # columns of a round, from and to
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,11 @@ class PrefillPlan:
 
     A *round* has `step` columns: `pieces` of `piece` columns, of which a thread loads the codes at once, or `panels` of
     `panel_k` columns, of which a stage holds x.
+
+    steps: columns of a round, from and to
     """
+
+    steps: ClassVar[tuple[int, int]] = (256, 2048)
 
     spec: MatmulSpec
     schedule: PrefillSchedule
@@ -37,7 +41,8 @@ class PrefillPlan:
         """Columns of a round, 0 where none fits the groups. Every panel of a round has the same stage in all rounds."""
         s = self.schedule
         group, unit = self.spec.packing.padded_group, math.lcm(self.piece, s.panel_k * s.num_stages)
-        steps = (step for step in range(unit, STEPS[1] + 1, unit) if step >= max(STEPS[0], 2 * self.piece))
+        least, most = self.steps
+        steps = (step for step in range(unit, most + 1, unit) if step >= max(least, 2 * self.piece))
         return next((step for step in steps if group is None or step % group == 0 or group % step == 0), 0)
 
     @property
@@ -124,12 +129,16 @@ class PrefillPlan:
         return ROWS + self.spec.y.per_vector
 
     @property
+    def table_bytes(self) -> int:
+        """Shared memory for the table of a format that has one."""
+        dtype, compute = self.spec.dtype, compute_element(self.spec.dtype, self.spec.act)
+        return DecodeTable(dtype, compute).bytes if dtype.kind == "table" else 0
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory, as `lower-tiles` will lay it out."""
         s, spec = self.schedule, self.spec
         stages = s.num_stages * s.tokens * s.panel_k * spec.x.bytes
         signals = 2 * (-(-8 * s.num_stages // 128) * 128)
-        compute = compute_element(spec.dtype, spec.act)
-        table = DecodeTable(spec.dtype, compute).bytes if spec.dtype.kind == "table" else 0
         out = WARPS * self.out_tokens * self.out_pitch * spec.y.bytes
-        return stages + signals + table + out
+        return stages + signals + self.table_bytes + out

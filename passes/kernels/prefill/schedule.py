@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.base import KernelSchedule
@@ -10,7 +12,6 @@ from lowbit.passes.kernels.base import KernelSchedule
 WARPS = 8  # of a block: two warpgroups, which share x
 ROWS_OF_TILE = 16 * WARPS
 GROUP_TILES = 8  # token tiles that are computed for some rows before other rows come: 4 and 16 are as fast, or slower
-_ALLOWED = {"tokens": tuple(range(16, 257, 16)), "panel_k": (64, 128, 256), "num_stages": (4, 8), "cluster": (1, 2)}
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,13 @@ class PrefillSchedule(KernelSchedule):
     cluster       blocks that get the same x, of which each copies its part to all: 1 or 2
     """
 
+    allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "tokens": tuple(range(16, 257, 16)),
+        "panel_k": (64, 128, 256),
+        "num_stages": (4, 8),
+        "cluster": (1, 2),
+    }
+
     tokens: int = 256
     panel_k: int = 64
     num_stages: int = 4
@@ -31,10 +39,10 @@ class PrefillSchedule(KernelSchedule):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, allowed = getattr(self, field.name), _ALLOWED[field.name]
+            value, allowed = getattr(self, field.name), self.allowed[field.name]
             if type(value) is not int or value not in allowed:
                 words = ", ".join(map(str, allowed))
-                raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for prefill")
+                raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for {type(self).__name__}")
 
     @property
     def threads(self) -> int:

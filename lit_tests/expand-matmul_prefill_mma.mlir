@@ -1,0 +1,36 @@
+// RUN: %lowbit-opt %s --plan-packing --select-schedule=target=sm_80,tokens=512 --expand-matmul | %filecheck %s
+
+// Many tokens without wgmma: persistent blocks, x by cp.async, weights straight to registers, sums that loops carry.
+
+// CHECK:       "lowbit.program"() ({
+// CHECK-NEXT:  ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[CODES:.*]]: !llvm.ptr<1>
+// The stages of x, whose rows are padded by 16 bytes.
+// CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[4, 1, {{[0-9]+}}, 64], f16, [{{[0-9]+}}, {{[0-9]+}}, 72, 1]
+// CHECK:         "lowbit.block_count"
+// The weight does not wait for the kernel before; x does. All stages are filled before the first tile.
+// CHECK:         "lowbit.load"
+// CHECK:         "lowbit.grid_wait"
+// CHECK-COUNT-4: "lowbit.copy_async"
+// CHECK:         "lowbit.wait"() {pending = 3 : i64}
+// CHECK-NEXT:    "lowbit.barrier"
+
+// Tile after tile, round after round. Once the fragments of a panel are read, its stage is filled again; the last
+// columns are multiplied meanwhile.
+// CHECK:         scf.for
+// CHECK:           scf.for
+// CHECK:             %[[B:.*]] = "lowbit.load_matrix"
+// CHECK:             %[[SUMS:.*]] = "lowbit.mma"
+// CHECK:             "lowbit.wait"() {pending = 2 : i64}
+// CHECK-NEXT:        "lowbit.barrier"
+// CHECK:             "lowbit.copy_async"
+// CHECK-NEXT:        "lowbit.commit"
+// CHECK:             "lowbit.mma"({{.*}}, %[[SUMS]])
+// CHECK:             "lowbit.load"
+// CHECK:           "lowbit.store"{{.*}}"skip"
+// CHECK:         "lowbit.wait"() {pending = 0 : i64}
+// CHECK:       }) {grid = ["sm_count / 1", 1, 1], {{.*}}sym_name = "prefill", threads = 256 : i64
+!weight = !lowbit.packed<[128, 1024], #lowbit.format<"u4", []>, 128, "none", "f16">
+func.func @matmul(%x: tensor<?x1024xf16>, %w: !weight) -> tensor<?x128xf16> {
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x1024xf16>, !weight) -> tensor<?x128xf16>
+  return %y : tensor<?x128xf16>
+}

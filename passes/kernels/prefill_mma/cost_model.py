@@ -1,0 +1,96 @@
+"""About how long a schedule takes, and the two kernels that write the weight out for the vendor's matmul instead.
+
+No GPU of these architectures was at hand, so nothing here is fitted to one: times follow from how many instructions a
+tile takes, counted in machine code, and from the rates in NVIDIA's architecture whitepapers and data sheets. They serve
+to compare schedules, and to say from how many tokens on the vendor's matmul is likely to be the faster way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
+from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
+from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
+from lowbit.passes.target import Target
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the usual GPU of an architecture does, at its boost clock.
+
+    mma      multiply-adds of f16 with sums in f32 per clock and multiprocessor, by mma.sync
+    vendor   the same by the instructions that the vendor's library uses
+    clock    clocks per microsecond
+    memory   bytes per microsecond
+    cache    bytes of the L2 cache
+    """
+
+    mma: float
+    vendor: float
+    clock: float
+    memory: float
+    cache: float
+
+
+# By compute capability. mma.sync on Hopper has 62 % of wgmma's rate; on sm_100 and sm_103 nothing is published, and
+# that of the A100 is assumed.
+RATES = {
+    80: Rates(1024, 1024, 1410, 1.56e6, 40e6),
+    86: Rates(512, 512, 1740, 0.70e6, 6e6),
+    87: Rates(1024, 1024, 1300, 0.20e6, 4e6),
+    89: Rates(512, 512, 2520, 0.86e6, 96e6),
+    90: Rates(1270, 2048, 1755, 3.35e6, 50e6),
+    100: Rates(1024, 4096, 1850, 8.0e6, 126e6),
+    103: Rates(1024, 4096, 1850, 8.0e6, 126e6),
+    120: Rates(256, 256, 2410, 1.79e6, 96e6),
+}
+_SCHEDULERS = 4  # of a multiprocessor: each has a quarter of the tensor cores, and issues an instruction a clock
+_PRODUCT = 16 * 8 * 16  # multiply-adds of an mma.sync
+_DECODE = {"int": 13.0, "uint": 13.0, "float": 20.0, "table": 20.0}  # instructions for a fragment of 16 x 16 weights
+_OTHERS = 8.0  # instructions of a warp for 16 columns: addresses, copies and loads
+_SHARED = 128.0  # bytes of shared memory per clock,
+_CACHE = 32.0  # and of the L2 cache for each multiprocessor
+_BESIDE = 0.15  # of the time of what is not the bound, which the bound does not hide
+_SUSTAINED = 0.85  # of the rate of tensor cores that good kernels reach, ours and the vendor's
+_PER_PANEL = 100.0  # clocks in which the warps of a panel wait for one another, or for memory
+_END, _END_PER_TOKEN = 800.0, 8.0  # clocks of the end of a tile
+_CACHED = 3.0  # times the memory's rate, where the L2 cache holds what was written
+_LAUNCH = 4.0  # microseconds from a launch until its first product, without programmatic dependent launch
+
+
+def predict(spec: MatmulSpec, tokens: int, s: PrefillMmaSchedule, target: Target) -> float:
+    """About how many microseconds a launch for so many tokens takes."""
+    plan, rates = PrefillMmaPlan(spec, s), RATES[target.capability]
+    tiles = plan.row_tiles * -(-tokens // s.tokens)
+    waves = -(-tiles // target.multiprocessors)
+    panel = s.panel_k // 16 * _clocks_of_16_columns(plan, rates) + _PER_PANEL
+    tile = plan.rounds * plan.panels * panel + _END + _END_PER_TOKEN * s.tokens
+    return _LAUNCH + max(waves * tile / rates.clock, spec.bytes / rates.memory)
+
+
+def _clocks_of_16_columns(plan: PrefillMmaPlan, rates: Rates) -> float:
+    """Clocks of a multiprocessor for a tile and 16 columns: the most of what four units take, and a part of the
+    rest."""
+    s, x, per_scheduler = plan.schedule, plan.spec.x, WARPS // _SCHEDULERS
+    products = s.row_blocks * plan.warp_tokens / 8  # of a warp
+    tensor = per_scheduler * products * _PRODUCT / (rates.mma * _SUSTAINED / _SCHEDULERS)
+    decode = s.row_blocks * _DECODE[plan.spec.dtype.kind]
+    issue = per_scheduler * (products + decode + plan.warp_tokens / 16 + _OTHERS)
+    shared = WARPS * plan.warp_tokens * 16 * x.bytes / _SHARED
+    cache = 16 * (s.tokens * x.bytes + ROWS_OF_TILE * plan.spec.packing.bits / 8) / _CACHE
+    units = tensor, issue, shared, cache
+    return max(units) + _BESIDE * (sum(units) - max(units))
+
+
+def predict_vendor(spec: MatmulSpec, tokens: int, target: Target) -> float:
+    """About how many microseconds it takes to write the weight out and to multiply it by the vendor's library, whose
+    tiles come in waves as well."""
+    rates, dense = RATES[target.capability], spec.n * spec.k * spec.x.bytes
+    reach = rates.memory * (_CACHED if dense < rates.cache / 2 else 1.0)
+    out = spec.bytes / rates.memory + dense / reach
+    row_tiles, of_tile = -(-spec.n // ROWS_OF_TILE), ROWS_OF_TILE * spec.k / (rates.vendor * _SUSTAINED * rates.clock)
+    waves = {tile: -(-row_tiles * -(-tokens // tile) // target.multiprocessors) for tile in (64, 96, 128, 192, 256)}
+    products = min(of_tile * tile * count for tile, count in waves.items())
+    return 2 * _LAUNCH + out + max(products, dense / reach)

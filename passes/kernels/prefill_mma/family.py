@@ -1,0 +1,95 @@
+"""The prefill family of targets without wgmma: matmuls of many tokens, in one launch of persistent blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice, product
+from typing import TYPE_CHECKING, ClassVar
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
+from lowbit.passes.kernels.prefill_mma import cost_model, legality
+from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
+from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
+from lowbit.passes.target import Target
+
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
+
+TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
+"""Numbers of tokens that a schedule is chosen for: above those that a few launches of the decode kernel hold."""
+_PANELS = ((64, 4), (128, 2), (64, 2), (128, 4))  # columns and stages, the most promising first
+
+
+class PrefillMma(KernelFamily[PrefillMmaSchedule]):
+    """Codes are decoded to the activation's type and multiplied by mma.sync, tile after tile."""
+
+    name: ClassVar[str] = "prefill_mma"
+    operation: ClassVar[Operation] = "matmul"
+    schedule_type = PrefillMmaSchedule
+    takes_any_tokens: ClassVar[bool] = True
+
+    def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        """Those up to the last for which the vendor's matmul, of a weight that is written out, is predicted to take
+        longer."""
+        found = self.candidates(spec, TOKEN_TILES[0], target)
+        return _up_to_last_win(spec, target, tuple(found)) if found else ()
+
+    def serves(self, schedule: PrefillMmaSchedule, tokens: int) -> bool:
+        return tokens in TOKEN_TILES
+
+    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillMmaSchedule]:
+        """For every tile and its warps the first of _PANELS that fits."""
+        found: list[PrefillMmaSchedule] = []
+        for of_tile in _schedules_by_tile():
+            found += islice((s for s in of_tile if self._fits(spec, s, target)), 1)
+        return found
+
+    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillMmaSchedule]:
+        return [s for of_tile in _schedules_by_tile() for s in of_tile if self._fits(spec, s, target)]
+
+    def _fits(self, spec: MatmulSpec, schedule: PrefillMmaSchedule, target: Target) -> bool:
+        return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
+
+    def predict(self, spec: MatmulSpec, tokens: int, schedule: PrefillMmaSchedule, target: Target) -> float:
+        return cost_model.predict(spec, tokens, schedule, target)
+
+    def suits(self, spec: MatmulSpec, schedule: PrefillMmaSchedule, target: Target, measured: MatmulSpec) -> bool:
+        """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""
+        same_size = (spec.n, spec.k) == (measured.n, measured.k)
+        return same_size and self.allows(spec, schedule, target)
+
+    def shape(self, schedule: PrefillMmaSchedule) -> tuple[object, ...]:
+        return schedule.tokens, schedule.row_blocks
+
+    def check(self, spec: MatmulSpec, schedule: PrefillMmaSchedule, target: Target) -> None:
+        legality.check_schedule(spec, schedule, target)
+
+    def rounding(self, spec: MatmulSpec, schedule: PrefillMmaSchedule) -> dict[str, bool]:
+        return PrefillMmaPlan(spec, schedule).rounding
+
+    def build(self, spec: MatmulSpec, schedule: PrefillMmaSchedule) -> ir.Module:
+        from lowbit.passes.kernels.prefill_mma.kernel import prefill_mma_matmul
+
+        return prefill_mma_matmul(spec, schedule)
+
+
+def _schedules_by_tile() -> Iterator[list[PrefillMmaSchedule]]:
+    """All that the tuner may try, those of one tile together; `legality` leaves out what does not fit."""
+    allowed = PrefillMmaSchedule.allowed
+    for tokens, row_blocks in product(allowed["tokens"], allowed["row_blocks"]):
+        yield [PrefillMmaSchedule(tokens, *panel, row_blocks=row_blocks) for panel in _PANELS]
+
+
+@lru_cache(maxsize=1024)
+def _up_to_last_win(spec: MatmulSpec, target: Target, found: tuple[PrefillMmaSchedule, ...]) -> tuple[int, ...]:
+    """The token tiles up to the last for which the least predicted time is below that of the vendor's matmul."""
+
+    def wins(tokens: int) -> bool:
+        best = min(cost_model.predict(spec, tokens, schedule, target) for schedule in found)
+        return best < cost_model.predict_vendor(spec, tokens, target)
+
+    last = max((tile for tile in TOKEN_TILES if wins(tile)), default=0)
+    return tuple(tile for tile in TOKEN_TILES if tile <= last)

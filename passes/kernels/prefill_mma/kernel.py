@@ -1,0 +1,156 @@
+"""The matmul kernel for any number of tokens on targets without wgmma: `passes.kernels.prefill.kernel` with mma.sync.
+
+The idea is that of the prefill kernel: blocks stay for the whole launch and go from tile to tile, the packed weight
+goes from device memory straight to registers, a round ahead, and weights are scaled there, once for all tokens of a
+warp. What differs is what a target without wgmma and TMA has:
+
+- x comes by cp.async, to which all threads contribute. A barrier per panel says that the next panel is there and that
+  all warps have this one's fragments in registers. It stands before the last products of a panel, so that the tensor
+  core works while warps meet and the next fragments are read.
+- x is read by ldmatrix, once per warp. So that shared memory keeps up with the tensor core, a warp may have 32 rows,
+  for which one fragment of x serves twice, and half of the tokens of the tile; two warps then decode the same weights.
+- Sums are ordinary registers, carried by loops. Two warps share a quarter of a multiprocessor and hide each other's
+  decoding and waiting.
+
+Loop nest. A block has 128 rows and `tokens` tokens at a time:
+
+    codes, scales, zeros of the first round on their way to registers; the first panels of x to all stages
+    for tile of this block:                          in the order of the prefill kernel
+        sums = 0
+        for round:                                   `step` columns
+            for panel of `panel_k` columns:
+                for group in panel, without the last 16 columns:
+                    sums += (scale * (decode(codes) - zero)) x^T
+                wait until the next panel is there; barrier
+                copy a later panel, of this tile or of the next, to this stage
+                sums += the products of the last 16 columns
+                load the codes that take the place of these: of the next round, or of the next tile's first
+        scale rows, add the bias, convert, store y[t, n]
+
+Shared memory: x [stages, tokens, panel_k + 8], where the 8 spread ldmatrix over all banks; and the table of a
+format that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar
+
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.formats.packing import BLOCK_K
+from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_B_NK, replicated, spatial
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Index, Scalar, Tile
+from lowbit.passes.kernels.decode.operands import spread
+from lowbit.passes.kernels.prefill.kernel import Kernel
+from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
+from lowbit.passes.kernels.prefill.weight import RoundRegisters
+from lowbit.passes.kernels.prefill_mma.epilogue import Epilogue
+from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
+from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
+
+
+class MmaKernel(Kernel):
+    """Builds the program."""
+
+    x_kind: ClassVar[str] = "pointer"
+
+    def __init__(self, plan: PrefillMmaPlan) -> None:
+        super().__init__(plan)
+        s, columns = plan.schedule, plan.warp_tokens // MMA_M16N8_D.shape[1]
+        along_rows, along_tokens = s.warps
+        self.pitch = plan.pitch
+        self.sums_layout = spatial(*s.warps).local(s.row_blocks, columns) * MMA_M16N8_D
+        warps = replicated(along_rows, 2).spatial(along_tokens, 1)
+        self.x_layout = warps.local(columns, s.panel_k // BLOCK_K) * MMA_M16N8K16_B_NK
+
+    def _allocate(self) -> None:
+        p, s, spec = self.p, self.schedule, self.spec
+        shape, size = (s.num_stages, 1, s.tokens, s.panel_k), s.tokens * self.pitch
+        self.stages = p.alloc_shared(spec.act, shape, (size, size, self.pitch, 1))
+        panels = -(-spec.k // s.panel_k)
+        self.x = p.global_view(p["x"], spec.act, (panels, -1, s.panel_k), (s.panel_k, spec.k, 1), sizes=[p["m"]])
+        self.epilogue = Epilogue(p, spec)
+
+    def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
+        """Computes the tile of this number, counted in the block; what the next one's first round begins with."""
+        p = self.p
+        self._begin(number)
+        with p.loop(0, self.plan.rounds, [*carried, p.constant(0.0, "f32", self.sums_layout)]) as loop:
+            loop.results = self._round(loop.index, loop.carried)
+        *carried, total = loop.carried
+        self._end(total)
+        return carried
+
+    def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
+        """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
+        plan = self.plan
+        *held, total = carried
+        registers, coming = self.registers.like(held), self._coming_round(index)
+        for panel in range(plan.panels):
+            x = self._fragments_of_x(panel)
+            *parts, last = _split_last(parts_of_panel(plan, panel))
+            for part in parts:
+                total = self._multiply(part, panel, registers, x, total)
+            self._next_panel(index, panel)
+            total = self._multiply(last, panel, registers, x, total)
+            registers.reload(self.weight, panel, *coming)
+        return [*registers.flat(), total]
+
+    def _multiply(self, part: Part, panel: int, registers: RoundRegisters, x: Tile, total: Tile) -> Tile:
+        """Adds the products of a part of a panel to the sums."""
+        p = self.p
+        return p.mma(self.weight.fragments(part, panel, registers), p.slice(x, 1, part.start, part.width), total)
+
+    # -- x
+
+    def _fragments_of_x(self, panel: int) -> Tile:
+        """A panel of x as it is multiplied: [tokens, panel_k]."""
+        p, s = self.p, self.schedule
+        stage = p.stage(self.stages, panel % s.num_stages)
+        loaded = p.load_matrix(stage, s.tokens, self.x_layout.unsqueeze(0))
+        return p.reshape(loaded, self.x_layout.shape)
+
+    def _copy_first_panels(self, token: Scalar) -> None:
+        for panel in range(self.plan.ahead):
+            self._copy_panel(panel, token, panel)
+        self._await_panel(self.plan.ahead - 1)
+
+    def _next_panel(self, index: Scalar, panel: int) -> None:
+        """Waits for the next panel, and fills the stage of this one, all of whose fragments are in registers, again.
+        What is copied beyond the last tile of a block is not read."""
+        self._await_panel(self.plan.ahead - 2)
+        _, token, column = self._later_panel(index, panel)
+        self._copy_panel(panel % self.schedule.num_stages, token, column)
+
+    def _await_panel(self, pending: int) -> None:
+        """Waits until all panels but so many are there, for all warps."""
+        self.p.wait(pending)
+        self.p.barrier()
+
+    def _copy_panel(self, stage: int, token: Scalar, panel: Index) -> None:
+        """Starts to copy a panel of x, counted in the tile; zeros beyond the last token and the last column."""
+        p, s, k = self.p, self.schedule, self.spec.k
+        layout = spread((1, s.tokens, s.panel_k), s.threads, self.spec.x.per_vector)
+        limit = (s.panel_k, 0, 1, k) if k % s.panel_k else ()
+        boundary = ("none" if self.plan.rounds * self.plan.step == k else "zero", "zero", "none")
+        p.copy_async(self.x, p.stage(self.stages, stage), (panel, token, 0), layout, boundary, limit)
+        p.commit()
+
+    def _leave(self) -> None:
+        """Nothing is under way when a block ends."""
+        self.p.wait()
+
+
+def _split_last(parts: Iterable[Part]) -> list[Part]:
+    """The parts of a panel, with the last one's last columns for themselves: those of one mma."""
+    *most, last = parts
+    rest = last.width - BLOCK_K
+    front = [replace(last, width=rest)] * (rest > 0)
+    return [*most, *front, replace(last, start=last.start + rest, width=BLOCK_K)]
+
+
+def prefill_mma_matmul(spec: MatmulSpec, schedule: PrefillMmaSchedule) -> ir.Module:
+    """The tile program of a matmul, in a module of its own."""
+    return MmaKernel(PrefillMmaPlan(spec, schedule)).build()

@@ -1,0 +1,48 @@
+"""`PrefillMmaPlan`: what follows from a spec and a schedule of the prefill kernel with mma.sync, in numbers. No MLIR
+is needed here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lowbit.dialect.layouts.layout import Layout, spatial
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
+
+
+@dataclass(frozen=True)
+class PrefillMmaPlan(PrefillPlan):
+    """Numbers that follow from a spec and a schedule: those of `PrefillPlan`, with other warps and other stages."""
+
+    steps: ClassVar[tuple[int, int]] = (128, 2048)
+
+    schedule: PrefillMmaSchedule
+
+    @property
+    def rows(self) -> Layout:
+        """Which warps have which row blocks of a tile. Those that differ in tokens alone have the same."""
+        along_rows, along_tokens = self.schedule.warps
+        return spatial(along_rows, 1).replicated(along_tokens).local(self.schedule.row_blocks, 1)
+
+    @property
+    def warp_tokens(self) -> int:
+        """Tokens of a warp."""
+        return self.schedule.tokens // self.schedule.warps[1]
+
+    @property
+    def ahead(self) -> int:
+        """Panels of x under way when a tile begins. While the end of one is multiplied, its stage is filled again."""
+        return self.schedule.num_stages
+
+    @property
+    def pitch(self) -> int:
+        """Numbers from a token of x to the next in shared memory: 16 bytes more than a panel keep the rows that one
+        ldmatrix reads in different banks."""
+        return self.schedule.panel_k + self.spec.x.per_vector
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory, as `lower-tiles` will lay it out."""
+        s = self.schedule
+        return s.num_stages * s.tokens * self.pitch * self.spec.x.bytes + self.table_bytes
