@@ -28,6 +28,8 @@ def blocks(name: str, rows: int, columns: int, seed: int = 0, size: float = 1 / 
     first, last = SCALES.get(name, (nbytes - 2, nbytes) if name in LAST else (0, 2))
     if name == "MXFP4":
         data[..., 0] = rng.integers(118, 128, data.shape[:2])
+    elif name == "NVFP4":
+        data[..., :4] &= 0x7F
     else:
         scales = (rng.standard_normal((rows, columns // width, (last - first) // 2)) * size).astype(np.float16)
         data[..., first:last] = scales.view(np.uint8)

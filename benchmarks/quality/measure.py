@@ -57,7 +57,7 @@ def configs() -> Iterator[tuple[str, lowbit.QuantConfig]]:
     for weight in ("u4", "u3"):
         yield f"GPTQ {weight}, groups of 128", lowbit.QuantConfig(weight, 128, method="gptq")
     yield "nf4, GPTQ", lowbit.QuantConfig("nf4", GROUP, method="gptq")
-    for name in ("fp6_llm", "nf4", "mxfp4"):
+    for name in ("fp6_llm", "nf4", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"):
         yield f"preset {name}", lowbit.QuantConfig.preset(name)
 
 

@@ -144,12 +144,18 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
         return replace(planned, specs=_specs(planned.module, config, act))
     except SpecError as error:
         if wishes.per_row_if_indivisible and config.group_size is not None:
-            return _with_spec(replace(planned, config=replace(config, group_size=None)), wishes)
+            return _with_spec(replace(planned, config=_per_row(config)), wishes)
         helps = config.group_size is not None and matrix_of(planned.module).shape[-1] >= MIN_K
         hint = " (per_row_if_indivisible=True)" if helps else ""
         if wishes.strict:
             raise SpecError(f"{error}{hint}") from None
         return replace(planned, config=None, reason=f"{error}{hint}")
+
+
+def _per_row(config: QuantConfig) -> QuantConfig:
+    """Returns the configuration with one scale per row, which is no code."""
+    scale = config.bilevel.scale if config.bilevel else config.scale
+    return replace(config, group_size=None, bilevel=None, scale=scale)
 
 
 def _specs(module: nn.Module, config: QuantConfig, act: Act) -> tuple[MatmulSpec, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -11,12 +12,13 @@ from torch import Tensor
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.pylib.outliers import Outliers, sparse_csr
 from lowbit.pylib.packed import TORCH
-from lowbit.pylib.quantization import hqq, rtn
+from lowbit.pylib.quantization import hqq, k_quants, rtn
 from lowbit.pylib.quantization.awq import awq
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.quantization.gptq import gptq
-from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks, chunks
+from lowbit.pylib.quantization.k_quants import KQuant, Numbers, k_quant
 from lowbit.pylib.quantization.quantized import QuantizedWeight
 from lowbit.pylib.quantization.signround import signround
 from lowbit.pylib.quantization.spqr import spqr
@@ -46,6 +48,8 @@ def quantize(
     grid = Grid(config, weight.shape[1], weight.device)
     if config.method in CALIBRATED:
         return _calibrated(weight, grid, calibration)
+    if config.by_k_quant:
+        return _in_levels(config, [k_quant(weight[rows].float(), grid) for rows in chunks(weight, k_quants.COPIES)])
     if config.method == "hqq":
         return _finish(config, by_chunks(lambda rows: hqq.hqq(rows, grid), weight, hqq.COPIES))
     return _finish(config, by_chunks(lambda rows: rtn.rtn(rows, grid), weight, rtn.COPIES))
@@ -81,6 +85,25 @@ def _in_two_levels(quantized: QuantizedWeight, scales: TwoLevels, zeros: TwoLeve
     return replace(quantized, scales=scales.codes, zeros=zeros.codes, second_level=second)
 
 
+def _in_levels(config: QuantConfig, parts: Sequence[KQuant]) -> QuantizedWeight:
+    """Returns the weight that rows of K-quants make."""
+    codes = torch.cat([part.codes for part in parts])
+    offsets = [part.pair.offsets for part in parts if part.pair.offsets is not None]
+    scale, of_scales = _joined(config, "scale", [part.pair.scales for part in parts])
+    offset, of_offsets = _joined(config, "offset", offsets) if offsets else (None, {})
+    return QuantizedWeight(config, codes, scale, offsets=offset, second_level={**of_scales, **of_offsets})
+
+
+def _joined(config: QuantConfig, role: str, parts: Sequence[Numbers]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the scales or offsets of some rows as `pack` takes them, and their second level."""
+    codes = torch.cat([part.codes for part in parts])
+    if config.bilevel is None:
+        return _fitting(role, config.scale, codes), {}
+    kind = torch.uint8 if config.scale.startswith("u") else torch.int8
+    supers = torch.cat([part.supers for part in parts if part.supers is not None])
+    return codes.to(kind), {f"{role}_scales": _fitting(role, config.bilevel.scale, supers)}
+
+
 def _sparse(outliers: Outliers, n: int, k: int) -> Tensor:
     """Returns outliers as a sparse matrix. Raises QuantizeError where one is beyond f16."""
     if not bool(outliers.values.isfinite().all()):
@@ -108,14 +131,19 @@ def _checked(weight: object) -> Tensor:
 
 def _finish(config: QuantConfig, codes: Codes, column_scales: Tensor | None = None) -> QuantizedWeight:
     """Returns codes with scales and zeros in the types of the configuration."""
-    for name, kind, table in (("scale", config.scale, codes.scales), ("zero", "f16", codes.zeros)):
-        wrong = ~table.isfinite()
-        if bool(wrong.any()):
-            row, group = wrong.nonzero()[0].tolist()
-            raise QuantizeError(f"group {group} of row {row} needs a {name} beyond {kind}; use scale='bf16' or 'f32'")
-    zeros = None
+    scales, zeros = _fitting("scale", config.scale, codes.scales), None
+    _fitting("zero", "f16", codes.zeros)
     if config.zeros == "int":
         zeros = codes.zeros.to(torch.int32)
     elif config.zeros == "float":
         zeros = codes.zeros.to(TORCH[config.scale if config.scale in ("f16", "f32") else "bf16"])
-    return QuantizedWeight(config, codes.codes, codes.scales.to(TORCH[config.scale]), zeros, column_scales)
+    return QuantizedWeight(config, codes.codes, scales, zeros, column_scales)
+
+
+def _fitting(name: str, kind: str, table: Tensor) -> Tensor:
+    """Returns numbers in their type. Raises QuantizeError for one that is beyond it."""
+    wrong = ~table.isfinite()
+    if bool(wrong.any()):
+        row, group = wrong.nonzero()[0].tolist()
+        raise QuantizeError(f"group {group} of row {row} needs a {name} beyond {kind}; use scale='bf16' or 'f32'")
+    return table.to(TORCH[kind])

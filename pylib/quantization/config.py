@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
@@ -12,6 +12,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.presets import PRESETS as PRESET_SPECS
 from lowbit.dialect.spec import MIN_K, MatmulSpec, Scale, Zeros
 
 Method = Literal["rtn", "hqq", "gptq", "awq", "signround", "spqr"]
@@ -29,8 +30,10 @@ class QuantConfig:
 
     weight      element format, as in `MatmulSpec`: "u4", "i3", "f6e3m2", "nf4", "lut4" ...
     group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
-    zeros       "none", "int" or "float"; None: "float" for HQQ and SpQR, else "int" for u<b> and "none" for all others
-    scale       type of the scales: "f16", "bf16", "f32", "e8m0" or "e4m3"
+    zeros       "none", "int", "float" or "offset"; None: "float" for HQQ and SpQR, else "int" for u<b> and "none" for
+                all others
+    scale       type of the scales: "f16", "bf16", "f32", "e8m0" or "e4m3"; with bilevel= the format of codes, "u6" say
+    bilevel     the second level of scales and offsets that are codes, as K-quants have it: Bilevel(groups=8)
     method      "rtn", "hqq", "gptq", "awq", "signround" or "spqr"; the last four need calibration data. None: "hqq" for
                 integers with float zeros that are not symmetric, else "rtn"
     table       the 2^b values of weight="lut<b>"
@@ -69,6 +72,7 @@ class QuantConfig:
     scale_rows: int = 16
     act_order: bool = False
     compute: Compute | None = None
+    bilevel: Bilevel | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -80,8 +84,11 @@ class QuantConfig:
             object.__setattr__(self, "group_size", _group_size(self.group_size))
         if self.zeros is None:
             object.__setattr__(self, "zeros", self._usual_zeros())
+        if self.bilevel is not None:
+            object.__setattr__(self, "bilevel", Bilevel.read(self.bilevel))
         # The spec of the smallest weight checks format, table, zeros and scale, in the words that `compile` uses.
-        spec = self.spec(1, self.group_size or (SUM_COLUMNS if self.compute else MIN_K))
+        least = self.group_size or (SUM_COLUMNS if self.compute else MIN_K)
+        spec = self.spec(1, least * (self.bilevel.groups if self.bilevel else 1))
         object.__setattr__(self, "table", spec.table)
         self._check_numbers()
         if self.method is None:
@@ -124,6 +131,12 @@ class QuantConfig:
             given = "symmetric=True" if self.symmetric else f"zeros={self.zeros!r}"
             rule = f"method={self.method!r} optimizes float zeros and can't have {given}"
             raise SpecError(f"{rule}; use zeros='float', or 'gptq'")
+        if self.by_k_quant and self.method != "rtn":
+            what = f"zeros={self.zeros!r}" if self.bilevel is None else "bilevel="
+            raise SpecError(f"method={self.method!r} has no {what}; use method='rtn'")
+        if self.bilevel and (self.zeros not in ("none", "offset") or self.bilevel.rows != 1 or self.bilevel.zeros):
+            rule = "bilevel= goes with zeros='none' or 'offset', rows=1 and no zeros of its own"
+            raise SpecError(f"{rule}, not with zeros={self.zeros!r} and {self.bilevel}")
         if self.method == "spqr" and self.scale not in ("f16", "f32"):
             raise SpecError(f"method='spqr' has scales in f16, not {self.scale}; use scale='f16'")
 
@@ -133,12 +146,19 @@ class QuantConfig:
         return dtype(self.weight, self.table)
 
     @property
-    def second_level(self) -> Bilevel | None:
-        """The second level of SpQR's scales and zeros; None where these are stored as numbers.
+    def by_k_quant(self) -> bool:
+        """Whether scales and offsets are chosen together (`k_quants.py`)."""
+        return self.bilevel is not None or self.zeros == "offset"
 
-        These are all other methods, widths that kernels do not have, and other numbers of rows than 16. A second level
-        for each row would take more bytes than the numbers themselves.
+    @property
+    def second_level(self) -> Bilevel | None:
+        """The second level of scales, zeros and offsets; None where these are stored as numbers.
+
+        Of SpQR, these are the widths that kernels do not have, and other numbers of rows than 16. A second level for
+        each row would take more bytes than the numbers themselves.
         """
+        if self.bilevel is not None:
+            return self.bilevel
         coded = self.method == "spqr" and self.scale_rows == ROWS and f"u{self.scale_bits}" in SCALE_CODES
         if not coded or self.group_size is None or self.scale not in ("f16", "f32"):
             return None
@@ -150,17 +170,18 @@ class QuantConfig:
         Raises SpecError if the weight cannot be cut into these groups.
         """
         zeros: Any = self.zeros
-        scale: Any = f"u{self.scale_bits}" if self.second_level else self.scale
+        scale: Any = self.scale
         if self.method == "spqr":
-            sparse = self.outlier_threshold is not None
-            others = {"outliers": sparse, "permuted": self.act_order, "bilevel": self.second_level, **others}
-        others = {"table": self.table, "compute": self.compute, **others}
+            scale = f"u{self.scale_bits}" if self.second_level else scale
+            others = {"outliers": self.outlier_threshold is not None, "permuted": self.act_order, **others}
+        others = {"table": self.table, "compute": self.compute, "bilevel": self.second_level, **others}
         return MatmulSpec(n, k, self.weight, self.group_size, zeros, scale, **others)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration in terms of JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["table"] = None if self.table is None else list(self.table)
+        values["bilevel"] = None if self.bilevel is None else asdict(self.bilevel)
         return {"version": VERSION, **values}
 
     @classmethod
@@ -196,6 +217,11 @@ def _group_size(given: object) -> int:
     return given
 
 
+def _of_gguf(name: str) -> QuantConfig:
+    """Returns the recipe for a type of GGUF."""
+    return QuantConfig(**PRESET_SPECS[name])
+
+
 PRESETS: Mapping[str, QuantConfig] = {
     "fp6_llm": QuantConfig("f6e3m2", None, clip="max"),  # FP6-LLM: scale = max|w| / 28 for each row
     "nf4": QuantConfig("nf4", 64, clip="max"),  # QLoRA: scale = max|w| for each 64 weights
@@ -206,4 +232,5 @@ PRESETS: Mapping[str, QuantConfig] = {
     "hqq4": QuantConfig("u4", 64, method="hqq"),
     "spqr": QuantConfig("u3", 16, method="spqr", clip="max"),  # Dettmers et al., 2023
     "signround2": QuantConfig("u2", 64, method="signround"),
+    **{name: _of_gguf(name) for name in ("q4_1", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")},
 }

@@ -115,7 +115,7 @@ class Grid:
         """
         if self.config.zeros == "none" or self.config.symmetric:
             middle = self._middle()
-            scales = self._round_scales(self._reach(low, high, middle))
+            scales = self._round_scales(self.reach(low, high, middle))
             return scales, torch.full_like(scales, middle)
         if self.config.zeros == "int":  # 0 stays exact, and the zero within the codes
             low, high = low.clamp(max=0), high.clamp(min=0)
@@ -131,7 +131,7 @@ class Grid:
             return 0.0
         return (self.least + self.most + (self.config.zeros == "int")) / 2
 
-    def _reach(self, low: Tensor, high: Tensor, zero: float) -> Tensor:
+    def reach(self, low: Tensor, high: Tensor, zero: float) -> Tensor:
         """Returns the least scale with which no end of low..high is clipped."""
         below, above = zero - self.least, self.most - zero
         if self.config.scale == "e8m0" and self.config.clip == "max":

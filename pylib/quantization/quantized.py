@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
-from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.matmul import Matmul
@@ -18,7 +17,6 @@ from lowbit.pylib.outliers import csr_rows, split_csr
 from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.quantization.grid import Codes, Grid, chunks
-from lowbit.pylib.quantization.two_levels import TwoLevels
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -27,13 +25,14 @@ class QuantizedWeight:
 
     config          how it was made
     codes           [n, k]: int8 values for i<b> formats, uint8 codes for all others
-    scales          [n, groups] in the type config.scale, or uint8 codes where there is a second level
+    scales          [n, groups] in the type config.scale, or codes where there is a second level
     zeros           [n, groups]: int32, floats, or codes like the scales; None without zeros
+    offsets         [n, groups] like the scales; None without offsets
     column_scales   [k] in f32, of AWQ: the input has to be divided by them; None if there is nothing to divide
     outliers        a torch.sparse_csr matrix [n, k] in f16, of SpQR, which is added to the rest; else None
     permutation     [k], of SpQR in act-order: column j of all else is column permutation[j] of the weight; else None
-    second_level    of SpQR, what makes numbers of codes (`lowbit.Bilevel`), each [n / 16, groups] in the type
-                    config.scale: scale_scales, scale_zeros, zero_scales and zero_zeros; empty without such codes
+    second_level    what makes numbers of codes, [n / rows, groups / groups] of `config.second_level`: scale_scales and,
+                    of SpQR, scale_zeros, zero_scales and zero_zeros, of K-quants offset_scales; empty without codes
     """
 
     config: QuantConfig
@@ -44,6 +43,7 @@ class QuantizedWeight:
     outliers: Tensor | None = None
     permutation: Tensor | None = None
     second_level: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    offsets: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,7 +66,7 @@ class QuantizedWeight:
         """
         spec = target.spec if isinstance(target, Matmul) else target or self.spec(bias=bias is not None)
         outliers = self.outliers if spec.outliers else None
-        others = {"permutation": self.permutation, **self.second_level}
+        others = {"permutation": self.permutation, "offsets": self.offsets, **self.second_level}
         return pack(spec, self.codes, self.scales, self.zeros, bias, outliers, **others)
 
     def prepare_input(self, x: Tensor) -> Tensor:
@@ -79,8 +79,11 @@ class QuantizedWeight:
         grid, result = Grid(self.config, k, self.device), torch.empty(n, k, dtype=dtype, device=self.device)
         scales = self._numbers("scale", self.scales)
         zeros = torch.zeros_like(scales) if self.zeros is None else self._numbers("zero", self.zeros)
+        offsets = None if self.offsets is None else self._numbers("offset", self.offsets)
         for rows in chunks(self.codes, 3):
             values = grid.dequantize(Codes(self.codes[rows], scales[rows], zeros[rows]))
+            if offsets is not None:
+                grid.groups(values).add_(offsets[rows, :, None])
             result[rows] = values if self.column_scales is None else values / self.column_scales
         if self.outliers is not None:
             places = csr_rows(self.outliers), self.outliers.col_indices()
@@ -88,11 +91,17 @@ class QuantizedWeight:
         return result if self.permutation is None else in_order_of_x(result, self.permutation)
 
     def _numbers(self, role: str, table: Tensor) -> Tensor:
-        """Returns scales or zeros in f32, [n, groups]."""
-        if not self.second_level:
+        """Returns scales, zeros or offsets in f32, [n, groups]."""
+        level = self.config.second_level
+        if level is None:
             return table.float()
-        scales, zeros = (self.second_level[f"{role}_{name}"] for name in ("scales", "zeros"))
-        return TwoLevels(table, scales, zeros).values(ROWS)
+        n = len(table)
+
+        def spread(second: Tensor) -> Tensor:
+            return second.float().repeat_interleave(level.rows, 0)[:n].repeat_interleave(level.groups, 1)
+
+        scales, zeros = self.second_level[f"{role}_scales"], self.second_level.get(f"{role}_zeros")
+        return spread(scales) * (table.float() if zeros is None else table.float() - spread(zeros))
 
     @torch.no_grad()
     def fold_into(self, previous: nn.Module) -> QuantizedWeight:
@@ -120,24 +129,32 @@ class QuantizedWeight:
     def split(self, sizes: Sequence[int]) -> list[QuantizedWeight]:
         """Returns the weight in parts of so many rows: siblings that were quantized as one.
 
-        Raises QuantizeError for sizes that do not add up, or that cut the 16 rows which share a second level.
+        Raises QuantizeError for sizes that do not add up, or that cut rows which share a second level.
         """
         if sum(sizes) != self.shape[0] or min(sizes, default=0) < 1:
             raise QuantizeError(f"sizes={list(sizes)} must be positive and add up to n={self.shape[0]}")
-        if self.second_level and any(size % ROWS for size in sizes[:-1]):
-            rule = f"must be multiples of {ROWS}, but for the last: so many rows share a second level of scales"
+        if any(size % self._shared_rows for size in sizes[:-1]):
+            rows = self._shared_rows
+            rule = f"must be multiples of {rows}, but for the last: so many rows share a second level of scales"
             raise QuantizeError(f"sizes={list(sizes)} {rule}; use other sizes, or quantize the parts one by one")
-        zeros = [None] * len(sizes) if self.zeros is None else self.zeros.split(list(sizes))
+        zeros, offsets = (
+            [None] * len(sizes) if table is None else table.split(list(sizes)) for table in (self.zeros, self.offsets)
+        )
         sparse = [None] * len(sizes) if self.outliers is None else split_csr(self.outliers, sizes)
-        parts = zip(self.codes.split(list(sizes)), self.scales.split(list(sizes)), zeros, sparse, self._blocks(sizes))
+        codes, scales = self.codes.split(list(sizes)), self.scales.split(list(sizes))
         return [
-            replace(self, codes=q, scales=s, zeros=z, outliers=part, second_level=level)
-            for q, s, z, part, level in parts
+            replace(self, codes=q, scales=s, zeros=z, offsets=o, outliers=part, second_level=level)
+            for q, s, z, o, part, level in zip(codes, scales, zeros, offsets, sparse, self._blocks(sizes))
         ]
+
+    @property
+    def _shared_rows(self) -> int:
+        """How many rows share a second level; 1 without one."""
+        return self.config.second_level.rows if self.config.second_level else 1
 
     def _blocks(self, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
         """Returns the second level of each of some parts."""
-        blocks = [-(-size // ROWS) for size in sizes]
+        blocks = [-(-size // self._shared_rows) for size in sizes]
         cut = {name: table.split(blocks) for name, table in self.second_level.items()}
         return [{name: parts[i] for name, parts in cut.items()} for i in range(len(sizes))]
 

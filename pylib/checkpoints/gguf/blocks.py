@@ -1,10 +1,13 @@
-"""Types of GGUF in which a row is cut into blocks of 32 columns that have a scale each (ggml-common.h, ggml-quants.c).
+"""Types of GGUF in which a row is cut into blocks of 32 or 64 columns (ggml-common.h, ggml-quants.c).
 
     d      f16: the scale; m, f16: the least value
     qs     low nibbles are columns 0 to 15, high nibbles 16 to 31
     qh     bit j is the fifth bit of column j
 
 Q4_0 d (q - 8), Q4_1 d q + m, Q5_0 d (q - 16), Q5_1 d q + m, Q8_0 d q, IQ4_NL d table[q], MXFP4 2^(e - 127) e2m1(q).
+
+A block of NVFP4 has four groups of 16 columns: four bytes with a scale each, e4m3 numbers without a sign, and then e2m1
+codes, low nibbles columns 0 to 7 of a group and high nibbles 8 to 15.
 """
 
 from __future__ import annotations
@@ -100,6 +103,12 @@ def _mxfp4(blocks: Tensor) -> Imported:
     return Imported("f4e2m1", fields(qs, 16, NIBBLES, 4), e.contiguous().view(torch.float8_e8m0fnu))
 
 
+def _nvfp4(blocks: Tensor) -> Imported:
+    d, qs = blocks.split([4, 32], 1)
+    scales = (d & 0x7F).masked_fill_(d & 0x7F == 0x7F, 0)  # llama.cpp reads NaN as 0
+    return Imported("f4e2m1", fields(qs, 8, NIBBLES, 4), scales.view(torch.float8_e4m3fn))
+
+
 BLOCKS = {
     2: BlockType("Q4_0", 32, 18, _q4_0),
     3: BlockType("Q4_1", 32, 20, _q4_1),
@@ -108,5 +117,6 @@ BLOCKS = {
     8: BlockType("Q8_0", 32, 34, _q8_0),
     20: BlockType("IQ4_NL", 32, 18, _iq4_nl),
     39: BlockType("MXFP4", 32, 17, _mxfp4),
+    40: BlockType("NVFP4", 64, 36, _nvfp4),
 }
 """The types by their number in a file."""

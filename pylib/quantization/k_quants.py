@@ -1,0 +1,230 @@
+"""Groups with a scale and an offset, or whose scales and offsets are codes: GGUF's K-quants, Q4_1 and the like.
+
+A weight is w = s q + o. With a second level (`lowbit.Bilevel`), s = S sc and o = M m: a block of groups shares S and M,
+and every group has codes sc and m. The least squared error is searched for in two steps, as llama.cpp does
+(make_qkx2_quants and make_qx_quants in ggml-quants.c), and in a third, which it does not have:
+
+1. For each group, codes are computed for several ranges, and for these codes the s and o of least error. From the best
+   of them on, codes and s and o follow each other a few times more.
+2. S and M map the largest s and o of a block to the last code. Each group takes the nearest sc and m.
+3. Each group takes the neighbours of sc and m, by one, with which its error is less.
+
+Scale and offset are rounded to what kernels will multiply with before the codes of the weights are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, product, repeat
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.pylib.quantization.grid import Grid
+from lowbit.pylib.torch_types import TORCH
+
+COPIES = 8  # temporaries of the search in f32, for each weight
+STEPS = [0.1 * step for step in range(-10, 11)]
+"""The ranges of step 1, by how many levels they have more than the format."""
+ROUNDS = 4  # of step 1, after the ranges
+
+
+class Numbers(NamedTuple):
+    """The scales, or the offsets, of some rows.
+
+    codes   [rows, groups] in f32: integers of the format of codes; the numbers themselves where there is one level
+    supers  [rows, blocks] in f32: what codes are multiplied by; None where there is one level
+    """
+
+    codes: Tensor
+    supers: Tensor | None
+
+    @property
+    def values(self) -> Tensor:
+        """The numbers [rows, groups] in f32."""
+        if self.supers is None:
+            return self.codes
+        return self.codes * self.supers.repeat_interleave(self.codes.shape[1] // self.supers.shape[1], 1)
+
+
+class Pair(NamedTuple):
+    """The scales and the offsets of some rows; None without offsets."""
+
+    scales: Numbers
+    offsets: Numbers | None
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the numbers of each group, [rows, groups, 1]."""
+        return self.scales.values[..., None], None if self.offsets is None else self.offsets.values[..., None]
+
+
+class KQuant(NamedTuple):
+    """Some rows of a quantized weight: codes [rows, k] and what they are multiplied by."""
+
+    codes: Tensor
+    pair: Pair
+
+
+def k_quant(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> KQuant:
+    """Returns a weight [rows, k] in f32, quantized. No block of groups has a larger error than by its whole ranges.
+
+    importance   [k]: squared errors of a column count so much in the search; None: all columns alike
+    """
+    search = _Search(weight, grid, importance)
+    best = search.coded(*search.whole_ranges())
+    if grid.config.clip == "mse":
+        best = search.better(best, search.with_neighbours(search.coded(*search.fitted())))
+    return search.finish(best)
+
+
+class _Search:
+    """The search in some rows of a weight.
+
+    groups   [rows, groups, group_size]
+    """
+
+    def __init__(self, weight: Tensor, grid: Grid, importance: Tensor | None) -> None:
+        self.grid, self.level = grid, grid.config.bilevel
+        self.groups = grid.groups(weight)
+        self.importance = torch.ones(()) if importance is None else importance.view(-1, grid.group_size)
+        self.has_offsets = grid.config.zeros == "offset"
+        self.kind = TORCH[self.level.scale if self.level else grid.config.scale]
+        codes = dtype(grid.config.scale).values() if self.level else None
+        self.least, self.most = (0.0, 0.0) if codes is None else (float(codes.min()), float(codes.max()))
+        self.is_signed = codes is None or self.least < 0
+
+    # -- scales and offsets as they would be without codes, [rows, groups]
+
+    def whole_ranges(self) -> tuple[Tensor, Tensor]:
+        """Returns scales and offsets with which the levels just span each group."""
+        if self.has_offsets:
+            low, high = self._range()
+            scales = (high - low) / (self.grid.most - self.grid.least)
+            return scales, low - scales * self.grid.least
+        low, high = self.groups.aminmax(dim=-1)
+        scales = self.grid.reach(low, high, 0.0)
+        return scales, torch.zeros_like(scales)
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        """Returns the least and the largest weight of each group; 0 is between them where offsets can't be positive."""
+        low, high = self.groups.aminmax(dim=-1)
+        return (low, high) if self.is_signed else (low.clamp(max=0), high.clamp(min=0))
+
+    def fitted(self) -> tuple[Tensor, Tensor]:
+        """Returns the scales and offsets of least error, each fitted to the levels of a range or, then, to its own."""
+        best, (scales, offsets) = torch.full_like(self.groups[..., 0], torch.inf), self.whole_ranges()
+        for levels in chain(self._levels(), repeat(None, ROUNDS)):
+            if levels is None:
+                levels = self.grid.nearest(self._over_scales(scales[..., None], offsets[..., None]))
+            s, o = self._least_squares(levels)
+            error = self._total(levels.mul_(s[..., None]).add_(o[..., None]).sub_(self.groups).square_())
+            better = error < best
+            best = torch.where(better, error, best)
+            scales, offsets = torch.where(better, s, scales), torch.where(better, o, offsets)
+        return scales, offsets
+
+    def _levels(self) -> Iterator[Tensor]:
+        """Yields the nearest levels for several ranges."""
+        least, most = self.grid.least, self.grid.most
+        if self.has_offsets:
+            low, high = self._range()
+            for step in STEPS:
+                inverse = _quotient(torch.full_like(high, most - least + step), high - low)
+                yield self.grid.nearest((self.groups - low[..., None]).mul_(inverse[..., None]).add_(least))
+            return
+        extreme = _extreme(self.groups)
+        for end, step in product([end for end in (least, most) if end], STEPS):
+            inverse = _quotient(torch.full_like(extreme, end + (step if end > 0 else -step)), extreme)
+            inverse = inverse if self.is_signed else inverse.abs()
+            yield self.grid.nearest(self.groups * inverse[..., None])
+
+    def _least_squares(self, levels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the scale and the offset with which these levels have the least error."""
+        x, squares, products = self.groups, self._total(levels.square()), self._total(levels * self.groups)
+        scales, offsets = _quotient(products, squares), torch.zeros_like(squares)
+        if self.has_offsets:
+            count, sums, weights = self._total(torch.ones_like(x)), self._total(levels), self._total(x)
+            determinant = count * squares - sums.square()
+            s = _quotient(count * products - sums * weights, determinant)
+            o = _quotient(squares * weights - sums * products, determinant)
+            allowed = (determinant > 0) & (self.is_signed | ((o <= 0) & (s >= 0)))
+            scales, offsets = torch.where(allowed, s, scales), torch.where(allowed, o, offsets)
+        return (scales if self.is_signed else scales.clamp(min=0)), offsets
+
+    def _total(self, x: Tensor) -> Tensor:
+        return (x * self.importance).sum(-1)
+
+    # -- the same as they are stored
+
+    def coded(self, scales: Tensor, offsets: Tensor) -> Pair:
+        """Returns scales and offsets as they are stored."""
+        return Pair(self._numbers(scales), self._numbers(offsets) if self.has_offsets else None)
+
+    def _numbers(self, values: Tensor) -> Numbers:
+        if self.level is None:
+            return Numbers(values.to(self.kind).float(), None)
+        blocks = values.unflatten(1, (-1, self.level.groups))
+        supers = (_extreme(blocks) / (self.least if self.is_signed else self.most)).to(self.kind).float()
+        codes = _quotient(blocks, supers[..., None]).round_().clamp_(self.least, self.most)
+        return Numbers(codes.flatten(1), supers)
+
+    def with_neighbours(self, given: Pair) -> Pair:
+        """Returns for each group the best codes of scale and offset out of the given ones and their neighbours."""
+        if self.level is None:
+            return given
+        best, found = self.errors(given), given
+        for of_scale, of_offset in product((-1, 0, 1), (-1, 0, 1) if self.has_offsets else (0,)):
+            offsets = None if given.offsets is None else self._moved(given.offsets, of_offset)
+            moved = Pair(self._moved(given.scales, of_scale), offsets)
+            error = self.errors(moved)
+            found, best = _chosen(error < best, 1, moved, found), torch.minimum(error, best)
+        return found
+
+    def _moved(self, numbers: Numbers, by: int) -> Numbers:
+        return numbers._replace(codes=(numbers.codes + by).clamp_(self.least, self.most))
+
+    def errors(self, pair: Pair) -> Tensor:
+        """Returns the squared error of each group [rows, groups]."""
+        scales, offsets = pair.values()
+        values = self.grid.nearest(self._over_scales(scales, offsets)).mul_(scales)
+        if offsets is not None:
+            values += offsets
+        return self._total(values.sub_(self.groups).square_())
+
+    def _over_scales(self, scales: Tensor, offsets: Tensor | None) -> Tensor:
+        return _quotient(self.groups if offsets is None else self.groups - offsets, scales)
+
+    def better(self, old: Pair, new: Pair) -> Pair:
+        """Returns for each block of groups the pair with the smaller error."""
+        size = self.level.groups if self.level else 1
+        by_block = [self.errors(pair).unflatten(1, (-1, size)).sum(-1) for pair in (old, new)]
+        return _chosen(by_block[1] < by_block[0], size, new, old)
+
+    def finish(self, pair: Pair) -> KQuant:
+        """Returns the weight with the codes that are nearest for a pair."""
+        return KQuant(self.grid.encode(self._over_scales(*pair.values())).flatten(1), pair)
+
+
+def _chosen(where: Tensor, size: int, new: Pair, old: Pair) -> Pair:
+    """Returns the new numbers of some blocks of so many groups, and the old ones of all others."""
+
+    def choose(a: Numbers, b: Numbers) -> Numbers:
+        codes = torch.where(where.repeat_interleave(size, 1), a.codes, b.codes)
+        if a.supers is None or b.supers is None or a.supers is b.supers:
+            return Numbers(codes, b.supers)
+        return Numbers(codes, torch.where(where, a.supers, b.supers))
+
+    offsets = None if new.offsets is None or old.offsets is None else choose(new.offsets, old.offsets)
+    return Pair(choose(new.scales, old.scales), offsets)
+
+
+def _extreme(x: Tensor) -> Tensor:
+    """Returns of the last dim the number with the largest magnitude."""
+    return x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0]
+
+
+def _quotient(x: Tensor, y: Tensor) -> Tensor:
+    """Returns x / y, and 0 where y is 0."""
+    return torch.where(y == 0, 0.0, x / y)
