@@ -41,9 +41,13 @@ def with_large_columns(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def llama() -> Any:
+def llama(**sizes: Any) -> Any:
     torch.manual_seed(0)
-    return with_large_columns(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))).bfloat16()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return with_large_columns(model).bfloat16()
 
 
 def gemma() -> Any:
@@ -127,9 +131,42 @@ def test_siblings_share_their_scales() -> None:
         assert report[name].note == f"column scales are in {norm}" and report[name].format == "u4 per 32, awq"
         layer, weight = model.get_submodule(name), dense.get_submodule(name).weight.float() * scales
         assert float((layer.dequantize().float() - weight).norm() / weight.norm()) < 0.12
-    for part in ("self_attn.o_proj", "mlp.down_proj"):
-        note = report[f"model.layers.0.{part}"].note
-        assert note == "AWQ scales nothing here: its input comes from no norm" and note in str(report)
+    note = report["model.layers.0.self_attn.o_proj"].note
+    assert note.startswith("AWQ scales nothing here: its input comes from no norm") and note in str(report)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["awq", "rtn"])
+def test_scales_go_into_linear_layers(method: str) -> None:
+    """The value's rows are divided for the output's columns, and those of up for down, however they are rounded."""
+    model, dense = (llama(num_key_value_heads=4, num_hidden_layers=2, mlp_bias=True) for _ in range(2))
+    sources = {"*.v_proj": QuantConfig("u8", 32, method=method), "*.up_proj": QuantConfig("u8", 32, method=method)}
+    report = lowbit.quantize_(model, {**sources, "*": QuantConfig("u8", 32, method="awq")}, calibration=INPUTS)
+    for layer in ("0", "1"):
+        for source, target in (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj")):
+            source, target = (f"model.layers.{layer}.{name}" for name in (source, target))
+            assert report[target].note == f"column scales are in {source}" and report[source].error < 0.02
+            scales = model.get_submodule(target).dequantize().float() / dense.get_submodule(target).weight.float()
+            columns = scales.nanmedian(0).values
+            assert float(columns.max() / columns.min()) > 1.05
+            if (bias := model.get_submodule(source).bias) is not None:
+                plain = dense.get_submodule(source).bias.float()
+                torch.testing.assert_close(bias * columns, plain, rtol=0.05, atol=1e-3)
+    expected, given = (as_tensor(each(INPUTS[0])).float() for each in (dense, model))
+    assert float((given - expected).norm() / expected.norm()) < 0.03
+
+
+def test_layers_that_take_no_factor_stay() -> None:
+    """Rows of a dense layer, and those with scales that are powers of two."""
+    power_of_two = QuantConfig("f8e4m3", 32, scale="e8m0", clip="max")
+    for other in (None, power_of_two):
+        report = lowbit.quantize_(llama(), {"*.up_proj": other, "*.gate_proj": other, "*": AWQ}, calibration=INPUTS)
+        assert "from no quantized layer column by column" in report["model.layers.0.mlp.down_proj"].note
+
+
+def test_scales_pass_a_relu() -> None:
+    report = lowbit.quantize_(encoder(post=False), AWQ, calibration=X)
+    assert report["down"].note == "column scales are in up"
 
 
 def test_a_norm_that_a_residual_reads_stays() -> None:

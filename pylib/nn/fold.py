@@ -1,4 +1,8 @@
-"""AWQ in a model: a norm divides its output by the scales of the columns of all layers that read it.
+"""AWQ in a model: what makes the input of layers divides it by the scales of their columns.
+
+That is a norm, for all layers that read its output; or a linear layer, whose rows are divided, for one that gets its
+output by ways on which a factor per column stays: up for down in a gated feed-forward network, value for output in
+attention. A linear layer is found by trying those of the same module.
 
 A norm is found by watching the model: the input of a linear layer is the very tensor that the norm returned. What the
 norm multiplies by, its weight or 1 + weight, is found by calling a copy of it with another weight. Then a trial run of
@@ -21,7 +25,7 @@ from lowbit.dialect.errors import QuantizeError
 from lowbit.pylib.nn.observe import evaluating, run
 
 NOTHING = "AWQ scales nothing here: "
-NO_NORM = f"{NOTHING}its input comes from no norm"
+NO_SOURCE = f"{NOTHING}its input comes from no norm, and from no quantized layer column by column"
 NOT_REACHED = f"{NOTHING}the first calibration input does not get here"
 TOLERANCE = 1e-3
 """Outputs are the same if the norm of their difference is at most this part of theirs: sums may be in another order."""
@@ -29,48 +33,49 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Fold:
-    """A norm, and all linear layers that read its output.
+    """A norm, and all linear layers that read its output; or a linear layer, and the one that gets its output.
 
-    name     of the norm
-    layers   names of the layers
-    offset   what the norm adds to its weight before it multiplies by it: 0, or 1 as in Gemma
+    name     of the norm or the linear layer
+    source   that module
+    layers   names of the layers whose columns are scaled
+    offset   what a norm adds to its weight before it multiplies by it: 0, or 1 as in Gemma
     """
 
     name: str
-    norm: nn.Module
+    source: nn.Module
     layers: tuple[str, ...]
     offset: float = 0.0
 
     def parameters(self, scales: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns the norm's parameters after its output is divided by scales [k], and the scales after rounding.
+        """Returns a norm's parameters after its output is divided by scales [k], and the scales after rounding.
 
         A column whose new factor is rounded to zero is not scaled.
         """
-        weight = cast(Tensor, self.norm.weight)
+        weight = cast(Tensor, self.source.weight)
         factor, scales = weight.float() + self.offset, scales.to(weight.device)
         folded = (factor / scales - self.offset).to(weight.dtype)
         rounded = folded.float() + self.offset
         lost = (rounded == 0) & (factor != 0)
         exact = torch.where(lost, 1.0, torch.where(factor == 0, scales, factor / rounded))
         parameters = {"weight": torch.where(lost, weight, folded)}
-        bias = getattr(self.norm, "bias", None)
+        bias = getattr(self.source, "bias", None)
         if isinstance(bias, Tensor):
             parameters["bias"] = (bias.float() / exact).to(bias.dtype)
         return parameters, exact
 
     @contextmanager
     def tried(self, layers: Mapping[str, nn.Linear]) -> Iterator[None]:
-        """Scales the output of the norm by powers of two while the context is open, and the layers' inputs back."""
-        scales = _powers_of_two(cast(Tensor, self.norm.weight))
+        """Scales the output of the source by powers of two while the context is open, and the layers' inputs back."""
+        scales = _powers_of_two(cast(Tensor, self.source.weight))
 
-        def scaled(norm: nn.Module, args: object, output: Tensor) -> Tensor:
+        def scaled(source: nn.Module, args: object, output: Tensor) -> Tensor:
             return output * scales.to(output.dtype)
 
         def unscaled(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
             x = _input(args, kwargs)
             return (x / scales.to(x.device, x.dtype),), {}
 
-        hooks = [self.norm.register_forward_hook(scaled)]
+        hooks = [self.source.register_forward_hook(scaled)]
         hooks += [layers[name].register_forward_pre_hook(unscaled, with_kwargs=True) for name in self.layers]
         try:
             yield
@@ -80,12 +85,13 @@ class Fold:
 
 
 def find_folds(
-    model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Sequence[Any]
+    model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Sequence[Any], sources: Mapping[str, nn.Linear]
 ) -> tuple[list[Fold], dict[str, str]]:
-    """Returns the norms that scales can be folded into, and for each of the other layers why there is none.
+    """Returns what scales can be folded into, and for each of the other layers why there is nothing.
 
-    layers   the layers that AWQ quantizes, by name
-    inputs   of the model, of which the first is used
+    layers    the layers that AWQ quantizes, by name
+    inputs    of the model, of which the first is used
+    sources   linear layers whose rows may be divided, by name
     """
     if not layers:
         return [], {}
@@ -94,7 +100,7 @@ def find_folds(
     if not expected or any(bool(output.isnan().any()) for output in expected):
         what = "has NaN" if expected else "holds no tensor of floats"
         raise QuantizeError(f"AWQ compares outputs of the model, and that for input 0 of calibration= {what}")
-    reasons = {name: NO_NORM if name in watch.sources else NOT_REACHED for name in layers}
+    reasons = {name: NO_SOURCE if name in watch.sources else NOT_REACHED for name in layers}
     folds = list[Fold]()
     for name in watch.inputs:
         readers = tuple(reader for reader in watch.readers(name) if reader in layers)
@@ -107,7 +113,61 @@ def find_folds(
     for fold in folds:
         others = "" if fold in good else f"{NOTHING}more than linear layers reads the output of {fold.name}"
         reasons.update(dict.fromkeys(fold.layers, others))
-    return good, {name: reason for name, reason in reasons.items() if reason}
+    left = {name: layer for name, layer in layers.items() if reasons[name] == NO_SOURCE}
+    called = {name: sources[name] for name in watch.sources if name in sources}
+    between = find_linear_folds(model, left, inputs[0], called)
+    reasons.update(dict.fromkeys((fold.layers[0] for fold in between), ""))
+    return good + between, {name: reason for name, reason in reasons.items() if reason}
+
+
+def find_linear_folds(
+    model: nn.Module, layers: Mapping[str, nn.Linear], given: Any, sources: Mapping[str, nn.Linear]
+) -> list[Fold]:
+    """Returns linear layers that scales of others can be folded into.
+
+    sources   in the order in which they are called
+
+    Pairs with the same names in their modules are alike: one of them is tried alone, then all of them.
+    """
+    alike: dict[tuple[str, str], list[Fold]] = {}
+    for name, layer in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        before = sources if name not in sources else list(sources)[: list(sources).index(name)]
+        for other in reversed(list(before)):
+            at, _, source = other.rpartition(".")
+            if at == parent and sources[other].out_features == layer.in_features:
+                alike.setdefault((source, leaf), []).append(Fold(other, sources[other], (name,)))
+    found: dict[str, Fold] = {}
+    for folds in alike.values():
+        left = [fold for fold in folds if fold.layers[0] not in found and fold.name not in _names(found)]
+        if left and _keeps_output(model, layers, left[0], given):
+            expected = _tensors(_evaluated(model, given))
+            found |= {fold.layers[0]: fold for fold in _harmless(model, layers, left, given, expected)}
+    return list(found.values())
+
+
+def _names(folds: Mapping[str, Fold]) -> set[str]:
+    return {fold.name for fold in folds.values()}
+
+
+def _keeps_output(model: nn.Module, layers: Mapping[str, nn.Linear], fold: Fold, given: Any) -> bool:
+    """Tells whether a layer gives what it gave before, while its source and its input are scaled."""
+    outputs = list[Tensor]()
+    handle = layers[fold.layers[0]].register_forward_hook(lambda layer, args, output: outputs.append(output))
+    try:
+        _evaluated(model, given)
+        plain, outputs = outputs, list[Tensor]()
+        with fold.tried(layers):
+            _evaluated(model, given)
+    finally:
+        handle.remove()
+    return len(plain) == len(outputs) and _same(outputs, plain)
+
+
+def _evaluated(model: nn.Module, given: Any) -> Any:
+    """Returns the output of a model for an input."""
+    with evaluating(model):
+        return run(model, given, 0)
 
 
 def _fold(watch: _Watch, norm: str, readers: tuple[str, ...], layers: Mapping[str, nn.Linear]) -> Fold | str:
@@ -200,9 +260,9 @@ def _input(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _powers_of_two(like: Tensor) -> Tensor:
-    """Returns 1, 2 and 4 in disorder, one for each element of a weight [k]: f16 and bf16 multiply by them exactly."""
+    """Returns 1, 2 and 4 in disorder, one for each row of a weight [n] or [n, k]: all floats take them exactly."""
     generator = torch.Generator().manual_seed(0)
-    return 2.0 ** torch.randint(0, 3, like.shape, generator=generator).to(like.device)
+    return 2.0 ** torch.randint(0, 3, like.shape[:1], generator=generator).to(like.device)
 
 
 def _offset(norm: nn.Module, args: tuple[Any, ...]) -> float | None:
@@ -228,8 +288,7 @@ def _harmless(
     with ExitStack() as stack:
         for fold in folds:
             stack.enter_context(fold.tried(layers))
-        stack.enter_context(evaluating(model))
-        if _same(_tensors(run(model, given, 0)), expected):
+        if _same(_tensors(_evaluated(model, given)), expected):
             return list(folds)
     middle = len(folds) // 2
     halves = (folds[:middle], folds[middle:]) if middle else ()

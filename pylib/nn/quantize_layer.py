@@ -43,20 +43,34 @@ def quantized_layer(
     calibration: Calibration | None = None,
     device: torch.device | str | None = None,
     columns: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[LowbitLinear, Change]:
     """Returns a layer for a weight [n, k], where the weight is, and how far its values have moved.
 
     device    where to quantize; None: where the weight is
     columns   scales [k] of the columns, which the layer before divides its output by; None: ones
+    rows      what the rows [n] and the bias are divided by, which the layer after makes up for; None: ones
     """
     home = weight.device
     weight = weight.detach().to(device or home)
-    if columns is not None:
-        weight = weight.float() * columns.to(weight.device)
+    bias = None if bias is None else bias.detach().to(weight.device)
+    factors = _factors(weight, columns, rows)
+    if factors is not None:
+        weight = weight.float() * factors
+        bias = bias if bias is None or rows is None else bias.float() / rows.to(bias.device)
     quantized = quantize(weight, config, calibration)
-    packed = quantized.pack(spec, None if bias is None else bias.detach().to(weight.device)).to(home)
+    packed = quantized.pack(spec, bias).to(home)
     difference = quantized.dequantize().sub_(weight)
-    if columns is not None:
-        difference, weight = (scaled.div_(columns.to(weight.device)) for scaled in (difference, weight))
+    if factors is not None:
+        difference, weight = difference.div_(factors), weight.div_(factors)
     change = Change(float(difference.norm()) ** 2, float(weight.float().norm()) ** 2)
     return LowbitLinear.from_packed(packed), change
+
+
+def _factors(weight: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    """Returns what a weight is multiplied by before it is rounded, in a shape that fits it; None: nothing."""
+    factors = None if columns is None else columns.to(weight.device)
+    if rows is not None:
+        divided = 1 / rows.to(weight.device)[:, None]
+        factors = divided if factors is None else divided * factors
+    return factors

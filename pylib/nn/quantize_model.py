@@ -76,7 +76,7 @@ def quantize_(
     dense, and so do embeddings and what is tied to them unless they are asked for; the report says why. A layer is
     replaced as soon as it is quantized, so memory holds little more than the model at any time; layers that need
     calibration are replaced together, before the others, for it is the float model that they are calibrated on. AWQ's
-    column scales are folded into the norm that makes the layers' input, whose weight changes; where there is none, the
+    column scales are folded into the norm or the quantized layer that makes the layers' input; where there is none, the
     weight is rounded as it is, and the report says why. Weights are looked at before the first is replaced: an error in
     what is given names the module, and leaves the model as it was.
 
@@ -93,7 +93,8 @@ def quantize_(
     calibrated, others = _by_need(planned)
     del planned  # which holds the dense layers
     _check_calibration(calibrated, inputs)
-    columns = column_scales(model, [entry for entry in calibrated if _is_awq(entry)], inputs, device)
+    scaled = [entry for entry in calibrated if _is_awq(entry)]
+    columns = column_scales(model, scaled, inputs, device, [*calibrated, *others])
     for entry in filter(_is_doubtful, others):
         _quantized(entry, None, device)  # to see whether it can be
     with _bar(progress) as bar:
@@ -181,10 +182,11 @@ def _quantized(
             return _quantized_embedding(entry, entry.module, config, device)
         linear = cast(nn.Linear, entry.module)
         rounding = replace(config, method="rtn") if _is_awq(entry) else config  # of a weight that is scaled before
-        scales = columns.of.get(entry.names[0]) if columns else None
-        parts = linear.weight, linear.bias, entry.specs[0], rounding, calibration, device, scales
+        columns = columns or ColumnScales()
+        scales, rows = (each.get(entry.names[0]) for each in (columns.of, columns.rows))
+        parts = linear.weight, linear.bias, entry.specs[0], rounding, calibration, device, scales, rows
         layer, change = quantized_layer(*parts)
-    note = columns.notes.get(entry.names[0], "") if columns else ""
+    note = columns.notes.get(entry.names[0], "")
     row = _row(_name(entry), config, [layer], change, _bytes(linear))
     return layer.train(linear.training), [replace(row, note=note)]
 
