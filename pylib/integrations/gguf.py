@@ -21,26 +21,26 @@ except ImportError as error:
 
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
-from lowbit.pylib.checkpoints.gguf.architectures import EMBEDDINGS, OUTPUT, Source, read_source
+from lowbit.pylib.checkpoints.gguf.architectures import EMBEDDINGS, Source, read_source
 from lowbit.pylib.checkpoints.gguf.file import load_gguf
 from lowbit.pylib.integrations.config import LowbitConfig
 from lowbit.pylib.integrations.quantizer import adopt
+from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.linear import LowbitLinear
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.nn.packed_module import PackedModule
 
 ACTS: Mapping[torch.dtype, Act] = {torch.float16: "f16", torch.bfloat16: "bf16"}
-OUTPUT_LAYER = "lm_head"
 
 
 def from_gguf(path: str | PathLike[str], dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> Any:
     """Returns the model of a GGUF file, for transformers. Matrices of a quantized type become `LowbitLinear`s with the
-    codes and scales of the file; all else is in `dtype`.
+    codes and scales of the file, and all else is in `dtype`.
 
     path        a file of one of the architectures llama, qwen2, qwen3 and gemma3
     dtype       type of the activations: torch.bfloat16 or torch.float16
     arguments   of `from_pretrained`, such as device_map and attn_implementation
 
-    The embeddings are dense. Where the output layer shares their tensor, it has a low-bit weight of its own.
+    Embeddings of a quantized type become a `LowbitEmbedding`, whose table a tied output layer shares.
 
     Raises CheckpointError for a file that is damaged or can't be loaded; it names the tensor or the key.
     """
@@ -49,8 +49,6 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype = torch.bfloat16, **
     source = read_source(load_gguf(path, ACTS[dtype]))
     contents = _read(source, dtype)
     fields = {**source.config, "dtype": str(dtype).removeprefix("torch.")}
-    if OUTPUT_LAYER in contents.specs:
-        fields["tie_word_embeddings"] = False
     config = AutoConfig.for_model(source.architecture.model_type, **fields)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
@@ -68,7 +66,7 @@ class _Contents:
     """The tensors of a file, by their names in the model.
 
     state    the state dictionary
-    specs    the low-bit layers
+    specs    the low-bit modules
     shapes   what the dense model's tensors would be
     """
 
@@ -79,10 +77,9 @@ class _Contents:
     def add_dense(self, name: str, value: Tensor) -> None:
         self.state[name], self.shapes[name] = value, tuple(value.shape)
 
-    def add_layer(self, name: str, packed: PackedWeight, bias: Tensor | None = None) -> None:
-        layer = LowbitLinear.from_packed(packed, bias)
-        self.specs[name], self.shapes[f"{name}.weight"] = layer.spec, (layer.out_features, layer.in_features)
-        self.state |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
+    def add_module(self, name: str, module: PackedModule) -> None:
+        self.specs[name], self.shapes[f"{name}.weight"] = module.spec, (module.spec.n, module.spec.k)
+        self.state |= {f"{name}.{key}": value for key, value in module.state_dict().items()}
 
 
 def _read(source: Source, dtype: torch.dtype) -> _Contents:
@@ -94,13 +91,11 @@ def _read(source: Source, dtype: torch.dtype) -> _Contents:
             shift = source.shift(name)
             contents.add_dense(key, (value.float() - shift if shift else value).to(dtype))
         elif name == EMBEDDINGS:
-            contents.add_dense(key, value.dequantize(dtype))
-            if OUTPUT not in file:
-                contents.add_layer(OUTPUT_LAYER, value)
+            contents.add_module(key.removesuffix(".weight"), LowbitEmbedding.from_packed(value))
         else:
             bias = name.removesuffix("weight") + "bias"
             given = cast(Tensor, file.load(bias, source.order(bias))) if bias in file else None
-            contents.add_layer(key.removesuffix(".weight"), value, given)
+            contents.add_module(key.removesuffix(".weight"), LowbitLinear.from_packed(value, given))
     return contents
 
 

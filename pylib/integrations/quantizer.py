@@ -100,7 +100,7 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         """Put empty low-bit modules where the configuration or the checkpoint wants them."""
-        if self.config.embeddings:
+        if self.config.embeddings or self.config.from_checkpoint:
             tie(model)
         self._place(model, checkpoint_files)
         untie(model)
@@ -109,12 +109,6 @@ class LowbitQuantizer(HfQuantizer):
         if self.config.layers is not None:
             place_saved(model, self.config.layers)
             return
-        if self.config.embeddings or self.config.from_checkpoint:
-            tie(model)
-        self._place(model, checkpoint_files)
-        untie(model)
-
-    def _place(self, model: nn.Module, checkpoint_files: Sequence[str] | None) -> None:
         if self.config.from_checkpoint:
             self.checkpoint = opened(checkpoint_files)
             if self.checkpoint.format is None:
