@@ -41,16 +41,20 @@ class Decoder(NamedTuple):
 
     run      the pieces of the registers of a run of words
     levels   what each stored code stands for, in f32, before it is scaled
+    least    what stands for 0 in tensors of bytes that are numbers, by name
     """
 
     run: tuple[tuple[Piece, ...], ...]
     levels: Tensor
+    least: Mapping[str, int]
 
     @classmethod
     def of(cls, spec: MatmulSpec, device: torch.device) -> Decoder:
         """Returns the decoder of a weight on a device."""
         levels = np.roll(spec.dtype.values().astype(np.float32), -least(spec))
-        return cls(run_of(spec.packing.bits), torch.from_numpy(levels).to(device))
+        stored = [slot for slot in spec.tensors if slot.storage == "u8"]
+        first = {slot.name: least_code(slot.code) if slot.code else least(spec) for slot in stored}
+        return cls(run_of(spec.packing.bits), torch.from_numpy(levels).to(device), first)
 
 
 def take_rows(spec: MatmulSpec, tensors: Mapping[str, Tensor], decoder: Decoder, rows: Tensor) -> Tensor:
@@ -61,7 +65,7 @@ def take_rows(spec: MatmulSpec, tensors: Mapping[str, Tensor], decoder: Decoder,
     rows      integers [count] in 0 .. n - 1
     """
     block, place = rows // ROWS, rows % ROWS
-    packing, numbers = spec.packing, _Numbers(spec, tensors, block, place)
+    packing, numbers = spec.packing, _Numbers(spec, tensors, decoder.least, block, place)
     codes = _codes(packing, decoder.run, tensors["codes"], block, place)
     values = decoder.levels[codes].view(len(rows), packing.groups, packing.padded_k // packing.groups)
     row, zero, offset = (numbers.get(name) for name in ("row_scales", "zeros", "offsets"))
@@ -107,13 +111,16 @@ def _without_padding(spec: MatmulSpec, values: Tensor) -> Tensor:
 class _Numbers:
     """Scales, zeros and offsets of some rows, in f32.
 
+    first          `Decoder.least`
     block, place   of each row: its block of 16 rows, and where in the block it is
     """
 
-    def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor], block: Tensor, place: Tensor) -> None:
+    def __init__(
+        self, spec: MatmulSpec, tensors: Mapping[str, Tensor], first: Mapping[str, int], block: Tensor, place: Tensor
+    ) -> None:
         self.spec = spec
         self.slots = {slot.name: slot for slot in spec.tensors}
-        self.tensors, self.block, self.place = tensors, block, place
+        self.tensors, self.first, self.block, self.place = tensors, first, block, place
 
     def get(self, name: str) -> Tensor | None:
         """Returns what `of` does; None if the weight has no such tensor."""
@@ -141,6 +148,4 @@ class _Numbers:
         else:
             values = stored[self.block, :, self.place if stored.shape[2] == ROWS else 0]
         values = values.view(TORCH[slot.storage]).float()
-        if slot.storage == "u8":  # less the least value of a format
-            values = values + (least_code(slot.code) if slot.code else least(self.spec))
-        return values
+        return values + self.first[slot.name] if slot.name in self.first else values
