@@ -39,6 +39,14 @@ def test_rows_are_those_of_the_dequantized_weight(spec: MatmulSpec) -> None:
     assert torch.equal(rows, weight.dequantize()[ROWS]) and len(rows.unique(dim=0)) == len(ROWS) - 1
 
 
+@pytest.mark.parametrize("spec", [SPECS[3], SPECS[-2], SPECS[-1]], ids=str)
+def test_rows_are_compiled(spec: MatmulSpec) -> None:
+    embedding = LowbitEmbedding.from_packed(random_weight(spec, "cpu"))
+    compiled = torch.compile(embedding, fullgraph=True, backend="eager", dynamic=True)
+    for ids in (ROWS, ROWS[:3]):
+        assert torch.equal(compiled(ids), embedding(ids))
+
+
 @pytest.fixture
 def table() -> nn.Embedding:
     torch.manual_seed(0)

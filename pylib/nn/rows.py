@@ -22,7 +22,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.memory_order import RUNS
-from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weight_values import least
 
 LANES = 4  # that hold two rows of an mma block, 8 apart
@@ -41,16 +41,32 @@ class Decoder(NamedTuple):
 
     run      the pieces of the registers of a run of words
     levels   what each stored code stands for, in f32, before it is scaled
+    bytes    the same for other tensors of the weight that are bytes, by name: torch.compile does not know all floats of
+             8 bits
     """
 
     run: tuple[tuple[Piece, ...], ...]
     levels: Tensor
+    bytes: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, spec: MatmulSpec, device: torch.device) -> Decoder:
         """Returns the decoder of a weight on a device."""
         levels = np.roll(spec.dtype.values().astype(np.float32), -least(spec))
-        return cls(run_of(spec.packing.bits), torch.from_numpy(levels).to(device))
+        tables = {slot.name: _byte_values(spec, slot).to(device) for slot in spec.tensors if _is_bytes(slot)}
+        return cls(run_of(spec.packing.bits), torch.from_numpy(levels).to(device), tables)
+
+
+def _is_bytes(slot: TensorSlot) -> bool:
+    return stored_type(slot.storage) is torch.uint8
+
+
+def _byte_values(spec: MatmulSpec, slot: TensorSlot) -> Tensor:
+    """Returns what each byte of a tensor stands for."""
+    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(TORCH[slot.storage]).float()
+    if slot.storage != "u8":
+        return values
+    return values + (least_code(slot.code) if slot.code else least(spec))
 
 
 def take_rows(spec: MatmulSpec, tensors: Mapping[str, Tensor], decoder: Decoder, rows: Tensor) -> Tensor:
@@ -61,7 +77,7 @@ def take_rows(spec: MatmulSpec, tensors: Mapping[str, Tensor], decoder: Decoder,
     rows      integers [count] in 0 .. n - 1
     """
     block, place = rows // ROWS, rows % ROWS
-    packing, numbers = spec.packing, _Numbers(spec, tensors, block, place)
+    packing, numbers = spec.packing, _Numbers(spec, tensors, decoder.bytes, block, place)
     codes = _codes(packing, decoder.run, tensors["codes"], block, place)
     values = decoder.levels[codes].view(len(rows), packing.groups, packing.padded_k // packing.groups)
     row, zero, offset = (numbers.get(name) for name in ("row_scales", "zeros", "offsets"))
@@ -107,13 +123,21 @@ def _without_padding(spec: MatmulSpec, values: Tensor) -> Tensor:
 class _Numbers:
     """Scales, zeros and offsets of some rows, in f32.
 
+    tables         `Decoder.bytes`
     block, place   of each row: its block of 16 rows, and where in the block it is
     """
 
-    def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor], block: Tensor, place: Tensor) -> None:
+    def __init__(
+        self,
+        spec: MatmulSpec,
+        tensors: Mapping[str, Tensor],
+        tables: Mapping[str, Tensor],
+        block: Tensor,
+        place: Tensor,
+    ) -> None:
         self.spec = spec
         self.slots = {slot.name: slot for slot in spec.tensors}
-        self.tensors, self.block, self.place = tensors, block, place
+        self.tensors, self.tables, self.block, self.place = tensors, tables, block, place
 
     def get(self, name: str) -> Tensor | None:
         """Returns what `of` does; None if the weight has no such tensor."""
@@ -140,7 +164,4 @@ class _Numbers:
             values = stored[self.block * ROWS + self.place, None]
         else:
             values = stored[self.block, :, self.place if stored.shape[2] == ROWS else 0]
-        values = values.view(TORCH[slot.storage]).float()
-        if slot.storage == "u8":  # less the least value of a format
-            values = values + (least_code(slot.code) if slot.code else least(self.spec))
-        return values
+        return self.tables[slot.name][values.long()] if slot.name in self.tables else values.float()
