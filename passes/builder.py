@@ -417,6 +417,13 @@ class Program:
             ops.LoadOp(source.value, [as_i32(o) for o in offsets], words, Reg(source.type.element, layout).type).result
         )
 
+    def prefetch(
+        self, source: Memory, offsets: Sequence[Index], layout: Layout, boundary: Sequence[str] | None = None
+    ) -> None:
+        """Asks for what `load` would read to be brought into the L2 cache."""
+        words = strings(tuple(boundary or ("none",) * layout.rank))
+        ops.PrefetchOp(source.value, [as_i32(o) for o in offsets], ir.StringAttr.get(str(layout)), words)
+
     def load_matrix(self, source: Memory, rows: Index, layout: Layout) -> Tile:
         return Tile(ops.LoadMatrixOp(source.value, as_i32(rows), Reg(source.type.element, layout).type).result)
 
@@ -452,9 +459,14 @@ class Program:
         op.offset = offset
         return Tile(op.result)
 
-    def decode_bytes(self, codes: Tile, element: str, layout: Layout) -> Tile:
-        """Codes as bytes that an mma multiplies, f8E4M3FN or ui8 (`dialect.formats.byte_codes`)."""
-        return Tile(ops.DecodeBytesOp(codes.value, Reg(element, layout).type).result)
+    def decode_bytes(
+        self, codes: Tile, element: str, layout: Layout, zeros: Tile | None = None, offset: int = 0
+    ) -> Tile:
+        """Codes as bytes that an mma multiplies, f8E4M3FN, ui8 or i8 (`dialect.formats.byte_codes`), less zeros
+        [.., rows, 1] in bytes, or less an offset."""
+        op = ops.DecodeBytesOp(codes.value, [] if zeros is None else [zeros.value], Reg(element, layout).type)
+        op.offset = _i64(offset) if offset else None
+        return Tile(op.result)
 
     def encode_bytes(self, numbers: Tile, kind: str, layout: Layout) -> Tile:
         """Numbers in f32 rounded to bytes of "f8e4m3" or "i8", 16 to a unit, in the order of `byte_order`."""
@@ -558,19 +570,36 @@ class Program:
         op.overlap = overlap
         return Tile(op.result)
 
-    def accumulator(self, layout: Layout) -> Tile:
+    def accumulator(self, layout: Layout, element: str = "f32") -> Tile:
         """Registers for sums of `accumulate`, which stay in place."""
-        return Tile(ops.AccumulatorOp(Reg("f32", layout).type).result)
+        return Tile(ops.AccumulatorOp(Reg(element, layout).type).result)
 
     def clear(self, sums: Tile) -> None:
         ops.ClearAccumulatorOp(sums.value)
 
-    def accumulate(self, a: Tile, b: Memory, start: int, sums: Tile, more: bool = False) -> None:
-        """Begins sums += a b^T, with columns start .. of b in shared memory. more: the next is of the same product."""
-        ops.AccumulateOp(a.value, b.value, sums.value, _i64(start)).more = more
+    def accumulate(
+        self,
+        a: Tile,
+        b: Memory,
+        start: int,
+        sums: Tile,
+        row: int | None = None,
+        more: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        """Begins sums += a b^T, with columns start .. of b in shared memory. row: the first of b's that is used, of
+        all if None; more: the next is of the same product; fresh: sums = a b^T."""
+        op = ops.AccumulateOp(a.value, b.value, sums.value, _i64(start))
+        op.row = None if row is None else _i64(row)
+        op.more, op.fresh = more, fresh
 
     def await_products(self, pending: int) -> None:
         ops.AwaitProductsOp(_i64(pending))
+
+    def add_scaled(self, product: Tile, scale: Tile | None, sums: Tile, pending: int = 0) -> None:
+        """sums += scale * product, once all products but the last `pending` have ended."""
+        scales = [] if scale is None else [scale.value]
+        ops.AddScaledOp(product.value, scales, sums.value, _i64(pending))
 
     def read(self, sums: Tile) -> Tile:
         """The sums, once all products have ended."""

@@ -19,6 +19,7 @@ from lowbit.dialect.bindings import ir, load_dialect
 from lowbit.dialect.ops.accumulators import (
     AccumulateOp,
     AccumulatorOp,
+    AddScaledOp,
     AwaitProductsOp,
     ClearAccumulatorOp,
     ReadAccumulatorOp,
@@ -59,6 +60,7 @@ from lowbit.dialect.ops.memory import (
     FreeSharedOp,
     LastArrivalOp,
     PeerOp,
+    PrefetchOp,
     StageOp,
     WaitOp,
 )
@@ -100,6 +102,7 @@ __all__ = [
     "AccumulatorOp",
     "AddOp",
     "AddOutliersOp",
+    "AddScaledOp",
     "AllocSharedOp",
     "AllocSignalsOp",
     "ArriveOp",
@@ -151,6 +154,7 @@ __all__ = [
     "OneThreadOp",
     "PeerOp",
     "PipelineOp",
+    "PrefetchOp",
     "PrepackOp",
     "ProgramOp",
     "QuantizeOp",

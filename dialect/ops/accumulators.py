@@ -8,16 +8,23 @@
         lowbit.accumulate %a, %b, %sums   begins a product and goes on
         lowbit.await_products, pending 1  all but the last one have ended: their a and b are free
     %total = lowbit.read_accumulator %sums
+
+Sums that products are added to only when they have ended, since each has a scale of its own, are an accumulator, too:
+
+    lowbit.accumulate %a, %b, %product, fresh
+    lowbit.add_scaled %product, %scale, %sums, pending 0
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
+from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, fragments, in_range, same_element, same_warps, verifier, within_warp
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A
+from lowbit.dialect.checks import expect, factors, fragments, in_range, same_warps, verifier, within_warp
+from lowbit.dialect.elements import OPERANDS
+from lowbit.dialect.layouts.layout import MMA_A, MMA_M16N8_D
 from lowbit.dialect.ops.products import check_warpgroup
-from lowbit.dialect.optional import Flag
+from lowbit.dialect.optional import Flag, Optional
 from lowbit.dialect.types import Lowbit, Reg, RegType, Shared, SharedType
 
 
@@ -30,14 +37,15 @@ def _check_accumulator(value: Any) -> Reg:
 
 
 class AccumulatorOp(Lowbit.Operation, name="accumulator"):
-    """Registers for the sums of products by wgmma [.., m, n], in f32. What is in them at first is unknown."""
+    """Registers for the sums of products by wgmma [.., m, n], in f32, of integers in i32. What is in them at first is
+    unknown."""
 
     result: ext.Result[RegType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
         reg = Reg.of(op.result.type)
-        expect(reg.element == "f32", "element of the result", "f32", reg.element)
+        expect(reg.element in ("f32", "i32"), "element of the result", "f32 or i32", reg.element)
         within_warp(fragments(reg.layout, MMA_M16N8_D, "the result"), reg.layout.rank - 1, "columns of the result")
 
 
@@ -53,24 +61,31 @@ class ClearAccumulatorOp(Lowbit.Operation, name="clear_accumulator"):
 
 class AccumulateOp(Lowbit.Operation, name="accumulate"):
     """Begins sums += a b^T by wgmma: a [.., m, k] in registers as for `mma`, b columns start .. start + k of shared
-    memory [.., k / 64, n, 64]. Neither may change before `await_products` or `read_accumulator` has waited.
+    memory [.., k / 64, n, 64] (128 for bytes). Neither may change before `await_products` or `read_accumulator` has
+    waited.
 
-    more  the next `accumulate` belongs to the same product: they are waited for together
+    row    of b's n, the first that is used; as many are as the sums have
+    more   the next `accumulate` belongs to the same product: they are waited for together
+    fresh  sums = a b^T: what was in the sums does not count
     """
 
     a: ext.Operand[RegType]
     b: ext.Operand[SharedType]
     sums: ext.Operand[RegType]
     start: ir.IntegerAttr
+    row = Optional(ir.IntegerAttr, "an integer")
     more = Flag()
+    fresh = Flag()
 
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b, sums = Reg.of(op.a.type), Shared.of(op.b.type), _check_accumulator(op.sums)
-        same_element(b.element, a.element, "element of a")
-        check_warpgroup(op, sums.layout, a.shape[-1])
+        factors(a.element, b.element, sums.element, wide=False)
+        row = None if op.row is None else in_range(op.row, "row", 0)
+        check_warpgroup(op, sums.layout, a.shape[-1], row)
         expect(list(a.shape[:-1]) == list(sums.shape[:-1]), "a", [*sums.shape[:-1], "k"], list(a.shape))
-        a_blocks, blocks = fragments(a.layout, MMA_M16N8K16_A, "a"), fragments(sums.layout, MMA_M16N8_D, "sums")
+        fragment = MMA_A[OPERANDS[str(b.element)].bits]
+        a_blocks, blocks = fragments(a.layout, fragment, "a"), fragments(sums.layout, MMA_M16N8_D, "sums")
         within_warp(a_blocks, len(a.shape) - 1, "k of a")
         same_warps(a_blocks.reduce((-1,)), blocks.reduce((-1,)), "a")
 
@@ -83,6 +98,32 @@ class AwaitProductsOp(Lowbit.Operation, name="await_products"):
     @verifier
     def verify_invariants(op: Any) -> None:
         in_range(op.pending, "pending", 0, 7)
+
+
+class AddScaledOp(Lowbit.Operation, name="add_scaled"):
+    """Waits until at most the last `pending` products of `accumulate` are under way, and adds one that has ended to
+    other sums, in f32: sums += scale * product, rounded once, or sums += product.
+
+    scale  one tile [.., m, 1] in f32, or none
+    """
+
+    product: ext.Operand[RegType]
+    scale: Sequence[ext.Operand[RegType]]
+    sums: ext.Operand[RegType]
+    pending: ir.IntegerAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        product, sums = _check_accumulator(op.product), _check_accumulator(op.sums)
+        expect(op.product != op.sums, "sums", "another accumulator than the product", "the same")
+        expect(sums.element == "f32", "element of the sums", "f32", sums.element)
+        expect(product.layout == sums.layout, "layout of the product", sums.layout, product.layout)
+        in_range(op.pending, "pending", 0, 7)
+        expect(len(op.scale) <= 1, "scale", "one at most", len(op.scale))
+        rows = sums.layout.reduce((sums.layout.rank - 1,))
+        for scale in op.scale:
+            reg = Reg.of(scale.type)
+            expect((reg.element, reg.layout) == ("f32", rows), "scale", f"f32 in {rows}", reg)
 
 
 class ReadAccumulatorOp(Lowbit.Operation, name="read_accumulator"):

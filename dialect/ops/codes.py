@@ -12,11 +12,30 @@ from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.formats.raw_codes import OFFSETS
 from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K32_A, local
 from lowbit.dialect.ops.common import check_offset, check_rounding, check_shifted, check_table
-from lowbit.dialect.optional import Choice
+from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, SharedType
 
-BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8"}
+BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8", "i8": "i8"}
 """By the type of operand a in the IR, the type in which bytes are multiplied (`dialect.formats.byte_codes`)."""
+
+
+def _check_subtraction(op: Any, format_: DType, result: Reg) -> None:
+    """What `decode_bytes` subtracts must fit the format and the result."""
+    has_offset = op.offset is not None
+    expect(len(op.zeros) + has_offset <= 1, "zeros and offset", "one of them at most", "both")
+    if not op.zeros and not has_offset:
+        expect(result.element != "i8", "element of the result with nothing to subtract", "f8E4M3FN or ui8", "i8")
+        return
+    check_shifted(format_)
+    expect(result.element != "ui8", "element of the result with a sign", "f8E4M3FN or i8", "ui8")
+    if has_offset:
+        in_range(op.offset, "offset", 1, 1 << (format_.bits - 1))
+    rows = result.layout.reduce((result.layout.rank - 1,))
+    for zero in op.zeros:
+        expect(format_.bits < 8, "format with zeros", "one of up to 7 bits", format_.name)
+        reg = Reg.of(zero.type)
+        same_element("i8", reg.element, "element of the zeros")
+        expect(reg.layout == rows, "layout of the zeros", rows, reg.layout)
 
 
 def _format(source: Reg) -> DType:
@@ -102,12 +121,19 @@ class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):
 
 class DecodeBytesOp(Lowbit.Operation, name="decode_bytes", traits=[ext.Pure]):
     """Every code as a byte that an mma of 8 bits multiplies, as `dialect.formats.byte_codes` says: f8E4M3FN, which is
-    the value times 2^-e (`byte_exponent`), or ui8, the code as it is stored.
+    the value times 2^-e (`byte_exponent`), or ui8 or i8, the code as it is stored.
 
     The columns of every 16 are those that `byte_order` puts next to one another, in the order of bytes in memory.
+
+    From integers may be subtracted, so that they are f8E4M3FN or i8 with a sign:
+
+    zeros   none, or one tile [.., rows, 1] of bytes, the integer zero points of one group
+    offset  a number, that of signed codes (`raw_codes.zero_code`), where there are no zeros
     """
 
     source: ext.Operand[RegType]
+    zeros: Sequence[ext.Operand[RegType]]
+    offset = Optional(ir.IntegerAttr, "an integer")
     result: ext.Result[RegType]
 
     @verifier
@@ -120,6 +146,7 @@ class DecodeBytesOp(Lowbit.Operation, name="decode_bytes", traits=[ext.Pure]):
         before, after = fragments(a.layout, MMA_M16N8K16_A, "source"), fragments(b.layout, MMA_M16N8K32_A, "result")
         expected = after * local(*(1,) * (after.rank - 1), 2)
         expect(before == expected, "layout of the source (in fragments)", expected, before)
+        _check_subtraction(op, format_, b)
 
 
 class EncodeBytesOp(Lowbit.Operation, name="encode_bytes", traits=[ext.Pure]):

@@ -92,6 +92,20 @@ class CopyAsyncOp(Lowbit.Operation, name="copy_async"):
         expect(len(limit) in (0, len(source.shape) + 1), "limit", "a factor per dim and the end", list(limit))
 
 
+class PrefetchOp(Lowbit.Operation, name="prefetch"):
+    """Asks for source[offsets + index], of the elements of a tile laid out as `layout`, to be brought into the L2
+    cache, and goes on. A load that comes later need not wait for device memory."""
+
+    source: ext.Operand[GlobalType]
+    offsets: Sequence[ext.Operand[I32]]
+    layout: ir.StringAttr
+    boundary: ir.ArrayAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        check_access(op, Global.of(op.source.type), read_layout(op.layout).shape, ("none", "clamp"))
+
+
 class CopyPaddedOp(Lowbit.Operation, name="copy_padded"):
     """Copies rows of activations into shared memory element by element, spreading groups over padded groups.
 

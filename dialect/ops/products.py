@@ -56,9 +56,9 @@ class MmaOp(Lowbit.Operation, name="mma", traits=[ext.Pure]):
         same_warps(columns, c_blocks.reduce((-2,)), "b")
 
 
-def check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
+def check_warpgroup(op: Any, layout: Layout, columns: int, row: int | None = None) -> None:
     """b is [.., k / 64, n, 64] in shared memory (128 for bytes), swizzled, of which columns start .. start + columns
-    are used.
+    are used; and of n as many as the result has, from `row` on, or else all.
 
     All four warps of a warpgroup have the same index, and one only, along the leading dims.
     """
@@ -69,6 +69,9 @@ def check_warpgroup(op: Any, layout: Layout, columns: int) -> None:
     *batch, panels, n, width = b.shape
     panel = x.per_panel
     expect(width == panel, "b", f"rows of {panel} columns: [.., k / {panel}, n, {panel}]", list(b.shape))
+    if row is not None:
+        expect(row % 8 == 0 and row + layout.shape[-1] <= n, "row", f"a multiple of 8 inside of {n}", row)
+        n = layout.shape[-1]
     expect(n % 8 == 0 and n <= 256, "n", "a multiple of 8 up to 256", n)
     expect([*layout.shape[:-2], layout.shape[-1]] == [*batch, n], "result", f"{[*batch, 'm', n]}", list(layout.shape))
     start = in_range(op.start, "start", 0, panel * panels - columns)

@@ -3,7 +3,7 @@
 // What verifiers refuse: sums that stay in place, boxes, and signals for them.
 
 func.func @element() {
-  // expected-error @below {{element of the result: expected f32, got f16}}
+  // expected-error @below {{element of the result: expected f32 or i32, got f16}}
   %0 = "lowbit.accumulator"() : () -> !lowbit.reg<[64, 8], f16, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
   return
 }
@@ -27,6 +27,40 @@ func.func @columns(%a: !a, %b: !b) {
   %0 = "lowbit.accumulator"() : () -> !sums
   // expected-error @below {{start: expected 0..32, got 48}}
   "lowbit.accumulate"(%a, %b, %0) {start = 48 : i64} : (!a, !b, !sums) -> ()
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 16, 64], f16, [1024, 64, 1], 128>
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @row(%a: !a, %b: !b) {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{row: expected a multiple of 8 inside of 16, got 12}}
+  "lowbit.accumulate"(%a, %b, %0) {row = 12 : i64, start = 0 : i64} : (!a, !b, !sums) -> ()
+  return
+}
+
+// -----
+
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @product_of_itself() {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{sums: expected another accumulator than the product, got the same}}
+  "lowbit.add_scaled"(%0, %0) {operandSegmentSizes = array<i32: 1, 0, 1>, pending = 0 : i64} : (!sums, !sums) -> ()
+  return
+}
+
+// -----
+
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+!scale = !lowbit.reg<[64, 1], f16, "spatial(4, 1).local(2, 1).spatial(8, 1).replicated(4)">
+func.func @scale(%scale: !scale) {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  %1 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{scale: expected f32 in}}
+  "lowbit.add_scaled"(%0, %scale, %1) {operandSegmentSizes = array<i32: 1, 1, 1>, pending = 0 : i64} : (!sums, !scale, !sums) -> ()
   return
 }
 

@@ -24,7 +24,7 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf32> {
 // CHECK-LABEL: func.func @products
 func.func @products(%codes: !codes, %b: !b, %c: !c) -> !c {
   // CHECK: "lowbit.decode_bytes"
-  %a = "lowbit.decode_bytes"(%codes) : (!codes) -> !a
+  %a = "lowbit.decode_bytes"(%codes) {operandSegmentSizes = array<i32: 1, 0>} : (!codes) -> !a
   // CHECK: "lowbit.mma"
   %d = "lowbit.mma"(%a, %b, %c) : (!a, !b, !c) -> !c
   return %d : !c

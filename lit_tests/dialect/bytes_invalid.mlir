@@ -31,7 +31,7 @@ func.func @values(%x: tensor<?x64xf16>, %s: tensor<?xf32>, %sums: tensor<?x2xf32
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u5", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @format(%codes: !codes) {
   // expected-error @below {{source: expected codes that are numbers of f8E4M3FN, got u5}}
-  %a = "lowbit.decode_bytes"(%codes) : (!codes)
+  %a = "lowbit.decode_bytes"(%codes) {operandSegmentSizes = array<i32: 1, 0>} : (!codes)
     -> !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
   return
 }
@@ -40,8 +40,39 @@ func.func @format(%codes: !codes) {
 
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @element(%codes: !codes) {
-  // expected-error @below {{element of the result: expected f8E4M3FN or ui8, got i8}}
-  %a = "lowbit.decode_bytes"(%codes) : (!codes)
+  // expected-error @below {{element of the result with nothing to subtract: expected f8E4M3FN or ui8, got i8}}
+  %a = "lowbit.decode_bytes"(%codes) {operandSegmentSizes = array<i32: 1, 0>} : (!codes)
+    -> !lowbit.reg<[16, 64], i8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"i4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @sign(%codes: !codes) {
+  // expected-error @below {{element of the result with a sign: expected f8E4M3FN or i8, got ui8}}
+  %a = "lowbit.decode_bytes"(%codes) {offset = 8 : i64, operandSegmentSizes = array<i32: 1, 0>} : (!codes)
+    -> !lowbit.reg<[16, 64], ui8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"f4e2m1", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @no_integers(%codes: !codes) {
+  // expected-error @below {{format with shifts: expected an integer one, got f4e2m1}}
+  %a = "lowbit.decode_bytes"(%codes) {offset = 8 : i64, operandSegmentSizes = array<i32: 1, 0>} : (!codes)
+    -> !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+  return
+}
+
+// -----
+
+!codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!zeros = !lowbit.reg<[16, 1], i8, "spatial(8, 1).local(2, 1).replicated(4)">
+func.func @zeros(%codes: !codes, %zeros: !zeros) {
+  // expected-error @below {{layout of the zeros: expected}}
+  %a = "lowbit.decode_bytes"(%codes, %zeros) {operandSegmentSizes = array<i32: 1, 1>} : (!codes, !zeros)
     -> !lowbit.reg<[16, 64], i8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
   return
 }
@@ -51,7 +82,7 @@ func.func @element(%codes: !codes) {
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 func.func @fragments(%codes: !codes) {
   // expected-error @below {{layout of the source (in fragments): expected local(1, 2), got local(1, 4)}}
-  %a = "lowbit.decode_bytes"(%codes) : (!codes)
+  %a = "lowbit.decode_bytes"(%codes) {operandSegmentSizes = array<i32: 1, 0>} : (!codes)
     -> !lowbit.reg<[16, 32], ui8, "column_local(2, 2).spatial(8, 4).local(1, 4)">
   return
 }

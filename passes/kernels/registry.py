@@ -12,13 +12,15 @@ from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedu
 from lowbit.passes.kernels.decode.family import Decode, DecodeInteger
 from lowbit.passes.kernels.dequantize.family import Dequantize
 from lowbit.passes.kernels.eight_bit.family import EightBit
+from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.prefill.family import Prefill
 from lowbit.passes.kernels.prefill_mma.family import PrefillMma
 from lowbit.passes.kernels.prepack.family import Prepack
 from lowbit.passes.kernels.quantize.family import Quantize
 from lowbit.passes.target import Target
 
-_ALL = (Decode(), DecodeInteger(), Prefill(), PrefillMma(), Dequantize(), Prepack(), EightBit(), Quantize())
+_MATMULS = (Decode(), DecodeInteger(), Prefill(), PrefillMma())
+_ALL = (*_MATMULS, Dequantize(), Prepack(), EightBit(), EightBitPrefill(), Quantize())
 FAMILIES: dict[str, KernelFamily[Any]] = {family.name: family for family in _ALL}
 
 

@@ -40,7 +40,7 @@ class Accumulator(Fragment):
         """Nothing is to be written down: the registers are there."""
 
     def names(self, row: int) -> list[str]:
-        return warpgroup.sum_names(self.first + row * self.per_row, self.per_row)
+        return warpgroup.sum_names(str(self.reg.element), self.first + row * self.per_row, self.per_row)
 
 
 @lowers(ops.AccumulatorOp, needs=WGMMA)
@@ -61,7 +61,7 @@ def _of(value: Any, c: LoweringContext) -> Accumulator:
 def clear_accumulator(op: Any, c: LoweringContext) -> None:
     sums = _of(op.sums, c)
     for row in range(sums.rows):
-        warpgroup.clear(sums.names(row))
+        warpgroup.clear(str(sums.reg.element), sums.names(row))
 
 
 @lowers(ops.AccumulateOp, needs=WGMMA)
@@ -70,11 +70,11 @@ def accumulate(op: Any, c: LoweringContext) -> None:
     a, b, sums = c.tiles[op.a], c.places[op.b], _of(op.sums, c)
     descriptor = warpgroup.descriptor(c.threads, b, sums.reg)
     for row in range(sums.rows):
-        terms = warpgroup.terms_of(a, b, int_attr(op, "start"), row)
+        terms = warpgroup.terms_of(a, b, int_attr(op, "start"), row, 0 if op.row is None else int_attr(op, "row"))
         first = sums.first + row * sums.per_row
         instructions = warpgroup.Instructions(descriptor, sums.columns, str(a.reg.element), str(b.type.element), first)
         commit = row == sums.rows - 1 and not op.more
-        instructions.issue_onto(terms, commit)
+        instructions.issue_onto(terms, commit, bool(op.fresh))
 
 
 @lowers(ops.AwaitProductsOp, needs=WGMMA)
@@ -83,11 +83,28 @@ def await_products(op: Any, c: LoweringContext) -> None:
     warpgroup.wait(int_attr(op, "pending"))
 
 
+@lowers(ops.AddScaledOp, needs=WGMMA)
+def add_scaled(op: Any, c: LoweringContext) -> None:
+    product, sums = _of(op.product, c), _of(op.sums, c)
+    c.pending.finish_reads()
+    for row in range(sums.rows):
+        scales = _scales_of_row(c.tiles[op.scale[0]], sums, row) if op.scale else []
+        names = product.names(row), scales, sums.names(row)
+        warpgroup.add_scaled(str(product.reg.element), *names, int_attr(op, "pending"))
+
+
+def _scales_of_row(scale: Fragment, sums: Accumulator, row: int) -> list[Any]:
+    """Returns what every register of a row of fragments is multiplied by."""
+    slots = scale.reg.layout.slots_for(sums.reg.layout)
+    ordered = sorted((column, i) for i, (r, column) in enumerate(sums.places) if r == row)
+    return [scale.scalar(slots[4 * i + j]) for _, i in ordered for j in range(4)]
+
+
 @lowers(ops.ReadAccumulatorOp, needs=WGMMA)
 def read_accumulator(op: Any, c: LoweringContext) -> None:
     sums = _of(op.sums, c)
-    first = [warpgroup.waiting(0)]
-    read = [warpgroup.read(sums.names(row), first) for row in range(sums.rows)]
+    first, element = [warpgroup.waiting(0)], str(sums.reg.element)
+    read = [warpgroup.read(element, sums.names(row), first) for row in range(sums.rows)]
 
     def register(i: int) -> Any:
         row, column = sums.places[i // 4]

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, scf
+from lowbit.dialect.types import element_bits
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import CLUSTERS, LoweringContext, int_attr
 from lowbit.passes.lowering.registry import lower_block, lowers
@@ -24,7 +25,7 @@ def one_thread(op: Any, c: LoweringContext) -> None:
 @lowers(ops.CopyBoxOp, needs=CLUSTERS)
 def copy_box(op: Any, c: LoweringContext) -> None:
     target, signals = c.places[op.target], c.places[op.signals]
-    row_bytes = emit.constant(target.type.strides[-2] * 2)
+    row_bytes = emit.constant(target.type.strides[-2] * element_bits(target.type.element) // 8)
     to = emit.offset_bytes(target.base, dynamic=arith.muli(c.scalars[op.row], row_bytes))
     signal = emit.offset_bytes(signals.base, dynamic=arith.muli(c.scalars[op.index], emit.constant(8)))
     operands = [to, c.scalars[op.map], *c.offsets(op), signal]

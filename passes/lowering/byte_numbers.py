@@ -15,7 +15,7 @@ from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K32_A
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.codes import places_of
-from lowbit.passes.lowering.context import FP8, LoweringContext, text_attr
+from lowbit.passes.lowering.context import FP8, LoweringContext, int_attr, text_attr
 from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
 from lowbit.passes.lowering.registry import lowers
 
@@ -32,13 +32,14 @@ def decode_bytes(op: Any, c: LoweringContext) -> None:
     places = places_of(format_, codes.reg.layout)
     blocks = {place: i for i, place in enumerate(fragment_blocks(codes.reg.layout, MMA_M16N8K16_A))}
     fragments = fragment_blocks(reg.layout, MMA_M16N8K32_A)
+    zero, minus = _zeros_of(op, c, reg), _signs_of_i8 if format_.bits == 8 else _MINUS[compute]
 
     def register(i: int) -> Any:
         row, column = fragments[i // 4]
         half, lower = divmod(i % 4, 2)  # which 16 columns, and whether these are rows g + 8
         first = 4 * blocks[row, 2 * column + half] + lower
-        both = [places[first], places[first + 2]]
-        return _joined(codes, format_, compute, both)
+        joined = _joined(codes, format_, compute, [places[first], places[first + 2]])
+        return joined if zero is None else minus(joined, zero(i))
 
     c.tiles[op.result] = Fragment(reg, "word", register)
 
@@ -54,6 +55,60 @@ def _joined(codes: Fragment, format_: DType, compute: Any, both: list[tuple[int,
         moved = emit.shift_right(codes.register(word), shift)
         result = emit.mask(moved, mask) if result is None else emit.mask_or(moved, mask, result)
     return result
+
+
+_EVERY_BYTE = 0x01010101
+
+
+def _zeros_of(op: Any, c: LoweringContext, reg: Reg) -> Callable[[int], Any] | None:
+    """Returns what gives the zero of register i, in each of four bytes; None where nothing is subtracted."""
+    if op.offset is not None:
+        offset = int_attr(op, "offset") * _EVERY_BYTE
+        return lambda i: emit.constant(offset)
+    if not op.zeros:
+        return None
+    zeros = c.tiles[op.zeros[0]]
+    slots, made = zeros.reg.layout.slots_for(reg.layout), dict[int, Any]()
+
+    def zero(i: int) -> Any:
+        slot = slots[4 * i]
+        if slot not in made:
+            wide = arith.extui(emit.integer(), zeros.scalar(slot))
+            made[slot] = arith.muli(wide, emit.constant(_EVERY_BYTE))
+        return made[slot]
+
+    return zero
+
+
+def _signs_of_i8(codes: Any, zeros: Any) -> Any:
+    """Four codes of i8, which are stored 128 too large."""
+    return arith.xori(codes, zeros)
+
+
+def _signed_minus(codes: Any, zeros: Any) -> Any:
+    """Four codes less their zeros as i8: bit 7 keeps a byte from borrowing of the next."""
+    high = emit.constant(0x80808080)
+    return arith.xori(arith.subi(arith.ori(codes, high), zeros), high)
+
+
+def _e4m3_minus(codes: Any, zeros: Any) -> Any:
+    """Four codes less their zeros, d from -15 to 15, as f8e4m3: |d|, which is the number |d| * 2^-9, and a sign.
+
+    A byte of 127 - d has its highest bit set where d is negative; the other bits are |d| - 1 there, else those of ~d.
+    """
+    turned = arith.subi(arith.addi(zeros, emit.constant(0x7F7F7F7F)), codes)
+    negative = _highest_bits(turned)
+    low = emit.mask(arith.xori(arith.xori(turned, negative), emit.constant(0xFFFFFFFF)), 0x0F0F0F0F)
+    return arith.addi(low, emit.mask(negative, 0x81818181))
+
+
+def _highest_bits(x: Any) -> Any:
+    """The highest bit of each byte, in all bits of the byte."""
+    text = "prmt.b32 $0, $1, 0, 0xBA98;"
+    return llvm.inline_asm(emit.integer(), [x], text, "=r,r", asm_dialect=0)
+
+
+_MINUS: dict[str, Callable[[Any, Any], Any]] = {"f8e4m3": _e4m3_minus, "i8": _signed_minus}
 
 
 # -- f32 to bytes

@@ -12,7 +12,7 @@ from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import UNIT, Global, Reg, Shared, element_bits, read_strings
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Access, Place
-from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, when
+from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, text_attr, when
 from lowbit.passes.lowering.fragment import Fragment
 from lowbit.passes.lowering.registry import lowers
 
@@ -113,6 +113,14 @@ def _load_or_zero(type_: Any, address: Any, alignment: int, inside: Any | None) 
     with ir.InsertionPoint(branch.else_block):
         scf.YieldOp([llvm.mlir_zero(type_)])
     return branch.results[0]
+
+
+@lowers(ops.PrefetchOp)
+def prefetch(op: Any, c: LoweringContext) -> None:
+    source = access(c.places[op.source], Layout.parse(text_attr(op, "layout")), op, c)
+    for slot in range(0, source.layout.locals, source.vector_length(max(1, 16 // source.bytes))):
+        text, address = "prefetch.global.L2 [$0];", source.address(slot)
+        llvm.inline_asm(None, [address], text, "l", has_side_effects=True, asm_dialect=0)
 
 
 @lowers(ops.StoreOp)

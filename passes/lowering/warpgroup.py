@@ -119,12 +119,14 @@ class Products(Fragment):
         return Instructions(self._descriptor(), n, a, b, (row + self.bank) * n // 2)
 
 
-def terms_of(a: Fragment, b: Place, start: int, row: int) -> list[Term]:
-    """Returns the instructions for a row of the fragments of a, which meets the columns of b from `start` on."""
+def terms_of(a: Fragment, b: Place, start: int, row: int, row_of_b: int = 0) -> list[Term]:
+    """Returns the instructions for a row of the fragments of a, which meets the columns of b from `start` on, in rows
+    from `row_of_b` on."""
     x = OPERANDS[str(b.type.element)]
     at = {place: i for i, place in enumerate(fragment_blocks(a.reg.layout, MMA_A[x.bits]))}
     columns = enumerate(sorted({column for _, column in at}))
-    return [Term(partial(_registers, a, 4 * at[row, k]), _offset(b, start + x.mma_k * n)) for n, k in columns]
+    below = row_of_b * b.type.strides[-2] * x.bytes
+    return [Term(partial(_registers, a, 4 * at[row, k]), below + _offset(b, start + x.mma_k * n)) for n, k in columns]
 
 
 def _registers(a: Fragment, first: int) -> list[Any]:
@@ -234,11 +236,12 @@ class Instructions:
             self.issue(batch, adds, commit)
             adds = True
 
-    def issue_onto(self, terms: Sequence[Term], commit: bool) -> None:
-        """All instructions, a few at a time, onto what is in the accumulators: a group, or the beginning of one."""
+    def issue_onto(self, terms: Sequence[Term], commit: bool, fresh: bool = False) -> None:
+        """All instructions, a few at a time, onto what is in the accumulators, or from zero: a group, or the beginning
+        of one."""
         batches = list(_batches(terms))
         for number, batch in enumerate(batches):
-            self.issue(batch, True, commit and number == len(batches) - 1)
+            self.issue(batch, number > 0 or not fresh, commit and number == len(batches) - 1)
 
     def issue(self, batch: Sequence[Term], adds: bool, commit: bool = False) -> None:
         """Some instructions after one fence, the first of which may begin from zero."""
@@ -259,28 +262,43 @@ class Instructions:
 
     def collect(self, first: Sequence[str]) -> list[Any]:
         """The accumulators, after some other instructions."""
-        moves = [f"mov.{self._type} ${i}, {sum};" for i, sum in enumerate(self.sums)]
-        struct = ir.Type.parse(f"!llvm.struct<({', '.join([self.element] * len(self.sums))})>")
-        result = _assembly(struct, [], [*first, *moves], [f"={self._constraint}"] * len(self.sums))
-        return [llvm.extractvalue(ir.Type.parse(self.element), result, [i]) for i in range(len(self.sums))]
+        return read(self.element, self.sums, first)
 
 
-def sum_names(first: int, count: int) -> list[str]:
-    """Returns the names of some accumulators of f32 in PTX."""
-    return [f"{_SUMS['f32'][0]}{first + i}" for i in range(count)]
+def sum_names(element: str, first: int, count: int) -> list[str]:
+    """Returns the names of some accumulators of a type in PTX."""
+    return [f"{_SUMS[element][0]}{first + i}" for i in range(count)]
 
 
-def clear(names: Sequence[str]) -> None:
+def clear(element: str, names: Sequence[str]) -> None:
     """Sets accumulators to zero."""
-    _assembly(None, [], [f"mov.f32 {name}, 0f00000000;" for name in names], [])
+    _, type_, _ = _SUMS[element]
+    zero = "0f00000000" if element == "f32" else "0"
+    _assembly(None, [], [f"mov.{type_} {name}, {zero};" for name in names], [])
 
 
-def read(names: Sequence[str], first: Sequence[str] = ()) -> list[Any]:
-    """Returns what is in accumulators of f32, after some other instructions."""
-    moves = [f"mov.f32 ${i}, {name};" for i, name in enumerate(names)]
-    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * len(names))})>")
-    result = _assembly(struct, [], [*first, *moves], ["=f"] * len(names))
-    return [llvm.extractvalue(ir.F32Type.get(), result, [i]) for i in range(len(names))]
+def read(element: str, names: Sequence[str], first: Sequence[str] = ()) -> list[Any]:
+    """Returns what is in accumulators of a type, after some other instructions."""
+    _, type_, constraint = _SUMS[element]
+    moves = [f"mov.{type_} ${i}, {name};" for i, name in enumerate(names)]
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join([element] * len(names))})>")
+    result = _assembly(struct, [], [*first, *moves], [f"={constraint}"] * len(names))
+    return [llvm.extractvalue(ir.Type.parse(element), result, [i]) for i in range(len(names))]
+
+
+def add_scaled(
+    element: str, products: Sequence[str], scales: Sequence[Any], sums: Sequence[str], pending: int
+) -> None:
+    """Adds accumulators of a type, times scales if there are any, to others of f32, after a wait for them."""
+    places = {scale: f"${i}" for i, scale in enumerate(dict.fromkeys(scales))}
+    lines = ["{", ".reg .f32 number;", waiting(pending)]
+    for i, (product, sum) in enumerate(zip(products, sums, strict=True)):
+        if element == "i32":
+            lines.append(f"cvt.rn.f32.s32 number, {product};")
+            product = "number"
+        scaled = f"fma.rn.f32 {sum}, {product}, {places[scales[i]]}, {sum};" if scales else ""
+        lines.append(scaled or f"add.rn.f32 {sum}, {sum}, {product};")
+    _assembly(None, list(places), [*lines, "}"], ["f"] * len(places))
 
 
 def wait(pending: int) -> None:

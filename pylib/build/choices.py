@@ -57,23 +57,25 @@ def _launches(tiles: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
     return {end: launches for end, launches in ends.items() if end <= most}
 
 
-def _ranges(launches: Mapping[int, tuple[int, ...]]) -> tuple[Rows, ...]:
-    """Every number of rows, where those beyond the last are for the vendor's matmul."""
+def _ranges(launches: Mapping[int, tuple[int, ...]], beyond: Sequence[int] = ()) -> tuple[Rows, ...]:
+    """Every number of rows, where those beyond the last are for a launch, or for the vendor's matmul."""
     firsts = [1, *(last + 1 for last in launches)]
-    return (*(Rows(a, b, tiles) for a, (b, tiles) in zip(firsts, launches.items())), Rows(firsts[-1], None, ()))
+    found = (Rows(a, b, tiles) for a, (b, tiles) in zip(firsts, launches.items()))
+    return (*found, Rows(firsts[-1], None, tuple(beyond)))
 
 
-def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int]) -> tuple[Rows, ...]:
+def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int], vendor: bool = True) -> tuple[Rows, ...]:
     """The rule where a kernel serves any number of rows: one launch.
 
     Up to MOST_DECODED rows the least tile that holds them serves, or two launches where there is none so wide. Above,
     schedules are chosen for the numbers of tokens in `any_tiles`, and the least of these that is not below m serves.
     Beyond the last, the weight is written out for the vendor's matmul: on Hopper since power is the bound, and it needs
-    less energy; elsewhere since its kernels are predicted to be faster by more than writing takes.
+    less energy; elsewhere since its kernels are predicted to be faster by more than writing takes. Without the vendor's
+    matmul, the last serves all.
     """
     decoded = [tile for tile in tiles if tile <= MOST_DECODED]
     more = {tile: (tile,) for tile in any_tiles if tile > MOST_DECODED}
-    return _ranges(_launches(decoded, MOST_DECODED) | more)
+    return _ranges(_launches(decoded, MOST_DECODED) | more, () if vendor else any_tiles[-1:])
 
 
 def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:

@@ -45,28 +45,28 @@ class Artifacts:
         self._late_scaling = late_scaling
         self._schedule = None if late_scaling else schedule
         self._chosen_for = replace(target, has_wgmma=False) if late_scaling else target
+        # Kernels for any number of tokens round weights.
+        self._any_tiles = () if late_scaling else any_token_tiles(spec, self._chosen_for)
         rounding = any_token_tiles(spec, self._chosen_for) if late_scaling else ()
         self._tiles = tuple(tile for tile in token_tiles(spec, self._chosen_for) if tile not in rounding)
-        # Without the vendor's matmul, more rows than a launch has take launches of the widest tile.
-        self._repeats = late_scaling or spec.compute is not None
+        self._vendor = not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
         self._rows = self._find_rows()
         self._requests: dict[int | None, KernelRequest] = {}
         self._kernels: dict[int | None, Artifact] = {}
         self._lock = threading.RLock()
 
     def _find_rows(self) -> tuple[Rows, ...]:
-        if self._repeats:
-            return rows_of_launches(self._tiles)
-        any_tiles = any_token_tiles(self._spec, self._chosen_for)
-        return rows_of_any_tokens(self._tiles, any_tiles) if any_tiles else rows_of_tiles(self._spec, self._tiles)
+        if self._any_tiles:
+            return rows_of_any_tokens(self._tiles, self._any_tiles, self._vendor)
+        return rows_of_tiles(self._spec, self._tiles) if self._vendor else rows_of_launches(self._tiles)
 
     def tiles(self, m: int) -> list[int] | None:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's
         matmul. `pylib.build.choices` has the rules."""
         found = find_rows(self._rows, m)
-        if self._repeats and found.last is None:
-            return list(found.tiles) * -(-m // found.tiles[-1])
-        return list(found.tiles) or None
+        repeats = found.last is None and not self._any_tiles  # one launch after another, of the widest tile
+        launches = -(-m // found.tiles[-1]) if repeats and found.tiles else 1
+        return list(found.tiles) * launches or None
 
     def tile(self, m: int) -> int | None:
         """That of the first launch for m rows; None for the dequantize kernel."""

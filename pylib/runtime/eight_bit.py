@@ -6,6 +6,7 @@ Beside what every runtime has, these have `multiply`, for an activation that is 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -86,13 +87,10 @@ class CudaEightBit(CudaRuntime):
     def _plan(self, device: int, m: int) -> list[tuple[Launcher, int, int]]:
         """The launches for m rows: kernel, first row, number of rows."""
         check_device(self._target, device)
-        launches: list[tuple[Launcher, int, int]] = []
-        first = 0
-        for tile in (self._artifacts.tiles(m) or ()) if m else ():
-            rows = min(tile, m - first)
-            launches.append((self._function(device, tile), first, rows))
-            first += rows
-        return launches
+        tiles = (self._artifacts.tiles(m) or []) if m else []
+        firsts = list(accumulate([0, *tiles[:-1]]))  # the last launch has the rows that are left
+        ends = [*firsts[1:], m]
+        return [(self._function(device, tile), first, end - first) for tile, first, end in zip(tiles, firsts, ends)]
 
 
 class EmulatorEightBit(EmulatorRuntime):

@@ -268,9 +268,10 @@ def load_function(program: Program, target: Target, device: int, order: Sequence
 
 def load_matmul(artifact: Artifact, spec: MatmulSpec, target: Target, device: int) -> Launcher:
     """A kernel of a spec on a device, which takes the arguments of `argument_order`, each tensor by its address."""
-    function = load_function(artifact, target, device, argument_order(spec))
+    order = argument_order(spec)
+    function = load_function(artifact, target, device, order)
     box = family_of(artifact.schedule).x_box(spec, artifact.schedule)
-    return function if box is None else BoxedFunction(function, spec, box)
+    return function if box is None else BoxedFunction(function, spec, box, order)
 
 
 class EmulatorRuntime(_GpuRuntime):

@@ -34,7 +34,7 @@ class Epilogue:
         if self.spec.bias:
             total = p.add(total, self._bias(total, row_tile))
         total = p.cast(total, self.spec.out_dtype)
-        for first in range(0, self.schedule.tokens, self.at_a_time):
+        for first in range(0, total.shape[1], self.at_a_time):
             part = p.slice(total, 1, first, self.at_a_time)
             p.store(p.reshape(part, (WARPS, ROWS, self.at_a_time)), self._turned, (0, 0, 0))
             p.barrier("warps", 1)

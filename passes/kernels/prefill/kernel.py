@@ -74,7 +74,7 @@ class Kernel:
 
     def __init__(self, plan: PrefillPlan) -> None:
         self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
-        names = [slot.name for slot in plan.spec.tensors]
+        names = [slot.name for slot in plan.spec.tensors] + ["x_scales"] * (plan.spec.compute is not None)
         kinds = {"x": self.x_kind} | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
         cluster = plan.schedule.cluster  # the blocks of a cluster are side by side along axis 1
         grid = (f"sm_count / {cluster}", cluster, 1)
@@ -89,7 +89,7 @@ class Kernel:
         """What a block does."""
         p, s, plan = self.p, self.schedule, self.plan
         self._allocate()
-        self.weight = Weight(p, plan)
+        self._make_weight()
         self.block, self.blocks = p.block_id(0), p.block_count(0)
         self.rank = p.block_id(1) if s.cluster > 1 else Scalar.of(0)
         if s.cluster > 1:
@@ -97,13 +97,13 @@ class Kernel:
         self.token_tiles = (p["m"] + (s.tokens - 1)) // s.tokens
         self.tiles = self.token_tiles * plan.row_tiles
         first = self._position(self.block)
-        self.registers = self.weight.load_round(first.row_tile, 0)
+        carried = self._load_first(first.row_tile)
         self.weight.fill_table()
         p.grid_launch_dependents()
         p.grid_wait()
         self._copy_first_panels(first.token)
         self.mine = (self.tiles + self.blocks - 1 - self.block) // self.blocks
-        with p.loop(0, self.mine, self.registers.flat()) as loop:
+        with p.loop(0, self.mine, carried) as loop:
             loop.results = self._tile(loop.index, loop.carried)
         self._leave()
 
@@ -115,10 +115,23 @@ class Kernel:
     def _allocate(self) -> None:
         """Shared memory for x and for y on its way out, signals, and registers for the sums."""
         p, s, width = self.p, self.schedule, self.spec.x.per_panel
-        self.x = p.alloc_shared(self.spec.act, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
+        self.x = p.alloc_shared(self.spec.x.operand, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
         self.full, self.empty = p.signals(s.num_stages, 1), p.signals(s.num_stages, WARPS * s.cluster)
         self.epilogue = Epilogue(p, self.plan)
-        self.sums = p.accumulator(self.plan.rows.local(1, s.tokens // 8) * MMA_M16N8_D)
+        self._make_sums()
+
+    def _make_sums(self) -> None:
+        """Registers for the sums of a tile."""
+        self.sums = self.p.accumulator(self.plan.rows.local(1, self.schedule.tokens // 8) * MMA_M16N8_D)
+
+    def _make_weight(self) -> None:
+        """What loads and decodes the weight."""
+        self.weight = Weight(self.p, self.plan)
+
+    def _load_first(self, row_tile: Scalar) -> list[Tile]:
+        """Starts to load the first round of the first tile; the tiles that a round leaves to the next."""
+        self.registers = self.weight.load_round(row_tile, 0)
+        return self.registers.flat()
 
     def _position(self, tile: Scalar) -> Position:
         """Where a tile is, and for one beyond the last where the last is. GROUP_TILES token tiles, side by side, go

@@ -1,0 +1,48 @@
+// RUN: %lowbit-opt %s --lower-tiles=target=sm_90a --canonicalize | %filecheck %s
+
+// A product of bytes from zero, for the second eight of sixteen tokens, and sums to which it is added when it has ended.
+
+// CHECK-LABEL: gpu.func @products
+// CHECK:         prefetch.global.L2 [$0];
+// Signed codes: bytes of 127 - d, and the signs of d.
+// CHECK:         prmt.b32 $0, $1, 0, 0xBA98;
+// CHECK:         setp.ne.b32 add, $4, $4;
+// CHECK-SAME:    m64n8k32.f32.e4m3.e4m3 {wgmma_sum3076, wgmma_sum3077, wgmma_sum3078, wgmma_sum3079}
+// CHECK-SAME:    wgmma.commit_group.sync.aligned;
+// CHECK:         wgmma.wait_group.sync.aligned 0;
+// CHECK-SAME:    fma.rn.f32 wgmma_sum3072, wgmma_sum3076, $0, wgmma_sum3072;
+// CHECK-SAME:    fma.rn.f32 wgmma_sum3074, wgmma_sum3078, $1, wgmma_sum3074;
+// CHECK:         wgmma.wait_group.sync.aligned 0;
+// CHECK-SAME:    mov.f32 $0, wgmma_sum3072;
+!units = !lowbit.reg<[4, 32], vector<4xi32>, "spatial(4, 32)">
+!codes = !lowbit.reg<[64, 64], #lowbit.format<"i4", []>, "spatial(4, 1).local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!bytes = !lowbit.reg<[64, 64], f8E4M3FN, "spatial(4, 1).local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+!a = !lowbit.reg<[64, 32], f8E4M3FN, "spatial(4, 1).column_local(2, 2).spatial(8, 4).local(1, 4)">
+!x = !lowbit.shared<[1, 16, 128], f8E4M3FN, [2048, 128, 1], 128>
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+!scale = !lowbit.reg<[64, 1], f32, "spatial(4, 1).local(2, 1).spatial(8, 1).replicated(4)">
+!w = !lowbit.global<[4, 32], vector<4xi32>, [32, 1], [1, 1]>
+!s = !lowbit.global<[64, 1], f32, [1, 1], [1, 1]>
+!y = !lowbit.global<[64, 8], f32, [8, 1], [1, 1]>
+"lowbit.program"() ({
+^bb0(%pw: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %w = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !w
+  %s = "lowbit.global_view"(%ps) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !s
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
+  %x = "lowbit.alloc_shared"() : () -> !x
+  "lowbit.prefetch"(%w, %c0, %c0) {boundary = ["none", "none"], layout = "spatial(4, 32)", operandSegmentSizes = array<i32: 1, 2>} : (!w, i32, i32) -> ()
+  %units = "lowbit.load"(%w, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!w, i32, i32) -> !units
+  %scale = "lowbit.load"(%s, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!s, i32, i32) -> !scale
+  %codes = "lowbit.view"(%units) : (!units) -> !codes
+  %bytes = "lowbit.decode_bytes"(%codes) {offset = 8 : i64, operandSegmentSizes = array<i32: 1, 0>} : (!codes) -> !bytes
+  %a = "lowbit.slice"(%bytes) {dim = 1 : i64, start = 32 : i64} : (!bytes) -> !a
+  %sums = "lowbit.accumulator"() : () -> !sums
+  %product = "lowbit.accumulator"() : () -> !sums
+  "lowbit.clear_accumulator"(%sums) : (!sums) -> ()
+  "lowbit.accumulate"(%a, %x, %product) {fresh, row = 8 : i64, start = 32 : i64} : (!a, !x, !sums) -> ()
+  "lowbit.add_scaled"(%product, %scale, %sums) {operandSegmentSizes = array<i32: 1, 1, 1>, pending = 0 : i64} : (!sums, !scale, !sums) -> ()
+  %total = "lowbit.read_accumulator"(%sums) : (!sums) -> !sums
+  "lowbit.store"(%total, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!sums, !y, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {grid = [1, 1, 1], params = ["w", "s", "y"], sym_name = "products", threads = 128 : i64, workspace = 0 : i64} : () -> ()

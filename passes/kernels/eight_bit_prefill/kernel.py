@@ -1,0 +1,97 @@
+"""The prefill kernel for activations of 8 bits: `passes.kernels.prefill.kernel` with another compute side.
+
+The idea. Codes become bytes, less their zeros, and are multiplied by x of 8 bits, which has been written in the order
+of columns that this gives (`dialect.formats.byte_codes`). What a product is scaled by differs from group to group, so
+products of a group are added to sums in f32 in other registers; f8e4m3, of whose products tensor cores keep 13 to 14
+bits of a sum, is added after 128 columns even where rows have one scale. Integers with one scale per row need none of
+this: the tensor core adds them up.
+
+    for panel of `panel_k` columns:
+        a = bytes of the panel's codes, less zeros
+        wait until x is there
+        for group in panel, part of the tile's tokens:
+            product = a x^T                           begun in the registers that are free
+            wait until the product before has ended
+            sums = sums + scale * that product        beside this one, if there are two sets of registers
+    at the end of a tile: times the scale of the token, add the bias, convert, store
+
+A tile of T tokens takes T / 2 registers of a thread for its sums, and T / 2 / parts for each set for products. So codes
+are loaded one or two panels ahead, not a round: there are no registers for more.
+"""
+
+from __future__ import annotations
+
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Scalar, Tile
+from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.eight_bit_prefill.sums import IntegerSums, Product, PromotedSums, Sums
+from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
+from lowbit.passes.kernels.prefill.kernel import Kernel
+
+
+class _EightBitKernel(Kernel):
+    """Builds the program."""
+
+    plan: EightBitPrefillPlan
+    weight: EightBitWeight
+    products: Sums
+
+    def _make_weight(self) -> None:
+        self.weight = EightBitWeight(self.p, self.plan)
+
+    def _load_first(self, row_tile: Scalar) -> list[Tile]:
+        self.held = self.weight.first(row_tile)
+        return self.held.flat()
+
+    def _make_sums(self) -> None:
+        p, plan = self.p, self.plan
+        layout = plan.rows.local(1, plan.part_tokens // MMA_M16N8_D.shape[1]) * MMA_M16N8_D
+        if plan.keeps_integers:
+            self.products = IntegerSums(p, layout)
+        else:
+            self.products = PromotedSums(p, layout, plan.schedule.parts, self.spec.x.sums, plan.schedule.banks)
+
+    def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
+        p, plan = self.p, self.plan
+        self._begin(number)
+        self.products.begin_tile()
+        with p.loop(0, plan.rounds, carried) as loop:
+            loop.results = self._round(loop.index, loop.carried)
+        for part, total in enumerate(self.products.end_tile()):
+            self._store(total, self.here.token + part * plan.part_tokens)
+        return loop.carried
+
+    def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
+        held, here, coming = self.held.like(carried), (self.here.row_tile, index), self._coming_round(index)
+        for panel in range(self.plan.panels):
+            columns = list(self.plan.products(panel))
+            weights = [self.weight.bytes_of(some, panel, held) for some in columns]
+            scales = [self.weight.scale_of(some, held) for some in columns]
+            for a in weights:
+                self.p.materialize(a)
+            x = self._await_panel(index, panel)
+            factors = zip(columns, weights, scales, strict=True)
+            self.products.begin_panel([Product(a, x, some.start, scale) for some, a, scale in factors])
+            self._copy_later_panel(index, panel)
+            self.weight.reload(held, panel, here, coming)
+            self._release_panel_before(panel)
+            self.products.end_panel()
+        self.products.end_round()
+        return held.flat()
+
+    def _store(self, total: Tile, token: Scalar) -> None:
+        """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""
+        p, row_tile = self.p, self.here.row_tile
+        if not self.plan.groups:
+            total = p.mul(total, self.weight.row_scale(row_tile))
+        scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
+        total = p.mul(total, p.load(scales, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
+        self.epilogue.store(total, row_tile, token)
+
+
+def eight_bit_prefill_matmul(spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> ir.Module:
+    """The tile program of a matmul of activations of 8 bits, in a module of its own."""
+    return _EightBitKernel(EightBitPrefillPlan(spec, schedule)).build()

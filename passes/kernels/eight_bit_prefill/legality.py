@@ -1,0 +1,57 @@
+"""What a prefill schedule for activations of 8 bits must obey for a spec on a target, without MLIR."""
+
+from __future__ import annotations
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.legality import has_wgmma
+from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.quantize.family import check_compute
+from lowbit.passes.target import Target
+
+_MOST_REGISTERS = 210  # of a thread, beside those for addresses and on the way to fragments
+_MORE = 8  # of these, for a second product under way, and for integers that become f32
+_LEAST_ROUNDS = 2  # of one round, the assembler orders products and the sums' first values wrongly, and says so (C7514)
+
+
+def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target) -> None:
+    """Raises SpecError where a schedule does not fit a spec or a target."""
+    check_compute(spec, target)
+    plan = EightBitPrefillPlan(spec, s)
+    if why := _misfit(plan, target):
+        raise SpecError(f"schedule: {why}")
+    if plan.shared_bytes > target.max_shared_per_block:
+        raise SpecError(
+            f"schedule: {s} needs {plan.shared_bytes} bytes of shared memory, {target} allows "
+            f"{target.max_shared_per_block}; take fewer tokens or num_stages, or a smaller panel_k"
+        )
+
+
+def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
+    """Returns what does not fit and what to do about it, or "" if all does."""
+    spec, s, others = plan.spec, plan.schedule, "take an EightBitSchedule"
+    if not has_wgmma(spec, target):
+        return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {others}"
+    if not plan.step:
+        return f"groups of {spec.group_size} and rounds of up to 2048 columns must divide one another; {others}"
+    if plan.rounds < _LEAST_ROUNDS:
+        return f"k={spec.k} must be more than one round of {plan.step} columns; {others}"
+    if spec.row_scales:
+        return f"eight_bit_prefill takes no row_scales; {others}"
+    if spec.zeros == "int" and spec.dtype.bits == 8:
+        return f"{spec} has differences of codes and zeros that are no bytes; {others}"
+    if plan.keeps_integers and (s.parts, s.banks) != (1, 1):
+        return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"
+    return ""
+
+
+def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
+    """Whether a thread is likely to need more registers than there are: for sums and for products, for two panels'
+    fragments, and for what is loaded."""
+    plan = EightBitPrefillPlan(spec, s)
+    products = 0 if plan.keeps_integers else s.banks * plan.part_tokens // 2
+    factors = plan.held_groups * (2 if spec.zeros == "int" else 1)
+    loaded = plan.held_pieces * plan.piece * spec.packing.bits // 64 + factors
+    more = _MORE * ((s.banks > 1) + (spec.compute == "i8" and not plan.keeps_integers))
+    return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS

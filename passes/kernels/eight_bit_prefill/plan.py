@@ -1,0 +1,80 @@
+"""`EightBitPrefillPlan`: what follows from a spec and a schedule of the prefill kernel for activations of 8 bits. No
+MLIR is needed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowbit.dialect.formats.raw_codes import zero_code
+from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan
+
+PROMOTED = 128  # columns after which products of f8e4m3 are added to the sums
+_HELD = ((64, 512), (128, 256), (256, 128))
+"""For tiles of up to so many tokens, the columns whose codes are in registers."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a panel that are one product: the first, how many, and the group that they are of, in the round."""
+
+    start: int
+    width: int
+    group: int
+
+
+@dataclass(frozen=True)
+class EightBitPrefillPlan(PrefillPlan):
+    """Numbers that follow from a spec and a schedule. A *bank* is a set of registers for a product."""
+
+    schedule: EightBitPrefillSchedule
+
+    @property
+    def keeps_integers(self) -> bool:
+        """Whether sums stay integers from the first column to the last: no group has a scale."""
+        return self.spec.compute == "i8" and not self.groups
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of a product."""
+        return self.schedule.tokens // self.schedule.parts
+
+    @property
+    def out_tokens(self) -> int:
+        return next(n for n in (OUT_TOKENS, 48, 32, 16) if self.part_tokens % n == 0)
+
+    @property
+    def offset(self) -> int:
+        """What is subtracted from every code, where there are no zeros."""
+        return 0 if self.spec.zeros == "int" else int(zero_code(self.spec.dtype))
+
+    @property
+    def has_signs(self) -> bool:
+        """Whether integers are negative, too, once zeros and offsets are subtracted."""
+        return self.spec.zeros == "int" or self.offset > 0
+
+    @property
+    def held_pieces(self) -> int:
+        """Pieces whose codes are in registers at a time. A round's take turns."""
+        columns = next(columns for tokens, columns in _HELD if self.schedule.tokens <= tokens)
+        return max(1, min(self.pieces, columns // self.piece))
+
+    @property
+    def held_groups(self) -> int:
+        """Groups whose scales are in registers at a time: those of the pieces, and all of a panel. They divide a
+        round's, so that a group has the same place in every round."""
+        groups, of_pieces = max(1, self.groups), self.groups * self.held_pieces // self.pieces
+        of_panels = (len({some.group for some in self.products(panel)}) for panel in range(self.panels))
+        return next(held for held in range(max(of_pieces, *of_panels), groups + 1) if groups % held == 0)
+
+    def products(self, panel: int) -> Iterator[Columns]:
+        """The products of a round's panel, in order: cut where a group ends, and f8e4m3 where it is promoted."""
+        width = self.schedule.panel_k
+        most = PROMOTED if self.spec.compute == "f8e4m3" else width
+        group = self.step // max(1, self.groups)
+        first, end = panel * width, (panel + 1) * width
+        while first < end:
+            last = min(end, first + most, (first // group + 1) * group)
+            yield Columns(first % width, last - first, first // group)
+            first = last

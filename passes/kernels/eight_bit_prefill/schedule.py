@@ -1,0 +1,38 @@
+"""The free choices of the prefill kernel for activations of 8 bits: `EightBitPrefillSchedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lowbit.dialect.errors import SpecError
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+
+
+@dataclass(frozen=True)
+class EightBitPrefillSchedule(PrefillSchedule):
+    """The free choices of the prefill kernel for activations of 8 bits: those of `PrefillSchedule`, with panels of 128
+    or 256 columns, and
+
+    parts     equal parts of the tile's tokens that are multiplied one after the other, of 16 tokens or a multiple each:
+              1, 2, 3, 4, 6 or 8
+    banks     sets of registers for products beside those for the sums: with 2, a product is under way while the one
+              before it is added to the sums; 1 or 2
+    """
+
+    allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        **PrefillSchedule.allowed,
+        "panel_k": (128, 256),
+        "parts": (1, 2, 3, 4, 6, 8),
+        "banks": (1, 2),
+    }
+
+    panel_k: int = 128
+    parts: int = 1
+    banks: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens % (16 * self.parts):
+            raise SpecError(f"schedule: parts={self.parts} must cut tokens={self.tokens} into multiples of 16")

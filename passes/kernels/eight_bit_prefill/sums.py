@@ -1,0 +1,130 @@
+"""The sums of a tile in the prefill kernel for activations of 8 bits: two ways to add up products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
+
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.passes.builder import Memory, Program, Tile
+
+
+@dataclass(frozen=True)
+class Product:
+    """Some columns of the weight times some columns of x.
+
+    a        the weights
+    x        a panel of x in shared memory
+    start    the first column of x there
+    scale    what the product is multiplied by, for every row; None where nothing is
+    """
+
+    a: Tile
+    x: Memory
+    start: int
+    scale: Tile | None
+
+
+class Sums(Protocol):
+    """What the kernel needs of sums."""
+
+    def begin_tile(self) -> None:
+        """Sets them to zero."""
+
+    def begin_panel(self, products: Sequence[Product]) -> None:
+        """Begins products of a panel, the first at least."""
+
+    def end_panel(self) -> None:
+        """Begins the others."""
+
+    def end_round(self) -> None:
+        """Leaves nothing under way that another round does not know of."""
+
+    def end_tile(self) -> Iterator[Tile]:
+        """Yields the sums in f32, of one part of the tokens after the other."""
+        ...
+
+
+class IntegerSums:
+    """Sums that the tensor core adds up from the first column to the last."""
+
+    def __init__(self, p: Program, layout: Layout) -> None:
+        self.p, self._sums = p, p.accumulator(layout, "i32")
+
+    def begin_tile(self) -> None:
+        self.p.clear(self._sums)
+
+    def begin_panel(self, products: Sequence[Product]) -> None:
+        for some in products:
+            self.p.accumulate(some.a, some.x, some.start, self._sums, more=some is not products[-1])
+
+    def end_panel(self) -> None:
+        """All are under way."""
+
+    def end_round(self) -> None:
+        """The next round adds to the same sums."""
+
+    def end_tile(self) -> Iterator[Tile]:
+        yield self.p.cast(self.p.read(self._sums), "f32", "signed")
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A product that has been begun: where it is, its scale, and the sums that it will be added to."""
+
+    bank: Tile
+    scale: Tile | None
+    sums: Tile
+
+
+class PromotedSums:
+    """Sums in f32 to which products of few columns are added: where groups have scales, or tensor cores keep too few
+    bits. There are sums for each of `parts` parts of the tokens.
+
+    A product has registers of its own, a bank. With two banks, one is under way while the one before it is added to the
+    sums. That ends with a round: the assembler lets no loop carry a product whose registers others read (C7514).
+    """
+
+    def __init__(self, p: Program, layout: Layout, parts: int, element: str, banks: int) -> None:
+        self.p, self._tokens = p, layout.shape[1]
+        self._sums = [p.accumulator(layout) for _ in range(parts)]
+        self._banks = [p.accumulator(layout, element) for _ in range(banks)]
+        self._under_way: list[_Begun] = []
+        self._count = 0
+        self._rest: list[tuple[Product, int]] = []
+
+    def begin_tile(self) -> None:
+        for sums in self._sums:
+            self.p.clear(sums)
+
+    def begin_panel(self, products: Sequence[Product]) -> None:
+        first, *self._rest = product(products, range(len(self._sums)))
+        self._begin(*first)
+
+    def end_panel(self) -> None:
+        self._add_until(len(self._banks) - 1)
+        for some, part in self._rest:
+            self._begin(some, part)
+            self._add_until(len(self._banks) - 1)
+
+    def end_round(self) -> None:
+        self._add_until(0)
+
+    def end_tile(self) -> Iterator[Tile]:
+        for sums in self._sums:
+            yield self.p.read(sums)
+
+    def _begin(self, some: Product, part: int) -> None:
+        """Begins a product for a part of the tokens, in the bank whose turn it is."""
+        bank = self._banks[self._count % len(self._banks)]
+        self._count += 1
+        self.p.accumulate(some.a, some.x, some.start, bank, row=part * self._tokens, fresh=True)
+        self._under_way.append(_Begun(bank, some.scale, self._sums[part]))
+
+    def _add_until(self, pending: int) -> None:
+        """Adds products until so many are left under way."""
+        while len(self._under_way) > pending:
+            ended = self._under_way.pop(0)
+            self.p.add_scaled(ended.bank, ended.scale, ended.sums, pending=len(self._under_way))

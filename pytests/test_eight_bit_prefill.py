@@ -1,0 +1,239 @@
+"""The prefill kernel for activations of 8 bits: its numbers in the emulator, with the race check; what it takes of a
+multiprocessor; and which matmuls it serves.
+
+As in `test_eight_bit`, sums are compared to the last bit where f32 holds all of them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_eight_bit import FITTING, Problem, exact, memory, whole_problem
+from torch import Tensor
+
+import lowbit
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.byte_codes import Compute
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.eight_bit_prefill import plan, sums, weight
+from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
+from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.registry import request
+from lowbit.passes.pipeline import CompiledKernel, compile_kernel
+from lowbit.passes.target import parse_target
+from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.emulator.launch import SM_COUNT
+from lowbit.pylib.packed import pack
+from lowbit.pylib.reference import agrees, matmul, multiplied, random_problem, tolerance
+from lowbit.pylib.runtime.boxed import map_of_x
+
+HOPPER = parse_target("sm_90a")
+FAMILY = EightBitPrefill()
+SMALL = Schedule(16)
+
+
+def compiled(spec: MatmulSpec, schedule: Schedule) -> CompiledKernel:
+    return compile_kernel(request(spec, HOPPER, schedule))
+
+
+def run(spec: MatmulSpec, schedule: Schedule, problem: Problem) -> Tensor:
+    """y of one launch, whose blocks run in random order."""
+    kernel = compiled(spec, schedule)
+    x, x_scales, *of_weight = problem
+    q = lowbit.quantize_activation(x, spec.byte_type, scales=x_scales)
+    y = torch.full((len(x), spec.n), torch.nan)
+    tensors = {**pack(spec, *of_weight), "x_scales": q.scales, "y": y}
+    arguments: dict[str, Any] = {name: memory(t) for name, t in tensors.items()}
+    arguments["x"] = map_of_x(memory(q.values), spec, len(x), FAMILY.x_box(spec, schedule))
+    blocks = list(np.ndindex(*kernel.launch.blocks(arguments, SM_COUNT)))
+    random.Random(0).shuffle(blocks)
+    Emulator(kernel.ptx).run(kernel.launch, {**arguments, "m": len(x)}, racecheck=True, blocks=blocks)
+    return y
+
+
+def is_exact(spec: MatmulSpec, schedule: Schedule, m: int) -> bool:
+    problem = whole_problem(spec, m)
+    return torch.equal(run(spec, schedule, problem), exact(spec, problem))
+
+
+# -- numbers
+
+
+def spec_of(compute: Compute, weight: str, number: int) -> MatmulSpec:
+    """A small spec of a format: group sizes and zeros take turns."""
+    bits = dtype(weight).bits
+    group = (256 if bits in (3, 5, 6, 7) else 32, None, 256)[number % 3]
+    zeros = "int" if weight[0] in "ui" and number % 2 and bits < 8 else "none"
+    spec = MatmulSpec(40, 4096, weight, group, zeros=zeros, compute=compute, out="f32")
+    return replace(spec, k=EightBitPrefillPlan(spec, SMALL).step + max(256, spec.packing.chunk))
+
+
+@pytest.mark.parametrize(("compute", "weight"), FITTING)
+def test_every_format_to_the_last_bit(compute: Compute, weight: str) -> None:
+    assert is_exact(spec_of(compute, weight, FITTING.index((compute, weight))), SMALL, m=5)
+
+
+FP8, I8 = {"compute": "f8e4m3"}, {"compute": "i8"}
+CASES: list[tuple[dict[str, Any], Schedule, int]] = [
+    # A tile after the other, rows and tokens that end inside of tiles, columns inside of a round.
+    ({"weight": "u4", "n": 300, "k": 544, **I8}, SMALL, 70),
+    ({"weight": "i4", "n": 200, "k": 1120, "group_size": 32, **FP8}, Schedule(16, num_stages=8), 20),
+    ({"weight": "u4", "n": 130, "k": 1024, "group_size": 128, "zeros": "int", **FP8}, Schedule(32, banks=2), 40),
+    ({"weight": "i4", "n": 128, "k": 1536, "group_size": 128, **FP8}, Schedule(48, parts=3, banks=2), 50),
+    ({"weight": "i3", "n": 136, "k": 1024, "group_size": 64, "zeros": "int", **I8}, Schedule(32, parts=2), 40),
+    ({"weight": "u2", "n": 128, "k": 2048, "group_size": 1024, "zeros": "int", **I8}, Schedule(32, parts=2), 33),
+    ({"weight": "i8", "n": 130, "k": 1280, "group_size": 256, **I8}, Schedule(32, 256, banks=2), 40),
+    ({"weight": "u8", "n": 128, "k": 2304, "group_size": 192, **I8}, Schedule(32, parts=2, banks=2), 20),
+    ({"weight": "f8e4m3", "n": 128, "k": 1024, **FP8}, Schedule(32, parts=2, banks=2), 40),
+    ({"weight": "f4e2m1", "n": 128, "k": 1088, "group_size": 32, **FP8}, Schedule(64, parts=4, banks=2), 60),
+    # Clusters, of which one block may be beyond the last row.
+    ({"weight": "u4", "n": 300, "k": 1024, "group_size": 64, **FP8}, Schedule(32, parts=2, banks=2, cluster=2), 70),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choices", "schedule", "m"), CASES, ids=str)
+def test_small_sizes_to_the_last_bit(choices: dict[str, Any], schedule: Schedule, m: int) -> None:
+    assert is_exact(MatmulSpec(**choices, out="f32"), schedule, m)
+
+
+LARGE = MatmulSpec(8192, 8192, "u4", 128, compute="i8", out="f32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", FAMILY.candidates(LARGE, 4096, HOPPER), ids=str)
+def test_what_is_chosen(schedule: Schedule) -> None:
+    spec = replace(LARGE, n=272, k=2 * EightBitPrefillPlan(LARGE, schedule).step)
+    assert is_exact(spec, schedule, schedule.tokens + 9)
+
+
+def test_any_number_of_rows_by_one_kernel() -> None:
+    """As a user calls it: x is quantized, and one launch multiplies."""
+    spec = MatmulSpec(128, 1024, "u4", 128, zeros="int", compute="f8e4m3", bias=True)
+    mm = lowbit.compile(spec, "emulator:sm_90a")
+    assert {mm.choices.launches(m)[0].family for m in (129, 300, 4096, 100000)} == {"eight_bit_prefill"}
+    assert len(mm.choices.launches(100000)) == 1 and mm.choices.launches(17)[0].family == "eight_bit"
+    x, *of_weight = random_problem(spec, 150)
+    y, w = mm(x.view(2, 75, 1024), mm.pack(*of_weight)).view(150, 128), replace(spec, compute=None)
+    seen = multiplied(spec, x)
+    assert agrees(y, matmul(w, seen, *of_weight), tolerance(w, seen, *of_weight)).all()
+
+
+# -- that these tests can fail
+
+
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "power of two": (weight, "byte_exponent", lambda right: lambda t, c: right(t, c) + 1),
+    "offset": (plan, "zero_code", lambda right: lambda t: right(t) - 1),
+    "scales": (weight.EightBitWeight, "scale_of", lambda right: lambda self, some, held: None),
+    "part": (sums.PromotedSums, "_begin", lambda right: lambda self, some, part: right(self, some, 0)),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrap = MUTATIONS[what]
+    monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+    spec = MatmulSpec(64, 1024, "i4", 128, compute="f8e4m3", out="f32")
+    assert not is_exact(spec, Schedule(32, parts=2, banks=2), 30)
+
+
+# -- plans
+
+
+@pytest.mark.parametrize(
+    ("compute", "panel_k", "group"),
+    [("i8", 128, 384), *product(("i8", "f8e4m3"), (128, 256), (32, 64, 128, 256, 1024))],
+)
+def test_products_cover_every_column(compute: Compute, panel_k: int, group: int) -> None:
+    """Once, in order, and each is of one group; those of f8e4m3 have at most 128 columns."""
+    spec = MatmulSpec(128, 6144, "u8" if compute == "i8" else "u4", group, compute=compute)
+    made = EightBitPrefillPlan(spec, Schedule(16, panel_k))
+    found = [(panel * panel_k + some.start, some) for panel in range(made.panels) for some in made.products(panel)]
+    assert [start for start, _ in found] == [sum(some.width for _, some in found[:i]) for i in range(len(found))]
+    assert sum(some.width for _, some in found) == made.step
+    size = made.step // max(1, made.groups)
+    assert all(some.group == start // size == (start + some.width - 1) // size for start, some in found)
+    assert max(some.width for _, some in found) <= (panel_k if compute == "i8" else 128)
+    assert made.pieces % made.held_pieces == 0 and max(1, made.groups) % made.held_groups == 0
+    assert made.held_groups >= max(len({some.group for some in made.products(panel)}) for panel in range(made.panels))
+
+
+# -- resources
+
+VARIANTS: list[dict[str, Any]] = [
+    {"weight": "u4", "compute": "f8e4m3"},
+    {"weight": "i4", "compute": "f8e4m3", "group_size": 32},
+    {"weight": "u4", "compute": "f8e4m3", "zeros": "int"},
+    {"weight": "f8e4m3", "compute": "f8e4m3", "group_size": None},
+    {"weight": "u4", "compute": "i8", "zeros": "int"},
+    {"weight": "i8", "compute": "i8"},
+    {"weight": "u3", "compute": "i8", "group_size": None},
+]
+
+
+@pytest.mark.parametrize("choices", VARIANTS, ids=str)
+@pytest.mark.parametrize("tokens", [129, 512, 4096])
+def test_no_spills_and_products_overlap(choices: dict[str, Any], tokens: int) -> None:
+    """Of what the rule takes. A block has all of a multiprocessor, and needs its registers."""
+    spec = MatmulSpec(8192, 8192, **({"group_size": 128} | choices))
+    found = FAMILY.candidates(spec, tokens, HOPPER)
+    kernel = compiled(spec, min(found, key=lambda s: FAMILY.predict(spec, tokens, s, HOPPER)))
+    used = resource_usage(kernel.ptx, HOPPER)
+    assert (used.spill_stores, used.spill_loads, used.serialized) == (0, 0, False), kernel.schedule
+    assert used.registers <= 255 and kernel.launch.shared_bytes <= HOPPER.max_shared_per_block
+
+
+# -- what it serves
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"zeros": "int", "weight": "u8", "compute": "i8"}, "differences of codes and zeros that are no bytes"),
+    ({"k": 512}, "k=512 must be more than one round of 512 columns"),
+    ({"k": 1040 * 4, "group_size": 1040, "compute": None}, "needs compute='f8e4m3' or 'i8'"),
+    ({"row_scales": True}, "takes no row_scales; take an EightBitSchedule"),
+]
+
+
+@pytest.mark.parametrize(("choices", "message"), REFUSED, ids=str)
+def test_what_it_refuses(choices: dict[str, Any], message: str) -> None:
+    spec = MatmulSpec(**({"n": 128, "k": 1024, "weight": "u4", "group_size": 128, "compute": "f8e4m3"} | choices))
+    with pytest.raises(SpecError, match=message):
+        request(spec, HOPPER, SMALL)
+
+
+def test_other_targets() -> None:
+    spec = MatmulSpec(128, 1024, "u4", 128, compute="i8")
+    for target in ("sm_80", "sm_89", "sm_90"):
+        assert FAMILY.token_tiles(spec, parse_target(target)) == ()
+    with pytest.raises(SpecError, match="needs sm_90a"):
+        request(spec, parse_target("sm_80"), SMALL)
+    assert FAMILY.token_tiles(replace(spec, compute=None), HOPPER) == ()
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"panel_k": 64}, "panel_k=64 must be one of 128, 256 for EightBitPrefillSchedule"),
+        ({"parts": 5}, "parts=5 must be one of 1, 2, 3, 4, 6, 8"),
+        ({"tokens": 48, "parts": 2}, "parts=2 must cut tokens=48 into multiples of 16"),
+        ({"banks": True}, "banks=True must be one of 1, 2"),
+    ],
+)
+def test_a_wrong_schedule_names_the_field(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Schedule(**choices)
+
+
+def test_a_schedule_of_the_other_family() -> None:
+    spec = MatmulSpec(128, 1024, "u4", 128, compute="i8")
+    with pytest.raises(SpecError, match="activations of 8 bits"):
+        request(spec, HOPPER, PrefillSchedule(16))
