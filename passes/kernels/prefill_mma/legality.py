@@ -9,7 +9,8 @@ from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.target import Target
 
-_MOST_REGISTERS = 180  # of a thread, beside those for addresses and on the way to fragments
+_MOST_REGISTERS = 164  # of a thread, beside those for addresses and on the way to fragments
+_LOOKUP, _IN_F32, _OUTLIERS = 16, 24, 64  # more on the way: addresses in a table, weights in f32, a panel's outliers
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillMmaSchedule, target: Target) -> None:
@@ -30,4 +31,6 @@ def shared_bytes(plan: PrefillMmaPlan) -> int:
 
 def spills(spec: MatmulSpec, s: PrefillMmaSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums, and for what is loaded of a round."""
-    return s.tokens // 2 + s.row_blocks * loaded_registers(PrefillMmaPlan(spec, s)) > _MOST_REGISTERS
+    plan = PrefillMmaPlan(spec, s)
+    more = _LOOKUP * (spec.dtype.kind == "table") + _IN_F32 * plan.scales_in_f32 + _OUTLIERS * spec.outliers
+    return s.tokens // 2 + s.row_blocks * loaded_registers(plan) + more > _MOST_REGISTERS
