@@ -25,7 +25,7 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ext, ir, scf
 from lowbit.dialect.errors import PassError, SpecError
 from lowbit.dialect.formats.dtypes import DType
-from lowbit.dialect.layouts.layout import Layout, spatial
+from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.signature import PARAM_TYPES, parse_grid
 from lowbit.dialect.types import (
     UNIT,
@@ -174,7 +174,7 @@ class Program:
             extents = parse_grid(grid)
         except SpecError as error:
             raise PassError(f"{name}: {error}") from None
-        self._name = name
+        self._name, self._threads = name, threads
         self._frames = ir.loc_tracebacks()
         self.module = ir.Module.create()
         with ir.loc_tracebacks(), ir.InsertionPoint(self.module.body):
@@ -647,6 +647,22 @@ class Program:
         """Adds the outliers of a row block that lie in a buffer of f32; `group` columns take `padded` in memory."""
         place = as_i32(block), as_i32(first_column)
         ops.AddOutliersOp(outliers.value, buffer.value, *place, _i64(group), _i64(padded))
+
+    def first_outliers(self, outliers: Memory, block: Index) -> Tile:
+        """Where the outliers of row blocks `block` and on begin, one for each warp; goes to `scatter_outliers`."""
+        warps = self._threads // 32
+        reg = Reg("i32", spatial(warps, 32, 1) * local(1, 1, ops.CURSOR))
+        return Tile(ops.FirstOutliersOp(outliers.value, as_i32(block), reg.type).result)
+
+    def scatter_outliers(
+        self, outliers: Memory, buffer: Memory, first_column: Index, cursor: Tile, erase: bool = False
+    ) -> Tile:
+        """Writes the outliers from `cursor` on that lie in a buffer of fragments; returns where they go on. erase: 0 in
+        their places."""
+        memory = outliers.value, buffer.value
+        op = ops.ScatterOutliersOp(*memory, as_i32(first_column), cursor.value, cursor.reg.type)
+        op.erase = erase
+        return Tile(op.result)
 
     def reduce(self, tile: Tile, dim: int, combine: str = "sum") -> Tile:
         """The sum over a dim, or the largest element ("max")."""

@@ -15,16 +15,19 @@ from emulated import exhaustive_problem, matmul_is_right, run_matmul
 from test_recipes import table
 
 import lowbit
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.prefill.factor import factors_of
 from lowbit.passes.kernels.prefill.family import Prefill
-from lowbit.passes.kernels.prefill.legality import check_schedule
+from lowbit.passes.kernels.prefill.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
+from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import parse_target
 from lowbit.pylib.reference import random_problem
@@ -53,9 +56,10 @@ def is_right(spec: MatmulSpec, schedule: PrefillSchedule, m: int, racecheck: boo
 
 
 EVERY = [*all_names(), "lut3", "lut8"]
+WITHIN_F16 = [name for name in EVERY if compute_element(spec_of(name, 16, 1024).dtype, "f16") == "f16"]
 
 
-@pytest.mark.parametrize("weight", [name for name in EVERY if Prefill().allows(spec_of(name, 16, 1024), SMALL, HOPPER)])
+@pytest.mark.parametrize("weight", WITHIN_F16)
 def test_every_code(weight: str) -> None:
     """One scale per row, and results in f32, where a code that is off by one is far outside the tolerance."""
     spec = spec_of(weight, n=21, k=16)
@@ -124,7 +128,18 @@ def test_parts_of_panels(weight: str, panel_k: int, group: int) -> None:
     assert sum(part.width for _, part in parts) == plan.step
     size = min(group, plan.step)
     assert all(part.group == start // size == (start + part.width - 1) // size for start, part in parts)
-    assert [part.ends for start, part in parts] == [(start + part.width) % size == 0 for start, part in parts]
+
+
+@pytest.mark.parametrize(("group", "columns"), [(16, 16), (64, 64), (192, 192), (704, 64), (1024, 256)])
+def test_factors_of_rounds(group: int, columns: int) -> None:
+    """Every number of a round is replaced once, after the last panel that needs it."""
+    plan = PrefillPlan(MatmulSpec(128, 33792, "u4", group_size=group), SMALL)
+    factor = factors_of(plan)["scales"]
+    assert (factor.columns, factor.count * factor.columns) == (columns, plan.step)
+    assert factor.columns * factor.repeat == group
+    ended = [(i, panel) for panel in range(plan.panels) for i in factor.ended(plan, panel)]
+    assert [i for i, _ in ended] == list(range(factor.count))
+    assert all(panel == ((i + 1) * columns - 1) // 64 for i, panel in ended)
 
 
 # -- resources
@@ -136,6 +151,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"weight": "u8", "group_size": None},
     {"weight": "f6e3m2"},
     {"weight": "nf4", "group_size": 64},
+    {"weight": "nf4", "group_size": 64, "scale": "f32"},
+    {"weight": "u3", "group_size": 16, "zeros": "float", "outliers": True},
+    {"weight": "u4", "group_size": 32, "zeros": "offset", "scale": "u6", "bilevel": Bilevel()},
+    {"weight": "f4e2m1", "group_size": 16, "scale": "e4m3", "row_scales": True},
 ]
 
 
@@ -150,7 +169,7 @@ def test_no_spills_and_products_overlap(choices: dict[str, Any], tokens: int) ->
     used = resource_usage(kernel.ptx, HOPPER)
     assert (used.spill_stores, used.spill_loads, used.stack, used.serialized) == (0, 0, 0, False), best
     assert used.registers * kernel.launch.threads <= 65536
-    assert kernel.launch.shared_bytes >= PrefillPlan(spec, best).shared_bytes
+    assert kernel.launch.shared_bytes >= shared_bytes(PrefillPlan(spec, best))
 
 
 @pytest.mark.slow
@@ -171,14 +190,9 @@ SPEC = MatmulSpec(256, 1024, "u4", group_size=128)
 @pytest.mark.parametrize(
     ("change", "schedule", "message"),
     [
-        ({"weight": "f7e6m0"}, SMALL, "multiplies f16 by f16 in whole 16-byte pieces of x"),
-        ({"k": 1020, "group_size": 17 * 60}, SMALL, "whole 16-byte pieces of x; u4 with k=1020"),
-        ({"k": 256}, SMALL, "k=256 must be more than one round of 256 columns"),
-        ({"k": 3520, "group_size": 704}, SMALL, "groups of 704 and rounds of up to 2048 columns must divide"),
-        ({"group_size": None, "zeros": "float"}, SMALL, "has zeros that take sums of x"),
-        ({"outliers": True}, SMALL, "prefill takes no outliers; take a Schedule of the decode family"),
-        ({"zeros": "offset"}, SMALL, "prefill takes no offsets"),
-        ({"scale": "f32"}, SMALL, "has scales of groups that are no numbers of f16, which weights are rounded to"),
+        ({"k": 1020, "group_size": 17 * 60}, SMALL, "whole 16-byte pieces; u4 with k=1020 and groups of 1020 does not"),
+        ({"k": 960, "group_size": 24}, SMALL, "groups of 24 does not fit; take a Schedule of the decode family"),
+        ({"compute": "i8"}, SMALL, "prefill takes no activations of 8 bits"),
         ({}, PrefillSchedule(256, panel_k=128), "bytes of shared memory, sm_90a allows"),
     ],
 )  # fmt: skip

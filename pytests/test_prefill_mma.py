@@ -15,20 +15,21 @@ from emulated import exhaustive_problem, matmul_is_right, run_matmul
 from test_recipes import table
 
 import lowbit
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.prefill_mma import cost_model
 from lowbit.passes.kernels.prefill_mma.family import TOKEN_TILES, PrefillMma
-from lowbit.passes.kernels.prefill_mma.legality import check_schedule
+from lowbit.passes.kernels.prefill_mma.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import GPUS, Target, parse_target
 from lowbit.pylib.build.choices import find_rows, rows_of_any_tokens
-from lowbit.pylib.reference import random_problem
+from lowbit.pylib.reference import random_inputs, random_problem
 
 A100, L40S = parse_target("sm_80"), parse_target("sm_89")
 FAMILY = PrefillMma()
@@ -70,15 +71,24 @@ CASES: list[tuple[dict[str, Any], PrefillMmaSchedule, int]] = [
     ({"weight": "f4e2m1", "n": 128, "k": 512, "group_size": 32, "scale": "e4m3"}, PrefillMmaSchedule(32, 128, 2), 40),
     ({"weight": "nf4", "n": 128, "k": 256, "group_size": 64, "zeros": "float"}, SMALL, 40),
     ({"weight": "f6e3m2", "n": 128, "k": 512, "group_size": 512, "scale": "e8m0", "act": "bf16"}, SMALL, 20),
+    # Scales in f32 and of rows, offsets, codes beyond f16, groups that no round divides, less columns than a round.
+    ({"weight": "f7e6m0", "n": 40, "k": 512, "group_size": 64, "scale": "f32"}, SMALL, 20),
+    ({"weight": "f4e2m1", "n": 40, "k": 256, "group_size": 16, "scale": "e4m3", "row_scales": True}, SMALL, 20),
+    ({"weight": "u4", "n": 40, "k": 3520, "group_size": 704, "zeros": "offset"}, SMALL, 20),
+    ({"weight": "u8", "n": 20, "k": 16, "group_size": None, "zeros": "float"}, SMALL, 5),
+    # Scales and zeros by way of shared memory, in a tile after the other; outliers.
+    ({"weight": "u3", "n": 300, "k": 528, "group_size": 16, "zeros": "float", "scale": "u3",
+      "bilevel": Bilevel(16, 1, "f16", True)}, SMALL, 70),
+    ({"weight": "u4", "n": 300, "k": 512, "group_size": 16, "zeros": "offset", "outliers": True}, NARROW, 40),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("choices", "schedule", "m"), CASES, ids=str)
 def test_small_sizes(choices: dict[str, Any], schedule: PrefillMmaSchedule, m: int) -> None:
     spec = MatmulSpec(**choices)
-    problem = random_problem(spec, m, seed=m)
-    y = run_matmul(compiled(spec, schedule), spec, problem, racecheck=True)
-    assert matmul_is_right(y, spec, problem, **FAMILY.rounding(spec, schedule))
+    inputs = random_inputs(spec, m, seed=m)
+    y = run_matmul(compiled(spec, schedule), spec, inputs, racecheck=True)
+    assert matmul_is_right(y, spec, inputs, **FAMILY.rounding(spec, schedule))
 
 
 @pytest.mark.slow
@@ -124,7 +134,7 @@ def test_no_spills(choices: dict[str, Any], target: Target) -> None:
     used = resource_usage(kernel.ptx, target)
     assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0), schedule
     assert used.registers * kernel.launch.threads <= 65536
-    assert PrefillMmaPlan(spec, schedule).shared_bytes <= kernel.launch.shared_bytes <= target.max_shared_per_block
+    assert shared_bytes(PrefillMmaPlan(spec, schedule)) <= kernel.launch.shared_bytes <= target.max_shared_per_block
 
 
 @pytest.mark.slow
@@ -148,6 +158,7 @@ SPEC = MatmulSpec(4096, 4096, "u4", group_size=128)
     [
         ({}, SMALL, "sm_90a", "prefill_mma is for targets without wgmma, sm_90a has it; take a Schedule of the decode"),
         ({"k": 1020, "group_size": 17 * 60}, SMALL, "sm_80", "whole 16-byte pieces"),
+        ({"outliers": True}, SMALL, "sm_80", "outliers are found by warps of one row block; .* needs row_blocks=1"),
         ({}, PrefillMmaSchedule(256), "sm_89", "bytes of shared memory, sm_89 allows"),
     ],
 )

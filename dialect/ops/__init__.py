@@ -64,7 +64,7 @@ from lowbit.dialect.ops.memory import (
     StageOp,
     WaitOp,
 )
-from lowbit.dialect.ops.outliers import AddOutliersOp, SparseMmaOp
+from lowbit.dialect.ops.outliers import CURSOR, AddOutliersOp, FirstOutliersOp, ScatterOutliersOp, SparseMmaOp
 from lowbit.dialect.ops.pipelines import ConcurrentOp, PipelineOp
 from lowbit.dialect.ops.products import MmaOp, OffsetSumsOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
 from lowbit.dialect.ops.programs import (
@@ -96,6 +96,7 @@ from lowbit.dialect.types import Lowbit
 __all__ = [
     "BYTES",
     "COMPARISONS",
+    "CURSOR",
     "MOST_BLOCKS",
     "AbsOp",
     "AccumulateOp",
@@ -130,6 +131,7 @@ __all__ = [
     "EncodeOp",
     "ExpOp",
     "FillTableOp",
+    "FirstOutliersOp",
     "FmaOp",
     "FreeSharedOp",
     "GlobalViewOp",
@@ -166,6 +168,7 @@ __all__ = [
     "ReturnOp",
     "RoundToOp",
     "RowSumsOp",
+    "ScatterOutliersOp",
     "SelectOp",
     "SliceOp",
     "SparseMmaOp",

@@ -1,4 +1,15 @@
-"""Outliers: a sparse matrix in lines (`dialect.formats.outliers`) that is added to products and to weights."""
+"""Outliers: a sparse matrix in lines (`dialect.formats.outliers`) that is added to products and to weights.
+
+To weights in registers they are added panel by panel: a warp walks the lines of its row block, and a *cursor* says how
+far it has come.
+
+    %cursor = lowbit.first_outliers %outliers, %block
+    loop over panels of columns, whose buffer is all zeros:
+        %cursor = lowbit.scatter_outliers %outliers, %buffer, %column, %cursor
+        lowbit.barrier
+        %sparse = lowbit.load %buffer       fragments
+        ... lowbit.scatter_outliers, erase, from the cursor before
+"""
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
 from typing import Any
@@ -6,9 +17,10 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import accumulator, activation, expect, fragments, in_range, verifier
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.layout import MMA_M16N8_D, local, spatial
 from lowbit.dialect.ops.common import I32
-from lowbit.dialect.types import Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType
+from lowbit.dialect.optional import Flag
+from lowbit.dialect.types import Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, row_major
 
 
 def _check_table(value: Any) -> None:
@@ -69,3 +81,55 @@ class AddOutliersOp(Lowbit.Operation, name="add_outliers"):
         expect(buffer.element == "f32", "element of the buffer", "f32", buffer.element)
         expect(len(buffer.shape) == 2 and buffer.shape[0] == ROWS, "buffer", [ROWS, "columns"], list(buffer.shape))
         in_range(op.group, "group", 1, in_range(op.padded, "padded", 1))
+
+
+CURSOR = 4  # numbers of a thread: its words of this line and of the next, this line's number, and that behind the last
+
+
+def _check_cursor(value: Any) -> int:
+    """A cursor is [warps, 32, 4] of i32, the four numbers in each thread; returns the number of warps."""
+    reg = Reg.of(value.type)
+    layout = spatial(reg.shape[0], 32, 1) * local(1, 1, CURSOR)
+    expect(reg.element == "i32" and reg.layout == layout, "cursor", f"i32 in {layout}", value.type)
+    return reg.shape[0]
+
+
+class FirstOutliersOp(Lowbit.Operation, name="first_outliers"):
+    """The cursor before the first outlier of row blocks `block` and on, one for each warp. A row block beyond the last
+    has the last one's outliers."""
+
+    outliers: ext.Operand[GlobalType]
+    block: ext.Operand[I32]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        _check_table(op.outliers)
+        _check_cursor(op.result)
+
+
+class ScatterOutliersOp(Lowbit.Operation, name="scatter_outliers"):
+    """buffer[warp, c] = value for every outlier from the cursor on whose column less `first_column` is a column c of
+    the buffer; the cursor behind them. erase: 0 in place of the values, which makes the buffer zero again.
+
+    The buffer [warps, columns / 16, 32, 8] has a row block for each warp, in the order of fragments of
+    mma.m16n8k16: eight elements of each lane. Values are rounded to its type. Each warp writes its part of it: barriers
+    of a warp are enough, before and after.
+    """
+
+    outliers: ext.Operand[GlobalType]
+    buffer: ext.Operand[SharedType]
+    first_column: ext.Operand[I32]
+    cursor: ext.Operand[RegType]
+    result: ext.Result[RegType]
+    erase = Flag()
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        buffer, warps = Shared.of(op.buffer.type), _check_cursor(op.cursor)
+        _check_table(op.outliers)
+        activation(buffer.element, "element of the buffer")
+        fragments = len(buffer.shape) == 4 and (buffer.shape[0], *buffer.shape[2:]) == (warps, 32, 8)
+        dense = buffer.strides == row_major(buffer.shape)
+        expect(fragments and dense, "buffer", f"[{warps}, blocks, 32, 8], dense", op.buffer.type)
+        expect(op.cursor.type == op.result.type, "result", op.cursor.type, op.result.type)

@@ -13,10 +13,10 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from lowbit.dialect import ops
-from lowbit.dialect.bindings import arith, ir, llvm, scf
+from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.outliers import LINE, ROW_BITS, SPAN, VALUE_SHIFT
-from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.formats.packing import BLOCK_K, ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
@@ -215,3 +215,97 @@ def _add_to(buffer: Place, outlier: _Outlier, place: Any) -> None:
     offset = arith.addi(arith.muli(outlier.row, emit.constant(row)), arith.muli(place, emit.constant(column)))
     address = emit.offset_bytes(buffer.base, dynamic=offset)
     llvm.store(arith.addf(llvm.load(ir.F32Type.get(), address, alignment=4), outlier.value), address, alignment=4)
+
+
+# -- outliers of panels
+
+
+class _Cursor(NamedTuple):
+    """How far a warp has come in the lines of its row block: a lane's words of this line and of the next, the number of
+    this line, and that behind the last. Words of lines that there are not mean nothing."""
+
+    word: Any
+    following: Any
+    line: Any
+    end: Any
+
+
+@lowers(ops.FirstOutliersOp)
+def first_outliers(op: Any, c: LoweringContext) -> None:
+    table = c.places[op.outliers]
+    warps = c.threads_per_block // _WARP
+    start, end = _lines_of(table, arith.addi(c.scalars[op.block], c.thread_digit(warps, _WARP)))
+    following = arith.addi(start, emit.constant(1))
+    cursor = _Cursor(_word_of_lane(table, start, end, c), _word_of_lane(table, following, end, c), start, end)
+    c.tiles[op.result] = _carried(Reg.of(op.result.type), cursor)
+
+
+@lowers(ops.ScatterOutliersOp)
+def scatter_outliers(op: Any, c: LoweringContext) -> None:
+    """Writes what this line has of the buffer's columns. If nothing of it is left for later columns, it goes on with
+    the next line, which has come meanwhile, and asks for the one behind that."""
+    c.pending.finish_reads()
+    table, one = c.places[op.outliers], emit.constant(1)
+    start = _Cursor(*c.tiles[op.cursor].registers("scalar"))
+    types = [emit.integer()] * len(start)
+    loop = scf.WhileOp(types, list(start))
+    before, after = (region.blocks.append(*types) for region in loop.regions)
+    with ir.InsertionPoint(before):
+        here = _Cursor(*before.arguments)
+        is_there = emit.below(here.line, here.end)
+        ended = arith.xori(_scatter_line(op, c, here, is_there), emit.constant(1, 1))
+        scf.ConditionOp(arith.andi(ended, is_there), list(here))
+    with ir.InsertionPoint(after):
+        here = _Cursor(*after.arguments)
+        line = arith.addi(here.line, one)
+        coming = _word_of_lane(table, arith.addi(line, one), here.end, c)
+        scf.YieldOp([here.following, coming, line, here.end])
+    c.tiles[op.result] = _carried(Reg.of(op.result.type), _Cursor(*loop.results))
+
+
+def _carried(reg: Reg, cursor: _Cursor) -> Fragment:
+    return Fragment(reg, "scalar", list(cursor).__getitem__)
+
+
+def _word_of_lane(table: Place, line: Any, end: Any, c: LoweringContext) -> Any:
+    """Loads this lane's word of a line; of one that is not before the end, a word of the table."""
+    first = _first_word(arith.select(emit.below(line, end), line, emit.constant(0)))
+    return _word(table, arith.addi(first, arith.extui(emit.integer(64), c.thread_digit(_WARP))))
+
+
+def _scatter_line(op: Any, c: LoweringContext, cursor: _Cursor, is_there: Any) -> Any:
+    """Writes the outliers of a line that are in the buffer; returns whether others of the line are behind it."""
+    buffer, lane = c.places[op.buffer], c.thread_digit(_WARP)
+    everyone, kind = emit.constant(-1), ir.Attribute.parse("#nvvm<shfl_kind idx>")
+    head = nvvm.shfl_sync(everyone, cursor.word, emit.constant(0), emit.constant(_WARP - 1), kind)
+    outlier = _outlier(cursor.word, head)
+    column = arith.subi(outlier.column, c.scalars[op.first_column])
+    is_outlier = arith.andi(*(arith.cmpi(arith.CmpIPredicate.ne, v, emit.constant(0)) for v in (lane, cursor.word)))
+    is_outlier = arith.andi(is_there, is_outlier)
+    columns = emit.constant(BLOCK_K * buffer.type.shape[1])
+    inside = arith.cmpi(arith.CmpIPredicate.ult, column, columns)
+    value = emit.real(0.0, outlier.value.type) if op.erase else outlier.value
+    when(arith.andi(is_outlier, inside), lambda: _write(buffer, outlier._replace(value=value), column, c))
+    behind = arith.andi(is_outlier, arith.cmpi(arith.CmpIPredicate.sge, column, columns))
+    return nvvm.vote_sync(everyone, behind, ir.Attribute.parse("#nvvm<vote_sync_kind any>"))
+
+
+def _write(buffer: Place, outlier: _Outlier, column: Any, c: LoweringContext) -> None:
+    """Writes a value where its lane of the warp reads it as part of a fragment: `MMA_M16N8K16_A`, digit by digit."""
+    element = str(buffer.type.element)
+    warp = c.thread_digit(c.threads_per_block // _WARP, _WARP)
+    digits = (  # of an element's place: where from, divisor, size, stride
+        (column, BLOCK_K, buffer.type.shape[1], buffer.type.strides[1]),
+        (outlier.row, 1, 8, 32),
+        (column, 2, 4, 8),
+        (column, 8, 2, 4),
+        (outlier.row, 8, 2, 2),
+        (column, 1, 2, 1),
+    )
+    place = arith.muli(warp, emit.constant(buffer.type.strides[0]))
+    for value, divisor, size, stride in digits:
+        digit = arith.andi(arith.shrui(value, emit.constant(divisor.bit_length() - 1)), emit.constant(size - 1))
+        place = arith.addi(place, arith.muli(digit, emit.constant(stride)))
+    nbytes = ELEMENTS[element].bytes
+    address = emit.offset_bytes(buffer.base, dynamic=arith.muli(place, emit.constant(nbytes)))
+    llvm.store(emit.convert(ir.Type.parse(element), outlier.value), address, alignment=nbytes)

@@ -28,7 +28,7 @@ from lowbit.passes.builder import Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.eight_bit_prefill.sums import IntegerSums, Product, PromotedSums, Sums
-from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
+from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight, Held
 from lowbit.passes.kernels.prefill.kernel import Kernel
 
 
@@ -42,9 +42,9 @@ class _EightBitKernel(Kernel):
     def _make_weight(self) -> None:
         self.weight = EightBitWeight(self.p, self.plan)
 
-    def _load_first(self, row_tile: Scalar) -> list[Tile]:
+    def _load_first(self, row_tile: Scalar) -> Held:
         self.held = self.weight.first(row_tile)
-        return self.held.flat()
+        return self.held
 
     def _make_sums(self) -> None:
         p, plan = self.p, self.plan

@@ -70,9 +70,10 @@ class Prefill(KernelFamily[PrefillSchedule]):
 
     def _widest(self, spec: MatmulSpec, target: Target) -> Iterator[PrefillSchedule]:
         """The schedules of which the rule takes one: with the widest panels for which there are registers, since what a
-        panel takes besides its products is the same for all."""
+        panel takes besides its products is the same for all; of these, first those whose rounds fit the groups."""
         for tokens, cluster in product(_TOKENS, (1, 2)):
-            panels = (PrefillSchedule(tokens, panel_k, 4, cluster) for panel_k in (256, 128, 64))
+            panels = [PrefillSchedule(tokens, panel_k, 4, cluster) for panel_k in (256, 128, 64)]
+            panels.sort(key=lambda s: not PrefillPlan(spec, s).divides_groups)
             fitting = (s for s in panels if self.allows(spec, s, target) and not legality.spills(spec, s))
             if spec.n > ROWS_OF_TILE * (cluster - 1):
                 yield from islice(fitting, 1)

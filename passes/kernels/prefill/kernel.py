@@ -22,10 +22,12 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
         clear the sums
         for round:                                   `step` columns
             for panel of `panel_k` columns:
+                write its outliers to shared memory, among zeros
                 for group in panel:
-                    a = scale * (decode(codes) - zero)
+                    a = scale * (decode(codes) - zero) + outliers
                 wait until x is there                signal full[stage]
                 sums += a x^T                        begun, not waited for
+                make the places of outliers zero again
                 one thread: wait until the panel two before this has left its stage, copy a later panel there
                 load the codes that take the place of these: of the next round, or of the next tile's first
                 wait until the panel before this has been multiplied
@@ -33,26 +35,28 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
         scale rows, add the bias, convert; turn around in shared memory, store y[t, n] in 16-byte pieces
 
 Weights of groups are scaled before they are multiplied, and so rounded to the type of x, as `dequantize` rounds them:
-to scale the sums of every group instead, products would have to be waited for (it took 1.9 times as long). So scales
-must be numbers of that type.
+to scale the sums of every group instead, products would have to be waited for (it took 1.9 times as long). Scales that
+are no numbers of that type multiply in f32 (`PrefillPlan.scales_in_f32`).
 
 One product may be under way while the next one's fragments are decoded, and no more: of three sets of registers that
 take turns, the assembler uses one too early, says so (C7513) and runs products one by one.
 
 Shared memory: x [stages, panel_k / 64, tokens, 64], swizzled in rows of 128 bytes; two signals per stage; the table of
-a format that has one; and per warp [tokens at a time, 16 + 8] numbers of y on their way out.
+a format that has one; per warp [tokens at a time, 16 + 8] numbers of y on their way out; where a round has many
+scales, those of two rounds; and with outliers the fragments of a panel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.layout import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.epilogue import Epilogue
+from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import GROUP_TILES, WARPS, PrefillSchedule
@@ -65,6 +69,14 @@ class Position:
 
     row_tile: Scalar
     token: Scalar
+
+
+class Held(Protocol):
+    """What is in registers from round to round."""
+
+    def flat(self) -> list[Tile]:
+        """All tiles, as a loop carries them."""
+        ...
 
 
 class Kernel:
@@ -97,13 +109,14 @@ class Kernel:
         self.token_tiles = (p["m"] + (s.tokens - 1)) // s.tokens
         self.tiles = self.token_tiles * plan.row_tiles
         first = self._position(self.block)
-        carried = self._load_first(first.row_tile)
+        held = self._load_first(first.row_tile)
         self.weight.fill_table()
+        self._begin_outliers(first.row_tile)
         p.grid_launch_dependents()
         p.grid_wait()
         self._copy_first_panels(first.token)
         self.mine = (self.tiles + self.blocks - 1 - self.block) // self.blocks
-        with p.loop(0, self.mine, carried) as loop:
+        with p.loop(0, self.mine, held.flat()) as loop:
             loop.results = self._tile(loop.index, loop.carried)
         self._leave()
 
@@ -111,6 +124,13 @@ class Kernel:
         """Nobody leaves while another copies x to it, or arrives at its signals."""
         if self.schedule.cluster > 1:
             self.p.barrier("cluster")
+
+    def _begin_outliers(self, row_tile: Scalar) -> None:
+        """Finds the outliers of the first tile, where there are some."""
+        self.outliers = Outliers(self.p, self.plan) if self.spec.outliers else None
+        if self.outliers:
+            self.outliers.clear()
+            self.registers.outliers = [self.outliers.first(row_tile)]
 
     def _allocate(self) -> None:
         """Shared memory for x and for y on its way out, signals, and registers for the sums."""
@@ -128,10 +148,28 @@ class Kernel:
         """What loads and decodes the weight."""
         self.weight = Weight(self.p, self.plan)
 
-    def _load_first(self, row_tile: Scalar) -> list[Tile]:
-        """Starts to load the first round of the first tile; the tiles that a round leaves to the next."""
+    def _load_first(self, row_tile: Scalar) -> Held:
+        """Starts to load the first round of the first tile; what a round leaves to the next."""
         self.registers = self.weight.load_round(row_tile, 0)
-        return self.registers.flat()
+        self.weight.factors.copy(row_tile, 0, 0)
+        return self.registers
+
+    def _find_next_outliers(self, registers: RoundRegisters) -> None:
+        """Starts to look where the outliers of the next tile are, while sums are stored."""
+        if self.outliers:
+            registers.outliers = [self.outliers.first(self.next.row_tile)]
+
+    def _outliers_of_panel(self, index: Scalar, panel: int, registers: RoundRegisters) -> Tile | None:
+        """The outliers of a panel as fragments, where a weight has some."""
+        if not self.outliers:
+            return None
+        outliers, behind = self.outliers.of_panel(self._column(index, panel), *registers.outliers)
+        registers.outliers = [behind]
+        return outliers
+
+    def _column(self, index: Scalar, panel: int) -> Scalar:
+        """The first column of a panel of a round."""
+        return (index * self.plan.panels + panel) * self.schedule.panel_k
 
     def _position(self, tile: Scalar) -> Position:
         """Where a tile is, and for one beyond the last where the last is. GROUP_TILES token tiles, side by side, go
@@ -152,8 +190,10 @@ class Kernel:
         p.clear(self.sums)
         with p.loop(0, self.plan.rounds, carried) as loop:
             loop.results = self._round(loop.index, loop.carried)
-        self._end(p.read(self.sums))
-        return loop.carried
+        registers, total = self.registers.like(loop.carried), p.read(self.sums)
+        self._find_next_outliers(registers)
+        self._end(total)
+        return registers.flat()
 
     def _begin(self, number: Scalar) -> None:
         """Notes where a tile and the next one of this block are."""
@@ -164,23 +204,30 @@ class Kernel:
 
     def _end(self, total: Tile) -> None:
         """Scales sums of whole rows, and stores them."""
-        if not self.plan.groups:
-            total = self.p.mul(total, self.weight.row_scale(self.here.row_tile))
+        scale = self.weight.factors.row_scale(self.here.row_tile)
+        if scale is not None:
+            total = self.p.mul(total, scale)
         self.epilogue.store(total, self.here.row_tile, self.here.token)
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
         plan, registers = self.plan, self.registers.like(carried)
-        coming = self._coming_round(index)
+        coming, factors, number = self._coming_round(index), self.weight.factors, self.rounds_before + index
+        factors.copy(*coming, (number + 1) % 2)
+        factors.use(number % 2)
         for panel in range(plan.panels):
             parts = list(parts_of_panel(plan, panel))
-            ready = self._fragments(parts, panel, registers)
+            cursor = registers.outliers
+            ready = self._fragments(parts, index, panel, registers)
             x = self._await_panel(index, panel)
             for part, a in zip(parts, ready):
                 self.p.accumulate(a, x, part.start, self.sums, more=part is not parts[-1])
+            if self.outliers:
+                self.outliers.erase(self._column(index, panel), *cursor)
             self._copy_later_panel(index, panel)
             registers.reload(self.weight, panel, *coming)
             self._release_panel_before(panel)
+        factors.await_copies()
         return registers.flat()
 
     def _coming_round(self, index: Scalar) -> tuple[Scalar, Scalar]:
@@ -188,9 +235,10 @@ class Kernel:
         inside = index + 1 < self.plan.rounds
         return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, 0)
 
-    def _fragments(self, parts: list[Part], panel: int, registers: RoundRegisters) -> list[Tile]:
+    def _fragments(self, parts: list[Part], index: Scalar, panel: int, registers: RoundRegisters) -> list[Tile]:
         """The weights of a panel as they are multiplied, decoded before the panel of x is waited for."""
-        ready = [self.weight.fragments(part, panel, registers) for part in parts]
+        outliers = self._outliers_of_panel(index, panel, registers)
+        ready = [self.weight.fragments(part, panel, registers, outliers) for part in parts]
         for a in ready:
             self.p.materialize(a)
         return ready
@@ -220,6 +268,7 @@ class Kernel:
         with self.p.one_thread(self.block < self.tiles):
             for panel in range(self.plan.ahead):
                 self._copy_panel(panel, token, panel)
+        self.weight.factors.await_copies()
 
     def _later_panel(self, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
         """The panel that is copied while this one is multiplied: whether it is of this tile, or else of the next; its

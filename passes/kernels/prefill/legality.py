@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import fits_async_x
+from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
 OTHERS = "take a Schedule of the decode family"
 _MOST_REGISTERS = 240  # of a thread, beside those for addresses and on the way to fragments
-_LEAST_ROUNDS = 2  # of one round, the assembler orders products and the sums' first values wrongly, and says so (C7514)
+_OUTLIERS = 16  # of these, for the place in the lines of outliers
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None:
@@ -20,48 +22,61 @@ def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None
     plan = PrefillPlan(spec, s)
     if not target.has_wgmma:
         raise SpecError(f"schedule: prefill needs sm_90a, the target is {target}; {OTHERS}")
-    check_plan(plan, target)
-    if plan.rounds < _LEAST_ROUNDS:
-        raise SpecError(f"schedule: k={spec.k} must be more than one round of {plan.step} columns; {OTHERS}")
+    check_plan(plan, shared_bytes(plan), target)
 
 
-def check_plan(plan: PrefillPlan, target: Target) -> None:
-    """Raises SpecError where a kernel that scales weights in registers does not fit a spec, or a target's memory."""
-    s = plan.schedule
-    if why := _misfit(plan):
+def check_plan(plan: PrefillPlan, needed: int, target: Target) -> None:
+    """Raises SpecError where a kernel that needs so many bytes of shared memory does not fit a spec or a target."""
+    if why := _misfit(plan.spec):
         raise SpecError(f"schedule: {why}; {OTHERS}")
-    if plan.shared_bytes > target.max_shared_per_block:
+    if needed > target.max_shared_per_block:
         raise SpecError(
-            f"schedule: {s} needs {plan.shared_bytes} bytes of shared memory, {target} allows "
+            f"schedule: {plan.schedule} needs {needed} bytes of shared memory, {target} allows "
             f"{target.max_shared_per_block}; take fewer tokens or num_stages, or a smaller panel_k"
         )
 
 
-def _misfit(plan: PrefillPlan) -> str:
+def _misfit(spec: MatmulSpec) -> str:
     """Returns what of a spec does not fit, or "" if all does."""
-    spec = plan.spec
-    if compute_element(spec.dtype, spec.act) != spec.act or not fits_async_x(spec):
+    if not fits_async_x(spec):
         return (
-            f"prefill multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with k={spec.k} "
-            f"and groups of {spec.group_size} does not fit"
+            f"prefill copies x in whole 16-byte pieces; {spec.weight} with k={spec.k} and groups of {spec.group_size} "
+            "does not fit"
         )
-    if not plan.step:
-        _, most = plan.steps
-        return f"groups of {spec.group_size} and rounds of up to {most} columns must divide one another"
-    more = [name for name in ("outliers", "row_scales", "bilevel") if getattr(spec, name)]
-    more += ["offsets"] * (spec.zeros == "offset") + ["activations of 8 bits"] * (spec.compute is not None)
-    if more:
-        return f"prefill takes no {more[0]}"
-    if plan.groups and not plan.scales_weights:
-        return f"{spec} has scales of groups that are no numbers of {spec.act}, which weights are rounded to"
-    if spec.zeros == "float" and not plan.groups:
-        return f"{spec} has zeros that take sums of x"
+    if spec.compute is not None:
+        return "prefill takes no activations of 8 bits"
     return ""
+
+
+def shared_bytes(plan: PrefillPlan) -> int:
+    """Shared memory, as `lower-tiles` will lay it out."""
+    s, spec = plan.schedule, plan.spec
+    stages = s.num_stages * s.tokens * s.panel_k * spec.x.bytes
+    signals = 2 * (-(-8 * s.num_stages // 128) * 128)
+    out = WARPS * plan.out_tokens * plan.out_pitch * spec.y.bytes
+    return stages + signals + out + weight_bytes(plan)
+
+
+def weight_bytes(plan: PrefillPlan) -> int:
+    """Shared memory of the weight side: the table of a format that has one, outliers, and scales, zeros and offsets that
+    do not go straight to registers."""
+    s, spec = plan.schedule, plan.spec
+    compute = compute_element(spec.dtype, spec.act)
+    table = DecodeTable(spec.dtype, compute).bytes if spec.dtype.kind == "table" else 0
+    outliers = ROWS_OF_TILE * s.panel_k * spec.x.bytes if spec.outliers else 0
+    factors = factors_of(plan)
+    staged = sum(2 * WARPS * factors[name].row_block_bytes for name in staged_factors(plan))
+    return table + outliers + staged
 
 
 def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums, for two panels' fragments, and for
     what is loaded of a round."""
-    plan = PrefillPlan(spec, s)
-    loaded = plan.step * spec.packing.bits // 64 + plan.groups * (1 if spec.zeros == "none" else 2)
-    return s.tokens // 2 + s.panel_k // 2 + loaded > _MOST_REGISTERS
+    return s.tokens // 2 + s.panel_k // 2 + loaded_registers(PrefillPlan(spec, s)) > _MOST_REGISTERS
+
+
+def loaded_registers(plan: PrefillPlan) -> int:
+    """Registers for what a thread loads of a round, of a row block."""
+    factors, staged = factors_of(plan), staged_factors(plan)
+    numbers = sum(factor.count for name, factor in factors.items() if name not in staged)
+    return plan.step * plan.spec.packing.bits // 64 + numbers + _OUTLIERS * plan.spec.outliers

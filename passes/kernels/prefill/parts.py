@@ -15,13 +15,11 @@ class Part:
     start     first column in the panel
     width     columns
     group     the group, counted in the round; 0 where there is one scale per row
-    ends      whether no part behind has the same group, in the round
     """
 
     start: int
     width: int
     group: int
-    ends: bool
 
 
 def parts_of_panel(plan: PrefillPlan, panel: int) -> Iterator[Part]:
@@ -32,5 +30,5 @@ def parts_of_panel(plan: PrefillPlan, panel: int) -> Iterator[Part]:
     while first < end:
         group = first // size
         last = min(end, (group + 1) * size)
-        yield Part(first % width, last - first, group, last == (group + 1) * size)
+        yield Part(first % width, last - first, group)
         first = last

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw
 from lowbit.dialect.layouts.layout import Layout, spatial
@@ -38,12 +37,21 @@ class PrefillPlan:
 
     @property
     def step(self) -> int:
-        """Columns of a round, 0 where none fits the groups. Every panel of a round has the same stage in all rounds."""
-        s = self.schedule
-        group, unit = self.spec.packing.padded_group, math.lcm(self.piece, s.panel_k * s.num_stages)
+        """Columns of a round: a multiple of the group, or a part of it, unless rounds would get too long. A panel of a
+        round has the same stage in all rounds."""
+        unit = math.lcm(self.piece, self.schedule.panel_k * self.schedule.num_stages)
         least, most = self.steps
-        steps = (step for step in range(unit, most + 1, unit) if step >= max(least, 2 * self.piece))
-        return next((step for step in steps if group is None or step % group == 0 or group % step == 0), 0)
+        steps = [step for step in range(unit, most + 1, unit) if step >= max(least, 2 * self.piece)]
+        return next(filter(self._divides_groups, steps), steps[0])
+
+    @property
+    def divides_groups(self) -> bool:
+        """Whether rounds are multiples of groups, or groups of rounds."""
+        return self._divides_groups(self.step)
+
+    def _divides_groups(self, step: int) -> bool:
+        group = self.spec.packing.padded_group
+        return group is None or step % group == 0 or group % step == 0
 
     @property
     def pieces(self) -> int:
@@ -55,18 +63,45 @@ class PrefillPlan:
 
     @property
     def rounds(self) -> int:
-        """Rounds of a tile."""
-        return -(-self.spec.packing.padded_k // self.step)
+        """Rounds of a tile. There are two at least, of which x and the weight may have less: of one round, the
+        assembler orders products and the sums' first values wrongly, and says so (C7514)."""
+        return max(2, -(-self.spec.packing.padded_k // self.step))
+
+    @property
+    def covers_columns(self) -> bool:
+        """Whether all columns of all rounds are columns of the packed weight."""
+        return self.rounds * self.step == self.spec.packing.padded_k
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether weights are scaled before they are multiplied, and so rounded to x's type: unless rows have one scale
+        each, for which the end of a tile is time enough."""
+        spec = self.spec
+        late = spec.group_size is None and spec.zeros in ("none", "int") and not spec.outliers
+        return not late or compute_element(spec.dtype, spec.act) != spec.act
+
+    @property
+    def scales_in_f32(self) -> bool:
+        """Whether weights are scaled in f32 and rounded then, as `dequantize` does it: where scales are no numbers of
+        x's type, or codes are not."""
+        spec = self.spec
+        exact = spec.scale in (spec.act, "e4m3") or (spec.scale, spec.act) == ("e8m0", "bf16")
+        exact = exact and not spec.bilevel and not self.scales_rows_early
+        decoded = compute_element(spec.dtype, spec.act) == spec.act
+        return self.scales_weights and not (exact and decoded and (spec.dtype.kind != "table" or self.exponent == 0))
+
+    @property
+    def scales_rows_early(self) -> bool:
+        """Whether scales of rows multiply weights, and not sums: outliers are not scaled."""
+        return self.spec.row_scales and self.spec.outliers
 
     @property
     def groups(self) -> int:
-        """Groups in a round, 1 if a group is longer; 0 for one scale per row."""
+        """Parts of a round that have one scale; 0 where weights are not scaled."""
         group = self.spec.packing.padded_group
-        return 0 if group is None else max(1, self.step // group)
-
-    @property
-    def rounds_per_group(self) -> int:
-        return max(1, (self.spec.packing.padded_group or 0) // self.step)
+        if not self.scales_weights:
+            return 0
+        return 1 if group is None else self.step // math.gcd(self.step, group)
 
     @property
     def rows(self) -> Layout:
@@ -96,14 +131,6 @@ class PrefillPlan:
         return unsigned and can_be_raw(spec.dtype, compute_element(spec.dtype, spec.act))
 
     @property
-    def scales_weights(self) -> bool:
-        """Whether weights of groups can be scaled before they are multiplied, and so rounded to x's type: scales must
-        be numbers of that type, and so must the power of two that decoding leaves to them."""
-        spec = self.spec
-        exact = spec.scale in (spec.act, "e4m3") or (spec.scale, spec.act) == ("e8m0", "bf16")
-        return self.groups > 0 and exact and (spec.dtype.kind != "table" or self.exponent == 0)
-
-    @property
     def exponent(self) -> int:
         """The power of two that decoding leaves out."""
         return exponent(self.spec.dtype, compute_element(self.spec.dtype, self.spec.act))
@@ -111,7 +138,8 @@ class PrefillPlan:
     @property
     def rounding(self) -> dict[str, bool]:
         """What is rounded besides sums, as `pylib.reference.tolerance` has it."""
-        return {"dequantized": self.scales_weights, "rounded_zeros": self.scales_weights and self.spec.zeros == "float"}
+        rounds_zeros = self.scales_weights and not self.scales_in_f32 and self.spec.zeros == "float"
+        return {"dequantized": self.scales_weights, "rounded_zeros": rounds_zeros}
 
     @property
     def ahead(self) -> int:
@@ -127,18 +155,3 @@ class PrefillPlan:
     def out_pitch(self) -> int:
         """Numbers from a token to the next there: the rows of a warp, and 16 bytes against bank conflicts."""
         return ROWS + self.spec.y.per_vector
-
-    @property
-    def table_bytes(self) -> int:
-        """Shared memory for the table of a format that has one."""
-        dtype, compute = self.spec.dtype, compute_element(self.spec.dtype, self.spec.act)
-        return DecodeTable(dtype, compute).bytes if dtype.kind == "table" else 0
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory, as `lower-tiles` will lay it out."""
-        s, spec = self.schedule, self.spec
-        stages = s.num_stages * s.tokens * s.panel_k * spec.x.bytes
-        signals = 2 * (-(-8 * s.num_stages // 128) * 128)
-        out = WARPS * self.out_tokens * self.out_pitch * spec.y.bytes
-        return stages + signals + self.table_bytes + out

@@ -80,28 +80,36 @@ class MmaKernel(Kernel):
         with p.loop(0, self.plan.rounds, [*carried, p.constant(0.0, "f32", self.sums_layout)]) as loop:
             loop.results = self._round(loop.index, loop.carried)
         *carried, total = loop.carried
+        registers = self.registers.like(carried)
+        self._find_next_outliers(registers)
         self._end(total)
-        return carried
+        return registers.flat()
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
-        plan = self.plan
+        p, plan = self.p, self.plan
         *held, total = carried
-        registers, coming = self.registers.like(held), self._coming_round(index)
+        registers, coming, number = self.registers.like(held), self._coming_round(index), self.rounds_before + index
+        self.weight.factors.use(number % 2)
         for panel in range(plan.panels):
-            x = self._fragments_of_x(panel)
-            *parts, last = _split_last(parts_of_panel(plan, panel))
+            outliers, x = self._outliers_of_panel(index, panel, registers), self._fragments_of_x(panel)
+            parts = _split_last(parts_of_panel(plan, panel))
             for part in parts:
-                total = self._multiply(part, panel, registers, x, total)
-            self._next_panel(index, panel)
-            total = self._multiply(last, panel, registers, x, total)
+                if part is parts[-1]:
+                    self._next_panel(index, panel)
+                a = self.weight.fragments(part, panel, registers, outliers)
+                total = p.mma(a, p.slice(x, 1, part.start, part.width), total)
             registers.reload(self.weight, panel, *coming)
+            if panel == 0:  # all warps are done with the round before
+                self.weight.factors.copy(*coming, (number + 1) % 2)
         return [*registers.flat(), total]
 
-    def _multiply(self, part: Part, panel: int, registers: RoundRegisters, x: Tile, total: Tile) -> Tile:
-        """Adds the products of a part of a panel to the sums."""
-        p = self.p
-        return p.mma(self.weight.fragments(part, panel, registers), p.slice(x, 1, part.start, part.width), total)
+    def _outliers_of_panel(self, index: Scalar, panel: int, registers: RoundRegisters) -> Tile | None:
+        """The outliers of a panel as fragments, where a weight has some; their place is for the next panel's again."""
+        outliers = super()._outliers_of_panel(index, panel, registers)
+        if self.outliers:
+            self.outliers.clear()
+        return outliers
 
     # -- x
 

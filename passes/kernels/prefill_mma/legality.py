@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.prefill.legality import OTHERS, check_plan
+from lowbit.passes.kernels.prefill.legality import OTHERS, check_plan, loaded_registers, weight_bytes
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.target import Target
 
-_MOST_REGISTERS = 180  # of a thread, beside those for addresses and on the way to fragments
+_MOST_REGISTERS = 164  # of a thread, beside those for addresses and on the way to fragments
+_LOOKUP, _IN_F32, _OUTLIERS = 16, 24, 64  # more on the way: addresses in a table, weights in f32, a panel's outliers
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillMmaSchedule, target: Target) -> None:
     """Raises SpecError where a schedule does not fit a spec or a target."""
     if target.has_wgmma:
         raise SpecError(f"schedule: prefill_mma is for targets without wgmma, {target} has it; {OTHERS}")
-    check_plan(PrefillMmaPlan(spec, s), target)
+    plan = PrefillMmaPlan(spec, s)
+    check_plan(plan, shared_bytes(plan), target)
+    if spec.outliers and s.row_blocks > 1:
+        raise SpecError(f"schedule: outliers are found by warps of one row block; {s} needs row_blocks=1")
+
+
+def shared_bytes(plan: PrefillMmaPlan) -> int:
+    """Shared memory, as `lower-tiles` will lay it out."""
+    s = plan.schedule
+    return s.num_stages * s.tokens * plan.pitch * plan.spec.x.bytes + weight_bytes(plan)
 
 
 def spills(spec: MatmulSpec, s: PrefillMmaSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums, and for what is loaded of a round."""
     plan = PrefillMmaPlan(spec, s)
-    factors = 1.5 * plan.groups * (1 if spec.zeros == "none" else 2)
-    loaded = s.row_blocks * (plan.step * spec.packing.bits / 64 + factors)
-    return s.tokens // 2 + loaded > _MOST_REGISTERS
+    more = _LOOKUP * (spec.dtype.kind == "table") + _IN_F32 * plan.scales_in_f32 + _OUTLIERS * spec.outliers
+    return s.tokens // 2 + s.row_blocks * loaded_registers(plan) + more > _MOST_REGISTERS

@@ -26,6 +26,11 @@ class PrefillMmaPlan(PrefillPlan):
         return spatial(along_rows, 1).replicated(along_tokens).local(self.schedule.row_blocks, 1)
 
     @property
+    def rounds(self) -> int:
+        """Rounds of a tile."""
+        return -(-self.spec.packing.padded_k // self.step)
+
+    @property
     def warp_tokens(self) -> int:
         """Tokens of a warp."""
         return self.schedule.tokens // self.schedule.warps[1]
@@ -40,9 +45,3 @@ class PrefillMmaPlan(PrefillPlan):
         """Numbers from a token of x to the next in shared memory: 16 bytes more than a panel keep the rows that one
         ldmatrix reads in different banks."""
         return self.schedule.panel_k + self.spec.x.per_vector
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory, as `lower-tiles` will lay it out."""
-        s = self.schedule
-        return s.num_stages * s.tokens * self.pitch * self.spec.x.bytes + self.table_bytes

@@ -1,0 +1,124 @@
+"""Scales, zeros and offsets in the prefill kernel: how they come to a warp, and the numbers they become.
+
+They come a round ahead: few straight to registers, many to shared memory, a buffer of every warp for each of two
+rounds. Codes of numbers (`Bilevel`) become numbers where a group's weights are made, once for all tokens of a tile.
+"""
+
+from __future__ import annotations
+
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import MMA_M16N8_D, Layout, spatial
+from lowbit.dialect.weight import TensorSlot
+from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.kernels.decode.operands import spread
+from lowbit.passes.kernels.prefill.factor import Factor, factors_of, staged_factors
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import WARPS
+from lowbit.passes.kernels.scales_zeros import ScalesZeros
+
+
+class Factors:
+    """Loads factors in program `p`, and makes numbers of them.
+
+    loaded   those that come to registers
+    staged   those that come to shared memory: for each its buffer [2, 1, warps, numbers of a row block]
+    """
+
+    def __init__(self, p: Program, plan: PrefillPlan) -> None:
+        self.p, self.plan, self.spec = p, plan, plan.spec
+        self.convert = ScalesZeros(p, plan.spec, 0.0, plan.raw_codes)
+        self.row_layout = (plan.rows * MMA_M16N8_D).reduce((1,))
+        self._rows = self.row_layout.reshape((1, WARPS, ROWS))
+        self._row_boundary = "none" if plan.covers_rows else "clamp"
+        self._all, staged = factors_of(plan), staged_factors(plan)
+        self.loaded = {name: factor for name, factor in self._all.items() if name not in staged}
+        self.staged = {name: self._buffer(self._all[name]) for name in self._all if name in staged}
+        self._stage: Scalar | int = 0
+
+    def _buffer(self, factor: Factor) -> Memory:
+        element = ScalesZeros.element(factor.slot.storage)
+        return self.p.alloc_shared(element, (2, 1, WARPS, factor.count * factor.lanes))
+
+    # -- to registers
+
+    def load(self, name: str, row_tile: Scalar, index: Scalar | int, i: int) -> Tile:
+        """Number `i` of every row in a round, as it is in memory."""
+        factor = self._all[name]
+        if factor.slot.index == "padded_row" or self.spec.group_size is None:
+            return self._load_rows(factor.slot, row_tile)
+        boundary = "none" if self.plan.covers_columns else "clamp"
+        return self._load_rows(factor.slot, row_tile, (index * factor.count + i) // factor.repeat, boundary)
+
+    def _load_rows(
+        self, slot: TensorSlot, row_tile: Scalar, number: Scalar | int = 0, boundary: str = "none"
+    ) -> Tile:
+        numbers, lanes = slot.shape[1:] if len(slot.shape) == 3 else (1, ROWS)
+        shape, strides = (numbers, self.spec.packing.row_blocks, ROWS), (lanes, numbers * lanes, int(lanes == ROWS))
+        view = self.p.global_view(self.p[slot.name], ScalesZeros.element(slot.storage), shape, strides)
+        words = (boundary, self._row_boundary, "none")
+        return self.p.load(view, (number, row_tile * WARPS, 0), self._rows, words)
+
+    # -- to shared memory
+
+    def copy(self, row_tile: Scalar, index: Scalar | int, stage: Scalar | int) -> None:
+        """Starts to copy what a round has."""
+        if not self.staged:
+            return
+        for name, buffer in self.staged.items():
+            self._copy(self._all[name], self.p.stage(buffer, stage), row_tile, index)
+        self.p.commit()
+
+    def _copy(self, factor: Factor, target: Memory, row_tile: Scalar, index: Scalar | int) -> None:
+        numbers, lanes = factor.slot.shape[1:]
+        width, total, element = factor.count * lanes, numbers * lanes, ELEMENTS[factor.slot.storage]
+        shape, strides = (self.plan.rounds, self.spec.packing.row_blocks, width), (width, total, 1)
+        view = self.p.global_view(self.p[factor.slot.name], element.mlir, shape, strides)
+        vector = next(v for v in (16, 8, 4) if factor.row_block_bytes % v == 0 and total * element.bytes % v == 0)
+        layout = spatial(1, WARPS, 1) * spread((1, 1, width), 32, vector // element.bytes)
+        limit = () if self.plan.covers_columns else (width, 0, 1, total)
+        boundary = ("none", self._row_boundary, "none")
+        self.p.copy_async(view, target, (index, row_tile * WARPS, 0), layout, boundary, limit)
+
+    def await_copies(self) -> None:
+        """Waits for the copies of the next round, and lets those of the one behind it take this one's place."""
+        if self.staged:
+            self.p.wait()
+            self.p.barrier("warps", 1)
+
+    def use(self, stage: Scalar) -> None:
+        """Takes the numbers in shared memory from this stage."""
+        self._stage = stage
+
+    def _from_stage(self, name: str, i: int) -> Tile:
+        lanes = self._all[name].lanes
+        layout: Layout = self._rows if lanes == ROWS else self._rows.reduce((2,))
+        return self.p.load(self.p.stage(self.staged[name], self._stage), (0, 0, i * lanes), layout)
+
+    # -- to numbers
+
+    def number(self, name: str, loaded: dict[str, list[Tile]], column: int) -> Tile:
+        """Numbers of a tensor [rows, 1] in f32, of the group that a column of a round is in."""
+
+        def at(name: str) -> Tile:
+            i = column // self._all[name].columns
+            return self._from_stage(name, i) if name in self.staged else loaded[name][i]
+
+        def second_level(name: str, bilevel: Bilevel) -> Tile:
+            return self.convert.as_f32(at(name), bilevel.scale)
+
+        number = self.convert.two_level(self._all[name].slot, at(name), second_level)
+        return self.p.reshape(number, self.row_layout.shape)
+
+    def row_scale(self, row_tile: Scalar) -> Tile | None:
+        """What the sums of all of k are multiplied by, [rows, 1] in f32: the scales that weights have not got."""
+        scale: Tile | None = None
+        for slot in self.spec.tensors:
+            if slot.role != "scale" or slot.name in self._all:
+                continue
+            loaded = self.convert.as_f32(self._load_rows(slot, row_tile), slot.storage)
+            loaded = self.p.reshape(loaded, self.row_layout.shape)
+            loaded = self.convert.with_exponent(loaded) if slot.index == "group" else loaded
+            scale = loaded if scale is None else self.p.mul(scale, loaded)
+        return scale

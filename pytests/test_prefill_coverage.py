@@ -1,0 +1,196 @@
+"""The prefill kernel takes every weight: formats by zeros, scales, second levels and outliers, in small sizes in the
+emulator with its race check; and what shows that each of these matters to the result."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from emulated import Inputs, matmul_is_right, run_matmul
+
+import lowbit
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.errors import EmulatorError
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
+from lowbit.passes.kernels.prefill.factor import staged_factors
+from lowbit.passes.kernels.prefill.family import Prefill
+from lowbit.passes.kernels.prefill.outliers import Outliers
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.registry import request
+from lowbit.passes.kernels.scales_zeros import ScalesZeros
+from lowbit.passes.pipeline import CompiledKernel, compile_kernel
+from lowbit.passes.target import parse_target
+from lowbit.pylib.reference import random_inputs
+
+HOPPER = parse_target("sm_90a")
+PREFILL = Prefill()
+SMALL, PAIR = PrefillSchedule(16), PrefillSchedule(16, cluster=2)
+
+SCALES: tuple[dict[str, Any], ...] = (
+    {"scale": "f16"},
+    {"scale": "f32"},
+    {"scale": "bf16"},
+    {"scale": "e8m0"},
+    {"scale": "e4m3", "row_scales": True},
+    {"scale": "u6", "bilevel": Bilevel(groups=4)},
+    {"scale": "u3", "bilevel": Bilevel(rows=16, groups=1, zeros=True)},
+    {"scale": "i8", "bilevel": Bilevel(groups=2, scale="f32"), "row_scales": True},
+)
+ZEROS = ("none", "int", "float", "offset")
+GROUPS = (64, 16, 128, None)
+
+
+def compiled(spec: MatmulSpec, schedule: PrefillSchedule) -> CompiledKernel:
+    return compile_kernel(request(spec, HOPPER, schedule))
+
+
+def result(spec: MatmulSpec, schedule: PrefillSchedule, inputs: Inputs) -> torch.Tensor:
+    return run_matmul(compiled(spec, schedule), spec, inputs, racecheck=True)
+
+
+def is_right(spec: MatmulSpec, schedule: PrefillSchedule = SMALL, m: int = 9) -> bool:
+    inputs = random_inputs(spec, m, seed=m)
+    y = result(spec, schedule, inputs)
+    return matmul_is_right(y, spec, inputs, **PREFILL.rounding(spec, schedule))
+
+
+def spec_of(weight: str, zeros: str, scales: dict[str, Any], **others: Any) -> MatmulSpec:
+    """A spec of two rounds, or the nearest one that there is: integer zeros are for integers."""
+    integers = weight[0] in "ui"
+    fields = {"zeros": zeros if integers or zeros != "int" else "float", **scales, **others}
+    if fields.get("bilevel") and fields.get("group_size") is None:
+        fields["group_size"] = 32
+    return MatmulSpec(24, 512, weight, **fields)
+
+
+def varied(i: int, weight: str) -> MatmulSpec:
+    """The i-th spec: choices of different periods, so that every two of them meet."""
+    others = {"group_size": GROUPS[i // 3 % 4], "act": ("f16", "bf16")[i % 2], "outliers": i % 3 == 0}
+    return spec_of(weight, ZEROS[i % 4], SCALES[i % 7 + i // 28], bias=i % 5 == 0, **others)
+
+
+@pytest.mark.parametrize("spec", [varied(i, weight) for i, weight in enumerate(all_names())], ids=str)
+def test_every_format(spec: MatmulSpec) -> None:
+    assert is_right(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", all_names())
+def test_every_format_zeros_and_scale(weight: str) -> None:
+    for zeros, scales, sparse in product(ZEROS, SCALES, (False, True)):
+        spec = spec_of(weight, zeros, scales, group_size=32, outliers=sparse)
+        assert is_right(spec), spec
+
+
+SIZES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
+    # Groups that no round divides, and weights of less columns than two rounds.
+    ({"n": 40, "k": 3520, "weight": "u4", "group_size": 704}, SMALL, 20),
+    ({"n": 40, "k": 128, "weight": "u4", "group_size": 32, "zeros": "offset"}, SMALL, 20),
+    ({"n": 20, "k": 16, "weight": "u8"}, SMALL, 5),
+    # Second levels of part of a row block's numbers, staged in shared memory, which end inside of a round.
+    ({"n": 200, "k": 800, "weight": "u3", "group_size": 16, "zeros": "float", "scale": "u3",
+      "bilevel": Bilevel(16, 1, "f16", True), "outliers": True}, PAIR, 40),
+    ({"n": 40, "k": 768, "weight": "u2", "group_size": 16, "zeros": "offset", "scale": "u4",
+      "bilevel": Bilevel(groups=16)}, PrefillSchedule(32), 50),
+    # Wide panels with outliers, in a tile after the other.
+    ({"n": 600, "k": 512, "weight": "u4", "group_size": 64, "outliers": True}, PrefillSchedule(16, 128, 4), 40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choices", "schedule", "m"), SIZES, ids=str)
+def test_sizes(choices: dict[str, Any], schedule: PrefillSchedule, m: int) -> None:
+    assert is_right(MatmulSpec(**choices), schedule, m)
+
+
+def sparse(n: int, k: int, places: dict[tuple[int, int], float]) -> torch.Tensor:
+    dense = torch.zeros(n, k)
+    for (row, column), value in places.items():
+        dense[row, column] = value
+    return dense.to_sparse_csr()
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {},
+        {(0, 0): 3.0, (39, 4999): -2.0},
+        {(17, column): 1.5 for column in range(5000)},
+        {(row, 4096 + row): 0.5 for row in range(40)} | {(3, 64): 7.0},
+    ],
+    ids=["none", "first and last", "a full row", "beyond the span of a line"],
+)
+def test_any_matrix_of_outliers(places: dict[tuple[int, int], float]) -> None:
+    """Row blocks without outliers, panels without, and panels with several lines."""
+    spec = MatmulSpec(40, 5000, "u4", outliers=True, out="f32")
+    x, tensors = random_inputs(spec, 9)
+    inputs = x, tensors | {"outliers": sparse(40, 5000, places)}
+    assert matmul_is_right(result(spec, SMALL, inputs), spec, inputs, **PREFILL.rounding(spec, SMALL))
+
+
+def test_any_number_of_tokens_is_one_launch() -> None:
+    """More than 128 tokens of any weight whose x is in 16-byte pieces; fewer, where the decode kernels take none."""
+    for spec in (MatmulSpec.preset(name, 512, 1024) for name in ("spqr", "q4_k", "q6_k", "nvfp4", "mxfp4")):
+        mm = lowbit.compile(spec, "sm_90a")
+        assert [mm.choices.launches(m)[0].family for m in (129, 500, 4096)] == ["prefill"] * 3
+        assert all(len(mm.choices.launches(m)) == 1 for m in (1, 65, 129, 4096))
+
+
+def test_sums_are_waited_for_before_anything_is_loaded() -> None:
+    """With loads between the last product and the wait for it, nvJitLink 13.0 and 13.5 read sums before the wait."""
+    spec = MatmulSpec(512, 1024, "u3", 16, outliers=True)
+    ptx = compiled(spec, PrefillSchedule(128, 64)).ptx
+    before = ptx[: ptx.index("wgmma.wait_group.sync.aligned 0;")].splitlines()
+    since_branch = before[max(i for i, line in enumerate(before) if line.endswith(":")) :]
+    assert not any(" ld." in line or "\tld." in line for line in since_branch)
+
+
+# -- what must not be left out
+
+SPARSE = MatmulSpec(40, 512, "u4", 64, outliers=True, out="f32")
+CODED = MatmulSpec(40, 512, "u4", 32, zeros="offset", scale="u6", bilevel=Bilevel(groups=8), out="f32")
+
+
+def mutated(spec: MatmulSpec) -> bool:
+    inputs = random_inputs(spec, 9)
+    y = run_matmul(compiled(spec, SMALL), spec, inputs)
+    return matmul_is_right(y, spec, inputs, **PREFILL.rounding(spec, SMALL))
+
+
+def test_outliers_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Program, "scatter_outliers", lambda self, table, buffer, column, cursor, erase=False: cursor)
+    assert not mutated(SPARSE)
+
+
+def test_outliers_of_the_panel_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outliers, "erase", lambda self, column, cursor: None)
+    assert not mutated(SPARSE)
+
+
+def test_second_level_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScalesZeros, "two_level", lambda self, slot, tile, of_block: self.as_f32(tile, slot.storage))
+    assert not mutated(CODED)
+
+
+def test_second_level_of_the_next_block() -> None:
+    inputs = random_inputs(CODED, 9)
+    x, tensors = inputs
+    shifted = tensors | {"scale_scales": tensors["scale_scales"].roll(1, dims=1)}
+    y = run_matmul(compiled(CODED, SMALL), CODED, (x, shifted))
+    assert not matmul_is_right(y, CODED, inputs, **PREFILL.rounding(CODED, SMALL))
+
+
+def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the barriers of a warp, a lane would read outliers, or scales, that another has not written yet."""
+    assert staged_factors(PrefillPlan(CODED, SMALL))
+    barrier = Program.barrier
+    monkeypatch.setattr(
+        Program, "barrier", lambda self, scope="block", *rest, **others: scope == "warps" or barrier(self, scope)
+    )
+    for spec in (SPARSE, CODED):
+        with pytest.raises(EmulatorError, match=r"race|without a barrier"):
+            result(spec, SMALL, random_inputs(spec, 9))
