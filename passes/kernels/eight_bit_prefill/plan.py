@@ -50,6 +50,10 @@ class EightBitPrefillPlan(PrefillPlan):
         return 0 if self.spec.zeros == "int" else int(zero_code(self.spec.dtype))
 
     @property
+    def rounds_per_group(self) -> int:
+        return max(1, (self.spec.packing.padded_group or 0) // self.step)
+
+    @property
     def has_signs(self) -> bool:
         """Whether integers are negative, too, once zeros and offsets are subtracted."""
         return self.spec.zeros == "int" or self.offset > 0

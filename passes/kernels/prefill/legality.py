@@ -58,8 +58,8 @@ def shared_bytes(plan: PrefillPlan) -> int:
 
 
 def weight_bytes(plan: PrefillPlan) -> int:
-    """Shared memory of the weight side: the table of a format that has one, outliers, and scales, zeros and offsets that
-    do not go straight to registers."""
+    """Shared memory of the weight side: the table of a format that has one, outliers, and scales, zeros and offsets
+    that do not go straight to registers."""
     s, spec = plan.schedule, plan.spec
     compute = compute_element(spec.dtype, spec.act)
     table = DecodeTable(spec.dtype, compute).bytes if spec.dtype.kind == "table" else 0
