@@ -116,6 +116,12 @@ def tie(model: Any) -> None:
 def untie(model: Any) -> None:
     """Let transformers not tie the weights of layers that share a low-bit table: there is no dense one."""
     names = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, LowbitEmbedding | TiedLinear)}
+    if not names:
+        return
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in names or source in names:
             del model.all_tied_weights_keys[target]
+    for prefix, module in model.named_modules():  # from which transformers makes the former anew
+        tied = getattr(module, "_tied_weights_keys", None)
+        if isinstance(tied, Mapping):
+            module._tied_weights_keys = {t: s for t, s in tied.items() if f"{prefix}.{s}".lstrip(".") not in names}
