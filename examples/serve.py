@@ -64,12 +64,10 @@ def small_model(folder: str) -> str:
 
 def load(name: str, device: str) -> PreTrainedModel:
     """Returns a model in 4 bits, with fused layers."""
-    config = lowbit.LowbitConfig("u4", group_size=64)
-    model = AutoModelForCausalLM.from_pretrained(
+    config = lowbit.LowbitConfig("u4", group_size=64, fuse=True)
+    return AutoModelForCausalLM.from_pretrained(
         name, quantization_config=config, dtype=torch.bfloat16, device_map=device
     )
-    lowbit.fuse_(model)
-    return model
 
 
 def main(name: str | None = None, requests: list[list[int]] | None = None, count: int = 8) -> list[list[int]]:

@@ -188,3 +188,23 @@ WRONG: list[tuple[Any, str]] = [
 def test_wrong_use_is_refused(call: Any, message: str, table: nn.Embedding) -> None:
     with pytest.raises(SpecError, match=message):
         call(LowbitEmbedding.from_embedding(table, U8))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu(model: Model) -> None:
+    """The same rows as on a CPU; a CUDA graph looks other tokens up when it is replayed."""
+    for spec in SPECS:
+        weight = random_weight(spec, "cpu")
+        embedding = LowbitEmbedding.from_packed(weight)
+        expected = embedding(ROWS)
+        assert torch.equal(embedding.cuda()(ROWS.cuda()).cpu(), expected)
+    lowbit.quantize_(model.cuda(), U8, embeddings=True)
+    ids = IDS.cuda()
+    model(ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(ids)
+    ids.fill_(7)
+    graph.replay()
+    assert torch.equal(y, model(ids))

@@ -143,7 +143,7 @@ def test_fused_checkpoint_that_does_not_fit(checkpoints: Any, tmp_path: Path) ->
     config = json.loads((tmp_path / "config.json").read_text())
     config["intermediate_size"] = 96
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(PackError, match=r"packed with n=256 \(not 192\)"):
+    with pytest.raises(PackError, match=r"layers.0.mlp: gate_up_proj: .* n=256 \(not 192\)"):
         loaded(tmp_path)
 
 
@@ -387,6 +387,26 @@ def test_config_that_lies(changes: dict[str, Any], error: type, message: str, ch
         loaded(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("embeddings", None, "model.embed_tokens: .* config.json says that it has none here"),
+        (None, "embeddings", "model.embed_tokens: config.json says that it is low-bit, and the checkpoint has no"),
+        ("lm_head", None, "lm_head: the checkpoint has a low-bit weight"),
+    ],
+)
+def test_options_that_lie(
+    before: str | None, after: str | None, message: str, checkpoints: Any, tmp_path: Path
+) -> None:
+    """What is low-bit in the files and dense in the model would be left at random."""
+    loaded(checkpoints("llama"), LowbitConfig(U4, **({before: True} if before else {}))).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["quantization_config"] |= {before: False} if before else {after: True}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(PackError, match=message):
+        loaded(tmp_path)
+
+
 def test_damaged_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
     """Tensors that are missing, or hold what kernels can't multiply by, are errors that name the layer."""
     loaded(checkpoints("llama"), LowbitConfig(U4)).save_pretrained(tmp_path)
@@ -396,6 +416,11 @@ def test_damaged_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
     safetensors.save_file(tensors, file, {"format": "pt"})
     with pytest.raises(PackError, match=rf"{name}: "):
         loaded(tmp_path)
+    codes = tensors.pop(f"{name}.codes")
+    safetensors.save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(PackError, match=rf"{name}: the checkpoint has no codes of this"):
+        loaded(tmp_path)
+    tensors[f"{name}.codes"] = codes
     del tensors[f"{name}._extra_state"]
     safetensors.save_file(tensors, file, {"format": "pt"})
     with pytest.raises(PackError, match=rf"{name}: config.json says that it is low-bit"):

@@ -100,7 +100,7 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         """Put empty low-bit modules where the configuration or the checkpoint wants them."""
-        if self.config.embeddings or self.config.from_checkpoint:
+        if self.config.embeddings:
             tie(model)
         self._place(model, checkpoint_files)
         untie(model)

@@ -25,16 +25,24 @@ PARTS = dict(zip(MATRICES, ("gate_up", "down")))
 
 
 def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:
-    """Returns what the weights in files say of themselves, by the names of their layers in the model."""
+    """Returns what the weights in files say of themselves, by the names of their layers in the model.
+
+    Raises PackError for a weight that lacks a tensor.
+    """
     found: dict[str, MatmulSpec] = {}
+    keys = set[str]()
     for path in files:
         if not str(path).endswith(".safetensors"):
             raise PackError(f"{path} is no safetensors file; save the model again with save_pretrained")
         with safe_open(path, framework="pt") as file:
-            keys: list[str] = file.keys()
-            for name in [key.removesuffix(EXTRA_STATE) for key in keys if key.endswith(EXTRA_STATE)]:
+            here: list[str] = file.keys()
+            keys.update(here)
+            for name in [key.removesuffix(EXTRA_STATE) for key in here if key.endswith(EXTRA_STATE)]:
                 with naming(name):
                     found[name] = read_spec(file.get_tensor(name + EXTRA_STATE))
+    for name, spec in found.items():
+        if missing := [slot.name for slot in spec.tensors if f"{name}.{slot.name}" not in keys]:
+            raise PackError(f"{name}: the checkpoint has no {', '.join(missing)} of this low-bit weight")
     renamed = renaming(model, list(found))
     return {renamed(name): spec for name, spec in found.items()}
 
@@ -53,6 +61,11 @@ def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
             raise PackError(f"{name}: config.json says that it is low-bit, and the checkpoint has no such weight")
         with naming(name):
             check_same(saved[name], layer.spec)
+    modules = dict(model.named_modules())
+    for name in saved:
+        found = modules.get(name)
+        if isinstance(found, nn.Linear | nn.Embedding | TiedLinear) and not isinstance(found, PackedModule):
+            raise PackError(f"{name}: the checkpoint has a low-bit weight, and config.json says that it has none here")
 
 
 def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
@@ -116,6 +129,12 @@ def tie(model: Any) -> None:
 def untie(model: Any) -> None:
     """Let transformers not tie the weights of layers that share a low-bit table: there is no dense one."""
     names = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, LowbitEmbedding | TiedLinear)}
+    if not names:
+        return
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in names or source in names:
             del model.all_tied_weights_keys[target]
+    for prefix, module in model.named_modules():  # from which transformers makes the former anew
+        tied = getattr(module, "_tied_weights_keys", None)
+        if isinstance(tied, Mapping):
+            module._tied_weights_keys = {t: s for t, s in tied.items() if f"{prefix}.{s}".lstrip(".") not in names}

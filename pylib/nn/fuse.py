@@ -180,13 +180,16 @@ def place_fused(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     Raises PackError for a layer that does not fit those in whose place it is.
     """
     modules = dict(model.named_modules())
-    wanted: dict[nn.Module, dict[str, MatmulSpec]] = {}
+    wanted: dict[str, dict[str, MatmulSpec]] = {}
     for name, spec in specs.items():
         parent, _, leaf = name.rpartition(".")
         if name not in modules and parent in modules:
-            wanted.setdefault(modules[parent], {})[leaf] = spec
-    for parent, layers in wanted.items():
-        _place_in(parent, layers)
+            wanted.setdefault(parent, {})[leaf] = spec
+    for name, layers in wanted.items():
+        try:
+            _place_in(modules[name], layers)
+        except PackError as error:
+            raise PackError(f"{name}: {', '.join(layers)}: {error}") from error
 
 
 def _place_in(parent: nn.Module, layers: Mapping[str, MatmulSpec]) -> None:

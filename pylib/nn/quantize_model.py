@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import chain, compress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -70,7 +71,7 @@ def quantize_(
                              is tied to one multiplies by the same packed weight
     per_row_if_indivisible   one scale per row where the group size does not divide k, which stay dense otherwise
     fuse                     make one layer of those that share their input (`lowbit.fuse_`): fewer, larger matmuls
-    progress                 show a bar, if standard error is a terminal
+    progress                 show a bar with time and memory, if standard error is a terminal
 
     The experts of transformers' mixtures of experts become `LowbitExperts`. All else that is no plain nn.Linear stays
     dense, and so do embeddings and what is tied to them unless they are asked for; the report says why. A layer is
@@ -98,10 +99,10 @@ def quantize_(
     for entry in filter(_is_doubtful, others):
         _quantized(entry, None, device)  # to see whether it can be
     with _bar(progress) as bar:
-        task = bar.add_task("", total=len(calibrated) + len(others))
+        task = bar.add_task("", total=len(calibrated) + len(others), memory="")
 
         def quantized(entry: Planned, data: Calibration | None) -> nn.Module:
-            bar.update(task, description=entry.names[0])
+            bar.update(task, description=entry.names[0], memory=_memory(device))
             layer, rows[entry.names] = _quantized(entry, data, device, columns)
             bar.advance(task)
             return layer
@@ -159,12 +160,23 @@ def _is_awq(entry: Planned) -> bool:
 
 
 def _bar(progress: bool) -> Progress:
-    """Returns a bar that shows how many layers are done, and how long the rest will take."""
+    """Returns a bar that shows how many layers are done, how long the rest will take, and the memory in use."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
     hidden = not (progress and console.is_terminal)
-    name = TextColumn("{task.description}")
-    return Progress(*columns, name, console=console, transient=True, disable=hidden)
+    names = TextColumn("{task.fields[memory]}"), TextColumn("{task.description}")
+    return Progress(*columns, *names, console=console, transient=True, disable=hidden)
+
+
+def _memory(device: torch.device | str | None) -> str:
+    """Returns the memory in use, as text: of the process, and of torch's tensors on the GPU where it quantizes."""
+    pages = Path("/proc/self/statm")
+    parts = [int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")] if pages.exists() else []
+    names = ["in memory"] * len(parts)
+    if torch.cuda.is_initialized():
+        parts.append(torch.cuda.memory_allocated(device if device and torch.device(device).type == "cuda" else None))
+        names.append("on the GPU")
+    return ", ".join(f"{size / 1e9:.1f} GB {name}" for size, name in zip(parts, names))
 
 
 def _quantized(
