@@ -17,7 +17,6 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
 from lowbit.pylib.nn.experts import LowbitExperts
 from lowbit.pylib.nn.fuse import FusedModule
 from lowbit.pylib.nn.linear import LowbitLinear
-from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 
 
@@ -34,7 +33,7 @@ def split(model: Any) -> None:
         if isinstance(module, FusedModule):
             raise SpecError(f"{name}: fused layers can't be split over devices; load a model that was not fused")
         style = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is None or not isinstance(module, PackedModule | TiedLinear | LowbitExperts):
+        if style is None or not isinstance(module, LowbitLinear | LowbitEmbedding | TiedLinear | LowbitExperts):
             continue
         with naming(name):
             if isinstance(module, LowbitEmbedding | TiedLinear):

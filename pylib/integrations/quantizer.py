@@ -229,14 +229,14 @@ class LowbitQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # as config.json has it
+        kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # as config.json has it
         for name, layer in list(low_bit_layers(model)):
             if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList):
                 raise SpecError(f"{name}: experts can't be dequantized; load the dense checkpoint")
             if isinstance(layer, LowbitLinear):
-                model.set_submodule(name, layer.to_linear(dtype))
+                model.set_submodule(name, layer.to_linear(kind))
             elif isinstance(layer, LowbitEmbedding):
-                _dequantize_embedding(model, name, layer, dtype)
+                _dequantize_embedding(model, name, layer, kind)
         return model
 
     # -- saving, and what else the model can do
@@ -307,7 +307,8 @@ def _dequantize_embedding(model: nn.Module, name: str, table: LowbitEmbedding, d
     for head, layer in list(model.named_modules()):
         if isinstance(layer, TiedLinear) and layer.embedding is table:
             linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
-            linear.weight, linear.bias = dense.weight, layer.bias
+            linear.weight = dense.weight
+            linear.register_parameter("bias", layer.bias)
             model.set_submodule(head, linear)
 
 

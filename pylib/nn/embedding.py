@@ -104,7 +104,8 @@ class LowbitEmbedding(PackedModule):
             raise SpecError(f"rows are multiplied by {self.scale:g}, which nn.Embedding can't do; load the dense model")
         weight = self.dequantize()
         weight = weight.to(dtype or weight.dtype)
-        return nn.Embedding(*weight.shape, self.padding_idx, _weight=weight).train(self.training)
+        dense = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, _weight=weight)
+        return dense.train(self.training)
 
     def _forget(self) -> None:
         super()._forget()
@@ -120,6 +121,8 @@ class TiedLinear(nn.Module):
     It has no tensors but a bias, if there is one: the table is saved, loaded and moved by the embedding, which has to
     be in the same model.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(self, embedding: LowbitEmbedding, bias: nn.Parameter | None = None) -> None:
         super().__init__()

@@ -153,7 +153,11 @@ def _names(folds: Mapping[str, Fold]) -> set[str]:
 def _keeps_output(model: nn.Module, layers: Mapping[str, nn.Linear], fold: Fold, given: Any) -> bool:
     """Tells whether a layer gives what it gave before, while its source and its input are scaled."""
     outputs = list[Tensor]()
-    handle = layers[fold.layers[0]].register_forward_hook(lambda layer, args, output: outputs.append(output))
+
+    def noted(layer: nn.Module, args: object, output: Tensor) -> None:
+        outputs.append(output)
+
+    handle = layers[fold.layers[0]].register_forward_hook(noted)
     try:
         _evaluated(model, given)
         plain, outputs = outputs, list[Tensor]()
