@@ -87,6 +87,8 @@ class _EightBitKernel(Kernel):
         p, row_tile = self.p, self.here.row_tile
         if not self.plan.groups:
             total = p.mul(total, self.weight.row_scale(row_tile))
+        if self.spec.row_scales:
+            total = p.mul(total, self.epilogue.per_row("row_scales", "f32", total, row_tile))
         scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
         total = p.mul(total, p.load(scales, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
         self.epilogue.store(total, row_tile, token)

@@ -37,8 +37,6 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
         return f"groups of {spec.group_size} and rounds of up to 2048 columns must divide one another; {others}"
     if plan.rounds < _LEAST_ROUNDS:
         return f"k={spec.k} must be more than one round of {plan.step} columns; {others}"
-    if spec.row_scales:
-        return f"eight_bit_prefill takes no row_scales; {others}"
     if spec.zeros == "int" and spec.dtype.bits == 8:
         return f"{spec} has differences of codes and zeros that are no bytes; {others}"
     if plan.keeps_integers and (s.parts, s.banks) != (1, 1):
