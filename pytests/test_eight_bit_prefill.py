@@ -207,8 +207,8 @@ def test_no_spills_and_products_overlap(choices: dict[str, Any], tokens: int) ->
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zeros": "int", "weight": "u8", "compute": "i8"}, "differences of codes and zeros that are no bytes"),
-    ({"k": 512}, "k=512 must be more than one round of 512 columns"),
-    ({"k": 1040 * 4, "group_size": 1040, "compute": None}, "needs compute='f8e4m3' or 'i8'"),
+    ({"k": 2176, "group_size": 1088}, "groups of 1088 and rounds of 512 columns must divide one another"),
+    ({"compute": None}, "needs compute='f8e4m3' or 'i8'"),
 ]
 
 

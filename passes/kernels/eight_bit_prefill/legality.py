@@ -7,12 +7,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import has_wgmma
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.prefill.legality import shared_bytes
 from lowbit.passes.kernels.quantize.family import check_compute
 from lowbit.passes.target import Target
 
 _MOST_REGISTERS = 210  # of a thread, beside those for addresses and on the way to fragments
 _MORE = 8  # of these, for a second product under way, and for integers that become f32
-_LEAST_ROUNDS = 2  # of one round, the assembler orders products and the sums' first values wrongly, and says so (C7514)
 
 
 def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target) -> None:
@@ -21,9 +21,10 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target)
     plan = EightBitPrefillPlan(spec, s)
     if why := _misfit(plan, target):
         raise SpecError(f"schedule: {why}")
-    if plan.shared_bytes > target.max_shared_per_block:
+    needed = shared_bytes(plan)
+    if needed > target.max_shared_per_block:
         raise SpecError(
-            f"schedule: {s} needs {plan.shared_bytes} bytes of shared memory, {target} allows "
+            f"schedule: {s} needs {needed} bytes of shared memory, {target} allows "
             f"{target.max_shared_per_block}; take fewer tokens or num_stages, or a smaller panel_k"
         )
 
@@ -33,10 +34,8 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
     spec, s, others = plan.spec, plan.schedule, "take an EightBitSchedule"
     if not has_wgmma(spec, target):
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {others}"
-    if not plan.step:
-        return f"groups of {spec.group_size} and rounds of up to 2048 columns must divide one another; {others}"
-    if plan.rounds < _LEAST_ROUNDS:
-        return f"k={spec.k} must be more than one round of {plan.step} columns; {others}"
+    if not plan.divides_groups:
+        return f"groups of {spec.group_size} and rounds of {plan.step} columns must divide one another; {others}"
     if spec.zeros == "int" and spec.dtype.bits == 8:
         return f"{spec} has differences of codes and zeros that are no bytes; {others}"
     if plan.keeps_integers and (s.parts, s.banks) != (1, 1):
