@@ -34,7 +34,7 @@ from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.packed import pack
-from lowbit.pylib.reference import agrees, matmul, multiplied, random_problem, tolerance
+from lowbit.pylib.reference import agrees, matmul, multiplied, random_inputs, random_problem, tolerance
 from lowbit.pylib.runtime.boxed import map_of_x
 
 HOPPER = parse_target("sm_90a")
@@ -128,6 +128,16 @@ def test_any_number_of_rows_by_one_kernel() -> None:
     assert agrees(y, matmul(w, seen, *of_weight), tolerance(w, seen, *of_weight)).all()
 
 
+def test_scales_of_rows_beside_those_of_groups() -> None:
+    spec = MatmulSpec(136, 1024, "f4e2m1", 32, scale="e4m3", row_scales=True, compute="f8e4m3", out="f32")
+    mm = lowbit.compile(spec, "emulator:sm_90a")
+    x, tensors = random_inputs(spec, 133)
+    seen, plain = multiplied(spec, x), replace(spec, compute=None)
+    bound = tolerance(plain, seen, **tensors)
+    assert agrees(mm(x, mm.pack(**tensors)), matmul(plain, seen, **tensors), bound).all()
+    assert mm.choices.launches(133)[0].family == "eight_bit_prefill"
+
+
 # -- that these tests can fail
 
 
@@ -197,9 +207,8 @@ def test_no_spills_and_products_overlap(choices: dict[str, Any], tokens: int) ->
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zeros": "int", "weight": "u8", "compute": "i8"}, "differences of codes and zeros that are no bytes"),
-    ({"k": 512}, "k=512 must be more than one round of 512 columns"),
-    ({"k": 1040 * 4, "group_size": 1040, "compute": None}, "needs compute='f8e4m3' or 'i8'"),
-    ({"row_scales": True}, "takes no row_scales; take an EightBitSchedule"),
+    ({"k": 2176, "group_size": 1088}, "groups of 1088 and rounds of 512 columns must divide one another"),
+    ({"compute": None}, "needs compute='f8e4m3' or 'i8'"),
 ]
 
 

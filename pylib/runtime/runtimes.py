@@ -180,7 +180,8 @@ class CudaRuntime(_GpuRuntime):
         function = self._function(device, None)
         with torch.cuda.device(device):
             w = allocate((self._n, self._k), (self._k, 1), self._act)
-            function(current_stream(device), False, 0, w.data_ptr(), 0, *map(_address, weight))
+            no_x = [0] * argument_order(self._spec).index("y")
+            function(current_stream(device), False, *no_x, w.data_ptr(), 0, *map(_address, weight))
         return w
 
     def _vendor_matmul(self, x: Tensor, weight: Tensors) -> Tensor:

@@ -76,8 +76,9 @@ class _EightBitKernel(Kernel):
             factors = zip(columns, weights, scales, strict=True)
             self.products.begin_panel([Product(a, x, some.start, scale) for some, a, scale in factors])
             self._copy_later_panel(index, panel)
-            self.weight.reload(held, panel, here, coming)
             self._release_panel_before(panel)
+            self.products.begin_others()
+            self.weight.reload(held, panel, here, coming)
             self.products.end_panel()
         self.products.end_round()
         return held.flat()
@@ -87,6 +88,8 @@ class _EightBitKernel(Kernel):
         p, row_tile = self.p, self.here.row_tile
         if not self.plan.groups:
             total = p.mul(total, self.weight.row_scale(row_tile))
+        if self.spec.row_scales:
+            total = p.mul(total, self.epilogue.per_row("row_scales", "f32", total, row_tile))
         scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
         total = p.mul(total, p.load(scales, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
         self.epilogue.store(total, row_tile, token)

@@ -21,7 +21,8 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target)
     plan = EightBitPrefillPlan(spec, s)
     if why := _misfit(plan, target):
         raise SpecError(f"schedule: {why}")
-    if (needed := shared_bytes(plan)) > target.max_shared_per_block:
+    needed = shared_bytes(plan)
+    if needed > target.max_shared_per_block:
         raise SpecError(
             f"schedule: {s} needs {needed} bytes of shared memory, {target} allows "
             f"{target.max_shared_per_block}; take fewer tokens or num_stages, or a smaller panel_k"
@@ -34,9 +35,7 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
     if not has_wgmma(spec, target):
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {others}"
     if not plan.divides_groups:
-        return f"groups of {spec.group_size} and rounds of up to 2048 columns must divide one another; {others}"
-    if spec.row_scales:
-        return f"eight_bit_prefill takes no row_scales; {others}"
+        return f"groups of {spec.group_size} and rounds of {plan.step} columns must divide one another; {others}"
     if spec.zeros == "int" and spec.dtype.bits == 8:
         return f"{spec} has differences of codes and zeros that are no bytes; {others}"
     if plan.keeps_integers and (s.parts, s.banks) != (1, 1):

@@ -31,6 +31,21 @@ class EightBitPrefillPlan(PrefillPlan):
     schedule: EightBitPrefillSchedule
 
     @property
+    def scales_weights(self) -> bool:
+        """Products are scaled, and weights are not."""
+        return False
+
+    @property
+    def groups(self) -> int:
+        """Groups in a round, 1 if a group is longer; 0 for one scale per row."""
+        group = self.spec.packing.padded_group
+        return 0 if group is None else max(1, self.step // group)
+
+    @property
+    def rounds_per_group(self) -> int:
+        return max(1, (self.spec.packing.padded_group or 0) // self.step)
+
+    @property
     def keeps_integers(self) -> bool:
         """Whether sums stay integers from the first column to the last: no group has a scale."""
         return self.spec.compute == "i8" and not self.groups

@@ -36,8 +36,11 @@ class Sums(Protocol):
     def begin_panel(self, products: Sequence[Product]) -> None:
         """Begins products of a panel, the first at least."""
 
+    def begin_others(self) -> None:
+        """Begins those that are left."""
+
     def end_panel(self) -> None:
-        """Begins the others."""
+        """Adds those that have ended."""
 
     def end_round(self) -> None:
         """Leaves nothing under way that another round does not know of."""
@@ -60,8 +63,11 @@ class IntegerSums:
         for some in products:
             self.p.accumulate(some.a, some.x, some.start, self._sums, more=some is not products[-1])
 
-    def end_panel(self) -> None:
+    def begin_others(self) -> None:
         """All are under way."""
+
+    def end_panel(self) -> None:
+        """They are added as they end."""
 
     def end_round(self) -> None:
         """The next round adds to the same sums."""
@@ -103,11 +109,13 @@ class PromotedSums:
         first, *self._rest = product(products, range(len(self._sums)))
         self._begin(*first)
 
+    def begin_others(self) -> None:
+        for some, part in self._rest:
+            self._add_until(len(self._banks) - 1)
+            self._begin(some, part)
+
     def end_panel(self) -> None:
         self._add_until(len(self._banks) - 1)
-        for some, part in self._rest:
-            self._begin(some, part)
-            self._add_until(len(self._banks) - 1)
 
     def end_round(self) -> None:
         self._add_until(0)

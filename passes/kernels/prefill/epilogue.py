@@ -32,7 +32,7 @@ class Epilogue:
         """Adds the bias to sums [rows, tokens], converts and stores them."""
         p = self.p
         if self.spec.bias:
-            total = p.add(total, self._bias(total, row_tile))
+            total = p.add(total, p.cast(self.per_row("bias", self.spec.out_dtype, total, row_tile), "f32"))
         total = p.cast(total, self.spec.out_dtype)
         for first in range(0, total.shape[1], self.at_a_time):
             part = p.slice(total, 1, first, self.at_a_time)
@@ -41,11 +41,12 @@ class Epilogue:
             self._store_part(row_tile, token + first)
             p.barrier("warps", 1)
 
-    def _bias(self, total: Tile, row_tile: Scalar) -> Tile:
+    def per_row(self, name: str, element: str, total: Tile, row_tile: Scalar) -> Tile:
+        """A number for every row of sums, from the tensor of this name."""
         p = self.p
-        view = p.global_view(p["bias"], self.spec.out_dtype, (self.spec.n, 1))
+        view = p.global_view(p[name], element, (self.spec.n, 1))
         boundary = (self._outside("clamp"), "none")
-        return p.cast(p.load(view, (row_tile * ROWS_OF_TILE, 0), total.layout.reduce((1,)), boundary), "f32")
+        return p.load(view, (row_tile * ROWS_OF_TILE, 0), total.layout.reduce((1,)), boundary)
 
     def _outside(self, word: str) -> str:
         """The boundary of rows: where some tile ends beyond the last row, this one."""

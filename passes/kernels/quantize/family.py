@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
+from lowbit.dialect.formats.byte_codes import Compute
+from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
 from lowbit.passes.kernels.quantize.schedule import QuantizeSchedule
@@ -24,11 +25,11 @@ def quantize_spec(k: int, act: Act, compute: Compute) -> MatmulSpec:
 
 
 def default_schedule(spec: MatmulSpec) -> QuantizeSchedule:
-    """As few rounds of pieces as there can be with 256 threads or, in long rows, 512; no more threads than pieces."""
-    pieces = spec.k // SUM_COLUMNS
-    most = 256 if pieces <= 1024 else 512
-    rounds = -(-pieces // most)
-    return QuantizeSchedule(32 * -(-pieces // (32 * rounds)))
+    """As few rounds of units as there can be with 256 threads or, in long rows, 512; no more threads than units."""
+    units = spec.k // BLOCK_K
+    most = 256 if units <= 2048 else 512
+    rounds = -(-units // most)
+    return QuantizeSchedule(32 * -(-units // (32 * rounds)))
 
 
 class Quantize(KernelFamily[QuantizeSchedule]):

@@ -11,7 +11,7 @@ from lowbit.passes.kernels.base import KernelSchedule
 class QuantizeSchedule(KernelSchedule):
     """The free choice of the quantize kernel.
 
-    threads  of a block, which has one row; each takes whole pieces of 32 columns
+    threads  of a block, which has one row; each takes whole units of 16 columns
     """
 
     threads: int = 256
