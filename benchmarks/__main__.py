@@ -197,6 +197,19 @@ def cpu(
 
 
 @app.command()
+def gguf(
+    file: Annotated[Path, typer.Argument(help="A GGUF file.")],
+    llama_cpp: Annotated[str | None, typer.Option(help="A Python that has llama-cpp-python, to compare with.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 6,
+    threads: Annotated[int, typer.Option(min=1, help="Of each.")] = 1,
+) -> None:
+    """A GGUF model on this machine's CPU: tokens per second, also of llama.cpp."""
+    from benchmarks.gguf import gguf_table
+
+    print(gguf_table(file, llama_cpp, rounds, threads))
+
+
+@app.command()
 def chain(
     size: Annotated[str, typer.Argument(help="n x k, as 4096x4096, or the layers of a model.")],
     m: Annotated[str, typer.Option("--m", "-m", help="Numbers of tokens.")] = "1,8,16",

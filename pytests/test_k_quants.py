@@ -1,4 +1,4 @@
-"""K-quants: scales and offsets that are chosen together, and rounded to codes with a second level."""
+"""Scales of two levels: K-quants, and NVFP4 with a factor for each row."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ def test_configuration_as_json() -> None:
         ({"scale": "u6", "bilevel": Bilevel(rows=16), "zeros": "none"}, r"rows=1 and no zeros of its own"),
         ({"scale": "u6", "bilevel": Bilevel(), "zeros": "none", "group_size": None}, r"bilevel= needs groups"),
         ({"zeros": "offset", "method": "awq"}, r"method='awq' has no zeros='offset'; use method='rtn'"),
+        ({"row_scales": True}, r"row_scales=True goes with scale='e4m3', zeros='none' and method='rtn' or 'gptq'"),
         ({"scale": "u6", "bilevel": 3}, r"bilevel=3 must be a Bilevel"),
     ],
 )
@@ -136,6 +137,22 @@ def test_large_numbers_are_errors() -> None:
     weight[2, 300] = 1e9
     with pytest.raises(lowbit.QuantizeError, match=r"group 1 of row 2 needs a scale beyond f16; use scale='bf16'"):
         lowbit.quantize(weight, QuantConfig.preset("q4_k"))
+
+
+@pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**20])
+def test_rows_of_any_size(size: float) -> None:
+    """NVFP4's scales have few exponents: a factor for each row makes them fit, at any magnitude equally well."""
+    weight, config = weight_of(6), QuantConfig.preset("nvfp4")
+    weight[2] *= 1000
+    weight[3] = 0
+    result, usual = lowbit.quantize(weight * size, config), lowbit.quantize(weight, config)
+    assert torch.equal(result.dequantize(), usual.dequantize() * size)
+    packed = result.pack()
+    assert packed.spec == lowbit.MatmulSpec.preset("nvfp4", 6, COLUMNS)
+    assert torch.equal(packed.dequantize(), result.dequantize())
+    relative = (result.dequantize() / size - weight).norm(dim=1) / weight.norm(dim=1).clamp(min=1e-9)
+    assert float(relative.max()) < 0.12
+    assert torch.equal(torch.cat([part.dequantize() for part in result.split([2, 4])]), result.dequantize())
 
 
 def test_split() -> None:

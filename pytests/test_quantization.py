@@ -426,7 +426,8 @@ def test_matmul_of_a_quantized_weight(config: lowbit.QuantConfig) -> None:
     x = inputs_of(3, 256, seed=5).half()
     prepared = result.prepare_input(x)
     given = (mm.spec, prepared, result.codes, result.scales, result.zeros, bias)
-    others = dict(result.second_level) | ({} if result.offsets is None else {"offsets": result.offsets})
+    tables = {name: getattr(result, name) for name in ("offsets", "row_scales")}
+    others = dict(result.second_level) | {name: table for name, table in tables.items() if table is not None}
     y = mm(prepared, result.pack(mm, bias))
     assert agrees(y, matmul(*given, **others), tolerance(*given, **others)).all()
     expected = x.float() @ result.dequantize().T + bias

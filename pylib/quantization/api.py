@@ -45,6 +45,22 @@ def quantize(
         raise SpecError(f"config={config!r} must be a QuantConfig, such as {example}")
     weight = _checked(weight)
     config.spec(*weight.shape)  # raises where groups do not divide k
+    if not config.row_scales:
+        return _quantized(weight, config, calibration)
+    factors = _row_factors(weight, config)
+    return replace(_quantized(weight / factors[:, None], config, calibration), row_scales=factors)
+
+
+def _row_factors(weight: Tensor, config: QuantConfig) -> Tensor:
+    """Returns for each row in f32 what makes the largest scale of the others the largest of its type."""
+    largest = float(abs(config.dtype.values()).max()) * torch.finfo(TORCH[config.scale]).max
+    factors = weight.abs().amax(1).float() / largest
+    return torch.where(factors > 0, factors, 1.0)
+
+
+def _quantized(
+    weight: Tensor, config: QuantConfig, calibration: Tensor | Calibration | None
+) -> QuantizedWeight:
     grid = Grid(config, weight.shape[1], weight.device)
     if config.method in CALIBRATED:
         return _calibrated(weight, grid, calibration)

@@ -37,6 +37,7 @@ class QuantConfig:
     method      "rtn", "hqq", "gptq", "awq", "signround" or "spqr"; the last four need calibration data. None: "hqq" for
                 integers with float zeros that are not symmetric, else "rtn"
     table       the 2^b values of weight="lut<b>"
+    row_scales  give every row an f32 factor, with which its largest scale is the largest of its type: for e4m3 scales
     symmetric   keep every zero at the middle of the codes (8 for u4 and integer zeros, 7.5 for float zeros)
     clip        "mse": for each group, search the range whose squared error is least; "max": the whole range of the
                 group, and for e8m0 scales the rule of the MX specification
@@ -73,6 +74,7 @@ class QuantConfig:
     act_order: bool = False
     compute: Compute | None = None
     bilevel: Bilevel | None = None
+    row_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -131,6 +133,11 @@ class QuantConfig:
             given = "symmetric=True" if self.symmetric else f"zeros={self.zeros!r}"
             rule = f"method={self.method!r} optimizes float zeros and can't have {given}"
             raise SpecError(f"{rule}; use zeros='float', or 'gptq'")
+        if self.row_scales is not True and self.row_scales is not False:
+            raise SpecError(f"row_scales={self.row_scales!r} must be True or False")
+        if self.row_scales and (self.scale != "e4m3" or self.zeros != "none" or self.method not in ("rtn", "gptq")):
+            rule = "row_scales=True goes with scale='e4m3', zeros='none' and method='rtn' or 'gptq'"
+            raise SpecError(f"{rule}, not with {self.scale!r}, {self.zeros!r} and {self.method!r}")
         if self.by_k_quant and self.method != "rtn":
             what = f"zeros={self.zeros!r}" if self.bilevel is None else "bilevel="
             raise SpecError(f"method={self.method!r} has no {what}; use method='rtn'")
@@ -174,7 +181,8 @@ class QuantConfig:
         if self.method == "spqr":
             scale = f"u{self.scale_bits}" if self.second_level else scale
             others = {"outliers": self.outlier_threshold is not None, "permuted": self.act_order, **others}
-        others = {"table": self.table, "compute": self.compute, "bilevel": self.second_level, **others}
+        usual = {"table": self.table, "compute": self.compute, "row_scales": self.row_scales}
+        others = {**usual, "bilevel": self.second_level, **others}
         return MatmulSpec(n, k, self.weight, self.group_size, zeros, scale, **others)
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,7 +234,7 @@ PRESETS: Mapping[str, QuantConfig] = {
     "fp6_llm": QuantConfig("f6e3m2", None, clip="max"),  # FP6-LLM: scale = max|w| / 28 for each row
     "nf4": QuantConfig("nf4", 64, clip="max"),  # QLoRA: scale = max|w| for each 64 weights
     "mxfp4": QuantConfig("f4e2m1", 32, scale="e8m0", clip="max"),  # the OCP specification of MX formats
-    "nvfp4": QuantConfig("f4e2m1", 16, scale="e4m3"),  # without the factor of the whole tensor
+    "nvfp4": QuantConfig("f4e2m1", 16, scale="e4m3", row_scales=True),  # a factor per row, not one of the tensor
     "awq4": QuantConfig("u4", 128, method="awq"),
     "gptq4": QuantConfig("u4", 128, method="gptq"),
     "hqq4": QuantConfig("u4", 64, method="hqq"),

@@ -18,6 +18,9 @@ from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.quantization.grid import Codes, Grid, chunks
 
+BY_ROW = ("codes", "scales", "zeros", "offsets", "row_scales")
+"""The tensors of a quantized weight that have something for every row."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight:
@@ -31,6 +34,7 @@ class QuantizedWeight:
     column_scales   [k] in f32, of AWQ: the input has to be divided by them; None if there is nothing to divide
     outliers        a torch.sparse_csr matrix [n, k] in f16, of SpQR, which is added to the rest; else None
     permutation     [k], of SpQR in act-order: column j of all else is column permutation[j] of the weight; else None
+    row_scales      [n] in f32: a factor of each row; None without
     second_level    what makes numbers of codes, [n / rows, groups / groups] of `config.second_level`: scale_scales and,
                     of SpQR, scale_zeros, zero_scales and zero_zeros, of K-quants offset_scales; empty without codes
     """
@@ -44,6 +48,7 @@ class QuantizedWeight:
     permutation: Tensor | None = None
     second_level: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     offsets: Tensor | None = None
+    row_scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,8 +71,8 @@ class QuantizedWeight:
         """
         spec = target.spec if isinstance(target, Matmul) else target or self.spec(bias=bias is not None)
         outliers = self.outliers if spec.outliers else None
-        others = {"permutation": self.permutation, "offsets": self.offsets, **self.second_level}
-        return pack(spec, self.codes, self.scales, self.zeros, bias, outliers, **others)
+        others = {name: getattr(self, name) for name in ("permutation", "offsets", "row_scales")}
+        return pack(spec, self.codes, self.scales, self.zeros, bias, outliers, **others, **self.second_level)
 
     def prepare_input(self, x: Tensor) -> Tensor:
         """Returns the input that belongs to the codes: x divided by the column scales, or x itself without them."""
@@ -78,6 +83,8 @@ class QuantizedWeight:
         n, k = self.shape
         grid, result = Grid(self.config, k, self.device), torch.empty(n, k, dtype=dtype, device=self.device)
         scales = self._numbers("scale", self.scales)
+        if self.row_scales is not None:
+            scales = self.row_scales[:, None] * scales
         zeros = torch.zeros_like(scales) if self.zeros is None else self._numbers("zero", self.zeros)
         offsets = None if self.offsets is None else self._numbers("offset", self.offsets)
         for rows in chunks(self.codes, 3):
@@ -137,14 +144,12 @@ class QuantizedWeight:
             rows = self._shared_rows
             rule = f"must be multiples of {rows}, but for the last: so many rows share a second level of scales"
             raise QuantizeError(f"sizes={list(sizes)} {rule}; use other sizes, or quantize the parts one by one")
-        zeros, offsets = (
-            [None] * len(sizes) if table is None else table.split(list(sizes)) for table in (self.zeros, self.offsets)
-        )
         sparse = [None] * len(sizes) if self.outliers is None else split_csr(self.outliers, sizes)
-        codes, scales = self.codes.split(list(sizes)), self.scales.split(list(sizes))
+        tables = {name: table for name in BY_ROW if (table := getattr(self, name)) is not None}
+        rows = {name: table.split(list(sizes)) for name, table in tables.items()}
         return [
-            replace(self, codes=q, scales=s, zeros=z, offsets=o, outliers=part, second_level=level)
-            for q, s, z, o, part, level in zip(codes, scales, zeros, offsets, sparse, self._blocks(sizes))
+            replace(self, outliers=part, second_level=level, **{name: parts[i] for name, parts in rows.items()})
+            for i, (part, level) in enumerate(zip(sparse, self._blocks(sizes)))
         ]
 
     @property

@@ -1,0 +1,98 @@
+"""A GGUF model on this machine's CPU, beside llama.cpp: `python -m benchmarks gguf FILE`.
+
+Both read the same file. A prompt of 512 tokens is one call; then tokens follow one by one. Ours is the model of
+`lowbit.from_gguf` with fused layers and a static cache, whose step for one token is compiled by torch. The two are
+measured in turn, again and again, and of each the least time counts. With one thread the time is the processor's,
+which leaves out when others had it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowbit
+from benchmarks.llama_cpp import PROMPT, ROOM, STEPS
+from benchmarks.tables import markdown
+from lowbit.pylib.model_speed import attention
+
+Measure = Callable[[], tuple[float, float]]
+"""Returns seconds for the prompt, and for a token after it."""
+
+
+def gguf_table(path: Path, python: str | None, rounds: int, threads: int) -> str:
+    """Returns the tokens per second of a file, as markdown.
+
+    python   the interpreter that has llama-cpp-python; None to measure lowbit alone
+    """
+    torch.set_num_threads(threads)
+    contestants = {"lowbit": ours(path, threads)}
+    if python is not None:
+        contestants["llama.cpp"] = theirs(path, threads, python)
+    least = dict.fromkeys(contestants, (math.inf, math.inf))
+    for _ in range(rounds):
+        for name, measure in contestants.items():
+            (prompt, step), found = least[name], measure()
+            least[name] = min(prompt, found[0]), min(step, found[1])
+    rows = [(name, f"{PROMPT / prompt:.0f}", f"{1 / step:.0f}") for name, (prompt, step) in least.items()]
+    what = f"{path.name}, {threads} thread{'s' * (threads != 1)}"
+    return markdown((what, f"prompt of {PROMPT}, tokens/s", "decode, tokens/s"), rows)
+
+
+def ours(path: Path, threads: int) -> Measure:
+    """Returns how to measure lowbit."""
+    from transformers import StaticCache
+
+    clock = time.process_time if threads == 1 else time.perf_counter
+    model = lowbit.from_gguf(path, attn_implementation=attention.register())
+    lowbit.fuse_(model)
+    cache = StaticCache(config=model.config, max_cache_len=ROOM)
+    tokens = torch.arange(100, 100 + PROMPT)[None]
+    places = [torch.tensor([[place]]) for place in range(ROOM)]
+    compiled = torch.compile(
+        model.forward,
+        fullgraph=True,
+        dynamic=False,
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},  # the model does not change any more
+    )
+
+    def step(place: int) -> Any:
+        return compiled(tokens[:, place : place + 1], past_key_values=cache, position_ids=places[place])
+
+    @torch.inference_mode()
+    def measure() -> tuple[float, float]:
+        start = clock()
+        model(tokens, logits_to_keep=1)
+        prompt = clock() - start
+        cache.reset()
+        model(tokens[:, : ROOM - STEPS], past_key_values=cache, logits_to_keep=1)
+        start = clock()
+        for place in range(ROOM - STEPS, ROOM):
+            step(place)
+        return prompt, (clock() - start) / STEPS
+
+    measure()  # compiles
+    return measure
+
+
+def theirs(path: Path, threads: int, python: str) -> Measure:
+    """Returns how to measure llama.cpp."""
+    program = [python, str(Path(__file__).with_name("llama_cpp.py")), str(path), str(threads)]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+
+    def measure() -> tuple[float, float]:
+        assert child.stdin and child.stdout
+        child.stdin.write("\n")
+        child.stdin.flush()
+        prompt, step = json.loads(child.stdout.readline())
+        return prompt, step
+
+    return measure
