@@ -585,13 +585,14 @@ class Program:
         sums: Tile,
         row: int | None = None,
         more: bool = False,
+        held: bool = False,
         fresh: bool = False,
     ) -> None:
         """Begins sums += a b^T, with columns start .. of b in shared memory. row: the first of b's that is used, of
-        all if None; more: the next is of the same product; fresh: sums = a b^T."""
+        all if None; more: the next is of the same product; held: and begun with it; fresh: sums = a b^T."""
         op = ops.AccumulateOp(a.value, b.value, sums.value, _i64(start))
         op.row = None if row is None else _i64(row)
-        op.more, op.fresh = more, fresh
+        op.more, op.held, op.fresh = more, held, fresh
 
     def await_products(self, pending: int) -> None:
         ops.AwaitProductsOp(_i64(pending))
@@ -654,15 +655,14 @@ class Program:
         reg = Reg("i32", spatial(warps, 32, 1) * local(1, 1, ops.CURSOR))
         return Tile(ops.FirstOutliersOp(outliers.value, as_i32(block), reg.type).result)
 
-    def scatter_outliers(
-        self, outliers: Memory, buffer: Memory, first_column: Index, cursor: Tile, erase: bool = False
-    ) -> Tile:
-        """Writes the outliers from `cursor` on that lie in a buffer of fragments; returns where they go on. erase: 0 in
-        their places."""
+    def scatter_outliers(self, outliers: Memory, buffer: Memory, first_column: Index, cursor: Tile) -> Tile:
+        """Writes the outliers from `cursor` on that lie in a buffer of fragments; returns where they go on."""
         memory = outliers.value, buffer.value
-        op = ops.ScatterOutliersOp(*memory, as_i32(first_column), cursor.value, cursor.reg.type)
-        op.erase = erase
-        return Tile(op.result)
+        return Tile(ops.ScatterOutliersOp(*memory, as_i32(first_column), cursor.value, cursor.reg.type).result)
+
+    def erase_outliers(self, buffer: Memory, cursor: Tile) -> None:
+        """Writes 0 where the `scatter_outliers` with this result has written."""
+        ops.EraseOutliersOp(buffer.value, cursor.value)
 
     def reduce(self, tile: Tile, dim: int, combine: str = "sum") -> Tile:
         """The sum over a dim, or the largest element ("max")."""

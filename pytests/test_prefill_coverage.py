@@ -162,12 +162,12 @@ def mutated(spec: MatmulSpec) -> bool:
 
 
 def test_outliers_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Program, "scatter_outliers", lambda self, table, buffer, column, cursor, erase=False: cursor)
+    monkeypatch.setattr(Program, "scatter_outliers", lambda self, table, buffer, column, cursor: cursor)
     assert not mutated(SPARSE)
 
 
 def test_outliers_of_the_panel_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outliers, "erase", lambda self, column, cursor: None)
+    monkeypatch.setattr(Outliers, "erase", lambda self, cursor: None)
     assert not mutated(SPARSE)
 
 

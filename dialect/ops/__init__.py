@@ -64,7 +64,14 @@ from lowbit.dialect.ops.memory import (
     StageOp,
     WaitOp,
 )
-from lowbit.dialect.ops.outliers import CURSOR, AddOutliersOp, FirstOutliersOp, ScatterOutliersOp, SparseMmaOp
+from lowbit.dialect.ops.outliers import (
+    CURSOR,
+    AddOutliersOp,
+    EraseOutliersOp,
+    FirstOutliersOp,
+    ScatterOutliersOp,
+    SparseMmaOp,
+)
 from lowbit.dialect.ops.pipelines import ConcurrentOp, PipelineOp
 from lowbit.dialect.ops.products import MmaOp, OffsetSumsOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
 from lowbit.dialect.ops.programs import (
@@ -129,6 +136,7 @@ __all__ = [
     "DivOp",
     "EncodeBytesOp",
     "EncodeOp",
+    "EraseOutliersOp",
     "ExpOp",
     "FillTableOp",
     "FirstOutliersOp",

@@ -66,6 +66,7 @@ class AccumulateOp(Lowbit.Operation, name="accumulate"):
 
     row    of b's n, the first that is used; as many are as the sums have
     more   the next `accumulate` belongs to the same product: they are waited for together
+    held   the same, and this one is begun with the next
     fresh  sums = a b^T: what was in the sums does not count
     """
 
@@ -75,6 +76,7 @@ class AccumulateOp(Lowbit.Operation, name="accumulate"):
     start: ir.IntegerAttr
     row = Optional(ir.IntegerAttr, "an integer")
     more = Flag()
+    held = Flag()
     fresh = Flag()
 
     @verifier

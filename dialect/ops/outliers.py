@@ -8,7 +8,8 @@ far it has come.
         %cursor = lowbit.scatter_outliers %outliers, %buffer, %column, %cursor
         lowbit.barrier
         %sparse = lowbit.load %buffer       fragments
-        ... lowbit.scatter_outliers, erase, from the cursor before
+        lowbit.barrier
+        lowbit.erase_outliers %buffer, %cursor
 """
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
@@ -19,7 +20,6 @@ from lowbit.dialect.checks import accumulator, activation, expect, fragments, in
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, local, spatial
 from lowbit.dialect.ops.common import I32
-from lowbit.dialect.optional import Flag
 from lowbit.dialect.types import Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, row_major
 
 
@@ -83,15 +83,24 @@ class AddOutliersOp(Lowbit.Operation, name="add_outliers"):
         in_range(op.group, "group", 1, in_range(op.padded, "padded", 1))
 
 
-CURSOR = 4  # numbers of a thread: its words of this line and of the next, this line's number, and that behind the last
+CURSOR = 8  # numbers of a thread; `passes.lowering.outliers` says what they are
 
 
 def _check_cursor(value: Any) -> int:
-    """A cursor is [warps, 32, 4] of i32, the four numbers in each thread; returns the number of warps."""
+    """A cursor is [warps, 32, 8] of i32, eight numbers in each thread; returns the number of warps."""
     reg = Reg.of(value.type)
     layout = spatial(reg.shape[0], 32, 1) * local(1, 1, CURSOR)
     expect(reg.element == "i32" and reg.layout == layout, "cursor", f"i32 in {layout}", value.type)
     return reg.shape[0]
+
+
+def _check_fragments(value: Any, warps: int) -> None:
+    """A buffer of fragments, a row block for each warp."""
+    buffer = Shared.of(value.type)
+    activation(buffer.element, "element of the buffer")
+    fragments = len(buffer.shape) == 4 and (buffer.shape[0], *buffer.shape[2:]) == (warps, 32, 8)
+    dense = buffer.strides == row_major(buffer.shape)
+    expect(fragments and dense, "buffer", f"[{warps}, blocks, 32, 8], dense", value.type)
 
 
 class FirstOutliersOp(Lowbit.Operation, name="first_outliers"):
@@ -110,7 +119,7 @@ class FirstOutliersOp(Lowbit.Operation, name="first_outliers"):
 
 class ScatterOutliersOp(Lowbit.Operation, name="scatter_outliers"):
     """buffer[warp, c] = value for every outlier from the cursor on whose column less `first_column` is a column c of
-    the buffer; the cursor behind them. erase: 0 in place of the values, which makes the buffer zero again.
+    the buffer; the cursor behind them.
 
     The buffer [warps, columns / 16, 32, 8] has a row block for each warp, in the order of fragments of
     mma.m16n8k16: eight elements of each lane. Values are rounded to its type. Each warp writes its part of it: barriers
@@ -122,14 +131,21 @@ class ScatterOutliersOp(Lowbit.Operation, name="scatter_outliers"):
     first_column: ext.Operand[I32]
     cursor: ext.Operand[RegType]
     result: ext.Result[RegType]
-    erase = Flag()
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        buffer, warps = Shared.of(op.buffer.type), _check_cursor(op.cursor)
         _check_table(op.outliers)
-        activation(buffer.element, "element of the buffer")
-        fragments = len(buffer.shape) == 4 and (buffer.shape[0], *buffer.shape[2:]) == (warps, 32, 8)
-        dense = buffer.strides == row_major(buffer.shape)
-        expect(fragments and dense, "buffer", f"[{warps}, blocks, 32, 8], dense", op.buffer.type)
+        _check_fragments(op.buffer, _check_cursor(op.cursor))
         expect(op.cursor.type == op.result.type, "result", op.cursor.type, op.result.type)
+
+
+class EraseOutliersOp(Lowbit.Operation, name="erase_outliers"):
+    """Writes 0 where the `scatter_outliers` that gave the cursor has written outliers: the buffer is all zeros again.
+    Barriers of a warp are enough, before and after."""
+
+    buffer: ext.Operand[SharedType]
+    cursor: ext.Operand[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        _check_fragments(op.buffer, _check_cursor(op.cursor))

@@ -23,6 +23,7 @@ class Accumulator(Fragment):
 
     def __init__(self, reg: Reg, first: int) -> None:
         self.first = first
+        self.held: dict[int, list[warpgroup.Term]] = {}  # by row: what is issued with the next part of a product
         self.places = fragment_blocks(reg.layout, MMA_M16N8_D)
         self.rows = 1 + max(row for row, _ in self.places)
         self.columns = 8 * (1 + max(column for _, column in self.places))
@@ -66,11 +67,19 @@ def clear_accumulator(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.AccumulateOp, needs=WGMMA)
 def accumulate(op: Any, c: LoweringContext) -> None:
-    """Row by row of fragments: the next is decoded while the tensor core works on the last."""
+    """Row by row of fragments: the next is decoded while the tensor core works on the last.
+
+    Parts that are held are issued with the one behind them. With a fence for each, the assembler makes a group of each,
+    and a wait for all but the last product becomes one for all but the last part.
+    """
     a, b, sums = c.tiles[op.a], c.places[op.b], _of(op.sums, c)
     descriptor = warpgroup.descriptor(c.threads, b, sums.reg)
     for row in range(sums.rows):
-        terms = warpgroup.terms_of(a, b, int_attr(op, "start"), row, 0 if op.row is None else int_attr(op, "row"))
+        row_of_b = 0 if op.row is None else int_attr(op, "row")
+        terms = [*sums.held.pop(row, []), *warpgroup.terms_of(a, b, int_attr(op, "start"), row, row_of_b)]
+        if op.held:
+            sums.held[row] = terms
+            continue
         first = sums.first + row * sums.per_row
         instructions = warpgroup.Instructions(descriptor, sums.columns, str(a.reg.element), str(b.type.element), first)
         commit = row == sums.rows - 1 and not op.more

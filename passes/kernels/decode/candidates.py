@@ -39,7 +39,7 @@ def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
 
 def tile_limit(spec: MatmulSpec, target: Target) -> str:
     """Why `token_tiles` ends where it does: the end of an error's message."""
-    why = "whose sums need registers twice" if has_wgmma(spec, target) else "which has no wgmma"
+    why = "whose x is not in whole 16-byte pieces" if target.has_wgmma else "which has no wgmma"
     why = "whose outliers are added by the dequantize kernel then" if spec.outliers else why
     return f" for {spec.weight}, k={spec.k} on {target}, {why}"
 

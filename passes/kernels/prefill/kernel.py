@@ -163,13 +163,10 @@ class Kernel:
         """The outliers of a panel as fragments, where a weight has some."""
         if not self.outliers:
             return None
-        outliers, behind = self.outliers.of_panel(self._column(index, panel), *registers.outliers)
+        column = (index * self.plan.panels + panel) * self.schedule.panel_k
+        outliers, behind = self.outliers.of_panel(column, *registers.outliers)
         registers.outliers = [behind]
         return outliers
-
-    def _column(self, index: Scalar, panel: int) -> Scalar:
-        """The first column of a panel of a round."""
-        return (index * self.plan.panels + panel) * self.schedule.panel_k
 
     def _position(self, tile: Scalar) -> Position:
         """Where a tile is, and for one beyond the last where the last is. GROUP_TILES token tiles, side by side, go
@@ -217,13 +214,12 @@ class Kernel:
         factors.use(number % 2)
         for panel in range(plan.panels):
             parts = list(parts_of_panel(plan, panel))
-            cursor = registers.outliers
             ready = self._fragments(parts, index, panel, registers)
             x = self._await_panel(index, panel)
             for part, a in zip(parts, ready):
-                self.p.accumulate(a, x, part.start, self.sums, more=part is not parts[-1])
+                self.p.accumulate(a, x, part.start, self.sums, held=part is not parts[-1])
             if self.outliers:
-                self.outliers.erase(self._column(index, panel), *cursor)
+                self.outliers.erase(*registers.outliers)
             self._copy_later_panel(index, panel)
             registers.reload(self.weight, panel, *coming)
             self._release_panel_before(panel)

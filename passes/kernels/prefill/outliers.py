@@ -42,8 +42,8 @@ class Outliers:
         loaded = self.p.load(self._buffer, (0, 0, 0, 0), self._lanes)
         return self.p.view(loaded, self.act, self._fragments), behind
 
-    def erase(self, column: Scalar, cursor: Tile) -> None:
-        """Leaves zeros for the next panel, once this one's fragments have been made. cursor: before this panel."""
+    def erase(self, cursor: Tile) -> None:
+        """Leaves zeros for the next panel, once this one's fragments have been made. cursor: behind this panel."""
         self.p.barrier("warps", 1)
-        self.p.scatter_outliers(self._table, self._buffer, column, cursor, erase=True)
+        self.p.erase_outliers(self._buffer, cursor)
         self.p.barrier("warps", 1)

@@ -103,7 +103,7 @@ class MmaKernel(Kernel):
         """The outliers of a panel as fragments, where a weight has some; their place is for the next panel's again."""
         outliers = super()._outliers_of_panel(index, panel, registers)
         if self.outliers:
-            self.outliers.clear()
+            self.outliers.erase(*registers.outliers)
         return outliers
 
     # -- x
