@@ -73,26 +73,26 @@ MMA = Costs(
     decode_table=5.0,
 )
 WGMMA = Costs(
-    memory=4.8e6,
-    l2=12.4e6,
-    x=0.8,
-    in_flight=33.7e3,
-    warps=5.33,
-    round=0.079,
-    block=2.49,
+    memory=5.66e6,
+    l2=10.97e6,
+    x=0.542,
+    in_flight=21.6e3,
+    warps=1.73,
+    round=0.147,
+    block=1.26,
     split=12.7,
-    cluster=1.56,
-    tensor=0.287,
-    crowding=0.34,
+    cluster=0.978,
+    tensor=0.325,
+    crowding=0.164,
     barrier=1.436,
-    per_warp=0.9,
-    idle=0.93,
-    tail=0.31,
-    scale=2.23,
-    decode=(3.7, 3.7, 4.1, 3.5, 2.4, 2.4, 2.4, 2.4),
+    per_warp=0.994,
+    idle=0.633,
+    tail=0.375,
+    scale=1.35,
+    decode=(2.84, 2.86, 3.28, 3.5, 2.38, 2.61, 2.4, 2.89),
     decode_raw=0.8,
-    decode_float=1.8,
-    decode_table=6.06,
+    decode_float=1.95,
+    decode_table=4.97,
 )
 INTEGER = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
@@ -161,7 +161,8 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     plan = KernelPlan(spec, s)
     if s.wgmma:
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
-        codes = plan.preloaded_words + 4 if s.preload_weights else min(s.step_k, 128) // 4
+        loaded = min(s.step_k, max(128, spec.group_size or s.step_k))  # columns; those of a group one after another
+        codes = plan.preloaded_words + 4 if s.preload_weights else loaded // 4
         decoding = 38 if spec.dtype.kind == "float" else 30
         if plan.raw_codes:
             decoding = 24 if spec.packing.bits in (1, 2, 4) else 28
@@ -171,7 +172,15 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     if s.preload_weights:
         return 42 + plan.preloaded_words + s.columns // 2 * s.row_blocks
     products = s.columns // 2 * s.row_blocks if spec.compute else 0  # beside the sums
-    return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks + products
+    return 32 + (5 + 9 * s.columns // 8) * s.row_blocks + _scale_registers(spec, s) + products
+
+
+def _scale_registers(spec: MatmulSpec, s: Schedule) -> int:
+    """Of a thread, about, for the scales of a step's groups."""
+    if not spec.group_size:
+        return 0
+    ahead = 14 if s.step_k >= 256 else 0
+    return int((3 + 4 * s.step_k / spec.group_size + ahead) * (3 + s.row_blocks) / 4)
 
 
 def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:
