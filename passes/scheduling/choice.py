@@ -18,7 +18,7 @@ from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.registry import FAMILIES, family_of
-from lowbit.passes.scheduling.tables import Entry, Key, Table, nearest, shipped_tables
+from lowbit.passes.scheduling.tables import REACH, Entry, Key, Table, nearest, shipped_tables
 from lowbit.passes.target import Target
 
 MOST_BANDWIDTH, MOST_PRODUCTS = 4.8e6, 5e8  # an H200's bytes and 16-bit multiplications per microsecond
@@ -92,7 +92,7 @@ def measured(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table
 
 def estimated(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice:
     """The rule's schedule, or that of the nearest neighbour. A neighbour's is expected to take what is predicted, times
-    as long as it took there."""
+    what the prediction was off there; the further apart the two are, the less that counts."""
     rule = predicted(spec, tile, target)
     near = None if tile > MOST_DECODED and any_token_tiles(spec, target) else _neighbour(spec, tile, target, tables)
     return min(near or rule, rule, key=lambda choice: choice.microseconds)
@@ -107,7 +107,8 @@ def _neighbour(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Tab
         return None
     family, s = family_of(entry.schedule), entry.schedule
     here, there = (family.predict(each, tile, s, target) for each in (spec, entry.key.spec))
-    return Choice(s, here * entry.microseconds / there)
+    alike = 1 - Key.of(spec, tile).distance(entry.key) / REACH
+    return Choice(s, here * (entry.microseconds / there) ** alike)
 
 
 def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule:

@@ -51,10 +51,10 @@ class Costs:
 
 
 MMA = Costs(
-    memory=4.5e6,
+    memory=4.7e6,
     l2=4.8e6,
     x=0.0,
-    in_flight=18e3,
+    in_flight=12e3,
     warps=5.6,
     round=0.047,
     block=0.34,
@@ -73,26 +73,26 @@ MMA = Costs(
     decode_table=5.0,
 )
 WGMMA = Costs(
-    memory=5.66e6,
-    l2=10.97e6,
-    x=0.542,
+    memory=5.4e6,
+    l2=11.5e6,
+    x=0.142,
     in_flight=21.6e3,
-    warps=1.73,
-    round=0.147,
-    block=1.26,
+    warps=3.06,
+    round=0.129,
+    block=1.64,
     split=12.7,
-    cluster=0.978,
-    tensor=0.325,
-    crowding=0.164,
+    cluster=1.3,
+    tensor=0.39,
+    crowding=0.196,
     barrier=1.436,
-    per_warp=0.994,
-    idle=0.633,
-    tail=0.375,
-    scale=1.35,
-    decode=(2.84, 2.86, 3.28, 3.5, 2.38, 2.61, 2.4, 2.89),
-    decode_raw=0.8,
-    decode_float=1.95,
-    decode_table=4.97,
+    per_warp=0.927,
+    idle=0.681,
+    tail=0.512,
+    scale=1.29,
+    decode=(2.4, 1.94, 2.27, 2.53, 2.8, 2.61, 2.4, 3.68),
+    decode_raw=0.821,
+    decode_float=1.5,
+    decode_table=4.58,
 )
 INTEGER = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
@@ -115,7 +115,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
     in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
     x = tiles * tile * spec.k * spec.x.bytes / costs.l2
-    memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight) + (costs.x * x if tile <= 32 else 0.0)
+    memory = spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / in_flight) + (costs.x * x if tile <= 32 else 0.0)
     cache = spec.bytes / costs.l2 + x
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
