@@ -115,7 +115,8 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
     in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
     x = tiles * tile * spec.k * spec.x.bytes / costs.l2
-    memory = spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / in_flight) + (costs.x * x if tile <= 32 else 0.0)
+    memory = spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / in_flight)
+    memory += costs.x * x if tile <= 32 else 0.0
     cache = spec.bytes / costs.l2 + x
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
