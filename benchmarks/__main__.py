@@ -121,6 +121,18 @@ def publish_prefill(
 
 
 @app.command()
+def publish_first_calls(
+    file: Annotated[Path, typer.Argument(help="What `lowbit tune --check --preset unknown -o FILE` has written.")],
+    root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Write how good schedules are that were chosen without measuring into docs/tuning.md, between its marks."""
+    from benchmarks.first_calls_page import publish as write
+
+    for path in write(file, root):
+        print(path)
+
+
+@app.command()
 def show(commit: Commit = None) -> None:
     """Correctness, speed against torch f16, compile time and host cost in one markdown table: two minutes."""
     from benchmarks.show import show as table

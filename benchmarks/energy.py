@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,9 +12,9 @@ import torch
 
 from lowbit.pylib.tune import timing
 
-SECONDS = 0.4  # that are measured, about: the counter moves every 20 to 100 ms
+SECONDS = 0.4  # that are measured, about: an H200's counter moves every 100 ms
 MOST_SECONDS = 3.0  # until it has to have moved
-AHEAD = 2  # replays that the GPU has before it, so that it does not wait for the host
+AHEAD, STEP_MS = 2, 5.0  # pieces of work that the GPU has before it, and their length: to read the counter takes 3 ms
 
 Counter = Callable[[], int]  # millijoules since the driver was loaded
 
@@ -38,18 +39,31 @@ def energy_per_call(calls: Sequence[Callable[[], object]], read: Counter, second
     moved between two of its ticks, by the calls between them."""
     graph = timing.captured(calls)
     under_way: deque[torch.cuda.Event] = deque()
+    rounds = rounds_of(graph.replay)
 
-    def replay() -> None:
-        graph.replay()
+    def step() -> None:
+        for _ in range(rounds):
+            graph.replay()
         under_way.append(event := torch.cuda.Event())
         event.record()
         if len(under_way) > AHEAD:
             under_way.popleft().synchronize()
 
-    _, first = count_to_tick(replay, read, timing.SUSTAINED_SECONDS)
-    replays, last = count_to_tick(replay, read, seconds)
+    _, first = count_to_tick(step, read, timing.SUSTAINED_SECONDS)
+    steps, last = count_to_tick(step, read, seconds)
     torch.cuda.synchronize()
-    return (last - first) / (replays * len(calls))
+    return (last - first) / (steps * rounds * len(calls))
+
+
+def rounds_of(replay: Callable[[], None]) -> int:
+    """How many replays take `STEP_MS`, at least one."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
+    start.record()
+    replay()
+    end.record()
+    torch.cuda.synchronize()
+    return math.ceil(STEP_MS / start.elapsed_time(end))
 
 
 def count_to_tick(

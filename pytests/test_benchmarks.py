@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import chain, cpu, measure, prefill_page, show
+from benchmarks import chain, cpu, first_calls_page, measure, prefill_page, show
 from benchmarks.__main__ import app
 from benchmarks.cases import PLANS, Case, Plan
 from benchmarks.energy import count_to_tick
@@ -388,6 +388,24 @@ def test_publish_prefill(tmp_path: Path) -> None:
     assert "(img/prefill_rate_u4_f16_f8e4m3.svg)" in (tmp_path / "docs/benchmarks.md").read_text()
     readme = (tmp_path / "README.md").read_text()
     assert "m = 512" in readme and "old" not in readme and "nf4" not in readme
+
+
+def test_publish_first_calls(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    page, file = tmp_path / "docs/tuning.md", tmp_path / "first_calls.json"
+    page.write_text(f"before\n{first_calls_page.BEGIN}\nold\n{first_calls_page.END}\nafter\n")
+    about = {"weight": "u4", "n": 24576, "k": 4096, "group_size": 128, "best_microseconds": 10.0}
+    calls = [about | {"tokens": m, "microseconds": us} for m, us in ((1, 10.5), (16, 12.0))]
+    calls.append(about | {"n": 7168, "group_size": None, "tokens": 1, "microseconds": 10.0})
+    file.write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-11-23", "calls": calls}))
+    done = CliRunner().invoke(app, ["publish-first-calls", str(file), "--root", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "2 of 3 within 10% of the best that was found, 1.083 on average, 1.20 at worst." in text
+    assert "| 24576 x 4096 | 10.50 (1.05) | 12.00 (1.20) |  |" in text and "u4 per row, m = 1 |" in text
+    file.write_text("{}")
+    with pytest.raises(SpecError, match="tune --check"):
+        first_calls_page.text_of(file)
 
 
 def test_energy_is_counted_from_tick_to_tick() -> None:

@@ -253,7 +253,8 @@ def test_candidates(weight: str, tile: int, n: int) -> None:
     given = {default_schedule(spec, tile, HOPPER), schedule_for(spec, tile, HOPPER), *same_size_entries}
     for s in every:
         check_schedule(spec, s, HOPPER)
-        assert s.tokens in (tile, max(8, tile)) and (KernelPlan(spec, s).rounds >= 2 or s.preload_weights or s in given)
+        if s not in given:
+            assert s.tokens in (tile, max(8, tile)) and (KernelPlan(spec, s).rounds >= 2 or s.preload_weights)
     chosen = len(given)
     shapes = {_shape(s) for s in every}
     assert {_shape(s) for s in every[: chosen + len(shapes)]} == shapes  # each, before any comes twice
@@ -670,7 +671,7 @@ def test_first_calls_on_the_command_line(clock: Bench, tmp_path: Path) -> None:
     """An entry is measured against what its matmul would get without it: of its neighbour, or by the rule."""
     specs = [MatmulSpec(64, 1024, "u4"), MatmulSpec(64, 1280, "u4"), MatmulSpec(64, 1024, "nf4")]
     odd = [replace(default_schedule(s, 1, HOPPER), num_stages=2, warps_k=w) for s, w in zip(specs, (1, 2, 2))]
-    entries = [Entry(Key.of(s, 1), o, 5.0, "2026-11-21", "0.1.0") for s, o in zip(specs, odd)]
+    entries = [Entry(Key.of(s, 1), o, 0.01, "2026-11-21", "0.1.0") for s, o in zip(specs, odd)]
     table = Table("NVIDIA H200", 90, "by hand", {}).with_entries(entries)
     file = tmp_path / "table.json"
     file.write_text(table.to_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 
 import torch
@@ -71,8 +71,13 @@ class LowbitWithQuantization(Lowbit):
 def compile_kernels(wanted: Iterable[tuple[MatmulSpec, int]], target: str) -> None:
     """Fill the disk cache with the kernels for these numbers of tokens, in parallel. Raises the first error at the
     end."""
-    with ProcessPoolExecutor(cores(), mp_context=get_context("spawn")) as pool:
-        finish([pool.submit(_compile_kernel, spec, m, target) for spec, m in wanted])
+    finish([_workers().submit(_compile_kernel, spec, m, target) for spec, m in wanted])
+
+
+@cache
+def _workers() -> ProcessPoolExecutor:
+    """Kept for the parts of a plan to come: processes take seconds to start."""
+    return ProcessPoolExecutor(cores(), mp_context=get_context("spawn"))
 
 
 def _compile_kernel(spec: MatmulSpec, m: int, target: str) -> None:

@@ -1,13 +1,15 @@
 """Which kernel a matmul gets: the family and its schedule, without MLIR. This runs before the disk cache is asked.
 
-`schedule_for` takes, in this order: what was measured for the very same matmul; what was measured for one like it
-(`passes.scheduling.tables`); a rule, which is the least predicted of the candidates of all families. docs/tuning.md
-says how far each is from the best.
+`schedule_for` takes what was measured for the very same matmul. Otherwise it takes what it expects to be faster: what
+was measured for a matmul like it (`passes.scheduling.tables`), or the least predicted of the candidates of all families
+(the rule). A tile that holds more tokens is taken where that takes less time, so that time does not fall when tokens
+are added. docs/tuning.md says how far this is from the best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lowbit.dialect.errors import SpecError
@@ -16,9 +18,10 @@ from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.registry import FAMILIES, family_of
-from lowbit.passes.scheduling.tables import Entry, Key, Table, nearest, shipped_tables
+from lowbit.passes.scheduling.tables import REACH, Entry, Key, Table, nearest, shipped_tables
 from lowbit.passes.target import Target
 
+MOST_BANDWIDTH, MOST_PRODUCTS = 4.8e6, 5e8  # an H200's bytes and 16-bit multiplications per microsecond
 MOST_DECODED = 128  # tokens up to which kernels of the decode families are the faster ones, mostly
 ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
 
@@ -50,25 +53,83 @@ def schedule_for(
 
 def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> KernelSchedule:
     """The schedule from these tables, the most trusted first, or by the rule."""
+    return expected(spec, tile, target, tables).schedule
 
-    waves = tile > MOST_DECODED and len(any_token_tiles(spec, target)) > 0
 
-    def fits(entry: Entry) -> bool:
-        if waves and entry.key != Key.of(spec, tile):  # what fills waves is another thing for every size
-            return False
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, and about how many microseconds a launch with all of its tokens takes."""
+
+    schedule: KernelSchedule
+    microseconds: float
+
+
+def expected(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice:
+    """What is chosen for up to `tile` tokens: the tile's own schedule, or a wider tile's that takes less time. What was
+    measured gives way only to what was measured."""
+    known = measured(spec, tile, target, tables)
+    best = known or estimated(spec, tile, target, tables)
+    for wider in token_tiles(spec, target):
+        if wider <= tile:
+            continue
+        if least_time(spec, wider) >= best.microseconds:
+            break
+        other = measured(spec, wider, target, tables)
+        if other is None and known is None:
+            other = estimated(spec, wider, target, tables)
+        if other and other.microseconds < best.microseconds:
+            best = other
+    return best
+
+
+def measured(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice | None:
+    """What the first table says that has the very matmul."""
+    for entry in filter(None, (table.entries.get(Key.of(spec, tile)) for table in tables)):
+        if family_of(entry.schedule).suits(spec, entry.schedule, target, spec):
+            return Choice(entry.schedule, entry.microseconds)
+    return None
+
+
+def estimated(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice:
+    """The rule's schedule, or that of the nearest neighbour. A neighbour's is expected to take what is predicted, times
+    what the prediction was off there; the further apart the two are, the less that counts."""
+    rule = predicted(spec, tile, target)
+    near = None if tile > MOST_DECODED and any_token_tiles(spec, target) else _neighbour(spec, tile, target, tables)
+    return min(near or rule, rule, key=lambda choice: choice.microseconds)
+
+
+def _neighbour(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice | None:
+    def suits(entry: Entry) -> bool:
         return family_of(entry.schedule).suits(spec, entry.schedule, target, entry.key.spec)
 
-    return nearest(tables, spec, tile, fits) or default_schedule(spec, tile, target)
+    entry = nearest(tables, spec, tile, suits)
+    if entry is None:
+        return None
+    family, s = family_of(entry.schedule), entry.schedule
+    here, there = (family.predict(each, tile, s, target) for each in (spec, entry.key.spec))
+    alike = 1 - Key.of(spec, tile).distance(entry.key) / REACH
+    return Choice(s, here * (entry.microseconds / there) ** alike)
 
 
 def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule:
     """The rule: of the candidates of all families for m up to `tile`, the schedule with the least predicted time."""
+    return predicted(spec, tile, target).schedule
+
+
+def predicted(spec: MatmulSpec, tile: int, target: Target) -> Choice:
+    """The rule's schedule with its predicted time."""
     found = [
-        (family.predict(spec, tile, schedule, target), schedule)
+        Choice(schedule, family.predict(spec, tile, schedule, target))
         for family in families_for(spec, tile, target)
         for schedule in family.candidates(spec, tile, target)
     ]
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(found, key=lambda choice: choice.microseconds)
+
+
+def least_time(spec: MatmulSpec, tokens: int) -> float:
+    """Microseconds that no schedule is predicted to be below: for reading the weight, and for multiplying it."""
+    products = MOST_PRODUCTS * (2 if spec.compute else 1)
+    return max(spec.bytes / MOST_BANDWIDTH, spec.n * spec.k * tokens / products)
 
 
 def fixed_schedule(operation: Operation) -> KernelSchedule:

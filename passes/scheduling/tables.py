@@ -229,19 +229,14 @@ def shipped_tables() -> tuple[Table, ...]:
     return tuple(map(read_table, sorted((Path(__file__).parent / "data").glob("*.json"))))
 
 
-def nearest(
-    tables: Sequence[Table], spec: MatmulSpec, tile: int, fits: Callable[[Entry], bool]
-) -> KernelSchedule | None:
-    """The schedule of the very matmul, or of its nearest neighbour that `fits`; of equals, that in the first table."""
+def nearest(tables: Sequence[Table], spec: MatmulSpec, tile: int, fits: Callable[[Entry], bool]) -> Entry | None:
+    """The nearest neighbour of a matmul that `fits`, at a distance of up to `REACH`; of equals, that in the first
+    table."""
     key = Key.of(spec, tile)
-    for table in tables:
-        entry = table.entries.get(key)
-        if entry and fits(entry):
-            return entry.schedule
     near = [(key.distance(e.key), e) for table in tables for e in table.kinds.get(key.kind, ())]
     for distance, entry in sorted(near, key=lambda pair: pair[0]):
         if distance > REACH:
             break
         if fits(entry):
-            return entry.schedule
+            return entry
     return None

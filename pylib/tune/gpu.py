@@ -14,7 +14,6 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib.activation import quantize_in_torch
-from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.driver import current_stream
 from lowbit.pylib.runtime.runtimes import load_matmul
@@ -87,7 +86,7 @@ class Stand:
     def _kernel(self, problem: Problem, schedule: KernelSchedule) -> tuple[Callable[[PackedWeight], None], Tensor]:
         """A launch on a weight, and the tensor that it writes."""
         spec, tile = problem.spec, problem.tile
-        artifact = Artifacts(spec, self._target, schedule).kernel(tile)
+        artifact = problem.kernel(schedule, self._target)
         function = load_matmul(artifact, spec, self._target, self._device)
         x = self._of(problem).x
         y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import request
 from lowbit.passes.scheduling.tables import Key
+from lowbit.passes.target import Target
+from lowbit.pylib.build.driver import Artifact, load
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,12 @@ class Problem:
     def key(self) -> Key:
         """The key of the problem in a table of schedules."""
         return Key.of(self.spec, self.tile)
+
+    def kernel(self, schedule: KernelSchedule, target: Target) -> Artifact:
+        """The kernel with a schedule, which may be one for more tokens. Raises SpecError where it does not fit."""
+        spec = self.spec
+        name = f"{spec.weight}_{spec.n}x{spec.k}_{target.arch}_m{self.tile}"
+        return load(request(spec, target, schedule), name)
 
     def __str__(self) -> str:
         return f"{self.spec}, m = {self.tile}"

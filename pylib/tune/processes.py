@@ -85,10 +85,8 @@ def _stand_back() -> None:
 
 
 def _compile(problem: Problem, target: str, schedule: KernelSchedule) -> str:
-    from lowbit.pylib.build.kernels import Artifacts
-
     try:
-        artifact = Artifacts(problem.spec, parse_target(target), schedule).kernel(problem.tile)
+        artifact = problem.kernel(schedule, parse_target(target))
     except LowbitError as error:
         raise Failed(str(error)) from None
     return kernel_id(artifact.ptx)

@@ -51,10 +51,10 @@ class Costs:
 
 
 MMA = Costs(
-    memory=4.5e6,
+    memory=4.7e6,
     l2=4.8e6,
     x=0.0,
-    in_flight=18e3,
+    in_flight=12e3,
     warps=5.6,
     round=0.047,
     block=0.34,
@@ -73,26 +73,26 @@ MMA = Costs(
     decode_table=5.0,
 )
 WGMMA = Costs(
-    memory=4.8e6,
-    l2=12.4e6,
-    x=0.8,
-    in_flight=33.7e3,
-    warps=5.33,
-    round=0.079,
-    block=2.49,
+    memory=5.4e6,
+    l2=11.5e6,
+    x=0.142,
+    in_flight=21.6e3,
+    warps=3.06,
+    round=0.129,
+    block=1.64,
     split=12.7,
-    cluster=1.56,
-    tensor=0.287,
-    crowding=0.34,
+    cluster=1.3,
+    tensor=0.39,
+    crowding=0.196,
     barrier=1.436,
-    per_warp=0.9,
-    idle=0.93,
-    tail=0.31,
-    scale=2.23,
-    decode=(3.7, 3.7, 4.1, 3.5, 2.4, 2.4, 2.4, 2.4),
-    decode_raw=0.8,
-    decode_float=1.8,
-    decode_table=6.06,
+    per_warp=0.927,
+    idle=0.681,
+    tail=0.512,
+    scale=1.29,
+    decode=(2.4, 1.94, 2.27, 2.53, 2.8, 2.61, 2.4, 3.68),
+    decode_raw=0.821,
+    decode_float=1.5,
+    decode_table=4.58,
 )
 INTEGER = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
@@ -115,7 +115,8 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
     in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
     x = tiles * tile * spec.k * spec.x.bytes / costs.l2
-    memory = spec.bytes / costs.memory * max(1.0, costs.in_flight / in_flight) + (costs.x * x if tile <= 32 else 0.0)
+    memory = spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / in_flight)
+    memory += costs.x * x if tile <= 32 else 0.0
     cache = spec.bytes / costs.l2 + x
 
     # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
@@ -161,7 +162,8 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     plan = KernelPlan(spec, s)
     if s.wgmma:
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
-        codes = plan.preloaded_words + 4 if s.preload_weights else min(s.step_k, 128) // 4
+        loaded = min(s.step_k, max(128, spec.group_size or s.step_k))  # columns; those of a group one after another
+        codes = plan.preloaded_words + 4 if s.preload_weights else loaded // 4
         decoding = 38 if spec.dtype.kind == "float" else 30
         if plan.raw_codes:
             decoding = 24 if spec.packing.bits in (1, 2, 4) else 28
@@ -171,7 +173,15 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     if s.preload_weights:
         return 42 + plan.preloaded_words + s.columns // 2 * s.row_blocks
     products = s.columns // 2 * s.row_blocks if spec.compute else 0  # beside the sums
-    return 30 + s.step_k // 8 + (2 + 9 * s.columns // 8) * s.row_blocks + products
+    return 32 + (5 + 9 * s.columns // 8) * s.row_blocks + _scale_registers(spec, s) + products
+
+
+def _scale_registers(spec: MatmulSpec, s: Schedule) -> int:
+    """Of a thread, about, for the scales of a step's groups."""
+    if not spec.group_size:
+        return 0
+    ahead = 14 if s.step_k >= 256 else 0
+    return int((3 + 4 * s.step_k / spec.group_size + ahead) * (3 + s.row_blocks) / 4)
 
 
 def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:

@@ -15,6 +15,7 @@ _LAUNCH = 2.5  # microseconds of a launch, until the first panel is there
 _PER_TOKEN = 0.0023  # of a token of a tile and 64 columns,
 _PER_COLUMNS = 0.062  # of 64 columns whatever the tokens,
 _PER_PANEL = 0.032  # and of a panel
+_DECODING = {"uint": 0.18, "int": 0.18, "float": 0.26, "table": 0.26}  # of 64 columns at least, however few tokens
 _END, _END_PER_TOKEN = 0.5, 0.004  # of the end of a tile
 _MULTICAST = 0.975  # times as long, where blocks of a cluster share x and are in the middle of their work
 _MEMORY = 4.5e6  # bytes per microsecond
@@ -25,7 +26,8 @@ def predict(spec: MatmulSpec, tokens: int, s: PrefillSchedule, target: Target) -
     plan = PrefillPlan(spec, s)
     tiles = plan.row_tiles * -(-tokens // s.tokens)
     waves = -(-tiles // max(1, target.multiprocessors // s.cluster))
-    panel = s.panel_k / 64 * (_PER_COLUMNS + _PER_TOKEN * s.tokens) + _PER_PANEL
+    columns = max(_PER_COLUMNS + _PER_TOKEN * s.tokens, _DECODING[spec.dtype.kind])
+    panel = s.panel_k / 64 * columns + _PER_PANEL
     products = plan.rounds * plan.panels * panel
     if s.cluster > 1 and waves > 1:
         products *= _MULTICAST
