@@ -4,9 +4,8 @@ The idea is that of the prefill kernel: blocks stay for the whole launch and go 
 goes from device memory straight to registers, a round ahead, and weights are scaled there, once for all tokens of a
 warp. What differs is what a target without wgmma and TMA has:
 
-- x comes by cp.async, to which all threads contribute. A barrier per panel says that the next panel is there and that
-  all warps have this one's fragments in registers. It stands before the last products of a panel, so that the tensor
-  core works while warps meet and the next fragments are read.
+- x comes by cp.async, to which all threads contribute. A barrier per panel says that a panel is there and that all
+  warps have left the one before, whose stage is filled again.
 - x is read by ldmatrix, once per warp. So that shared memory keeps up with the tensor core, a warp may have 32 rows,
   for which one fragment of x serves twice, and half of the tokens of the tile; two warps then decode the same weights.
 - Sums are ordinary registers, carried by loops. Two warps share a quarter of a multiprocessor and hide each other's
@@ -14,16 +13,15 @@ warp. What differs is what a target without wgmma and TMA has:
 
 Loop nest. A block has 128 rows and `tokens` tokens at a time:
 
-    codes, scales, zeros of the first round on their way to registers; the first panels of x to all stages
+    codes, scales, zeros of the first round on their way to registers; the first `ahead` panels of x to shared memory
     for tile of this block:                          in the order of the prefill kernel
         sums = 0
         for round:                                   `step` columns
             for panel of `panel_k` columns:
-                for group in panel, without the last 16 columns:
+                wait until x is there; barrier
+                for group in panel:
                     sums += (scale * (decode(codes) - zero)) x^T
-                wait until the next panel is there; barrier
-                copy a later panel, of this tile or of the next, to this stage
-                sums += the products of the last 16 columns
+                copy a later panel, of this tile or of the next, to the stage that the panel before this one has left
                 load the codes that take the place of these: of the next round, or of the next tile's first
         scale rows, add the bias, convert, store y[t, n]
 
@@ -33,18 +31,16 @@ format that has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import ClassVar
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_B_NK, replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Index, Scalar, Tile
+from lowbit.passes.builder import Index, Memory, Scalar, Tile
 from lowbit.passes.kernels.decode.operands import spread
 from lowbit.passes.kernels.prefill.kernel import Kernel
-from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
+from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.weight import RoundRegisters
 from lowbit.passes.kernels.prefill_mma.epilogue import Epilogue
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
@@ -92,13 +88,12 @@ class MmaKernel(Kernel):
         registers, coming, number = self.registers.like(held), self._coming_round(index), self.rounds_before + index
         self.weight.factors.use(number % 2)
         for panel in range(plan.panels):
-            outliers, x = self._outliers_of_panel(index, panel, registers), self._fragments_of_x(panel)
-            parts = _split_last(parts_of_panel(plan, panel))
-            for part in parts:
-                if part is parts[-1]:
-                    self._next_panel(index, panel)
+            stage = self._await_panel(index, panel)
+            outliers, x = self._outliers_of_panel(index, panel, registers), self._fragments_of_x(stage)
+            for part in parts_of_panel(plan, panel):
                 a = self.weight.fragments(part, panel, registers, outliers)
                 total = p.mma(a, p.slice(x, 1, part.start, part.width), total)
+            self._copy_later_panel(index, panel)
             registers.reload(self.weight, panel, *coming)
             if panel == 0:  # all warps are done with the round before
                 self.weight.factors.copy(*coming, (number + 1) % 2)
@@ -113,29 +108,26 @@ class MmaKernel(Kernel):
 
     # -- x
 
-    def _fragments_of_x(self, panel: int) -> Tile:
+    def _fragments_of_x(self, stage: Memory) -> Tile:
         """A panel of x as it is multiplied: [tokens, panel_k]."""
-        p, s = self.p, self.schedule
-        stage = p.stage(self.stages, panel % s.num_stages)
-        loaded = p.load_matrix(stage, s.tokens, self.x_layout.unsqueeze(0))
-        return p.reshape(loaded, self.x_layout.shape)
+        loaded = self.p.load_matrix(stage, self.schedule.tokens, self.x_layout.unsqueeze(0))
+        return self.p.reshape(loaded, self.x_layout.shape)
 
     def _copy_first_panels(self, token: Scalar) -> None:
         for panel in range(self.plan.ahead):
             self._copy_panel(panel, token, panel)
-        self._await_panel(self.plan.ahead - 1)
 
-    def _next_panel(self, index: Scalar, panel: int) -> None:
-        """Waits for the next panel, and fills the stage of this one, all of whose fragments are in registers, again.
-        What is copied beyond the last tile of a block is not read."""
-        self._await_panel(self.plan.ahead - 2)
-        _, token, column = self._later_panel(index, panel)
-        self._copy_panel(panel % self.schedule.num_stages, token, column)
-
-    def _await_panel(self, pending: int) -> None:
-        """Waits until all panels but so many are there, for all warps."""
-        self.p.wait(pending)
+    def _await_panel(self, index: Scalar, panel: int) -> Memory:
+        """Waits until a panel is there, and until all warps have left the one before; its stage."""
+        self.p.wait(self.plan.ahead - 1)
         self.p.barrier()
+        return self.p.stage(self.stages, panel % self.schedule.num_stages)
+
+    def _copy_later_panel(self, index: Scalar, panel: int) -> None:
+        """Copies a later panel to the stage of the one before this. What is copied beyond the last tile of a block is
+        not read."""
+        _, token, column = self._later_panel(index, panel)
+        self._copy_panel((panel + self.plan.ahead) % self.schedule.num_stages, token, column)
 
     def _copy_panel(self, stage: int, token: Scalar, panel: Index) -> None:
         """Starts to copy a panel of x, counted in the tile; zeros beyond the last token and the last column."""
@@ -149,14 +141,6 @@ class MmaKernel(Kernel):
     def _leave(self) -> None:
         """Nothing is under way when a block ends."""
         self.p.wait()
-
-
-def _split_last(parts: Iterable[Part]) -> list[Part]:
-    """The parts of a panel, with the last one's last columns for themselves: those of one mma."""
-    *most, last = parts
-    rest = last.width - BLOCK_K
-    front = [replace(last, width=rest)] * (rest > 0)
-    return [*most, *front, replace(last, start=last.start + rest, width=BLOCK_K)]
 
 
 def prefill_mma_matmul(spec: MatmulSpec, schedule: PrefillMmaSchedule) -> ir.Module:

@@ -37,8 +37,8 @@ class PrefillMmaPlan(PrefillPlan):
 
     @property
     def ahead(self) -> int:
-        """Panels of x under way when a tile begins. While the end of one is multiplied, its stage is filled again."""
-        return self.schedule.num_stages
+        """Panels of x under way while one is multiplied: the barrier of a panel frees the stage of the one before."""
+        return self.schedule.num_stages - 1
 
     @property
     def pitch(self) -> int:
