@@ -1,7 +1,8 @@
 """About how long a schedule takes, and the two kernels that write the weight out for the vendor's matmul instead.
 
-No GPU of these architectures was at hand, so nothing here is fitted to one: times follow from how many instructions a
-tile takes, counted in machine code, and from the rates in NVIDIA's architecture whitepapers and data sheets. They serve
+No GPU of these architectures was at hand: times follow from how many instructions a tile takes, counted in machine
+code, and from the rates in NVIDIA's architecture whitepapers and data sheets. What they leave open, `_SUSTAINED` and
+`_PER_PANEL`, is fitted to kernels for sm_90 on an H200 (docs/lab-notebook.md, "Without wgmma"). The predictions serve
 to compare schedules, and to say from how many tokens on the vendor's matmul is likely to be the faster way.
 """
 
@@ -53,8 +54,8 @@ _OTHERS = 8.0  # instructions of a warp for 16 columns: addresses, copies and lo
 _SHARED = 128.0  # bytes of shared memory per clock,
 _CACHE = 32.0  # and of the L2 cache for each multiprocessor
 _BESIDE = 0.15  # of the time of what is not the bound, which the bound does not hide
-_SUSTAINED = 0.85  # of the rate of tensor cores that good kernels reach, ours and the vendor's
-_PER_PANEL = 100.0  # clocks in which the warps of a panel wait for one another, or for memory
+_SUSTAINED = 0.9  # of the rate of tensor cores that good kernels reach, ours and the vendor's
+_PER_PANEL = 200.0  # clocks in which the warps of a panel wait for one another, or for memory
 _END, _END_PER_TOKEN = 800.0, 8.0  # clocks of the end of a tile
 _CACHED = 3.0  # times the memory's rate, where the L2 cache holds what was written
 _LAUNCH = 4.0  # microseconds from a launch until its first product, without programmatic dependent launch

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
 """Numbers of tokens that a schedule is chosen for: above those that a few launches of the decode kernel hold."""
+_NO_TEMPORARY = 1.1  # times as long a launch may take that needs no memory for the weight as numbers
 _PANELS = ((64, 4), (128, 2), (64, 2), (128, 4))  # columns and stages, the most promising first
 
 
@@ -32,10 +33,10 @@ class PrefillMma(KernelFamily[PrefillMmaSchedule]):
     takes_any_tokens: ClassVar[bool] = True
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        """Those up to the last for which the vendor's matmul, of a weight that is written out, is predicted to take
-        longer."""
+        """Those up to the last for which the vendor's matmul, of a weight that is written out, is not predicted to be
+        the faster one by more than a tenth."""
         found = self.candidates(spec, TOKEN_TILES[0], target)
-        return _up_to_last_win(spec, target, tuple(found)) if found else ()
+        return _worthwhile(spec, target, tuple(found)) if found else ()
 
     def serves(self, schedule: PrefillMmaSchedule, tokens: int) -> bool:
         return tokens in TOKEN_TILES
@@ -84,12 +85,12 @@ def _schedules_by_tile() -> Iterator[list[PrefillMmaSchedule]]:
 
 
 @lru_cache(maxsize=1024)
-def _up_to_last_win(spec: MatmulSpec, target: Target, found: tuple[PrefillMmaSchedule, ...]) -> tuple[int, ...]:
-    """The token tiles up to the last for which the least predicted time is below that of the vendor's matmul."""
+def _worthwhile(spec: MatmulSpec, target: Target, found: tuple[PrefillMmaSchedule, ...]) -> tuple[int, ...]:
+    """The token tiles up to the last for which the best of some schedules is worth its predicted time."""
 
-    def wins(tokens: int) -> bool:
+    def is_worth(tokens: int) -> bool:
         best = min(cost_model.predict(spec, tokens, schedule, target) for schedule in found)
-        return best < cost_model.predict_vendor(spec, tokens, target)
+        return best < _NO_TEMPORARY * cost_model.predict_vendor(spec, tokens, target)
 
-    last = max((tile for tile in TOKEN_TILES if wins(tile)), default=0)
+    last = max((tile for tile in TOKEN_TILES if is_worth(tile)), default=0)
     return tuple(tile for tile in TOKEN_TILES if tile <= last)

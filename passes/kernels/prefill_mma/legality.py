@@ -10,7 +10,7 @@ from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.target import Target
 
 _MOST_REGISTERS = 164  # of a thread, beside those for addresses and on the way to fragments
-_LOOKUP, _IN_F32, _OUTLIERS = 16, 24, 64  # more on the way: addresses in a table, weights in f32, a panel's outliers
+_LOOKUP, _IN_F32, _OUTLIERS = 16, 24, 72  # more on the way: addresses in a table, weights in f32, a panel's outliers
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillMmaSchedule, target: Target) -> None:
