@@ -369,3 +369,11 @@ def test_large_groups(size: int | None) -> None:
     )
     errors = [output_error(weight, result.dequantize(), inputs) for result in (searched, paper)]
     assert errors[0] < errors[1]
+
+
+def test_losses_of_large_groups_take_errors_as_independent() -> None:
+    g = group(rows=5, size=80)
+    scales, zeros = torch.rand(5, 3) * 0.6 + 0.2, torch.rand(5, 3) * 7
+    s, z = scales[..., None], zeros[..., None]
+    errors = (g.weight[:, None] - ((g.weight[:, None] / s + z).round().clamp(0, 7) - z) * s) / g.u.diagonal()
+    assert torch.allclose(g.losses(scales, zeros), errors.square().clamp(max=g.limit).sum(-1), rtol=1e-4)

@@ -26,7 +26,7 @@ RATIOS = tuple(1 - 0.1 * step for step in range(8))
 CUTS = ((0.0, 0.0), (0.15, 0.0), (0.0, 0.15), (0.15, 0.15))
 """What may be cut off the range of 16 scales, or zeros, below and above, in parts of it: the rest has finer codes."""
 NEAR = 3  # codes that are tried on both sides of the nearest
-LARGEST = 64  # columns of a group in which errors are made up for, when losses are compared
+LARGEST = 64  # columns of a group in which errors are made up for; in larger ones losses take them as independent
 COPIES = 8  # temporaries in f32, for each weight and candidate
 
 
@@ -88,6 +88,9 @@ class Group:
 
     def _losses(self, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         size = weight.shape[1]
+        if size > LARGEST:
+            errors = self.grid.errors(weight[:, None].expand(-1, scales.shape[1], -1), scales, zeros)
+            return errors.div_(self.u.diagonal()).square_().clamp_(max=self.limit).sum(-1)
         rest = weight.T[:, :, None].repeat(1, 1, scales.shape[1])  # [size, rows, candidates]
         losses = torch.zeros_like(scales)
         for j in range(size):
@@ -95,7 +98,7 @@ class Group:
             errors = (rest[j] - (levels - zeros) * scales) / self.u[j, j]
             squares = errors.square()
             losses += squares.clamp(max=self.limit)
-            if j + 1 < size <= LARGEST:
+            if j + 1 < size:
                 errors.masked_fill_(squares > self.limit, 0.0)
                 rest[j + 1 :] -= self.u[j, j + 1 :, None, None] * errors
         return losses
