@@ -347,7 +347,7 @@ def test_codes_that_are_tried_out_lose_less(change: dict[str, Any]) -> None:
 
 
 def test_trying_out_and_order_lessen_the_error() -> None:
-    weight, inputs = layer(64, 256)
+    weight, inputs = layer(32, 128)
 
     def found(**change: Any) -> tuple[float, int]:
         result = lowbit.quantize(weight, lowbit.QuantConfig("u3", 16, method="spqr", **change), inputs)

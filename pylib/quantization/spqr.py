@@ -13,9 +13,9 @@ When the first column of a group comes, each row of the group gets its scale and
 A weight whose own error, so counted, is above the threshold is an outlier: what its code leaves is kept in f16. The
 threshold is relative to the mean of a column's variance over U[j, j]^2.
 
-With act-order, the next column is always the one with the least U[j, j]: of an error in it, the columns that are left can
-make up for the smallest part. The paper takes the column with the largest H[j, j], which ignores them. On the layers of
-docs/quality.md this order has 8 % less output error.
+With act-order, the next column is always the one with the least U[j, j]: of an error in it, the columns that are left
+can make up for the smallest part. The paper takes the column with the largest H[j, j], which ignores them. On the
+layers of docs/quality.md this order has 8 % less output error.
 """
 
 from __future__ import annotations
