@@ -356,7 +356,7 @@ def test_trying_out_and_order_lessen_the_error() -> None:
 
     paper, searched, ordered = found(clip="max"), found(), found(act_order=True)
     assert searched[0] < 0.9 * paper[0] and ordered[0] < 0.95 * searched[0]
-    assert ordered[1] < 1.05 * searched[1] < 1.1 * paper[1]
+    assert max(searched[1], ordered[1]) < 0.9 * paper[1]
 
 
 @pytest.mark.parametrize("size", [128, None])

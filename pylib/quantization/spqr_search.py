@@ -74,10 +74,10 @@ class Group:
         steps = torch.cartesian_prod(near, near).unbind(1)
         pairs = [(level.codes[:, None] + step).clamp(0, most) for level, step in zip((scale, zero), steps)]
         levels = list(zip((scale, zero), pairs))
-        tables = (TwoLevels(codes, level.scales[:, None], level.zeros[:, None]) for level, codes in levels)
-        loss, best = self.losses(*multiplied(*tables, self.grid)).min(1, keepdim=True)
-        found = (level._replace(codes=codes.gather(1, best)[:, 0].to(torch.uint8)) for level, codes in levels)
-        return Choice(*found, loss[:, 0])
+        scales, zeros = (TwoLevels(codes, level.scales[:, None], level.zeros[:, None]) for level, codes in levels)
+        loss, best = self.losses(*multiplied(scales, zeros, self.grid)).min(1, keepdim=True)
+        scale, zero = (level._replace(codes=codes.gather(1, best)[:, 0].to(torch.uint8)) for level, codes in levels)
+        return Choice(scale, zero, loss[:, 0])
 
     def losses(self, scales: Tensor, zeros: Tensor) -> Tensor:
         """Returns the loss of each row with each of some scales and zeros [rows, candidates]."""
