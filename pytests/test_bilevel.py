@@ -188,9 +188,11 @@ def test_dequantize_kernel(spec: MatmulSpec) -> None:
     assert dequantize_is_right(w, spec, problem)
 
 
-def _exchanged(right: Any) -> Any:
-    other = {"scale_scales": "offset_scales", "offset_scales": "scale_scales"}
-    return lambda self, group, rows, name, bilevel: right(self, group, rows, other.get(name, name), bilevel)
+def _exchanged(role: str) -> Any:
+    """Reads the second level of the scales for that of zeros or offsets, and the other way round."""
+    pairs = [("scale_" + part, f"{role}_{part}") for part in ("scales", "zeros")]
+    other = dict(pairs) | {b: a for a, b in pairs}
+    return lambda right: lambda self, group, rows, name, bilevel: right(self, group, rows, other[name], bilevel)
 
 
 def _one_group_on(right: Any) -> Any:
@@ -211,7 +213,8 @@ def _without(slot: str) -> Any:
 
 
 MUTATIONS = {
-    "second level of scales and offsets exchanged": (Q4_K, Kernel, "_second_level", _exchanged),
+    "second level of scales and offsets exchanged": (Q4_K, Kernel, "_second_level", _exchanged("offset")),
+    "second level of scales and zeros exchanged": (SPQR, Kernel, "_second_level", _exchanged("zero")),
     "second level of the next block": (SPQR, Kernel, "_second_level", _one_group_on),
     "scale of scales dropped": (Q6_K, ScalesZeros, "two_level", _without("scale_scales")),
     "zero of scales dropped": (SPQR, ScalesZeros, "two_level", _without("scale_zeros")),

@@ -50,7 +50,7 @@ def test_examples_and_excerpts_of_the_tutorial(tmp_path: Path, monkeypatch: pyte
     assert [(stage, part) for stage, part in shown if part not in texts(stage)] == []
 
 
-@pytest.mark.parametrize("page", ["quantizers.md", "sparse.md", "eight-bit.md"])
+@pytest.mark.parametrize("page", ["quantizers.md", "sparse.md", "bilevel.md", "eight-bit.md"])
 def test_examples_that_check_themselves(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import lowbit
 from lowbit.pylib.cli.main import app
+from lowbit.pylib.nn.outlier_rows import OutlierRows, bars
 
 
 def lines(*arguments: object, code: int = 0) -> str:
@@ -99,3 +100,44 @@ def test_wrong_requests_are_one_line(plain: Path, tmp_path: Path) -> None:
     assert "no matrix" in lines("quantize", plain, "-g", 32, "--skip", "*", "--out", out, code=1)
     assert lines("inspect", tmp_path / "missing", code=1).startswith("error")
     assert not out.exists()
+
+
+CHECKPOINTS = Path(__file__).parent / "fixtures/checkpoints"
+
+
+def test_outliers_of_each_row(tmp_path: Path) -> None:
+    """As a histogram, as numbers and as a figure; of a checkpoint with a row that has very many."""
+    (row,) = rows("inspect", CHECKPOINTS / "spqr-ptcsr").values()
+    (weight,) = map(lowbit.open_checkpoint(CHECKPOINTS / "spqr-ptcsr").load, [row["name"]])
+    sparse = weight.unpack_outliers()
+    assert sparse is not None
+    expected = (sparse.to_dense() != 0).sum(1).tolist()
+    assert row["outliers"]["per_row"] == expected and expected[0] == 0
+    assert row["outliers"]["density"] == pytest.approx(sum(expected) / (48 * 128))
+    assert row["outliers"]["densest_row"] == max(expected) / 128
+    text = lines("inspect", CHECKPOINTS / "spqr-ptcsr").splitlines()
+    assert text[-1].split()[:5] == [row["name"], "3.53", "%", "37.5", "%"] and text[-1].endswith("█▆▃▁           ▁")
+    for ending, start in (("svg", b"<?xml"), ("png", b"\x89PNG")):
+        pytest.importorskip("matplotlib")
+        lines("inspect", CHECKPOINTS / "spqr-ptcsr", "--plot", tmp_path / f"rows.{ending}")
+        assert (tmp_path / f"rows.{ending}").read_bytes().startswith(start)
+    assert "can't be drawn" in lines("inspect", CHECKPOINTS / "spqr-ptcsr", "--plot", tmp_path / "rows.x", code=1)
+
+
+def test_layers_without_outliers(tmp_path: Path) -> None:
+    """A weight without any is no row of the table, and no reason for a figure; one that could have some is empty."""
+    assert "outliers" not in lines("inspect", CHECKPOINTS / "spqr-dense")
+    assert "no layer of" in lines("inspect", CHECKPOINTS / "spqr-dense", "--plot", tmp_path / "rows.svg", code=1)
+    nothing = OutlierRows((0, 0, 0), 64)
+    assert (nothing.density, nothing.densest, nothing.histogram(4)) == (0, 0, [3, 0, 0, 0])
+
+
+@pytest.mark.parametrize("counts", [(5,), (0, 1, 2, 3, 4), (0, 0, 9, 100), tuple(range(33))])
+def test_histogram_of_rows(counts: tuple[int, ...]) -> None:
+    """A row is in the step that ends at its density or first after it; and every step that has a row has a bar."""
+    found = OutlierRows(counts, 128).histogram(4)
+    edges = [max(counts) * (i + 1) / 4 for i in range(4)]
+    assert found == [sum(low < c <= high for c in counts) + (i == 0) * counts.count(0)
+                     for i, (low, high) in enumerate(zip([0, *edges], edges))]  # fmt: skip
+    drawn = bars(found)
+    assert [c != " " for c in drawn] == [c > 0 for c in found][: len(drawn)] and "█" in drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ import lowbit
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.packed import pack
-from lowbit.pylib.quantization.gptq import damped, factor
+from lowbit.pylib.quantization import grid as grid_module
+from lowbit.pylib.quantization.gptq import damped, factor, ordered_factor
+from lowbit.pylib.quantization.grid import Grid
+from lowbit.pylib.quantization.spqr import statistics
+from lowbit.pylib.quantization.spqr_search import Group, multiplied
 from lowbit.pylib.quantization.two_levels import coded
 
 F64 = torch.float64
@@ -81,6 +86,26 @@ def by_definition(weight: Tensor, hessian: Tensor, config: lowbit.QuantConfig) -
     return rest, mask
 
 
+def best_first(hessian: Tensor) -> Tensor:
+    """Columns so that each is that, of those not yet taken, whose error the others make up for worst."""
+    left, order = list(range(len(hessian))), []
+    while left:
+        error = 1 / hessian[left][:, left].inverse().diagonal()  # squared, that is left of an error of 1
+        order.append(left.pop(int(error.argmax())))
+    return torch.tensor(order)
+
+
+def test_order_and_factor() -> None:
+    _, inputs = layer(1, 40)
+    hessian = inputs.double().T @ inputs.double()
+    order, u = ordered_factor(hessian)
+    assert torch.equal(order, best_first(hessian)) and torch.equal(u, u.triu())
+    assert torch.allclose(u.T @ u, hessian[order][:, order].inverse(), rtol=1e-9)
+    assert torch.allclose(u, factor(hessian[order][:, order]), rtol=1e-9)
+    ordered, plain = (1 / d.diagonal().square() for d in (u, factor(hessian)))
+    assert torch.allclose(ordered.log().sum(), plain.log().sum()) and ordered.sum() < plain.sum()
+
+
 @pytest.mark.parametrize(("threshold", "rows"), [(0.1, 16), (0.5, 8), (None, 16)])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_spqr_by_its_definition(threshold: float | None, rows: int, act_order: bool) -> None:
@@ -90,7 +115,7 @@ def test_spqr_by_its_definition(threshold: float | None, rows: int, act_order: b
     )
     result = lowbit.quantize(weight, config, inputs)
     hessian = inputs.double().T @ inputs.double()
-    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(48)
+    order = best_first(damped(hessian, config.damping)[0]) if act_order else torch.arange(48)
     expected, mask = by_definition(weight[:, order], hessian[order][:, order], config)
     found = result.dequantize()[:, order].double()
     same = (found - expected).abs() < 1e-3 * weight.abs().max()
@@ -268,3 +293,87 @@ def test_weights_beyond_f16() -> None:
     weight[2, 3] = 1e10
     with pytest.raises(QuantizeError, match="beyond f16"):
         lowbit.quantize(weight, lowbit.QuantConfig.preset("spqr"), inputs)
+
+
+# -- scales and zeros that are tried out
+
+
+def group(rows: int = 21, size: int = 16, limit: float = 2.0, **config: Any) -> Group:
+    """A group in the middle of a layer, some of whose weights are large."""
+    weight, inputs = layer(rows, 3 * size)
+    u = factor(damped(inputs.double().T @ inputs.double(), 0.01)[0])[size : 2 * size, size : 2 * size].float()
+    grid = Grid(lowbit.QuantConfig("u3", 16, method="spqr", **config), size, weight.device)
+    return Group(weight[:, size : 2 * size].contiguous(), u / u.diagonal().mean(), grid, limit)
+
+
+@pytest.mark.parametrize("cached", [16 << 20, 4096])
+def test_losses_by_their_definition(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight by weight, in f64; the same for any number of rows at a time."""
+    monkeypatch.setattr(grid_module, "CACHED", cached)
+    g = group(rows=5, size=8)
+    scales, zeros = torch.rand(5, 3) * 0.6 + 0.2, torch.rand(5, 3) * 7
+    expected, kept = torch.zeros(5, 3), 0
+    for row, candidate in itertools.product(range(5), range(3)):
+        rest, s, z = g.weight[row].double().clone(), float(scales[row, candidate]), float(zeros[row, candidate])
+        for j in range(8):
+            error = (rest[j] - ((rest[j] / s + z).round().clamp(0, 7) - z) * s) / g.u[j, j]
+            if error**2 > g.limit:
+                expected[row, candidate], kept = expected[row, candidate] + g.limit, kept + 1
+            else:
+                expected[row, candidate] += error**2
+                rest[j + 1 :] -= error * g.u[j, j + 1 :]
+    assert torch.allclose(g.losses(scales, zeros), expected, rtol=1e-4) and 0 < kept < 60
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"scale_bits": 4}, {"scale_bits": 8}, {"scale_rows": 8}, {"scale_bits": 5}], ids=str
+)
+def test_codes_that_are_tried_out_lose_less(change: dict[str, Any]) -> None:
+    """Than those of the paper, also in a last block with fewer rows; and each block by itself."""
+    g = group(**change)
+    rows = g.grid.config.scale_rows
+    paper = statistics(g.weight, g.u.diagonal(), g.grid, g.limit)
+    found = g.levels()
+    losses = [g.losses(*(table[:, None] for table in multiplied(*pair, g.grid)))[:, 0] for pair in (found, paper)]
+    blocks = [[float(part.sum()) for part in loss.split(rows)] for loss in losses]
+    assert all(new < old for new, old in zip(*blocks)) and sum(blocks[0]) < 0.95 * sum(blocks[1])
+    most = (1 << g.grid.config.scale_bits) - 1
+    for level in found:
+        assert level.codes.dtype == torch.uint8 and int(level.codes.max()) <= most
+        assert level.scales.shape == level.zeros.shape == (-(-21 // rows),)
+    if rows == 16:
+        alone = Group(g.weight[:16].contiguous(), g.u, g.grid, g.limit).levels()
+        assert all(torch.equal(a.codes, b.codes[:16]) for a, b in zip(alone, found))
+
+
+def test_trying_out_and_order_lessen_the_error() -> None:
+    weight, inputs = layer(32, 128)
+
+    def found(**change: Any) -> tuple[float, int]:
+        result = lowbit.quantize(weight, lowbit.QuantConfig("u3", 16, method="spqr", **change), inputs)
+        assert result.outliers is not None
+        return output_error(weight, result.dequantize(), inputs), result.outliers.values().numel()
+
+    paper, searched, ordered = found(clip="max"), found(), found(act_order=True)
+    assert searched[0] < 0.9 * paper[0] and ordered[0] < 0.95 * searched[0]
+    assert max(searched[1], ordered[1]) < 0.9 * paper[1]
+
+
+@pytest.mark.parametrize("size", [128, None])
+def test_large_groups(size: int | None) -> None:
+    """Errors are made up for in small groups only while losses are compared; the rest is the same."""
+    weight, inputs = layer(20, 128)
+    searched, paper = (
+        lowbit.quantize(weight, lowbit.QuantConfig("u3", size, method="spqr", clip=clip), inputs)  # type: ignore[arg-type]
+        for clip in ("mse", "max")
+    )
+    errors = [output_error(weight, result.dequantize(), inputs) for result in (searched, paper)]
+    assert errors[0] < errors[1]
+
+
+def test_losses_of_large_groups_take_errors_as_independent() -> None:
+    g = group(rows=5, size=80)
+    scales, zeros = torch.rand(5, 3) * 0.6 + 0.2, torch.rand(5, 3) * 7
+    s, z = scales[..., None], zeros[..., None]
+    errors = (g.weight[:, None] - ((g.weight[:, None] / s + z).round().clamp(0, 7) - z) * s) / g.u.diagonal()
+    assert torch.allclose(g.losses(scales, zeros), errors.square().clamp(max=g.limit).sum(-1), rtol=1e-4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Encoder:
         self.model: nn.Module = AutoModel.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(MODEL_DIR)
         self.sentences = _lines(HERE / "held_out.txt", SENTENCES)
-        self.calibration = [self._tokens(part) for part in _batches(_lines(HERE / "calibration.txt", CALIBRATION))]
+        self.calibration = list(self.batches("calibration.txt", CALIBRATION))
         self.reference = self.embed(self.model)
 
     @torch.no_grad()
@@ -70,6 +70,11 @@ class Encoder:
     def cosines(self, config: lowbit.QuantConfig) -> Tensor:
         """Returns for each sentence the cosine of the quantized model's embedding with the f32 model's."""
         return (self.embed(self.quantized(config)) * self.reference).sum(1)
+
+    def batches(self, file: str, count: int) -> Iterator[dict[str, Tensor]]:
+        """Yields the tokens of the first lines of a text beside this file."""
+        for part in _batches(_lines(HERE / file, count)):
+            yield self._tokens(part)
 
     def _tokens(self, sentences: Sequence[str]) -> dict[str, Tensor]:
         return dict(self._tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt"))

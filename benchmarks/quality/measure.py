@@ -30,7 +30,8 @@ GROUP = 64
 CALIBRATION_WINDOWS, TEST_WINDOWS = 24, 96  # of `Shape.context` tokens each
 STAGES = (("attention.q", "attention.k", "attention.v"), ("attention.o",), ("ffn.gate", "ffn.up"), ("ffn.down",))
 CALIBRATED = ("gptq", "awq", "signround", "spqr")
-SPQR: Any = {"weight": "u3", "group_size": 16, "method": "spqr", "clip": "max"}  # the paper's
+SPQR: Any = {"weight": "u3", "group_size": 16, "method": "spqr"}
+PAPER: Any = {**SPQR, "clip": "max"}
 FLOATS = {8: "f8e4m3", 6: "f6e3m2", 5: "f5e2m2", 4: "f4e2m1", 3: "f3e1m1"}
 
 
@@ -50,15 +51,28 @@ def configs() -> Iterator[tuple[str, lowbit.QuantConfig]]:
     for weight in FLOATS.values():
         yield "floats, RTN", lowbit.QuantConfig(weight, GROUP)
         yield "floats, GPTQ", lowbit.QuantConfig(weight, GROUP, method="gptq")
-    yield "SpQR u3, threshold 0.2", lowbit.QuantConfig(**SPQR)
-    yield "SpQR u3, threshold 0.35", lowbit.QuantConfig(**SPQR, outlier_threshold=0.35)
-    yield "SpQR u3, threshold 0.35, act-order", lowbit.QuantConfig(**SPQR, outlier_threshold=0.35, act_order=True)
-    yield "SpQR u3, no outliers", lowbit.QuantConfig(**SPQR, outlier_threshold=None)
+    yield from _spqr()
     for weight in ("u4", "u3"):
         yield f"GPTQ {weight}, groups of 128", lowbit.QuantConfig(weight, 128, method="gptq")
+    yield "GPTQ u4, per row", lowbit.QuantConfig("u4", None, method="gptq")
+    yield "GPTQ u3, groups of 32", lowbit.QuantConfig("u3", 32, method="gptq")
     yield "nf4, GPTQ", lowbit.QuantConfig("nf4", GROUP, method="gptq")
     for name in ("fp6_llm", "nf4", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"):
         yield f"preset {name}", lowbit.QuantConfig.preset(name)
+
+
+def _spqr() -> Iterator[tuple[str, lowbit.QuantConfig]]:
+    """Yields SpQR as the paper has it, then with codes that are tried out, and then with columns in another order."""
+    for threshold in (0.2, 0.35, None):
+        yield f"SpQR of the paper, {_outliers(threshold)}", lowbit.QuantConfig(**PAPER, outlier_threshold=threshold)
+    yield "SpQR, threshold 0.3", lowbit.QuantConfig(**SPQR, outlier_threshold=0.3)
+    for threshold in (0.15, 0.25, 0.35, None):
+        config = lowbit.QuantConfig(**SPQR, outlier_threshold=threshold, act_order=True)
+        yield f"SpQR, act-order, {_outliers(threshold)}", config
+
+
+def _outliers(threshold: float | None) -> str:
+    return "no outliers" if threshold is None else f"threshold {threshold}"
 
 
 def windows(name: str, count: int, context: int) -> Tensor:

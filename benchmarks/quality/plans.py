@@ -1,9 +1,9 @@
 """Plans of the small model at several sizes, beside uniform choices: `python -m benchmarks.quality.plans`.
 
 Writes docs/results/plans.json, the table of docs/quality.md and the figure docs/img/plans.svg (with matplotlib). What
-layers add to the divergence is measured once, on the first of the calibration windows. Then each plan, and each
-candidate for all layers alike, is quantized as in `measure`, and its perplexity and divergence are those of the
-held-out text.
+layers add to the divergence is measured once, on the first of the calibration windows. Then each candidate for all
+layers alike, a plan of its size, and plans of some sizes between are quantized as in `measure`, and their perplexity
+and divergence are those of the held-out text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ RESULTS = HERE.parent.parent / "docs" / "results" / "plans.json"
 PAGE, FIGURE = RESULTS.parent.parent / "quality.md", RESULTS.parent.parent / "img" / "plans.svg"
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
 PROBES = 8  # windows on which the model is run for each layer
-BITS = (2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 4.5)
+BITS = (2.5, 3.0, 3.5, 4.0)
+PER_ROW = tuple(lowbit.QuantConfig(weight, None, method="gptq") for weight in ("u3", "u4"))
+"""No candidates, but also what all layers alike could be."""
 
 Record = dict[str, Any]
 
 
 def measure() -> Iterator[Record]:
-    """Yields a record for each candidate, and for each plan."""
+    """Yields a record for each candidate, and for each plan: one of the size of each candidate, and some between."""
     model = load()
     context = model.shape.context
     training = windows("calibration.txt", CALIBRATION_WINDOWS, context)
@@ -47,16 +49,30 @@ def measure() -> Iterator[Record]:
     tokens = [window[None, :-1] for window in training[:PROBES]]
     found = lowbit.sensitivity(model, tokens, act="f16")
     size = {name: {choice.config: choice.bytes for choice in choices} for name, choices in found.choices.items()}
-    plans = [(f"plan of {bits} bits", found.plan(bits=bits)) for bits in BITS]
-    uniform = [(str(config.weight), dict.fromkeys(size, config)) for config in CANDIDATES]
-    for name, configs in (*uniform, *plans):
+    for name in size:
+        layer = model.get_submodule(name)
+        size[name] |= {config: config.spec(*layer.weight.shape).bytes for config in PER_ROW}
+    uniform = [dict.fromkeys(size, config) for config in (*CANDIDATES, *PER_ROW)]
+    budgets = {_bytes(size, configs) for configs in uniform} | {int(bits * found.weights / 8) for bits in BITS}
+    for configs in (*uniform, *(found.plan(bytes=budget) for budget in sorted(budgets))):
         worse, _ = quantized(model, configs, training, inputs)
-        bits = 8 * sum(size[layer][config] for layer, config in configs.items()) / found.weights
-        layers = {layer: config.to_dict() for layer, config in configs.items()}
-        group = "" if "plan" in name else f" per {next(iter(configs.values())).group_size}"
-        record = {"name": name + group, "bits": round(bits, 3), **quality(expected, predictions(worse, test), test)}
+        bits = 8 * _bytes(size, configs) / found.weights
+        record = {"name": _name(configs, bits), "bits": round(bits, 3)}
+        record |= quality(expected, predictions(worse, test), test)
         print(record, file=sys.stderr, flush=True)
-        yield {**record, **({"layers": layers} if "plan" in name else {})}
+        layers = {layer: config.to_dict() for layer, config in configs.items()}
+        yield {**record, **({"layers": layers} if isinstance(configs, lowbit.QuantPlan) else {})}
+
+
+def _bytes(size: Mapping[str, Mapping[lowbit.QuantConfig, int]], configs: Mapping[str, lowbit.QuantConfig]) -> int:
+    return sum(size[layer][config] for layer, config in configs.items())
+
+
+def _name(configs: Mapping[str, lowbit.QuantConfig], bits: float) -> str:
+    if isinstance(configs, lowbit.QuantPlan):
+        return f"plan of {bits:.2f} bits"
+    config = next(iter(configs.values()))
+    return f"{config.weight} per {config.group_size or 'row'}"
 
 
 def table(records: list[Record]) -> str:

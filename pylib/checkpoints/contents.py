@@ -15,6 +15,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.nn.fuse import parts_named
+from lowbit.pylib.nn.outlier_rows import OutlierRows
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.packed import PackedWeight
 
@@ -63,7 +64,8 @@ def _low_bit_row(
     error = noted if isinstance(noted, float) else None
     if originals is not None and len(weights) == 1:
         error = _relative_error(_original(originals, name), weights[0])
-    return LayerReport(name, shape, describe(spec), 2 * math.prod(shape), size, error)
+    outliers = OutlierRows.of(weights[0]) if len(weights) == 1 else None
+    return LayerReport(name, shape, describe(spec), 2 * math.prod(shape), size, error, outliers=outliers)
 
 
 def _weights(checkpoint: Checkpoint, name: str) -> list[PackedWeight]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from lowbit.dialect.errors import SpecError
 from lowbit.pylib.cli.output import Json, show_json
 from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
-    from lowbit.pylib.nn.report import QuantizationReport
+    from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 Source = Annotated[Path, typer.Argument(help="A folder of safetensors files, with or without config.json; or a file.")]
@@ -60,22 +61,31 @@ def quantize(
 def inspect(
     source: Source,
     against: Annotated[Path | None, typer.Option(help="The dense model: compute each layer's error.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the outliers of each row to this SVG or PNG file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what is in a checkpoint, lowbit's own or another library's: format, bytes and error of each layer.
 
     The error is that of the weight, relative to its norm. Without --against it is known of what lowbit quantize wrote.
+    Where layers have outliers, a second table shows how dense they are, and how they are spread over the rows.
 
     [bold]Examples[/]
 
       lowbit inspect llama-u4/
 
       lowbit inspect llama-gptq/ --against llama/ --json
+
+      lowbit inspect llama-spqr/ --plot outliers.svg
     """
     from lowbit.pylib.checkpoints.contents import contents
+    from lowbit.pylib.nn.outlier_rows import draw
 
     with errors.status("reading"):
         report = contents(source, against)
+    if plot is not None:
+        if not report.outliers:
+            raise SpecError(f"--plot {plot}: no layer of {source} has outliers")
+        draw(report.outliers, str(plot))
     _show(report, as_json)
 
 
@@ -88,6 +98,16 @@ def _act(given: str | None) -> Any:
 
 def _show(report: QuantizationReport, as_json: bool) -> None:
     if as_json:
-        show_json([asdict(row) for row in report])
-    else:
-        print(report)
+        show_json([_row(row) for row in report])
+        return
+    print(report)
+    if report.outliers:
+        from lowbit.pylib.nn.outlier_rows import table
+
+        print(f"\n{table(report.outliers)}")
+
+
+def _row(row: LayerReport) -> dict[str, Any]:
+    """Returns a layer in terms of JSON."""
+    outliers = None if row.outliers is None else row.outliers.to_dict()
+    return asdict(replace(row, outliers=None)) | {"outliers": outliers}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowbit.pylib.nn.fuse import FusedLayers
+from lowbit.pylib.nn.outlier_rows import OutlierRows
 
 HEADER = ("name", "shape", "format", "KB before", "KB after", "error")
 
@@ -23,6 +24,7 @@ class LayerReport:
                   file whose original is not known
     reason        why it stayed dense; "" if it was quantized
     note          of AWQ: the norm that the column scales were folded into, or why there are none; "" for other methods
+    outliers      how many outliers each row has, as `lowbit inspect` finds them; None for weights without
     """
 
     name: str
@@ -33,6 +35,7 @@ class LayerReport:
     error: float | None = None
     reason: str = ""
     note: str = ""
+    outliers: OutlierRows | None = None
 
     def cells(self) -> tuple[str, ...]:
         """Returns the cells of this row of the table."""
@@ -67,6 +70,11 @@ class QuantizationReport:
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
         return tuple(row for row in self.rows if not row.reason)
+
+    @property
+    def outliers(self) -> dict[str, OutlierRows]:
+        """The outliers of layers that have any, by name."""
+        return {row.name: row.outliers for row in self.rows if row.outliers is not None}
 
     @property
     def dense(self) -> tuple[LayerReport, ...]:

@@ -39,8 +39,9 @@ class QuantConfig:
     table       the 2^b values of weight="lut<b>"
     row_scales  give every row an f32 factor, with which its largest scale is the largest of its type: for e4m3 scales
     symmetric   keep every zero at the middle of the codes (8 for u4 and integer zeros, 7.5 for float zeros)
-    clip        "mse": for each group, search the range whose squared error is least; "max": the whole range of the
-                group, and for e8m0 scales the rule of the MX specification
+    clip        "mse": for each group, search the range whose squared error is least (SpQR: the codes of scale and zero
+                whose output error is least); "max": the whole range of the group, and for e8m0 scales the rule of the
+                MX specification
     damping     GPTQ and SpQR add this part of the mean diagonal to the diagonal of the Hessian
     steps       how many steps SignRound takes
     compute     type in which layers multiply codes and x, as in `MatmulSpec`: "f8e4m3" or "i8"; None: that of x. The
@@ -53,7 +54,7 @@ class QuantConfig:
     scale_bits         bits of the codes of scales and zeros, which have a second level of scale and zero
     scale_rows         rows that share the second level. Codes of 3, 4, 6 or 8 bits over 16 rows are stored as such, all
                        others as the f16 values that they stand for
-    act_order          round columns with large inputs first; columns are then stored in that order
+    act_order          round first the columns whose errors others make up for worst, and store columns in that order
 
     Raises SpecError that names the field, what was given, and what is allowed.
     """

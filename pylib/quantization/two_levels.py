@@ -36,11 +36,21 @@ class TwoLevels(NamedTuple):
         return TwoLevels(*(torch.stack(tensors, dim=1) for tensors in zip(*groups)))
 
 
-def coded(values: Tensor, rows: int, bits: int, kind: torch.dtype = torch.float16) -> TwoLevels:
+def coded(
+    values: Tensor,
+    rows: int,
+    bits: int,
+    kind: torch.dtype = torch.float16,
+    cut: tuple[float, float] = (0.0, 0.0),
+) -> TwoLevels:
     """Returns values [n] in f32 rounded to codes of some bits between the least and the largest of each `rows` of them;
-    S and B have this type. Values above 0 stay above 0."""
+    S and B have this type. Values above 0 stay above 0.
+
+    cut: the parts of the range below and above whose values get the first and the last code
+    """
     padded = torch.cat([values, values[-1:].expand(-len(values) % rows)]).view(-1, rows)
     low, high = padded.aminmax(dim=1, keepdim=True)
+    low, high = low + cut[0] * (high - low), high - cut[1] * (high - low)
     most = (1 << bits) - 1
     scale = ((high - low) / most).to(kind).float()
     least = PRECISION * torch.maximum(low.abs(), high.abs())
