@@ -42,10 +42,6 @@ class EightBitPrefillPlan(PrefillPlan):
         return 0 if group is None else max(1, self.step // group)
 
     @property
-    def rounds_per_group(self) -> int:
-        return max(1, (self.spec.packing.padded_group or 0) // self.step)
-
-    @property
     def keeps_integers(self) -> bool:
         """Whether sums stay integers from the first column to the last: no group has a scale."""
         return self.spec.compute == "i8" and not self.groups
