@@ -42,33 +42,26 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowbit.pylib.matmul._compile", Matmul)
 
 
-@pytest.mark.parametrize(
-    ("weight", "target", "widest"),
-    [("u4", "sm_90a", 256), ("f6e3m2", "sm_90a", 128), ("u4", "sm_90", 64), ("u4", "sm_80", 64)],
-)
-def test_token_tiles(weight: str, target: str, widest: int) -> None:
-    """The least tile that holds m, by its definition, and up to a number of rows the widest several times. Where sums
-    of groups are scaled, which a power of two that decoding leaves out needs, registers hold no more than 128. Without
-    wgmma the columns are such that no kernel for any number of rows takes them."""
-    columns = {} if target == "sm_90a" else {"k": 132, "group_size": 66}
-    artifacts = Artifacts(replace(SPEC, weight=weight, **columns), parse_target(target), None)
-    narrow = [tile for tile in TOKEN_TILES if tile <= min(widest, 128)]
+NO_PIECES = replace(SPEC, k=132, group_size=66)  # x is not in 16-byte pieces: no persistent kernel, and no wgmma
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_90", "sm_80"])
+@pytest.mark.parametrize("n", [32, 1 << 18])
+def test_token_tiles(target: str, n: int) -> None:
+    """The least tile that holds m, by its definition, and the widest up to three times."""
+    artifacts = Artifacts(replace(NO_PIECES, n=n), parse_target(target), None)
+    narrow = [tile for tile in TOKEN_TILES if tile <= 64]
     assert [artifacts.tiles(m) for m in narrow] == [[tile] for tile in narrow]
     assert [artifacts.tiles(m + 1) for m in narrow[:-1]] == [[tile] for tile in narrow[1:]]
     assert artifacts.tiles(0) == [1] and artifacts.tile(0) == 1
-    large = Artifacts(replace(SPEC, weight=weight, **columns, n=1 << 18), parse_target(target), None)
-    rest = [128] if widest == 256 else [widest] * 2
-    kinds = [(artifacts, [widest, *rest])] + [(large, [widest] * 3)] * (target != "sm_90a")
-    for some, found in kinds:
-        most = sum(found)
-        assert some.tiles(most) == found and some.tiles(most + 1) is None
-        assert some.tiles(most - found[-1] + 5) == [*found[:-1], 8] and some.tile(4096) is None
+    assert artifacts.tiles(192) == [64, 64, 64] and artifacts.tiles(193) is None
+    assert artifacts.tiles(133) == [64, 64, 8] and artifacts.tile(4096) is None
 
 
 def test_tile_of_256_is_for_more_than_three_quarters_of_it() -> None:
-    artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
-    found = {m: artifacts.tiles(m) for m in (129, 192, 193, 256, 257, 256 + 128)}
-    assert found == {129: [128, 1], 192: [128, 64], 193: [256], 256: [256], 257: [256, 1], 384: [256, 128]}
+    rows = rows_of_tiles(SPEC, TOKEN_TILES)
+    found = {m: find_rows(rows, m).tiles for m in (129, 192, 193, 256, 257, 256 + 128)}
+    assert found == {129: (128, 1), 192: (128, 64), 193: (256,), 256: (256,), 257: (256, 1), 384: (256, 128)}
 
 
 @pytest.mark.parametrize("weight", ["u4", "f6e3m2", "u3"])
@@ -132,11 +125,11 @@ def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:
     assert lowbit.MatmulSpec(**read["spec"]) == spec and read["target"] == "sm_90a"
     assert {"first": 2, "last": 8, "launches": ["m8"]} in read["rows"]
     assert {"first": 8193, "last": None, "launches": ["dequantize"]} in read["rows"]
-    small = lowbit.compile(replace(SPEC, weight="u1"), "sm_90a").choices
-    assert [kernel.family for kernel in small.launches(257)] == ["decode", "decode"]
-    assert [kernel.family for kernel in small.launches(1025)] == ["dequantize"]
-    assert re.search(r"^257 +m256, m1$", repr(small), re.MULTILINE)
-    assert re.search(r"^385 on +dequantize, then a matmul of torch$", repr(small), re.MULTILINE)
+    odd = lowbit.compile(replace(NO_PIECES, weight="u1"), "sm_90a").choices
+    assert [kernel.family for kernel in odd.launches(129)] == ["decode"] * 3
+    assert [kernel.family for kernel in odd.launches(1025)] == ["dequantize"]
+    assert re.search(r"^129 +m64, m64, m1$", repr(odd), re.MULTILINE)
+    assert re.search(r"^193 on +dequantize, then a matmul of torch$", repr(odd), re.MULTILINE)
     assert schedule_from_dict(read["kernels"]["m1"]["schedule"]) == mm.schedule
     with pytest.raises(lowbit.TargetError, match="target cpu has one program"):
         _ = lowbit.compile(SPEC, "cpu").choices
@@ -241,11 +234,11 @@ def test_emulator_has_no_cubin(pipeline: FakePipeline) -> None:
 
 
 def test_ir_of_each_kernel(pipeline: FakePipeline) -> None:
-    mm = lowbit.compile(SPEC, "sm_90a")
+    mm = lowbit.compile(NO_PIECES, "sm_90a")
     assert mm.ir("tile") == f"sm_90a {ONE}"
     assert mm.ir("tile", m=33) == "sm_90a 64"
-    assert mm.ir("tile", m=384) == "sm_90a 256"  # launched for every 256 rows
-    assert mm.ir("tile", m=385) == "sm_90a None"
+    assert mm.ir("tile", m=192) == "sm_90a 64"  # launched for every 64 rows
+    assert mm.ir("tile", m=193) == "sm_90a None"
     with pytest.raises(lowbit.SpecError, match="stage='asm' must be one of 'tile', 'ptx'"):
         mm.ir("asm")
 
