@@ -147,7 +147,7 @@ def models(
     group_size: Annotated[int, typer.Option("--group-size", "-g", help="0: one scale per row.")] = 128,
     batch: Annotated[str, typer.Option(help="Sequences that are decoded at once.")] = "1,16",
     prefill: Annotated[str, typer.Option(help="Lengths of prompts.")] = "128,512,2048,8192",
-    lm_head: Annotated[bool, typer.Option(help="Low-bit formats also with a low-bit output layer.")] = True,
+    lm_head: Annotated[bool, typer.Option(help="The first low-bit format also with a low-bit output layer.")] = True,
     peers: Annotated[str, typer.Option(help="torchao,bitsandbytes,gemlite; all: those that are installed.")] = "",
     layers: Annotated[int | None, typer.Option(help="Keep so many layers.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",

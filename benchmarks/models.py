@@ -84,8 +84,7 @@ def jobs_of(
     with_lm_head: bool = True,
     peers: Sequence[str] = (),
 ) -> list[Job]:
-    """Returns a job for each format and peer, and for low-bit formats with bf16 activations another
-    with a low-bit output layer.
+    """Returns a job for each format and peer, and another one with a low-bit output layer for the first low-bit format.
 
     Raises SpecError for a peer that is unknown or not installed.
     """
@@ -95,7 +94,8 @@ def jobs_of(
     jobs = [Job(model, layers, quantization, steps, options) for quantization in formats]
     if with_lm_head:
         both = replace(options, lm_head=True)
-        jobs += [Job(model, layers, each, steps, both) for each in formats if each and not each.compute]
+        first = next((each for each in formats if each and not each.compute), None)
+        jobs += [Job(model, layers, first, steps, both)] if first else []
     return jobs + [Job(model, layers, None, steps, replace(options, fuse=False), name) for name in peers]
 
 
