@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import lowbit
-from benchmarks.llama_cpp import PROMPT, ROOM, STEPS
+from benchmarks.llama_peer import PROMPT, ROOM, STEPS
 from benchmarks.tables import markdown
 from lowbit.pylib.model_speed import attention
 
@@ -84,7 +84,7 @@ def ours(path: Path, threads: int) -> Measure:
 
 def theirs(path: Path, threads: int, python: str) -> Measure:
     """Returns how to measure llama.cpp."""
-    program = [python, str(Path(__file__).with_name("llama_cpp.py")), str(path), str(threads)]
+    program = [python, str(Path(__file__).with_name("llama_peer.py")), str(path), str(threads)]
     pipe = subprocess.PIPE
     child = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
 
@@ -92,7 +92,10 @@ def theirs(path: Path, threads: int, python: str) -> Measure:
         assert child.stdin and child.stdout
         child.stdin.write("\n")
         child.stdin.flush()
-        prompt, step = json.loads(child.stdout.readline())
+        line = child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{python} can't run llama.cpp: {' '.join(program)} says why")
+        prompt, step = json.loads(line)
         return prompt, step
 
     return measure

@@ -1,6 +1,6 @@
 """lowbit inside other libraries: transformers and PEFT.
 
 `config.py` has `LowbitConfig`; `quantizer.py` says what `from_pretrained` does with it, through the hooks that
-transformers has for quantizers; `lora.py` has the layer that PEFT puts around a low-bit one. They import these
-libraries, so lowbit imports them only after those: `lowbit/lazily.py`.
+transformers has for quantizers; `gguf.py` builds the models of GGUF files; `lora.py` has the layer that PEFT puts
+around a low-bit one. They import these libraries, so lowbit imports them only after those: `lowbit/lazily.py`.
 """

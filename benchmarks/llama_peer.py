@@ -1,6 +1,6 @@
 """llama.cpp on the CPU, through llama-cpp-python: what `benchmarks/gguf.py` runs in an interpreter that has it.
 
-    python benchmarks/llama_cpp.py FILE THREADS
+    python benchmarks/llama_peer.py FILE THREADS
 
 For every line that comes in, a line of JSON goes out: seconds for the prompt, and for a token after it. This file
 imports nothing of lowbit.
