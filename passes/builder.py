@@ -427,6 +427,10 @@ class Program:
     def load_matrix(self, source: Memory, rows: Index, layout: Layout) -> Tile:
         return Tile(ops.LoadMatrixOp(source.value, as_i32(rows), Reg(source.type.element, layout).type).result)
 
+    def load_diagonal(self, source: Memory, layout: Layout) -> Tile:
+        """One row [.., 1, k] as fragments [.., 8, k] that have, in row i, the columns of blocks of 16 i, i + 8, ..."""
+        return Tile(ops.LoadDiagonalOp(source.value, Reg(source.type.element, layout).type).result)
+
     def store(
         self, value: Tile, target: Memory, offsets: Sequence[Index], boundary: Sequence[str] | None = None
     ) -> None:
@@ -634,13 +638,46 @@ class Program:
         reg = Reg("f32", tile.layout.reduce((tile.layout.rank - 1,)))
         return Tile(ops.JoinLimbsOp(tile.value, reg.type).result)
 
+    def copy_outliers(
+        self, outliers: Memory, buffer: Memory, first_block: Index, part: Index, splits: int, layout: Layout
+    ) -> None:
+        """Starts to copy this block's first lines of outliers: those of part `part` of `splits`, cut once more among
+        warps."""
+        place = as_i32(first_block), as_i32(part)
+        ops.CopyOutliersOp(outliers.value, buffer.value, *place, ir.StringAttr.get(str(layout)), _i64(splits))
+
     def sparse_mma(
-        self, outliers: Memory, x: Memory, first_block: Index, part: Index, splits: int, total: Tile
+        self,
+        outliers: Memory,
+        lines: Memory,
+        scratch: Memory,
+        x: Memory,
+        first_block: Index,
+        part: Index,
+        splits: int,
+        total: Tile,
     ) -> Tile:
-        """total + S x^T for this block's share of outliers: part `part` of `splits`, cut once more among warps."""
-        memory = outliers.value, x.value
+        """total + S x^T for this block's share of outliers, whose first lines `copy_outliers` has copied; warps need
+        `scratch` meanwhile."""
+        memory = outliers.value, lines.value, scratch.value, x.value
         place = as_i32(first_block), as_i32(part)
         return Tile(ops.SparseMmaOp(*memory, *place, total.value, _i64(splits), total.reg.type).result)
+
+    def sparse_vector(
+        self,
+        outliers: Memory,
+        lines: Memory,
+        scratch: Memory,
+        x: Memory,
+        first_block: Index,
+        part: Index,
+        splits: int,
+        total: Tile,
+    ) -> Tile:
+        """The same for one token, spread over eight columns."""
+        memory = outliers.value, lines.value, scratch.value, x.value
+        place = as_i32(first_block), as_i32(part)
+        return Tile(ops.SparseVectorOp(*memory, *place, total.value, _i64(splits), total.reg.type).result)
 
     def add_outliers(
         self, outliers: Memory, buffer: Memory, block: Index, first_column: Index, group: int, padded: int

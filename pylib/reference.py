@@ -151,6 +151,8 @@ def _accumulated(
     if dequantized:
         terms, additions = magnitude + np.abs(zero), OTHER_ADDITIONS + spec.k
         rounding = rounding + unit * terms
+        if spec.bilevel:  # scales are rounded before
+            rounding = rounding + unit * terms
         if rounded_zeros and spec.zeros == "float":
             rounding = rounding + unit * np.abs(zero)
     each = ADDITION * additions + (FP8_ADDITION if spec.compute == "f8e4m3" else 0.0)
@@ -166,7 +168,8 @@ def _accumulated(
 def _offset_error(spec: MatmulSpec, x: Array, offset: F64, dequantized: bool) -> F64:
     """The part of `tolerance` that offsets [n, k] bring."""
     additions = OTHER_ADDITIONS + spec.k if dequantized else OTHER_ADDITIONS + (spec.group_size or spec.k) + spec.groups
-    unit = ADDITION * additions + dequantized * ROUNDING[spec.act][0]
+    times = 2 if spec.bilevel else 1  # they are rounded before they are added
+    unit = ADDITION * additions + dequantized * times * ROUNDING[spec.act][0]
     return unit * (np.abs(_f64(x)) @ np.abs(offset).T)
 
 

@@ -19,7 +19,7 @@ from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.kernel import Kernel
+from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
@@ -192,13 +192,11 @@ def _exchanged(role: str) -> Any:
     """Reads the second level of the scales for that of zeros or offsets, and the other way round."""
     pairs = [("scale_" + part, f"{role}_{part}") for part in ("scales", "zeros")]
     other = dict(pairs) | {b: a for a, b in pairs}
-    return lambda right: lambda self, group, rows, name, bilevel: right(self, group, rows, other[name], bilevel)
+    return lambda right: lambda self, name, block, layout, bilevel: right(self, other[name], block, layout, bilevel)
 
 
-def _one_group_on(right: Any) -> Any:
-    return lambda self, group, rows, name, bilevel: right(
-        self, (group + bilevel.groups) % self.plan.groups, rows, name, bilevel
-    )
+def _twice(right: Any) -> Any:
+    return property(lambda self: 2 * right.fget(self))
 
 
 def _without(slot: str) -> Any:
@@ -213,9 +211,9 @@ def _without(slot: str) -> Any:
 
 
 MUTATIONS = {
-    "second level of scales and offsets exchanged": (Q4_K, Kernel, "_second_level", _exchanged("offset")),
-    "second level of scales and zeros exchanged": (SPQR, Kernel, "_second_level", _exchanged("zero")),
-    "second level of the next block": (SPQR, Kernel, "_second_level", _one_group_on),
+    "second level of scales and offsets exchanged": (Q4_K, GroupNumbers, "_of_blocks", _exchanged("offset")),
+    "second level of scales and zeros exchanged": (SPQR, GroupNumbers, "_of_blocks", _exchanged("zero")),
+    "second level of the block before": (Q4_K, KernelPlan, "steps_per_block", _twice),
     "scale of scales dropped": (Q6_K, ScalesZeros, "two_level", _without("scale_scales")),
     "zero of scales dropped": (SPQR, ScalesZeros, "two_level", _without("scale_zeros")),
     "zero of zeros dropped": (SPQR, ScalesZeros, "two_level", _without("zero_zeros")),

@@ -365,6 +365,22 @@ def test_slices_and_shapes() -> None:
     np.testing.assert_array_equal(y, x[:, 16:].reshape(4, 2, 16))
 
 
+@pytest.mark.parametrize("combine", ["sum", "max"])
+def test_reduce_over_lanes(combine: str) -> None:
+    """Lanes that differ along the dim, neighbours or not, exchange what they have; all get the result."""
+    x, y = numbers(2, 64).astype(np.float32), np.zeros((2, 64), np.float32)
+    layout = spatial(1, 4).spatial(2, 1).spatial(1, 4).local(1, 4)
+
+    def body(p: Program) -> None:
+        tile = p.load(p.global_view(p["x"], "f32", x.shape), (0, 0), layout)
+        every = p.add(p.mul(tile, 0.0), p.reduce(tile, 1, combine))
+        p.store(every, p.global_view(p["y"], "f32", y.shape), (0, 0))
+
+    run(body, x=x, y=y)
+    expected = (np.sum if combine == "sum" else np.max)(x, axis=1, keepdims=True)
+    np.testing.assert_allclose(y, np.broadcast_to(expected, y.shape), rtol=1e-5)
+
+
 def test_reduce() -> None:
     """The sum over the slots of every thread, in a dim that is interleaved with others."""
     x, y = numbers(6, 8, 4, kind=np.float32), np.zeros((1, 8, 4), np.float32)
@@ -457,6 +473,26 @@ def test_load_matrix_on_several_warps(m: int) -> None:
 
     run(body, threads=64, x=x, y=y, m=m)
     np.testing.assert_array_equal(y, x[np.minimum(np.arange(32), m - 1)])
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+@pytest.mark.parametrize("k_blocks", [1, 3, 16])
+def test_load_diagonal(k_blocks: int, element: str) -> None:
+    """Row i has the columns of blocks i, i + 8, .. of 16, and zeros: of two warps, each with a buffer of its own."""
+    k = 16 * k_blocks
+    x = in_element(numbers(2, k), element)
+    y, rows = np.ones((2, 8, k), x.dtype), spatial(2, 1, 1) * local(1, 1, k_blocks) * spatial(1, 1, 16).replicated(2)
+
+    def body(p: Program) -> None:
+        buffer = p.alloc_shared(element, (2, 1, k), (k + 8, k + 8, 1))
+        p.store(p.load(p.global_view(p["x"], element, (2, 1, k)), (0, 0, 0), rows), buffer, (0, 0, 0))
+        p.barrier()
+        layout = spatial(2, 1, 1) * local(1, 1, k_blocks) * MMA_M16N8K16_B_NK.unsqueeze(0)
+        p.store(p.load_diagonal(buffer, layout), p.global_view(p["y"], element, y.shape), (0, 0, 0))
+
+    run(body, threads=64, x=x, y=y)
+    kept = np.arange(k) // 16 % 8 == np.arange(8)[:, None]
+    np.testing.assert_array_equal(y, np.where(kept, x[:, None], 0))
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16"])

@@ -19,6 +19,8 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.outliers import ENTRIES, SPAN, table_lines
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.legality import shared_bytes
+from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import compile_dequantize, compile_matmul
 from lowbit.passes.target import parse_target
@@ -131,6 +133,32 @@ def test_every_way_to_split_the_work_counts_each_outlier_once(arch: str, schedul
     kernel = compile_matmul(spec, parse_target(arch), schedule)
     y = run_matmul(kernel, spec, (x, tensors), racecheck=True)
     assert agrees(y, spec, x, tensors)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.12])
+@pytest.mark.parametrize("act", ["f16", "bf16"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(1, 2, 1, 1, 256, 2, spread_k=True),
+        Schedule(1, 1, 2, 2, 256, 3, spread_k=True),
+        Schedule(1, 1, 1, 1, 256, 2),
+        Schedule(8, 2, 1, 1, 256, 2),
+        Schedule(16, 1, 4, 1, 256, 1, wgmma=True, preload_weights=True, split_k=4, cluster=4),
+    ],
+    ids=["one token", "four warps", "columns", "8 tokens", "preloaded"],
+)
+def test_lines_beyond_those_in_shared_memory(schedule: Schedule, act: Any, density: float) -> None:
+    spec = MatmulSpec(40, 1024, "u3", 16, zeros="float", outliers=True, act=act, out="f32")
+    x, tensors = reference.random_inputs(spec, min(schedule.tokens, 5))
+    tensors["outliers"] = outliers.draw(spec.n, spec.k, density, torch.Generator().manual_seed(1))
+    kernel, plan = compile_matmul(spec, parse_target("sm_90a"), schedule), KernelPlan(spec, schedule)
+    most = int(pack(spec, **tensors)["outliers"].view(-1)[:4].diff().max())
+    assert (most > plan.staged_lines * schedule.warps_k * schedule.split_k) == (density > 0.1)
+    y = run_matmul(kernel, spec, (x, tensors), racecheck=True)
+    bound = reference.tolerance(spec, x, **tensors, **plan.rounding)
+    assert bool(reference.agrees(y, reference.matmul(spec, x, **tensors), bound).all())
+    assert kernel.launch.shared_bytes <= shared_bytes(spec, schedule)
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[3]], ids=str)

@@ -31,3 +31,22 @@ def table_lines(n: int) -> int:
     """Returns how many lines the table of a weight with n rows takes."""
     row_blocks = -(-n // ROWS)
     return -(-(row_blocks + 1) // LINE)
+
+
+A_ROW = 80  # bytes of a row of operand A in a warp's shared memory: 32 numbers, and 16 to spread rows over banks
+
+
+def scratch_terms(act: str) -> int:
+    """Returns how many numbers of x's type it takes to make an outlier."""
+    return 1 if act == "f16" else 2
+
+
+def scratch_words(act: str, tokens: int) -> int:
+    """Returns the words of shared memory in which a warp has a line as operands of mma: A [16, 32] and B [32, tokens]
+    in x's type."""
+    return (scratch_terms(act) * ROWS * A_ROW + LINE * tokens * 2) // 4
+
+
+def lines_at_once(tokens: int) -> int:
+    """Returns how many lines a warp has under way: more tokens need the registers themselves."""
+    return max(1, 32 // tokens)

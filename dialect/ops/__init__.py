@@ -67,10 +67,12 @@ from lowbit.dialect.ops.memory import (
 from lowbit.dialect.ops.outliers import (
     CURSOR,
     AddOutliersOp,
+    CopyOutliersOp,
     EraseOutliersOp,
     FirstOutliersOp,
     ScatterOutliersOp,
     SparseMmaOp,
+    SparseVectorOp,
 )
 from lowbit.dialect.ops.pipelines import ConcurrentOp, PipelineOp
 from lowbit.dialect.ops.products import MmaOp, OffsetSumsOp, RowSumsOp, WarpgroupMmaOp, WarpgroupRowSumsOp
@@ -88,6 +90,7 @@ from lowbit.dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, Look
 from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp, QuantizedMatmulOp, QuantizeOp
 from lowbit.dialect.ops.tiles import (
     ConstantOp,
+    LoadDiagonalOp,
     LoadMatrixOp,
     LoadOp,
     MaterializeOp,
@@ -127,6 +130,7 @@ __all__ = [
     "ConstantOp",
     "CopyAsyncOp",
     "CopyBoxOp",
+    "CopyOutliersOp",
     "CopyPaddedOp",
     "DecodeBytesOp",
     "DecodeOp",
@@ -149,6 +153,7 @@ __all__ = [
     "LastArrivalOp",
     "LimbMmaOp",
     "LimbSumsOp",
+    "LoadDiagonalOp",
     "LoadMatrixOp",
     "LoadOp",
     "LookupOp",
@@ -180,6 +185,7 @@ __all__ = [
     "SelectOp",
     "SliceOp",
     "SparseMmaOp",
+    "SparseVectorOp",
     "SplatOp",
     "SplitLimbsOp",
     "SqrtOp",

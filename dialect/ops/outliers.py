@@ -17,10 +17,11 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import accumulator, activation, expect, fragments, in_range, verifier
+from lowbit.dialect.formats.outliers import LINE, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, local, spatial
 from lowbit.dialect.ops.common import I32
-from lowbit.dialect.types import Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, row_major
+from lowbit.dialect.types import Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, read_layout, row_major
 
 
 def _check_table(value: Any) -> None:
@@ -30,16 +31,68 @@ def _check_table(value: Any) -> None:
     expect(dense and table.shape[0] > 1, "outliers", "the table, [row blocks + 1] of i32", value.type)
 
 
+def _check_lines(buffer: Any) -> Shared:
+    """The buffer of a block's first lines: [warps, row blocks, lines, 32]."""
+    lines = Shared.of(buffer.type)
+    dense = lines.element == "i32" and len(lines.shape) == 4 and lines.strides == row_major(lines.shape)
+    expect(dense and lines.shape[3] == LINE, "buffer", f"[warps, row blocks, lines, {LINE}] of i32, dense", buffer.type)
+    return lines
+
+
+class CopyOutliersOp(Lowbit.Operation, name="copy_outliers"):
+    """Starts to copy the first lines of some row blocks from `first_block` on to a buffer [warps, row blocks, lines,
+    32] in shared memory, laid out as `layout`; zeros where there are fewer.
+
+    Lines of a row block are dealt out to parts: each index along dim 0 of the buffer is one of `splits` times as many,
+    of which this block has those of `part`. A warp copies what it reads. Among the copies of a `pipeline` it is done
+    once, behind the first of them.
+    """
+
+    outliers: ext.Operand[GlobalType]
+    buffer: ext.Operand[SharedType]
+    first_block: ext.Operand[I32]
+    part: ext.Operand[I32]
+    layout: ir.StringAttr
+    splits: ir.IntegerAttr
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        _check_table(op.outliers)
+        lines, layout = _check_lines(op.buffer), read_layout(op.layout)
+        expect(layout.shape == lines.shape, "shape of the layout", f"the buffer's, {lines.shape}", layout.shape)
+        expect(lines.shape[2] % 4 == 0, "lines of the buffer", "a multiple of 4", lines.shape[2])
+        in_range(op.splits, "splits", 1)
+
+
+def _check_products(op: Any) -> Reg:
+    """What products with outliers have in common; returns the type of the accumulator."""
+    x, c, d = Global.of(op.x.type), Reg.of(op.c.type), Reg.of(op.result.type)
+    _check_table(op.outliers)
+    activation(x.element, "element of x")
+    expect(len(x.shape) == 2 and x.strides[1] == 1, "x", "[m, k], dense along k", op.x.type)
+    expect(c == d, "result", c, d)
+    accumulator(c.element, x.element, "element of c")
+    expect(len(c.shape) == 3, "c", "[warps, rows, tokens]", list(c.shape))
+    fragments(c.layout, MMA_M16N8_D, "c")
+    warps, row_blocks, *_ = _check_lines(op.buffer).shape
+    expected = [c.shape[0], c.shape[1] // ROWS]
+    expect([warps, row_blocks] == expected, "warps and row blocks of the buffer", expected, [warps, row_blocks])
+    in_range(op.splits, "splits", 1)
+    return c
+
+
 class SparseMmaOp(Lowbit.Operation, name="sparse_mma"):
     """c + S x^T for the outliers S of some row blocks from `first_block` on: x [m, k] in device memory, c [warps, rows,
     tokens] an accumulator of mma.
 
-    Lines of a row block are dealt out to parts: each index along dim 0 of c is one of `splits` times as many, of which
-    this block has those of `part`. The sum over all parts has each outlier once. Values and x are multiplied as tf32,
-    which holds both exactly.
+    Each index along dim 0 of c has the lines of a part, the first of which `copy_outliers` has copied to the buffer.
+    The sum over all parts has each outlier once. Products are exact. In `scratch` [warps of the block, lines, words]
+    each warp has so many lines at a time as operands (`dialect.formats.outliers.scratch_words`).
     """
 
     outliers: ext.Operand[GlobalType]
+    buffer: ext.Operand[SharedType]
+    scratch: ext.Operand[SharedType]
     x: ext.Operand[GlobalType]
     first_block: ext.Operand[I32]
     part: ext.Operand[I32]
@@ -49,15 +102,37 @@ class SparseMmaOp(Lowbit.Operation, name="sparse_mma"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        x, c, d = Global.of(op.x.type), Reg.of(op.c.type), Reg.of(op.result.type)
-        _check_table(op.outliers)
-        activation(x.element, "element of x")
-        expect(len(x.shape) == 2 and x.strides[1] == 1, "x", "[m, k], dense along k", op.x.type)
-        expect(c == d, "result", c, d)
-        accumulator(c.element, x.element, "element of c")
-        expect(len(c.shape) == 3, "c", "[warps, rows, tokens]", list(c.shape))
-        fragments(c.layout, MMA_M16N8_D, "c")
-        in_range(op.splits, "splits", 1)
+        c, scratch = _check_products(op), Shared.of(op.scratch.type)
+        words = scratch_words(str(Global.of(op.x.type).element), c.shape[2])
+        shape = (c.layout.threads // 32, scratch.shape[1], words)
+        dense = scratch.element == "i32" and scratch.shape == shape and scratch.strides == row_major(shape)
+        expect(dense, "scratch", f"{list(shape)} of i32, dense", op.scratch.type)
+
+
+class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):
+    """The same for one token x, the first row of [m, k], whose products are spread over the eight columns of c: the sum
+    over columns, too, has each outlier once.
+
+    `scratch` is [warps of the block, 16, 32] of f32.
+    """
+
+    outliers: ext.Operand[GlobalType]
+    buffer: ext.Operand[SharedType]
+    scratch: ext.Operand[SharedType]
+    x: ext.Operand[GlobalType]
+    first_block: ext.Operand[I32]
+    part: ext.Operand[I32]
+    c: ext.Operand[RegType]
+    splits: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        c, scratch = _check_products(op), Shared.of(op.scratch.type)
+        expect(c.shape[2] == 8, "columns of c", 8, c.shape[2])
+        shape = (c.layout.threads // 32, ROWS, 32)
+        dense = scratch.element == "f32" and scratch.shape == shape and scratch.strides == row_major(shape)
+        expect(dense, "scratch", f"{list(shape)} of f32, dense", op.scratch.type)
 
 
 class AddOutliersOp(Lowbit.Operation, name="add_outliers"):

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, fragments, in_range, real, same_element, verifier
+from lowbit.dialect.checks import activation, expect, fragments, in_range, real, same_element, verifier, within_warp
 from lowbit.dialect.elements import OPERANDS
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
 from lowbit.dialect.formats.reals import REALS
-from lowbit.dialect.layouts.layout import MMA_B_NK, MMA_M16N8K16_A
+from lowbit.dialect.layouts.layout import MMA_B_NK, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.ops.common import I32, check_access, memory_of
 from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType, element_bits
+
+WARP = 32  # threads
 
 
 class LoadOp(Lowbit.Operation, name="load"):
@@ -58,6 +60,34 @@ class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
         aligned = last == 1 and all(stride % vector == 0 for stride in outer)
         expect(aligned, "strides", f"multiples of {vector} (16 bytes) and 1 for the last dim", list(source.strides))
         fragments(tile.layout, MMA_B_NK[bits], "result")
+
+
+class LoadDiagonalOp(Lowbit.Operation, name="load_diagonal"):
+    """One row x of columns [.., 1, k] as B fragments [.., 8, k] that keep blocks of 16 columns apart: row i has x in
+    blocks i, i + 8, i + 16 .. and 0 elsewhere.
+
+    A product with it has in column i what these blocks of k add to the sum.
+    """
+
+    source: ext.Operand[SharedType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source, tile = Shared.of(op.source.type), Reg.of(op.result.type)
+        same_element(source.element, tile.element, "element of the tile")
+        activation(tile.element, "element")
+        expect(len(source.shape) >= 2, "rank of the buffer", "at least 2", len(source.shape))
+        *batch, columns = source.shape
+        expect(batch[-1] == 1, "rows of the buffer", 1, batch[-1])
+        shape = [*batch[:-1], 8, columns]
+        expect(list(tile.shape) == shape, "shape of the tile", shape, tile.shape)
+        expect(source.swizzle == 0, "swizzle", "none", source.swizzle)
+        *outer, last = source.strides
+        aligned = last == 1 and all(stride % 2 == 0 for stride in outer)
+        expect(aligned, "strides", "multiples of 2 and 1 for the last dim", list(source.strides))
+        blocks = fragments(tile.layout, MMA_M16N8K16_B_NK, "result")
+        within_warp(blocks, tile.layout.rank - 1, "columns of the result")
 
 
 class StoreOp(Lowbit.Operation, name="store"):
@@ -177,8 +207,8 @@ class ReshapeOp(Lowbit.Operation, name="reshape", traits=[ext.Pure]):
 
 
 class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
-    """The sum over one dim, or the largest element ("max", NaN if there is one); the dim must lie within each thread,
-    and stays with size 1."""
+    """The sum over one dim, or the largest element ("max", NaN if there is one); the dim stays with size 1. It must lie
+    within each thread or, in f32, within each warp, whose lanes exchange their parts."""
 
     source: ext.Operand[RegType]
     dim: ir.IntegerAttr
@@ -191,6 +221,8 @@ class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
         real(a.element, "source")
         same_element(a.element, b.element, "element")
         dim = in_range(op.dim, "dim", 0, len(a.shape) - 1)
-        inside = all(d.dim != dim for d in a.layout.thread_digits())
-        expect(inside, f"dim {dim}", "within each thread", f"spread over threads by {a.layout}")
+        spread = [d for d in a.layout.thread_digits() if d.dim == dim]
+        inside = not spread or (a.element == "f32" and all(d.size * d.divisor <= WARP for d in spread))
+        where = "within each thread, or in f32 within each warp"
+        expect(inside, f"dim {dim}", where, f"{a.element} spread over threads by {a.layout}")
         expect(b.layout == a.layout.reduce((dim,)), "layout", a.layout.reduce((dim,)), b.layout)

@@ -54,3 +54,63 @@
   "lowbit.erase_outliers"(%buffer, %first) : (!buffer, !cursor) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 64, grid = [1, 1, 1], params = ["outliers", "block"], workspace = 0} : () -> ()
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!lines = !lowbit.shared<[1, 2, 3, 32], i32, [192, 96, 32, 1], 0>
+func.func @copy_outliers_lines(%outliers: !table, %lines: !lines, %i: i32) {
+  // expected-error @below {{'lowbit.copy_outliers' op lines of the buffer: expected a multiple of 4, got 3}}
+  "lowbit.copy_outliers"(%outliers, %lines, %i, %i) {layout = "local(1, 2, 3, 1).spatial(1, 1, 1, 32)", splits = 1 : i64}
+    : (!table, !lines, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!lines = !lowbit.shared<[1, 2, 4, 32], i32, [264, 132, 33, 1], 0>
+func.func @copy_outliers_strides(%outliers: !table, %lines: !lines, %i: i32) {
+  // expected-error @below {{'lowbit.copy_outliers' op buffer: expected [warps, row blocks, lines, 32] of i32, dense}}
+  "lowbit.copy_outliers"(%outliers, %lines, %i, %i)
+    {layout = "local(1, 2, 1, 1).spatial(1, 1, 4, 8).local(1, 1, 1, 4)", splits = 1 : i64}
+    : (!table, !lines, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!lines = !lowbit.shared<[1, 1, 4, 32], i32, [128, 128, 32, 1], 0>
+!scratch = !lowbit.shared<[1, 16, 32], f32, [512, 32, 1], 0>
+!x = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
+!d = !lowbit.reg<[1, 16, 16], f32, "local(1, 1, 2).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+func.func @sparse_vector_columns(%outliers: !table, %lines: !lines, %scratch: !scratch, %x: !x, %i: i32, %d: !d) {
+  // expected-error @below {{'lowbit.sparse_vector' op columns of c: expected 8, got 16}}
+  %0 = "lowbit.sparse_vector"(%outliers, %lines, %scratch, %x, %i, %i, %d) {splits = 1 : i64}
+    : (!table, !lines, !scratch, !x, i32, i32, !d) -> !d
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!lines = !lowbit.shared<[1, 1, 4, 32], i32, [128, 128, 32, 1], 0>
+!scratch = !lowbit.shared<[1, 1, 100], i32, [100, 100, 1], 0>
+!x = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
+!d = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+func.func @sparse_mma_scratch(%outliers: !table, %lines: !lines, %scratch: !scratch, %x: !x, %i: i32, %d: !d) {
+  // expected-error @below {{'lowbit.sparse_mma' op scratch: expected [1, 1, 448] of i32, dense}}
+  %0 = "lowbit.sparse_mma"(%outliers, %lines, %scratch, %x, %i, %i, %d) {splits = 1 : i64}
+    : (!table, !lines, !scratch, !x, i32, i32, !d) -> !d
+  return
+}
+
+// -----
+
+!x = !lowbit.shared<[2, 32], f16, [40, 1], 0>
+func.func @load_diagonal_rows(%x: !x) {
+  // expected-error @below {{'lowbit.load_diagonal' op rows of the buffer: expected 1, got 2}}
+  %0 = "lowbit.load_diagonal"(%x) : (!x) -> !lowbit.reg<[8, 32], f16, "local(1, 4).spatial(8, 4).local(1, 2)">
+  return
+}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowbit.dialect.bindings import arith, ir, llvm
+from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 
 AND_OR = 0xEA  # lop3's truth table of (a & b) | c
 SELECT = 0xE2  # of (a & b) | (c & ~b)
@@ -157,6 +157,12 @@ def constant_array(module_body: Any, name: str, entries: Sequence[int], bits: in
 def define(text: str) -> None:
     """An operation from its text, at the current insertion point."""
     ir.InsertionPoint.current.insert(ir.Operation.parse(text))
+
+
+def from_lane_beside(value: Any, distance: int) -> Any:
+    """The f32 of the lane whose number differs in one bit, `distance`. All lanes of the warp take part."""
+    kind = ir.Attribute.parse("#nvvm<shfl_kind bfly>")
+    return nvvm.shfl_sync(constant(-1), value, constant(distance), constant(31), kind)
 
 
 def from_e4m3(code: Any) -> Any:

@@ -114,9 +114,7 @@ def join_limbs(op: Any, c: LoweringContext) -> None:
 
     def make(slot: int) -> Any:
         mine = source.scalar(slot)
-        all_lanes, whole = emit.constant(_ALL_LANES), emit.constant(31)
-        kind = ir.Attribute.parse("#nvvm<shfl_kind bfly>")
-        other = nvvm.shfl_sync(all_lanes, mine, emit.constant(1), whole, kind)
+        other = emit.from_lane_beside(mine, 1)
         is_upper = arith.cmpi(arith.CmpIPredicate.ne, c.thread_digit(2), emit.constant(0))
         lower, upper = arith.select(is_upper, other, mine), arith.select(is_upper, mine, other)
         return emit.fma(upper, emit.real(2.0**16, ir.F32Type.get()), lower)

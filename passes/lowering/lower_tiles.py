@@ -34,6 +34,7 @@ from lowbit.passes.lowering import (
     mma,
     outliers,
     registers,
+    sparse_products,
     tables,
     wgmma,
 )
@@ -45,7 +46,7 @@ from lowbit.passes.target import Target, parse_target
 
 _RULES = (
     *(accumulators, barriers, boxes, byte_numbers, codes, control, copies, elementwise),
-    *(integer_mma, memory, mma, outliers, registers, tables, wgmma),
+    *(integer_mma, memory, mma, outliers, registers, sparse_products, tables, wgmma),
 )
 """The files with rules, which register them when they are imported."""
 

@@ -144,6 +144,35 @@ def load_matrix(op: Any, c: LoweringContext) -> None:
     c.tiles[op.result] = fragment
 
 
+@lowers(ops.LoadDiagonalOp)
+def load_diagonal(op: Any, c: LoweringContext) -> None:
+    """Every lane loads its columns of the one block of eight that its row of b has, and zeros the others."""
+    reg, place = Reg.of(op.result.type), c.places[op.source]
+    blocks = fragment_blocks(reg.layout, MMA_M16N8K16_B_NK)
+    row, quad = c.thread_digit(8, 4), c.thread_digit(4)
+    word = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
+    first = arith.remui(row, emit.constant(min(8, len(blocks))))
+    columns = arith.addi(arith.muli(first, emit.constant(BLOCK_K)), arith.muli(quad, emit.constant(2)))
+    base = emit.offset_bytes(place.base, dynamic=arith.muli(columns, emit.constant(2)))
+    for dim, start in _starts_of_warp(c.threads, reg.layout, MMA_M16N8K16_B_NK).items():
+        base = emit.offset_bytes(base, dynamic=arith.muli(start, emit.constant(2 * place.type.strides[dim])))
+    loaded: dict[int, Any] = {}
+    here: dict[int, Any] = {}
+
+    def register(i: int) -> Any:
+        block, half = blocks[i // 2][1], i % 2
+        column = block // 8 * 8 * BLOCK_K + half * 8
+        if column not in loaded:
+            loaded[column] = llvm.load(word, emit.offset_bytes(base, static=2 * column), alignment=4)
+        if block % 8 not in here:
+            here[block % 8] = arith.cmpi(arith.CmpIPredicate.eq, row, emit.constant(block % 8))
+        return arith.select(here[block % 8], loaded[column], emit.real(0.0, word))
+
+    fragment = Fragment(reg, "pair", register)
+    c.pending.add_read(fragment)
+    c.tiles[op.result] = fragment
+
+
 class _MatrixLoads:
     """Loads of matrices of 8 rows of 16 bytes, four at a time where there are as many.
 
@@ -196,7 +225,7 @@ class _MatrixLoads:
             first, which = (n_block, k_block // self._together * self._together), k_block % self._together
         if first not in self._loaded:
             address = emit.offset_bytes(self._start(first[0]), static=first[1] * 2 * _MATRIX_BYTES)
-            self._loaded[first] = _ldmatrix(address, 2 * self._together)
+            self._loaded[first] = ldmatrix(address, 2 * self._together)
         return self._loaded[first][2 * which : 2 * which + 2]
 
 
@@ -211,13 +240,14 @@ def _starts_of_warp(threads: ThreadIndex, layout: Layout, fragment: Layout) -> d
     return starts
 
 
-def _ldmatrix(address: Any, count: int) -> list[Any]:
+def ldmatrix(address: Any, count: int, transposed: bool = False) -> list[Any]:
+    """Loads matrices of 8 rows of 16 bytes, a row from each lane's address; a register of each."""
     i32 = emit.integer()
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
     result = nvvm.ldmatrix(
         address,
         count,
-        nvvm.MMALayout.row,
+        nvvm.MMALayout.col if transposed else nvvm.MMALayout.row,
         ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m = 8, n = 8>"),
         nvvm.LdStMatrixEltType.B16,
         results=[struct],

@@ -5,7 +5,7 @@ Each notes how to make the registers of its result, and makes none yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowbit.dialect import ops
@@ -13,6 +13,7 @@ from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.mixed_radix import Digit
 from lowbit.dialect.types import Reg, element_bits
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext, int_attr
@@ -101,4 +102,20 @@ def reduce(op: Any, c: LoweringContext) -> None:
             total = combine(total, source.scalar(slot))
         return total
 
-    c.tiles[op.result] = Fragment(reg, "scalar", make)
+    lanes = [digit for digit in source.reg.layout.thread_digits() if digit.dim == int_attr(op, "dim")]
+    if not lanes:
+        c.tiles[op.result] = Fragment(reg, "scalar", make)
+        return
+    reduced = Fragment(reg, "scalar", lambda i: _over_lanes(make(i), lanes, combine))
+    reduced.force()  # here, where all lanes are: they shuffle
+    c.tiles[op.result] = reduced
+
+
+def _over_lanes(value: Any, digits: Sequence[Digit], combine: Callable[[Any, Any], Any]) -> Any:
+    """Combines the values of all lanes that differ in these digits of the thread index, as a butterfly."""
+    for digit in digits:
+        distance = digit.divisor
+        while distance < digit.divisor * digit.size:
+            value = combine(value, emit.from_lane_beside(value, distance))
+            distance *= 2
+    return value

@@ -7,14 +7,16 @@ An entry says which schedule was the fastest for one matmul:
      "tokens": 1, "schedule": {"row_blocks": 1, ...}, "microseconds": 3.2, "date": "2026-11-21",
      "version": "0.1.0+5bd2c1f0", "kernel": "1e8d3aad6b2c"}
 
-A matmul of activations of 8 bits has their type, "compute": "i8". A schedule of another kernel family than "decode"
-names its family, and has all of its fields that matter; one of "decode" leaves out `tokens` where they are the key's,
-or eight for one.
+A matmul of activations of 8 bits has their type, "compute": "i8"; one whose scales are codes has their second level,
+"bilevel", as in a spec; one with outliers has "outliers": true. A schedule of another kernel family than "decode" names
+its family, and has all of its fields that matter; one of "decode" leaves out `tokens` where they are the key's, or
+eight for one.
 
 A matmul that is not in a table is served by its nearest neighbour: of the same token tile and type of products, both
-with zeros or both without, and decoded in the same way (so many bits of an integer, a float or a table). How far apart
-two are is a number of octaves: |log2| of the ratio of their n plus that of their k, and a quarter for everything else
-that differs. Beyond an octave the rule is the better guess: docs/tuning.md.
+with zeros, with scales that are codes and with outliers, or both without, and decoded in the same way (so many bits of
+an integer, a float or a table). How far apart two are is a number of octaves: |log2| of the ratio of their n plus that
+of their k, and a quarter for everything else that differs. Beyond an octave the rule is the better guess:
+docs/tuning.md.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import dtype
@@ -38,6 +41,8 @@ from lowbit.passes.lowering.recipes import compute_element
 REACH = 1.0  # octaves
 ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "num_stages", "split_k")  # of a schedule, in a file
 OTHERWISE = 0.25  # for another format of the same class, group size, kind of zeros or scales, or act
+_OF_SPEC = ("group_size", "zeros", "scale", "act", "compute", "bilevel", "outliers")
+_SELDOM: dict[str, Any] = {"compute": None, "bilevel": None, "outliers": False}  # of a key, what is left out in a file
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,22 @@ class Key:
     act: str
     tokens: int
     compute: Compute | None = None
+    bilevel: Bilevel | None = None
+    outliers: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bilevel is not None:  # as JSON has it
+            object.__setattr__(self, "bilevel", Bilevel.read(self.bilevel))
 
     @staticmethod
     def of(spec: MatmulSpec, tile: int) -> Key:
-        return Key(spec.weight, spec.n, spec.k, spec.group_size, spec.zeros, spec.scale, spec.act, tile, spec.compute)
+        about = (getattr(spec, name) for name in _OF_SPEC)
+        return Key(spec.weight, spec.n, spec.k, tokens=tile, **dict(zip(_OF_SPEC, about)))
 
     @property
     def spec(self) -> MatmulSpec:
         """A matmul with this key; of a codebook's the values are made up."""
-        about = {name: getattr(self, name) for name in ("group_size", "zeros", "scale", "act", "compute")}
+        about = {name: getattr(self, name) for name in _OF_SPEC}
         if self.weight.startswith("lut"):
             about["table"] = tuple(map(float, range(2 ** int(self.weight[3:]))))
         return MatmulSpec(self.n, self.k, self.weight, **about)
@@ -69,11 +81,12 @@ class Key:
     @property
     def kind(self) -> tuple[object, ...]:
         """What neighbours have in common."""
-        return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens, self.compute)
+        others = self.compute, self.bilevel is not None, self.outliers
+        return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens, *others)
 
     def distance(self, other: Key) -> float:
         """Octaves between two of a kind."""
-        others = ("weight", "group_size", "zeros", "scale", "act")
+        others = ("weight", "group_size", "zeros", "scale", "act", "bilevel")
         differences = sum(getattr(self, name) != getattr(other, name) for name in others)
         return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k)) + OTHERWISE * differences
 
@@ -115,14 +128,14 @@ class Entry:
         schedule = spelled_out(self.schedule)
         if "family" not in schedule and schedule["tokens"] == max(8, self.key.tokens):
             del schedule["tokens"]
-        key = {name: value for name, value in asdict(self.key).items() if name != "compute" or value}
+        key = {name: value for name, value in asdict(self.key).items() if name not in _SELDOM or value}
         about = {"microseconds": round(self.microseconds, 3), "date": self.date, "version": self.version}
         return key | {"schedule": schedule} | about | ({"kernel": self.kernel} if self.kernel else {})
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Entry:
         """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        given: dict[str, Any] = {"compute": None} | values
+        given: dict[str, Any] = _SELDOM | values
         key = Key(**{field.name: given[field.name] for field in fields(Key)})
         choices = values["schedule"]
         schedule = schedule_from_dict(choices if "family" in choices else {"tokens": max(8, key.tokens)} | choices)

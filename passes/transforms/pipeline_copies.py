@@ -8,8 +8,9 @@ next. A loop of fewer rounds than S has a stage for each of them, and starts all
 
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
-is nothing to do but wait, tables are filled (`lowbit.fill_table`), once. With a `prefetch_limit` no more than that many
-rounds of the first are under way at a time, so that the kernel before need not queue behind them for its activations.
+is nothing to do but wait, tables are filled (`lowbit.fill_table`) and outliers asked for (`lowbit.copy_outliers`),
+once. With a `prefetch_limit` no more than that many rounds of the first are under way at a time, so that the kernel
+before need not queue behind them for its activations.
 
 With `refill = "after_first_mma"` a round starts the copies of round i+S-1 not in front of what it computes but once its
 first product by wgmma is under way: with wide tiles of activations a warp takes long to ask for its copies, and the
@@ -37,6 +38,7 @@ from lowbit.passes.lowering.context import when
 from lowbit.passes.transforms.stage_signals import Signals
 
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
+_ONCE = ("lowbit.fill_table", "lowbit.copy_outliers")
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,7 @@ def _wait_every_round(op: Any) -> None:
     """Rewrites the loop around a pipeline of one stage."""
     loop = op.operation.parent
     for inner in list(op.copies.blocks[0].operations):
-        is_fill = inner.operation.name == "lowbit.fill_table"
-        inner.operation.move_before(loop if is_fill else op.operation)
+        inner.operation.move_before(loop if inner.operation.name in _ONCE else op.operation)
     with ir.InsertionPoint(op):
         ops.CommitOp()
         _wait(0)
@@ -82,8 +83,8 @@ class _Staged:
         self.op, self.loop = op, op.operation.parent.opview
         self.lower, self.upper, _, *self.initial = self.loop.operation.operands
         copies = list(op.copies.blocks[0].operations)
-        self.fills = [inner for inner in copies if inner.operation.name == "lowbit.fill_table"]
-        self.copies = [inner for inner in copies if inner not in self.fills]
+        self.once = [inner for inner in copies if inner.operation.name in _ONCE]
+        self.copies = [inner for inner in copies if inner not in self.once]
         self.scalars = [inner for inner in copies if inner.operation.name.startswith("arith.")]
         _, *self.compute, self.end = self.loop.body.operations
         self.sure = self._rounds()
@@ -164,8 +165,8 @@ class _Staged:
             self._start(self.copies[: self.cut], slot, index)
             if self.prefetch_limit < self.ahead:
                 ops.CommitOp()
-        for fill in self.fills:
-            fill.operation.move_before(self.loop.operation)
+        for inner in self.once:
+            inner.operation.move_before(self.loop.operation)
         if self.waits:
             ops.GridWaitOp()
         after_wait = [inner for inner in self.copies[self.cut + 1 :] if inner not in self.scalars]

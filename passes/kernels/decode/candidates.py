@@ -11,18 +11,20 @@ from lowbit.dialect.formats.integer_limbs import PIECE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.cost_model import spills
 from lowbit.passes.kernels.decode.legality import (
+    can_spread,
     enough_blocks,
     group_fits,
     has_integer_mma,
     has_wgmma,
     is_allowed,
 )
-from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.decode.plan import SPREAD, KernelPlan
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
 
+SMALL_GROUP = 32  # columns
 REFILL_AFTER_MMA = 128  # tokens from which on a round has too many copies for its first product to wait for them
 _PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room in registers
 
@@ -78,6 +80,10 @@ _WGMMA = (
 _ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
 _INTEGER = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
 _TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
+_SPREAD = (
+    *((1, 1, 4), (1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 4), (2, 1, 8)),
+    *((2, 1, 16), (2, 2, 4), (2, 2, 8), (4, 1, 4), (4, 1, 8), (4, 1, 16)),
+)  # with `Schedule.spread_k`
 _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
 
 
@@ -89,6 +95,8 @@ def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule 
     """All of the weight on its way at once, in blocks that leave room for those of the next kernel. None where the
     matrix is too large for that, or does not come out even."""
     processors = target.multiprocessors
+    if spec.outliers or spec.bilevel:  # whose lines and numbers take a stage or more of shared memory themselves
+        return None
     if not has_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(tile, 0) * processors:
         return None
     tiles = -(-spec.n // 64)
@@ -115,10 +123,17 @@ def streaming_schedules(
         found = list(_shaped(kind, spec, target, shapes, tile, wgmma=True))
     elif tile > 1:
         found = list(_shaped(kind, spec, target, _TOKENS, tile))
+    elif _has_small_groups(spec):
+        found = list(_shaped(kind, spec, target, _SPREAD, 1, spread_k=True))
     else:
         # A tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
         found = list(_shaped(kind, spec, target, _ONE_TOKEN, 8))
     return found or _least_schedules(spec, tile, target, kind)
+
+
+def _has_small_groups(spec: MatmulSpec) -> bool:
+    """Whether groups are so small that one token is better spread over the columns of a product."""
+    return can_spread(spec) and (spec.packing.padded_group or 0) <= SMALL_GROUP
 
 
 def _least_schedules(spec: MatmulSpec, tile: int, target: Target, kind: type[S]) -> list[S]:
@@ -145,12 +160,14 @@ def _shaped(
     shapes: Sequence[tuple[int, int, int]],
     tokens: int,
     wgmma: bool = False,
+    spread_k: bool = False,
 ) -> Iterator[S]:
     """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
     processors, chunk = target.multiprocessors, spec.packing.chunk
-    least = spec.x.per_panel if wgmma else PIECE if kind.integer_mma else chunk
+    least = spec.x.per_panel if wgmma else PIECE if kind.integer_mma else SPREAD if spread_k else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
-    steps = steps[: 3 if tokens > 128 else 2]  # the wider x is, the less room there is for long steps
+    # The wider x is, the less room there is for long steps; those of small groups take few, as factors do per step.
+    steps = steps[: 3 if tokens > 128 else 1 if spread_k else 2]
     for (row_blocks, warps_n, warps_k), split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * split_k
         if split_k > 1 and blocks > (6 if wgmma else 2) * processors:
@@ -162,6 +179,6 @@ def _shaped(
                 continue
             shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
             refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
-            s = kind(*shape, wgmma, most, refill=refill)
+            s = kind(*shape, wgmma, most, refill=refill, spread_k=spread_k)
             if not spills(spec, s, target) and is_allowed(spec, s, target):
                 yield s

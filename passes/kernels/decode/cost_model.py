@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import shared_room
-from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.decode.plan import COLUMNS, KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.lowering.recipes import OFFSET_BITS
 from lowbit.passes.target import Target
@@ -128,6 +128,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     decode = _decode_clocks(plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
     if spec.group_size:  # sums or, where that is less, weights are scaled
         scaled = 1.0 if plan.rounds_scales else columns / min(spec.group_size, s.step_k)
+        scaled /= COLUMNS if s.spread_k else 1
         decode += costs.scale * 2 * scaled
     pipes = mma, bits / 2 + fragments, decode
     clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part

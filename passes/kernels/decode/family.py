@@ -69,8 +69,9 @@ class Decode(StreamingFamily[Schedule]):
 
     def build(self, spec: MatmulSpec, schedule: Schedule) -> ir.Module:
         from lowbit.passes.kernels.decode.kernel import decode_matmul
+        from lowbit.passes.kernels.decode.spread import decode_matmul_spread
 
-        return decode_matmul(spec, schedule)
+        return (decode_matmul_spread if schedule.spread_k else decode_matmul)(spec, schedule)
 
 
 class DecodeInteger(StreamingFamily[IntegerSchedule]):

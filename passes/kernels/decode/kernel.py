@@ -36,6 +36,9 @@ as they are stored, in f16, with no subtraction, and so is what has sums of x an
 Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of the lines of its
 row blocks (`dialect.formats.outliers`) after the loop, with x from device memory, and adds the products to its sums.
 
+Where scales are codes, or e4m3, what sums or weights are multiplied by is computed at the head of a step, once for all
+lanes of a warp (`passes.kernels.decode.step_factors`).
+
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
 zeros [warps_k, row blocks, groups, 16]. Beside the
@@ -46,20 +49,19 @@ by partial sums [warps_k, tokens, rows + 4] in f32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
-from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.decode.epilogue import Epilogue
+from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
 from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.decode.step_factors import StepFactors
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element
 
@@ -86,14 +88,10 @@ class Kernel:
             s.max_blocks_per_sm,
             (1, s.cluster, 1),
         )
-        as_stored = self.plan.raw_codes or s.integer_mma
-        offset = zero_code(spec.dtype) if as_stored else 0.0  # signed codes are in offset binary
-        self.convert = ScalesZeros(self.p, spec, offset, self.plan.raw_codes)
+        self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
-        self.zeros_in_decode = spec.zeros == "int" and not self.plan.defers_offset and not as_stored
-        self.zeros_in_weights = self.plan.rounds_zeros
-        elsewhere = self.zeros_in_decode or self.zeros_in_weights
-        self.zeros_in_sums = (spec.zeros != "none" or offset > 0) and not elsewhere
+        self.zeros_in_decode, self.zeros_in_sums = plan.zeros_in_decode, plan.zeros_in_sums
+        self.zeros_in_weights = plan.rounds_zeros
         self.sum_element = "f32"
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks, columns = s.step_k // BLOCK_K, s.mma_columns // 8
@@ -107,7 +105,7 @@ class Kernel:
         self.d_layout = warps.local(1, s.row_blocks, columns) * batched(MMA_M16N8_D)
         self.row_layout = self.d_layout.reduce((2,))
         self.sum_layout = self.d_layout.reduce((1,))
-        self.blocks_read: dict[tuple[int, str, int], Tile] = {}
+        self.parts = self.plan.groups  # of a step, whose sums are scaled apart
 
     def build(self) -> ir.Module:
         p, tiles = self.p, self.plan.tiles
@@ -130,6 +128,8 @@ class Kernel:
         if self.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()
+        self.numbers = GroupNumbers(p, self.plan, self.operands, self.convert)
+        self.step_factors = self._step_factors()
         if self.zeros_in_decode and not self.plan.groups:
             self.row_zeros = self._row_scale_or_zero("zeros")
         self.first, self.rotation = p.block_id(1) * self.plan.rounds, self._rotation()
@@ -153,6 +153,7 @@ class Kernel:
                 operands.copy_codes(step)
                 operands.copy_scales_zeros(step)
                 operands.fill_table()
+                operands.copy_outliers()
                 p.grid_wait()
                 operands.copy_x(step)
             loop.results = self._step(loop.carried, operands.copied_codes)
@@ -167,6 +168,7 @@ class Kernel:
         for operands.slot, step in enumerate(steps):
             operands.copy_scales_zeros(step)
         operands.fill_table()
+        operands.copy_outliers()
         p.grid_wait()
         for operands.slot, step in enumerate(steps):
             operands.copy_x(step)
@@ -193,6 +195,8 @@ class Kernel:
     def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
         """One step of every warp, whose codes are in `words`."""
         p, s = self.p, self.schedule
+        if self.step_factors:
+            self._fill_step_factors(self.step_factors)
         codes = p.view(words(), self.spec.dtype, self.a_layout)
         if self.operands.table:
             a = p.lookup(codes, self.operands.table, self.compute)
@@ -201,13 +205,13 @@ class Kernel:
             a = p.decode(codes, self.compute, self.convert.exponent, offset, self._shifts())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
-        b = p.load_matrix(self.operands.x_buffer, p["m"], self.b_layout)
+        b = self._fragments_of_x()
         if not self.plan.groups:
             sums = [p.add(c, p.row_sums(b, self.sum_layout)) for c in carried[1:]]
             return [p.mma(a, b, self._with_offset_sums(carried[0], b)), *sums]
         (total,) = carried
-        width = s.step_k // self.plan.groups
-        for group in range(self.plan.groups):
+        width = s.step_k // self.parts
+        for group in range(self.parts):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
             zero = p.constant(0.0, "f32", self.d_layout)
             if self.plan.defers_offset:
@@ -216,6 +220,10 @@ class Kernel:
             sums = p.row_sums(b_group, self.sum_layout) if self.zeros_in_sums else None
             total = self._add_scaled(total, product, group, sums)
         return [total]
+
+    def _fragments_of_x(self) -> Tile:
+        """Of the step's activations, what the codes are multiplied by."""
+        return self.p.load_matrix(self.operands.x_buffer, self.p["m"], self.b_layout)
 
     def _whole(self, total: Tile) -> Tile:
         """[warps_k, rows, columns] of what a warp ends with."""
@@ -226,9 +234,17 @@ class Kernel:
         p, spec = self.p, self.spec
         if spec.row_scales:
             total = p.mul(total, self._row_scale_or_zero("row_scales"))
-        table = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
+        p.barrier()  # all of the block have read their stages, whose place is taken now
+        p.free_shared(*self.operands.buffers)
+        scratch = p.alloc_shared(*self.plan.outlier_scratch)
+        self.operands.buffers = [self.operands.lines, scratch]
         x = p.global_view(p["x"], spec.act, (-1, spec.k), sizes=[p["m"]])
-        return p.sparse_mma(table, x, self.first_block, p.block_id(1), self.schedule.split_k, total)
+        memory = self.operands.outliers, self.operands.lines, scratch, x
+        place = self.first_block, self.operands.part, self.schedule.split_k
+        if not self.plan.spreads_outliers:
+            return p.sparse_mma(*memory, *place, total)
+        products = p.sparse_vector(*memory, *place, p.constant(0.0, "f32", self.d_layout))
+        return p.add(total, p.reduce(products, 2))
 
     def _shifts(self) -> list[Tile]:
         """Minus integer zeros, which decoding subtracts for nothing: q - z is exact."""
@@ -261,6 +277,8 @@ class Kernel:
         """Less their zeros, and scaled, as far as that is done before they are multiplied: q - z, s * q, or
         s * q + (- s * z), or s * q + o, which is one instruction for both."""
         p, minus, scale = self.p, None, None
+        if self.step_factors and self.plan.rounds_scales:
+            return self._scaled_weights(codes, self.step_factors, group)
         if self.zeros_in_weights and self.spec.zeros == "float":
             minus = p.cast(self.convert.minus_zero(self._group_scale_or_zero("zeros", group)), self.compute)
         if self.plan.rounds_scales:
@@ -273,15 +291,55 @@ class Kernel:
             return p.add(codes, minus)
         return p.mul(codes, scale) if scale is not None else codes
 
+    def _scaled_weights(self, codes: Tile, factors: StepFactors, group: int) -> Tile:
+        """s * q, or s * q + shift, two weights at a time."""
+        p = self.p
+        pairs = p.reshape(codes, (*codes.shape[:2], codes.shape[2] // 2, 2))
+        scale = factors.load("scales", group)
+        if self.zeros_in_weights:
+            return p.reshape(p.fma(pairs, scale, factors.load("shifts", group)), codes.shape)
+        return p.reshape(p.mul(pairs, scale), codes.shape)
+
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
         """total + s * product, and (- s * z or o) * (sums of x) where there are zeros or offsets still to be had."""
         p = self.p
-        scale = self._group_scale_or_zero("scales", group)
-        total = p.fma(product, self.convert.with_exponent(scale), total)
-        if sums_of_x is None:
-            return total
-        shift = self._shift(scale, lambda name: self._group_scale_or_zero(name, group))
-        return p.fma(shift, sums_of_x, total)
+        scale, shift = self._factors(group, sums_of_x is not None)
+        total = p.fma(product, scale, total)
+        return total if shift is None or sums_of_x is None else p.fma(shift, sums_of_x, total)
+
+    def _factors(self, group: int, shifted: bool) -> tuple[Tile, Tile | None]:
+        """What sums of a group are multiplied by, with the power of two that decoding left out; and, if `shifted`, what
+        sums of x are."""
+        p = self.p
+        if self.step_factors:
+            names = ("scales", "shifts")[: 1 + shifted]
+            scale, *shift = (p.reshape(self.step_factors.load(name, group), self.row_layout.shape) for name in names)
+            return scale, shift[0] if shift else None
+        return self._computed(lambda name: self._scale_or_zero(name, group), shifted)
+
+    def _computed(self, load: Callable[[str], Tile], shifted: bool) -> tuple[Tile, Tile | None]:
+        """The same from scales, zeros and offsets. load: gives them, by name, as f32."""
+        scale = load("scales")
+        return self.convert.with_exponent(scale), self._shift(scale, load) if shifted else None
+
+    def _step_factors(self) -> StepFactors | None:
+        if not self.plan.step_factors:
+            return None
+        factors = StepFactors(self.p, self.plan, self.row_layout, self.compute if self.plan.rounds_scales else "f32")
+        self.operands.buffers += factors.allocate(self.plan.step_factors)
+        return factors
+
+    def _fill_step_factors(self, factors: StepFactors) -> None:
+        """Computes the factors of this step's groups."""
+
+        def load(name: str) -> Tile:
+            return factors.rows_first(self.numbers.load(name, 0, factors.layout))
+
+        def numbers() -> dict[str, Tile]:
+            scale, shift = self._computed(load, "shifts" in self.plan.step_factors)
+            return {"scales": scale} | ({} if shift is None else {"shifts": shift})
+
+        factors.fill(numbers)
 
     def _shift(self, scale: Tile, load: Callable[[str], Tile]) -> Tile:
         """Returns what sums of x are multiplied by. load: gives zeros or offsets, by name, as f32."""
@@ -289,7 +347,7 @@ class Kernel:
         if zeros == "offset":
             return convert.with_code_offset(load("offsets"), scale)
         if zeros == "none":
-            return p.mul(scale, p.constant(-convert.offset, "f32", self.row_layout))
+            return p.mul(scale, p.constant(-convert.offset, "f32", scale.layout))
         return p.mul(scale, convert.minus_zero(load("zeros")))
 
     def _sums_of_x(self, start: int, columns: int) -> Tile:
@@ -301,26 +359,14 @@ class Kernel:
             return total
         return self.p.add(total, self.p.offset_sums(b, self.spec.dtype, 0, self.d_layout))
 
+    def _scale_or_zero(self, name: str, part: int) -> Tile:
+        """What the sums of a part of a step are multiplied by, or their zero or offset."""
+        return self._group_scale_or_zero(name, part)
+
     def _group_scale_or_zero(self, name: str, group: int) -> Tile:
         """A scale, zero or offset of every row of the tile in one group, from shared memory: [warps_k, rows, 1] f32."""
-        p, s = self.p, self.schedule
-        _, buffers, slot = self.operands.scales_zeros[name]
-        layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, 1, ROWS))
-        loaded = p.load(buffers[self.operands.slot], (0, 0, group, 0), layout)
-        values = self.convert.two_level(slot, loaded, partial(self._second_level, group, layout))
-        return p.reshape(values, self.row_layout.shape)
-
-    def _second_level(self, group: int, of_rows: Layout, name: str, bilevel: Bilevel) -> Tile:
-        """A number of the block that a group is in, for every row of the tile or for 16: [warps_k, row blocks, 1, 16]
-        or [warps_k, row blocks, 1, 1] in f32. It is read once for all groups of a block."""
-        key = self.operands.slot, name, group // bilevel.groups
-        if key not in self.blocks_read:
-            _, buffers, slot = self.operands.second_level[name]
-            layout = of_rows if bilevel.rows == 1 else of_rows.reduce((3,))
-            flat = layout.reshape((*layout.shape[:2], layout.shape[3]))
-            loaded = self.p.load(buffers[self.operands.slot], (0, 0, key[2] * slot.shape[2]), flat)
-            self.blocks_read[key] = self.convert.as_f32(self.p.reshape(loaded, layout.shape), slot.storage)
-        return self.blocks_read[key]
+        layout = self.row_layout.reshape((self.schedule.warps_k, self.plan.row_blocks, 1, ROWS))
+        return self.p.reshape(self.numbers.load(name, group, layout), self.row_layout.shape)
 
     def _row_scale_or_zero(self, name: str) -> Tile:
         """Scale, zero or offset of every row of the tile, from device memory."""

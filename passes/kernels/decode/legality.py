@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.integer_limbs import LIMBS, PIECE, ROW, takes
+from lowbit.dialect.formats.outliers import LINE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import (
     MOST_SCALED,
+    SPREAD,
     KernelPlan,
     always_uses_raw_codes,
     can_use_raw_codes,
@@ -37,7 +41,8 @@ def _shared_bytes(plan: KernelPlan) -> int:
     signals = padded(16 * slots * s.warps_k) if s.refill == "per_warp" else 0
     units = s.step_k // spec.packing.chunk * spec.packing.units * 512
     rows = plan.row_blocks * max(1, plan.groups) * 16
-    total = signals + (0 if s.preload_weights else padded(slots * s.warps_k * plan.row_blocks * units))
+    lines = s.warps_k * plan.row_blocks * plan.staged_lines * LINE * 4 if spec.outliers else 0
+    total = lines + signals + (0 if s.preload_weights else padded(slots * s.warps_k * plan.row_blocks * units))
     total = -(-total // 1024) * 1024 if s.wgmma else total  # x is swizzled
     row = s.step_k if s.wgmma else s.step_k + spec.x.per_vector
     total += padded(slots * s.warps_k * s.tokens * row * spec.x.bytes)
@@ -50,6 +55,9 @@ def _shared_bytes(plan: KernelPlan) -> int:
             elif slot.index == "block":
                 numbers = plan.row_blocks * plan.blocks * slot.shape[2]
                 total += padded(slots * s.warps_k * numbers * ELEMENTS[slot.storage].bytes)
+    total += len(plan.step_factors) * s.warps_k * rows * 4  # in f32, or twice in 16 bits
+    if spec.outliers:
+        total = max(total, lines + signals + padded(4 * math.prod(plan.outlier_scratch[1])))
     if s.integer_mma:
         total += s.warps_k * (s.step_k // PIECE) * LIMBS * 4 * ROW * 4
     if spec.dtype.kind == "table":
@@ -86,6 +94,8 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         )
     if s.preload_weights:
         _check_preloaded(plan)
+    if s.spread_k and not can_spread(spec):
+        raise SpecError(f"schedule: spread_k=True is for groups of 16, 32 and 64; {spec} needs spread_k=False")
     if s.overlap_groups and (not plan.groups or plan.rounds_scales):
         raise SpecError(
             "schedule: overlap_groups=True is for sums that are scaled group by group; "
@@ -164,6 +174,12 @@ def _check_preloaded(plan: KernelPlan) -> None:
             f"schedule: preload_weights=True has at most {MOST_PRELOADED} registers of weight in a thread, {s} needs "
             f"{plan.preloaded_words}; take more warps or splits, or preload_weights=False"
         )
+
+
+def can_spread(spec: MatmulSpec) -> bool:
+    """Whether one token can be spread over the columns of a product, so that a lane has groups of its own."""
+    group = spec.packing.padded_group
+    return group is not None and SPREAD // 2 % group == 0 and spec.compute is None
 
 
 def group_fits(spec: MatmulSpec, step: int) -> bool:

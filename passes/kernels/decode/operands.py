@@ -6,6 +6,7 @@ import math
 
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.decode_table import DecodeTable
+from lowbit.dialect.formats.outliers import LINE
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.dialect.types import UNIT
@@ -52,6 +53,8 @@ class Operands:
         steps, units = self.plan.steps, packing.chunks * packing.units * 32
         self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
         self.buffers: list[Memory] = []
+        if spec.outliers:
+            self._view_outliers()
         if not s.preload_weights:
             self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
             self.buffers.append(self.codes_buffer)
@@ -71,6 +74,16 @@ class Operands:
         if spec.dtype.kind == "table":
             self.table = p.alloc_shared("i32", DecodeTable(spec.dtype, self._compute).shape)
             self.buffers.append(self.table)
+
+    def _view_outliers(self) -> None:
+        """The table of lines, this block's part of them, and room for the first of them."""
+        p, s, shape = self.p, self.schedule, (self.schedule.warps_k, self.plan.row_blocks, self.plan.staged_lines, LINE)
+        self.outliers = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
+        self.part = p.block_id(1)
+        self.lines = p.alloc_shared("i32", shape)  # the first, as it is needed longer than all others
+        lanes = spatial(1, 1, 4, 8).local(1, 1, 1, 4)
+        warps = spatial(s.warps_k, s.warps_n, 1, 1)
+        self.line_layout = warps.local(1, s.row_blocks, shape[2] // 4, 1) * lanes
 
     def _view_x(self) -> None:
         p, s, act, k, panel = self.p, self.schedule, self.spec.x.operand, self.spec.k, self.spec.x.per_panel
@@ -174,6 +187,12 @@ class Operands:
         if self.table:
             t = self.spec.dtype
             self.p.fill_table(self.table, t, self._compute, exponent(t, self._compute))
+
+    def copy_outliers(self) -> None:
+        """The first lines of each row block, to shared memory."""
+        if self.spec.outliers:
+            place = self.first_block, self.part, self.schedule.split_k
+            self.p.copy_outliers(self.outliers, self.lines, *place, self.line_layout)
 
     def copy_x(self, step: Scalar) -> None:
         p, s, packing, buffer = self.p, self.schedule, self.packing, self.x_buffer

@@ -4,13 +4,18 @@ are chosen by it; so it needs no MLIR.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset
+from lowbit.dialect.formats.outliers import ENTRIES, lines_at_once, scratch_words
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponent
 
+COLUMNS = 8  # of a product of mma
+SPREAD = COLUMNS * 16  # columns of k that `Schedule.spread_k` has in one accumulator
 MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
 
 
@@ -56,6 +61,27 @@ class KernelPlan:
     def launched_tiles(self) -> int:
         """With the empty ones that fill up the grid."""
         return max(self.tiles, -(-self.schedule.min_blocks // self.schedule.split_k))
+
+    @property
+    def staged_lines(self) -> int:
+        """Lines of outliers of a row block, of a warp's share, that shared memory has room for: a quarter more than one
+        outlier in a hundred weights takes, but at most 16."""
+        lines = ROWS * self.spec.k / 80 / ENTRIES
+        return min(16, 4 * math.ceil(lines / (4 * self.schedule.warps_k * self.schedule.split_k)))
+
+    @property
+    def spreads_outliers(self) -> bool:
+        """Whether products with outliers are spread over the eight columns that one token has."""
+        return self.schedule.tokens == 1
+
+    @property
+    def outlier_scratch(self) -> tuple[str, tuple[int, ...]]:
+        """What the warps need of shared memory for products with outliers: element and shape."""
+        s = self.schedule
+        warps = s.threads // 32
+        if self.spreads_outliers:
+            return "f32", (warps, ROWS, 32)
+        return "i32", (warps, lines_at_once(s.tokens), scratch_words(self.spec.act, s.tokens))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -109,6 +135,33 @@ class KernelPlan:
         return spec.zeros == "none" and spec.dtype.kind == "uint"
 
     @property
+    def stored_offset(self) -> float:
+        """By how much the codes are too large that are multiplied: signed codes are in offset binary."""
+        return zero_code(self.spec.dtype) if self.raw_codes or self.schedule.integer_mma else 0.0
+
+    @property
+    def zeros_in_decode(self) -> bool:
+        """Whether zeros are subtracted as codes are decoded."""
+        as_stored = self.raw_codes or self.schedule.integer_mma
+        return self.spec.zeros == "int" and not self.defers_offset and not as_stored
+
+    @property
+    def zeros_in_sums(self) -> bool:
+        """Whether zeros and offsets, that of codes included, are made up for by sums of x."""
+        elsewhere = self.zeros_in_decode or self.rounds_zeros
+        return (self.spec.zeros != "none" or self.stored_offset > 0) and not elsewhere
+
+    @property
+    def step_factors(self) -> tuple[str, ...]:
+        """What a warp computes for all groups of a step before it multiplies: scales that take some computing, and with
+        them what sums of x are multiplied by, or what is added to scaled weights."""
+        s, spec = self.schedule, self.spec
+        costly = spec.bilevel is not None or spec.scale == "e4m3"
+        if not costly or self.groups < 2 or s.spread_k or s.integer_mma or spec.compute:
+            return ()
+        return ("scales", "shifts") if self.zeros_in_sums or self.rounds_zeros else ("scales",)
+
+    @property
     def rounds_zeros(self) -> bool:
         """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
         and the sums of x that would make up for them would cost as much as 64 rows of products. Offsets are added to
@@ -129,9 +182,9 @@ class KernelPlan:
 
     @property
     def _scales_like_x(self) -> bool:
-        """Whether scales are numbers of x's type."""
+        """Whether scales are numbers of x's type, or codes, whose numbers are rounded to it."""
         scale, act = self.spec.scale, self.spec.act
-        return scale == act or (scale, act) == ("e8m0", "bf16")
+        return scale == act or (scale, act) == ("e8m0", "bf16") or self.spec.bilevel is not None
 
     @property
     def sums_once(self) -> bool:

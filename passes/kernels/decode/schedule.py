@@ -38,6 +38,8 @@ class Schedule(KernelSchedule):
     refill             when a round starts the copies of a later one: before its products, after its first product has
                        begun (wgmma), or as each warp gets there, without a barrier per round (wgmma)
     overlap_groups     begin the product of a group before that of the last group has ended (wgmma)
+    spread_k           give the eight columns of a product to eight blocks of 16 columns of k (one token), so that each
+                       lane scales the sums of groups of its own
     """
 
     integer_mma: ClassVar[bool] = False
@@ -59,6 +61,7 @@ class Schedule(KernelSchedule):
     raw_codes: bool = False
     refill: Refill = "before_mma"
     overlap_groups: bool = False
+    spread_k: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -94,8 +97,8 @@ class Schedule(KernelSchedule):
 
     @property
     def columns(self) -> int:
-        """Columns of the sums that a block ends with; limbs leave one for their token."""
-        return 1 if self.integer_mma else self.mma_columns
+        """Columns of the sums that a block ends with; limbs and blocks of k leave one for their token."""
+        return 1 if self.integer_mma or self.spread_k else self.mma_columns
 
     @property
     def rows(self) -> int:
@@ -128,7 +131,8 @@ class IntegerSchedule(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fixed = {"tokens": 1, "warps_n": 1, "wgmma": False, "preload_weights": False, "raw_codes": False}
+        fixed = {"tokens": 1, "warps_n": 1}
+        fixed |= dict.fromkeys(("wgmma", "preload_weights", "raw_codes", "spread_k"), False)
         for name, value in fixed.items():
             if getattr(self, name) != value:
                 raise SpecError(f"schedule: decode_integer needs {name}={value}; got {name}={getattr(self, name)}")
@@ -162,6 +166,11 @@ _RULES: tuple[tuple[str, str, Callable[[Schedule], bool]], ...] = (
         lambda s: not s.overlap_groups or (s.wgmma and s.row_blocks == 1),
     ),
     (
+        "spread_k=True",
+        "needs tokens={s.tokens} to be 1 and step_k={s.step_k} to be a multiple of 128",
+        lambda s: not s.spread_k or (s.tokens == 1 and s.step_k % 128 == 0),
+    ),
+    (
         "refill={s.refill!r}",
         "needs wgmma=True and preload_weights=False; got wgmma={s.wgmma}, preload_weights={s.preload_weights}",
         lambda s: s.refill == "before_mma" or (s.wgmma and not s.preload_weights),
@@ -186,7 +195,7 @@ _RENAMED = {
     "late": "refill",
     "overlap": "overlap_groups",
 }
-_CHOICES = ("wgmma", "integer_mma", "preload_weights", "raw_codes", "overlap_groups")
+_CHOICES = ("wgmma", "integer_mma", "preload_weights", "raw_codes", "overlap_groups", "spread_k")
 
 
 def _modern(name: str, value: Any) -> tuple[str, Any]:

@@ -14,14 +14,14 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refill
 from lowbit.passes.kernels.decode.cost_model import predict, spills
-from lowbit.passes.kernels.decode.legality import enough_blocks, has_wgmma, is_allowed, shared_room
+from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, has_wgmma, is_allowed, shared_room
 from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
 
-SHAPE = ("row_blocks", "warps_n", "warps_k", "split_k", "wgmma", "preload_weights")
+SHAPE = ("row_blocks", "warps_n", "warps_k", "split_k", "wgmma", "preload_weights", "spread_k")
 # Only the second pass varies these; in the first they follow.
 SECOND = ("cluster", "max_blocks_per_sm", "min_blocks", "prefetch_limit", "refill", "overlap_groups", "raw_codes")
 MOST_WARPS = 16  # of a block
@@ -49,8 +49,10 @@ def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Sc
         "preload_weights": (False, True),
         "overlap_groups": (False, True) if tile >= 8 and has_wgmma(spec, target) else (False,),
         "raw_codes": (False, True) if can_use_raw_codes(spec) else (False,),
+        "spread_k": (False, True) if tile == 1 and can_spread(spec) else (False,),
     }
-    fixed = ("tokens", "warps_n", "wgmma", "preload_weights", "raw_codes") if kind.integer_mma else ()
+    limits = ("tokens", "warps_n", "wgmma", "preload_weights", "raw_codes", "spread_k")
+    fixed = limits if kind.integer_mma else ()
     return found | {name: found[name][:1] for name in fixed}
 
 

@@ -1,0 +1,54 @@
+"""Scales, zeros and offsets of groups as f32, from the buffers of a stage, with the second level of codes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import Layout, local
+from lowbit.passes.builder import Program, Tile
+from lowbit.passes.kernels.decode.operands import Operands
+from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.scales_zeros import ScalesZeros
+
+
+class GroupNumbers:
+    """Reads the numbers of the stage that `operands` is at."""
+
+    def __init__(self, p: Program, plan: KernelPlan, operands: Operands, convert: ScalesZeros) -> None:
+        self.p, self.plan, self.operands, self.convert = p, plan, operands, convert
+        self._blocks_read: dict[Hashable, Tile] = {}
+
+    def load(self, name: str, group: int, layout: Layout) -> Tile:
+        """Numbers of the groups of a step from `group` on: [warps_k, row blocks, groups, 16] in a layout of this
+        shape."""
+        p, bilevel = self.p, self.plan.spec.bilevel
+        _, buffers, slot = self.operands.scales_zeros[name]
+        warps, row_blocks, groups, _ = layout.shape
+        blocks = max(1, groups // bilevel.groups) if bilevel else 1
+        by_block = (warps, row_blocks, blocks, groups // blocks, ROWS)
+        loaded = p.reshape(p.load(buffers[self.operands.slot], (0, 0, group, 0), layout), by_block)
+
+        def of_blocks(name: str, bilevel: Bilevel) -> Tile:
+            return self._of_blocks(name, group // bilevel.groups, loaded.layout, bilevel)
+
+        return p.reshape(self.convert.two_level(slot, loaded, of_blocks), layout.shape)
+
+    def _of_blocks(self, name: str, block: int, layout: Layout, bilevel: Bilevel) -> Tile:
+        """Numbers of the second level from a block on, for codes [warps_k, row blocks, blocks, groups, 16]: the same
+        shape with one group, and one row if all rows share a number. They are read once for all groups of a block."""
+        p, of_rows = self.p, layout.reduce((3,) if bilevel.rows == 1 else (3, 4))
+        key = self.operands.slot, name, block, of_rows
+        if key not in self._blocks_read:
+            _, buffers, slot = self.operands.second_level[name]
+            lanes = slot.shape[2]
+            copies = of_rows * local(1, 1, 1, 1, lanes // of_rows.shape[4])
+            *outer, blocks, _, rows = copies.shape
+            flat = copies.reshape((*outer, blocks * rows))
+            loaded = p.load(buffers[self.operands.slot], (0, 0, block * lanes), flat)
+            numbers = p.reshape(loaded, copies.shape)
+            if rows > of_rows.shape[4]:
+                numbers = p.slice(numbers, 4, 0, 1)
+            self._blocks_read[key] = self.convert.as_f32(numbers, slot.storage)
+        return self._blocks_read[key]
