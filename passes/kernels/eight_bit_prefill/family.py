@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
 """Numbers of tokens that a schedule is chosen for: above those that the eight_bit kernels serve."""
-_TOKENS = (32, 64, 96, 128, 192, 256)  # of a tile
-_PRODUCTS = ((1, 2), (2, 2), (3, 2), (4, 2), (6, 2), (1, 1), (2, 1), (4, 1), (8, 1))
-"""Parts and banks, the most promising first."""
+_TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
+_PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
+"""Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
+_PANELS = ((128, 4), (256, 4), (128, 8), (256, 8))  # columns and stages
 
 
 class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
@@ -40,14 +41,16 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         return tokens in TOKEN_TILES
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        """For every tile the first of `_PRODUCTS` for which there are registers."""
+        """For every tile the first of `_PRODUCTS` for which there are registers, with wide panels of few tokens."""
         found: list[EightBitPrefillSchedule] = []
-        for of_tile in _schedules_by_tile((128,), (4,)):
-            found += islice((s for s in of_tile if self._fits(spec, s, target)), 1)
+        for tokens, cluster in product(_TOKENS, (1, 2)):
+            panel = (256, 4) if tokens <= 64 else (128, 4)
+            fitting = (s for s in _schedules(tokens, cluster, [panel]) if self._fits(spec, s, target))
+            found += islice(fitting, 1)
         return [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        every = (s for of_tile in _schedules_by_tile((128, 256), (4, 8)) for s in of_tile)
+        every = (s for tile in product(_TOKENS, (1, 2)) for s in _schedules(*tile, _PANELS))
         return [s for s in every if self._fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, tokens: int, schedule: EightBitPrefillSchedule, target: Target) -> float:
@@ -76,14 +79,10 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
 
 
-def _schedules_by_tile(
-    panels: Sequence[int], stages: Sequence[int]
-) -> Iterator[list[EightBitPrefillSchedule]]:
-    """All schedules with these panels and stages, those of one tile together."""
-    for tokens, cluster in product(_TOKENS, (1, 2)):
-        choices = product(panels, stages, _PRODUCTS)
-        yield [
-            EightBitPrefillSchedule(tokens, panel_k, num_stages, cluster, parts, banks)
-            for panel_k, num_stages, (parts, banks) in choices
-            if tokens % (16 * parts) == 0
-        ]
+def _schedules(
+    tokens: int, cluster: int, panels: Sequence[tuple[int, int]]
+) -> Iterator[EightBitPrefillSchedule]:
+    """Yields the schedules of a tile with these panels and stages."""
+    for (panel_k, num_stages), (parts, banks) in product(panels, _PRODUCTS):
+        if tokens % (16 * parts) == 0:
+            yield EightBitPrefillSchedule(tokens, panel_k, num_stages, cluster, parts, banks)

@@ -11,8 +11,10 @@ from lowbit.passes.kernels.prefill.legality import shared_bytes
 from lowbit.passes.kernels.quantize.family import check_compute
 from lowbit.passes.target import Target
 
-_MOST_REGISTERS = 210  # of a thread, beside those for addresses and on the way to fragments
-_MORE = 8  # of these, for a second product under way, and for integers that become f32
+_MOST_REGISTERS = 242  # of a thread, beside those for addresses and on the way to fragments
+_SECOND_BANK = 32  # of these, for scales and addresses that are needed later
+_MORE = 8  # for zeros, or integers that become f32,
+_WIDE = 25  # and for codes of 8 bits with these
 
 
 def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target) -> None:
@@ -45,10 +47,11 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
 
 def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums and for products, for two panels'
-    fragments, and for what is loaded."""
+    fragments, and for what is loaded. It follows what the assembler was seen to do."""
     plan = EightBitPrefillPlan(spec, s)
+    integers, zeros = spec.compute == "i8" and plan.groups > 0, spec.zeros == "int"
     products = 0 if plan.keeps_integers else s.banks * plan.part_tokens // 2
-    factors = plan.held_groups * (2 if spec.zeros == "int" else 1)
-    loaded = plan.held_pieces * plan.piece * spec.packing.bits // 64 + factors
-    more = _MORE * ((s.banks > 1) + (spec.compute == "i8" and not plan.keeps_integers))
+    loaded = plan.held_pieces * plan.piece_registers + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
+    more = _SECOND_BANK * (s.banks > 1) + (_MORE * zeros + 1 if s.cluster == 1 else _MORE * integers)
+    more += products // 32 + integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS

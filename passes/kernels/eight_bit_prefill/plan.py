@@ -11,8 +11,8 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan
 
 PROMOTED = 128  # columns after which products of f8e4m3 are added to the sums
-_HELD = ((64, 512), (128, 256), (256, 128))
-"""For tiles of up to so many tokens, the columns whose codes are in registers."""
+_HELD = ((64, 32), (128, 16), (256, 8))
+"""For tiles of up to so many tokens, the registers for codes, of a piece at least."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,14 @@ class EightBitPrefillPlan(PrefillPlan):
     @property
     def held_pieces(self) -> int:
         """Pieces whose codes are in registers at a time. A round's take turns."""
-        columns = next(columns for tokens, columns in _HELD if self.schedule.tokens <= tokens)
-        return max(1, min(self.pieces, columns // self.piece))
+        registers = next(registers for tokens, registers in _HELD if self.schedule.tokens <= tokens)
+        fitting = (held for held in (4, 2) if held * self.piece_registers <= registers and self.pieces % held == 0)
+        return next(fitting, 1)
+
+    @property
+    def piece_registers(self) -> int:
+        """Registers for the codes of a piece."""
+        return self.piece * self.spec.packing.bits // 64
 
     @property
     def held_groups(self) -> int:
