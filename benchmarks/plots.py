@@ -30,7 +30,7 @@ COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
     "bitsandbytes": "#D55E00",
 }
 NAMES = {
-    "torch": "cuBLAS f16",
+    "torch": "cuBLAS, 16 bits",
     "torch-fp8": "cuBLAS fp8",
     "lowbit+quantize": "lowbit, with quantizing x",
     "fbgemm": "FBGEMM GenAI",

@@ -105,11 +105,11 @@ def test_what_is_chosen(schedule: PrefillSchedule) -> None:
 def test_any_number_of_rows_by_one_kernel() -> None:
     """The runtime makes a tensor map for every call; no rows need none."""
     mm = lowbit.compile(MatmulSpec(128, 512, "u4", group_size=128), "emulator:sm_90a")
-    assert {mm.choices.launches(m)[0].family for m in (129, 300, 4096)} == {"prefill"}
-    x, *weight = random_problem(mm.spec, 150)
+    assert {mm.choices.launches(m)[0].family for m in (257, 300, 4096)} == {"prefill"}
+    x, *weight = random_problem(mm.spec, 300)
     w, rounding = mm.pack(*weight), PREFILL.rounding(mm.spec, SMALL)
-    y = mm(x.view(2, 75, 512), w)
-    assert matmul_is_right(y.view(150, 128), mm.spec, (x, *weight), **rounding)
+    y = mm(x.view(2, 150, 512), w)
+    assert matmul_is_right(y.view(300, 128), mm.spec, (x, *weight), **rounding)
     assert mm(torch.empty(0, 512, dtype=torch.float16), w).shape == (0, 128)
 
 

@@ -123,7 +123,7 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     mma = columns / 4
     if not s.wgmma and (spec.zeros in ("float", "offset") or (spec.zeros == "int" and bits <= OFFSET_BITS)):
         mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
-    mma *= costs.tensor
+    mma *= costs.tensor / (2 if spec.compute else 1)  # types of 8 bits are multiplied at twice the pace
     fragments = 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
     decode = _decode_clocks(plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
     if spec.group_size:  # sums or, where that is less, weights are scaled
