@@ -60,18 +60,13 @@ def chosen(spec: MatmulSpec, *tables: Table, tile: int = 16, gpu: str | None = N
     return schedule_for(spec, tile, HOPPER, gpu, tables)
 
 
-def spec_of(key: Key) -> MatmulSpec:
-    given = {name: getattr(key, name) for name in ("group_size", "zeros", "scale", "act")}
-    return MatmulSpec(key.n, key.k, key.weight, **given)
-
-
 def test_what_was_measured_is_taken() -> None:
     (shipped,) = shipped_tables()
     assert (shipped.gpu, shipped.capability) == ("NVIDIA H200", 90) and len(shipped.entries) >= 20
-    odd = [k for k, e in shipped.entries.items() if e.schedule != default_schedule(spec_of(k), k.tokens, HOPPER)]
+    odd = [k for k, e in shipped.entries.items() if e.schedule != default_schedule(k.spec, k.tokens, HOPPER)]
     assert len(odd) >= 5  # so that it matters
     for i, (key, found) in enumerate(shipped.entries.items()):
-        spec = spec_of(key)
+        spec = key.spec
         same = [e for k, e in shipped.entries.items() if replace(k, tokens=key.tokens) == key]
         wider = [e for e in same if e.key.tokens > key.tokens]
         found = min([found, *wider], key=lambda e: e.microseconds)  # a wider tile's, where that takes less time
