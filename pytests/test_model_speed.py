@@ -147,7 +147,7 @@ def test_activations_of_8_bits_are_measured() -> None:
 
 
 def test_kernels_have_a_kind() -> None:
-    names = ("matmul", "nvjet_tst_64x8", "triton_poi_fused__to_copy_attention_0", "flash_fwd", "Memcpy DtoD", "reduce")
+    names = ("prefill", "nvjet_tst_64x8", "triton_poi_fused__to_copy_attention_0", "flash_fwd", "Memcpy DtoD", "reduce")
     assert [kind_of(name) for name in names] == [
         "low-bit matmuls", "dense matmuls", "torch.compile's kernels", "attention", "copies", "other kernels"
     ]  # fmt: skip
