@@ -87,7 +87,7 @@ def _check_threads(program: Any, threads: int) -> None:
 
     def visit(op: Any) -> Any:
         texts = [RegType(r.type).params[2] for r in op.results if isinstance(r.type, RegType)]
-        texts += [op.attributes["layout"]] if "layout" in op.attributes else []
+        texts += [a for a in (op.attributes.get("layout"),) if isinstance(a, ir.StringAttr)]
         try:
             for layout in map(read_layout, texts):
                 what = f"layout {layout} in {op.name}"
