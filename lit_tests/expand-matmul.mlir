@@ -20,7 +20,7 @@
 // CHECK:          %[[WORDS:.*]] = "lowbit.load"
 // CHECK:          %[[W_CODES:.*]] = "lowbit.view"(%[[WORDS]])
 // An integer zero point is a shift of the codes, by minus itself.
-// CHECK:          %[[ZEROS:.*]] = "lowbit.reshape"
+// CHECK:          %[[ZEROS:.*]] = "lowbit.reshape"{{.*}} -> !lowbit.reg<[2, 16, 1], f32
 // CHECK:          %[[MINUS:.*]] = "lowbit.mul"(%[[ZEROS]], %{{.*}})
 // CHECK:          %[[SHIFT:.*]] = "lowbit.cast"(%[[MINUS]]){{.*}}, f16, {{.*}}
 // CHECK:          %[[W:.*]] = "lowbit.decode"(%[[W_CODES]], %[[SHIFT]])

@@ -5,7 +5,7 @@
 // Choices given as options go to every matmul that has none. Dashes and underscores mean the same.
 // CHECK-LABEL: func.func @free
 // CHECK:         schedule = {cluster = 1 : i64, family = "decode"
-// CHECK-SAME:      refill = "before_mma", row_blocks = 1 : i64, split_k = 3 : i64, step_k = 64 : i64, tokens = 16 : i64, warps_k = 4 : i64, warps_n = 2 : i64, wgmma = false}
+// CHECK-SAME:      refill = "before_mma", row_blocks = 1 : i64, split_k = 3 : i64, spread_k = false, step_k = 64 : i64, tokens = 16 : i64, warps_k = 4 : i64, warps_n = 2 : i64, wgmma = false}
 
 // Without options the pass chooses.
 // DEFAULT-LABEL: func.func @free
