@@ -88,8 +88,9 @@ func.func @dequantize(%w: !weight) -> tensor<64x512xbf16> {
 // An offset is added by way of the sums of x, unscaled; the scale of a row multiplies what all groups come to.
 // CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
 // CHECK:      %[[X_SUM:.*]] = "lowbit.row_sums"
-// CHECK:      %[[SCALED:.*]] = "lowbit.fma"(%[[PRODUCT]]
-// CHECK:      %[[OFFSET:.*]] = "lowbit.reshape"
+// CHECK:      %[[SCALE:.*]] = "lowbit.mul"
+// CHECK:      %[[OFFSET:.*]] = "lowbit.reshape"{{.*}} -> !lowbit.reg<[2, 16, 1], f32
+// CHECK:      %[[SCALED:.*]] = "lowbit.fma"(%[[PRODUCT]], %[[SCALE]]
 // CHECK-NEXT: "lowbit.fma"(%[[OFFSET]], %[[X_SUM]], %[[SCALED]])
 // CHECK:      %[[TOTAL:.*]] = "lowbit.reduce"
 // CHECK:      %[[SUM:.*]] = "lowbit.reshape"(%[[TOTAL]])
@@ -104,16 +105,20 @@ func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 
 // -----
 
-// Scales that are codes: the second level is copied beside them, and makes a number of a code once per group and row.
+// Scales that are codes: the second level is copied beside them. At the head of a step the lanes of a warp make numbers
+// of its codes, each of its own, which go to shared memory; products are multiplied by those.
 // CHECK:      %[[CODES:.*]] = "lowbit.global_view"(%{{.*}}) {{.*}} -> !lowbit.global<[8, 4, 2, 16], i8
 // CHECK:      %[[SUPERS:.*]] = "lowbit.global_view"(%{{.*}}) {{.*}} -> !lowbit.global<[8, 4, 16], f16, [16, 32, 1], [4, 1, 1]>
 // CHECK:      "lowbit.copy_async"(%[[CODES]]
 // CHECK:      "lowbit.copy_async"(%[[SUPERS]]
-// CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
 // CHECK:      %[[CODE:.*]] = "lowbit.cast"(%{{.*}}) {kind = "unsigned"}
 // CHECK:      %[[SIGNED:.*]] = "lowbit.add"(%[[CODE]]
 // CHECK:      %[[SUPER:.*]] = "lowbit.cast"(%{{.*}}) {kind = "float"}
-// CHECK:      %[[SCALE:.*]] = "lowbit.mul"(%[[SIGNED]], %[[SUPER]])
+// CHECK:      "lowbit.mul"(%[[SIGNED]], %[[SUPER]])
+// CHECK:      "lowbit.store"(%{{.*}}, %[[FACTORS:[0-9]+]], {{.*}}f32
+// CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
+// CHECK:      "lowbit.load"(%[[FACTORS]],
+// CHECK:      "lowbit.fma"(%[[PRODUCT]],
 // CHECK:      params = ["x", "codes", "scales", "scale_scales", "y", "m"]
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 32, "none", #lowbit.bilevel<"i6", "f16", [1, 8], "none">>
 func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
