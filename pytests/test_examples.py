@@ -80,7 +80,8 @@ def test_eight_bit_activations(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_outliers(capsys: pytest.CaptureFixture[str]) -> None:
     errors = load("outliers.py")["main"](64, 256, "cpu")
-    assert errors["SpQR, 3 bits"] < 0.75 * min(errors["GPTQ, 4 bits"], errors["SpQR without outliers"])
+    assert errors["SpQR, 3 bits"] < 0.75 * errors["GPTQ, 4 bits"]
+    assert errors["SpQR, 3 bits"] < 0.85 * errors["SpQR without outliers"]
     assert "% outliers" in capsys.readouterr().out
 
 
