@@ -61,9 +61,14 @@ _CACHED = 3.0  # times the memory's rate, where the L2 cache holds what was writ
 _LAUNCH = 4.0  # microseconds from a launch until its first product, without programmatic dependent launch
 
 
+def rates_of(target: Target) -> Rates:
+    """The rates of a target; a capability that is not listed counts as the next lower one."""
+    return RATES[max(capability for capability in RATES if capability <= target.capability)]
+
+
 def predict(spec: MatmulSpec, tokens: int, s: PrefillMmaSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes."""
-    plan, rates = PrefillMmaPlan(spec, s), RATES[target.capability]
+    plan, rates = PrefillMmaPlan(spec, s), rates_of(target)
     tiles = plan.row_tiles * -(-tokens // s.tokens)
     waves = -(-tiles // target.multiprocessors)
     panel = s.panel_k // 16 * _clocks_of_16_columns(plan, rates) + _PER_PANEL
@@ -88,7 +93,7 @@ def _clocks_of_16_columns(plan: PrefillMmaPlan, rates: Rates) -> float:
 def predict_vendor(spec: MatmulSpec, tokens: int, target: Target) -> float:
     """About how many microseconds it takes to write the weight out and to multiply it by the vendor's library, whose
     tiles come in waves as well."""
-    rates, dense = RATES[target.capability], spec.n * spec.k * spec.x.bytes
+    rates, dense = rates_of(target), spec.n * spec.k * spec.x.bytes
     reach = rates.memory * (_CACHED if dense < rates.cache / 2 else 1.0)
     out = spec.bytes / rates.memory + dense / reach
     row_tiles, of_tile = -(-spec.n // ROWS_OF_TILE), ROWS_OF_TILE * spec.k / (rates.vendor * _SUSTAINED * rates.clock)
