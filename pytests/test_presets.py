@@ -67,6 +67,8 @@ def test_presets_are_what_files_hold(kind: object) -> None:
     same = {"weight", "zeros", "scale", "table", "bilevel", "row_scales"}
     if name == "TQ2_0":
         same -= {"zeros", "weight"}
+    if name == "NVFP4":
+        same -= {"row_scales"}  # in GGUF the factor of a matrix is a tensor of its own
     assert {f: getattr(found, f) for f in same} == {f: getattr(preset, f) for f in same}
     assert (found.group_size or columns) == (preset.group_size or columns)
 
