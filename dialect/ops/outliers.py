@@ -81,6 +81,13 @@ def _check_products(op: Any) -> Reg:
     return c
 
 
+def _check_scratch(op: Any, element: str, shape: tuple[int, ...]) -> None:
+    """The place that warps need meanwhile."""
+    scratch = Shared.of(op.scratch.type)
+    dense = scratch.element == element and scratch.shape == shape and scratch.strides == row_major(shape)
+    expect(dense, "scratch", f"{list(shape)} of {element}, dense", op.scratch.type)
+
+
 class SparseMmaOp(Lowbit.Operation, name="sparse_mma"):
     """c + S x^T for the outliers S of some row blocks from `first_block` on: x [m, k] in device memory, c [warps, rows,
     tokens] an accumulator of mma.
@@ -102,11 +109,9 @@ class SparseMmaOp(Lowbit.Operation, name="sparse_mma"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        c, scratch = _check_products(op), Shared.of(op.scratch.type)
+        c, lines = _check_products(op), Shared.of(op.scratch.type).shape[1]
         words = scratch_words(str(Global.of(op.x.type).element), c.shape[2])
-        shape = (c.layout.threads // 32, scratch.shape[1], words)
-        dense = scratch.element == "i32" and scratch.shape == shape and scratch.strides == row_major(shape)
-        expect(dense, "scratch", f"{list(shape)} of i32, dense", op.scratch.type)
+        _check_scratch(op, "i32", (c.layout.threads // 32, lines, words))
 
 
 class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):
@@ -128,11 +133,9 @@ class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        c, scratch = _check_products(op), Shared.of(op.scratch.type)
+        c = _check_products(op)
         expect(c.shape[2] == 8, "columns of c", 8, c.shape[2])
-        shape = (c.layout.threads // 32, ROWS, 32)
-        dense = scratch.element == "f32" and scratch.shape == shape and scratch.strides == row_major(shape)
-        expect(dense, "scratch", f"{list(shape)} of f32, dense", op.scratch.type)
+        _check_scratch(op, "f32", (c.layout.threads // 32, ROWS, 32))
 
 
 class AddOutliersOp(Lowbit.Operation, name="add_outliers"):

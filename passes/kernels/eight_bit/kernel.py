@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.elements import ELEMENTS
-from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, byte_exponent
+from lowbit.dialect.formats.byte_codes import PROMOTED, SUM_COLUMNS, byte_exponent
 from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.layouts.layout import MMA_M16N8K32_A, MMA_M16N8K32_B_NK, local, spatial
 from lowbit.dialect.spec import MatmulSpec
@@ -33,8 +33,6 @@ from lowbit.passes.kernels.decode.operands import Operands, spread
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-
-PROMOTED = 128  # columns after which products of f8e4m3 are added to the sums
 
 
 class _Operands(Operands):

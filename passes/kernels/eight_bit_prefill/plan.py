@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lowbit.dialect.formats.byte_codes import PROMOTED
 from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan
 
-PROMOTED = 128  # columns after which products of f8e4m3 are added to the sums
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
 
