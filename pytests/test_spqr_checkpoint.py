@@ -153,9 +153,9 @@ def test_any_weight(size: tuple[int, int], kind: str, interleaved: bool, permute
     assert torch.equal(rewritten(w), given_["dense_weights"]) and np.array_equal(w.unpack().numpy(), codes)
     found = w.unpack_outliers()
     assert np.array_equal(np.zeros((n, k)) if found is None else found.to_dense().numpy(), dense)
-    s, z = ((t - level[..., b].repeat(16, 0).astype(np.float32)) * level[..., a].repeat(16, 0).astype(np.float32)
-            for t, a, b in ((scales, 0, 2), (zeros, 1, 3)))  # fmt: skip
-    s, z = (t.astype(np.float32).repeat(16, 1) for t in (s, z))
+    level = level.astype(np.float32).repeat(16, 0)
+    s, z = ((t.astype(np.float32) - level[..., b]) * level[..., a] for t, a, b in ((scales, 0, 2), (zeros, 1, 3)))
+    s, z = (t.repeat(16, 1) for t in (s, z))  # each step rounds to f32
     expected = s * (codes.astype(np.float32) - z) + dense.astype(np.float32)
     assert np.array_equal(w.dequantize().numpy()[:, order], expected)
     x = torch.from_numpy(rng.standard_normal((2, k))).half()
