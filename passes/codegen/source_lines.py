@@ -10,7 +10,7 @@ from typing import Any
 
 from lowbit.dialect.bindings import ir, llvm
 from lowbit.passes.base import each_op
-from lowbit.passes.builder import user_line
+from lowbit.passes.builder.locations import user_line
 
 
 def mark_lines(module: ir.Module) -> None:

@@ -113,6 +113,9 @@ def python_api() -> str:
         if inspect.isclass(value) or inspect.isfunction(value):
             parts += [f"## {name}", *_described(value)]
     parts += ["## passes.builder.Program", *_described(Program)]
+    for subject in Program.__bases__:
+        file = subject.__module__.rpartition(".")[2]
+        parts += [f"### {file}", text_of(inspect.getdoc(subject)), *_members(subject)]
     return "\n\n".join(parts)
 
 
@@ -147,10 +150,15 @@ def _described(value: Any) -> Iterator[str]:
         yield f"```python\n{_signature(value)}\n```"
     yield text_of(inspect.getdoc(value))
     if inspect.isclass(value) and not issubclass(value, Exception):
-        for name, member in vars(value).items():
-            if not name.startswith("_") and _documented(member):
-                yield f"**{name}**\n\n```python\n{_signature(member, name)}\n```"
-                yield from filter(None, [text_of(inspect.getdoc(_function(member)))])
+        yield from _members(value)
+
+
+def _members(cls: type) -> Iterator[str]:
+    """Signature and docstring of the public methods that a class declares itself."""
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and _documented(member):
+            yield f"**{name}**\n\n```python\n{_signature(member, name)}\n```"
+            yield from filter(None, [text_of(inspect.getdoc(_function(member)))])
 
 
 def _documented(member: Any) -> bool:

@@ -237,13 +237,12 @@ class Kernel:
         p.barrier()  # all of the block have read their stages, whose place is taken now
         p.free_shared(*self.operands.buffers)
         scratch = p.alloc_shared(*self.plan.outlier_scratch)
-        self.operands.buffers = [self.operands.lines, scratch]
+        outliers = self.operands.outliers
+        self.operands.buffers = [outliers.lines, scratch]
         x = p.global_view(p["x"], spec.act, (-1, spec.k), sizes=[p["m"]])
-        memory = self.operands.outliers, self.operands.lines, scratch, x
-        place = self.first_block, self.operands.part, self.schedule.split_k
         if not self.plan.spreads_outliers:
-            return p.sparse_mma(*memory, *place, total)
-        products = p.sparse_vector(*memory, *place, p.constant(0.0, "f32", self.d_layout))
+            return p.sparse_mma(outliers, scratch, x, total)
+        products = p.sparse_vector(outliers, scratch, x, p.constant(0.0, "f32", self.d_layout))
         return p.add(total, p.reduce(products, 2))
 
     def _shifts(self) -> list[Tile]:

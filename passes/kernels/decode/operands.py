@@ -11,7 +11,7 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
 from lowbit.dialect.types import UNIT
 from lowbit.dialect.weight import TensorSlot
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.builder import Memory, OutlierShare, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
@@ -41,6 +41,7 @@ class Operands:
     scales_zeros  by name: scales, zeros and offsets [row blocks, groups, 16], their buffers, and their slots
     second_level  the same for scales, zeros and offsets that are codes: [row blocks, blocks of groups x lanes]
     table         of a format that has one
+    outliers      those of this block, of a weight that has any
     """
 
     def __init__(self, p: Program, plan: KernelPlan, first_block: Scalar) -> None:
@@ -76,11 +77,12 @@ class Operands:
             self.buffers.append(self.table)
 
     def _view_outliers(self) -> None:
-        """The table of lines, this block's part of them, and room for the first of them."""
+        """The table of lines, this block's share of them, and room for the first of them."""
         p, s, shape = self.p, self.schedule, (self.schedule.warps_k, self.plan.row_blocks, self.plan.staged_lines, LINE)
-        self.outliers = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
-        self.part = p.block_id(1)
-        self.lines = p.alloc_shared("i32", shape)  # the first, as it is needed longer than all others
+        table = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
+        part = p.block_id(1)
+        lines = p.alloc_shared("i32", shape)  # the first buffer, as it is needed longer than all others
+        self.outliers = OutlierShare(table, lines, self.first_block, part, s.split_k)
         lanes = spatial(1, 1, 4, 8).local(1, 1, 1, 4)
         warps = spatial(s.warps_k, s.warps_n, 1, 1)
         self.line_layout = warps.local(1, s.row_blocks, shape[2] // 4, 1) * lanes
@@ -191,8 +193,7 @@ class Operands:
     def copy_outliers(self) -> None:
         """The first lines of each row block, to shared memory."""
         if self.spec.outliers:
-            place = self.first_block, self.part, self.schedule.split_k
-            self.p.copy_outliers(self.outliers, self.lines, *place, self.line_layout)
+            self.p.copy_outliers(self.outliers, self.line_layout)
 
     def copy_x(self, step: Scalar) -> None:
         p, s, packing, buffer = self.p, self.schedule, self.packing, self.x_buffer

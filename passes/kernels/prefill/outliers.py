@@ -27,7 +27,7 @@ class Outliers:
 
     def first(self, row_tile: Scalar) -> Tile:
         """Where the outliers of a tile begin."""
-        return self.p.first_outliers(self._table, row_tile * WARPS)
+        return self.p.first_outliers(self._table, row_tile * WARPS, WARPS)
 
     def clear(self) -> None:
         """Fills the buffer with zeros, before the first panel."""

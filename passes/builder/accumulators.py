@@ -1,0 +1,49 @@
+"""Accumulators: registers in which products of wgmma that are not waited for add up."""
+
+from __future__ import annotations
+
+from lowbit.dialect import ops
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.types import Reg
+from lowbit.passes.builder.tile import Tile
+from lowbit.passes.builder.values import Memory, i64
+
+
+class Accumulators:
+    """Products that are begun in one place and waited for in another."""
+
+    def accumulator(self, layout: Layout, element: str = "f32") -> Tile:
+        """Registers for sums of `accumulate`, which stay in place."""
+        return Tile(ops.AccumulatorOp(Reg(element, layout).type).result)
+
+    def clear(self, sums: Tile) -> None:
+        ops.ClearAccumulatorOp(sums.value)
+
+    def accumulate(
+        self,
+        a: Tile,
+        b: Memory,
+        start: int,
+        sums: Tile,
+        row: int | None = None,
+        more: bool = False,
+        held: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        """Begins sums += a b^T, with columns start .. of b in shared memory. row: the first of b's that is used, of
+        all if None; more: the next is of the same product; held: and begun with it; fresh: sums = a b^T."""
+        op = ops.AccumulateOp(a.value, b.value, sums.value, i64(start))
+        op.row = None if row is None else i64(row)
+        op.more, op.held, op.fresh = more, held, fresh
+
+    def await_products(self, pending: int) -> None:
+        ops.AwaitProductsOp(i64(pending))
+
+    def add_scaled(self, product: Tile, scale: Tile | None, sums: Tile, pending: int = 0) -> None:
+        """sums += scale * product, once all products but the last `pending` have ended."""
+        scales = [] if scale is None else [scale.value]
+        ops.AddScaledOp(product.value, scales, sums.value, i64(pending))
+
+    def read(self, sums: Tile) -> Tile:
+        """The sums, once all products have ended."""
+        return Tile(ops.ReadAccumulatorOp(sums.value, sums.value.type).result)

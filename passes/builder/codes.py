@@ -1,0 +1,57 @@
+"""Numbers from codes, codes from numbers, and numbers of another type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowbit.dialect import ops
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.types import UNIT, Reg
+from lowbit.passes.builder.tile import Tile
+from lowbit.passes.builder.values import Memory, i64, text
+
+
+class Codes:
+    """Decoding, encoding, and conversions between types."""
+
+    def decode(
+        self, codes: Tile, element: str, exponent: int = 0, offset: str = "subtracted", shifts: Sequence[Tile] = ()
+    ) -> Tile:
+        """Numbers from codes, exactly. offset: "subtracted", "deferred" or "raw" (`dialect.formats.raw_codes`).
+        shifts: minus zero points [.., rows, 1], each for an equal part of columns."""
+        values = [s.value for s in shifts]
+        op = ops.DecodeOp(codes.value, values, i64(exponent), Reg(element, codes.layout).type)
+        op.offset = offset
+        return Tile(op.result)
+
+    def decode_bytes(
+        self, codes: Tile, element: str, layout: Layout, zeros: Tile | None = None, offset: int = 0
+    ) -> Tile:
+        """Codes as bytes that an mma multiplies, f8E4M3FN, ui8 or i8 (`dialect.formats.byte_codes`), less zeros
+        [.., rows, 1] in bytes, or less an offset."""
+        op = ops.DecodeBytesOp(codes.value, [] if zeros is None else [zeros.value], Reg(element, layout).type)
+        op.offset = i64(offset) if offset else None
+        return Tile(op.result)
+
+    def encode_bytes(self, numbers: Tile, kind: str, layout: Layout) -> Tile:
+        """Numbers in f32 rounded to bytes of "f8e4m3" or "i8", 16 to a unit, in the order of `byte_order`."""
+        return Tile(ops.EncodeBytesOp(numbers.value, text(kind), Reg(UNIT, layout).type).result)
+
+    def lookup(self, codes: Tile, table: Memory, element: str) -> Tile:
+        return Tile(ops.LookupOp(codes.value, table.value, Reg(element, codes.layout).type).result)
+
+    def encode(self, numbers: Tile, format: DType) -> Tile:
+        return Tile(ops.EncodeOp(numbers.value, Reg(format, numbers.layout).type).result)
+
+    def cast(self, tile: Tile, element: str, kind: str = "float") -> Tile:
+        """The elements as another type; kind: "float", from integers "signed" or "unsigned", from bytes "e4m3" or
+        "e8m0"."""
+        if tile.reg.element == element:
+            return tile
+        reg = Reg(element, tile.layout)
+        return Tile(ops.CastOp(tile.value, text(kind), reg.type).result)
+
+    def round_to(self, a: Tile, kind: str) -> Tile:
+        """Numbers in f32 rounded to those of "f8e4m3" or "i8", the largest of which they do not exceed."""
+        return Tile(ops.RoundToOp(a.value, text(kind), a.reg.type).result)

@@ -1,0 +1,85 @@
+"""Blocks of the grid, loops, conditions and pipelines of a tile program."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import ir, scf
+from lowbit.passes.builder.tile import Tile
+from lowbit.passes.builder.values import Index, Scalar, as_i32, i64, text
+
+
+class Loop:
+    """The inside of `Program.loop`: `index`, `carried` tiles; set `results` to the tiles that go to the next round."""
+
+    def __init__(self, index: Scalar, carried: list[Tile]) -> None:
+        self.index = index
+        self.carried = carried
+        self.results: list[Tile] = carried
+
+
+class Control:
+    """Which block this is, what is repeated, and what is done under a condition."""
+
+    def block_id(self, axis: int) -> Scalar:
+        return Scalar(ops.BlockIdOp(i64(axis)).result)
+
+    def block_count(self, axis: int) -> Scalar:
+        return Scalar(ops.BlockCountOp(i64(axis)).result)
+
+    @contextmanager
+    def loop(self, start: Index, steps: Index, carried: Sequence[Tile] = ()) -> Generator[Loop]:
+        """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles."""
+        values = [t.value for t in carried]
+        for_op = scf.ForOp(as_i32(start), as_i32(start + steps), as_i32(1), values)
+        with ir.InsertionPoint(for_op.body):
+            loop = Loop(Scalar(for_op.induction_variable), [Tile(v) for v in for_op.inner_iter_args])
+            yield loop
+            scf.YieldOp([t.value for t in loop.results])
+        loop.carried = [Tile(v) for v in for_op.results]
+
+    @contextmanager
+    def when(self, condition: Scalar) -> Generator[None]:
+        """What follows is done only if `condition`."""
+        if_op = scf.IfOp(condition.value)
+        with ir.InsertionPoint(if_op.then_block):
+            yield
+            scf.YieldOp([])
+
+    @contextmanager
+    def one_thread(self, condition: Scalar) -> Generator[None]:
+        """What follows is done by one thread of the block, if `condition`, beside products that are under way."""
+        op = ops.OneThreadOp(condition.value)
+        with ir.InsertionPoint(op.body.blocks.append()):
+            yield
+
+    @contextmanager
+    def pipeline(
+        self,
+        num_stages: int = 1,
+        prefetch_limit: int = 0,
+        refill: str = "before_mma",
+        scope: str = "block",
+        warps: int = 1,
+        async_proxy: bool = False,
+    ) -> Generator[None]:
+        """What follows, at the head of a loop, are the copies of a round, and the rest of the loop waits for them.
+
+        num_stages: rounds that have a stage of the buffers, so that all but one are copied while one computes.
+        prefetch_limit: at most so many are copied before `grid_wait` (0: no limit). refill: when a round starts the
+        copies of a later one (`Schedule.refill`). scope, warps, async_proxy: the barrier of a round, as in `barrier`.
+        """
+        op = ops.PipelineOp(i64(num_stages), text(scope), i64(warps))
+        op.prefetch_limit = i64(prefetch_limit) if prefetch_limit else None
+        op.refill = refill
+        op.async_proxy = async_proxy
+        with ir.InsertionPoint(op.copies.blocks.append()):
+            yield
+
+    def grid_wait(self) -> None:
+        ops.GridWaitOp()
+
+    def grid_launch_dependents(self) -> None:
+        ops.GridLaunchOp()

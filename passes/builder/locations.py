@@ -1,0 +1,28 @@
+"""Which line of a program made an operation, from the frames in the operation's location."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lowbit.dialect.bindings import ext
+
+_FRAME = re.compile(r'"([^"]+)":(\d+):')
+_BUILDER = Path(__file__).parent
+
+
+def user_line(location: Any) -> tuple[str, int] | None:
+    """The file and the line of the program that made an operation: those of the first frame outside of the builder."""
+    frames = _FRAME.findall(str(location))
+    return next(((path, int(line)) for path, line in frames if _is_users(path)), None)
+
+
+def named(location: Any) -> str:
+    """The line before a message: `file:line: `, or nothing where none is known."""
+    line = user_line(location)
+    return f"{line[0]}:{line[1]}: " if line else ""
+
+
+def _is_users(path: str) -> bool:
+    return Path(path).parent != _BUILDER and path != ext.__file__

@@ -1,0 +1,109 @@
+"""Views of device memory, buffers in shared memory, and copies from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowbit.dialect import ops
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.types import Element, Global, Shared, format_attr, ints, row_major
+from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, boundary_of, i64, indices, text
+
+
+class MemoryAccess:
+    """Views, buffers, and the copies that fill them."""
+
+    def global_view(
+        self,
+        pointer: Scalar,
+        element: Element,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+        divisors: tuple[int, ...] | None = None,
+        sizes: Sequence[Scalar] = (),
+    ) -> Memory:
+        """Device memory as an array: strides in elements (dense by default), -1 for the sizes given in `sizes`."""
+        type_ = Global(element, shape, strides or row_major(shape), divisors or (1,) * len(shape))
+        return Memory(ops.GlobalViewOp(pointer.value, [s.value for s in sizes], type_.type).result, type_)
+
+    def alloc_shared(
+        self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, swizzle: int = 0
+    ) -> Memory:
+        type_ = Shared(element, shape, strides or row_major(shape), swizzle)
+        return Memory(ops.AllocSharedOp(type_.type).result, type_)
+
+    def free_shared(self, *buffers: Memory) -> None:
+        for buffer in buffers:
+            ops.FreeSharedOp(buffer.value)
+
+    def stage(self, buffer: Memory, index: Index) -> Memory:
+        """buffer[index]"""
+        whole = Shared.of(buffer.value.type)
+        part = Shared(whole.element, whole.shape[1:], whole.strides[1:], whole.swizzle)
+        return Memory(ops.StageOp(buffer.value, as_i32(index), part.type).result, part)
+
+    def peer(self, buffer: Memory, rank: Index) -> Memory:
+        """The same buffer of another block of the cluster."""
+        return Memory(ops.PeerOp(buffer.value, as_i32(rank), buffer.value.type).result, buffer.type)
+
+    def fill_table(self, buffer: Memory, format: DType, element: str, exponent: int = 0) -> None:
+        ops.FillTableOp(buffer.value, format_attr(format), text(element), i64(exponent))
+
+    def copy_async(
+        self,
+        source: Memory,
+        target: Memory,
+        offsets: Sequence[Index],
+        layout: Layout,
+        boundary: Sequence[str] | None = None,
+        limit: Sequence[int] = (),
+    ) -> None:
+        ops.CopyAsyncOp(
+            source.value,
+            target.value,
+            indices(offsets),
+            text(str(layout)),
+            boundary_of(boundary, layout),
+            limit=ints(tuple(limit)),
+        )
+
+    def copy_padded(
+        self,
+        source: Memory,
+        target: Memory,
+        offsets: Sequence[Index],
+        layout: Layout,
+        group: int,
+        padded: int,
+    ) -> None:
+        ops.CopyPaddedOp(
+            source.value,
+            target.value,
+            indices(offsets),
+            text(str(layout)),
+            i64(group),
+            i64(padded),
+        )
+
+    def copy_box(
+        self,
+        map: Scalar,
+        target: Memory,
+        signals: Memory,
+        index: Index,
+        offsets: Sequence[Index],
+        row: Index = 0,
+        blocks: int = 1,
+    ) -> None:
+        """Copies a box of a tensor map, whose first element is at `offsets` (the last dim first), to rows of a
+        stage."""
+        op = ops.CopyBoxOp(map.value, target.value, as_i32(row), signals.value, as_i32(index), indices(offsets))
+        op.blocks = i64(blocks) if blocks > 1 else None
+
+    def prefetch(
+        self, source: Memory, offsets: Sequence[Index], layout: Layout, boundary: Sequence[str] | None = None
+    ) -> None:
+        """Asks for what `load` would read to be brought into the L2 cache."""
+        words = boundary_of(boundary, layout)
+        ops.PrefetchOp(source.value, indices(offsets), text(str(layout)), words)

@@ -1,0 +1,71 @@
+"""Outliers: a sparse matrix that is added to products and to weights (`dialect.ops.outliers`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.dialect import ops
+from lowbit.dialect.layouts.layout import Layout, local, spatial
+from lowbit.dialect.types import Reg
+from lowbit.passes.builder.tile import Tile
+from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, i64, text
+
+
+@dataclass(frozen=True)
+class OutlierShare:
+    """The outliers that a block multiplies: part `part` of `splits` of the lines of row blocks `first_block` and on.
+
+    table: the view of all outliers. lines: the buffer [warps, row blocks, lines, 32] of the share's first lines.
+    """
+
+    table: Memory
+    lines: Memory
+    first_block: Scalar
+    part: Scalar
+    splits: int
+
+    @property
+    def place(self) -> tuple[Any, Any]:
+        return self.first_block.value, self.part.value
+
+
+class Outliers:
+    """Outliers added to products, to numbers in shared memory, and to weights in registers."""
+
+    def copy_outliers(self, share: OutlierShare, layout: Layout) -> None:
+        """Starts to copy the share's first lines, cut once more among warps, to its buffer."""
+        ops.CopyOutliersOp(share.table.value, share.lines.value, *share.place, text(str(layout)), i64(share.splits))
+
+    def sparse_mma(self, share: OutlierShare, scratch: Memory, x: Memory, total: Tile) -> Tile:
+        """total + S x^T for the share's outliers, whose first lines are copied; warps need `scratch` meanwhile."""
+        return self._sparse_products(ops.SparseMmaOp, share, scratch, x, total)
+
+    def sparse_vector(self, share: OutlierShare, scratch: Memory, x: Memory, total: Tile) -> Tile:
+        """The same for one token, spread over eight columns."""
+        return self._sparse_products(ops.SparseVectorOp, share, scratch, x, total)
+
+    def _sparse_products(self, operation: Any, share: OutlierShare, scratch: Memory, x: Memory, total: Tile) -> Tile:
+        memory = share.table.value, share.lines.value, scratch.value, x.value
+        return Tile(operation(*memory, *share.place, total.value, i64(share.splits), total.reg.type).result)
+
+    def add_outliers(
+        self, outliers: Memory, buffer: Memory, block: Index, first_column: Index, group: int, padded: int
+    ) -> None:
+        """Adds the outliers of a row block that lie in a buffer of f32; `group` columns take `padded` in memory."""
+        place = as_i32(block), as_i32(first_column)
+        ops.AddOutliersOp(outliers.value, buffer.value, *place, i64(group), i64(padded))
+
+    def first_outliers(self, outliers: Memory, block: Index, warps: int) -> Tile:
+        """Where the outliers of row blocks `block` and on begin, one for each warp; goes to `scatter_outliers`."""
+        reg = Reg("i32", spatial(warps, 32, 1) * local(1, 1, ops.CURSOR))
+        return Tile(ops.FirstOutliersOp(outliers.value, as_i32(block), reg.type).result)
+
+    def scatter_outliers(self, outliers: Memory, buffer: Memory, first_column: Index, cursor: Tile) -> Tile:
+        """Writes the outliers from `cursor` on that lie in a buffer of fragments; returns where they go on."""
+        memory = outliers.value, buffer.value
+        return Tile(ops.ScatterOutliersOp(*memory, as_i32(first_column), cursor.value, cursor.reg.type).result)
+
+    def erase_outliers(self, buffer: Memory, cursor: Tile) -> None:
+        """Writes 0 where the `scatter_outliers` with this result has written."""
+        ops.EraseOutliersOp(buffer.value, cursor.value)

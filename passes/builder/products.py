@@ -1,0 +1,34 @@
+"""Products of the tensor cores whose sums are tiles, and sums of rows that go with them."""
+
+from __future__ import annotations
+
+from lowbit.dialect import ops
+from lowbit.dialect.formats.dtypes import DType
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.types import Reg, format_attr
+from lowbit.passes.builder.tile import Tile
+from lowbit.passes.builder.values import Memory, i64
+
+
+class Products:
+    """mma and wgmma, and sums of the rows of their operands."""
+
+    def mma(self, a: Tile, b: Tile, c: Tile) -> Tile:
+        return Tile(ops.MmaOp(a.value, b.value, c.value, c.reg.type).result)
+
+    def row_sums(self, tile: Tile, layout: Layout) -> Tile:
+        return Tile(ops.RowSumsOp(tile.value, Reg("f32", layout).type).result)
+
+    def offset_sums(self, tile: Tile, format: DType, start: int, layout: Layout) -> Tile:
+        """Returns what an accumulator starts from when its weights were decoded with a deferred offset."""
+        return Tile(ops.OffsetSumsOp(tile.value, format_attr(format), i64(start), Reg("f32", layout).type).result)
+
+    def warpgroup_mma(self, a: Tile, b: Memory, start: int, c: Tile, overlap: bool = False) -> Tile:
+        """c + a b^T, with columns start .. of b [.., k / 64, n, 64] in shared memory. overlap: the product before may
+        still be under way when this one is begun; c is zero, and there is one row of fragments."""
+        op = ops.WarpgroupMmaOp(a.value, b.value, c.value, i64(start), c.reg.type)
+        op.overlap = overlap
+        return Tile(op.result)
+
+    def warpgroup_row_sums(self, b: Memory, start: int, columns: int, layout: Layout) -> Tile:
+        return Tile(ops.WarpgroupRowSumsOp(b.value, i64(start), i64(columns), Reg("f32", layout).type).result)

@@ -1,0 +1,47 @@
+"""Barriers, signals and other waiting between threads and blocks."""
+
+from __future__ import annotations
+
+from lowbit.dialect import ops
+from lowbit.dialect.types import Shared
+from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, i64, text
+
+
+class Synchronization:
+    """What threads wait for: copies, each other, and mbarriers (`signals`)."""
+
+    def commit(self) -> None:
+        ops.CommitOp()
+
+    def wait(self, pending: int = 0) -> None:
+        ops.WaitOp(i64(pending))
+
+    def barrier(self, scope: str = "block", warps: int = 1, async_proxy: bool = False) -> None:
+        """Of the "block", the "cluster" (or a half of it: "cluster_arrive", "cluster_wait") or every `warps` "warps".
+        async_proxy: for `warpgroup_mma`, which reads shared memory by itself."""
+        op = ops.BarrierOp(text(scope), warps=i64(warps))
+        op.async_proxy = async_proxy
+
+    def signals(self, number: int, arrivals: int) -> Memory:
+        """mbarriers whose phases take so many arrivals each."""
+        type_ = Shared("i32", (1, number, 2), (2 * number, 2, 1))
+        op = ops.AllocSignalsOp(type_.type)
+        op.arrivals = i64(arrivals)
+        return Memory(op.result, type_)
+
+    def expect(self, signals: Memory, index: Index, size: int) -> None:
+        """This thread arrives, and so many bytes of `copy_box` have to."""
+        ops.ArriveOp(signals.value, as_i32(index)).expected = i64(size)
+
+    def arrive(self, signals: Memory, index: Index, blocks: int = 1) -> None:
+        """Every warp arrives once, at this signal of each of so many blocks of the cluster."""
+        op = ops.ArriveOp(signals.value, as_i32(index))
+        op.each_warp = True
+        op.blocks = i64(blocks) if blocks > 1 else None
+
+    def await_signal(self, signals: Memory, index: Index, parity: Index) -> None:
+        """Waits for the end of a phase of this parity; before the first, that of parity 1 counts as over."""
+        ops.AwaitOp(signals.value, as_i32(index), as_i32(parity))
+
+    def last_arrival(self, counters: Memory, index: Index, count: int) -> Scalar:
+        return Scalar(ops.LastArrivalOp(counters.value, as_i32(index), i64(count)).result)

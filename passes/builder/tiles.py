@@ -1,0 +1,68 @@
+"""Tiles: where they come from, where they go, and other views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import ir
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.types import Element, Reg
+from lowbit.passes.builder.tile import Tile
+from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, boundary_of, i64, indices
+
+
+class Tiles:
+    """Loads and stores of tiles, constants, and tiles of another shape."""
+
+    def load(
+        self, source: Memory, offsets: Sequence[Index], layout: Layout, boundary: Sequence[str] | None = None
+    ) -> Tile:
+        words = boundary_of(boundary, layout)
+        return Tile(ops.LoadOp(source.value, indices(offsets), words, Reg(source.type.element, layout).type).result)
+
+    def load_matrix(self, source: Memory, rows: Index, layout: Layout) -> Tile:
+        return Tile(ops.LoadMatrixOp(source.value, as_i32(rows), Reg(source.type.element, layout).type).result)
+
+    def load_diagonal(self, source: Memory, layout: Layout) -> Tile:
+        """One row [.., 1, k] as fragments [.., 8, k] that have, in row i, the columns of blocks of 16 i, i + 8, ..."""
+        return Tile(ops.LoadDiagonalOp(source.value, Reg(source.type.element, layout).type).result)
+
+    def store(
+        self, value: Tile, target: Memory, offsets: Sequence[Index], boundary: Sequence[str] | None = None
+    ) -> None:
+        words = boundary_of(boundary, value.layout)
+        ops.StoreOp(value.value, target.value, indices(offsets), words)
+
+    def constant(self, value: float, element: Element, layout: Layout, lower: float | None = None) -> Tile:
+        """A tile of one value; of another in the lower half of every 16 rows, if given."""
+        op = ops.ConstantOp(ir.FloatAttr.get(ir.F32Type.get(), value), Reg(element, layout).type)
+        if lower is not None:
+            op.lower = ir.FloatAttr.get(ir.F32Type.get(), lower)
+        return Tile(op.result)
+
+    def splat(self, value: Scalar, element: str, layout: Layout) -> Tile:
+        """A tile of one value that is known when the kernel runs: an f32 parameter, rounded to `element`."""
+        return Tile(ops.SplatOp(value.value, Reg(element, layout).type).result)
+
+    def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
+        return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
+
+    def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:
+        layout, _ = tile.layout.restrict(dim, start, size)
+        return Tile(ops.SliceOp(tile.value, i64(dim), i64(start), Reg(tile.reg.element, layout).type).result)
+
+    def reshape(self, tile: Tile, shape: tuple[int, ...]) -> Tile:
+        reg = Reg(tile.reg.element, tile.layout.reshape(shape))
+        return Tile(ops.ReshapeOp(tile.value, reg.type).result)
+
+    def materialize(self, tile: Tile) -> None:
+        """Compute a tile here, not where it is first used."""
+        ops.MaterializeOp(tile.value)
+
+    def reduce(self, tile: Tile, dim: int, combine: str = "sum") -> Tile:
+        """The sum over a dim, or the largest element ("max")."""
+        reg = Reg(tile.reg.element, tile.layout.reduce((dim,)))
+        op = ops.ReduceOp(tile.value, i64(dim), reg.type)
+        op.combine = combine
+        return Tile(op.result)
