@@ -6,6 +6,7 @@ Their types are in ``typings/torch_mlir``. Bindings of LLVM 23 and 24 serve; whe
 for it. ``docs/toolchain.md`` lists what is used of them.
 """
 
+import sys
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
@@ -62,8 +63,11 @@ def new_context() -> "ir.Context":
 def load_dialect(dialect: type[ext.Dialect]) -> None:
     """Make a dialect that is defined in Python known in the current context, unless it is known there already.
 
-    LLVM 23's bindings take a dialect to another context only where `reload` says so; LLVM 24's always do.
+    LLVM 23's bindings take a dialect to another context only where `reload` says so; LLVM 24's always do. Whenever they
+    come across an operation, the bindings import the module of its dialect, in vain and anew each time if there is
+    none: that was a quarter of all compile time.
     """
+    sys.modules.setdefault(f"{ext.__package__}.{dialect.DIALECT_NAMESPACE}", sys.modules[dialect.__module__])
     try:
         ir.Context.current.dialects[dialect.DIALECT_NAMESPACE]
     except IndexError:
