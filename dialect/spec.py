@@ -242,6 +242,11 @@ class MatmulSpec:
             code=self.scale,
         )
 
+    def slot(self, name: str) -> TensorSlot:
+        """The tensor of this name."""
+        (slot,) = (slot for slot in self.tensors if slot.name == name)
+        return slot
+
     @cached_property
     def bytes(self) -> int:
         """Bytes of the packed weight without its outliers: what one call reads, x aside."""

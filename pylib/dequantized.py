@@ -65,7 +65,7 @@ def decoded(spec: MatmulSpec, codes: Tensor, values: np.ndarray) -> Iterator[tup
 
 def numbers(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns a tensor of a weight in f32, which holds them all: [n, groups], or [n, 1] for one number a row."""
-    (slot,) = (slot for slot in spec.tensors if slot.name == name)
+    slot = spec.slot(name)
     values = stored_numbers(spec, slot, tensors[name])
     if not slot.code or spec.bilevel is None:
         return values

@@ -432,7 +432,7 @@ def test_the_rule_with_wgmma_is_the_best_predicted(n: int, weight: str, tile: in
     """About: of all schedules, not only of the few that there is time for."""
     spec = replace(SPEC, n=n, k=8192, weight=weight)
     s = min(FAMILIES["decode"].candidates(spec, tile, HOPPER), key=lambda s: predict(spec, tile, s, HOPPER))
-    found = [e for e in all_schedules(spec, tile, HOPPER, Schedule) if e.wgmma and e.warps_n <= 8]
+    found = [e for e in all_schedules(spec, tile, HOPPER, FAMILIES["decode"]) if e.wgmma and e.warps_n <= 8]
     every = [e for e in found if not e.preload_weights and not spills(spec, e, HOPPER)]
     assert s.wgmma
     most = 1.15 if s.preload_weights else 1.07  # preloaded weights take less time than is predicted

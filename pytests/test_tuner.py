@@ -308,7 +308,8 @@ def _shape(s: Schedule) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("tile", [1, 16])
 def test_neighbours(tile: int) -> None:
-    around = min(streaming_schedules(SPEC, tile, HOPPER), key=lambda s: predict(SPEC, tile, s, HOPPER))
+    streaming = streaming_schedules(SPEC, tile, HOPPER, FAMILIES["decode"])
+    around = min(streaming, key=lambda s: predict(SPEC, tile, s, HOPPER))
     found = search_space.neighbours(SPEC, tile, HOPPER, around)
     assert len(found) == len(set(found)) >= 5 and around not in found
     fields = decode_space.space(SPEC, tile, HOPPER)
@@ -361,7 +362,7 @@ def test_the_second_pass_varies_how_many_blocks_a_multiprocessor_takes(s: Schedu
 
 def test_the_first_pass_has_as_many_blocks_of_warpgroups_as_are_needed() -> None:
     spec = replace(SPEC, n=8192)
-    found = decode_space.all_schedules(spec, 8, HOPPER, Schedule)
+    found = decode_space.all_schedules(spec, 8, HOPPER, FAMILIES["decode"])
     assert not any(s.max_blocks_per_sm for s in found if not s.wgmma)
     assert {s.max_blocks_per_sm for s in found if s.wgmma} == {0, 1, 2}
     for s in found:
@@ -372,15 +373,15 @@ def test_the_first_pass_has_as_many_blocks_of_warpgroups_as_are_needed() -> None
 
 def test_clusters_and_wgmma_where_there_are() -> None:
     for tile, wgmma in ((1, {0}), (8, {0, 1}), (16, {1}), (64, {1})):
-        found = decode_space.all_schedules(SPEC, tile, HOPPER, Schedule)
+        found = decode_space.all_schedules(SPEC, tile, HOPPER, FAMILIES["decode"])
         assert {s.wgmma for s in found} == wgmma and {s.split_k for s in found} >= {2, 4, 8}
         assert all(s.cluster == s.split_k for s in found)
     for other in (replace(SPEC, group_size=None, k=4090), replace(SPEC, weight="f8e4m3", act="bf16", scale="bf16")):
-        has = {s.wgmma for s in decode_space.all_schedules(other, 16, HOPPER, Schedule)}
+        has = {s.wgmma for s in decode_space.all_schedules(other, 16, HOPPER, FAMILIES["decode"])}
         assert has == {int(has_wgmma(other, HOPPER))}
-    before = decode_space.all_schedules(SPEC, 16, parse_target("sm_90"), Schedule)
+    before = decode_space.all_schedules(SPEC, 16, parse_target("sm_90"), FAMILIES["decode"])
     assert {s.wgmma for s in before} == {0} and any(s.cluster > 1 for s in before)
-    older = decode_space.all_schedules(SPEC, 16, parse_target("sm_80"), Schedule)
+    older = decode_space.all_schedules(SPEC, 16, parse_target("sm_80"), FAMILIES["decode"])
     assert {(s.cluster, s.wgmma) for s in older} == {(1, 0)} and any(s.split_k > 1 for s in older)
 
 

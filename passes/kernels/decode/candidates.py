@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from lowbit.dialect.formats.integer_limbs import PIECE
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.decode.cost_model import spills
 from lowbit.passes.kernels.decode.legality import (
     can_spread,
@@ -16,7 +17,6 @@ from lowbit.passes.kernels.decode.legality import (
     group_fits,
     has_integer_mma,
     has_wgmma,
-    is_allowed,
 )
 from lowbit.passes.kernels.decode.plan import SPREAD, KernelPlan
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule
@@ -55,10 +55,8 @@ def usual_refill(tokens: int, warps_n: int) -> Refill:
 
 
 def suits(spec: MatmulSpec, s: Schedule, target: Target, measured: MatmulSpec) -> bool:
-    """Whether a schedule does for `spec` what it did for the matmul it was measured with: it is allowed, scales weights
-    or sums as there, every warp has work, and its blocks fill the multiprocessors about as well."""
-    if not is_allowed(spec, s, target):
-        return False
+    """Whether a schedule that is allowed does for `spec` what it did for the matmul it was measured with: it scales
+    weights or sums as there, every warp has work, and its blocks fill the multiprocessors about as well."""
     plan, there = KernelPlan(spec, s), KernelPlan(measured, s)
     if plan.rounds_scales != there.rounds_scales or s.warps_k * s.split_k > plan.steps:
         return False
@@ -91,7 +89,7 @@ _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block 
 _SMALL = {8: 128 << 10, 16: 128 << 10, 32: 72 << 10, 64: 72 << 10}
 
 
-def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule | None:
+def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[Schedule]) -> Schedule | None:
     """All of the weight on its way at once, in blocks that leave room for those of the next kernel. None where the
     matrix is too large for that, or does not come out even."""
     processors = target.multiprocessors
@@ -107,28 +105,26 @@ def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target) -> Schedule 
     for (warps_k, split_k), step in itertools.product(shapes, (256, 128)):
         choice = (tile, 1, 4, warps_k, step, 1, split_k, split_k, True)
         s = Schedule(*choice, preload_weights=True, min_blocks=processors)
-        if is_allowed(spec, s, target) and not spills(spec, s, target):
+        if family.allows(spec, s, target) and not spills(spec, s, target):
             return s
     return None
 
 
-def streaming_schedules(
-    spec: MatmulSpec, tile: int, target: Target, kind: type[S] = Schedule
-) -> list[S]:
-    """Some dozens of schedules with a copy pipeline that are allowed: few enough to predict them all in about two
-    milliseconds. Never empty."""
+def streaming_schedules(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
+    """Some dozens of a family's schedules with a copy pipeline that are allowed: few enough to predict them all in
+    about two milliseconds. Never empty."""
     if tile > 1 and has_wgmma(spec, target):
         # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
         shapes = [shape for shape in _WGMMA if tile <= 64 or shape[2] != 3]
-        found = list(_shaped(kind, spec, target, shapes, tile, wgmma=True))
+        found = list(_shaped(family, spec, target, shapes, tile, wgmma=True))
     elif tile > 1:
-        found = list(_shaped(kind, spec, target, _TOKENS, tile))
+        found = list(_shaped(family, spec, target, _TOKENS, tile))
     elif _has_small_groups(spec):
-        found = list(_shaped(kind, spec, target, _SPREAD, 1, spread_k=True))
+        found = list(_shaped(family, spec, target, _SPREAD, 1, spread_k=True))
     else:
         # A tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
-        found = list(_shaped(kind, spec, target, _ONE_TOKEN, 8))
-    return found or _least_schedules(spec, tile, target, kind)
+        found = list(_shaped(family, spec, target, _ONE_TOKEN, 8))
+    return found or _least_schedules(spec, tile, target, family)
 
 
 def _has_small_groups(spec: MatmulSpec) -> bool:
@@ -136,25 +132,25 @@ def _has_small_groups(spec: MatmulSpec) -> bool:
     return can_spread(spec) and (spec.packing.padded_group or 0) <= SMALL_GROUP
 
 
-def _least_schedules(spec: MatmulSpec, tile: int, target: Target, kind: type[S]) -> list[S]:
+def _least_schedules(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
     """Small schedules, for matmuls that are too short for two rounds of any other."""
-    chunk = spec.packing.chunk
+    chunk, kind = spec.packing.chunk, family.schedule_type
     if tile > max(_PLAIN_TILES):
         return [kind(tile, 1, 4, 1, math.lcm(chunk, spec.x.per_panel), num_stages=1, wgmma=True)]
     least = [kind(tile, *shape, chunk, 2) for shape in _LEAST]
-    fitting = [s for s in least if is_allowed(spec, s, target)]
+    fitting = [s for s in least if family.allows(spec, s, target)]
     return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
 
 
-def integer_schedules(spec: MatmulSpec, target: Target) -> list[IntegerSchedule]:
+def integer_schedules(spec: MatmulSpec, target: Target, family: KernelFamily[IntegerSchedule]) -> list[IntegerSchedule]:
     """The same for one token in integers, which pays for codes of 1 and 2 bits: with more, memory is the bound."""
     if spec.packing.bits > 2 or not has_integer_mma(spec):
         return []
-    return list(_shaped(IntegerSchedule, spec, target, _INTEGER, 1))
+    return list(_shaped(family, spec, target, _INTEGER, 1))
 
 
 def _shaped(
-    kind: type[S],
+    family: KernelFamily[S],
     spec: MatmulSpec,
     target: Target,
     shapes: Sequence[tuple[int, int, int]],
@@ -162,8 +158,8 @@ def _shaped(
     wgmma: bool = False,
     spread_k: bool = False,
 ) -> Iterator[S]:
-    """The schedules of these shapes that are allowed, do not spill and have two rounds or more."""
-    processors, chunk = target.multiprocessors, spec.packing.chunk
+    """The family's schedules of these shapes that are allowed, do not spill and have two rounds or more."""
+    processors, chunk, kind = target.multiprocessors, spec.packing.chunk, family.schedule_type
     least = spec.x.per_panel if wgmma else PIECE if kind.integer_mma else SPREAD if spread_k else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
     # The wider x is, the less room there is for long steps; those of small groups take few, as factors do per step.
@@ -180,5 +176,5 @@ def _shaped(
             shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
             refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
             s = kind(*shape, wgmma, most, refill=refill, spread_k=spread_k)
-            if not spills(spec, s, target) and is_allowed(spec, s, target):
+            if not spills(spec, s, target) and family.allows(spec, s, target):
                 yield s

@@ -36,10 +36,11 @@ class StreamingFamily(KernelFamily[S]):
         legality.check_schedule(spec, schedule, target)
 
     def suits(self, spec: MatmulSpec, schedule: S, target: Target, measured: MatmulSpec) -> bool:
-        return spec.compute == measured.compute and candidates.suits(spec, schedule, target, measured)
+        alike = spec.compute == measured.compute and self.allows(spec, schedule, target)
+        return alike and candidates.suits(spec, schedule, target, measured)
 
     def neighbours(self, spec: MatmulSpec, tokens: int, target: Target, around: S) -> Sequence[S]:
-        return search_space.neighbours(spec, tokens, target, around)
+        return search_space.neighbours(spec, tokens, target, around, self)
 
     def shape(self, schedule: S) -> tuple[object, ...]:
         return tuple(getattr(schedule, name) for name in search_space.SHAPE)
@@ -61,11 +62,11 @@ class Decode(StreamingFamily[Schedule]):
         return candidates.tile_limit(spec, target)
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[Schedule]:
-        preloaded = candidates.preloaded_schedule(spec, tokens, target)
-        return [preloaded] if preloaded else candidates.streaming_schedules(spec, tokens, target)
+        preloaded = candidates.preloaded_schedule(spec, tokens, target, self)
+        return [preloaded] if preloaded else candidates.streaming_schedules(spec, tokens, target, self)
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[Schedule]:
-        return search_space.all_schedules(spec, tokens, target, Schedule)
+        return search_space.all_schedules(spec, tokens, target, self)
 
     def build(self, spec: MatmulSpec, schedule: Schedule) -> ir.Module:
         from lowbit.passes.kernels.decode.kernel import decode_matmul
@@ -84,10 +85,10 @@ class DecodeInteger(StreamingFamily[IntegerSchedule]):
         return (1,) if legality.has_integer_mma(spec) and not spec.compute else ()
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[IntegerSchedule]:
-        return candidates.integer_schedules(spec, target)
+        return candidates.integer_schedules(spec, target, self)
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[IntegerSchedule]:
-        return search_space.all_schedules(spec, tokens, target, IntegerSchedule)
+        return search_space.all_schedules(spec, tokens, target, self)
 
     def build(self, spec: MatmulSpec, schedule: IntegerSchedule) -> ir.Module:
         from lowbit.passes.kernels.decode.integer import decode_matmul_integer

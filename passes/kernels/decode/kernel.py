@@ -370,7 +370,7 @@ class Kernel:
     def _row_scale_or_zero(self, name: str) -> Tile:
         """Scale, zero or offset of every row of the tile, from device memory."""
         p, s, packing = self.p, self.schedule, self.packing
-        (kind,) = (slot.storage for slot in self.spec.tensors if slot.name == name)
+        kind = self.spec.slot(name).storage
         element = ScalesZeros.element(kind)
         view = p.global_view(p[name], element, (s.warps_k, packing.row_blocks, ROWS), (0, ROWS, 1))
         layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, ROWS))

@@ -111,15 +111,6 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         )
 
 
-def is_allowed(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
-    """Whether a schedule fits a spec and a target."""
-    try:
-        check_schedule(spec, s, target)
-    except SpecError:
-        return False
-    return True
-
-
 def has_wgmma(spec: MatmulSpec, target: Target) -> bool:
     """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
     same_type = spec.compute is not None or compute_element(spec.dtype, spec.act) == spec.act

@@ -12,9 +12,10 @@ from typing import Any, TypeVar, get_args
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refill
 from lowbit.passes.kernels.decode.cost_model import predict, spills
-from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, has_wgmma, is_allowed, shared_room
+from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, has_wgmma, shared_room
 from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.target import Target
@@ -56,11 +57,11 @@ def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Sc
     return found | {name: found[name][:1] for name in fixed}
 
 
-def neighbours(spec: MatmulSpec, tile: int, target: Target, around: S) -> list[S]:
-    """The schedules one step of one field away from another, or any in a field of `SECOND`, the most promising first.
-    A field of `SECOND` that is as in the first pass follows the others, as it did there."""
+def neighbours(spec: MatmulSpec, tile: int, target: Target, around: S, family: KernelFamily[S]) -> list[S]:
+    """The family's schedules one step of one field away from another, or any in a field of `SECOND`, the most promising
+    first. A field of `SECOND` that is as in the first pass follows the others, as it did there."""
 
-    kind = type(around)
+    kind = family.schedule_type
 
     def limited(s: S) -> S:
         """Alike for schedules that make the same kernel, as a limit to what shared memory has no room for is none."""
@@ -74,18 +75,20 @@ def neighbours(spec: MatmulSpec, tile: int, target: Target, around: S) -> list[S
     for name, values in space(spec, tile, target, kind).items():
         now = getattr(around, name)
         near = [v for v in values if v < now][-1:] + [v for v in values if v > now][:1]
-        found += [_schedule(kind, fields | {name: v}, spec, target) for v in (values if name in SECOND else near)]
+        found += [_schedule(family, fields | {name: v}, spec, target) for v in (values if name in SECOND else near)]
     kernels = {limited(around): around}
     for s in filter(None, found):
         kernels.setdefault(limited(s), s)
     return sorted(list(kernels.values())[1:], key=lambda s: predict(spec, tile, s, target))
 
 
-def all_schedules(spec: MatmulSpec, tile: int, target: Target, kind: type[S]) -> list[S]:
-    """Every schedule of the first pass that is allowed, gives every warp two steps or more of work, and leaves no
-    more than half of the multiprocessors idle if another does not."""
-    fields = {name: values for name, values in space(spec, tile, target, kind).items() if name not in SECOND}
-    every = (_schedule(kind, dict(zip(fields, values)), spec, target) for values in itertools.product(*fields.values()))
+def all_schedules(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
+    """Every schedule of a family's first pass that is allowed, gives every warp two steps or more of work, and leaves
+    no more than half of the multiprocessors idle if another does not."""
+    every_field = space(spec, tile, target, family.schedule_type)
+    fields = {name: values for name, values in every_field.items() if name not in SECOND}
+    choices = (dict(zip(fields, values)) for values in itertools.product(*fields.values()))
+    every = (_schedule(family, choice, spec, target) for choice in choices)
     found = [s for s in every if s]
     most = max((_blocks(spec, s) for s in found), default=0)
     processors = target.multiprocessors
@@ -96,17 +99,17 @@ def _blocks(spec: MatmulSpec, s: Schedule) -> int:
     return KernelPlan(spec, s).tiles * s.split_k
 
 
-def _schedule(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: Target) -> S | None:
+def _schedule(family: KernelFamily[S], choice: dict[str, Any], spec: MatmulSpec, target: Target) -> S | None:
     """The schedule with these fields, if it is worth trying."""
     if not 2 <= choice["warps_n"] * choice["warps_k"] <= MOST_WARPS:
         return None
     if choice["preload_weights"] != (choice["num_stages"] == 1):
         return None
     try:
-        s = _completed(kind, choice, spec, target)
+        s = _completed(family.schedule_type, choice, spec, target)
     except SpecError:
         return None
-    return s if _worth(spec, s, target) else None
+    return s if _worth(spec, s, target) and family.allows(spec, s, target) else None
 
 
 def _completed(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: Target) -> S:
@@ -137,13 +140,12 @@ def _completed(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: 
 
 
 def _worth(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
-    """Whether a schedule is allowed, and no other is plainly better."""
+    """Whether no other schedule is plainly better, if this one is allowed."""
     if s.row_blocks > 1 and s.row_blocks * (s.mma_columns // 8) > MOST_ACCUMULATORS:
         return False
     if s.tokens > MOST_SCALED and spills(spec, s, target):
         return False
     if s.rows >= spec.n + 16 * s.row_blocks or (KernelPlan(spec, s).rounds < 2 and not s.preload_weights):
         return False
-    if s.preload_weights and (spills(spec, s, target) or _blocks(spec, s) > 2 * target.multiprocessors):
-        return False  # they are for multiprocessors that have one block or two
-    return is_allowed(spec, s, target)
+    # Preloaded weights are for multiprocessors that have one block or two.
+    return not (s.preload_weights and (spills(spec, s, target) or _blocks(spec, s) > 2 * target.multiprocessors))

@@ -33,11 +33,12 @@ class EightBit(StreamingFamily[EightBitSchedule]):
         return tuple(tile for tile in tiles if tile > 1)  # eight are for one, too
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitSchedule]:
-        found = candidates.streaming_schedules(spec, tokens, target, EightBitSchedule)
+        check_compute(spec, target)
+        found = candidates.streaming_schedules(spec, tokens, target, self)
         return [replace(s, overlap_groups=True) if _has_room_to_overlap(spec, s) else s for s in found]
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitSchedule]:
-        return search_space.all_schedules(spec, tokens, target, EightBitSchedule)
+        return search_space.all_schedules(spec, tokens, target, self)
 
     def check(self, spec: MatmulSpec, schedule: EightBitSchedule, target: Target) -> None:
         check_compute(spec, target)

@@ -79,9 +79,7 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
 
 
-def _schedules(
-    tokens: int, cluster: int, panels: Sequence[tuple[int, int]]
-) -> Iterator[EightBitPrefillSchedule]:
+def _schedules(tokens: int, cluster: int, panels: Sequence[tuple[int, int]]) -> Iterator[EightBitPrefillSchedule]:
     """Yields the schedules of a tile with these panels and stages."""
     for (panel_k, num_stages), (parts, banks) in product(panels, _PRODUCTS):
         if tokens % (16 * parts) == 0:

@@ -28,7 +28,7 @@ from lowbit.passes.builder import Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.eight_bit_prefill.sums import IntegerSums, Product, PromotedSums, Sums
-from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight, Held
+from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
 from lowbit.passes.kernels.prefill.kernel import Kernel
 
 
@@ -42,9 +42,8 @@ class _EightBitKernel(Kernel):
     def _make_weight(self) -> None:
         self.weight = EightBitWeight(self.p, self.plan)
 
-    def _load_first(self, row_tile: Scalar) -> Held:
-        self.held = self.weight.first(row_tile)
-        return self.held
+    def _load_first(self, row_tile: Scalar) -> None:
+        self.registers = self.weight.begin_round(row_tile)
 
     def _make_sums(self) -> None:
         p, plan = self.p, self.plan
@@ -65,11 +64,11 @@ class _EightBitKernel(Kernel):
         return loop.carried
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
-        held, here, coming = self.held.like(carried), (self.here.row_tile, index), self._coming_round(index)
+        registers, here, coming = self.registers.like(carried), (self.here.row_tile, index), self._coming_round(index)
         for panel in range(self.plan.panels):
             columns = list(self.plan.products(panel))
-            weights = [self.weight.bytes_of(some, panel, held) for some in columns]
-            scales = [self.weight.scale_of(some, held) for some in columns]
+            weights = [self.weight.bytes_of(some, panel, registers) for some in columns]
+            scales = [self.weight.scale_of(some, registers) for some in columns]
             for a in weights:
                 self.p.materialize(a)
             x = self._await_panel(index, panel)
@@ -78,10 +77,10 @@ class _EightBitKernel(Kernel):
             self._copy_later_panel(index, panel)
             self._release_panel_before(panel)
             self.products.begin_others()
-            self.weight.reload(held, panel, here, coming)
+            self.weight.load_later(registers, panel, here, coming)
             self.products.end_panel()
         self.products.end_round()
-        return held.flat()
+        return registers.flat()
 
     def _store(self, total: Tile, token: Scalar) -> None:
         """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""

@@ -36,6 +36,10 @@ class EightBitPrefillPlan(PrefillPlan):
         return False
 
     @property
+    def scales_in_rounds(self) -> bool:
+        return self.groups > 0
+
+    @property
     def groups(self) -> int:
         """Groups in a round, 1 if a group is longer; 0 for one scale per row."""
         group = self.spec.packing.padded_group
@@ -59,10 +63,6 @@ class EightBitPrefillPlan(PrefillPlan):
     def offset(self) -> int:
         """What is subtracted from every code, where there are no zeros."""
         return 0 if self.spec.zeros == "int" else int(zero_code(self.spec.dtype))
-
-    @property
-    def rounds_per_group(self) -> int:
-        return max(1, (self.spec.packing.padded_group or 0) // self.step)
 
     @property
     def has_signs(self) -> bool:

@@ -54,7 +54,7 @@ class Factor:
 
 
 def factors_of(plan: PrefillPlan) -> dict[str, Factor]:
-    """The factors from which weights are made: what is not for the sums of all of k."""
+    """The factors that rounds need: what is not for the sums of all of k."""
     return {slot.name: Factor.of(plan, slot) for slot in plan.spec.tensors if _is_in_rounds(plan, slot)}
 
 
@@ -63,7 +63,7 @@ def _is_in_rounds(plan: PrefillPlan, slot: TensorSlot) -> bool:
         return plan.scales_rows_early
     if slot.role == "zero" and plan.spec.zeros == "int":
         return True
-    return slot.index in ("group", "block") and plan.scales_weights
+    return slot.index in ("group", "block") and plan.scales_in_rounds
 
 
 def staged_factors(plan: PrefillPlan) -> set[str]:

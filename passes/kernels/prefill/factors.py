@@ -11,8 +11,9 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, Layout, spatial
 from lowbit.dialect.weight import TensorSlot
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.operands import spread
+from lowbit.passes.kernels.prefill.access import Access
 from lowbit.passes.kernels.prefill.factor import Factor, factors_of, staged_factors
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import WARPS
@@ -35,7 +36,7 @@ class Factors:
         self._all, staged = factors_of(plan), staged_factors(plan)
         self.loaded = {name: factor for name, factor in self._all.items() if name not in staged}
         self.staged = {name: self._buffer(self._all[name]) for name in self._all if name in staged}
-        self._stage: Scalar | int = 0
+        self._stage: Index = 0
 
     def _buffer(self, factor: Factor) -> Memory:
         element = ScalesZeros.element(factor.slot.storage)
@@ -43,26 +44,25 @@ class Factors:
 
     # -- to registers
 
-    def load(self, name: str, row_tile: Scalar, index: Scalar | int, i: int) -> Tile:
+    def at(self, name: str, row_tile: Scalar, index: Index, i: int) -> Access:
         """Number `i` of every row in a round, as it is in memory."""
         factor = self._all[name]
         if factor.slot.index == "padded_row" or self.spec.group_size is None:
-            return self._load_rows(factor.slot, row_tile)
+            return self.rows_at(factor.slot, row_tile)
         boundary = "none" if self.plan.covers_columns else "clamp"
-        return self._load_rows(factor.slot, row_tile, (index * factor.count + i) // factor.repeat, boundary)
+        return self.rows_at(factor.slot, row_tile, (index * factor.count + i) // factor.repeat, boundary)
 
-    def _load_rows(
-        self, slot: TensorSlot, row_tile: Scalar, number: Scalar | int = 0, boundary: str = "none"
-    ) -> Tile:
+    def rows_at(self, slot: TensorSlot, row_tile: Scalar, number: Index = 0, boundary: str = "none") -> Access:
+        """One number of every row, as it is in memory."""
         numbers, lanes = slot.shape[1:] if len(slot.shape) == 3 else (1, ROWS)
         shape, strides = (numbers, self.spec.packing.row_blocks, ROWS), (lanes, numbers * lanes, int(lanes == ROWS))
         view = self.p.global_view(self.p[slot.name], ScalesZeros.element(slot.storage), shape, strides)
         words = (boundary, self._row_boundary, "none")
-        return self.p.load(view, (number, row_tile * WARPS, 0), self._rows, words)
+        return Access(self.p, view, (number, row_tile * WARPS, 0), self._rows, words)
 
     # -- to shared memory
 
-    def copy(self, row_tile: Scalar, index: Scalar | int, stage: Scalar | int) -> None:
+    def copy(self, row_tile: Scalar, index: Index, stage: Index) -> None:
         """Starts to copy what a round has."""
         if not self.staged:
             return
@@ -70,7 +70,7 @@ class Factors:
             self._copy(self._all[name], self.p.stage(buffer, stage), row_tile, index)
         self.p.commit()
 
-    def _copy(self, factor: Factor, target: Memory, row_tile: Scalar, index: Scalar | int) -> None:
+    def _copy(self, factor: Factor, target: Memory, row_tile: Scalar, index: Index) -> None:
         numbers, lanes = factor.slot.shape[1:]
         width, total, element = factor.count * lanes, numbers * lanes, ELEMENTS[factor.slot.storage]
         shape, strides = (self.plan.rounds, self.spec.packing.row_blocks, width), (width, total, 1)
@@ -117,7 +117,7 @@ class Factors:
         for slot in self.spec.tensors:
             if slot.role != "scale" or slot.name in self._all:
                 continue
-            loaded = self.convert.as_f32(self._load_rows(slot, row_tile), slot.storage)
+            loaded = self.convert.as_f32(self.rows_at(slot, row_tile).load(), slot.storage)
             loaded = self.p.reshape(loaded, self.row_layout.shape)
             loaded = self.convert.with_exponent(loaded) if slot.index == "group" else loaded
             scale = loaded if scale is None else self.p.mul(scale, loaded)

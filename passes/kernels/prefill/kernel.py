@@ -49,7 +49,7 @@ scales, those of two rounds; and with outliers the fragments of a panel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.layout import MMA_M16N8_D
@@ -60,7 +60,7 @@ from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import GROUP_TILES, WARPS, PrefillSchedule
-from lowbit.passes.kernels.prefill.weight import RoundRegisters, Weight
+from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,6 @@ class Position:
 
     row_tile: Scalar
     token: Scalar
-
-
-class Held(Protocol):
-    """What is in registers from round to round."""
-
-    def flat(self) -> list[Tile]:
-        """All tiles, as a loop carries them."""
-        ...
 
 
 class Kernel:
@@ -109,14 +101,14 @@ class Kernel:
         self.token_tiles = (p["m"] + (s.tokens - 1)) // s.tokens
         self.tiles = self.token_tiles * plan.row_tiles
         first = self._position(self.block)
-        held = self._load_first(first.row_tile)
+        self._load_first(first.row_tile)
         self.weight.fill_table()
         self._begin_outliers(first.row_tile)
         p.grid_launch_dependents()
         p.grid_wait()
         self._copy_first_panels(first.token)
         self.mine = (self.tiles + self.blocks - 1 - self.block) // self.blocks
-        with p.loop(0, self.mine, held.flat()) as loop:
+        with p.loop(0, self.mine, self.registers.flat()) as loop:
             loop.results = self._tile(loop.index, loop.carried)
         self._leave()
 
@@ -148,18 +140,17 @@ class Kernel:
         """What loads and decodes the weight."""
         self.weight = Weight(self.p, self.plan)
 
-    def _load_first(self, row_tile: Scalar) -> Held:
-        """Starts to load the first round of the first tile; what a round leaves to the next."""
+    def _load_first(self, row_tile: Scalar) -> None:
+        """Starts to load the first round of the first tile."""
         self.registers = self.weight.load_round(row_tile, 0)
         self.weight.factors.copy(row_tile, 0, 0)
-        return self.registers
 
-    def _find_next_outliers(self, registers: RoundRegisters) -> None:
+    def _find_next_outliers(self, registers: WeightRegisters) -> None:
         """Starts to look where the outliers of the next tile are, while sums are stored."""
         if self.outliers:
             registers.outliers = [self.outliers.first(self.next.row_tile)]
 
-    def _outliers_of_panel(self, index: Scalar, panel: int, registers: RoundRegisters) -> Tile | None:
+    def _outliers_of_panel(self, index: Scalar, panel: int, registers: WeightRegisters) -> Tile | None:
         """The outliers of a panel as fragments, where a weight has some."""
         if not self.outliers:
             return None
@@ -221,7 +212,7 @@ class Kernel:
             if self.outliers:
                 self.outliers.erase(*registers.outliers)
             self._copy_later_panel(index, panel)
-            registers.reload(self.weight, panel, *coming)
+            self.weight.load_next_round(registers, panel, *coming)
             self._release_panel_before(panel)
         factors.await_copies()
         return registers.flat()
@@ -231,7 +222,7 @@ class Kernel:
         inside = index + 1 < self.plan.rounds
         return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, 0)
 
-    def _fragments(self, parts: list[Part], index: Scalar, panel: int, registers: RoundRegisters) -> list[Tile]:
+    def _fragments(self, parts: list[Part], index: Scalar, panel: int, registers: WeightRegisters) -> list[Tile]:
         """The weights of a panel as they are multiplied, decoded before the panel of x is waited for."""
         outliers = self._outliers_of_panel(index, panel, registers)
         ready = [self.weight.fragments(part, panel, registers, outliers) for part in parts]

@@ -81,6 +81,11 @@ class PrefillPlan:
         return not late or compute_element(spec.dtype, spec.act) != spec.act
 
     @property
+    def scales_in_rounds(self) -> bool:
+        """Whether scales of groups are needed in every round, and not at the end of a tile."""
+        return self.scales_weights
+
+    @property
     def scales_in_f32(self) -> bool:
         """Whether weights are scaled in f32 and rounded then, as `dequantize` does it: where scales are no numbers of
         x's type, or codes are not."""

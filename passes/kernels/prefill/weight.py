@@ -9,7 +9,8 @@ from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.layout import MMA_M16N8K16_A
 from lowbit.dialect.types import UNIT
-from lowbit.passes.builder import Memory, Program, Scalar, Tile
+from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
+from lowbit.passes.kernels.prefill.access import Access
 from lowbit.passes.kernels.prefill.factors import Factors
 from lowbit.passes.kernels.prefill.parts import Part
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
@@ -18,8 +19,8 @@ from lowbit.passes.lowering.recipes import compute_element, exponent
 
 
 @dataclass
-class RoundRegisters:
-    """What a thread has of a round: codes by piece, scales, zeros and offsets by name and number, and where its
+class WeightRegisters:
+    """What a thread has of the weight: codes by piece, scales, zeros and offsets by name and number, and where its
     outliers go on."""
 
     codes: list[Tile]
@@ -27,32 +28,17 @@ class RoundRegisters:
     outliers: list[Tile] = field(default_factory=list[Tile])
     coming: dict[str, Tile] = field(default_factory=dict[str, Tile])  # of the next round, where a round has one number
 
-    def reload(self, weight: Weight, panel: int, row_tile: Scalar, following: Scalar) -> None:
-        """Starts to load what the next round has in place of what this panel was the last to need."""
-        plan = weight.plan
-        piece, rest = divmod((panel + 1) * plan.schedule.panel_k, plan.piece)
-        if not rest:
-            self.codes[piece - 1] = weight.load_codes(row_tile, following, piece - 1)
-        for name, factor in weight.factors.loaded.items():
-            if factor.count > 1:
-                for i in factor.ended(plan, panel):
-                    self.factors[name][i] = weight.factors.load(name, row_tile, following, i)
-            elif panel == 0:
-                self.coming[name] = weight.factors.load(name, row_tile, following, 0)
-            elif panel == plan.panels - 1:
-                self.factors[name] = [self.coming[name]]
-
     def flat(self) -> list[Tile]:
         """All tiles, as a loop carries them."""
         return [*self.codes, *(tile for tiles in self.factors.values() for tile in tiles), *self.outliers]
 
-    def like(self, tiles: list[Tile]) -> RoundRegisters:
+    def like(self, tiles: list[Tile]) -> WeightRegisters:
         """The inverse of `flat`."""
         codes, rest = tiles[: len(self.codes)], tiles[len(self.codes) :]
         factors: dict[str, list[Tile]] = {}
         for name, some in self.factors.items():
             factors[name], rest = rest[: len(some)], rest[len(some) :]
-        return RoundRegisters(codes, factors, rest)
+        return WeightRegisters(codes, factors, rest)
 
 
 class Weight:
@@ -83,25 +69,41 @@ class Weight:
 
     # -- to registers
 
-    def load_round(self, row_tile: Scalar, index: Scalar | int) -> RoundRegisters:
+    def load_round(self, row_tile: Scalar, index: Index) -> WeightRegisters:
         """A whole round."""
-        codes = [self.load_codes(row_tile, index, piece) for piece in range(self.plan.pieces)]
-        factors = self.factors.loaded.items()
+        codes = [self.codes_at(row_tile, index, piece).load() for piece in range(self.plan.pieces)]
+        counts = {name: factor.count for name, factor in self.factors.loaded.items()}
         loaded = {
-            name: [self.factors.load(name, row_tile, index, i) for i in range(factor.count)] for name, factor in factors
+            name: [self.factors.at(name, row_tile, index, i).load() for i in range(count)]
+            for name, count in counts.items()
         }
-        return RoundRegisters(codes, loaded)
+        return WeightRegisters(codes, loaded)
 
-    def load_codes(self, row_tile: Scalar, index: Scalar | int, piece: int) -> Tile:
+    def load_next_round(self, registers: WeightRegisters, panel: int, row_tile: Scalar, following: Scalar) -> None:
+        """Starts to load what the next round has in place of what this panel was the last to need."""
+        plan = self.plan
+        piece, rest = divmod((panel + 1) * plan.schedule.panel_k, plan.piece)
+        if not rest:
+            registers.codes[piece - 1] = self.codes_at(row_tile, following, piece - 1).load()
+        for name, factor in self.factors.loaded.items():
+            if factor.count > 1:
+                for i in factor.ended(plan, panel):
+                    registers.factors[name][i] = self.factors.at(name, row_tile, following, i).load()
+            elif panel == 0:
+                registers.coming[name] = self.factors.at(name, row_tile, following, 0).load()
+            elif panel == plan.panels - 1:
+                registers.factors[name] = [registers.coming[name]]
+
+    def codes_at(self, row_tile: Scalar, index: Index, piece: int) -> Access:
         """The codes of a piece of a round."""
         plan, chunks = self.plan, self.plan.piece // self.packing.chunk
-        first = index * (plan.pieces * chunks) + piece * chunks
-        offsets = (first, row_tile * WARPS, 0)
-        return self.p.load(self._codes, offsets, self._unit_layout, (self._k_boundary, self._row_boundary, "none"))
+        offsets = (index * (plan.pieces * chunks) + piece * chunks, row_tile * WARPS, 0)
+        boundary = (self._k_boundary, self._row_boundary, "none")
+        return Access(self.p, self._codes, offsets, self._unit_layout, boundary)
 
     # -- to fragments
 
-    def fragments(self, part: Part, panel: int, registers: RoundRegisters, outliers: Tile | None = None) -> Tile:
+    def fragments(self, part: Part, panel: int, registers: WeightRegisters, outliers: Tile | None = None) -> Tile:
         """The weights of a part of a panel as they are multiplied; outliers: those of the panel, or 0."""
         p, plan = self.p, self.plan
         first = panel * plan.schedule.panel_k
@@ -116,7 +118,7 @@ class Weight:
         scaled = self._scaled_in_f32 if plan.scales_in_f32 else self._scaled
         return scaled(numbers, column, registers, sparse)
 
-    def _decoded(self, codes: Tile, column: int, registers: RoundRegisters) -> Tile:
+    def _decoded(self, codes: Tile, column: int, registers: WeightRegisters) -> Tile:
         """All of a piece as if it were of a column's group: registers that nobody takes are not made."""
         p = self.p
         if self.table:
@@ -128,7 +130,7 @@ class Weight:
         offset = "raw" if self.plan.raw_codes else "subtracted"
         return p.decode(codes, self.compute, self.convert.exponent, offset, shifts)
 
-    def _scaled(self, numbers: Tile, column: int, registers: RoundRegisters, sparse: Tile | None) -> Tile:
+    def _scaled(self, numbers: Tile, column: int, registers: WeightRegisters, sparse: Tile | None) -> Tile:
         """s * q + what is added, in x's type."""
         p = self.p
         if self.plan.exponent:  # by itself: a scale times it may not be a number of x's type
@@ -141,7 +143,7 @@ class Weight:
             added = sparse
         return p.mul(numbers, scale) if added is None else p.fma(numbers, scale, added)
 
-    def _scaled_in_f32(self, numbers: Tile, column: int, registers: RoundRegisters, sparse: Tile | None) -> Tile:
+    def _scaled_in_f32(self, numbers: Tile, column: int, registers: WeightRegisters, sparse: Tile | None) -> Tile:
         """The same in f32, rounded once."""
         p = self.p
         scale = self.factors.number("scales", registers.factors, column)
@@ -155,7 +157,7 @@ class Weight:
         scaled = p.mul(numbers, scale) if added is None else p.fma(numbers, scale, added)
         return p.cast(scaled, self.spec.act)
 
-    def _added(self, scale: Tile, column: int, registers: RoundRegisters) -> Tile | None:
+    def _added(self, scale: Tile, column: int, registers: WeightRegisters) -> Tile | None:
         """What is added to scaled codes [rows, 1], in the scale's type: an offset, or - s * z."""
         p, element = self.p, str(scale.reg.element)
         if self.spec.zeros == "float":

@@ -41,7 +41,7 @@ from lowbit.passes.builder import Index, Memory, Scalar, Tile
 from lowbit.passes.kernels.decode.operands import spread
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.parts import parts_of_panel
-from lowbit.passes.kernels.prefill.weight import RoundRegisters
+from lowbit.passes.kernels.prefill.weight import WeightRegisters
 from lowbit.passes.kernels.prefill_mma.epilogue import Epilogue
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
@@ -94,12 +94,12 @@ class MmaKernel(Kernel):
                 a = self.weight.fragments(part, panel, registers, outliers)
                 total = p.mma(a, p.slice(x, 1, part.start, part.width), total)
             self._copy_later_panel(index, panel)
-            registers.reload(self.weight, panel, *coming)
+            self.weight.load_next_round(registers, panel, *coming)
             if panel == 0:  # all warps are done with the round before
                 self.weight.factors.copy(*coming, (number + 1) % 2)
         return [*registers.flat(), total]
 
-    def _outliers_of_panel(self, index: Scalar, panel: int, registers: RoundRegisters) -> Tile | None:
+    def _outliers_of_panel(self, index: Scalar, panel: int, registers: WeightRegisters) -> Tile | None:
         """The outliers of a panel as fragments, where a weight has some; their place is for the next panel's again."""
         outliers = super()._outliers_of_panel(index, panel, registers)
         if self.outliers:
