@@ -41,7 +41,7 @@ def inputs() -> list[Tensor]:
 def test_layers_that_matter_get_more_bits() -> None:
     model, data = Model(), inputs()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    measured = lowbit.sensitivity(model, data, CANDIDATES, act="f16")
+    measured = lowbit.sensitivity(model, CANDIDATES, calibration=data, act="f16")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()) and model.training
     plan = measured.plan(bits=4.5)
     width = {name: config.dtype.bits for name, config in plan.items()}
@@ -57,7 +57,7 @@ def _bytes(measured: Sensitivity, name: str, config: lowbit.QuantConfig) -> int:
 
 def test_a_plan_is_better_than_uniform_choices_of_its_size() -> None:
     data = inputs()
-    measured = lowbit.sensitivity(Model(), data, CANDIDATES, act="f16")
+    measured = lowbit.sensitivity(Model(), CANDIDATES, calibration=data, act="f16")
 
     @torch.no_grad()
     def found(config: Any) -> float:
@@ -73,7 +73,7 @@ def test_a_plan_is_better_than_uniform_choices_of_its_size() -> None:
 def test_the_prediction_is_near_what_happens() -> None:
     """Of one layer, the divergence scales as its squared output error."""
     data = inputs()
-    measured = lowbit.sensitivity(Model(), data, CANDIDATES, act="f16")
+    measured = lowbit.sensitivity(Model(), CANDIDATES, calibration=data, act="f16")
     for name in ("first", "last"):
         model = Model()
         lowbit.quantize_(model, {name: CANDIDATES[1]}, calibration=data, act="f16", progress=False)

@@ -47,7 +47,7 @@ def measure() -> Iterator[Record]:
     test = windows("held_out.txt", TEST_WINDOWS, context)
     expected, inputs = predictions(model, test), float_inputs(model, training)
     tokens = [window[None, :-1] for window in training[:PROBES]]
-    found = lowbit.sensitivity(model, tokens, act="f16")
+    found = lowbit.sensitivity(model, calibration=tokens, act="f16")
     size = {name: {choice.config: choice.bytes for choice in choices} for name, choices in found.choices.items()}
     for name in size:
         layer = model.get_submodule(name)

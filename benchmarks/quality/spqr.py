@@ -93,7 +93,7 @@ def _kurtoses(model: Transformer) -> dict[str, float]:
 def _shares(model: Transformer) -> dict[str, float]:
     """Returns which part of the divergence comes from each kind of layer, if all of them have GPTQ with 4 bits."""
     tokens = [window[None, :-1] for window in windows("calibration.txt", PROBES, model.shape.context)]
-    found = lowbit.sensitivity(model, tokens, [BASE], act="f16").choices
+    found = lowbit.sensitivity(model, [BASE], calibration=tokens, act="f16").choices
     total = sum(choices[0].divergence for choices in found.values())
     return {
         kind: sum(choices[0].divergence for name, choices in found.items() if name.endswith(kind)) / total

@@ -154,45 +154,44 @@ class Sensitivity:
 
 def plan(
     model: nn.Module,
+    candidates: Sequence[QuantConfig] | None = None,
+    filter_fn: Filter | None = None,
+    calibration: Iterable[Any] | None = None,
+    *,
     bits: float | None = None,
     bytes: int | None = None,
-    calibration: Iterable[Any] | None = None,
-    candidates: Sequence[QuantConfig] = CANDIDATES,
-    *,
-    filter_fn: Filter | None = None,
     act: Act | None = None,
     lm_head: bool = False,
     divergence: Divergence | None = None,
 ) -> QuantPlan:
     """Returns a configuration for each linear layer of a model, of at most so many bits per weight, or bytes, in all.
 
+    candidates    what a layer may become; those that do not fit a layer are left out for it. None: GPTQ with 2 to 6
+                  bits, in groups of 32 to 128
     bits, bytes   one of them: the size of the layers that are quantized, with scales, zeros, outliers and padding
-    calibration   inputs of the model, as for `quantize_`; a few are enough
-    candidates    what a layer may become; those that do not fit a layer are left out for it
     divergence    what to keep small, as for `lowbit.sensitivity`
 
-    filter_fn, act and lm_head are those of `quantize_`. The model is left as it is. To compare several sizes, measure
-    once: `lowbit.sensitivity(...).plan(bits=...)`.
+    filter_fn, calibration, act and lm_head are those of `quantize_`; a few inputs are enough. The model is left as it
+    is. To compare several sizes, measure once: `lowbit.sensitivity(...).plan(bits=...)`.
     """
-    measured = sensitivity(
-        model, calibration, candidates, filter_fn=filter_fn, act=act, lm_head=lm_head, divergence=divergence
-    )
+    measured = sensitivity(model, candidates, filter_fn, calibration, act=act, lm_head=lm_head, divergence=divergence)
     return measured.plan(bits, bytes)
 
 
 @torch.no_grad()
 def sensitivity(
     model: nn.Module,
-    calibration: Iterable[Any] | None = None,
-    candidates: Sequence[QuantConfig] = CANDIDATES,
-    *,
+    candidates: Sequence[QuantConfig] | None = None,
     filter_fn: Filter | None = None,
+    calibration: Iterable[Any] | None = None,
+    *,
     act: Act | None = None,
     lm_head: bool = False,
     divergence: Divergence | None = None,
 ) -> Sensitivity:
     """Measures what each linear layer of a model adds to the divergence of its output with each candidate.
 
+    candidates    what a layer may become, as for `lowbit.plan`
     calibration   inputs of the model, as for `quantize_`: it is run on all of them once for each layer
     divergence    divergence(expected, found) -> float of one output of the model; None: the mean Kullback-Leibler
                   divergence of the predictions, for models whose output (or its `logits`) is logits [..., classes]
@@ -200,6 +199,7 @@ def sensitivity(
     filter_fn, act and lm_head are those of `quantize_`. Raises QuantizeError without calibration, and where the
     output is no tensor of logits; SpecError where no candidate fits a layer.
     """
+    candidates = CANDIDATES if candidates is None else candidates
     _check_candidates(candidates)
     inputs, measure = as_inputs(calibration), divergence or kl_divergence
     if not inputs:
