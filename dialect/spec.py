@@ -15,12 +15,12 @@ import difflib
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary, ref
 
-from lowbit.dialect.bilevel import SCALE_CODES, Bilevel, check_bilevel
+from lowbit.dialect.bilevel import SCALE_CODES, TABLE_CODE, Bilevel, check_bilevel
 from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats import byte_codes
@@ -32,10 +32,11 @@ from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.weight import Storage, TensorSlot, weight_tensors
 
 Zeros = Literal["none", "int", "float", "offset"]
-Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3", "u3", "u4", "u6", "u8", "i6", "i8"]
+Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3", "u3", "u4", "u6", "u8", "i6", "i8", "lut8"]
 Act = Literal["f16", "bf16"]
 Out = Literal["f16", "bf16", "f32"]
 
+SCALES = ("f16", "bf16", "f32", "e8m0", "e4m3", *SCALE_CODES, TABLE_CODE)
 VERSION = 1  # of `MatmulSpec.to_dict`
 MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
 MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
@@ -51,7 +52,7 @@ class MatmulSpec:
     zeros       "none"; "float"; "int", integers lo .. lo+255 with lo the least value of a u<b> or i<b> format, for bf16
                 and less than 8 bits lo .. lo+128; "offset": none, but a number per group that is added after scaling
     scale       type of the scales; e8m0 is a power of two (MX formats), e4m3 is NVFP4's; "u3", "u4", "u6", "u8", "i6"
-                and "i8" are codes, of which `bilevel` makes numbers
+                and "i8" are codes, of which `bilevel` makes numbers; "lut8" are places in its table
     act         type of x
     compute     type in which codes and x are multiplied: "f8e4m3" or "i8", for which x is quantized to 8 bits with a
                 scale per row (`lowbit.quantize_activation`); None: act
@@ -62,7 +63,7 @@ class MatmulSpec:
     permuted    whether columns are stored in another order than x's, which the weight says (GPTQ's act-order): column j
                 of codes and groups is W[:, permutation[j]]
     outliers    whether a sparse matrix S of f16 numbers is added to the weight
-    bilevel     the second level of scales (zeros, offsets) that are codes: a `Bilevel` (GGUF's K-quants, SpQR)
+    bilevel     the second level of scales (zeros, offsets) that are codes: a `Bilevel` (K-quants, SpQR, nested NF4)
 
     Types may also be given as torch has them: act=torch.float16 and act="float16" are kept as "f16".
 
@@ -90,7 +91,7 @@ class MatmulSpec:
             n=_integer("n", self.n, 1),
             k=_integer("k", self.k, MIN_K),
             zeros=_choice("zeros", self.zeros, ("none", "int", "float", "offset")),
-            scale=_choice("scale", short_name(self.scale), ("f16", "bf16", "f32", "e8m0", "e4m3", *SCALE_CODES)),
+            scale=_choice("scale", short_name(self.scale), SCALES),
             act=_choice("act", short_name(self.act), ("f16", "bf16")),
             out=None if self.out is None else _choice("out", short_name(self.out), ("f16", "bf16", "f32")),
             bias=_boolean("bias", self.bias),
@@ -156,7 +157,7 @@ class MatmulSpec:
 
         Raises SpecError for names that are not in `dialect/presets.py`, and for shapes that groups do not divide.
         """
-        return cls(n, k, **{**preset_fields(name), **others})
+        return cls(n, k, **{**preset_fields(name, k), **others})
 
     @cached_property
     def dtype(self) -> DType:
@@ -216,8 +217,8 @@ class MatmulSpec:
 
     @property
     def scale_kind(self) -> Storage:
-        """Type of a scale in memory: u8 for codes that are integers."""
-        return "u8" if self.scale in SCALE_CODES else cast(Storage, self.scale)
+        """Type of a scale in memory: u8 for codes that are integers, or places in a table."""
+        return "u8" if self.scale in (*SCALE_CODES, TABLE_CODE) else cast(Storage, self.scale)
 
     @property
     def zero_span(self) -> int:
@@ -259,7 +260,7 @@ class MatmulSpec:
         if self.table is not None:
             given["table"] = list(self.table)
         if self.bilevel is not None:
-            given["bilevel"] = asdict(self.bilevel)
+            given["bilevel"] = self.bilevel.to_dict()
         return {"version": VERSION, **given}
 
     @classmethod

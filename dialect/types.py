@@ -49,7 +49,7 @@ class FormatAttr(Lowbit.Attribute, name="format"):
 
 
 class BilevelAttr(Lowbit.Attribute, name="bilevel"):
-    code: ir.StringAttr
+    code: Any
     scale: ir.StringAttr
     block: ir.ArrayAttr
     zeros: ir.StringAttr
@@ -357,10 +357,12 @@ def packed_type(spec: MatmulSpec) -> ir.Type:
 
 def scale_attr(scale: str, bilevel: Bilevel | None, row_scales: bool) -> ir.Attribute:
     """The type of the scales: a string, or `#lowbit.bilevel` for codes; in `#lowbit.scales` where rows have one."""
-    of_groups = ir.StringAttr.get(scale)
+    of_groups: ir.Attribute = ir.StringAttr.get(scale)
     if bilevel:
-        names = [ir.StringAttr.get(name) for name in (bilevel.scale, "float" if bilevel.zeros else "none")]
-        of_groups = BilevelAttr.get(of_groups, names[0], ints((bilevel.rows, bilevel.groups)), names[1])
+        code = format_attr(dtype(scale, bilevel.table)) if bilevel.table else of_groups
+        zeros = "float" if bilevel.zeros else "offset" if bilevel.offsets else "none"
+        block = ints((bilevel.rows, bilevel.groups))
+        of_groups = BilevelAttr.get(code, ir.StringAttr.get(bilevel.scale), block, ir.StringAttr.get(zeros))
     return ScalesAttr.get(of_groups, ir.StringAttr.get(ROW_SCALE)) if row_scales else of_groups
 
 
@@ -385,9 +387,21 @@ def _read_group_scale(attribute: ir.Attribute) -> tuple[str, Bilevel | None]:
     expect(len(read_ints(block)) == 2, "block of a #lowbit.bilevel", "[rows, groups]", block)
     rows, groups = read_ints(block)
     kind = ir.StringAttr(zeros).value
-    expect(kind in ("none", "float"), "zeros of a #lowbit.bilevel", "none or float", kind)
-    levels = Bilevel(rows, groups, cast(SuperScale, ir.StringAttr(scale).value), kind == "float")
-    return ir.StringAttr(code).value, levels
+    expect(kind in ("none", "float", "offset"), "zeros of a #lowbit.bilevel", "none, float or offset", kind)
+    name, table = _read_code(code)
+    type_ = cast(SuperScale, ir.StringAttr(scale).value)
+    return name, Bilevel(rows, groups, type_, kind == "float", kind == "offset", table)
+
+
+def _read_code(attribute: ir.Attribute) -> tuple[str, tuple[float, ...] | None]:
+    """The format of codes, a string, or `#lowbit.format` with the numbers of a table."""
+    attribute = attribute.maybe_downcast()
+    if isinstance(attribute, FormatAttr):
+        format_ = read_format(attribute)
+        return format_.name, format_.table
+    allowed = "a string or a #lowbit.format"
+    expect(isinstance(attribute, ir.StringAttr), "code of a #lowbit.bilevel", allowed, attribute)
+    return ir.StringAttr(attribute).value, None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lowbit.dialect.formats.outliers import LINE, table_lines
 from lowbit.dialect.formats.packing import ROWS, Packing
 
 Role = Literal[
-    "codes", "scale", "zero", "offset", "super_scale", "super_zero", "bias", "outliers", "permutation"
+    "codes", "scale", "zero", "offset", "super_scale", "super_zero", "super_offset", "bias", "outliers", "permutation"
 ]
 Index = Literal["element", "group", "block", "row", "padded_row", "sparse", "column"]
 Storage = Literal["i32", "u8", "f16", "bf16", "f32", "e8m0", "e4m3"]
@@ -30,7 +30,7 @@ class TensorSlot:
     role      what its numbers mean: codes are decoded, a scale multiplies, a zero is subtracted from the decoded code,
               an offset is added to the scaled code, a bias is added to the output, outliers are added to single
               elements of the weight; a permutation says which column of x meets a column of codes; a super scale
-              multiplies scales (zeros, offsets) that are codes, less their super zero
+              multiplies scales (zeros, offsets) that are codes, less their super zero; a super offset is added
     index     what has one number: an element of the weight, a group of a row, a block of groups (`Bilevel`), a row, a
               column, or some elements ("sparse"); of padded rows there are whole blocks of 16 in memory
     storage   the type of a number in memory; integer zeros (u8) are stored less the least value of the format
@@ -120,10 +120,17 @@ def weight_tensors(
 
 
 def _two_levels(packing: Packing, slot: TensorSlot, bilevel: Bilevel, code: str) -> list[TensorSlot]:
-    """Returns the slot of numbers that are codes, and those of their second level: scale_scales, scale_zeros."""
+    """Returns the slot of numbers that are codes, and those of their second level: scale_scales, scale_zeros or
+    scale_offsets."""
     shape, given = bilevel.shapes(packing)
-    roles: list[tuple[str, Role]] = [("scales", "super_scale"), *([("zeros", "super_zero")] if bilevel.zeros else [])]
+    roles: list[tuple[str, Role, bool]] = [
+        ("scales", "super_scale", True),
+        ("zeros", "super_zero", bilevel.zeros),
+        ("offsets", "super_offset", bilevel.offsets),
+    ]
     others = [
-        TensorSlot(f"{slot.role}_{name}", role, "block", bilevel.scale, shape, given) for name, role in roles
+        TensorSlot(f"{slot.role}_{name}", role, "block", bilevel.scale, shape, given)
+        for name, role, there in roles
+        if there
     ]
     return [replace(slot, code=code), *others]

@@ -32,6 +32,31 @@
 
 // -----
 
+// A table of scales is an array in device memory, from which bytes are looked up.
+// CHECK:         llvm.mlir.global internal constant @[[TABLE:lowbit_table_lut8_f32]](
+// CHECK-LABEL: gpu.func @from_a_table
+// CHECK:         %[[PLACE:.*]] = arith.extui {{.*}} : i8 to i32
+// CHECK:         %[[OFFSET:.*]] = arith.shli %[[PLACE]], %c2_i32
+// CHECK:         llvm.mlir.addressof @[[TABLE]]
+// CHECK:         %[[BITS:.*]] = llvm.load {{.*}} invariant {alignment = 4 : i64} : !llvm.ptr<1> -> i32
+// CHECK:         llvm.bitcast %[[BITS]] : i32 to f32
+!bytes = !lowbit.reg<[8, 4], i8, "spatial(8, 4)">
+!tile = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+!view = !lowbit.global<[8, 4], i8, [4, 1], [1, 1]>
+!out = !lowbit.global<[8, 4], f32, [4, 1], [1, 1]>
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
+  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !bytes
+  %numbers = "lowbit.cast"(%a) {kind = "table", format = #lowbit.format<"lut8", [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]>} : (!bytes) -> !tile
+  "lowbit.store"(%numbers, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !out, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "from_a_table", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+
+// -----
+
 // These they have for f32 alone; f16 goes there and back.
 // CHECK-LABEL: gpu.func @by_way_of_f32
 // CHECK:         %[[X:.*]] = arith.extf {{.*}} : f16 to f32

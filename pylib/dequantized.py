@@ -70,10 +70,16 @@ def numbers(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tenso
     if not slot.code or spec.bilevel is None:
         return values
     blocks = {s.role: s for s in spec.tensors if s.index == "block" and s.name.startswith(f"{slot.role}_")}
-    if zero := blocks.get("super_zero"):
-        values = values - _of_groups(spec, spec.bilevel, stored_numbers(spec, zero, tensors[zero.name]))
-    scale = blocks["super_scale"]
-    return values * _of_groups(spec, spec.bilevel, stored_numbers(spec, scale, tensors[scale.name]))
+    second = {
+        role: _of_groups(spec, spec.bilevel, stored_numbers(spec, block, tensors[block.name]))
+        for role, block in blocks.items()
+    }
+    if spec.bilevel.table:
+        values = values.new_tensor(spec.bilevel.table)[values.long()]
+    if spec.bilevel.zeros:
+        values = values - second["super_zero"]
+    values = values * second["super_scale"]
+    return values + second["super_offset"] if spec.bilevel.offsets else values
 
 
 def _of_groups(spec: MatmulSpec, bilevel: Bilevel, table: Tensor) -> Tensor:

@@ -256,8 +256,8 @@ def pack(
     others    by name, where the spec has more: offsets [n, groups], floats; row_scales, floats [n] or one number;
               permutation [k], integers: column j of all of these is for column permutation[j] of x;
               with bilevel= scales, zeros and offsets are integers of the spec's scale format, or floats for "e4m3", and
-              scale_scales, scale_zeros, zero_scales, zero_zeros, offset_scales and offset_zeros are floats [n / rows,
-              groups / bilevel.groups], one for each block of them
+              scale_scales, scale_zeros and scale_offsets, and likewise zero_scales, offset_scales and so on, are floats
+              [n / rows, groups / bilevel.groups], one for each block of them
 
     Raises PackError for a wrong shape, type or device, a code out of range, a value that is not finite or
     overflows, an e8m0 scale that is no power of two, outliers outside the weight or twice in one place, and tensors

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.bilevel import Bilevel, integers_of
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role, TensorSlot
@@ -228,7 +228,7 @@ def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> d
         typical = 1.0  # of scales beyond the first
     for slot in _slots(spec, "outliers"):
         drawn[slot.name] = draw(spec.n, spec.k, OUTLIERS, torch.Generator().manual_seed(int(rng.integers(1 << 31))))
-    for slot in _slots(spec, "super_scale") if spec.bilevel else []:
+    for slot in (*_slots(spec, "super_scale"), *_slots(spec, "super_offset")):
         level = 1.0 if slot.name.startswith("zero") else typical
         drawn[slot.name] = (drawn[slot.name] * level).to(TORCH[slot.storage])
     for slot in _slots(spec, "permutation"):
@@ -248,7 +248,7 @@ def _draw_two_levels(spec: MatmulSpec, rng: np.random.Generator, bilevel: Bileve
     drawn: dict[str, Tensor] = {}
     for slot in spec.tensors:
         if slot.code and slot.storage == "u8":
-            t = dtype(slot.code)
+            t = integers_of(slot.code)
             values = t.values()[rng.integers(0, t.codes, slot.given)]
             drawn[slot.name] = torch.from_numpy(values).int()
         elif slot.code:
@@ -256,8 +256,10 @@ def _draw_two_levels(spec: MatmulSpec, rng: np.random.Generator, bilevel: Bileve
         elif slot.role == "super_zero":
             drawn[slot.name] = torch.from_numpy(rng.normal(3.0, 1.0, slot.given)).to(TORCH[slot.storage])
         elif slot.role == "super_scale":
-            size = dtype(spec.scale).max if spec.scale != "e4m3" else 1.0
+            size = dtype(spec.scale, bilevel.table).max if spec.scale != "e4m3" else 1.0
             drawn[slot.name] = torch.from_numpy(np.exp2(rng.uniform(-1, 1, slot.given)) / size)
+        elif slot.role == "super_offset":
+            drawn[slot.name] = torch.from_numpy(rng.uniform(3.0, 5.0, slot.given))  # sums are of the size of O
     return drawn
 
 
@@ -354,7 +356,10 @@ def _second_level(spec: MatmulSpec, role: Role, given: Array, others: Mapping[st
         rows = np.repeat(_f64(others[f"{role}_{name}"]), bilevel.rows, axis=0)
         return np.repeat(rows, bilevel.groups, axis=1)[: len(values)]
 
-    return of_groups("scales") * (values - (of_groups("zeros") if bilevel.zeros else 0.0))
+    if bilevel.table:
+        values = np.array(bilevel.table)[values.astype(int)]
+    scaled = of_groups("scales") * (values - (of_groups("zeros") if bilevel.zeros else 0.0))
+    return scaled + (of_groups("offsets") if bilevel.offsets else 0.0)
 
 
 def _row_scale(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit.dialect.bilevel import least_code
+from lowbit.dialect.bilevel import integers_of, least_code
 from lowbit.dialect.errors import PackError
-from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Storage, TensorSlot
@@ -67,7 +66,7 @@ def to_memory(spec: MatmulSpec, slot: TensorSlot, values: Tensor) -> Tensor:
         return values.to(torch.int32, copy=True)
     if slot.code and slot.storage == "u8":
         first = least_code(slot.code)
-        stored = _integers(values, slot.name, first, first + dtype(slot.code).codes - 1)
+        stored = _integers(values, slot.name, first, first + integers_of(slot.code).codes - 1)
     elif slot.storage == "u8":
         stored = _integers(values, slot.name, low, low + spec.zero_span)
     else:
@@ -103,7 +102,7 @@ def _unfit(spec: MatmulSpec, slot: TensorSlot) -> tuple[Callable[[Tensor], Tenso
     """Returns what tells the numbers that a slot can't have, and the rule that they break."""
     storage = slot.storage
     if slot.code and storage == "u8":
-        most = dtype(slot.code).codes - 1
+        most = integers_of(slot.code).codes - 1
         return lambda t: t > most, f"codes of {slot.code} must be at most {most}"
     if storage == "u8":
         span = spec.zero_span

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowbit
-from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
+from lowbit.dialect.bilevel import SCALE_CODES, TABLE_CODE, Bilevel, integers_of
 from lowbit.dialect.errors import PackError, SpecError
-from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
@@ -45,9 +46,14 @@ FP4 = MatmulSpec(40, 256, "f4e2m1", 16, scale="e4m3", bilevel=Bilevel(groups=8),
 PADDED = MatmulSpec(
     24, 400, "u4", 50, zeros="offset", scale="u6", bilevel=Bilevel(rows=16, groups=2, zeros=True), out="f32"
 )
+TABLE = MatmulSpec.preset("nf4_nested", 40, 512, act="bf16", out="f32")
+MINIMA = MatmulSpec(  # offsets that have an offset themselves
+    24, 512, "u4", 32, zeros="offset", scale="u6", bilevel=Bilevel(rows=16, groups=4, offsets=True), out="f32"
+)
 SPECS = {
     "q4_k": Q4_K, "q6_k": Q6_K, "q3_k": Q3_K, "q2_k": Q2_K,
     "spqr": SPQR, "nested": NESTED, "rows": ROWS, "fp4": FP4, "padded": PADDED,
+    "table": TABLE, "minima": MINIMA,
 }  # fmt: skip
 
 
@@ -65,8 +71,10 @@ def by_hand(spec: MatmulSpec, t: dict[str, torch.Tensor]) -> np.ndarray:
             rows = np.repeat(f32[f"{role}_{level}"], bilevel.rows, axis=0)[: spec.n]
             return np.repeat(rows, bilevel.groups, axis=1)
 
-        codes = f32[name] - of_groups("zeros") if bilevel.zeros else f32[name]
-        return (codes * of_groups("scales"))[:, :, None]
+        codes = np.float32(bilevel.table)[t[name].int().numpy()] if bilevel.table else f32[name]
+        codes = codes - of_groups("zeros") if bilevel.zeros else codes
+        scaled = codes * of_groups("scales")
+        return (scaled + of_groups("offsets") if bilevel.offsets else scaled)[:, :, None]
 
     scales, rows = numbers("scales", "scale"), f32["row_scales"][:, None, None] if spec.row_scales else 1
     values = spec.dtype.values().astype(np.float32)[t["codes"].numpy().astype(int) % spec.dtype.codes]
@@ -92,20 +100,23 @@ def test_values_saved_and_loaded(spec: MatmulSpec) -> None:
     assert MatmulSpec.from_dict(spec.to_dict()) == spec and w.nbytes == spec.bytes
 
 
-@pytest.mark.parametrize("code", SCALE_CODES)
+@pytest.mark.parametrize("code", [*SCALE_CODES, TABLE_CODE])
 @pytest.mark.parametrize("target", ["cpu", "emulator:sm_80"])
 def test_every_code_of_scales(code: Any, target: str) -> None:
     """W is written out exactly: all codes of the scales and offsets, powers of two for the rest."""
-    spec = MatmulSpec(16, 512, "u1", 32, zeros="offset", scale=code, bilevel=Bilevel(groups=4), act="bf16")
-    t = dtype(code)
+    table = tuple((7 * place % 256) - 100.0 for place in range(256)) if code == TABLE_CODE else None
+    bilevel = Bilevel(groups=4, offsets=True, table=table)
+    spec = MatmulSpec(16, 512, "u1", 32, zeros="offset", scale=code, bilevel=bilevel, act="bf16")
+    t = integers_of(code)
     every = torch.from_numpy(np.resize(t.values(), (2, 16, 16))).int()
     every[1] = every[1].flip(1)
     blocks = torch.ones(16, 4)
     w = pack(
         spec, torch.ones(16, 512, dtype=torch.int32), every[0], offsets=every[1],
-        scale_scales=blocks / 4, offset_scales=blocks * -8,
+        scale_scales=blocks / 4, offset_scales=blocks * -8, scale_offsets=blocks * 2, offset_offsets=blocks * 16,
     )  # fmt: skip
-    expected = (every[0] / 4 - 8 * every[1]).repeat_interleave(32, 1)
+    values = torch.tensor(table)[every] if table else every
+    expected = (values[0] / 4 - 8 * values[1] + 18).repeat_interleave(32, 1)
     assert len(every.unique()) == t.codes and torch.equal(w.dequantize(), expected)
     assert torch.equal(lowbit.compile(spec, target).dequantize(w), expected.bfloat16())
 
@@ -148,7 +159,7 @@ SCHEDULES = {
 CASES = [  # half of all pairs
     (weight, schedule)
     for (i, weight), (j, schedule) in itertools.product(
-        enumerate(("q4_k", "q2_k", "spqr", "padded")), enumerate(SCHEDULES)
+        enumerate(("q4_k", "table", "spqr", "padded", "q2_k")), enumerate(SCHEDULES)
     )
     if (i + j // 2) % 2 == 0
 ]
@@ -214,6 +225,9 @@ MUTATIONS = {
     "second level of scales and offsets exchanged": (Q4_K, GroupNumbers, "_of_blocks", _exchanged("offset")),
     "second level of scales and zeros exchanged": (SPQR, GroupNumbers, "_of_blocks", _exchanged("zero")),
     "second level of the block before": (Q4_K, KernelPlan, "steps_per_block", _twice),
+    "offset of scales dropped": (TABLE, ScalesZeros, "two_level", _without("scale_offsets")),
+    "table of scales forgotten": (TABLE, Program, "look_up", lambda right: lambda self, places, table: self.cast(
+        places, "f32", "unsigned")),
     "scale of scales dropped": (Q6_K, ScalesZeros, "two_level", _without("scale_scales")),
     "zero of scales dropped": (SPQR, ScalesZeros, "two_level", _without("scale_zeros")),
     "zero of zeros dropped": (SPQR, ScalesZeros, "two_level", _without("zero_zeros")),
@@ -225,7 +239,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", [None, *MUTATIONS])
 def test_mutations(mutation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel with the second level read wrongly gives wrong numbers."""
-    specs = [Q4_K, SPQR]
+    specs = [Q4_K, SPQR, TABLE]
     if mutation:
         spec, owner, name, wrap = MUTATIONS[mutation]
         monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
@@ -236,21 +250,28 @@ def test_mutations(mutation: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
         assert matmul_is_right(run_matmul(kernel, spec, problem), spec, problem) == (mutation is None)
 
 
-@settings(max_examples=12)
+def second_levels(groups: list[int]) -> st.SearchStrategy[tuple[str, Bilevel]]:
+    """Formats of scales, each with a second level."""
+    zeros = st.sampled_from([{}, {"zeros": True}, {"offsets": True}])
+    codes = st.sampled_from([*SCALE_CODES, "e4m3", TABLE_CODE])
+    kinds = st.tuples(codes, st.sampled_from([1, 16]), st.sampled_from(groups), st.sampled_from(["f16", "f32"]), zeros)
+    table = PRESETS["nf4_nested"]["bilevel"].table
+    return kinds.map(lambda t: (t[0], Bilevel(*t[1:4], table=table if t[0] == TABLE_CODE else None, **t[4])))
+
+
+@settings(max_examples=15)
 @given(
     st.sampled_from(["u2", "u3", "u4", "i5", "f6e3m2", "nf4"]),
-    st.sampled_from([*SCALE_CODES, "e4m3"]),
     st.sampled_from(["none", "float", "offset"]),
-    st.builds(
-        Bilevel, st.sampled_from([1, 16]), st.sampled_from([1, 2, 4]), st.sampled_from(["f16", "f32"]), st.booleans()
-    ),
+    second_levels([1, 2, 4]),
     st.sampled_from([(16, 4), (32, 8), (48, 4), (128, 4)]),
     st.integers(1, 40),
     st.integers(0, 99),
 )
 def test_any_cpu(
-    weight: str, scale: Any, zeros: Any, bilevel: Bilevel, group: tuple[int, int], n: int, seed: int
+    weight: str, zeros: Any, second: tuple[Any, Bilevel], group: tuple[int, int], n: int, seed: int
 ) -> None:
+    scale, bilevel = second
     spec = MatmulSpec(n, group[0] * group[1], weight, group[0], zeros=zeros, scale=scale, bilevel=bilevel, out="f32")
     x, tensors = inputs(spec, 3, seed)
     w = pack(spec, **tensors)
@@ -262,20 +283,18 @@ def test_any_cpu(
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(["u1", "u2", "u3", "u4", "u7", "u8", "i6", "f6e3m2", "nf4"]),
-    st.sampled_from([*SCALE_CODES, "e4m3"]),
     st.sampled_from(["none", "float", "offset"]),
-    st.builds(
-        Bilevel, st.sampled_from([1, 16]), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["f16", "f32"]), st.booleans()
-    ),
+    second_levels([1, 2, 4, 8]),
     st.sampled_from([16, 17, 48, 64, 128]),
     st.integers(1, 3),
     st.sampled_from(["sm_80", "sm_90a"]),
     st.sampled_from([1, 8, 64]),
 )
 def test_any_kernel(
-    weight: str, scale: Any, zeros: Any, bilevel: Bilevel, group: int, blocks: int, target: str, tile: int
+    weight: str, zeros: Any, second: tuple[Any, Bilevel], group: int, blocks: int, target: str, tile: int
 ) -> None:
     """The kernels that the rule chooses, with the race check."""
+    scale, bilevel = second
     k = group * bilevel.groups * blocks
     spec = MatmulSpec(40, k, weight, group, zeros=zeros, scale=scale, bilevel=bilevel, out="f32")
     schedule = Artifacts(spec, parse_target(target), None).request(tile).schedule
@@ -301,7 +320,8 @@ def test_bits_per_weight() -> None:
     large = {name: replace(spec, n=4096, k=4096) for name, spec in SPECS.items() if name != "padded"}
     bits = {name: spec.bytes * 8 / spec.n / spec.k for name, spec in large.items()}
     assert bits["q4_k"] == 4.625 and bits["q6_k"] == 6.5625 and bits["q3_k"] == 3.5625 and bits["q2_k"] == 3.125
-    assert bits["spqr"] == 4.25
+    assert bits["spqr"] == 4.25 and bits["table"] == 4.25  # of k=512: with more columns fewer second levels
+    assert MatmulSpec.preset("nf4_nested", 4096, 4096).bytes * 8 / 4096**2 == 4 + (8 + 2 * 32 / 16) / 64
     assert Bilevel(16, 1).lanes(Packing(8, 16, 64, 32)) == 2 and Bilevel(16, 1).lanes(Packing(4, 16, 64, 32)) == 1
 
 
@@ -312,11 +332,17 @@ def test_bits_per_weight() -> None:
         ({"scale": "f16"}, r"scale='f16' must be one of 'u3', .*, 'e4m3' with bilevel=; or drop bilevel="),
         ({"group_size": None}, r"group_size=None has one scale per row: bilevel= needs groups"),
         ({"k": 640}, r"bilevel: groups=8 must divide the 20 groups of a row; try 4"),
-        ({"bilevel": {"block": 3}}, r"bilevel=.* must be a Bilevel, with the fields rows, .*, zeros, or None"),
+        ({"bilevel": {"block": 3}}, r"bilevel=.* must be a Bilevel, with the fields rows, .*, table, or None"),
         ({"bilevel": {"rows": 2}}, r"bilevel: rows=2 must be 1 or 16"),
         ({"bilevel": {"groups": 3}}, r"bilevel: groups=3 must be a power of two"),
         ({"bilevel": {"scale": "e4m3"}}, r"bilevel: scale='e4m3' must be one of 'f16', 'bf16', 'f32'"),
         ({"bilevel": {"zeros": 1}}, r"bilevel: zeros=1 must be True or False"),
+        ({"bilevel": {"zeros": True, "offsets": True}}, r"bilevel: codes have zeros=True or offsets=True, not both"),
+        ({"scale": "lut8"}, r"bilevel: table= has the 256 numbers of scale='lut8', and goes with it alone"),
+        ({"bilevel": TABLE.bilevel}, r"bilevel: table= has the 256 numbers of scale='lut8', and goes with it alone"),
+        ({"bilevel": {"table": [1.0] * 255}}, r"bilevel: table= must be 256 numbers, the values of codes of lut8"),
+        ({"bilevel": {"table": ["x"] * 256}}, r"bilevel: table= must be numbers: could not convert"),
+        ({"bilevel": {"table": [1e39] * 256}}, r"bilevel: table= must be finite numbers, within the range of f32"),
     ],
 )  # fmt: skip
 def test_wrong_specs(change: dict[str, Any], message: str) -> None:

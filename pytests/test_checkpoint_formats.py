@@ -91,9 +91,19 @@ def test_gptq_with_exceptions() -> None:
     assert torch.equal(w.dequantize(), checkpoint.load(module).dequantize())
 
 
+@pytest.mark.parametrize(("name", "groups"), [("bnb-nf4-nested-wide", 4), ("bnb-nf4-nested", None)])
+def test_nested_scales_stay_small(name: str, groups: int | None) -> None:
+    """Scales of NF4 are bytes with a second level, where that takes less than f32 scales."""
+    w, _ = next(weights(name))
+    assert (w.spec.bilevel.groups if w.spec.bilevel else None) == groups
+    assert w.spec.scale == ("lut8" if groups else "f32")
+    taken = sum(t.nbytes for slot, t in w.items() if slot.startswith("scale"))
+    assert taken == 32 * w.spec.groups * (3 if groups else 4)  # 24 rows in blocks of 16
+
+
 EMULATED = (
-    "gptq-3", "gptq-4-act-order", "awq", "hqq-4", "bnb-fp4", "ct-pack-5-asym", "ct-int8", "ct-mxfp6", "ct-nvfp4",
-    "fp8-block", "mxfp4", "spqr-ptcsr", "torchao-int4",
+    "gptq-3", "gptq-4-act-order", "awq", "hqq-4", "bnb-fp4", "bnb-nf4-nested-wide", "ct-pack-5-asym", "ct-int8",
+    "ct-mxfp6", "ct-nvfp4", "fp8-block", "mxfp4", "spqr-ptcsr", "torchao-int4",
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ SPECS = [
     MatmulSpec(37, 256, "u4", 128, "int", permuted=True),
     MatmulSpec.preset("q4_k", 37, 512),
     MatmulSpec.preset("q6_k", 37, 512),
+    MatmulSpec.preset("nf4_nested", 37, 512),
     MatmulSpec(48, 512, "u3", 16, "float", scale="u3", bilevel=Bilevel(16, 2, zeros=True)),
 ]
 

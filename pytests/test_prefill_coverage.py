@@ -14,6 +14,7 @@ import lowbit
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.prefill.factor import staged_factors
@@ -41,6 +42,7 @@ SCALES: tuple[dict[str, Any], ...] = (
     {"scale": "u3", "bilevel": Bilevel(rows=16, groups=1, zeros=True)},
     {"scale": "i8", "bilevel": Bilevel(groups=2, scale="f32"), "row_scales": True},
 )
+NESTED = preset_fields("nf4_nested", 512)
 ZEROS = ("none", "int", "float", "offset")
 GROUPS = (64, 16, 128, None)
 
@@ -97,6 +99,9 @@ SIZES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
       "bilevel": Bilevel(16, 1, "f16", True), "outliers": True}, PAIR, 40),
     ({"n": 40, "k": 768, "weight": "u2", "group_size": 16, "zeros": "offset", "scale": "u4",
       "bilevel": Bilevel(groups=16)}, PrefillSchedule(32), 50),
+    # Scales that are places in a table, from shared memory and from registers.
+    ({"n": 40, "k": 512, **NESTED, "group_size": 16}, PrefillSchedule(32), 40),
+    ({"n": 200, "k": 512, **NESTED}, PAIR, 9),
     # Wide panels with outliers, in a tile after the other.
     ({"n": 600, "k": 512, "weight": "u4", "group_size": 64, "outliers": True}, PrefillSchedule(16, 128, 4), 40),
 ]  # fmt: skip

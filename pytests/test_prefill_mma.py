@@ -18,6 +18,7 @@ import lowbit
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.prefill_mma import cost_model
@@ -80,6 +81,7 @@ CASES: list[tuple[dict[str, Any], PrefillMmaSchedule, int]] = [
     ({"weight": "u3", "n": 300, "k": 528, "group_size": 16, "zeros": "float", "scale": "u3",
       "bilevel": Bilevel(16, 1, "f16", True)}, SMALL, 70),
     ({"weight": "u4", "n": 300, "k": 512, "group_size": 16, "zeros": "offset", "outliers": True}, NARROW, 40),
+    ({"n": 300, "k": 512, **preset_fields("nf4_nested", 512), "act": "bf16"}, SMALL, 70),
 ]  # fmt: skip
 
 

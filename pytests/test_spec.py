@@ -113,7 +113,7 @@ def test_every_kind_of_weight(weight: str, zeros: str) -> None:
         ({"group_size": -1}, "group_size=-1 must be at least 1"),
         ({"zeros": None}, "zeros=None must be one of 'none', 'int', 'float'"),
         ({"zeros": "ints"}, "did you mean 'int'?"),
-        ({"scale": "f17"}, "'i6', 'i8'; did you mean 'f16'?"),
+        ({"scale": "f17"}, "'i6', 'i8', 'lut8'; did you mean 'f16'?"),
         ({"act": "float61"}, "act='float61' must be one of 'f16', 'bf16'; did you mean 'f16'?"),
         ({"act": torch.float32}, "act='f32' must be one of 'f16', 'bf16'"),
         ({"act": torch.int8}, "act=torch.int8 must be one of 'f16', 'bf16'"),

@@ -11,7 +11,8 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, real, same_element, verifier
 from lowbit.dialect.ops.common import check_rounding
-from lowbit.dialect.types import CONDITION, Lowbit, Reg, RegType
+from lowbit.dialect.optional import Optional
+from lowbit.dialect.types import CONDITION, FormatAttr, Lowbit, Reg, RegType, read_format
 
 COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
 _INTEGERS = ("i8", "i16", "i32")
@@ -32,23 +33,37 @@ def _check_operands(values: list[Any], element: Any, result: Reg) -> None:
         tile.layout.slots_for(result.layout)  # raises LayoutError
 
 
+def _check_table(format_: ir.Attribute | None, kind: str) -> None:
+    """A cast has a format exactly if it looks bytes up in a table."""
+    what = f"format of a cast of kind {kind}"
+    if format_ is None:
+        expect(kind != "table", what, "a #lowbit.format", "none")
+        return
+    expect(kind == "table", what, "none", format_)
+    t = read_format(format_)
+    expect(t.kind == "table" and t.bits == 8, "format of a cast", "a table of 256 numbers", t.name)
+
+
 class CastOp(Lowbit.Operation, name="cast", traits=[ext.Pure]):
     """Every element converted to another type.
 
     "float": f16, bf16 or f32 to another of them, exactly or to nearest even. To f32, to nearest even: "signed" and
-    "unsigned" integers (i8, i16, i32). From bytes (i8) to f32: "e4m3" and "e8m0" scales.
+    "unsigned" integers (i8, i16, i32). From bytes (i8) to f32: "e4m3" and "e8m0" scales, and "table", the number that a
+    `format` of 8 bits has at this place in its table, rounded to f32.
     """
 
     source: ext.Operand[RegType]
     kind: ir.StringAttr
+    format = Optional(FormatAttr, "a #lowbit.format")
     result: ext.Result[RegType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
         kind = ir.StringAttr(op.kind).value
-        allowed = ("float", "signed", "unsigned", "e4m3", "e8m0")
+        allowed = ("float", "signed", "unsigned", "e4m3", "e8m0", "table")
         expect(kind in allowed, "kind", f"one of {', '.join(allowed)}", kind)
+        _check_table(op.format, kind)
         got = f"{a.element} to {b.element}"
         if kind == "float":
             real(a.element, "source")

@@ -79,7 +79,7 @@ func.func @reshape_layout(%t: !t) {
 
 // Casts and arithmetic.
 func.func @cast_kind(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
-  // expected-error @below {{'lowbit.cast' op kind: expected one of float, signed, unsigned, e4m3, e8m0, got rounded}}
+  // expected-error @below {{'lowbit.cast' op kind: expected one of float, signed, unsigned, e4m3, e8m0, table, got rounded}}
   %0 = "lowbit.cast"(%t) {kind = "rounded"} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
   return
 }
@@ -105,6 +105,30 @@ func.func @cast_numbers_as_integers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)"
 func.func @cast_bytes(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
   // expected-error @below {{e8m0: expected i8 to f32, got i8 to f16}}
   %0 = "lowbit.cast"(%t) {kind = "e8m0"} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @cast_without_a_table(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
+  // expected-error @below {{format of a cast of kind table: expected a #lowbit.format, got none}}
+  %0 = "lowbit.cast"(%t) {kind = "table"} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @cast_with_a_short_table(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
+  // expected-error @below {{format of a cast: expected a table of 256 numbers, got nf4}}
+  %0 = "lowbit.cast"(%t) {kind = "table", format = #lowbit.format<"nf4", []>} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @cast_with_a_table_too_many(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
+  // expected-error @below {{format of a cast of kind e4m3: expected none, got #lowbit.format<"nf4", []>}}
+  %0 = "lowbit.cast"(%t) {kind = "e4m3", format = #lowbit.format<"nf4", []>} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
   return
 }
 

@@ -255,15 +255,31 @@ func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none",
 // -----
 
 func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [1, 4], "int">>) -> tensor<64x256xf16> {
-  // expected-error @below {{zeros of a #lowbit.bilevel: expected none or float, got int}}
+  // expected-error @below {{zeros of a #lowbit.bilevel: expected none, float or offset, got int}}
   %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"u6", "f16", [1, 4], "int">>) -> tensor<64x256xf16>
   return %0 : tensor<64x256xf16>
 }
 
 // -----
 
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<16, "f16", [1, 4], "none">>) -> tensor<64x256xf16> {
+  // expected-error @below {{code of a #lowbit.bilevel: expected a string or a #lowbit.format, got 16 : i64}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<16, "f16", [1, 4], "none">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
+func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<#lowbit.format<"nf4", []>, "f16", [1, 4], "none">>) -> tensor<64x256xf16> {
+  // expected-error @below {{bilevel: table= must be 256 numbers, the values of codes of lut8}}
+  %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<#lowbit.format<"nf4", []>, "f16", [1, 4], "none">>) -> tensor<64x256xf16>
+  return %0 : tensor<64x256xf16>
+}
+
+// -----
+
 func.func @f(%w: !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"f16", "f16", [1, 4], "none">>) -> tensor<64x256xf16> {
-  // expected-error @below {{scale='f16' must be one of 'u3', 'u4', 'u6', 'u8', 'i6', 'i8', 'e4m3' with bilevel=}}
+  // expected-error @below {{scale='f16' must be one of 'u3', 'u4', 'u6', 'u8', 'i6', 'i8', 'lut8', 'e4m3' with bilevel=}}
   %0 = "lowbit.dequantize"(%w) : (!lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 64, "none", #lowbit.bilevel<"f16", "f16", [1, 4], "none">>) -> tensor<64x256xf16>
   return %0 : tensor<64x256xf16>
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lowbit.dialect import ops
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.layouts.layout import Layout
-from lowbit.dialect.types import UNIT, Reg
+from lowbit.dialect.types import UNIT, Reg, format_attr
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Memory, i64, text
 
@@ -51,6 +51,12 @@ class Codes:
             return tile
         reg = Reg(element, tile.layout)
         return Tile(ops.CastOp(tile.value, text(kind), reg.type).result)
+
+    def look_up(self, places: Tile, table: DType) -> Tile:
+        """The numbers at places, which are bytes, in the table of a format of 8 bits, as f32."""
+        op = ops.CastOp(places.value, text("table"), Reg("f32", places.layout).type)
+        op.format = format_attr(table)
+        return Tile(op.result)
 
     def round_to(self, a: Tile, kind: str) -> Tile:
         """Numbers in f32 rounded to those of "f8e4m3" or "i8", the largest of which they do not exceed."""

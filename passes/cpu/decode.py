@@ -56,6 +56,7 @@ _MOST_ENTRIES = 128  # of a table of bf16
 _PREFETCH = 8192  # bytes ahead. The words of a row lie 512 bytes apart, no stream that hardware sees: to 1.8x
 _HALVES = 0x00010001  # times a 16-bit mask: that mask in both halves of a word
 TABLE = "lowbit_table"
+SCALE_TABLE = "lowbit_scale_table"
 
 
 def multiplies_bf16(spec: MatmulSpec, isa: Isa) -> bool:
@@ -296,6 +297,11 @@ def _place(t: DType, c: Container, codes: Value, position: int) -> Value:
         return bits
     magnitude = ((1 << (t.bits - 1)) - 1) << (c.mantissa - t.mantissa)
     return bits_and(shift_right(bits, gap, signed=True), 1 << (c.width - 1) | magnitude)
+
+
+def look_up_scales(places: Value) -> Value:
+    """The numbers at vector<16xi8> of places in the table of scales: vector<16xf32>."""
+    return gather(llvm.mlir_addressof(pointer(), SCALE_TABLE), arith.extui(vec(i(32)), places))
 
 
 def look_up_bf16(table: NDArray[np.float64], index: Value) -> Value:

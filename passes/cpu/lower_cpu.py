@@ -16,7 +16,7 @@ import numpy as np
 
 from lowbit.dialect.bindings import ir, passmanager
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.cpu.decode import TABLE, Isa
+from lowbit.passes.cpu.decode import SCALE_TABLE, TABLE, Isa
 from lowbit.passes.cpu.dequantize import build_dequantize, dequantize_needs
 from lowbit.passes.cpu.few import build_few, few_needs
 from lowbit.passes.cpu.many import build_many, many_needs
@@ -46,6 +46,8 @@ def build_cpu_program(spec: MatmulSpec, program: Program, isa: Isa = "generic") 
     with ir.InsertionPoint(module.body):
         if spec.dtype.kind == "table":
             constant_array(TABLE, f32(), spec.dtype.values().astype(np.float32))
+        if spec.bilevel and spec.bilevel.table:
+            constant_array(SCALE_TABLE, f32(), np.array(spec.bilevel.table, dtype=np.float32))
         build, _ = _PROGRAMS[program]
         build(spec, isa)
     return module

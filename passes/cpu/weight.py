@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.bilevel import TABLE_CODE, Bilevel
 from lowbit.dialect.bilevel import least_code as scale_code
 from lowbit.dialect.bindings import arith, vector
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS, UNIT_BYTES
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.passes.cpu.decode import ChunkMap, ChunkReader, Isa, decode_e4m3, decode_e8m0, least_code
+from lowbit.passes.cpu.decode import ChunkMap, ChunkReader, Isa, decode_e4m3, decode_e8m0, least_code, look_up_scales
 from lowbit.passes.cpu.vector_ops import (
     Value,
     add,
@@ -140,7 +140,10 @@ class Weight:
             values = arith.addf(values, constant(vec(f32()), least))
         if self.spec.bilevel.zeros:
             values = arith.subf(values, self._of_block(f"{slot.role}_zeros", self.spec.bilevel, block, group))
-        return arith.mulf(values, self._of_block(f"{slot.role}_scales", self.spec.bilevel, block, group))
+        values = arith.mulf(values, self._of_block(f"{slot.role}_scales", self.spec.bilevel, block, group))
+        if self.spec.bilevel.offsets:
+            values = arith.addf(values, self._of_block(f"{slot.role}_offsets", self.spec.bilevel, block, group))
+        return values
 
     def _of_block(self, name: str, bilevel: Bilevel, block: Value, group: Value) -> Value:
         """Numbers of the second level for 16 rows in a group."""
@@ -161,6 +164,8 @@ class Weight:
             values = load(vec(scalar_type(kind)), address)
             return values if kind == "f32" else arith.extf(vec(f32()), values)
         codes = load(vec(i(8)), address)
+        if slot.code == TABLE_CODE:
+            return look_up_scales(codes)
         if kind == "u8":
             return arith.uitofp(vec(f32()), codes)
         return decode_e8m0(codes) if kind == "e8m0" else decode_e4m3(codes)

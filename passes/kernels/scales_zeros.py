@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lowbit.dialect.bilevel import Bilevel, least_code
 from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.raw_codes import raw_exponents
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
@@ -33,15 +34,19 @@ class ScalesZeros:
         return self.p.cast(tile, "f32", {"e4m3": "e4m3", "e8m0": "e8m0", "u8": "unsigned"}.get(kind, "float"))
 
     def two_level(self, slot: TensorSlot, tile: Tile, of_block: Callable[[str, Bilevel], Tile]) -> Tile:
-        """Numbers of a slot as f32: where they are codes, S * (code - B). of_block: gives S and B, by name, as f32."""
-        values, bilevel = self.as_f32(tile, slot.storage), self.spec.bilevel
+        """Numbers of a slot as f32: where they are codes, S * (code - B) or S * code + O, where the product is rounded
+        before the sum. of_block: gives S, B and O, by name, as f32."""
+        bilevel = self.spec.bilevel
         if bilevel is None or not slot.code:
-            return values
+            return self.as_f32(tile, slot.storage)
+        table = bilevel.table
+        values = self.p.look_up(tile, dtype(slot.code, table)) if table else self.as_f32(tile, slot.storage)
         if slot.storage == "u8" and (least := least_code(slot.code)):
             values = self.p.add(values, self.p.constant(least, "f32", values.layout))
         if bilevel.zeros:
             values = self.p.sub(values, of_block(f"{slot.role}_zeros", bilevel))
-        return self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
+        values = self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
+        return self.p.add(values, of_block(f"{slot.role}_offsets", bilevel)) if bilevel.offsets else values
 
     def with_exponent(self, scale: Tile) -> Tile:
         """The scale times the power of two that decoding left out."""

@@ -13,11 +13,13 @@ from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir
-from lowbit.dialect.types import Reg
+from lowbit.dialect.formats.decode_table import DecodeTable
+from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.lowering import byte_numbers, emit
 from lowbit.passes.lowering.context import LoweringContext, text_attr
 from lowbit.passes.lowering.fragment import Fragment, kind_of, pairs_at
 from lowbit.passes.lowering.registry import lowers
+from lowbit.passes.lowering.tables import constant_table
 
 Make = Callable[..., Any]
 """Writes the operation for one element, or for a vector of two, of every operand."""
@@ -34,8 +36,8 @@ _PREDICATES = {
 
 @lowers(ops.CastOp)
 def cast(op: Any, c: LoweringContext) -> None:
-    source, reg = c.tiles[op.source], Reg.of(op.result.type)
-    make = _CASTS[text_attr(op, "kind")]
+    source, reg, kind = c.tiles[op.source], Reg.of(op.result.type), text_attr(op, "kind")
+    make = _from_table(op, c) if kind == "table" else _CASTS[kind]
     to = ir.Type.parse(str(reg.element))
     _note(op, c, [source], Fragment(reg, "scalar", lambda slot: make(to, source.scalar(slot))))
 
@@ -50,6 +52,17 @@ def _from_unsigned(to: Any, x: Any) -> Any:
 
 def _zero_extended(x: Any) -> Any:
     return x if x.type == emit.integer() else arith.extui(emit.integer(), x)
+
+
+def _from_table(op: Any, c: LoweringContext) -> Callable[[Any, Any], Any]:
+    """Reads numbers from an array in device memory, which stays in the first-level cache: a row has one for a group."""
+    symbol = constant_table(c.shared_base.owner, DecodeTable(read_format(op.format), "f32"), 0)
+
+    def number(to: Any, x: Any) -> Any:
+        offset = arith.shli(_zero_extended(x), emit.constant(2))
+        return emit.bitcast(to, emit.read_constant(symbol, offset, 32))
+
+    return number
 
 
 _CASTS: dict[str, Callable[[Any, Any], Any]] = {

@@ -51,7 +51,7 @@ def fill_table(op: Any, c: LoweringContext) -> None:
     """Every thread writes 16 bytes, four copies of an entry, at a time."""
     c.pending.finish_reads()
     table = DecodeTable(read_format(op.format), text_attr(op, "element"))
-    symbol = _constant_table(c.shared_base.owner, table, int_attr(op, "exponent"))
+    symbol = constant_table(c.shared_base.owner, table, int_attr(op, "exponent"))
     threads, vectors = c.threads_per_block, table.bytes // _VECTOR
     thread = c.thread_digit(threads)
     per_entry = vectors // table.shape[0]
@@ -91,7 +91,7 @@ def lower_lookup_pair(op: Any) -> Any:
 def lower_decode_pair(op: Any) -> Any:
     """The numbers of a lowbit.decode_pair: from an array in device memory."""
     table = DecodeTable(read_format(op.format), str(ir.VectorType(op.result.type).element_type))
-    symbol = _constant_table(op, table, int_attr(op, "exponent"))
+    symbol = constant_table(op, table, int_attr(op, "exponent"))
     return _numbers(op, lambda address: emit.read_constant(symbol, address, 32), 2, emit.constant(0))
 
 
@@ -137,7 +137,7 @@ def _both_codes(t: DType, sources: list[Any], register: int) -> tuple[Any, int]:
     return both, low
 
 
-def _constant_table(op: Any, table: DecodeTable, exponent: int) -> str:
+def constant_table(op: Any, table: DecodeTable, exponent: int) -> str:
     """The symbol of the entries in device memory, defined in the module around an operation."""
     name = f"lowbit_table_{table.format.name}_{table.element}{'_pairs' if table.paired else ''}"
     module = enclosing(op, "gpu.module", "builtin.module")

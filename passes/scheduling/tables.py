@@ -129,6 +129,8 @@ class Entry:
         if "family" not in schedule and schedule["tokens"] == max(8, self.key.tokens):
             del schedule["tokens"]
         key = {name: value for name, value in asdict(self.key).items() if name not in _SELDOM or value}
+        if self.key.bilevel is not None:
+            key["bilevel"] = self.key.bilevel.to_dict()
         about = {"microseconds": round(self.microseconds, 3), "date": self.date, "version": self.version}
         return key | {"schedule": schedule} | about | ({"kernel": self.kernel} if self.kernel else {})
 

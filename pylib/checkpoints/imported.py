@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.bilevel import Bilevel, SuperScale
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.formats.packing import ROWS
@@ -30,8 +31,9 @@ class Imported:
     table        of a lut<b>
     bias         [n]; None without
     scale_code   the format of scales that are codes, such as "u6"; None for others
-    scale_scales, scale_zeros, zero_scales, zero_zeros, offset_scales   the second level of these codes, f16 [n, blocks
-                 of groups]; where there are zeros among it, [n / 16, groups], shared by 16 rows
+    scale_scales, scale_zeros, zero_scales, zero_zeros, offset_scales, scale_offsets   the second level of these codes,
+                 floats [n, blocks of groups]; where there are zeros among it, [n / 16, groups], shared by 16 rows
+    scale_table  the 256 numbers of codes of "lut8"
     outliers     (row offsets, columns, values), which are added to the rest; None without
     """
 
@@ -50,6 +52,8 @@ class Imported:
     zero_scales: Tensor | None = None
     zero_zeros: Tensor | None = None
     offset_scales: Tensor | None = None
+    scale_offsets: Tensor | None = None
+    scale_table: tuple[float, ...] | None = None
     outliers: Sequence[Tensor] | None = None
 
     def spec(self, act: Act) -> MatmulSpec:
@@ -85,7 +89,14 @@ class Imported:
         if self.scale_scales is None:
             return None
         zeros = self.scale_zeros is not None
-        return Bilevel(ROWS if zeros else 1, self.scales.shape[1] // self.scale_scales.shape[1], zeros=zeros)
+        return Bilevel(
+            rows=ROWS if zeros else 1,
+            groups=self.scales.shape[1] // self.scale_scales.shape[1],
+            scale=cast(SuperScale, _scale_type(self.scale_scales)),
+            zeros=zeros,
+            offsets=self.scale_offsets is not None,
+            table=self.scale_table,
+        )
 
     def pack(self, act: Act) -> PackedWeight:
         """Returns the weight as kernels read it. Raises PackError and SpecError where it is none that they can read."""
@@ -95,7 +106,7 @@ class Imported:
 
 _OTHERS = (
     *("offsets", "row_scales", "permutation"),
-    *("scale_scales", "scale_zeros", "zero_scales", "zero_zeros", "offset_scales"),
+    *("scale_scales", "scale_zeros", "zero_scales", "zero_zeros", "offset_scales", "scale_offsets"),
 )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.dialect.bilevel import least_code
+from lowbit.dialect.bilevel import TABLE_CODE, least_code
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, Piece, run_of
 from lowbit.dialect.spec import MatmulSpec
@@ -66,6 +66,8 @@ def _byte_values(spec: MatmulSpec, slot: TensorSlot) -> Tensor:
     values = torch.arange(256, dtype=torch.uint8, device="cpu").view(TORCH[slot.storage]).float()
     if slot.storage != "u8":
         return values
+    if slot.code == TABLE_CODE and spec.bilevel:
+        return torch.tensor(spec.bilevel.table, device="cpu")
     return values + (least_code(slot.code) if slot.code else least(spec))
 
 
@@ -152,6 +154,8 @@ class _Numbers:
             if zero := self.slots.get(f"{slot.role}_zeros"):
                 values = values - self._of_groups(zero, groups)
             values = values * self._of_groups(self.slots[f"{slot.role}_scales"], groups)
+            if offset := self.slots.get(f"{slot.role}_offsets"):
+                values = values + self._of_groups(offset, groups)
         return values
 
     def _of_groups(self, slot: TensorSlot, groups: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
@@ -142,8 +142,10 @@ class QuantConfig:
         if self.by_k_quant and self.method != "rtn":
             what = f"zeros={self.zeros!r}" if self.bilevel is None else "bilevel="
             raise SpecError(f"method={self.method!r} has no {what}; use method='rtn'")
-        if self.bilevel and (self.zeros not in ("none", "offset") or self.bilevel.rows != 1 or self.bilevel.zeros):
-            rule = "bilevel= goes with zeros='none' or 'offset', rows=1 and no zeros of its own"
+        level = self.bilevel
+        plain = level is None or (level.rows == 1 and not (level.zeros or level.offsets or level.table))
+        if level and not (plain and self.zeros in ("none", "offset")):
+            rule = "bilevel= goes with zeros='none' or 'offset', rows=1 and no zeros, offsets or table of its own"
             raise SpecError(f"{rule}, not with zeros={self.zeros!r} and {self.bilevel}")
         if self.method == "spqr" and self.scale not in ("f16", "f32"):
             raise SpecError(f"method='spqr' has scales in f16, not {self.scale}; use scale='f16'")
@@ -190,7 +192,7 @@ class QuantConfig:
         """Returns the configuration in terms of JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["table"] = None if self.table is None else list(self.table)
-        values["bilevel"] = None if self.bilevel is None else asdict(self.bilevel)
+        values["bilevel"] = None if self.bilevel is None else self.bilevel.to_dict()
         return {"version": VERSION, **values}
 
     @classmethod

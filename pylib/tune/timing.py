@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.bilevel import integers_of
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import outliers
@@ -117,7 +117,7 @@ def random_tensor(spec: MatmulSpec, slot: TensorSlot, device: torch.device | str
         generator = torch.Generator(device).manual_seed(0)
         return outliers.to_lines(outliers.draw(spec.n, spec.k, OUTLIERS, generator, device))
     if slot.storage == "u8":
-        codes = dtype(slot.code) if slot.code else spec.dtype
+        codes = integers_of(slot.code) if slot.code else spec.dtype
         return torch.randint(0, codes.codes, slot.shape, dtype=torch.uint8, device=device)
     if slot.role == "bias":
         return torch.randn(slot.shape, device=device).to(TORCH[slot.storage])

@@ -8,24 +8,33 @@
     weight.nested_quant_map, weight.nested_absmax   f32 [256], f32 [blocks / "nested_blocksize"]
 
 w = quant_map[code] * absmax, absmax = nested_quant_map[code] * nested_absmax + nested_offset, in f32.
+
+Blocks are of the flattened weight. Those of absmax lie within rows if k is a multiple of "blocksize"; those of
+nested_absmax may hold several rows, or end within one, so here every few groups of a row have a copy. Where fewer than
+four groups share a copy, it would take more than it saves, and scales are f32 numbers.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit.dialect.bilevel import TABLE_CODE
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.presets import nested_blocks
 from lowbit.dialect.spec import MOST
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import high_nibbles_first
 
+FEWEST_SHARED = 4
+"""Groups of a row: a byte for each, and two f32 numbers, take less than an f32 number for each."""
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 
 
@@ -35,29 +44,40 @@ def read(module: ModuleTensors) -> Imported:
     packed = module.take("weight", torch.uint8, 2)
     if packed.numel() * 2 != n * k:
         raise CheckpointError(f"weight has {packed.numel()} bytes, but is said to be {n} x {k} of 4 bits")
-    absmax = _absmax(module, state, -(-n * k // block))
-    group = math.gcd(block, k)  # blocks of the flattened weight may hold several rows, or end within one
-    starts = torch.arange(0, n * k, group, device=absmax.device)
-    scales = absmax[starts // block].view(n, -1)
-    weight, table = _elements(module.take("weight.quant_map", torch.float32, 1))
-    return Imported(weight, high_nibbles_first(packed).view(n, k), scales, table=table, bias=module.bias())
-
-
-def _absmax(module: ModuleTensors, state: dict[str, Any], blocks: int) -> Tensor:
-    """Returns the scale of each block, in f32."""
     nested = "nested_offset" in state
     absmax = module.take("weight.absmax", torch.uint8 if nested else torch.float32, 1)
-    check_shape("weight.absmax", absmax, (blocks,), "weight")
-    if not nested:
-        return absmax
+    check_shape("weight.absmax", absmax, (-(-n * k // block),), "weight")
+    group = math.gcd(block, k)  # blocks of the flattened weight may hold several rows, or end within one
+    blocks = torch.arange(0, n * k, group, device=absmax.device).view(n, -1) // block
+    weight, table = _elements(module.take("weight.quant_map", torch.float32, 1))
+    whole = Imported(weight, high_nibbles_first(packed).view(n, k), absmax[blocks], table=table, bias=module.bias())
+    return _nested(module, state, whole, blocks, block // group) if nested else whole
+
+
+def _nested(
+    module: ModuleTensors, state: dict[str, Any], weight: Imported, blocks: Tensor, groups_of_block: int
+) -> Imported:
+    """Returns a weight whose scales are places in a table with their second level, or with numbers as scales.
+
+    blocks   [n, groups]: the block that each group is in
+    """
     table, outer = (module.take(f"weight.nested_{name}", torch.float32, 1) for name in ("quant_map", "absmax"))
     size, offset = _positive(state, "nested_blocksize"), state["nested_offset"]
     check_shape("weight.nested_quant_map", table, (256,), "weight.absmax")
-    check_shape("weight.nested_absmax", outer, (-(-blocks // size),), "weight.absmax")
+    check_shape("weight.nested_absmax", outer, (int(blocks[-1, -1]) // size + 1,), "weight.absmax")
     if not isinstance(offset, float) or not math.isfinite(offset):
         raise CheckpointError(f"nested_offset={offset!r} must be a finite number")
-    outer = outer[torch.arange(blocks, device=outer.device) // size]
-    return table[absmax.long()] * outer + offset
+    outer, shared = outer[blocks // size], nested_blocks(blocks.shape[1], size * groups_of_block)
+    if shared < FEWEST_SHARED:
+        return replace(weight, scales=table[weight.scales.long()] * outer + offset)
+    copies = outer[:, ::shared]
+    return replace(
+        weight,
+        scale_code=TABLE_CODE,
+        scale_table=tuple(table.tolist()),
+        scale_scales=copies,
+        scale_offsets=torch.full_like(copies, offset),
+    )
 
 
 def _elements(table: Tensor) -> tuple[str, tuple[float, ...] | None]:
