@@ -309,7 +309,7 @@ def test_json_that_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere is no folder and no file"):
+    with pytest.raises(CheckpointError, match=r"nowhere: there is no such folder or file"):
         lowbit.open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no safetensors file$"):
         lowbit.open_checkpoint(tmp_path)
