@@ -133,6 +133,8 @@ def test_where_a_checkpoint_is_already(model: Block, tmp_path: Path) -> None:
     lowbit.save_checkpoint(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"has a model.safetensors already; remove it"):
         lowbit.save_checkpoint(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"is a file; name a folder"):
+        lowbit.save_checkpoint(model, tmp_path / SINGLE)
 
 
 def test_one_weight_at_a_time(model: Block, tmp_path: Path) -> None:
