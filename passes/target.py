@@ -142,7 +142,8 @@ def parse_target(name: str) -> Target:
     """
     target = _TARGETS.get("emulator:sm_80" if name == "emulator" else name)
     if target is None:
-        raise TargetError(f"unknown target {name!r}; allowed: {', '.join(map(repr, _TARGETS))}, 'emulator'")
+        hint = "; leave it out for this machine's GPU" if name in ("cuda", "gpu") else ""
+        raise TargetError(f"unknown target {name!r}; allowed: {', '.join(map(repr, _TARGETS))}, 'emulator'{hint}")
     return target
 
 

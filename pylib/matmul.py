@@ -341,7 +341,8 @@ class Matmul:
 
     def _check_x(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
-            raise SpecError(f"x must be a torch tensor, not {type(x).__name__}; use torch.as_tensor(x)")
+            fix = "call mm(x, w)" if isinstance(x, PackedWeight) else "use torch.as_tensor(x)"
+            raise SpecError(f"x must be a torch tensor, not {type(x).__name__}; {fix}")
         if x.dtype is not self._act and self.spec.compute and x.dtype is VALUES[self.spec.compute]:
             raise SpecError(f"x is {x.dtype} and needs its scales, one per row: mm(x, w, x_scale=...)")
         if x.dtype is not self._act:

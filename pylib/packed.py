@@ -22,6 +22,7 @@ from lowbit.pylib.memory_order import unpack_codes
 from lowbit.pylib.sharding import cut, part_of
 from lowbit.pylib.tensor_checks import check_memory, check_slot, is_plain
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.tracing import sizes_as_numbers
 from lowbit.pylib.value_range import has_wide_range
 from lowbit.pylib.weight_values import as_tensor, least, to_memory
 
@@ -51,13 +52,11 @@ class PackedWeight(Mapping[str, Tensor]):
             raise PackError(f"a weight of ({spec}) is made of the tensors {', '.join(names)}, not of {given}")
         self.spec = spec
         self.tensors = tuple([tensors[name] for name in names])
-        self._check_tensors()
-        self.readable_spec = None
+        with sizes_as_numbers():
+            readable = self._check_tensors()
+        self.readable_spec = spec if readable else None
         self.ordinary_spec = None
-        if not is_compiling() and all(is_plain(t) and not t.is_meta for t in self.tensors):
-            for slot, t in zip(spec.tensors, self.tensors):
-                check_memory(slot, t)
-            self.readable_spec = spec
+        if readable:
             self._look_at_values()
 
     def _look_at_values(self) -> None:
@@ -72,11 +71,17 @@ class PackedWeight(Mapping[str, Tensor]):
             self._look_at_values()
         return self.ordinary_spec is None
 
-    def _check_tensors(self) -> None:
+    def _check_tensors(self) -> bool:
+        """Raise PackError for tensors that are not those of the spec; returns whether kernels can read them."""
         for slot, t in zip(self.spec.tensors, self.tensors):
             check_slot(slot, t)
             if t.device != self.device:
                 raise PackError(f"packed {slot.name} is on {t.device}, codes on {self.device}; move one of them")
+        if is_compiling() or not all(is_plain(t) and not t.is_meta for t in self.tensors):
+            return False
+        for slot, t in zip(self.spec.tensors, self.tensors):
+            check_memory(slot, t)
+        return True
 
     def __getitem__(self, name: str) -> Tensor:
         for slot, t in zip(self.spec.tensors, self.tensors):

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, _dispatch_tls_is_dispatch_key_included, _is_tracing, _len_torch_dispatch_stack
+from torch._C import (
+    DispatchKey,
+    _dispatch_tls_is_dispatch_key_included,
+    _get_tracing_state,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _set_tracing_state,
+)
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -22,6 +32,21 @@ def is_observed() -> bool:
         or forward_ad._current_level >= 0
         or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
+
+
+def sizes_as_numbers() -> AbstractContextManager[None]:
+    """Returns a context in which the sizes of tensors are numbers, while torch.jit.trace records them as tensors."""
+    return _unrecorded() if not is_dynamo_compiling() and _is_tracing() else nullcontext()
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    state = _get_tracing_state()
+    _set_tracing_state(None)
+    try:
+        yield
+    finally:
+        _set_tracing_state(state)
 
 
 def check_transforms(x: Tensor) -> None:

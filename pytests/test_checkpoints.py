@@ -133,6 +133,8 @@ def test_where_a_checkpoint_is_already(model: Block, tmp_path: Path) -> None:
     lowbit.save_checkpoint(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"has a model.safetensors already; remove it"):
         lowbit.save_checkpoint(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"is a file; name a folder"):
+        lowbit.save_checkpoint(model, tmp_path / SINGLE)
 
 
 def test_one_weight_at_a_time(model: Block, tmp_path: Path) -> None:
@@ -309,7 +311,7 @@ def test_json_that_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere is no folder and no file"):
+    with pytest.raises(CheckpointError, match=r"nowhere: there is no such folder or file"):
         lowbit.open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no safetensors file$"):
         lowbit.open_checkpoint(tmp_path)

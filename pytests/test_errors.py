@@ -72,7 +72,7 @@ def test_schedule_of_no_integers(change: dict[str, Any]) -> None:
     ("message", "arguments"),
     [
         ("unknown target 'sm_70'; allowed: 'cpu', 'sm_80'", (SPEC, "sm_70")),
-        ("unknown target 'cuda'", (SPEC, "cuda")),
+        ("unknown target 'cuda'; .*'emulator'; leave it out for this machine's GPU", (SPEC, "cuda")),
         ("unknown target ''", (SPEC, "")),
         ("unknown target 'emulator:cpu'", (SPEC, "emulator:cpu")),
         ("target=90 must be a name", (SPEC, 90)),
@@ -175,6 +175,8 @@ def test_packed_weight_of_another_spec(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("w", [CODES, None, (CODES, SCALES)], ids=["tensor", "None", "tuple"])
 def test_weight_that_is_not_packed(w: Any) -> None:
     mm = lowbit.compile(SPEC, "cpu")
+    with pytest.raises(SpecError, match=r"x must be a torch tensor, not PackedWeight; call mm\(x, w\)"):
+        mm(mm.pack(*PROBLEM[1:]), w)  # type: ignore[arg-type]
     for use in (lambda: mm(X, w), lambda: mm.dequantize(w)):
         with pytest.raises(PackError, match=f"must be a PackedWeight, not {type(w).__name__}; use pack"):
             use()

@@ -16,8 +16,9 @@ from gguf_files import blocks
 from numpy.typing import NDArray
 
 import lowbit
-from lowbit import CheckpointError
+from lowbit import CheckpointError, SpecError
 from lowbit.pylib import reference
+from lowbit.pylib.checkpoints.contents import contents
 from lowbit.pylib.checkpoints.gguf.file import TYPES, GgufFile
 
 N, K = 6, 512
@@ -71,6 +72,11 @@ def test_a_file(tmp_path: Path) -> None:
     assert torch.equal(cast(torch.Tensor, file["norm"]), torch.from_numpy(norm))
     assert file.type_of("half") == "float16" and file.type_of("experts") == "Q8_0"
     assert file.shape("experts") == (3, N, K)
+    (row,) = contents(tmp_path / "file.gguf")
+    assert (row.name, row.shape, row.format) == ("experts", (3, N, K), "Q8_0")
+    assert row.bytes_after == experts.nbytes == file.nbytes("experts")
+    with pytest.raises(SpecError, match=r"against: .*file.gguf has names of llama.cpp's"):
+        contents(tmp_path / "file.gguf", against=tmp_path)
     found = torch.stack([w.dequantize() for w in file.load_experts("experts")])
     assert torch.equal(found, torch.from_numpy(gguf.quants.dequantize(experts, Kind.Q8_0)))
     with pytest.raises(CheckpointError, match=r"experts: shape \[3, 6, 512\] is no matrix; load_experts\(name\)"):
@@ -85,6 +91,8 @@ def test_types_that_can_not_be_read(tmp_path: Path) -> None:
     assert file.type_of("w") == "type 17"
     with pytest.raises(CheckpointError, match=r"file.gguf: w: type 17 of GGUF can't be imported; what can is Q4_0, "):
         file["w"]
+    with pytest.raises(CheckpointError, match=r"file.gguf: w: type 17 of GGUF can't"):
+        contents(tmp_path / "file.gguf")
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         assert model(torch.arange(5)[None]).logits.isfinite().all()
     assert "has something in it" in lines(*given, code=1)
+    assert f"{out} is quantized already" in lines("quantize", out, "--out", tmp_path / "twice", code=1)
     fused = rows(*given[:-1], tmp_path / "fused", "--fuse", "--embeddings", "--lm-head")
     together = fused["model.layers.0.self_attn.q_k_v_proj"]
     parts = [found[f"model.layers.0.self_attn.{part}_proj"]["error"] for part in "qkv"]
@@ -99,6 +100,8 @@ def test_wrong_requests_are_one_line(plain: Path, tmp_path: Path) -> None:
     assert "act=" in lines("quantize", plain, "--act", "f8", "--out", out, code=1)
     assert "no matrix" in lines("quantize", plain, "-g", 32, "--skip", "*", "--out", out, code=1)
     assert lines("inspect", tmp_path / "missing", code=1).startswith("error")
+    gptq = CHECKPOINTS / "gptq-4"
+    assert f"{gptq} is quantized already" in lines("quantize", gptq, "--out", out, code=1)
     assert not out.exists()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import LowbitLinear, QuantConfig, QuantizationReport, QuantizeError
+from lowbit import LowbitLinear, QuantConfig, QuantizeError
 from lowbit.pylib.nn import observe, quantize_model
 from lowbit.pylib.nn.quantize_layer import quantized_layer
 
@@ -148,6 +148,7 @@ X = torch.randn(4, 128).half()
 FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     "NaN in the last layer": ({"config": U4, "lm_head": True}, r"lm_head: weight\[3, 5\] = nan must be finite"),
     "unknown name": ({"config": {"body.O": U4}}, r"config\['body.O'\] matches no linear layer; did you mean 'body"),
+    "no name": ({"config": {"xyz": U4}}, r"matches no linear layer; the layers are 'embed', .*'body.2', ...$"),
     "no configuration": ({"config": {"body.0": "u4"}}, r"config\['body.0'\]='u4' must be a QuantConfig, or None"),
     "neither": ({"config": "u4"}, "config='u4' must be a QuantConfig, or a dictionary"),
     "no calibration": ({"config": GPTQ}, r"body.0: method='gptq' needs calibration="),
@@ -176,8 +177,11 @@ def test_failure_leaves_the_model_as_it_was(failure: str, model: Model) -> None:
 
 
 def test_models_that_cannot_be_quantized() -> None:
-    calls: list[tuple[Callable[[], QuantizationReport], str]] = [
+    calls: list[tuple[Callable[[], object], str]] = [
         (lambda: lowbit.quantize_(nn.Linear(64, 64).half()), "use LowbitLinear.from_linear"),
+        (lambda: lowbit.quantize_(torch.ones(64, 64)), "must be an nn.Module, not Tensor"),  # type: ignore[arg-type]
+        (lambda: lowbit.fuse_("llama"), "must be an nn.Module, not str"),  # type: ignore[arg-type]
+        (lambda: lowbit.LowbitLinear(64, 64), "spec=64 must be .*use LowbitLinear.from_linear"),  # type: ignore[arg-type]
         (
             lambda: lowbit.quantize_(nn.Sequential(nn.Linear(128, 64))),
             r"0: weight is torch.float32.*model.bfloat16\(\)",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit import (
+    CheckpointError,
     LowbitConfig,
     LowbitExperts,
     LowbitLinear,
@@ -333,7 +334,7 @@ def test_configuration_that_does_not_fit(config: dict[str, Any], message: str, c
     ("arguments", "message"),
     [
         ({"weight": "u9"}, "u9"),
-        ({"groups": 32}, "groups"),
+        ({"groups": 32}, "'groups'; the fields of a recipe are weight, group_size, zeros, scale, method, "),
         ({"modules_to_not_convert": "lm_head"}, "must be a list of names"),
         ({"lm_head": 1}, "lm_head=1 must be True or False"),
         ({"modules": {"*": "u4"}}, "must be a QuantConfig"),
@@ -405,6 +406,19 @@ def test_options_that_lie(
     (tmp_path / "config.json").write_text(json.dumps(written))
     with pytest.raises(PackError, match=message):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_output_layer_that_is_in_no_file(embeddings: bool, checkpoints: Any, tmp_path: Path) -> None:
+    """The embedding's table is saved once; without the word that they are tied the output layer would be random."""
+    loaded(checkpoints("qwen2-tied"), LowbitConfig(U4, embeddings=embeddings)).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["tie_word_embeddings"] = False
+    for config in (written["quantization_config"], LowbitConfig(from_checkpoint=True).to_dict()):
+        written["quantization_config"] = config
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        with pytest.raises(CheckpointError, match=r"lm_head: the checkpoint has no such .*tie_word_embeddings=True"):
+            loaded(tmp_path)
 
 
 def test_damaged_checkpoint(checkpoints: Any, tmp_path: Path) -> None:

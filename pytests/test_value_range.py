@@ -83,7 +83,7 @@ def test_the_values_decide() -> None:
     assert not pack(spec, codes, scales).wide_range
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.torch.jit.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize("target", TARGETS)
 def test_weights_made_while_torch_traces(target: str) -> None:
     """Nothing can be looked at then, and the weight passes for one of a wide range until it can."""

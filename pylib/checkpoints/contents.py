@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.gguf.file import TYPES, GgufFile, load_gguf
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.nn.fuse import parts_named
 from lowbit.pylib.nn.outlier_rows import OutlierRows
@@ -21,23 +23,38 @@ from lowbit.pylib.packed import PackedWeight
 
 ERRORS = "lowbit-errors.json"
 """The file of a checkpoint in which `lowbit quantize` notes the relative error of each layer."""
+TYPE_NAMES = {kind.name for kind in TYPES.values()}
 DENSE = "not quantized in the file"
 
 
 def contents(path: str | PathLike[str], against: str | PathLike[str] | None = None) -> QuantizationReport:
-    """Returns what is in a checkpoint, lowbit's own or another library's, layer by layer.
+    """Returns what is in a checkpoint, lowbit's own or another library's, or in a GGUF file, layer by layer.
 
     against   a checkpoint with the same layers as dense weights, from which errors are computed; None: errors are those
               that `lowbit quantize` has noted, if it wrote the checkpoint
 
-    Raises CheckpointError for what is no checkpoint, and for a layer that can't be read.
+    Raises CheckpointError for what is no checkpoint, and for a layer that can't be read; SpecError for a GGUF file with
+    `against`.
     """
+    if Path(path).suffix == ".gguf":
+        if against is not None:
+            raise SpecError(f"against: {path} has names of llama.cpp's, which the layers of {against} do not have")
+        return QuantizationReport(tuple(_gguf_rows(load_gguf(path))))
     checkpoint = open_checkpoint(path)
     originals = None if against is None else TensorFiles(Path(against))
     noted = checkpoint.tensors.folder / ERRORS
     errors = read_json(noted) if originals is None and noted.exists() else {}
     rows = [_low_bit_row(checkpoint, name, originals, errors) for name in checkpoint.modules]
     return QuantizationReport((*rows, *_dense_rows(checkpoint)))
+
+
+def _gguf_rows(file: GgufFile) -> Iterator[LayerReport]:
+    """Yields a row for each matrix of a GGUF file, in llama.cpp's names."""
+    for name in file:
+        shape, kind, size = file.shape(name), file.type_of(name), file.nbytes(name)
+        if len(shape) > 1:
+            before, reason = (2 * math.prod(shape), "") if kind in TYPE_NAMES else (size, DENSE)
+            yield LayerReport(name.removesuffix(".weight"), shape, kind, before, size, reason=reason)
 
 
 def note_errors(path: str | PathLike[str], report: QuantizationReport) -> None:

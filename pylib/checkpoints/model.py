@@ -28,11 +28,14 @@ def save_checkpoint(model: nn.Module, path: str | PathLike[str], max_shard_bytes
     There is one file, model.safetensors, or several with an index, named as transformers names them. A tensor that the
     model holds by several names is saved once, by the first of them. Low-bit layers carry their specs.
 
-    Raises CheckpointError if the folder has a checkpoint already, and for a state that is not made of tensors.
+    Raises CheckpointError for the path of a file, for a folder that has a checkpoint already, and for a state that is
+    not made of tensors.
     """
     folder = Path(path)
     if old := [file.name for file in (folder / SINGLE, folder / INDEX) if file.exists()]:
         raise CheckpointError(f"{folder} has a {old[0]} already; remove it, or save to another folder")
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; name a folder")
     shards = list(_shards(_state(model), max_shard_bytes))
     names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import Act
+from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
 from lowbit.pylib.checkpoints.contents import contents, note_errors
 from lowbit.pylib.checkpoints.model import save_checkpoint
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
@@ -61,14 +62,16 @@ def quantize_folder(
 ) -> QuantizationReport:
     """Quantize the model in a folder, or in a safetensors file, into another folder; returns what became of it.
 
-    Raises CheckpointError for a folder without a model, and for an `out` that has something in it; SpecError for
-    methods that need calibration data.
+    Raises CheckpointError for a folder without a model or with one that is quantized, and for an `out` that has
+    something in it; SpecError for methods that need calibration data.
     """
     path, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} has something in it; name another folder")
     if request.config.method in CALIBRATED:
         raise SpecError(f"method={request.config.method!r}: {NO_DATA}")
+    if done := open_checkpoint(path).modules:
+        raise CheckpointError(f"{path} is quantized already, {done[0]} for one; name the dense model it was made of")
     if _is_of_transformers(path):
         on_step("quantizing while transformers loads the model")
         _by_transformers(path, target, request)

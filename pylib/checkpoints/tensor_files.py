@@ -93,7 +93,7 @@ def _files(path: Path) -> dict[str, set[str] | None]:
     if path.is_file():
         return {path.name: None}
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder and no file")
+        raise CheckpointError(f"{path}: there is no such folder or file")
     if (path / INDEX).exists():
         return _indexed(path / INDEX)
     files = [SINGLE] if (path / SINGLE).exists() else sorted(file.name for file in path.glob("*.safetensors"))

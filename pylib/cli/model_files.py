@@ -40,7 +40,9 @@ def quantize(
 ) -> None:
     """Quantize the model in a folder, and save it in another one that transformers and lowbit can load.
 
-    Without a config.json, every matrix called *.weight is quantized, but for embeddings and the output layer.
+    Without a config.json, every matrix called *.weight is quantized, but for embeddings and the output layer. Where the
+    group size does not divide the columns of a layer, models of transformers get one scale per row there, and matrices
+    of plain files stay dense.
 
     [bold]Examples[/]
 
@@ -59,12 +61,13 @@ def quantize(
 
 
 def inspect(
-    source: Source,
+    source: Annotated[Path, typer.Argument(help="A folder of safetensors files; or a file, a GGUF file too.")],
     against: Annotated[Path | None, typer.Option(help="The dense model: compute each layer's error.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the outliers of each row to this SVG or PNG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a checkpoint, lowbit's own or another library's: format, bytes and error of each layer.
+    """Show what is in a checkpoint, lowbit's own or another library's, or in a GGUF file: each layer's format, bytes
+    and error.
 
     The error is that of the weight, relative to its norm. Without --against it is known of what lowbit quantize wrote.
     Where layers have outliers, a second table shows how dense they are, and how they are spread over the rows.
@@ -76,6 +79,8 @@ def inspect(
       lowbit inspect llama-gptq/ --against llama/ --json
 
       lowbit inspect llama-spqr/ --plot outliers.svg
+
+      lowbit inspect model-Q4_K_M.gguf
     """
     from lowbit.pylib.checkpoints.contents import contents
     from lowbit.pylib.nn.outlier_rows import draw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 try:
@@ -157,7 +158,8 @@ def _recipe(weight: str, group_size: int | None, others: Mapping[str, Any]) -> Q
     try:
         return QuantConfig(weight, group_size, **others)
     except TypeError as error:
-        raise SpecError(f"LowbitConfig: {error}; the fields of a recipe are those of QuantConfig") from None
+        names = ", ".join(field.name for field in fields(QuantConfig))
+        raise SpecError(f"LowbitConfig: {error}; the fields of a recipe are {names}") from None
 
 
 def _names(given: object) -> list[str] | None:

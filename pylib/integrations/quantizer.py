@@ -40,6 +40,7 @@ from lowbit.pylib.integrations.foreign import (
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
 from lowbit.pylib.integrations.parallel import split
 from lowbit.pylib.integrations.saved import (
+    check_output_layer,
     compare,
     fit_lengths,
     low_bit_layers,
@@ -103,6 +104,8 @@ class LowbitQuantizer(HfQuantizer):
         if self.config.embeddings:
             tie(model)
         self._place(model, checkpoint_files)
+        if self.pre_quantized:
+            check_output_layer(model, checkpoint_files or ())
         untie(model)
 
     def _place(self, model: nn.Module, checkpoint_files: Sequence[str] | None) -> None:

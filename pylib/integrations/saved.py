@@ -68,6 +68,25 @@ def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
             raise PackError(f"{name}: the checkpoint has a low-bit weight, and config.json says that it has none here")
 
 
+def check_output_layer(model: Any, files: Sequence[str]) -> None:
+    """Raise CheckpointError for an output layer that is not in the checkpoint, nor tied to an embedding that is:
+    transformers would give it random values."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    if not (name and files and model._tied_weights_keys) or f"{name}.weight" in model.all_tied_weights_keys:
+        return
+    leaf = name.rpartition(".")[2]
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            keys: list[str] = file.keys()
+            if any(leaf in key.split(".") for key in keys):
+                return
+    raise CheckpointError(
+        f"{name}: the checkpoint has no such layer, and its config.json has tie_word_embeddings=False; with "
+        "tie_word_embeddings=True the layer multiplies by the weight of the embedding"
+    )
+
+
 def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     """Put empty low-bit modules where a checkpoint of lowbit's own has weights of these specs."""
     experts: dict[str, dict[str, MatmulSpec]] = {}

@@ -24,6 +24,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import outliers
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.packed_module import check_model
 from lowbit.pylib.nn.siblings import Group, rewritten, siblings
 from lowbit.pylib.saved_weight import check_same
 
@@ -59,7 +60,10 @@ def fuse_(model: nn.Module) -> tuple[FusedLayers, ...]:
 
     The forward of the module around the layers is read to see what shares an input, so it works for modules of any
     origin. Layers stay apart where this is not certain, and where their formats or types differ: the result says why.
+
+    Raises SpecError for what is no nn.Module.
     """
+    check_model(model)
     places = Counter(child for module in model.modules() for child in module._modules.values() if child is not None)
     return tuple(row for name, parent in list(model.named_modules()) for row in _fuse_children(name, parent, places))
 

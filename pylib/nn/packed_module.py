@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class PackedModule(nn.Module):
     _last_matmul: tuple[torch.device, Matmul] | None
 
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
+        _check_spec(spec)
         nn.Module.__init__(self)  # that of nn.Linear would allocate a dense weight
         self.register_parameter("weight", None)
         self._hold(spec, tensors)
@@ -60,8 +61,7 @@ class PackedModule(nn.Module):
     def empty(cls, spec: MatmulSpec, device: torch.device | str | None = None) -> Self:
         """Returns a module of zeros to load a state dictionary into; on "meta" it takes no memory, and is loaded with
         `assign=True`."""
-        if not isinstance(cast(object, spec), MatmulSpec):
-            raise SpecError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(n=64, k=256, weight='u4')")
+        _check_spec(spec)
         return cls(spec, {s.name: _zeros(s, device) for s in spec.tensors})
 
     @property
@@ -163,6 +163,18 @@ class PackedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.spec = interned(self.spec)
+
+
+def check_model(model: object) -> None:
+    """Raise SpecError for a model that is none."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"the model must be an nn.Module, not {type(model).__name__}")
+
+
+def _check_spec(spec: object) -> None:
+    if not isinstance(spec, MatmulSpec):
+        example = "MatmulSpec(n=64, k=256, weight='u4')"
+        raise SpecError(f"spec={spec!r} must be a MatmulSpec, such as {example}; or use LowbitLinear.from_linear")
 
 
 def _zeros(slot: TensorSlot, device: torch.device | str | None) -> Tensor:

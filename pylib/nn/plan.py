@@ -16,7 +16,7 @@ from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
 from lowbit.pylib.nn.embedding import spec_of_embedding, tied_linears, why_not
 from lowbit.pylib.nn.experts import is_experts, specs_of_experts
 from lowbit.pylib.nn.linear import act_of, spec_of
-from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.nn.packed_module import PackedModule, check_model
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
 Configs = QuantConfig | Mapping[str, QuantConfig | None]
@@ -71,6 +71,7 @@ def naming(name: str) -> Iterator[None]:
 
 def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
     """Returns what to do with each module that has a matrix of its own. Raises if wishes do not fit the model."""
+    check_model(model)
     if isinstance(model, nn.Linear):
         raise SpecError("the model is a linear layer itself, which can't be replaced; use LowbitLinear.from_linear")
     if wishes.act is not None:
@@ -240,8 +241,14 @@ def _check_config(config: object, linears: list[str]) -> None:
             raise SpecError(f"config[{pattern!r}]={value!r} must be a QuantConfig, or None to leave layers dense")
         if not any(fnmatchcase(name, pattern) for name in linears):
             near = difflib.get_close_matches(pattern, linears, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(linears[:5])} ..."
+            hint = f"; did you mean {near[0]!r}?" if near else _some(linears)
             raise SpecError(f"config[{pattern!r}] matches no linear layer{hint}")
+
+
+def _some(names: list[str]) -> str:
+    """Returns the first names of a model's layers, for an error."""
+    more = ", ..." if len(names) > 5 else ""
+    return f"; the layers are {', '.join(map(repr, names[:5]))}{more}" if names else "; the model has none"
 
 
 def _config_for(name: str, config: Configs) -> tuple[QuantConfig | None, str]:

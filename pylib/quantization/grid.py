@@ -78,7 +78,7 @@ class Grid:
         """Returns the codes of the levels nearest to x; ties go to the even code."""
         if self.integer:
             return x.round().clamp_(self.least, self.most).to(self.code_type)
-        return self._codes[torch.bucketize(x, self._bounds, out_int32=True)]
+        return self._codes[torch.bucketize(x.contiguous(), self._bounds, out_int32=True)]
 
     def decode(self, codes: Tensor) -> Tensor:
         """Returns the levels that codes stand for, in f32."""

@@ -101,6 +101,13 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         """Returns the shape of a tensor, rows first."""
         return self._container.entries[name].shape
 
+    def nbytes(self, name: str) -> int:
+        """Returns the bytes of a tensor in the file. Raises CheckpointError for a type that can't be read."""
+        try:
+            return _size(self._container.entries[name])
+        except LowbitError as error:
+            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+
     def _packed(self, entry: Entry, rows: Tensor | None = None) -> PackedWeight:
         data = self._bytes(entry).view(entry.shape[0], -1)
         return _imported(entry, data if rows is None else data[rows.to(data.device)]).pack(self.act)
