@@ -16,9 +16,11 @@ SCALES = {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q2_K": (80, 84), "Q4_1": (0, 4), "Q5_
 LAST = {"Q3_K", "Q6_K", "TQ1_0", "TQ2_0"}
 
 VOCABULARY, HIDDEN, INNER = 96, 256, 512
-MIXED = {"attn_q": "Q5_0", "attn_v": "Q6_K", "attn_output": "Q4_1", "ffn_down": "Q6_K", "token_embd": "Q8_0"}
+MIXED = {"attn_q": "Q5_0", "attn_v": "Q6_K", "attn_output": "Q4_1", "ffn_down": "Q6_K", "ffn_down_exps": "Q6_K",
+         "token_embd": "Q8_0"}
 """Types as llama.cpp mixes them; what is not named is of `USUAL`."""
 USUAL = "Q4_K"
+WITH_EXPERTS, EXPERTS = ("mixtral", "qwen2moe", "qwen3moe"), 4
 
 
 def blocks(name: str, rows: int, columns: int, seed: int = 0, size: float = 1 / 64) -> NDArray[np.uint8]:
@@ -48,12 +50,13 @@ def model_tensors(architecture: str, layers: int, kinds: Mapping[str, str]) -> T
     """Returns the tensors of a model, which has one head of keys and values."""
     rng, found = np.random.default_rng(1), Tensors()
 
-    def matrix(name: str, rows: int, columns: int) -> None:
-        kind = kinds.get(name.split(".")[-2], USUAL)
-        values = (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+    def matrix(name: str, *shape: int) -> None:
+        kind, columns = kinds.get(name.split(".")[-2], USUAL), shape[-1]
+        values = (rng.standard_normal(shape) / np.sqrt(columns)).astype(np.float32)
         if kind.endswith("_K"):  # which the package does not quantize
             size = {"Q4_K": 2e-4, "Q6_K": 4e-5}[kind]
-            found[name] = (blocks(kind, rows, columns, len(found), size), Kind[kind])
+            data = blocks(kind, values.size // columns, columns, len(found), size)
+            found[name] = (data.reshape(*shape[:-1], -1), Kind[kind])
         else:
             found[name] = (gguf.quants.quantize(values, Kind[kind]), Kind[kind])
 
@@ -65,32 +68,42 @@ def model_tensors(architecture: str, layers: int, kinds: Mapping[str, str]) -> T
     for block in range(layers):
         for name, length in _norms(architecture).items():
             vector(f"blk.{block}.{name}.weight", length, 1)
-        for name, (rows, columns) in _matrices(head_size(architecture)).items():
-            matrix(f"blk.{block}.{name}.weight", rows, columns)
-            if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
-                vector(f"blk.{block}.{name}.bias", rows, 0)
+        for name, shape in _matrices(architecture).items():
+            matrix(f"blk.{block}.{name}.weight", *shape)
+            if architecture in ("qwen2", "qwen2moe") and name in ("attn_q", "attn_k", "attn_v"):
+                vector(f"blk.{block}.{name}.bias", shape[0], 0)
+        if architecture in WITH_EXPERTS:
+            router = rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32)
+            found[f"blk.{block}.ffn_gate_inp.weight"] = (router, None)
+        if architecture == "qwen2moe":
+            vector(f"blk.{block}.ffn_gate_inp_shexp.weight", HIDDEN, 0)
     return found
 
 
 def _norms(architecture: str) -> dict[str, int]:
     found = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
-    if architecture in ("qwen3", "gemma3"):
+    if architecture in ("qwen3", "qwen3moe", "gemma3"):
         found |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), head_size(architecture))
     if architecture == "gemma3":
         found |= dict.fromkeys(("post_attention_norm", "post_ffw_norm"), HIDDEN)
     return found
 
 
-def _matrices(head: int) -> dict[str, tuple[int, int]]:
-    return {
+def _matrices(architecture: str) -> dict[str, tuple[int, ...]]:
+    head = head_size(architecture)
+    found: dict[str, tuple[int, ...]] = {
         "attn_q": (HIDDEN, HIDDEN),
         "attn_k": (head, HIDDEN),
         "attn_v": (head, HIDDEN),
         "attn_output": (HIDDEN, HIDDEN),
-        "ffn_gate": (INNER, HIDDEN),
-        "ffn_up": (INNER, HIDDEN),
-        "ffn_down": (HIDDEN, INNER),
     }
+    inner = {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}
+    if architecture not in WITH_EXPERTS:
+        return {**found, **inner}
+    found |= {f"{name}_exps": (EXPERTS, *shape) for name, shape in inner.items()}
+    if architecture == "qwen2moe":
+        found |= {f"{name}_shexp": shape for name, shape in inner.items()}
+    return found
 
 
 def write_model(
@@ -100,7 +113,10 @@ def write_model(
     kinds: Mapping[str, str] = MIXED,
     change: Callable[[Tensors, dict[str, Any]], object] | None = None,
 ) -> Path:
-    """Writes a model. change: gets the tensors and the metadata before they are written."""
+    """Writes a model. change: gets the tensors and the metadata before they are written.
+
+    Mixtral is what files call llama, with experts.
+    """
     tensors, head = model_tensors(architecture, layers, kinds), head_size(architecture)
     facts = {
         "block_count": layers,
@@ -116,6 +132,11 @@ def write_model(
         "rope.freq_base": 50000.0,
         **({"attention.sliding_window": 8} if architecture == "gemma3" else {}),
     }
+    if architecture in WITH_EXPERTS:
+        facts |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": INNER}
+    if architecture == "qwen2moe":
+        facts["expert_shared_feed_forward_length"] = INNER
+    architecture = "llama" if architecture == "mixtral" else architecture
     if change:
         change(tensors, facts)
     writer = gguf.GGUFWriter(path, architecture)

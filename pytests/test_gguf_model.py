@@ -155,7 +155,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "inner": ({"feed_forward_length": 1 << 29}, r"gate_proj.weight is \[512, 256\], but \[536870912, 256\]"),
     "text": ({"context_length": "long"}, r"llama.context_length is 'long'; it must be a positive number"),
     "fraction": ({"context_length": 0.5}, r"llama.context_length is 0.5; it must be an integer"),
-    "experts": ({"expert_count": 8}, r"llama.expert_count is 8; only 1 can be loaded"),
+    "experts": ({"expert_count": 8}, r"llama.expert_used_count is None; it must be a positive number"),
     "part": ({"rope.dimension_count": 32}, r"llama.rope.dimension_count is 32; only 128 can be loaded"),
     "scaling": ({"rope.scaling.type": "longrope"}, r"rope.scaling.type is 'longrope'; only none, linear and yarn"),
 }

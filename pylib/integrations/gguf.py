@@ -6,7 +6,7 @@ can be done with a model of `from_pretrained` can be done with this one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, cast
@@ -20,14 +20,18 @@ except ImportError as error:
     raise ImportError("from_gguf needs transformers 5: pip install 'lowbit[hf]'") from error
 
 from lowbit.dialect.errors import CheckpointError, SpecError
+from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.checkpoints.gguf.architectures import EMBEDDINGS, Source, read_source
-from lowbit.pylib.checkpoints.gguf.file import load_gguf
+from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
 from lowbit.pylib.integrations.config import LowbitConfig
 from lowbit.pylib.integrations.quantizer import adopt
+from lowbit.pylib.integrations.saved import PARTS
 from lowbit.pylib.nn.embedding import LowbitEmbedding
+from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.packed import PackedWeight
 
 ACTS: Mapping[torch.dtype, Act] = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -36,11 +40,13 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype = torch.bfloat16, **
     """Returns the model of a GGUF file, for transformers. Matrices of a quantized type become `LowbitLinear`s with the
     codes and scales of the file, and all else is in `dtype`.
 
-    path        a file of one of the architectures llama, qwen2, qwen3 and gemma3
+    path        a file of one of the architectures llama (also with experts: Mixtral), qwen2, qwen2moe, qwen3, qwen3moe
+                and gemma3
     dtype       type of the activations: torch.bfloat16 or torch.float16
     arguments   of `from_pretrained`, such as device_map and attn_implementation
 
-    Embeddings of a quantized type become a `LowbitEmbedding`, whose table a tied output layer shares.
+    Embeddings of a quantized type become a `LowbitEmbedding`, whose table a tied output layer shares, and experts
+    `LowbitExperts`.
 
     Raises CheckpointError for a file that is damaged or can't be loaded; it names the tensor or the key.
     """
@@ -77,9 +83,20 @@ class _Contents:
     def add_dense(self, name: str, value: Tensor) -> None:
         self.state[name], self.shapes[name] = value, tuple(value.shape)
 
-    def add_module(self, name: str, module: PackedModule) -> None:
-        self.specs[name], self.shapes[f"{name}.weight"] = module.spec, (module.spec.n, module.spec.k)
+    def add_experts(self, module: str, matrix: str, stacks: Sequence[Sequence[PackedWeight]]) -> None:
+        """Add a matrix of all experts, whose rows are those of several stacks, one below the other."""
+        for expert, parts in enumerate(zip(*stacks)):
+            layer = concatenated([LowbitLinear.from_packed(part) for part in parts])
+            self._add_layer(f"{module}.{PARTS[matrix]}.{expert}", layer)
+            self.shapes[f"{module}.{matrix}"] = (len(stacks[0]), layer.spec.n, layer.spec.k)
+
+    def _add_layer(self, name: str, module: PackedModule) -> None:
+        self.specs[name] = module.spec
         self.state |= {f"{name}.{key}": value for key, value in module.state_dict().items()}
+
+    def add_module(self, name: str, module: PackedModule) -> None:
+        self.shapes[f"{name}.weight"] = module.spec.n, module.spec.k
+        self._add_layer(name, module)
 
 
 def _read(source: Source, dtype: torch.dtype) -> _Contents:
@@ -88,15 +105,38 @@ def _read(source: Source, dtype: torch.dtype) -> _Contents:
     for name, key in source.names():
         value = file.load(name, source.order(name))
         if isinstance(value, Tensor):
-            shift = source.shift(name)
-            contents.add_dense(key, (value.float() - shift if shift else value).to(dtype))
+            contents.add_dense(key, source.dense(name, value).to(dtype))
         elif name == EMBEDDINGS:
             contents.add_module(key.removesuffix(".weight"), LowbitEmbedding.from_packed(value))
         else:
             bias = name.removesuffix("weight") + "bias"
             given = cast(Tensor, file.load(bias, source.order(bias))) if bias in file else None
             contents.add_module(key.removesuffix(".weight"), LowbitLinear.from_packed(value, given))
+    for module, matrices in source.experts().items():
+        _check_stacks(file, matrices)
+        for matrix, stacks in matrices.items():
+            if all(map(file.is_dense, stacks)):
+                whole = torch.cat([cast(Tensor, file[name]) for name in stacks], 1)
+                contents.add_dense(f"{module}.{matrix}", whole.to(dtype))
+            else:
+                contents.add_experts(module, matrix, [file.load_experts(name) for name in stacks])
     return contents
+
+
+def _check_stacks(file: GgufFile, matrices: Mapping[str, Sequence[str]]) -> None:
+    """Raise CheckpointError unless the stacks of a block fit each other."""
+    for stacks in matrices.values():
+        for name in stacks:
+            shape = file.shape(name)
+            if len(shape) != 3 or shape != file.shape(stacks[0]) or shape[1] % ROWS:
+                rule = f"must be [experts, a multiple of {ROWS}, columns], as {stacks[0]} is"
+                raise CheckpointError(f"{file.path}: {name} is {list(shape)}; it {rule}")
+        if len(kinds := {file.type_of(name) for name in stacks}) > 1:
+            rule = "rows of one matrix must have one type"
+            raise CheckpointError(f"{file.path}: {' and '.join(stacks)} are {' and '.join(sorted(kinds))}; {rule}")
+    names = [name for stacks in matrices.values() for name in stacks]
+    if len(set(map(file.is_dense, names))) > 1:
+        raise CheckpointError(f"{file.path}: {', '.join(names)}: some are dense; all or none must be, to be one module")
 
 
 def _check_fits(model: nn.Module, contents: _Contents, source: Source) -> None:

@@ -20,7 +20,7 @@ from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.saved_weight import check_same, read_spec
 
-PARTS = dict(zip(MATRICES, ("gate_up", "down")))
+PARTS: Mapping[str, str] = dict(zip(MATRICES, ("gate_up", "down")))
 """What LowbitExperts calls the layers of each matrix."""
 
 

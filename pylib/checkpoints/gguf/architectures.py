@@ -37,6 +37,15 @@ BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ROUTER = {"ffn_gate_inp": "mlp.gate"}
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+STACKS = {"gate_up_proj": ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+"""The matrices of experts in transformers, and what their rows may be in a file, from the top down."""
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -89,6 +98,7 @@ class Architecture:
     more          returns the fields of the configuration that not all architectures have
     paired_rows   rows of q and k are in the order in which llama.cpp rotates them
     norm_shift    what the weights of norms are larger by than in transformers
+    with_experts  the kind of a model that a file calls the same, but that has experts; None if there is none
     """
 
     model_type: str
@@ -96,6 +106,12 @@ class Architecture:
     more: Callable[[About], dict[str, Any]]
     paired_rows: bool = False
     norm_shift: float = 0.0
+    with_experts: Architecture | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether blocks may have experts."""
+        return ROUTER.keys() <= self.names.keys()
 
 
 @dataclass(frozen=True)
@@ -110,10 +126,25 @@ class Source:
     config: Mapping[str, Any]
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Yields the tensors' names: in the file, and in the model. Raises CheckpointError for one that is unknown."""
+        """Yields the names of tensors but for stacks of experts: in the file, and in the model. Raises CheckpointError
+        for one that is unknown."""
+        stacks = {name for matrices in self.experts().values() for names in matrices.values() for name in names}
         for name in self.file:
-            if name != ROPE_FACTORS:
+            if name != ROPE_FACTORS and name not in stacks:
                 yield name, self._renamed(name)
+
+    def experts(self) -> dict[str, dict[str, list[str]]]:
+        """Returns what each matrix of the experts of a block is made of, by the name of their module in the model."""
+        blocks = range(self.config["num_hidden_layers"] if self.architecture.has_experts else 0)
+        found = {f"model.layers.{block}.mlp.experts": self._matrices(f"blk.{block}") for block in blocks}
+        return {module: matrices for module, matrices in found.items() if matrices}
+
+    def _matrices(self, block: str) -> dict[str, list[str]]:
+        found = {
+            matrix: [name for stack in stacks if (name := f"{block}.{stack}.weight") in self.file]
+            for matrix, stacks in STACKS.items()
+        }
+        return {matrix: names for matrix, names in found.items() if names}
 
     def _renamed(self, name: str) -> str:
         path, _, part = name.rpartition(".")
@@ -132,21 +163,33 @@ class Source:
             raise CheckpointError(f"{self.file.path}: {name} has {rows} rows, which are not heads of {head}")
         return torch.arange(rows).view(-1, head // 2, 2).mT.reshape(-1)
 
-    def shift(self, name: str) -> float:
-        """Returns what the numbers of a dense tensor are larger by than in transformers."""
-        return self.architecture.norm_shift if name.endswith("norm.weight") else 0.0
+    def dense(self, name: str, value: Tensor) -> Tensor:
+        """Returns a dense tensor as transformers has it."""
+        if name.endswith(".ffn_gate_inp_shexp.weight"):
+            return value.view(1, -1)
+        shift = self.architecture.norm_shift if name.endswith("norm.weight") else 0.0
+        return value.float() - shift if shift else value
 
 
 def read_source(file: GgufFile) -> Source:
     """Returns a file as the source of a model. Raises CheckpointError for an architecture that is not in `KNOWN`."""
     about = About(file)
-    known = KNOWN.get(about.name) if isinstance(about.name, str) else None
     try:
-        if known is None:
-            raise CheckpointError(f"architecture {about.name!r} can't be loaded; what can is {', '.join(KNOWN)}")
+        known = _architecture(about)
         return Source(file, known, {**_common(about), **known.more(about)})
     except CheckpointError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
+
+
+def _architecture(about: About) -> Architecture:
+    known = KNOWN.get(about.name) if isinstance(about.name, str) else None
+    if known is None:
+        raise CheckpointError(f"architecture {about.name!r} can't be loaded; what can is {', '.join(KNOWN)}")
+    if known.has_experts or (count := about.value("expert_count")) in (None, 0, 1):
+        return known
+    if known.with_experts is None:
+        raise CheckpointError(f"{about.name}.expert_count is {count!r}; only 1 can be loaded")
+    return known.with_experts
 
 
 def _common(about: About) -> dict[str, Any]:
@@ -179,7 +222,7 @@ def _check_sizes(about: About, hidden: int, rows: int, head: int) -> None:
         shape = about.file.shape(name)
         if len(shape) != 2 or shape[index] != size:
             raise CheckpointError(f"{name} is {list(shape)}, but by the metadata it has {size} in place {index}")
-    for key, usual in (("rope.dimension_count", head), ("attention.value_length", head), ("expert_count", 1)):
+    for key, usual in (("rope.dimension_count", head), ("attention.value_length", head)):
         if (found := about.value(key)) not in (None, 0, usual):
             raise CheckpointError(f"{about.name}.{key} is {found!r}; only {usual} can be loaded")
 
@@ -244,6 +287,36 @@ def _qwen3(about: About) -> dict[str, Any]:
     return {"rope_parameters": _rope(about), "attention_bias": about.has("blk.0.attn_q.bias")}
 
 
+def _experts(about: About, count: str) -> dict[str, Any]:
+    """Returns how many experts there are, by the name `count`, and how many a token has."""
+    found = {count: about.integer("expert_count"), "num_experts_per_tok": about.integer("expert_used_count")}
+    if found["num_experts_per_tok"] > found[count]:
+        raise CheckpointError(f"{about.name}.expert_used_count is more than {about.name}.expert_count, {found[count]}")
+    return found
+
+
+def _mixtral(about: About) -> dict[str, Any]:
+    return {"rope_parameters": _rope(about), **_experts(about, "num_local_experts")}
+
+
+def _qwen_experts(about: About) -> dict[str, Any]:
+    blocks = range(about.integer("block_count"))
+    return {
+        **_experts(about, "num_experts"),
+        "moe_intermediate_size": about.integer("expert_feed_forward_length"),
+        "mlp_only_layers": [block for block in blocks if not about.has(f"blk.{block}.ffn_gate_inp.weight")],
+    }
+
+
+def _qwen2_moe(about: About) -> dict[str, Any]:
+    shared = about.integer("expert_shared_feed_forward_length")
+    return {**_qwen2(about), **_qwen_experts(about), "shared_expert_intermediate_size": shared}
+
+
+def _qwen3_moe(about: About) -> dict[str, Any]:
+    return {**_qwen3(about), **_qwen_experts(about), "norm_topk_prob": True}
+
+
 def _gemma3(about: About) -> dict[str, Any]:
     """Returns what Gemma 3 has of its own; of its sizes, 27B alone scales scores by the hidden size."""
     blocks, pattern = about.integer("block_count"), about.integer("attention.sliding_window_pattern", 6)
@@ -262,10 +335,13 @@ def _gemma3(about: About) -> dict[str, Any]:
     }
 
 
+_MIXTRAL = Architecture("mixtral", {**BLOCK, **ROUTER}, _mixtral, paired_rows=True)
 KNOWN: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", BLOCK, _llama, paired_rows=True),
+    "llama": Architecture("llama", BLOCK, _llama, paired_rows=True, with_experts=_MIXTRAL),
     "qwen2": Architecture("qwen2", BLOCK, _qwen2),
     "qwen3": Architecture("qwen3", {**BLOCK, **HEAD_NORMS}, _qwen3),
+    "qwen2moe": Architecture("qwen2_moe", {**BLOCK, **ROUTER, **SHARED_EXPERT}, _qwen2_moe),
+    "qwen3moe": Architecture("qwen3_moe", {**BLOCK, **HEAD_NORMS, **ROUTER}, _qwen3_moe),
     "gemma3": Architecture("gemma3_text", {**BLOCK, **HEAD_NORMS, **GEMMA_NORMS}, _gemma3, norm_shift=1.0),
 }
 """The architectures by the names that llama.cpp gives them."""

@@ -59,6 +59,9 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
     def __len__(self) -> int:
         return len(self._container.entries)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._container.entries
+
     def __getitem__(self, name: str) -> PackedWeight | Tensor:
         """Returns a tensor. Raises CheckpointError for a type that can't be read, and for a stack of matrices."""
         return self.load(name)
@@ -84,6 +87,8 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         try:
             if len(entry.shape) != 3:
                 raise CheckpointError(f"shape {list(entry.shape)} is no stack of matrices")
+            if entry.kind in DENSE:
+                raise CheckpointError(f"type {self.type_of(name)} is not packed; file[name] is the stack")
             count, size = entry.shape[0], _size(entry) // max(1, entry.shape[0])
             each = [replace(entry, shape=entry.shape[1:], start=entry.start + i * size) for i in range(count)]
             return [self._packed(expert) for expert in each]
@@ -96,6 +101,10 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         if kind in TYPES:
             return TYPES[kind].name
         return str(DENSE[kind]).removeprefix("torch.") if kind in DENSE else f"type {kind}"
+
+    def is_dense(self, name: str) -> bool:
+        """Tells whether a tensor has floats or integers, and is not packed."""
+        return self._container.entries[name].kind in DENSE
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor, rows first."""
