@@ -20,12 +20,19 @@ if TYPE_CHECKING:
     from lowbit.pylib import *  # noqa: F403
 
 
+_PACKAGES = ("dialect", "passes", "pylib")
+
+
 def __getattr__(name: str) -> Any:
     return getattr(import_module("lowbit.pylib"), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *import_module("lowbit.pylib").__all__]
+    return sorted({*_PACKAGES, *import_module("lowbit.pylib").__all__, *filter(_is_special, globals())})
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__")
 
 
 when_imported("transformers.quantizers.auto", lambda: import_module("lowbit.pylib.integrations.quantizer"))

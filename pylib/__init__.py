@@ -10,6 +10,7 @@ to be compiled or run. A program that only runs saved graphs imports `pylib.torc
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lowbit.aliases import alias
@@ -107,6 +108,9 @@ __all__ = [
     "save_checkpoint",
     "sensitivity",
 ]
+if find_spec("transformers") is None:  # so that `from lowbit import *` and help(lowbit) work without it
+    __all__.remove("LowbitConfig")
+    __all__.remove("from_gguf")
 
 _NEEDS_TORCH = {
     "Calibration": "quantization.calibration",

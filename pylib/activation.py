@@ -52,10 +52,12 @@ class QuantizedActivation:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.values.device
 
     @property
     def tensors(self) -> Quantized:
+        """Values, scales and sums, as operators take them."""
         return self.values, self.scales, self.sums
 
     def dequantize(self) -> Tensor:

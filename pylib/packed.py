@@ -144,6 +144,7 @@ class PackedWeight(Mapping[str, Tensor]):
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.tensors[0].device
 
     @property

@@ -13,7 +13,7 @@ from torch._C import (
     _get_tracing_state,
     _is_tracing,
     _len_torch_dispatch_stack,
-    _set_tracing_state,
+    _set_tracing_state,  # type: ignore[attr-defined]
 )
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling

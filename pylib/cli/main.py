@@ -76,7 +76,7 @@ _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "n": (int, 4096, "Rows of the weight: outputs."),
     "k": (int, 4096, "Columns of the weight: inputs."),
     "weight": (str, "u4", "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8."),
-    "group_size": (int | None, None, "Columns that share a scale; without it, one scale per row."),
+    "group_size": (int | None, None, "Columns that share a scale; 0, or without it: one scale per row."),
     "zeros": (str, "none", "Zero points: none, int, float or offset."),
     "scale": (str, "f16", "Type of the scales: f16, bf16, f32, e8m0, e4m3, or codes with --bilevel."),
     "act": (str, "f16", "Type of x: f16 or bf16."),
@@ -97,6 +97,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def with_options(**given: Any) -> None:
         fields = {name: given.pop(name) for name in _SPEC_OPTIONS}
+        fields["group_size"] = fields["group_size"] or None
         if fields["table"] is not None:
             fields["table"] = _numbers(fields["table"])
         if fields["bilevel"] is not None:
@@ -299,8 +300,8 @@ def report(trial: Trial) -> dict[str, str]:
     }
     if trial.time is not None:
         facts["time"] = f"{trial.time * 1e6:.2f} µs"
-        facts["bandwidth"] = f"{trial.bytes / trial.time / 1e9:.1f} GB/s for {trial.bytes / 1e6:.2f} MB"
-        facts["arithmetic"] = f"{trial.flops / trial.time / 1e12:.3f} TFLOP/s"
+        facts["bandwidth"] = f"{trial.bytes / trial.time / 1e9:.3g} GB/s for {trial.bytes / 1e6:.2f} MB"
+        facts["arithmetic"] = f"{trial.flops / trial.time / 1e12:.3g} TFLOP/s"
     if trial.schedule:
         facts["schedule"] = escape(str(trial.schedule))
     return facts

@@ -69,7 +69,7 @@ def model_config(name: str, layers: int | None = None) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise SpecError("bench-model runs models of transformers; install it: pip install transformers") from None
+        raise SpecError("bench-model runs models of transformers: pip install 'lowbit[hf]'") from None
     values = SHAPES.get(name.lower())
     if values is not None:
         sizes = {key: value for key, value in values.items() if key != "model_type"}

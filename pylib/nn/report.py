@@ -69,6 +69,7 @@ class QuantizationReport:
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
+        """The rows of quantized layers."""
         return tuple(row for row in self.rows if not row.reason)
 
     @property
@@ -78,6 +79,7 @@ class QuantizationReport:
 
     @property
     def dense(self) -> tuple[LayerReport, ...]:
+        """The rows of modules that stayed dense; their `reason` says why."""
         return tuple(row for row in self.rows if row.reason)
 
     def __str__(self) -> str:

@@ -32,10 +32,12 @@ class Calibration:
 
     @property
     def k(self) -> int:
+        """Columns of x."""
         return self.hessian.shape[0]
 
     @property
     def magnitude(self) -> Tensor:
+        """[k]: the mean of |x|, over all tokens."""
         return self._absolute / max(self.tokens, 1)
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:

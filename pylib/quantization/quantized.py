@@ -58,6 +58,7 @@ class QuantizedWeight:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.codes.device
 
     def spec(self, **others: Any) -> MatmulSpec:

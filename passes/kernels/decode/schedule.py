@@ -88,6 +88,7 @@ class Schedule(KernelSchedule):
 
     @property
     def threads(self) -> int:
+        """Threads of a block."""
         return 32 * self.warps_n * self.warps_k
 
     @property
