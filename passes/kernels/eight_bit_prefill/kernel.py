@@ -32,18 +32,34 @@ from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
 from lowbit.passes.kernels.prefill.kernel import Kernel
 
 
-class _EightBitKernel(Kernel):
-    """Builds the program."""
+class EightBitKernel(Kernel):
+    """What the prefill kernels for activations of 8 bits share: the weight as bytes, and the end of a tile."""
 
     plan: EightBitPrefillPlan
     weight: EightBitWeight
-    products: Sums
 
     def _make_weight(self) -> None:
         self.weight = EightBitWeight(self.p, self.plan)
 
     def _load_first(self, row_tile: Scalar) -> None:
         self.registers = self.weight.begin_round(row_tile)
+
+    def _store(self, total: Tile, token: Scalar) -> None:
+        """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""
+        p, row_tile = self.p, self.here.row_tile
+        if not self.plan.groups:
+            total = p.mul(total, self.weight.row_scale(row_tile))
+        if self.spec.row_scales:
+            total = p.mul(total, self.epilogue.per_row("row_scales", "f32", total, row_tile))
+        scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
+        total = p.mul(total, p.load(scales, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
+        self.epilogue.store(total, row_tile, token)
+
+
+class _WgmmaKernel(EightBitKernel):
+    """Builds the program."""
+
+    products: Sums
 
     def _make_sums(self) -> None:
         p, plan = self.p, self.plan
@@ -82,18 +98,7 @@ class _EightBitKernel(Kernel):
         self.products.end_round()
         return registers.flat()
 
-    def _store(self, total: Tile, token: Scalar) -> None:
-        """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""
-        p, row_tile = self.p, self.here.row_tile
-        if not self.plan.groups:
-            total = p.mul(total, self.weight.row_scale(row_tile))
-        if self.spec.row_scales:
-            total = p.mul(total, self.epilogue.per_row("row_scales", "f32", total, row_tile))
-        scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
-        total = p.mul(total, p.load(scales, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
-        self.epilogue.store(total, row_tile, token)
-
 
 def eight_bit_prefill_matmul(spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> ir.Module:
     """The tile program of a matmul of activations of 8 bits, in a module of its own."""
-    return _EightBitKernel(EightBitPrefillPlan(spec, schedule)).build()
+    return _WgmmaKernel(EightBitPrefillPlan(spec, schedule)).build()
