@@ -21,21 +21,25 @@ are loaded one or two panels ahead, not a round: there are no registers for more
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.layout import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Scalar, Tile
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.eight_bit_prefill.sums import IntegerSums, Product, PromotedSums, Sums
 from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
 from lowbit.passes.kernels.prefill.kernel import Kernel
 
+P = TypeVar("P", bound=EightBitPlan)
 
-class EightBitKernel(Kernel):
+
+class EightBitKernel(Kernel, Generic[P]):
     """What the prefill kernels for activations of 8 bits share: the weight as bytes, and the end of a tile."""
 
-    plan: EightBitPrefillPlan
+    plan: P
     weight: EightBitWeight
 
     def _make_weight(self) -> None:
@@ -56,7 +60,7 @@ class EightBitKernel(Kernel):
         self.epilogue.store(total, row_tile, token)
 
 
-class _WgmmaKernel(EightBitKernel):
+class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
     """Builds the program."""
 
     products: Sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import has_wgmma
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.prefill.legality import check_shared, shared_bytes
 from lowbit.passes.kernels.quantize.family import check_compute
@@ -38,7 +38,7 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
     return ""
 
 
-def check_weight(plan: EightBitPrefillPlan) -> None:
+def check_weight(plan: EightBitPlan) -> None:
     """Raises SpecError where groups and rounds do not fit one another, or codes less their zeros are no bytes."""
     spec = plan.spec
     if not plan.divides_groups:

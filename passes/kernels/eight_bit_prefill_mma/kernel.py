@@ -45,10 +45,8 @@ class _Weights:
     scale: Tile | None
 
 
-class _EightBitMmaKernel(EightBitKernel, MmaKernel):
+class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
     """Builds the program."""
-
-    plan: EightBitPrefillMmaPlan
 
     def __init__(self, plan: EightBitPrefillMmaPlan) -> None:
         super().__init__(plan)

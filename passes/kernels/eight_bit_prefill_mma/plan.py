@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 
@@ -14,8 +14,8 @@ _MOST_COLUMNS = 4  # of eight tokens that a warp multiplies before it adds the p
 
 
 @dataclass(frozen=True)
-class EightBitPrefillMmaPlan(EightBitPrefillPlan, PrefillMmaPlan):
-    """Numbers that follow from a spec and a schedule: weights and products are those of `EightBitPrefillPlan`, warps
+class EightBitPrefillMmaPlan(EightBitPlan, PrefillMmaPlan):
+    """Numbers that follow from a spec and a schedule: weights and products are those of `EightBitPlan`, warps
     and panels those of `PrefillMmaPlan`.
 
     A tile's tokens are cut into `parts` of `part_tokens`, of which every warp has some: so products that are not added
@@ -25,7 +25,7 @@ class EightBitPrefillMmaPlan(EightBitPrefillPlan, PrefillMmaPlan):
 
     least_pieces: ClassVar[int] = 1
 
-    schedule: EightBitPrefillMmaSchedule  # type: ignore[assignment]
+    schedule: EightBitPrefillMmaSchedule
 
     @property
     def columns_of_part(self) -> int:
