@@ -5,9 +5,9 @@ codes become bytes, and products are scaled and added to sums, as in `passes.ker
 
     for panel of `panel_k` columns:
         wait until x is there; barrier
-        for group in panel:
-            a = bytes of its codes, less zeros
-            for part of the tile's tokens:
+        a = bytes of the panel's codes, less zeros
+        for part of the tile's tokens:
+            for group in panel:
                 product = a x^T                       mma.sync of 16 x 8 x 32, from zero
                 sums[part] = sums[part] + scale * product
         copy a later panel of x; load the codes and scales that take the place of these
@@ -16,7 +16,7 @@ codes become bytes, and products are scaled and added to sums, as in `passes.ker
 A part is at most 32 tokens of a warp, so that its products take at most 32 registers beside the sums. Integers with one
 scale per row need no promotion: products are added to sums in i32.
 
-Shared memory: x [stages, tokens, panel_k + 16] in bytes, where the 16 spread ldmatrix over all banks.
+Shared memory: x [stages, parts, tokens of a part, panel_k + 16] in bytes, where the 16 spread ldmatrix over all banks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.kernel import EightBitKernel
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns
-from lowbit.passes.kernels.eight_bit_prefill.weight import Held
 from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
+from lowbit.passes.kernels.prefill.weight import WeightRegisters
 from lowbit.passes.kernels.prefill_mma.kernel import MmaKernel
 
 
@@ -63,30 +63,31 @@ class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
         zeros = [p.constant(0.0, self.sums_element, self.sums_layout) for _ in range(plan.parts)]
         with p.loop(0, plan.rounds, [*carried, *zeros]) as loop:
             loop.results = self._round(loop.index, loop.carried)
-        for part, total in enumerate(loop.carried[-plan.parts :]):
+        carried, sums = loop.carried[: -plan.parts], loop.carried[-plan.parts :]
+        for part, total in enumerate(sums):
             self._store(self._as_f32(total), self.here.token + part * plan.part_tokens)
-        return self.held.like(loop.carried).flat()
+        return carried
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
-        held, sums = self.held.like(carried), carried[-self.plan.parts :]
+        registers, sums = self.registers.like(carried[: -self.plan.parts]), carried[-self.plan.parts :]
         here, coming = (self.here.row_tile, index), self._coming_round(index)
         for panel in range(self.plan.panels):
-            stage, weights = self._await_panel(index, panel), self._weights(panel, held)
+            stage, weights = self._await_panel(index, panel), self._weights(panel, registers)
             for part, total in enumerate(sums):
                 x = self._fragments_of_x(self.p.stage(stage, part))
                 sums[part] = self._add_products(total, weights, x)
             self._copy_later_panel(index, panel)
-            self.weight.reload(held, panel, here, coming)
-        return [*held.flat(), *sums]
+            self.weight.load_later(registers, panel, here, coming)
+        return [*registers.flat(), *sums]
 
     # -- products
 
-    def _weights(self, panel: int, held: Held) -> list[_Weights]:
+    def _weights(self, panel: int, registers: WeightRegisters) -> list[_Weights]:
         """The weights of a panel by product."""
         columns = self.plan.products(panel)
         made = [
-            _Weights(some, self.weight.bytes_of(some, panel, held), self.weight.scale_of(some, held))
+            _Weights(some, self.weight.bytes_of(some, panel, registers), self.weight.scale_of(some, registers))
             for some in columns
         ]
         for some in made:
