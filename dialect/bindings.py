@@ -65,7 +65,7 @@ def load_dialect(dialect: type[ext.Dialect]) -> None:
 
     LLVM 23's bindings take a dialect to another context only where `reload` says so; LLVM 24's always do. Whenever they
     come across an operation, the bindings import the module of its dialect, in vain and anew each time if there is
-    none: that was a quarter of all compile time.
+    none: that took a fifth of a compilation.
     """
     sys.modules.setdefault(f"{ext.__package__}.{dialect.DIALECT_NAMESPACE}", sys.modules[dialect.__module__])
     try:

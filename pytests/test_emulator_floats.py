@@ -149,6 +149,22 @@ def test_pairs_equal_two_halves(name: str, fmt: str) -> None:
     check(got.view(np.uint16), fmt, function, function, *inputs)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("fmt", ["f16", "bf16"])
+@pytest.mark.parametrize("name", ["add", "sub", "fma"])
+def test_mixed_precision(name: str, fmt: str) -> None:
+    """The last operand and the result are f32, the others are not."""
+    count, function = OPERATIONS[name]
+    narrow, wide = codes(fmt, count, 500), codes("f32", count, 500)
+    length = min(len(narrow[0]), len(wide[0]))
+    inputs = [*(x[:length] for x in narrow[:-1]), wide[-1][:length]]
+    operands = "".join(f", %{'abc'[i]}" for i in range(count))
+    got = apply(f"{name}.rn.f32.{fmt} %x{operands};", *inputs, out=np.uint32)
+    exact = [np.array([value(int(c), kind) for c in x]) for x, kind in zip(inputs, [fmt] * (count - 1) + ["f32"])]
+    widened = [x.astype(np.float32).view(np.uint32) for x in exact]  # every number of 16 bits is one of f32
+    check(got, "f32", function, function, *widened)
+
+
 def test_fma_is_not_a_product_and_a_sum() -> None:
     """Cases that a second rounding gets wrong: a tie of the product that a tiny addend breaks."""
     a = np.array([1 + 2.0**-12], np.float32)

@@ -13,6 +13,7 @@ from lowbit.passes.kernels.decode.family import Decode, DecodeInteger
 from lowbit.passes.kernels.dequantize.family import Dequantize
 from lowbit.passes.kernels.eight_bit.family import EightBit
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
+from lowbit.passes.kernels.eight_bit_prefill_mma.family import EightBitPrefillMma
 from lowbit.passes.kernels.prefill.family import Prefill
 from lowbit.passes.kernels.prefill_mma.family import PrefillMma
 from lowbit.passes.kernels.prepack.family import Prepack
@@ -20,7 +21,7 @@ from lowbit.passes.kernels.quantize.family import Quantize
 from lowbit.passes.target import Target
 
 _MATMULS = (Decode(), DecodeInteger(), Prefill(), PrefillMma())
-_ALL = (*_MATMULS, Dequantize(), Prepack(), EightBit(), EightBitPrefill(), Quantize())
+_ALL = (*_MATMULS, Dequantize(), Prepack(), EightBit(), EightBitPrefill(), EightBitPrefillMma(), Quantize())
 FAMILIES: dict[str, KernelFamily[Any]] = {family.name: family for family in _ALL}
 
 

@@ -21,29 +21,49 @@ are loaded one or two panels ahead, not a round: there are no registers for more
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.layout import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Scalar, Tile
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.eight_bit_prefill.sums import IntegerSums, Product, PromotedSums, Sums
 from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
 from lowbit.passes.kernels.prefill.kernel import Kernel
 
+P = TypeVar("P", bound=EightBitPlan)
 
-class _EightBitKernel(Kernel):
-    """Builds the program."""
 
-    plan: EightBitPrefillPlan
+class EightBitKernel(Kernel, Generic[P]):
+    """What the prefill kernels for activations of 8 bits share: the weight as bytes, and the end of a tile."""
+
+    plan: P
     weight: EightBitWeight
-    products: Sums
 
     def _make_weight(self) -> None:
         self.weight = EightBitWeight(self.p, self.plan)
 
     def _load_first(self, row_tile: Scalar) -> None:
         self.registers = self.weight.begin_round(row_tile)
+
+    def _store(self, total: Tile, token: Scalar) -> None:
+        """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""
+        p, row_tile = self.p, self.here.row_tile
+        if not self.plan.groups:
+            total = p.mul(total, self.weight.row_scale(row_tile))
+        if self.spec.row_scales:
+            total = p.mul(total, self.epilogue.per_row("row_scales", "f32", total, row_tile))
+        scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
+        total = p.mul(total, p.load(scales, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
+        self.epilogue.store(total, row_tile, token)
+
+
+class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
+    """Builds the program."""
+
+    products: Sums
 
     def _make_sums(self) -> None:
         p, plan = self.p, self.plan
@@ -82,18 +102,7 @@ class _EightBitKernel(Kernel):
         self.products.end_round()
         return registers.flat()
 
-    def _store(self, total: Tile, token: Scalar) -> None:
-        """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""
-        p, row_tile = self.p, self.here.row_tile
-        if not self.plan.groups:
-            total = p.mul(total, self.weight.row_scale(row_tile))
-        if self.spec.row_scales:
-            total = p.mul(total, self.epilogue.per_row("row_scales", "f32", total, row_tile))
-        scales = p.global_view(p["x_scales"], "f32", (1, -1), (0, 1), sizes=[p["m"]])
-        total = p.mul(total, p.load(scales, (0, token), total.layout.reduce((0,)), ("none", "clamp")))
-        self.epilogue.store(total, row_tile, token)
-
 
 def eight_bit_prefill_matmul(spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> ir.Module:
     """The tile program of a matmul of activations of 8 bits, in a module of its own."""
-    return _EightBitKernel(EightBitPrefillPlan(spec, schedule)).build()
+    return _WgmmaKernel(EightBitPrefillPlan(spec, schedule)).build()

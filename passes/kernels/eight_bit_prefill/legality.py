@@ -5,12 +5,13 @@ from __future__ import annotations
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import has_wgmma
-from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.legality import shared_bytes
+from lowbit.passes.kernels.prefill.legality import check_shared, shared_bytes
 from lowbit.passes.kernels.quantize.family import check_compute
 from lowbit.passes.target import Target
 
+OTHERS = "take an EightBitSchedule"
 _MOST_REGISTERS = 242  # of a thread, beside those for addresses and on the way to fragments
 _SECOND_BANK = 32  # of these, for scales and addresses that are needed later
 _MORE = 8  # for zeros, or integers that become f32,
@@ -23,26 +24,28 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target)
     plan = EightBitPrefillPlan(spec, s)
     if why := _misfit(plan, target):
         raise SpecError(f"schedule: {why}")
-    needed = shared_bytes(plan)
-    if needed > target.max_shared_per_block:
-        raise SpecError(
-            f"schedule: {s} needs {needed} bytes of shared memory, {target} allows "
-            f"{target.max_shared_per_block}; take fewer tokens or num_stages, or a smaller panel_k"
-        )
+    check_weight(plan)
+    check_shared(plan, shared_bytes(plan), target)
 
 
 def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
-    """Returns what does not fit and what to do about it, or "" if all does."""
-    spec, s, others = plan.spec, plan.schedule, "take an EightBitSchedule"
+    """Returns what of a target or a schedule does not fit and what to do about it, or "" if all does."""
+    spec, s = plan.spec, plan.schedule
     if not has_wgmma(spec, target):
-        return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {others}"
-    if not plan.divides_groups:
-        return f"groups of {spec.group_size} and rounds of {plan.step} columns must divide one another; {others}"
-    if spec.zeros == "int" and spec.dtype.bits == 8:
-        return f"{spec} has differences of codes and zeros that are no bytes; {others}"
+        return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
     if plan.keeps_integers and (s.parts, s.banks) != (1, 1):
         return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"
     return ""
+
+
+def check_weight(plan: EightBitPlan) -> None:
+    """Raises SpecError where groups and rounds do not fit one another, or codes less their zeros are no bytes."""
+    spec = plan.spec
+    if not plan.divides_groups:
+        groups = f"groups of {spec.group_size} and rounds of {plan.step} columns"
+        raise SpecError(f"schedule: {groups} must divide one another; {OTHERS}")
+    if spec.zeros == "int" and spec.dtype.bits == 8:
+        raise SpecError(f"schedule: {spec} has differences of codes and zeros that are no bytes; {OTHERS}")
 
 
 def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:

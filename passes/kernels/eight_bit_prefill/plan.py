@@ -25,10 +25,8 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class EightBitPrefillPlan(PrefillPlan):
-    """Numbers that follow from a spec and a schedule. A *bank* is a set of registers for a product."""
-
-    schedule: EightBitPrefillSchedule
+class EightBitPlan(PrefillPlan):
+    """What follows from a spec and any schedule for activations of 8 bits."""
 
     @property
     def scales_weights(self) -> bool:
@@ -49,15 +47,6 @@ class EightBitPrefillPlan(PrefillPlan):
     def keeps_integers(self) -> bool:
         """Whether sums stay integers from the first column to the last: no group has a scale."""
         return self.spec.compute == "i8" and not self.groups
-
-    @property
-    def part_tokens(self) -> int:
-        """Tokens of a product."""
-        return self.schedule.tokens // self.schedule.parts
-
-    @property
-    def out_tokens(self) -> int:
-        return next(n for n in (OUT_TOKENS, 48, 32, 16) if self.part_tokens % n == 0)
 
     @property
     def offset(self) -> int:
@@ -99,3 +88,19 @@ class EightBitPrefillPlan(PrefillPlan):
             last = min(end, first + most, (first // group + 1) * group)
             yield Columns(first % width, last - first, first // group)
             first = last
+
+
+@dataclass(frozen=True)
+class EightBitPrefillPlan(EightBitPlan):
+    """Numbers that follow from a spec and a schedule. A *bank* is a set of registers for a product."""
+
+    schedule: EightBitPrefillSchedule
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of a product."""
+        return self.schedule.tokens // self.schedule.parts
+
+    @property
+    def out_tokens(self) -> int:
+        return next(n for n in (OUT_TOKENS, 48, 32, 16) if self.part_tokens % n == 0)

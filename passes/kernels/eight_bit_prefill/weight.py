@@ -7,7 +7,7 @@ from itertools import product
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, byte_exponent
 from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
 from lowbit.passes.builder import Program, Scalar, Tile
-from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPrefillPlan
+from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 
@@ -23,9 +23,9 @@ class EightBitWeight(Weight):
     asked to be brought there.
     """
 
-    plan: EightBitPrefillPlan
+    plan: EightBitPlan
 
-    def __init__(self, p: Program, plan: EightBitPrefillPlan) -> None:
+    def __init__(self, p: Program, plan: EightBitPlan) -> None:
         super().__init__(p, plan)
         self.convert = ScalesZeros(p, plan.spec, power=byte_exponent(plan.spec.dtype, plan.spec.byte_type))
         self._bytes_layout = plan.rows.local(1, plan.piece // SUM_COLUMNS) * MMA_M16N8K32_A

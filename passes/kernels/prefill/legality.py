@@ -29,6 +29,11 @@ def check_plan(plan: PrefillPlan, needed: int, target: Target) -> None:
     """Raises SpecError where a kernel that needs so many bytes of shared memory does not fit a spec or a target."""
     if why := _misfit(plan.spec):
         raise SpecError(f"schedule: {why}; {OTHERS}")
+    check_shared(plan, needed, target)
+
+
+def check_shared(plan: PrefillPlan, needed: int, target: Target) -> None:
+    """Raises SpecError where a block of a target has fewer bytes of shared memory than needed."""
     if needed > target.max_shared_per_block:
         raise SpecError(
             f"schedule: {plan.schedule} needs {needed} bytes of shared memory, {target} allows "

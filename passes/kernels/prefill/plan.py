@@ -23,10 +23,12 @@ class PrefillPlan:
     A *round* has `step` columns: `pieces` of `piece` columns, of which a thread loads the codes at once, or `panels` of
     `panel_k` columns, of which a stage holds x.
 
-    steps: columns of a round, from and to
+    steps         columns of a round, from and to
+    least_pieces  pieces of a round, at least
     """
 
     steps: ClassVar[tuple[int, int]] = (256, 2048)
+    least_pieces: ClassVar[int] = 2
 
     spec: MatmulSpec
     schedule: PrefillSchedule
@@ -41,7 +43,7 @@ class PrefillPlan:
         round has the same stage in all rounds."""
         unit = math.lcm(self.piece, self.schedule.panel_k * self.schedule.num_stages)
         least, most = self.steps
-        steps = [step for step in range(unit, most + 1, unit) if step >= max(least, 2 * self.piece)]
+        steps = [step for step in range(unit, most + 1, unit) if step >= max(least, self.least_pieces * self.piece)]
         return next(filter(self._divides_groups, steps), steps[0])
 
     @property

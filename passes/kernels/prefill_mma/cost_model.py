@@ -48,9 +48,9 @@ RATES = {
     120: Rates(256, 256, 2410, 1.79e6, 96e6),
 }
 _SCHEDULERS = 4  # of a multiprocessor: each has a quarter of the tensor cores, and issues an instruction a clock
-_PRODUCT = 16 * 8 * 16  # multiply-adds of an mma.sync
+_PRODUCT = 16 * 8 * 16  # multiply-adds of an mma.sync of f16
 _DECODE = {"int": 13.0, "uint": 13.0, "float": 20.0, "table": 20.0}  # instructions for a fragment of 16 x 16 weights
-_OTHERS = 8.0  # instructions of a warp for 16 columns: addresses, copies and loads
+_OTHERS = 8.0  # instructions of a warp for the columns of an mma.sync: addresses, copies and loads
 _SHARED = 128.0  # bytes of shared memory per clock,
 _CACHE = 32.0  # and of the L2 cache for each multiprocessor
 _BESIDE = 0.15  # of the time of what is not the bound, which the bound does not hide
@@ -68,24 +68,28 @@ def rates_of(target: Target) -> Rates:
 
 def predict(spec: MatmulSpec, tokens: int, s: PrefillMmaSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes."""
-    plan, rates = PrefillMmaPlan(spec, s), rates_of(target)
+    return predict_tiles(PrefillMmaPlan(spec, s), tokens, _DECODE[spec.dtype.kind], target)
+
+
+def predict_tiles(plan: PrefillMmaPlan, tokens: int, beside: float, target: Target) -> float:
+    """The same for a plan. beside: instructions of a warp for a fragment of weights, besides its products."""
+    s, rates = plan.schedule, rates_of(target)
     tiles = plan.row_tiles * -(-tokens // s.tokens)
     waves = -(-tiles // target.multiprocessors)
-    panel = s.panel_k // 16 * _clocks_of_16_columns(plan, rates) + _PER_PANEL
+    panel = s.panel_k // plan.spec.x.mma_k * _clocks_of_products(plan, beside, rates) + _PER_PANEL
     tile = plan.rounds * plan.panels * panel + _END + _END_PER_TOKEN * s.tokens
-    return _LAUNCH + max(waves * tile / rates.clock, spec.bytes / rates.memory)
+    return _LAUNCH + max(waves * tile / rates.clock, plan.spec.bytes / rates.memory)
 
 
-def _clocks_of_16_columns(plan: PrefillMmaPlan, rates: Rates) -> float:
-    """Clocks of a multiprocessor for a tile and 16 columns: the most of what four units take, and a part of the
-    rest."""
+def _clocks_of_products(plan: PrefillMmaPlan, beside: float, rates: Rates) -> float:
+    """Clocks of a multiprocessor for a tile and the columns of one mma.sync, 32 bytes of x: the most of what four units
+    take, and a part of the rest. Numbers of half as many bits are multiplied at twice the rate."""
     s, x, per_scheduler = plan.schedule, plan.spec.x, WARPS // _SCHEDULERS
     products = s.row_blocks * plan.warp_tokens / 8  # of a warp
     tensor = per_scheduler * products * _PRODUCT / (rates.mma * _SUSTAINED / _SCHEDULERS)
-    decode = s.row_blocks * _DECODE[plan.spec.dtype.kind]
-    issue = per_scheduler * (products + decode + plan.warp_tokens / 16 + _OTHERS)
-    shared = WARPS * plan.warp_tokens * 16 * x.bytes / _SHARED
-    cache = 16 * (s.tokens * x.bytes + ROWS_OF_TILE * plan.spec.packing.bits / 8) / _CACHE
+    issue = per_scheduler * (products + s.row_blocks * beside + plan.warp_tokens / 16 + _OTHERS)
+    shared = WARPS * plan.warp_tokens * x.mma_k * x.bytes / _SHARED
+    cache = x.mma_k * (s.tokens * x.bytes + ROWS_OF_TILE * plan.spec.packing.bits / 8) / _CACHE
     units = tensor, issue, shared, cache
     return max(units) + _BESIDE * (sum(units) - max(units))
 

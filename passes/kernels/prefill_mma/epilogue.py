@@ -20,11 +20,19 @@ class Epilogue:
 
     def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
         """Adds the bias to sums [rows, tokens], converts and stores them."""
-        p, n, row = self.p, self.spec.n, row_tile * ROWS_OF_TILE
-        whole = n % ROWS_OF_TILE == 0
+        p = self.p
         if self.spec.bias:
-            view = p.global_view(p["bias"], self.spec.out_dtype, (n, 1))
-            bias = p.load(view, (row, 0), total.layout.reduce((1,)), ("none" if whole else "clamp", "none"))
-            total = p.add(total, p.cast(bias, "f32"))
+            total = p.add(total, p.cast(self.per_row("bias", self.spec.out_dtype, total, row_tile), "f32"))
         y = p.cast(total, self.spec.out_dtype)
-        p.store(y, self._y, (row, token), ("none" if whole else "skip", "skip"))
+        p.store(y, self._y, (row_tile * ROWS_OF_TILE, token), (self._outside("skip"), "skip"))
+
+    def per_row(self, name: str, element: str, total: Tile, row_tile: Scalar) -> Tile:
+        """A number for every row of sums, from the tensor of this name."""
+        p = self.p
+        view = p.global_view(p[name], element, (self.spec.n, 1))
+        boundary = (self._outside("clamp"), "none")
+        return p.load(view, (row_tile * ROWS_OF_TILE, 0), total.layout.reduce((1,)), boundary)
+
+    def _outside(self, word: str) -> str:
+        """The boundary of rows: where the last tile ends beyond the last row, this one."""
+        return word if self.spec.n % ROWS_OF_TILE else "none"

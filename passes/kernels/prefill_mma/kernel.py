@@ -63,11 +63,16 @@ class MmaKernel(Kernel):
 
     def _allocate(self) -> None:
         p, s, spec = self.p, self.schedule, self.spec
-        shape, size = (s.num_stages, 1, s.tokens, s.panel_k), s.tokens * self.pitch
-        self.stages = p.alloc_shared(spec.act, shape, (size, size, self.pitch, 1))
+        self._allocate_stages()
         panels = -(-spec.k // s.panel_k)
-        self.x = p.global_view(p["x"], spec.act, (panels, -1, s.panel_k), (s.panel_k, spec.k, 1), sizes=[p["m"]])
+        self.x = p.global_view(p["x"], spec.x.operand, (panels, -1, s.panel_k), (s.panel_k, spec.k, 1), sizes=[p["m"]])
         self.epilogue = Epilogue(p, spec)
+
+    def _allocate_stages(self) -> None:
+        """Shared memory for x."""
+        s, size = self.schedule, self.schedule.tokens * self.pitch
+        shape = (s.num_stages, 1, s.tokens, s.panel_k)
+        self.stages = self.p.alloc_shared(self.spec.x.operand, shape, (size, size, self.pitch, 1))
 
     def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
         """Computes the tile of this number, counted in the block; what the next one's first round begins with."""
@@ -130,13 +135,17 @@ class MmaKernel(Kernel):
         self._copy_panel((panel + self.plan.ahead) % self.schedule.num_stages, token, column)
 
     def _copy_panel(self, stage: int, token: Scalar, panel: Index) -> None:
-        """Starts to copy a panel of x, counted in the tile; zeros beyond the last token and the last column."""
+        """Starts to copy a panel of x, counted in the tile."""
+        self._copy_tokens(self.p.stage(self.stages, stage), token, self.schedule.tokens, panel)
+        self.p.commit()
+
+    def _copy_tokens(self, target: Memory, token: Scalar, tokens: int, panel: Index) -> None:
+        """Copies a panel of some tokens; zeros beyond the last token and the last column."""
         p, s, k = self.p, self.schedule, self.spec.k
-        layout = spread((1, s.tokens, s.panel_k), s.threads, self.spec.x.per_vector)
+        layout = spread((1, tokens, s.panel_k), s.threads, self.spec.x.per_vector)
         limit = (s.panel_k, 0, 1, k) if k % s.panel_k else ()
         boundary = ("none" if self.plan.rounds * self.plan.step == k else "zero", "zero", "none")
-        p.copy_async(self.x, p.stage(self.stages, stage), (panel, token, 0), layout, boundary, limit)
-        p.commit()
+        p.copy_async(self.x, target, (panel, token, 0), layout, boundary, limit)
 
     def _leave(self) -> None:
         """Nothing is under way when a block ends."""

@@ -62,6 +62,13 @@ class Format:
         return self.fmt.encode(x, self.rounding)
 
 
+def _narrow(op: Op) -> Float | None:
+    """The 16-bit type of all operands but the last, where it is not that of the result: add.f32.f16 (PTX ISA 9.7.5)."""
+    if op.modifiers[-2:-1] != ["f32"] or op.modifiers[-1] not in ("f16", "bf16"):
+        return None
+    return FLOATS[op.type()]
+
+
 def _canonical(x: Array) -> Array:
     """f32 results: a NaN is always 0x7fffffff."""
     bad = np.isnan(x)
@@ -76,15 +83,16 @@ def float_binary(op: Op, name: str) -> Step:
         return _min_max(op, name)
     if name == "div":
         return _div(op)
+    narrow = None if name == "mul" else _narrow(op)
     form = Format(op)
-    if form.plain:
+    if form.plain and not narrow:
         dest, a, b, function = op.dest("f32"), op.source("f32"), op.source("f32"), _NEAREST[name]
         return lambda mask: dest.write(_canonical(function(a, b)), mask)
     if form.fmt.name == "f64":
         _nearest_only(form, op)
         dest, a, b, function = op.dest("f64"), op.source("f64"), op.source("f64"), _NEAREST[name]
         return lambda mask: dest.write(function(a, b), mask)
-    dest, x, y = form.dest(op), form.source(op), form.source(op)
+    dest, x, y = form.dest(op), op.raw_float(narrow) if narrow else form.source(op), form.source(op)
     exact: Callable[[], Array] = {
         "add": lambda: form.sum(x(), y()),
         "sub": lambda: form.sum(x(), -y()),
@@ -100,9 +108,11 @@ def _nearest_only(form: Format, op: Op) -> None:
 
 @instruction("fma")
 def float_fma(op: Op) -> Step:
-    relu = op.flag("relu")
+    relu, narrow = op.flag("relu"), _narrow(op)
     form = Format(op)
-    dest, x, y, z = form.dest(op), form.source(op), form.source(op), form.source(op)
+    dest = form.dest(op)
+    x, y = (op.raw_float(narrow) if narrow else form.source(op) for _ in range(2))
+    z = form.source(op)
     if form.fmt.name == "f64":
         _nearest_only(form, op)
         return lambda mask: dest.write(_fma_f64(x(), y(), z()).view(np.uint64), mask)

@@ -1,0 +1,34 @@
+"""About how long a schedule takes: `passes.kernels.prefill_mma.cost_model` with instructions of 8 bits.
+
+Nothing of it was measured. Rates of tensor cores are taken to be twice those of f16, as in NVIDIA's data sheets; how
+many instructions a tile takes was counted in machine code. The predictions serve to compare schedules. On sm_90 they
+are too low for f8e4m3: the assembler makes two products of f16 of one.
+"""
+
+from __future__ import annotations
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
+from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
+from lowbit.passes.kernels.prefill_mma.cost_model import predict_tiles
+from lowbit.passes.target import Target
+
+_DECODE = {"int": 14.0, "uint": 8.0, "float": 14.0}  # instructions for a fragment of 16 x 32 weights
+_ZEROS = 16.0  # more, to subtract zero points
+_ADD = {"f8e4m3": 4.0, "i8": 8.0}  # to add a product of 16 x 8 to sums in f32
+
+
+def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillMmaSchedule, target: Target) -> float:
+    """About how many microseconds a launch for so many tokens takes."""
+    plan = EightBitPrefillMmaPlan(spec, s)
+    decode = _DECODE[spec.dtype.kind] + _ZEROS * (spec.zeros == "int")
+    return predict_tiles(plan, tokens, decode + _add(plan), target)
+
+
+def _add(plan: EightBitPrefillMmaPlan) -> float:
+    """Instructions of a warp to add the products of a fragment of weights to the sums."""
+    if plan.keeps_integers:
+        return 0.0
+    products = sum(len(list(plan.products(panel))) for panel in range(plan.panels))
+    fragments = plan.step / plan.spec.x.mma_k / products  # that one product takes
+    return _ADD[plan.spec.byte_type] * plan.warp_tokens / 8 / fragments

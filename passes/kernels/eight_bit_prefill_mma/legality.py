@@ -1,0 +1,38 @@
+"""What a schedule of the prefill kernel for activations of 8 bits with mma.sync must obey for a spec on a target. No
+MLIR is needed here."""
+
+from __future__ import annotations
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.eight_bit_prefill.legality import check_weight
+from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
+from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
+from lowbit.passes.kernels.prefill.legality import check_shared
+from lowbit.passes.kernels.quantize.family import check_compute
+from lowbit.passes.target import Target
+
+_MOST_REGISTERS = 160  # of a thread for sums and codes, where the tensor core adds up all products
+_MOST_PROMOTED = 128  # tokens of a tile, where products are added to sums in f32
+
+
+def check_schedule(spec: MatmulSpec, s: EightBitPrefillMmaSchedule, target: Target) -> None:
+    """Raises SpecError where a schedule does not fit a spec or a target. Targets with wgmma have a faster family, but
+    this one runs there, too."""
+    check_compute(spec, target)
+    plan = EightBitPrefillMmaPlan(spec, s)
+    check_weight(plan)
+    check_shared(plan, shared_bytes(plan), target)
+
+
+def shared_bytes(plan: EightBitPrefillMmaPlan) -> int:
+    """Shared memory, as `lower-tiles` will lay it out: for x."""
+    return plan.schedule.num_stages * plan.schedule.tokens * plan.pitch * plan.spec.x.bytes
+
+
+def spills(spec: MatmulSpec, s: EightBitPrefillMmaSchedule) -> bool:
+    """Whether a thread is likely to need more registers than there are. It follows what the assembler was seen to do:
+    products that wait for their scales take registers beside the sums, and the assembler begins many at once."""
+    plan = EightBitPrefillMmaPlan(spec, s)
+    if plan.keeps_integers:
+        return s.tokens // 2 + plan.held_pieces * plan.piece_registers > _MOST_REGISTERS
+    return s.tokens > _MOST_PROMOTED

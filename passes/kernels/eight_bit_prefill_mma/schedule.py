@@ -1,0 +1,19 @@
+"""The free choices of the prefill kernel for activations of 8 bits with mma.sync: `EightBitPrefillMmaSchedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
+
+
+@dataclass(frozen=True)
+class EightBitPrefillMmaSchedule(PrefillMmaSchedule):
+    """The free choices of the prefill kernel for activations of 8 bits with mma.sync: those of `PrefillMmaSchedule`,
+    with panels of 128 or 256 columns."""
+
+    allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {**PrefillMmaSchedule.allowed, "panel_k": (128, 256)}
+
+    panel_k: int = 128
