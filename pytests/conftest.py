@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from lowbit.dialect.bindings import ir
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use every core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,3 +52,12 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def repo() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def context() -> Iterator[ir.Context]:
+    """An MLIR context of the test's own, which is the current one meanwhile."""
+    from lowbit.dialect.bindings import ir, new_context
+
+    with new_context() as context, ir.Location.unknown():
+        yield context

@@ -19,7 +19,7 @@ from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_inputs, random_problem, tolerance
 from lowbit.pylib.runtime.boxed import map_of_x
-from lowbit.pylib.runtime.tensor_map import TensorMap
+from lowbit.pylib.tensor_map import TensorMap
 from lowbit.pylib.torch_types import TORCH
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias

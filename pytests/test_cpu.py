@@ -29,10 +29,10 @@ from lowbit.passes.codegen.host import host_features
 from lowbit.passes.cpu import compile as cpu_compile
 from lowbit.passes.cpu.compile import isa_of
 from lowbit.passes.cpu.decode import ChunkMap, multiplies_bf16
-from lowbit.pylib import matmul, memory_order, reference
+from lowbit.pylib import matmul, memory_order, reference, team
 from lowbit.pylib.build.host_programs import processor
 from lowbit.pylib.packed import PackedWeight, pack
-from lowbit.pylib.runtime import cpu, team
+from lowbit.pylib.runtime import cpu
 from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.torch_types import TORCH
 

@@ -20,7 +20,7 @@ from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Instruction
 from lowbit.pylib.matmul import this_machine
-from lowbit.pylib.runtime.tensor_map import TensorMap
+from lowbit.pylib.tensor_map import TensorMap
 
 EMULATOR = "emulator:sm_90a"
 ROWS, COLUMNS = 16, 32

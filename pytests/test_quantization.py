@@ -1,4 +1,4 @@
-"""Quantizers: each against the definition in its paper, written here once more, slowly; and laws that hold for all."""
+"""Quantizing: laws that hold for every method, and rounding to every format."""
 
 from __future__ import annotations
 
@@ -12,40 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantized_weights import CONFIG, inputs_of, output_error, same, weight_of
 from torch import Tensor
 
 import lowbit
 from lowbit.dialect.formats.dtypes import all_names, dtype
-from lowbit.pylib.quantization import gptq
 from lowbit.pylib.quantization import grid as grid_module
 from lowbit.pylib.quantization.config import FLOAT_ZEROS, METHODS, PRESETS
 from lowbit.pylib.quantization.grid import Grid
-from lowbit.pylib.quantization.hqq import NORM, shrink
+from lowbit.pylib.quantization.hqq import NORM
 from lowbit.pylib.reference import agrees, matmul, tolerance
 
-CONFIG: Any = lowbit.QuantConfig
 CPU = torch.device("cpu")
 PLAIN = [method for method in METHODS if method != "spqr"]  # whose outliers and levels test_spqr.py looks at
-
-
-def weight_of(n: int, k: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
-
-
-def inputs_of(tokens: int, k: int, seed: int = 1) -> Tensor:
-    """Inputs as layers have them: columns depend on each other, and some are much larger."""
-    generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(tokens, k, generator=generator) @ torch.randn(k, k, generator=generator) / k**0.5
-    return mixed * torch.rand(k, generator=generator).pow(4).mul(5).add(0.1)
-
-
-def output_error(weight: Tensor, other: Tensor, x: Tensor) -> float:
-    return float(((weight - other).double() @ x.double().T).square().sum())
-
-
-def same(a: lowbit.QuantizedWeight, b: lowbit.QuantizedWeight) -> bool:
-    tensors = [(getattr(a, name), getattr(b, name)) for name in ("codes", "scales", "zeros", "column_scales")]
-    return all((s is None and t is None) or torch.equal(s.float(), t.float()) for s, t in tensors)
 
 
 @st.composite
@@ -120,9 +99,6 @@ def test_methods_gain_something(method: Any, at_most: float) -> None:
     config = CONFIG("u3", 32, "float", method=method)
     error, rounded = (lowbit.quantize(w, replace(config, method=m), x).dequantize() for m in (method, "rtn"))
     assert output_error(w, error, x) < at_most * output_error(w, rounded, x)
-
-
-# Rounding to nearest.
 
 
 @pytest.mark.parametrize("name", all_names())
@@ -220,199 +196,6 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(whole.dequantize(), parts.dequantize(), atol=1e-5)
 
 
-# HQQ.
-
-
-def test_shrinkage_is_the_proximal_step() -> None:
-    """shrink(x) is close to the minimum of |e|^p + beta/p' (e - x)^2: it zeroes small errors and keeps large ones."""
-    x = torch.linspace(-3, 3, 121)
-    shrunk = shrink(x, 10.0)
-    expected = x.sign() * torch.relu(x.abs() - x.abs().pow(NORM - 1) / 10)
-    assert torch.allclose(shrunk, expected.nan_to_num(0.0)) and float(shrunk.abs().max()) > 2.9
-    assert (shrunk[x.abs() < 0.15] == 0).all()
-
-
-def test_hqq_by_its_definition() -> None:
-    """Badri and Shaji's loop, for one group at a time in f64."""
-    weight = weight_of(3, 64)
-    config = CONFIG("u3", 32, method="hqq", scale="f32")
-    result, start = lowbit.quantize(weight, config), lowbit.quantize(weight, replace(config, method="rtn"))
-    for row in range(3):
-        for g in range(2):
-            w, scale = weight[row, 32 * g : 32 * g + 32].double().numpy(), float(start.scales[row, g])
-            zero = slow_hqq(w, scale, float(start.zeros[row, g]))  # type: ignore[index]
-            assert float(result.zeros[row, g]) == pytest.approx(zero, abs=1e-4)  # type: ignore[index]
-
-
-def slow_hqq(w: np.ndarray, scale: float, zero: float) -> float:
-    best, least, beta = zero, np.inf, 10.0 * scale ** (NORM - 2)  # in units of the weight
-    for _ in range(21):
-        q = np.clip(np.round(w / scale + zero), 0, 7)
-        rest = w - scale * (q - zero)
-        norm = np.sum(np.abs(rest) ** NORM)
-        if norm < least:
-            best, least = zero, norm
-        e = np.sign(rest) * np.maximum(np.abs(rest) - np.abs(rest) ** (NORM - 1) / beta, 0)
-        zero = np.mean(q - (w - e) / scale)
-        beta *= 1.01
-    return best
-
-
-# GPTQ.
-
-
-@pytest.mark.parametrize("weight", ["u3", "nf4", "f4e2m1"])
-@pytest.mark.parametrize("shifted", [False, True])
-def test_gptq_by_its_definition(weight: Any, shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optimal brain quantization: after each column, the rest is the solution of a least-squares problem.
-
-    With `shifted` inputs of a quantized model: the rest has to make up for their difference, too.
-    """
-    monkeypatch.setattr(gptq, "BLOCK", 20)  # two blocks and a part of one
-    w, reference = weight_of(4, 48), inputs_of(100, 48) + weight_of(100, 48, seed=1)
-    x = reference + 0.2 * weight_of(100, 48, seed=2) if shifted else reference
-    config = CONFIG(weight, 16, method="gptq", clip="max", damping=1e-9)
-    calibration = lowbit.Calibration(48)
-    calibration.add(x, reference if shifted else None)
-    result = lowbit.quantize(w, config, calibration)
-    slow = slow_gptq(w, x.double().numpy(), reference.double().numpy(), config)
-    agree = np.isclose(result.dequantize().numpy(), slow, atol=1e-5)
-    assert agree.mean() > 0.97  # ties may fall either way, and then the rest differs, too
-    assert output_error(w, torch.from_numpy(slow), x) == pytest.approx(output_error(w, result.dequantize(), x), rel=0.1)
-
-
-def slow_gptq(weight: Tensor, x: np.ndarray, reference: np.ndarray, config: lowbit.QuantConfig) -> np.ndarray:
-    """Columns by falling |x|^2, each rounded to nearest; then lstsq for what is left."""
-    target = np.linalg.lstsq(x, reference @ weight.double().numpy().T, rcond=None)[0].T
-    start = lowbit.quantize(torch.from_numpy(target).float(), replace(config, method="rtn"))
-    scales = np.repeat(start.scales.double().numpy(), config.group_size or 1, axis=1)
-    zeros = np.zeros_like(scales)
-    if start.zeros is not None:
-        zeros = np.repeat(start.zeros.double().numpy(), config.group_size or 1, axis=1)
-    wanted, result, rest = x @ target.T, np.zeros_like(target), target.copy()
-    left = list(np.argsort(-np.square(x).sum(0)))
-    while left:
-        j = left.pop(0)
-        codes = config.dtype.encode(rest[:, j] / scales[:, j] + zeros[:, j])
-        result[:, j] = scales[:, j] * (config.dtype.decode(codes) - zeros[:, j])
-        wanted = wanted - x[:, [j]] * result[:, j]
-        rest[:, left] = np.linalg.lstsq(x[:, left], wanted, rcond=None)[0].T
-    return result
-
-
-def test_gptq_makes_up_for_quantized_inputs() -> None:
-    w, reference = weight_of(8, 64), inputs_of(300, 64)
-    x = reference + 0.1 * inputs_of(300, 64, seed=2)
-    errors: dict[bool, float] = {}
-    for corrected in (False, True):
-        calibration = lowbit.Calibration(64)
-        calibration.add(x, reference if corrected else None)
-        result = lowbit.quantize(w, CONFIG("u4", 32, method="gptq"), calibration).dequantize()
-        errors[corrected] = float((reference @ w.T - x @ result.T).square().sum())
-    assert errors[True] < 0.9 * errors[False]
-
-
-def test_gptq_of_inputs_that_miss_columns() -> None:
-    """Where inputs say nothing, the nearest code is taken; and no Cholesky factor fails."""
-    w, x = weight_of(4, 64), inputs_of(10, 64)
-    x[:, 32:] = 0
-    config = CONFIG("u4", 32, method="gptq")
-    result, rounded = lowbit.quantize(w, config, x), lowbit.quantize(w, replace(config, method="rtn"))
-    assert torch.equal(result.codes[:, 32:], rounded.codes[:, 32:])
-    calibration = lowbit.Calibration(64)
-    calibration.add(x, x + 0.01 * x.flip(0))
-    corrected = lowbit.quantize(w, config, calibration)
-    assert torch.equal(corrected.codes[:, 32:], rounded.codes[:, 32:])
-    nothing = lowbit.quantize(w, config, torch.zeros(10, 64))
-    assert same(nothing, replace(rounded, config=config))
-
-
-def test_a_hessian_serves_as_calibration() -> None:
-    w, x = weight_of(6, 64), inputs_of(100, 64)
-    config, sums = CONFIG("u3", 32, method="gptq"), lowbit.Calibration(64)
-    for batch in x.view(4, 5, 5, 64):
-        sums.add(batch)
-    hessian = x.double().T @ x.double()
-    assert torch.allclose(sums.hessian, hessian, rtol=1e-4, atol=1e-3) and sums.tokens == 100
-    results = [lowbit.quantize(w, config, given) for given in (x, sums, (hessian + hessian.T) / 2)]
-    errors = [output_error(w, result.dequantize(), x) for result in results]
-    assert errors == pytest.approx([errors[0]] * 3, rel=0.02)
-
-
-# AWQ.
-
-
-def test_awq_by_its_definition() -> None:
-    """The best alpha of a loop over the grid, with errors computed from the inputs themselves."""
-    w, x = weight_of(8, 64), inputs_of(200, 64)
-    config = CONFIG("u3", 32, method="awq")
-    result = lowbit.quantize(w, config, x)
-    magnitude, errors = x.abs().mean(0), []
-    for alpha in np.arange(20) / 20:
-        scales = magnitude**alpha
-        scales = scales / (scales.max() * scales.min()).sqrt()
-        rounded = lowbit.quantize(w * scales, replace(config, method="rtn")).dequantize() / scales
-        errors.append(output_error(w, rounded, x))
-    assert output_error(w, result.dequantize(), x) == pytest.approx(min(errors), rel=1e-4) and min(errors) < errors[0]
-
-
-@pytest.mark.parametrize("previous", [torch.nn.LayerNorm(64), torch.nn.RMSNorm(64), torch.nn.Linear(16, 64)])
-def test_awq_folds_into_the_layer_before(previous: torch.nn.Module) -> None:
-    w, given = weight_of(8, 64), inputs_of(50, 16 if isinstance(previous, torch.nn.Linear) else 64)
-    with torch.no_grad():
-        x = previous(given)
-        result = lowbit.quantize(w, CONFIG("u4", 32, method="awq"), inputs_of(200, 64))
-        expected = x @ result.dequantize().T
-        folded = result.fold_into(previous)
-        assert folded.column_scales is None and folded.fold_into(previous) is folded
-        assert torch.allclose(previous(given) @ folded.dequantize().T, expected, atol=1e-3)
-        assert not torch.allclose(x @ folded.dequantize().T, expected, atol=1e-3)
-
-
-def test_siblings_share_column_scales() -> None:
-    q, k, x = weight_of(8, 64), weight_of(4, 64, seed=3), inputs_of(200, 64)
-    both = lowbit.quantize(torch.cat([q, k]), CONFIG("u4", 32, method="awq"), x)
-    parts = both.split([8, 4])
-    assert torch.equal(torch.cat([part.dequantize() for part in parts]), both.dequantize())
-
-
-# SignRound.
-
-
-def test_signround_by_its_definition() -> None:
-    """The paper's update, step by step for one row, in f64."""
-    w, x = weight_of(1, 16, seed=2), inputs_of(64, 16, seed=3)
-    config = CONFIG("u3", 16, "float", "f32", method="signround", clip="max", steps=20)
-    hessian = (x.T @ x).double()
-    hessian /= hessian.diagonal().mean()
-    errors = []
-    offsets, a, b = torch.zeros(16).double(), torch.ones(1).double(), torch.ones(1).double()
-    for step in range(20):
-        variables = [v.requires_grad_() for v in (offsets, a, b)]
-        values = slow_fake_quantize(w[0].double(), *variables)
-        error = w[0].double() - values
-        loss = error @ hessian @ error
-        errors.append(loss.item())
-        gradients = torch.autograd.grad(loss, variables)
-        rate = (1 - step / 20) / 20
-        offsets, a, b = (v.detach() - rate * g.sign() for v, g in zip(variables, gradients))
-        offsets, a, b = offsets.clamp(-0.5, 0.5), a.clamp(0, 1), b.clamp(0, 1)
-    difference = (w - lowbit.quantize(w, config, x).dequantize())[0].double()
-    assert float(difference @ hessian @ difference) == pytest.approx(min(errors), rel=1e-3)
-    assert min(errors) < 0.5 * errors[0] and float(offsets.abs().max()) > 0.2
-
-
-def slow_fake_quantize(w: Tensor, offsets: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    low, high = w.min() * b, w.max() * a
-    scale = (high - low) / 7
-    zero = -low / scale
-    x = w / scale + zero + offsets
-    return scale * ((x + (x.round() - x).detach()).clamp(0, 7) - zero)
-
-
-# What comes out runs.
-
-
 RUN = {name: preset for name, preset in PRESETS.items() if preset.method in PLAIN}
 RUN |= {"i3": CONFIG("i3", 32), "u1": CONFIG("u1", 32, "float", symmetric=True)}
 
@@ -434,9 +217,6 @@ def test_matmul_of_a_quantized_weight(config: lowbit.QuantConfig) -> None:
     assert torch.allclose(y.float(), expected, atol=0.01 * float(expected.abs().max()))
 
 
-# Configurations and errors.
-
-
 @pytest.mark.parametrize("config", [*PRESETS.values(), CONFIG("lut1", table=(-1, 2))])
 def test_configurations_are_json(config: lowbit.QuantConfig) -> None:
     assert CONFIG.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -447,84 +227,3 @@ def test_configurations_are_json(config: lowbit.QuantConfig) -> None:
 def test_constant_weights(value: float, weight: Any, zeros: Any) -> None:
     result = lowbit.quantize(torch.full((2, 32), value), CONFIG(weight, 32, zeros, "f32"))
     assert torch.allclose(result.dequantize(), torch.full((2, 32), value), rtol=1e-2, atol=1e-30)
-
-
-W = weight_of(4, 64)
-BAD = W.clone()
-BAD[2, 33] = float("nan")
-
-
-@pytest.mark.parametrize(
-    "message, call",
-    [
-        (r"weight\[2, 33\] = nan must be finite; 1 values are not", lambda: lowbit.quantize(BAD)),
-        (r"weight must be \[n, k\], not \[4, 8, 8\]", lambda: lowbit.quantize(W.view(4, 8, 8))),
-        ("weight must be a tensor of floats .* not torch.int64", lambda: lowbit.quantize(W.long())),
-        ("weight must be a tensor of floats .* not ndarray", lambda: lowbit.quantize(W.numpy())),  # type: ignore[arg-type]
-        ("weight is on meta", lambda: lowbit.quantize(W.to("meta"))),
-        ("group_size=128 must divide k=64; try 64", lambda: lowbit.quantize(W)),
-        ("config='u4' must be a QuantConfig", lambda: lowbit.quantize(W, "u4")),  # type: ignore[arg-type]
-        ("method='gptq' needs calibration=", lambda: lowbit.quantize(W, CONFIG("u4", 32, method="gptq"))),
-        ("must be .*k=64.*not .*10, 32", lambda: lowbit.quantize(W, GPTQ, W.new_ones(10, 32))),
-        ("is of inputs .*32.*, but the weight has k=64", lambda: lowbit.quantize(W, GPTQ, lowbit.Calibration(32))),
-        ("not positive definite", lambda: lowbit.quantize(W, GPTQ, -torch.eye(64))),
-        ("has no tokens", lambda: lowbit.quantize(W, GPTQ, lowbit.Calibration(64))),
-        ("x has NaN or inf in token 2", lambda: lowbit.Calibration(64).add(BAD)),
-        ("reference must be of x's tokens", lambda: lowbit.Calibration(64).add(W, W[:2])),
-        ("group 1 of row 3 needs a scale beyond f16", lambda: lowbit.quantize(HUGE, CONFIG("i4", 32))),
-        ("previous must be a norm or a linear layer with 64", lambda: AWQ.fold_into(torch.nn.ReLU())),
-        (r"sizes=\[1, 1\] must be positive and add up to n=4", lambda: AWQ.split([1, 1])),
-    ],
-)
-def test_errors_of_weights(message: str, call: Any) -> None:
-    with pytest.raises(lowbit.LowbitError, match=message):
-        call()
-
-
-HUGE = W.clone()
-HUGE[3, 40] = 1e7
-GPTQ = CONFIG("u4", 32, method="gptq")
-AWQ = lowbit.quantize(W, CONFIG("u4", 32, method="awq"), inputs_of(100, 64))
-
-
-@pytest.mark.parametrize(
-    "message, change",
-    [
-        ("unknown weight format 'u9'", {"weight": "u9"}),
-        ("weight=4 must be the name of a format", {"weight": 4}),
-        ("group_size=8 must be an integer of at least 16", {"group_size": 8}),
-        ("group_size=True must", {"group_size": True}),
-        ("method='hqqq' must be one of .* did you mean 'hqq'", {"method": "hqqq"}),
-        ("method='hqq' needs an integer weight .* not 'nf4'", {"weight": "nf4", "method": "hqq"}),
-        ("method='hqq' optimizes float zeros and can't have zeros='int'", {"zeros": "int", "method": "hqq"}),
-        ("method='signround' needs an integer weight", {"weight": "f4e2m1", "method": "signround"}),
-        ("zeros='int' needs an integer weight", {"weight": "nf4", "zeros": "int"}),
-        ("zeros='floats' must be one of", {"zeros": "floats"}),
-        ("scale='f8' must be one of", {"scale": "f8"}),
-        ("clip=None must be one of", {"clip": None}),
-        ("symmetric=1 must be True or False", {"symmetric": 1}),
-        ("symmetric=True needs zeros", {"symmetric": True, "weight": "i4"}),
-        ("damping=0 must be", {"damping": 0}),
-        ("steps=0 must be", {"steps": 0}),
-        ("lut2 needs table= with 4 values", {"weight": "lut2"}),
-    ],
-)
-def test_errors_of_configurations(message: str, change: dict[str, Any]) -> None:
-    with pytest.raises(lowbit.SpecError, match=message):
-        CONFIG(**change)
-
-
-def test_method_by_default() -> None:
-    """HQQ where there are float zeros to move."""
-    assert CONFIG("u4", zeros="float").method == "hqq"
-    given = [CONFIG("u4"), CONFIG("i4"), CONFIG("nf4", zeros="float"), CONFIG("u1", zeros="float", symmetric=True)]
-    assert {config.method for config in given} == {"rtn"}
-
-
-def test_errors_of_names() -> None:
-    with pytest.raises(lowbit.SpecError, match=r"preset='fp6-llm' must be one of .* did you mean 'fp6_llm'"):
-        CONFIG.preset("fp6-llm")
-    with pytest.raises(lowbit.SpecError, match="of version 9 can't be read"):
-        CONFIG.from_dict({"version": 9})
-    with pytest.raises(lowbit.SpecError, match="a configuration has no 'bits'"):
-        CONFIG.from_dict({"version": 1, "bits": 4})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -14,47 +13,27 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import Act, MatmulSpec, Scale, Zeros
-from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.unpacked import UnpackedWeight
 
 
 @dataclass(frozen=True, eq=False)
-class Imported:
-    """A weight [n, k] in the terms of `MatmulSpec` and `pack`.
+class Imported(UnpackedWeight):
+    """A weight in the terms of `MatmulSpec` and `pack`.
 
     weight       element format
-    codes        [n, k]: values of i<b> formats, codes of all others
-    scales       [n, groups], in the type in which they are kept, or codes of `scale_code`
-    zeros        [n, groups]: integers, floats of the type of the scales, or codes like them; None without
-    offsets      [n, groups], in the type of the scales, or codes like them; None without
-    row_scales   [n] or [1]: another factor of each row, in f32; None without
-    permutation  [k]: the column of the weight that each column of codes is; None if they are the same
     table        of a lut<b>
     bias         [n]; None without
-    scale_code   the format of scales that are codes, such as "u6"; None for others
-    scale_scales, scale_zeros, zero_scales, zero_zeros, offset_scales, scale_offsets   the second level of these codes,
-                 floats [n, blocks of groups]; where there are zeros among it, [n / 16, groups], shared by 16 rows
+    scale_code   the format of scales that are codes, such as "u6"; None for others. Their second level is one of rows,
+                 or with zeros and shared by 16 rows
     scale_table  the 256 numbers of codes of "lut8"
-    outliers     (row offsets, columns, values), which are added to the rest; None without
     """
 
-    weight: str
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    offsets: Tensor | None = None
-    row_scales: Tensor | None = None
-    permutation: Tensor | None = None
-    table: tuple[float, ...] | None = None
-    bias: Tensor | None = None
-    scale_code: Scale | None = None
-    scale_scales: Tensor | None = None
-    scale_zeros: Tensor | None = None
-    zero_scales: Tensor | None = None
-    zero_zeros: Tensor | None = None
-    offset_scales: Tensor | None = None
-    scale_offsets: Tensor | None = None
-    scale_table: tuple[float, ...] | None = None
-    outliers: Sequence[Tensor] | None = None
+    weight: str = field(kw_only=True)
+    table: tuple[float, ...] | None = field(default=None, kw_only=True)
+    bias: Tensor | None = field(default=None, kw_only=True)
+    scale_code: Scale | None = field(default=None, kw_only=True)
+    scale_table: tuple[float, ...] | None = field(default=None, kw_only=True)
 
     def spec(self, act: Act) -> MatmulSpec:
         """Returns the spec of the weight for inputs of type `act`."""
@@ -82,32 +61,25 @@ class Imported:
     def _zeros(self) -> Zeros:
         if self.zeros is None:
             return "none" if self.offsets is None else "offset"
-        return "float" if self.zeros.is_floating_point() or self.zero_scales is not None else "int"
+        return "float" if self.zeros.is_floating_point() or "zero_scales" in self.second_level else "int"
 
     def _bilevel(self) -> Bilevel | None:
         """Returns the second level: one of rows, or with zeros and of 16 rows."""
-        if self.scale_scales is None:
+        if not self.second_level:
             return None
-        zeros = self.scale_zeros is not None
+        scales, zeros = self.second_level["scale_scales"], "scale_zeros" in self.second_level
         return Bilevel(
             rows=ROWS if zeros else 1,
-            groups=self.scales.shape[1] // self.scale_scales.shape[1],
-            scale=cast(SuperScale, _scale_type(self.scale_scales)),
+            groups=self.scales.shape[1] // scales.shape[1],
+            scale=cast(SuperScale, _scale_type(scales)),
             zeros=zeros,
-            offsets=self.scale_offsets is not None,
+            offsets="scale_offsets" in self.second_level,
             table=self.scale_table,
         )
 
     def pack(self, act: Act) -> PackedWeight:
         """Returns the weight as kernels read it. Raises PackError and SpecError where it is none that they can read."""
-        others = {name: getattr(self, name) for name in _OTHERS}
-        return pack(self.spec(act), self.codes, self.scales, self.zeros, self.bias, self.outliers, **others)
-
-
-_OTHERS = (
-    *("offsets", "row_scales", "permutation"),
-    *("scale_scales", "scale_zeros", "zero_scales", "zero_zeros", "offset_scales", "scale_offsets"),
-)
+        return self.pack_as(self.spec(act), self.bias)
 
 
 def _scale_type(scales: Tensor) -> Scale:
@@ -125,8 +97,8 @@ def integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, bias: Tens
     """
     half = 1 << (bits - 1)
     if bool((zeros == half).all()):
-        return Imported(f"i{bits}", signed(codes, bits), scales, bias=bias)
-    return Imported(f"u{bits}", codes, scales, zeros, bias=bias)
+        return Imported(signed(codes, bits), scales, weight=f"i{bits}", bias=bias)
+    return Imported(codes, scales, zeros, weight=f"u{bits}", bias=bias)
 
 
 def signed(codes: Tensor, bits: int) -> Tensor:

@@ -150,7 +150,15 @@ def _described(value: Any) -> Iterator[str]:
         yield f"```python\n{_signature(value)}\n```"
     yield text_of(inspect.getdoc(value))
     if inspect.isclass(value) and not issubclass(value, Exception):
+        yield from (text_of(inspect.getdoc(base)) for base in _private_bases(value))
         yield from _members(value)
+
+
+def _private_bases(cls: type) -> list[type]:
+    """The bases of a class that declare fields of it and have no section of their own."""
+    public = [getattr(lowbit, name) for name in lowbit.__all__]
+    ours = [base for base in cls.__mro__[1:] if base.__module__.startswith("lowbit.") and base not in public]
+    return [base for base in ours if dataclasses.is_dataclass(base) and dataclasses.fields(base)]
 
 
 def _members(cls: type) -> Iterator[str]:

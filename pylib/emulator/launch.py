@@ -39,7 +39,7 @@ from lowbit.pylib.emulator.machine.memory_map import MemoryMap, make_cluster
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Kernel, Param, Variable
-from lowbit.pylib.runtime.tensor_map import ALIGN, SIZE, TensorMap
+from lowbit.pylib.tensor_map import ALIGN, SIZE, TensorMap
 
 Dim3 = int | Sequence[int]
 

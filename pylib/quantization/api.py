@@ -107,7 +107,7 @@ def _in_levels(config: QuantConfig, parts: Sequence[KQuant]) -> QuantizedWeight:
     offsets = [part.pair.offsets for part in parts if part.pair.offsets is not None]
     scale, of_scales = _joined(config, "scale", [part.pair.scales for part in parts])
     offset, of_offsets = _joined(config, "offset", offsets) if offsets else (None, {})
-    return QuantizedWeight(config, codes, scale, offsets=offset, second_level={**of_scales, **of_offsets})
+    return QuantizedWeight(codes, scale, offsets=offset, second_level={**of_scales, **of_offsets}, config=config)
 
 
 def _joined(config: QuantConfig, role: str, parts: Sequence[Numbers]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -153,7 +153,7 @@ def _finish(config: QuantConfig, codes: Codes, column_scales: Tensor | None = No
         zeros = codes.zeros.to(torch.int32)
     elif config.zeros == "float":
         zeros = codes.zeros.to(TORCH[config.scale if config.scale in ("f16", "f32") else "bf16"])
-    return QuantizedWeight(config, codes.codes, scales, zeros, column_scales)
+    return QuantizedWeight(codes.codes, scales, zeros, config=config, column_scales=column_scales)
 
 
 def _fitting(name: str, kind: str, table: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,41 +14,26 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.outliers import csr_rows, split_csr
-from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.quantization.grid import Codes, Grid, chunks
+from lowbit.pylib.unpacked import UnpackedWeight
 
 BY_ROW = ("codes", "scales", "zeros", "offsets", "row_scales")
 """The tensors of a quantized weight that have something for every row."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight:
-    """A weight [n, k] as codes, scales and zeros.
+class QuantizedWeight(UnpackedWeight):
+    """A weight [n, k] as codes, scales and zeros, with the configuration that it was made by.
 
-    config          how it was made
-    codes           [n, k]: int8 values for i<b> formats, uint8 codes for all others
-    scales          [n, groups] in the type config.scale, or codes where there is a second level
-    zeros           [n, groups]: int32, floats, or codes like the scales; None without zeros
-    offsets         [n, groups] like the scales; None without offsets
     column_scales   [k] in f32, of AWQ: the input has to be divided by them; None if there is nothing to divide
     outliers        a torch.sparse_csr matrix [n, k] in f16, of SpQR, which is added to the rest; else None
-    permutation     [k], of SpQR in act-order: column j of all else is column permutation[j] of the weight; else None
-    row_scales      [n] in f32: a factor of each row; None without
-    second_level    what makes numbers of codes, [n / rows, groups / groups] of `config.second_level`: scale_scales and,
-                    of SpQR, scale_zeros, zero_scales and zero_zeros, of K-quants offset_scales; empty without codes
     """
 
-    config: QuantConfig
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    column_scales: Tensor | None = None
     outliers: Tensor | None = None
-    permutation: Tensor | None = None
-    second_level: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    offsets: Tensor | None = None
-    row_scales: Tensor | None = None
+    config: QuantConfig = field(kw_only=True)
+    column_scales: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,9 +56,7 @@ class QuantizedWeight:
         Where there are column scales, the kernel has to be given `prepare_input(x)` in place of x.
         """
         spec = target.spec if isinstance(target, Matmul) else target or self.spec(bias=bias is not None)
-        outliers = self.outliers if spec.outliers else None
-        others = {name: getattr(self, name) for name in ("permutation", "offsets", "row_scales")}
-        return pack(spec, self.codes, self.scales, self.zeros, bias, outliers, **others, **self.second_level)
+        return self.pack_as(spec, bias)
 
     def prepare_input(self, x: Tensor) -> Tensor:
         """Returns the input that belongs to the codes: x divided by the column scales, or x itself without them."""

@@ -24,7 +24,7 @@ from lowbit.passes.target import parse_target
 from lowbit.pylib.build.driver import Program
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.runtimes import check_device, load_function, memory_of
-from lowbit.pylib.runtime.tensor_map import TensorMap
+from lowbit.pylib.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir

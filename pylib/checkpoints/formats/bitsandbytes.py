@@ -50,7 +50,9 @@ def read(module: ModuleTensors) -> Imported:
     group = math.gcd(block, k)  # blocks of the flattened weight may hold several rows, or end within one
     blocks = torch.arange(0, n * k, group, device=absmax.device).view(n, -1) // block
     weight, table = _elements(module.take("weight.quant_map", torch.float32, 1))
-    whole = Imported(weight, high_nibbles_first(packed).view(n, k), absmax[blocks], table=table, bias=module.bias())
+    whole = Imported(
+        high_nibbles_first(packed).view(n, k), absmax[blocks], weight=weight, table=table, bias=module.bias()
+    )
     return _nested(module, state, whole, blocks, block // group) if nested else whole
 
 
@@ -75,8 +77,7 @@ def _nested(
         weight,
         scale_code=TABLE_CODE,
         scale_table=tuple(table.tolist()),
-        scale_scales=copies,
-        scale_offsets=torch.full_like(copies, offset),
+        second_level={"scale_scales": copies, "scale_offsets": torch.full_like(copies, offset)},
     )
 
 

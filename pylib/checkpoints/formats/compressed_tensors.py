@@ -108,7 +108,7 @@ def _int8(module: ModuleTensors, weight: Tensor) -> Imported:
         given = module.take("weight_zero_point", torch.int8, module.tensors["weight_zero_point"].ndim)
         zeros = of_blocks(given, (n, k), _blocks(module, "int"))
         check_shape("weight_zero_point", zeros, scales.shape, "weight_scale")
-    return Imported("i8", weight, scales, zeros, bias=module.bias())
+    return Imported(weight, scales, zeros, weight="i8", bias=module.bias())
 
 
 # -- floats
@@ -120,7 +120,7 @@ def _float8(module: ModuleTensors, weight: Tensor) -> Imported:
     given = module.tensors.get("weight_scale")
     is_mx = given is not None and given.dtype == torch.uint8
     scales = _exponents(module, n, k) if is_mx else _scales(module, "float", n, k)
-    return Imported("f8e4m3", weight.contiguous().view(torch.uint8), scales, bias=module.bias())
+    return Imported(weight.contiguous().view(torch.uint8), scales, weight="f8e4m3", bias=module.bias())
 
 
 def _packed_floats(module: ModuleTensors, packed: Tensor) -> Imported:
@@ -134,7 +134,7 @@ def _packed_floats(module: ModuleTensors, packed: Tensor) -> Imported:
         raise CheckpointError(f"weight_packed {list(packed.shape)} doesn't fit {groups} groups of 32 columns")
     _check_bits(module, "float", bits)
     scales = _exponents(module, n, groups * 32)
-    return Imported(SMALL_FLOATS[bits], from_stream(packed, bits, groups * 32), scales, bias=module.bias())
+    return Imported(from_stream(packed, bits, groups * 32), scales, weight=SMALL_FLOATS[bits], bias=module.bias())
 
 
 def _exponents(module: ModuleTensors, n: int, k: int) -> Tensor:

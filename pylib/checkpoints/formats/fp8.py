@@ -26,7 +26,7 @@ def read(module: ModuleTensors) -> Imported:
     scales = module.take(name, (*FLOATS, torch.float8_e8m0fnu), 2 if given is None else given.ndim).float()
     block = Block.of(module.config.get("weight_block_size"))
     codes = weight.contiguous().view(torch.uint8)
-    return Imported("f8e4m3", codes, of_blocks(scales, weight.shape, [block]), bias=module.bias())
+    return Imported(codes, of_blocks(scales, weight.shape, [block]), weight="f8e4m3", bias=module.bias())
 
 
 FORMAT = Format("FP8", (".weight_scale_inv", ".weight_scale"), (".weight", ".bias", ".input_scale"), read)

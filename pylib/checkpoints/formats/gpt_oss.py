@@ -25,7 +25,7 @@ def read(module: ModuleTensors) -> Imported:
     scales = module.take("scales", torch.uint8, 2)
     check_shape("scales", scales, (rows, groups), "blocks")
     codes = from_stream(blocks.reshape(rows, groups * size), 4, groups * 32)
-    return Imported("f4e2m1", codes, powers_of_two(scales), bias=module.bias())
+    return Imported(codes, powers_of_two(scales), weight="f4e2m1", bias=module.bias())
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

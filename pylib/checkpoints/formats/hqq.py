@@ -37,7 +37,7 @@ def read(module: ModuleTensors) -> Imported:
     if zero.shape != scale.shape:
         raise CheckpointError(f"zero {list(zero.shape)} must have the shape of scale {list(scale.shape)}")
     codes = _codes(module, rows, columns).view(n, k)
-    return Imported(f"u{_bits(module)}", codes, scale.view(n, -1), zero.view(n, -1), bias=module.bias())
+    return Imported(codes, scale.view(n, -1), zero.view(n, -1), weight=f"u{_bits(module)}", bias=module.bias())
 
 
 def _codes(module: ModuleTensors, rows: int, columns: int) -> Tensor:

@@ -32,8 +32,8 @@ def read(module: ModuleTensors, packed: Tensor) -> Imported:
         raise CheckpointError(f"weight_global_scale={divisor.tolist()[:3]} must be one positive number")
     codes, factor = from_stream(packed, 4, k), factor_of(scales, divisor)
     if factor is None:
-        return Imported(WEIGHT, codes, scales.float() / divisor, bias=module.bias())
-    return Imported(WEIGHT, codes, scales, row_scales=factor, bias=module.bias())
+        return Imported(codes, scales.float() / divisor, weight=WEIGHT, bias=module.bias())
+    return Imported(codes, scales, weight=WEIGHT, row_scales=factor, bias=module.bias())
 
 
 def factor_of(scales: Tensor, divisor: Tensor) -> Tensor | None:

@@ -45,16 +45,13 @@ def read(module: ModuleTensors) -> Imported:
     tiles = words.view(n // TILE, k // TILE, TILE).transpose(1, 2)  # [blocks of rows, rows, tiles]
     level = _second_level(tiles)
     weight = Imported(
-        "u3",
         _codes(tiles).view(n, k),
         _field(tiles, 0).reshape(n, -1),
         _field(tiles, 1).reshape(n, -1),
+        weight="u3",
         scale_code="u3",
         outliers=_outliers(module, offsets, n, k),
-        scale_scales=level[..., 0],
-        zero_scales=level[..., 1],
-        scale_zeros=level[..., 2],
-        zero_zeros=level[..., 3],
+        second_level=dict(zip(("scale_scales", "zero_scales", "scale_zeros", "zero_zeros"), level.unbind(-1))),
     )
     in_order = order is None or torch.equal(order, torch.arange(k, device=order.device))
     return weight if in_order else replace(weight, permutation=order)

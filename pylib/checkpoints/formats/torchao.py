@@ -34,7 +34,9 @@ def read(module: ModuleTensors) -> Imported:
     if ZERO in module and module.tensors[ZERO].dtype in FLOATS:
         return _int4(module, qdata, scale)
     if qdata.dtype == torch.float8_e4m3fn:
-        return Imported("f8e4m3", qdata.contiguous().view(torch.uint8), _of_groups(scale, qdata), bias=module.bias())
+        return Imported(
+            qdata.contiguous().view(torch.uint8), _of_groups(scale, qdata), weight="f8e4m3", bias=module.bias()
+        )
     return _int8(module, qdata, scale)
 
 
@@ -45,7 +47,7 @@ def _int4(module: ModuleTensors, qdata: Tensor, scale: Tensor) -> Imported:
     if scale.shape[1] != n or k % len(scale):
         raise CheckpointError(f"{SCALE} {list(scale.shape)} must be [groups, n={n}], with groups that divide k={k}")
     nibbles = from_stream(qdata.contiguous().view(torch.uint8), 4, k)
-    return Imported("i4", signed(nibbles ^ 8, 4), scale.t(), offsets=zero.t(), bias=module.bias())
+    return Imported(signed(nibbles ^ 8, 4), scale.t(), weight="i4", offsets=zero.t(), bias=module.bias())
 
 
 def _int8(module: ModuleTensors, qdata: Tensor, scale: Tensor) -> Imported:
@@ -55,7 +57,7 @@ def _int8(module: ModuleTensors, qdata: Tensor, scale: Tensor) -> Imported:
         check_shape(ZERO, given, scale.shape, SCALE)
         zeros = _of_groups(given, qdata) if bool(given.any()) else None
     bits = 4 if all(_fits_4_bits(t) for t in (codes, zeros) if t is not None) else 8
-    return Imported(f"i{bits}", codes, scales, zeros, bias=module.bias())
+    return Imported(codes, scales, zeros, weight=f"i{bits}", bias=module.bias())
 
 
 def _fits_4_bits(t: Tensor) -> bool:

@@ -66,22 +66,22 @@ def floats(data: Tensor) -> Tensor:
 
 def _q4_0(blocks: Tensor) -> Imported:
     d, qs = blocks.split([2, 16], 1)
-    return Imported("i4", signed(fields(qs, 16, NIBBLES, 4), 4), floats(d))
+    return Imported(signed(fields(qs, 16, NIBBLES, 4), 4), floats(d), weight="i4")
 
 
 def _q4_1(blocks: Tensor) -> Imported:
     d, m, qs = blocks.split([2, 2, 16], 1)
-    return Imported("u4", fields(qs, 16, NIBBLES, 4), floats(d), offsets=floats(m))
+    return Imported(fields(qs, 16, NIBBLES, 4), floats(d), weight="u4", offsets=floats(m))
 
 
 def _q5_0(blocks: Tensor) -> Imported:
     d, qh, qs = blocks.split([2, 4, 16], 1)
-    return Imported("i5", signed(_five_bits(qh, qs), 5), floats(d))
+    return Imported(signed(_five_bits(qh, qs), 5), floats(d), weight="i5")
 
 
 def _q5_1(blocks: Tensor) -> Imported:
     d, m, qh, qs = blocks.split([2, 2, 4, 16], 1)
-    return Imported("u5", _five_bits(qh, qs), floats(d), offsets=floats(m))
+    return Imported(_five_bits(qh, qs), floats(d), weight="u5", offsets=floats(m))
 
 
 def _five_bits(qh: Tensor, qs: Tensor) -> Tensor:
@@ -90,23 +90,23 @@ def _five_bits(qh: Tensor, qs: Tensor) -> Tensor:
 
 def _q8_0(blocks: Tensor) -> Imported:
     d, qs = blocks.split([2, 32], 1)
-    return Imported("i8", qs.contiguous().view(torch.int8), floats(d))
+    return Imported(qs.contiguous().view(torch.int8), floats(d), weight="i8")
 
 
 def _iq4_nl(blocks: Tensor) -> Imported:
     d, qs = blocks.split([2, 16], 1)
-    return Imported("lut4", fields(qs, 16, NIBBLES, 4), floats(d), table=IQ4_TABLE)
+    return Imported(fields(qs, 16, NIBBLES, 4), floats(d), weight="lut4", table=IQ4_TABLE)
 
 
 def _mxfp4(blocks: Tensor) -> Imported:
     e, qs = blocks.split([1, 16], 1)
-    return Imported("f4e2m1", fields(qs, 16, NIBBLES, 4), e.contiguous().view(torch.float8_e8m0fnu))
+    return Imported(fields(qs, 16, NIBBLES, 4), e.contiguous().view(torch.float8_e8m0fnu), weight="f4e2m1")
 
 
 def _nvfp4(blocks: Tensor) -> Imported:
     d, qs = blocks.split([4, 32], 1)
     scales = (d & 0x7F).masked_fill_(d & 0x7F == 0x7F, 0)  # llama.cpp reads NaN as 0
-    return Imported("f4e2m1", fields(qs, 8, NIBBLES, 4), scales.view(torch.float8_e4m3fn))
+    return Imported(fields(qs, 8, NIBBLES, 4), scales.view(torch.float8_e4m3fn), weight="f4e2m1")
 
 
 BLOCKS = {

@@ -149,15 +149,13 @@ def _size(entry: Entry) -> int:
     return count // kind.columns * kind.nbytes
 
 
-_BY_GROUP = ("scales", "zeros", "offsets", "scale_scales", "offset_scales")
-
-
 def _imported(entry: Entry, data: Tensor) -> Imported:
     """Returns the weight that rows of blocks make."""
     kind, (n, k) = TYPES[entry.kind], entry.shape
     weight = kind.read(data.view(-1, kind.nbytes))
-    groups = {name: _rows(getattr(weight, name), n) for name in _BY_GROUP}
-    return replace(weight, codes=weight.codes.reshape(n, k), **groups)
+    groups = {name: _rows(getattr(weight, name), n) for name in ("scales", "zeros", "offsets")}
+    second = {name: numbers.reshape(n, -1) for name, numbers in weight.second_level.items()}
+    return replace(weight, codes=weight.codes.reshape(n, k), second_level=second, **groups)
 
 
 def _rows(numbers: Tensor | None, n: int) -> Tensor | None:

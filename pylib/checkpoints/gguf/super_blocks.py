@@ -35,7 +35,9 @@ def _q3_k(blocks: Tensor) -> Imported:
     low, high = groups.split([8, 4], 1)
     sc = joined(fields(low, 8, NIBBLES, 4), fields(high, 4, PAIRS_OF_BITS, 2), 4)
     codes = joined(fields(qs, 32, PAIRS_OF_BITS, 2), fields(hmask, 32, EIGHT_BITS, 1), 2)
-    return Imported("i3", signed(codes, 3), _less_32(sc), scale_code="i6", scale_scales=floats(d))
+    return Imported(
+        signed(codes, 3), _less_32(sc), weight="i3", scale_code="i6", second_level={"scale_scales": floats(d)}
+    )
 
 
 def _q4_k(blocks: Tensor) -> Imported:
@@ -56,7 +58,8 @@ def _with_offsets(
 ) -> Imported:
     """Returns the weight d sc q - dmin m, of (d, sc) and (dmin, m)."""
     (d, sc), (dmin, m) = scales, offsets
-    return Imported(weight, codes, sc, offsets=m, scale_code=code, scale_scales=floats(d), offset_scales=-floats(dmin))
+    second = {"scale_scales": floats(d), "offset_scales": -floats(dmin)}
+    return Imported(codes, sc, weight=weight, offsets=m, scale_code=code, second_level=second)
 
 
 def _six_bits(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,14 +78,16 @@ def _q6_k(blocks: Tensor) -> Imported:
     ql, qh, sc, d = blocks.split([128, 64, 16, 2], 1)
     codes = joined(fields(ql, 64, NIBBLES, 4), fields(qh, 32, PAIRS_OF_BITS, 2), 4)
     scales = sc.view(torch.int8)
-    return Imported("i6", signed(codes, 6), scales, scale_code="i8", scale_scales=floats(d))
+    return Imported(signed(codes, 6), scales, weight="i6", scale_code="i8", second_level={"scale_scales": floats(d)})
 
 
 def _iq4_xs(blocks: Tensor) -> Imported:
     d, high, low, qs = blocks.split([2, 2, 4, 128], 1)
     sc = joined(fields(low, 1, NIBBLES, 4), fields(high, 1, PAIRS_OF_BITS, 2), 4)
     codes, scales = fields(qs, 16, NIBBLES, 4), _less_32(sc)
-    return Imported("lut4", codes, scales, table=IQ4_TABLE, scale_code="i6", scale_scales=floats(d))
+    return Imported(
+        codes, scales, weight="lut4", table=IQ4_TABLE, scale_code="i6", second_level={"scale_scales": floats(d)}
+    )
 
 
 def _less_32(sc: Tensor) -> Tensor:
@@ -112,7 +117,7 @@ def _tq2_0(blocks: Tensor) -> Imported:
 def _ternary(codes: Tensor, d: Tensor) -> Imported:
     """Returns the weight d (q - 1). Where no q is 3, as it should be, it needs no zeros."""
     if not bool((codes == 3).any()):
-        return Imported("i2", codes.view(torch.int8) - 1, floats(d))
+        return Imported(codes.view(torch.int8) - 1, floats(d), weight="i2")
     return integers(codes, 2, floats(d), torch.ones(len(d), 1, dtype=torch.uint8, device=d.device), None)
 
 

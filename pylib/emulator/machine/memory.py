@@ -12,7 +12,7 @@ from bisect import bisect_right
 import numpy as np
 
 from lowbit.pylib.emulator.machine.faults import Array, Fault, require
-from lowbit.pylib.runtime.tensor_map import TensorMap
+from lowbit.pylib.tensor_map import TensorMap
 
 #: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
 #: and no more.

@@ -1,0 +1,91 @@
+"""What `lowbit.quantize` and its configurations refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quantized_weights import CONFIG, inputs_of, weight_of
+
+import lowbit
+
+W = weight_of(4, 64)
+BAD = W.clone()
+BAD[2, 33] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        (r"weight\[2, 33\] = nan must be finite; 1 values are not", lambda: lowbit.quantize(BAD)),
+        (r"weight must be \[n, k\], not \[4, 8, 8\]", lambda: lowbit.quantize(W.view(4, 8, 8))),
+        ("weight must be a tensor of floats .* not torch.int64", lambda: lowbit.quantize(W.long())),
+        ("weight must be a tensor of floats .* not ndarray", lambda: lowbit.quantize(W.numpy())),  # type: ignore[arg-type]
+        ("weight is on meta", lambda: lowbit.quantize(W.to("meta"))),
+        ("group_size=128 must divide k=64; try 64", lambda: lowbit.quantize(W)),
+        ("config='u4' must be a QuantConfig", lambda: lowbit.quantize(W, "u4")),  # type: ignore[arg-type]
+        ("method='gptq' needs calibration=", lambda: lowbit.quantize(W, CONFIG("u4", 32, method="gptq"))),
+        ("must be .*k=64.*not .*10, 32", lambda: lowbit.quantize(W, GPTQ, W.new_ones(10, 32))),
+        ("is of inputs .*32.*, but the weight has k=64", lambda: lowbit.quantize(W, GPTQ, lowbit.Calibration(32))),
+        ("not positive definite", lambda: lowbit.quantize(W, GPTQ, -torch.eye(64))),
+        ("has no tokens", lambda: lowbit.quantize(W, GPTQ, lowbit.Calibration(64))),
+        ("x has NaN or inf in token 2", lambda: lowbit.Calibration(64).add(BAD)),
+        ("reference must be of x's tokens", lambda: lowbit.Calibration(64).add(W, W[:2])),
+        ("group 1 of row 3 needs a scale beyond f16", lambda: lowbit.quantize(HUGE, CONFIG("i4", 32))),
+        ("previous must be a norm or a linear layer with 64", lambda: AWQ.fold_into(torch.nn.ReLU())),
+        (r"sizes=\[1, 1\] must be positive and add up to n=4", lambda: AWQ.split([1, 1])),
+    ],
+)
+def test_errors_of_weights(message: str, call: Any) -> None:
+    with pytest.raises(lowbit.LowbitError, match=message):
+        call()
+
+
+HUGE = W.clone()
+HUGE[3, 40] = 1e7
+GPTQ = CONFIG("u4", 32, method="gptq")
+AWQ = lowbit.quantize(W, CONFIG("u4", 32, method="awq"), inputs_of(100, 64))
+
+
+@pytest.mark.parametrize(
+    "message, change",
+    [
+        ("unknown weight format 'u9'", {"weight": "u9"}),
+        ("weight=4 must be the name of a format", {"weight": 4}),
+        ("group_size=8 must be an integer of at least 16", {"group_size": 8}),
+        ("group_size=True must", {"group_size": True}),
+        ("method='hqqq' must be one of .* did you mean 'hqq'", {"method": "hqqq"}),
+        ("method='hqq' needs an integer weight .* not 'nf4'", {"weight": "nf4", "method": "hqq"}),
+        ("method='hqq' optimizes float zeros and can't have zeros='int'", {"zeros": "int", "method": "hqq"}),
+        ("method='signround' needs an integer weight", {"weight": "f4e2m1", "method": "signround"}),
+        ("zeros='int' needs an integer weight", {"weight": "nf4", "zeros": "int"}),
+        ("zeros='floats' must be one of", {"zeros": "floats"}),
+        ("scale='f8' must be one of", {"scale": "f8"}),
+        ("clip=None must be one of", {"clip": None}),
+        ("symmetric=1 must be True or False", {"symmetric": 1}),
+        ("symmetric=True needs zeros", {"symmetric": True, "weight": "i4"}),
+        ("damping=0 must be", {"damping": 0}),
+        ("steps=0 must be", {"steps": 0}),
+        ("lut2 needs table= with 4 values", {"weight": "lut2"}),
+    ],
+)
+def test_errors_of_configurations(message: str, change: dict[str, Any]) -> None:
+    with pytest.raises(lowbit.SpecError, match=message):
+        CONFIG(**change)
+
+
+def test_method_by_default() -> None:
+    """HQQ where there are float zeros to move."""
+    assert CONFIG("u4", zeros="float").method == "hqq"
+    given = [CONFIG("u4"), CONFIG("i4"), CONFIG("nf4", zeros="float"), CONFIG("u1", zeros="float", symmetric=True)]
+    assert {config.method for config in given} == {"rtn"}
+
+
+def test_errors_of_names() -> None:
+    with pytest.raises(lowbit.SpecError, match=r"preset='fp6-llm' must be one of .* did you mean 'fp6_llm'"):
+        CONFIG.preset("fp6-llm")
+    with pytest.raises(lowbit.SpecError, match="of version 9 can't be read"):
+        CONFIG.from_dict({"version": 9})
+    with pytest.raises(lowbit.SpecError, match="a configuration has no 'bits'"):
+        CONFIG.from_dict({"version": 1, "bits": 4})
