@@ -20,7 +20,7 @@ from lowbit.pylib.quantization import gptq
 from lowbit.pylib.quantization import grid as grid_module
 from lowbit.pylib.quantization.config import FLOAT_ZEROS, METHODS, PRESETS
 from lowbit.pylib.quantization.grid import Grid
-from lowbit.pylib.quantization.hqq import NORM, shrink
+from lowbit.pylib.quantization.hqq import NORM, shrink, slope
 from lowbit.pylib.reference import agrees, matmul, tolerance
 
 CONFIG: Any = lowbit.QuantConfig
@@ -227,7 +227,7 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shrinkage_is_the_proximal_step() -> None:
     """shrink(x) is close to the minimum of |e|^p + beta/p' (e - x)^2: it zeroes small errors and keeps large ones."""
     x = torch.linspace(-3, 3, 121)
-    shrunk = shrink(x, 10.0)
+    shrunk = shrink(x, slope(x), 10.0)
     expected = x.sign() * torch.relu(x.abs() - x.abs().pow(NORM - 1) / 10)
     assert torch.allclose(shrunk, expected.nan_to_num(0.0)) and float(shrunk.abs().max()) > 2.9
     assert (shrunk[x.abs() < 0.15] == 0).all()

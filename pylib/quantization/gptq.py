@@ -61,21 +61,35 @@ def _round_columns(weight: Tensor, grid: Grid, scales: Tensor, zeros: Tensor, he
     beams = grid.config.beams
     order, u = ordered_factor(hessian) if beams > 1 else _factor_of_largest_first(hessian)
     u = u.float()
-    target = weight.T[order].contiguous()  # a column of the weight is a row here, next to which nothing else lies
-    s, z = (table.T.contiguous()[order // grid.group_size] for table in (scales, zeros))
-    rest, levels = target.clone(), torch.empty_like(target)
+    rest = weight.T[order].contiguous()  # a column of the weight is a row here, next to which nothing else lies
+    s, z, groups = scales.T.contiguous(), zeros.T.contiguous(), order // grid.group_size
+    levels = torch.empty_like(rest)
     for first in range(0, len(rest), BLOCK):
         block = slice(first, min(first + BLOCK, len(rest)))
-        beam = Beam(rest[block], u[block, block], grid, beams)
-        for j in range(first, block.stop):
-            beam.round(s[j], z[j])
-        levels[block], _, errors = beam.path()
+        tables = s[groups[block]], z[groups[block]]
+        levels[block], errors = _round_block(rest[block], u[block, block], *tables, grid)
         rest[block.stop :] -= u[block, block.stop :].T @ errors
     if beams > 1:
-        kept = torch.zeros_like(target, dtype=torch.float16)
-        levels, _ = settle(target, levels, kept, s, z, hessian[order][:, order].float(), grid)
+        none = torch.zeros_like(rest, dtype=torch.float16)
+        levels, _ = settle(weight.T[order], levels, none, s[groups], z[groups], hessian[order][:, order].float(), grid)
     codes = grid.encode(levels)
     return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
+
+
+def _round_block(rest: Tensor, u: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Returns the levels of a block's columns, and the errors that the columns after it have to make up for."""
+    if grid.config.beams > 1:
+        beam = Beam(rest, u, grid, grid.config.beams)
+        for scale, zero in zip(scales, zeros):
+            beam.round(scale, zero)
+        levels, _, errors = beam.path()
+        return levels, errors
+    levels, errors = torch.empty_like(rest), torch.empty_like(rest)
+    for j in range(len(rest)):
+        value = rest[j] - u[:j, j] @ errors[:j]
+        levels[j] = grid.nearest(value / scales[j] + zeros[j])
+        errors[j] = (value - (levels[j] - zeros[j]) * scales[j]) / u[j, j]
+    return levels, errors
 
 
 def _factor_of_largest_first(hessian: Tensor) -> tuple[Tensor, Tensor]:
