@@ -45,6 +45,7 @@ def configs(draw: st.DrawFn) -> lowbit.QuantConfig:
         symmetric=zeros != "none" and method != "hqq" and draw(st.booleans()),
         clip=draw(st.sampled_from(("mse", "max"))),
         steps=3,
+        beams=draw(st.sampled_from((1, 4))) if method == "gptq" else 1,
     )
 
 

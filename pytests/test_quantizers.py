@@ -13,13 +13,13 @@ from torch import Tensor
 
 import lowbit
 from lowbit.pylib.quantization import gptq
-from lowbit.pylib.quantization.hqq import NORM, shrink
+from lowbit.pylib.quantization.hqq import NORM, shrink, slope
 
 
 def test_shrinkage_is_the_proximal_step() -> None:
     """shrink(x) is close to the minimum of |e|^p + beta/p' (e - x)^2: it zeroes small errors and keeps large ones."""
     x = torch.linspace(-3, 3, 121)
-    shrunk = shrink(x, 10.0)
+    shrunk = shrink(x, slope(x), 10.0)
     expected = x.sign() * torch.relu(x.abs() - x.abs().pow(NORM - 1) / 10)
     assert torch.allclose(shrunk, expected.nan_to_num(0.0)) and float(shrunk.abs().max()) > 2.9
     assert (shrunk[x.abs() < 0.15] == 0).all()

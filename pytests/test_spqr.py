@@ -15,6 +15,7 @@ import lowbit
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.packed import pack
+from lowbit.pylib.quantization import gptq
 from lowbit.pylib.quantization import grid as grid_module
 from lowbit.pylib.quantization.gptq import damped, factor, ordered_factor
 from lowbit.pylib.quantization.grid import Grid
@@ -95,7 +96,9 @@ def best_first(hessian: Tensor) -> Tensor:
     return torch.tensor(order)
 
 
-def test_order_and_factor() -> None:
+@pytest.mark.parametrize("block", [128, 16])
+def test_order_and_factor(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gptq, "BLOCK", block)
     _, inputs = layer(1, 40)
     hessian = inputs.double().T @ inputs.double()
     order, u = ordered_factor(hessian)

@@ -21,6 +21,8 @@ METHODS = ("rtn", "hqq", "gptq", "awq", "signround", "spqr")
 CALIBRATED = ("gptq", "awq", "signround", "spqr")  # methods that look at the inputs of the layer
 INTEGERS_ONLY = ("hqq", "signround", "spqr")
 FLOAT_ZEROS = ("hqq", "spqr")  # methods that choose zeros which are no integers
+BY_COLUMNS = ("gptq", "spqr")  # methods that round a column at a time, and have `beams`
+MAX_BEAMS = 1024
 VERSION = 1  # of `QuantConfig.to_dict`
 
 
@@ -43,6 +45,8 @@ class QuantConfig:
                 whose output error is least); "max": the whole range of the group, and for e8m0 scales the rule of the
                 MX specification
     damping     GPTQ and SpQR add this part of the mean diagonal to the diagonal of the Hessian
+    beams       how many ways to round a row GPTQ and SpQR follow at a time; 1: the methods of the papers. More take
+                that much longer and lose less, and GPTQ then rounds columns in the order of `act_order`
     steps       how many steps SignRound takes
     compute     type in which layers multiply codes and x, as in `MatmulSpec`: "f8e4m3" or "i8"; None: that of x. The
                 weight is rounded in the same way
@@ -76,6 +80,7 @@ class QuantConfig:
     compute: Compute | None = None
     bilevel: Bilevel | None = None
     row_scales: bool = False
+    beams: int = 1
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -113,6 +118,8 @@ class QuantConfig:
             raise SpecError(f"damping={self.damping!r} must be a number above 0 and at most 1, such as 0.01")
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise SpecError(f"steps={self.steps!r} must be a positive integer, such as 200")
+        if isinstance(self.beams, bool) or not isinstance(self.beams, int) or not 1 <= self.beams <= MAX_BEAMS:
+            raise SpecError(f"beams={self.beams!r} must be an integer in 1..{MAX_BEAMS}, such as 8")
         self._check_spqr_numbers()
 
     def _check_spqr_numbers(self) -> None:
@@ -127,6 +134,8 @@ class QuantConfig:
             raise SpecError("act_order=True is SpQR's; GPTQ rounds in that order anyway, and needs no permutation")
 
     def _check_method(self) -> None:
+        if self.beams > 1 and self.method not in BY_COLUMNS:
+            raise SpecError(f"method={self.method!r} has no beams; use method='gptq' or 'spqr', or beams=1")
         if self.method in INTEGERS_ONLY and self.dtype.kind not in ("uint", "int"):
             rule = f"method={self.method!r} needs an integer weight (u1..u8, i1..i8)"
             raise SpecError(f"{rule}, not {self.weight!r}; use 'gptq' or 'rtn'")

@@ -5,6 +5,9 @@ is rounded, the best change of the columns after it is - e * U[j, j+1:], with U 
 e = (w_j - q_j) / U[j, j]. Columns with the largest diagonal of H come first. Scales and zeros are fixed before, from
 the groups in the order of the weight ("static groups"): the result needs no permutation of the input.
 
+With `beams`, several ways to round a row are followed at a time (`beams.py`), and columns come in the order of
+`ordered_factor`.
+
 If earlier layers are quantized, the inputs x' of the quantized model are not the x of the float model. Then the target
 is not W, but the weight W* that minimizes |x W^T - x' W*^T|^2. Once the first column is rounded, the steps are those of
 Qronos (Zhang et al., 2025).
@@ -16,11 +19,10 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import QuantizeError
+from lowbit.pylib.quantization.beams import BLOCK, Beam, settle
 from lowbit.pylib.quantization.calibration import Calibration, output_errors
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.rtn import COPIES, rtn
-
-BLOCK = 128  # columns whose errors reach the columns after the block in one product
 
 
 def gptq(weight: Tensor, grid: Grid, calibration: Calibration) -> Codes:
@@ -56,23 +58,44 @@ def corrected(weight: Tensor, hessian: Tensor, cross: Tensor, damping: float) ->
 
 def _round_columns(weight: Tensor, grid: Grid, scales: Tensor, zeros: Tensor, hessian: Tensor) -> Tensor:
     """Returns the codes [rows, k]."""
-    order = hessian.diagonal().argsort(descending=True, stable=True)
-    u = factor(hessian[order][:, order]).float()
+    beams = grid.config.beams
+    order, u = ordered_factor(hessian) if beams > 1 else _factor_of_largest_first(hessian)
+    u = u.float()
     rest = weight.T[order].contiguous()  # a column of the weight is a row here, next to which nothing else lies
-    s, z = scales.T.contiguous(), zeros.T.contiguous()
-    group = (order // grid.group_size).tolist()
-    codes = torch.empty_like(rest, dtype=grid.code_type)
+    s, z, groups = scales.T.contiguous(), zeros.T.contiguous(), order // grid.group_size
+    levels = torch.empty_like(rest)
     for first in range(0, len(rest), BLOCK):
-        last = min(first + BLOCK, len(rest))
-        errors = torch.empty_like(rest[first:last])
-        for j in range(first, last):
-            g = group[j]
-            codes[j] = grid.encode(rest[j] / s[g] + z[g])
-            error = (rest[j] - (grid.decode(codes[j]) - z[g]) * s[g]) / u[j, j]
-            rest[j + 1 : last] -= u[j, j + 1 : last, None] * error
-            errors[j - first] = error
-        rest[last:] -= u[first:last, last:].T @ errors
+        block = slice(first, min(first + BLOCK, len(rest)))
+        tables = s[groups[block]], z[groups[block]]
+        levels[block], errors = _round_block(rest[block], u[block, block], *tables, grid)
+        rest[block.stop :] -= u[block, block.stop :].T @ errors
+    if beams > 1:
+        none = torch.zeros_like(rest, dtype=torch.float16)
+        levels, _ = settle(weight.T[order], levels, none, s[groups], z[groups], hessian[order][:, order].float(), grid)
+    codes = grid.encode(levels)
     return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
+
+
+def _round_block(rest: Tensor, u: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Returns the levels of a block's columns, and the errors that the columns after it have to make up for."""
+    if grid.config.beams > 1:
+        beam = Beam(rest, u, grid, grid.config.beams)
+        for scale, zero in zip(scales, zeros):
+            beam.round(scale, zero)
+        levels, _, errors = beam.path()
+        return levels, errors
+    levels, errors = torch.empty_like(rest), torch.empty_like(rest)
+    for j in range(len(rest)):
+        value = rest[j] - u[:j, j] @ errors[:j]
+        levels[j] = grid.nearest(value / scales[j] + zeros[j])
+        errors[j] = (value - (levels[j] - zeros[j]) * scales[j]) / u[j, j]
+    return levels, errors
+
+
+def _factor_of_largest_first(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the order of GPTQ's paper, in which the largest inputs come first, and the U of that order."""
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    return order, factor(hessian[order][:, order])
 
 
 def factor(hessian: Tensor) -> Tensor:
@@ -87,16 +110,31 @@ def ordered_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     This is a Cholesky factorization of H^-1 that pivots on the least element. Errors of column j count 1 / U[j, j]^2.
     The product of these factors is the same in every order, and their sum is small where they differ little.
     """
-    inverse = torch.cholesky_inverse(_cholesky(hessian))
-    diagonal, u, order = inverse.diagonal().clone(), torch.zeros_like(inverse), list[int]()
-    for i in range(len(inverse)):
-        j = int(diagonal.argmin())
-        u[i] = (inverse[j] - u[:i, j] @ u[:i]) / diagonal[j].sqrt()
-        diagonal -= u[i].square()
+    rest = torch.cholesky_inverse(_cholesky(hessian))
+    columns = torch.arange(len(rest), device=rest.device)  # those that are left, in the order of `rest`
+    u, order = torch.zeros_like(rest), list[Tensor]()
+    for first in range(0, len(u), BLOCK):
+        rows, chosen = _least_pivots(rest, min(BLOCK, len(rest)))
+        u[first : first + BLOCK, columns] = rows
+        order.append(columns[chosen])
+        left = torch.ones_like(columns, dtype=torch.bool).index_fill_(0, chosen, False).nonzero()[:, 0]
+        columns, rows = columns[left], rows[:, left]
+        rest = rest[left][:, left].addmm_(rows.T, rows, alpha=-1)
+    permutation = torch.cat(order)
+    return permutation, u[:, permutation].triu_()
+
+
+def _least_pivots(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the first rows of the Cholesky factor of a matrix that pivots on the least element, and the pivots."""
+    rows, diagonal, pivots = matrix.new_empty(count, len(matrix)), matrix.diagonal().clone(), list[Tensor]()
+    for i in range(count):
+        j = diagonal.argmin()
+        row = (matrix[j] - rows[:i, j] @ rows[:i]) / diagonal[j].sqrt()
+        rows[i] = row
+        diagonal -= row.square()
         diagonal[j] = torch.inf
-        order.append(j)
-    permutation = torch.tensor(order, device=hessian.device)
-    return permutation, u[:, permutation].triu()
+        pivots.append(j)
+    return rows, torch.stack(pivots)
 
 
 def _cholesky(matrix: Tensor) -> Tensor:

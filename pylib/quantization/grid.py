@@ -88,6 +88,16 @@ class Grid:
         """Returns the levels nearest to x; x may be overwritten."""
         return x.round_().clamp_(self.least, self.most) if self.integer else self.decode(self.encode(x))
 
+    def two_nearest(self, x: Tensor) -> Tensor:
+        """Returns the levels nearest and second nearest to x, in a last dimension."""
+        if self.integer:
+            first = x.round().clamp_(self.least, self.most)
+            return torch.stack([first, _neighbour(first, x > first, self.least, self.most)], dim=-1)
+        levels = self._values[self._codes.int()]
+        first = torch.bucketize(x, self._bounds, out_int32=True)
+        second = _neighbour(first, x > levels[first], 0, len(levels) - 1)
+        return levels[torch.stack([first, second], dim=-1)]
+
     def quantize(self, weight: Tensor, scales: Tensor, zeros: Tensor) -> Codes:
         """Returns the nearest codes of a weight [rows, k] for scales and zeros [rows, groups]."""
         x = self.groups(weight) / scales[..., None] + zeros[..., None]
@@ -161,6 +171,12 @@ class Grid:
         # Beside 8-bit scales zeros have the activation's type: bf16 values are exact in f16, too.
         kind = self.config.scale if self.config.scale in ("f16", "f32") else "bf16"
         return straight(zeros, zeros.detach().to(TORCH[kind]).float())
+
+
+def _neighbour(at: Tensor, above: Tensor, least: float, most: float) -> Tensor:
+    """Returns the next number above or below each of some numbers; at the ends that which there is."""
+    above = (above | (at == least)) & (at < most)
+    return torch.where(above, at + 1, at - 1).clamp_(min=least)
 
 
 def chunks(weight: Tensor, copies: int) -> Iterator[slice]:

@@ -18,6 +18,7 @@ from lowbit.pylib.quantization.grid import Codes, Grid
 from lowbit.pylib.quantization.rtn import search
 
 NORM, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
+LEAST = 1e-30  # smaller errors count as this one
 COPIES = 8
 
 
@@ -28,15 +29,24 @@ def hqq(weight: Tensor, grid: Grid) -> Codes:
     best_zeros, best, beta = zeros, torch.full_like(zeros, torch.inf), BETA
     for _ in range(STEPS + 1):
         levels = grid.nearest(units + zeros[..., None])
-        error = units - levels + zeros[..., None]
-        norm = error.abs().pow_(NORM).sum(-1)
+        difference = levels - units
+        error = zeros[..., None] - difference
+        slopes = slope(error)
+        norm = (error.abs() * slopes).sum(-1)
         best_zeros, best = torch.where(norm < best, zeros, best_zeros), torch.minimum(norm, best)
-        zeros = grid.round_zeros((levels - units + shrink(error, beta)).mean(-1))
+        zeros = grid.round_zeros(difference.add_(shrink(error, slopes, beta)).mean(-1))
         beta *= GROWTH
     return grid.quantize(weight, scales, best_zeros)
 
 
-def shrink(x: Tensor, beta: float) -> Tensor:
-    """Returns x with its magnitude lowered by |x|^(p-1) / beta, at most to 0: small errors vanish, large ones stay."""
-    magnitude = x.abs()
-    return magnitude.sub_(magnitude.pow(NORM - 1).div_(beta)).clamp_(min=0).mul_(x.sign())
+def slope(x: Tensor) -> Tensor:
+    """Returns |x|^(p-1), the norm's slope over p; that at 0 is finite."""
+    return x.abs().clamp_(min=LEAST).pow_(NORM - 1)
+
+
+def shrink(x: Tensor, slopes: Tensor, beta: float) -> Tensor:
+    """Returns x with its magnitude lowered by |x|^(p-1) / beta, at most to 0: small errors vanish, large ones stay.
+
+    `slopes` are |x|^(p-1).
+    """
+    return torch.add(x.abs(), slopes, alpha=-1 / beta).clamp_(min=0).copysign_(x)

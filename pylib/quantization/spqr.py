@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from lowbit.pylib.outliers import Outliers
+from lowbit.pylib.quantization.beams import BLOCK, Beam, settle
 from lowbit.pylib.quantization.calibration import Calibration
-from lowbit.pylib.quantization.gptq import BLOCK, corrected, damped, factor, ordered_factor
+from lowbit.pylib.quantization.gptq import corrected, damped, factor, ordered_factor
 from lowbit.pylib.quantization.grid import Codes, Grid
 from lowbit.pylib.quantization.spqr_search import Group, multiplied
 from lowbit.pylib.quantization.two_levels import LEAST, TwoLevels, coded
@@ -53,50 +54,49 @@ def spqr(weight: Tensor, grid: Grid, calibration: Calibration) -> Spqr:
     permutation = None
     if grid.config.act_order:
         permutation, u = ordered_factor(hessian)
-        target = target[:, permutation].contiguous()
+        target, hessian = target[:, permutation].contiguous(), hessian[permutation][:, permutation]
     else:
         u = factor(hessian)
-    codes, levels, left = _round_columns(target, grid, u.float())
+    codes, levels, left = _round_columns(target, grid, u.float(), hessian.float())
     rows, columns = left.nonzero(as_tuple=True)
     return Spqr(codes, levels, Outliers(rows, columns, left[rows, columns]), permutation)
 
 
-def _round_columns(weight: Tensor, grid: Grid, u: Tensor) -> tuple[Codes, tuple[TwoLevels, TwoLevels], Tensor]:
+def _round_columns(
+    weight: Tensor, grid: Grid, u: Tensor, hessian: Tensor
+) -> tuple[Codes, tuple[TwoLevels, TwoLevels], Tensor]:
     """Returns codes, those of scales and zeros, and what outliers add to the weight: f16 [rows, k], 0 elsewhere."""
-    rest, size = weight.T.contiguous(), grid.group_size  # a column of the weight is a row here
+    target, size = weight.T.contiguous(), grid.group_size  # a column of the weight is a row here
     limit = threshold(weight, u.diagonal(), grid.config.outlier_threshold)
-    codes = torch.empty_like(rest, dtype=grid.code_type)
-    left = torch.zeros_like(rest, dtype=torch.float16)
+    rest, codes, left = target.clone(), torch.empty_like(target), torch.empty_like(target, dtype=torch.float16)
     levels: list[tuple[TwoLevels, TwoLevels]] = []
     tables: list[tuple[Tensor, Tensor]] = []
     step = max(size, BLOCK // size * size)  # whole groups
     for first in range(0, len(rest), step):
-        last = min(first + step, len(rest))
-        errors = torch.empty_like(rest[first:last])
-        for j in range(first, last):
+        block = slice(first, min(first + step, len(rest)))
+        beam = Beam(rest[block], u[block, block], grid, grid.config.beams, limit)
+        for j in range(block.stop - first):
             if j % size == 0:
-                levels.append(_levels(rest, u, slice(j, j + size), grid, limit))
+                group = slice(j, j + size)
+                levels.append(_levels(beam.values(group), beam.u[group, group], grid, limit))
                 tables.append(multiplied(*levels[-1], grid))
-            scale, zero = tables[-1]
-            codes[j] = grid.encode(rest[j] / scale + zero)
-            difference = rest[j] - (grid.decode(codes[j]) - zero) * scale
-            is_outlier = (difference / u[j, j]).square() > limit
-            left[j] = torch.where(is_outlier, difference, 0.0).half()
-            error = (difference - left[j].float()) / u[j, j]
-            rest[j + 1 : last] -= u[j, j + 1 : last, None] * error
-            errors[j - first] = error
-        rest[last:] -= u[first:last, last:].T @ errors
+            beam.round(*tables[-1])
+        codes[block], left[block], errors = beam.path()
+        rest[block.stop :] -= u[block, block.stop :].T @ errors
     scales, zeros = (torch.stack(table, dim=1) for table in zip(*tables))
+    if grid.config.beams > 1:
+        s, z = (table.T.repeat_interleave(size, dim=0) for table in (scales, zeros))
+        codes, left = settle(target, codes, left, s, z, hessian, grid)
     of_scales, of_zeros = (TwoLevels.stack(groups) for groups in zip(*levels))
-    return Codes(codes.T.contiguous(), scales, zeros), (of_scales, of_zeros), left.T.contiguous()
+    return Codes(grid.encode(codes).T.contiguous(), scales, zeros), (of_scales, of_zeros), left.T.contiguous()
 
 
-def _levels(rest: Tensor, u: Tensor, group: slice, grid: Grid, limit: float) -> tuple[TwoLevels, TwoLevels]:
-    """Returns scale and zero of each row of a group, coded; `rest` has a row for each column."""
-    weight = rest[group].T.contiguous()
+def _levels(group: Tensor, u: Tensor, grid: Grid, limit: float) -> tuple[TwoLevels, TwoLevels]:
+    """Returns scale and zero of each row of a group [size, rows], coded; U is that of the group's columns."""
+    weight = group.T.contiguous()
     if grid.config.clip == "max":
-        return statistics(weight, u.diagonal()[group], grid, limit)
-    return Group(weight, u[group, group], grid, limit).levels()
+        return statistics(weight, u.diagonal(), grid, limit)
+    return Group(weight, u, grid, limit).levels()
 
 
 def threshold(weight: Tensor, diagonal: Tensor, relative: float | None) -> float:

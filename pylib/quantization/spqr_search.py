@@ -91,16 +91,14 @@ class Group:
         if size > LARGEST:
             errors = self.grid.errors(weight[:, None].expand(-1, scales.shape[1], -1), scales, zeros)
             return errors.div_(self.u.diagonal()).square_().clamp_(max=self.limit).sum(-1)
-        rest = weight.T[:, :, None].repeat(1, 1, scales.shape[1])  # [size, rows, candidates]
-        losses = torch.zeros_like(scales)
+        losses, made_up_for = torch.zeros_like(scales), torch.empty(size, *scales.shape, device=weight.device)
         for j in range(size):
-            levels = self.grid.nearest(rest[j] / scales + zeros)
-            errors = (rest[j] - (levels - zeros) * scales) / self.u[j, j]
+            value = weight[:, j, None] - (self.u[:j, j] @ made_up_for[:j].flatten(1)).view_as(scales)
+            levels = self.grid.nearest((value / scales).add_(zeros))
+            errors = value.sub_(levels.sub_(zeros).mul_(scales)).div_(self.u[j, j])
             squares = errors.square()
-            losses += squares.clamp(max=self.limit)
-            if j + 1 < size:
-                errors.masked_fill_(squares > self.limit, 0.0)
-                rest[j + 1 :] -= self.u[j, j + 1 :, None, None] * errors
+            made_up_for[j] = errors.masked_fill_(squares > self.limit, 0.0)
+            losses += squares.clamp_(max=self.limit)
         return losses
 
 
