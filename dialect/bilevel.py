@@ -23,7 +23,8 @@ from lowbit.dialect.formats.packing import ROWS, Packing
 
 SuperScale = Literal["f16", "bf16", "f32"]
 SCALE_CODES = ("u3", "u4", "u6", "u8", "i6", "i8")
-"""The formats of integer scales. Each takes a byte in memory, less the least value of its format."""
+"""The formats of integer scales. In memory they are less the least value of their format, in a byte of their own or, up
+to four bits, in one with the zero or offset of the same group (`dialect.weight.GROUP_CODES`)."""
 TABLE_CODE: Final = "lut8"
 """The format of scales that are places in `Bilevel.table`."""
 TABLE_NUMBERS = 256

@@ -29,7 +29,7 @@ from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.presets import preset_fields
-from lowbit.dialect.weight import Storage, TensorSlot, weight_tensors
+from lowbit.dialect.weight import Storage, TensorSlot, in_memory, weight_tensors
 
 Zeros = Literal["none", "int", "float", "offset"]
 Scale = Literal["f16", "bf16", "f32", "e8m0", "e4m3", "u3", "u4", "u6", "u8", "i6", "i8", "lut8"]
@@ -229,6 +229,11 @@ class MatmulSpec:
     @cached_property
     def tensors(self) -> tuple[TensorSlot, ...]:
         """The tensors of a packed weight, in the order in which operators and kernels take them."""
+        return in_memory(self.given_tensors)
+
+    @cached_property
+    def given_tensors(self) -> tuple[TensorSlot, ...]:
+        """The tensors that `pack` takes: `tensors`, but for codes that share their bytes there."""
         return weight_tensors(
             self.packing,
             self.scale_kind,
@@ -244,9 +249,8 @@ class MatmulSpec:
         )
 
     def slot(self, name: str) -> TensorSlot:
-        """The tensor of this name."""
-        (slot,) = (slot for slot in self.tensors if slot.name == name)
-        return slot
+        """The tensor of this name that `pack` takes. Raises KeyError where there is none."""
+        return {slot.name: slot for slot in self.given_tensors}[name]
 
     @cached_property
     def bytes(self) -> int:

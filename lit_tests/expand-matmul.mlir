@@ -125,3 +125,21 @@ func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
   %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
+
+// -----
+
+// Codes of scales and offsets that fit into a byte together are copied together, and each raised by a power of two of its
+// own: 2^23 for bit 0, 2^19 for bit 4. One fma multiplies and takes it away.
+// CHECK:      %[[CODES:.*]] = "lowbit.global_view"(%{{.*}}) {{.*}} -> !lowbit.global<[8, 4, 4, 16], i8
+// CHECK-NOT:  "lowbit.global_view"{{.*}}, i8
+// CHECK:      "lowbit.copy_async"(%[[CODES]]
+// CHECK:      %[[SCALE:.*]] = "lowbit.raise_bits"(%{{.*}}) {bits = 4 : i64, first = 0 : i64}
+// CHECK:      "lowbit.fma"(%[[SCALE]],
+// CHECK:      %[[OFFSET:.*]] = "lowbit.raise_bits"(%{{.*}}) {bits = 4 : i64, first = 4 : i64}
+// CHECK:      "lowbit.fma"(%[[OFFSET]],
+// CHECK:      params = ["x", "codes", "group_codes", "scale_scales", "offset_scales", "y", "m"]
+!weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 16, "offset", #lowbit.bilevel<"u4", "f16", [1, 16], "none">>
+func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
+  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+  return %y : tensor<?x64xf16>
+}

@@ -104,6 +104,13 @@
 // Integers of a sign.
 // CHECK:         arith.extsi {{.*}} : i8 to i32
 // CHECK-NEXT:    arith.sitofp {{.*}} : i32 to f32
+// Bits 3 to 5 in the mantissa of 2^20, by one lop3.
+// CHECK:         %[[POWER:.*]] = arith.constant 0x49800000 : f32
+// CHECK-NEXT:    %[[WORD:.*]] = llvm.bitcast %[[POWER]] : f32 to i32
+// CHECK-NEXT:    %[[BYTE:.*]] = arith.extui {{.*}} : i8 to i32
+// CHECK-NEXT:    %[[MASK:.*]] = arith.constant 56 : i32
+// CHECK-NEXT:    %[[RAISED:.*]] = llvm.inline_asm {{.*}}"lop3.b32 $0, $1, $2, $3, 234;", {{.*}} %[[BYTE]], %[[MASK]], %[[WORD]]
+// CHECK-NEXT:    llvm.bitcast %[[RAISED]] : i32 to f32
 !tile = !lowbit.reg<[8, 8], f32, "spatial(8, 4).local(1, 2)">
 !column = !lowbit.reg<[8, 1], f32, "spatial(8, 1).replicated(4)">
 !conditions = !lowbit.reg<[8, 8], i1, "spatial(8, 4).local(1, 2)">
@@ -124,5 +131,7 @@
   %bytes = "lowbit.load"(%b, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!byte_view, i32, i32) -> !bytes
   %signed = "lowbit.cast"(%bytes) {kind = "signed"} : (!bytes) -> !numbers
   "lowbit.store"(%signed, %x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!numbers, !view, i32, i32) -> ()
+  %raised = "lowbit.raise_bits"(%bytes) {first = 3, bits = 3} : (!bytes) -> !numbers
+  "lowbit.store"(%raised, %x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!numbers, !view, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "choose", threads = 32, grid = [1, 1, 1], params = ["x", "b"], workspace = 0} : () -> ()

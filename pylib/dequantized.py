@@ -19,6 +19,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import outliers
 from lowbit.pylib.memory_order import unpack_blocks, unpack_codes, unpack_groups
+from lowbit.pylib.shared_bytes import codes_of
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weight_values import CHECKED, least
 
@@ -27,7 +28,7 @@ _SCALING = ("group", "padded_row")
 
 def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Returns W [n, k] of the packed tensors, computed in f32."""
-    have = {slot.name: numbers(spec, slot.name, tensors) for slot in spec.tensors if slot.index in _SCALING}
+    have = {slot.name: numbers(spec, slot.name, tensors) for slot in spec.given_tensors if slot.index in _SCALING}
     sparse = outliers.unpack_lines(tensors["outliers"], spec.n) if spec.outliers else None
     row, scale, zero, offset = (have.get("row_scales"), have["scales"], have.get("zeros"), have.get("offsets"))
     if row is not None:
@@ -66,10 +67,10 @@ def decoded(spec: MatmulSpec, codes: Tensor, values: np.ndarray) -> Iterator[tup
 def numbers(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns a tensor of a weight in f32, which holds them all: [n, groups], or [n, 1] for one number a row."""
     slot = spec.slot(name)
-    values = stored_numbers(spec, slot, tensors[name])
+    values = stored_numbers(spec, slot, tensors[slot.tensor])
     if not slot.code or spec.bilevel is None:
         return values
-    blocks = {s.role: s for s in spec.tensors if s.index == "block" and s.name.startswith(f"{slot.role}_")}
+    blocks = {s.role: s for s in spec.given_tensors if s.index == "block" and s.name.startswith(f"{slot.role}_")}
     second = {
         role: _of_groups(spec, spec.bilevel, stored_numbers(spec, block, tensors[block.name]))
         for role, block in blocks.items()
@@ -88,9 +89,12 @@ def _of_groups(spec: MatmulSpec, bilevel: Bilevel, table: Tensor) -> Tensor:
 
 
 def stored_numbers(spec: MatmulSpec, slot: TensorSlot, stored: Tensor) -> Tensor:
-    """Returns a tensor of a weight in f32, in the shape in which `pack` takes it, but [n, 1] for numbers of rows."""
+    """Returns a tensor of a weight in f32, in the shape in which `pack` takes it, but [n, 1] for numbers of rows.
+
+    stored: the tensor in memory that holds its numbers
+    """
     if slot.index == "group":
-        values = unpack_groups(spec.packing, stored)
+        values = codes_of(slot, unpack_groups(spec.packing, stored))
     elif slot.index == "block" and spec.bilevel:
         values = unpack_blocks(spec.packing, stored, spec.bilevel)
     else:

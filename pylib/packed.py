@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.pylib import dequantized, saved_weight
+from lowbit.pylib import dequantized, saved_weight, shared_bytes
 from lowbit.pylib import outliers as sparse
 from lowbit.pylib.memory_order import unpack_codes
 from lowbit.pylib.sharding import cut, part_of
@@ -108,19 +108,27 @@ class PackedWeight(Mapping[str, Tensor]):
         return self["codes"]
 
     @property
-    def scales(self) -> Tensor:
-        """[packing.scales_shape] in the spec's scale type, as bytes for e8m0 and e4m3; zero bits for padding."""
-        return self["scales"]
+    def scales(self) -> Tensor | None:
+        """[packing.scales_shape] in the spec's scale type, as bytes for e8m0 and e4m3; zero bits for padding. None for
+        codes in `group_codes`."""
+        return self.get("scales")
 
     @property
     def zeros(self) -> Tensor | None:
-        """[packing.scales_shape] as uint8 z - lo, or as floats of type spec.zero_kind; None without zeros."""
+        """[packing.scales_shape] as uint8 z - lo, or as floats of type spec.zero_kind; None without, or in
+        `group_codes`."""
         return self.get("zeros")
 
     @property
     def offsets(self) -> Tensor | None:
-        """[packing.scales_shape] as floats of type spec.offset_kind; None without offsets."""
+        """[packing.scales_shape] as floats of type spec.offset_kind; None without, or in `group_codes`."""
         return self.get("offsets")
+
+    @property
+    def group_codes(self) -> Tensor | None:
+        """uint8 [packing.scales_shape]: in the low bits the code of a scale, above it that of the group's zero or
+        offset. None where they have tensors of their own."""
+        return self.get("group_codes")
 
     @property
     def row_scales(self) -> Tensor | None:
@@ -179,7 +187,7 @@ class PackedWeight(Mapping[str, Tensor]):
 
     def unpack_zeros(self) -> Tensor | None:
         """The zeros [n, groups]: int32, or floats of type spec.zero_kind. None without zeros."""
-        return None if self.zeros is None else self.unpack_tensor("zeros")
+        return self._unpacked("zeros")
 
     def unpack_outliers(self) -> Tensor | None:
         """The outliers as a `torch.sparse_csr` tensor [n, k] in f16, without zeros; None without outliers."""
@@ -187,22 +195,25 @@ class PackedWeight(Mapping[str, Tensor]):
 
     def unpack_offsets(self) -> Tensor | None:
         """The offsets [n, groups] in type spec.offset_kind; int32 where they are codes. None without offsets."""
-        return None if self.offsets is None else self.unpack_tensor("offsets")
+        return self._unpacked("offsets")
 
     def unpack_row_scales(self) -> Tensor | None:
         """The scales of the rows, f32 [n]. None without row scales."""
-        return None if self.row_scales is None else self.unpack_tensor("row_scales")
+        return self._unpacked("row_scales")
+
+    def _unpacked(self, name: str) -> Tensor | None:
+        return self.unpack_tensor(name) if any(s.name == name for s in self.spec.given_tensors) else None
 
     def unpack_tensor(self, name: str) -> Tensor:
         """A tensor as it was given to `pack`, rounded to its type. Raises KeyError for one that the weight has not."""
-        slot = {slot.name: slot for slot in self.spec.tensors}[name]
+        slot = self.spec.slot(name)
         if slot.role == "codes":
             return self.unpack()
         if slot.role == "outliers":
             return cast(Tensor, self.unpack_outliers())
         if slot.index in ("column", "row"):
             return self[name].clone()
-        values = dequantized.stored_numbers(self.spec, slot, self[name])
+        values = dequantized.stored_numbers(self.spec, slot, self[slot.tensor])
         values = values[:, 0].clone() if slot.index == "padded_row" else values
         return values.to(torch.int32 if slot.storage == "u8" else TORCH[slot.storage])
 
@@ -271,7 +282,7 @@ def pack(
     """
     _check_spec(spec)
     given = {"codes": codes, "scales": scales, "zeros": zeros, "bias": bias, "outliers": outliers, **others}
-    slots = {slot.name: slot for slot in spec.tensors}
+    slots = {slot.name: slot for slot in spec.given_tensors}
     for name, tensor in given.items():
         if tensor is not None and name not in slots:
             setting = {"offsets": "zeros='offset'", "permutation": "permuted="}.get(name, f"{name}=")
@@ -283,7 +294,7 @@ def pack(
         values[name] = as_tensor(slot, given[name])
     _check_devices(values)
     packed = {name: to_memory(spec, slots[name], tensor) for name, tensor in values.items()}
-    return PackedWeight(interned(spec), packed)
+    return PackedWeight(interned(spec), shared_bytes.join(spec, packed))
 
 
 def _restored(spec: MatmulSpec, tensors: dict[str, Tensor]) -> PackedWeight:

@@ -240,13 +240,13 @@ def _draw_tensors(spec: MatmulSpec, rng: np.random.Generator, finite: bool) -> d
 
 def _slots(spec: MatmulSpec, role: Role, coded: bool = True) -> list[TensorSlot]:
     """The slots of a role; coded=False leaves those out whose numbers are codes."""
-    return [slot for slot in spec.tensors if slot.role == role and (coded or not slot.code)]
+    return [slot for slot in spec.given_tensors if slot.role == role and (coded or not slot.code)]
 
 
 def _draw_two_levels(spec: MatmulSpec, rng: np.random.Generator, bilevel: Bilevel) -> dict[str, Tensor]:
     """Numbers that are codes, all codes equally often, and their second level: scales that bring them to O(1)."""
     drawn: dict[str, Tensor] = {}
-    for slot in spec.tensors:
+    for slot in spec.given_tensors:
         if slot.code and slot.storage == "u8":
             t = integers_of(slot.code)
             values = t.values()[rng.integers(0, t.codes, slot.given)]
@@ -333,7 +333,7 @@ def _index(spec: MatmulSpec, codes: Array) -> NDArray[np.int64]:
 def _scale(spec: MatmulSpec, scales: Array, others: Mapping[str, Array]) -> F64:
     """The product of all scales: [n, k]."""
     result = _spread(spec, _second_level(spec, "scale", scales, others))
-    for slot in spec.tensors:
+    for slot in spec.given_tensors:
         if slot.role == "scale" and slot.name in others:
             result = result * _spread(spec, others[slot.name])
     return result
@@ -365,7 +365,7 @@ def _second_level(spec: MatmulSpec, role: Role, given: Array, others: Mapping[st
 def _row_scale(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
     """The product of all scales of rows: [n, 1], or one 1."""
     result = np.ones((1, 1))
-    for slot in spec.tensors:
+    for slot in spec.given_tensors:
         if slot.role == "scale" and slot.index != "group" and slot.name in others:
             result = result * _f64(others[slot.name]).reshape(-1, 1)
     return result
@@ -374,7 +374,7 @@ def _row_scale(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
 def _offset(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
     """The sum of all offsets, scaled by row: [n, k], or one 0."""
     result = np.zeros((1, 1))
-    for slot in spec.tensors:
+    for slot in spec.given_tensors:
         if slot.role == "offset" and slot.name in others:
             result = result + _spread(spec, _second_level(spec, "offset", others[slot.name], others))
     return result * _row_scale(spec, others)

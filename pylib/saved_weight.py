@@ -18,12 +18,14 @@ from torch import Tensor
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib import shared_bytes
 from lowbit.pylib.tensor_checks import ALIGNMENT, check_slot, has_memory
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weight_values import check_stored
 
-FORMAT = 3  # goes up when the memory order or the meaning of "spec" changes
-WITHOUT_TYPES = 2  # the format whose "spec" does not say act and out; its tensors are those of today
+FORMAT = 4  # goes up when the memory order or the meaning of "spec" changes
+SEPARATE_CODES = 3  # the format that has a tensor for each of `MatmulSpec.given_tensors`: codes did not share bytes
+WITHOUT_TYPES = 2  # the one before, whose "spec" does not say act and out
 SPEC = "spec"
 LONGEST_SPEC = 1 << 16  # bytes; a table of 256 numbers takes 6 KiB
 WEIGHT_FIELDS = tuple(f.name for f in fields(MatmulSpec) if f.name not in ("act", "out"))
@@ -45,11 +47,14 @@ def read(tensors: Mapping[str, Tensor], wanted: MatmulSpec | None) -> tuple[Matm
         raise PackError("tensors must be what state_dict() gave: a dictionary of tensors")
     if SPEC not in tensors:
         raise PackError(f"tensors must be what state_dict() gave, with 'spec'; got {_names(tensors)}")
-    spec = _for(wanted, _read_json(tensors[SPEC]))
-    slots = {slot.name: slot for slot in spec.tensors}
+    about = _read_json(tensors[SPEC])
+    spec = _for(wanted, about)
+    joined = about["format"] == FORMAT
+    slots = {slot.name: slot for slot in (spec.tensors if joined else spec.given_tensors)}
     if tensors.keys() != {SPEC, *slots}:
         raise PackError(f"tensors must be {', '.join(slots)} and {SPEC}; got {_names(tensors)}")
-    return spec, {name: _read_tensor(spec, slot, tensors[name]) for name, slot in slots.items()}
+    checked = {name: _read_tensor(spec, slot, tensors[name]) for name, slot in slots.items()}
+    return spec, checked if joined else shared_bytes.join(spec, checked)
 
 
 def _names(tensors: Mapping[str, Tensor]) -> str:
@@ -95,7 +100,7 @@ def check_same(saved: MatmulSpec, wanted: MatmulSpec) -> None:
 def _saved_spec(about: dict[str, Any], wanted: MatmulSpec | None) -> MatmulSpec:
     """Returns the spec of a saved weight, of which older formats leave act and out to `wanted`."""
     given = about.get("format")
-    if given == FORMAT:
+    if given in (FORMAT, SEPARATE_CODES):
         return MatmulSpec.from_dict(about.get("spec") or {})
     if given != WITHOUT_TYPES:
         raise PackError(f"the weight was saved in format {given!r}, this is {FORMAT}; pack it again with this version")

@@ -111,7 +111,7 @@ def _limits(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> Limits:
 def _scales(spec: MatmulSpec, tensors: Mapping[str, Tensor], *indices: Index) -> Tensor:
     """Returns the product of all scales of groups or of rows, f64 [n, groups] or [n, 1]; of none, one 1."""
     result = torch.ones((1, 1), dtype=torch.float64, device=tensors["codes"].device)
-    for slot in spec.tensors:
+    for slot in spec.given_tensors:
         if slot.role == "scale" and slot.index in indices:
             result = result * numbers(spec, slot.name, tensors).double()
     return result
@@ -119,6 +119,6 @@ def _scales(spec: MatmulSpec, tensors: Mapping[str, Tensor], *indices: Index) ->
 
 def _added(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns the zeros or offsets, f64 [n, groups]; where there are none, one 0."""
-    if name in tensors:
+    if any(slot.name == name for slot in spec.given_tensors):
         return numbers(spec, name, tensors).double()
     return torch.zeros((1, 1), dtype=torch.float64, device=tensors["codes"].device)

@@ -72,7 +72,7 @@ def test_files_of_earlier_versions(spec: MatmulSpec) -> None:
 
 def test_another_format() -> None:
     state = {**weight().state_dict(), "spec": text({"format": 1})}
-    with pytest.raises(PackError, match="saved in format 1, this is 3; pack it again"):
+    with pytest.raises(PackError, match="saved in format 1, this is 4; pack it again"):
         PackedWeight.from_state_dict(state)
 
 

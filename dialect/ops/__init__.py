@@ -39,12 +39,14 @@ from lowbit.dialect.ops.elementwise import (
     MinOp,
     MulOp,
     NegOp,
+    RaiseBitsOp,
     ReciprocalOp,
     RoundToOp,
     SelectOp,
     SqrtOp,
     SubOp,
     TanhOp,
+    raised_power,
 )
 from lowbit.dialect.ops.integer_products import JoinLimbsOp, LimbMmaOp, LimbSumsOp, SplitLimbsOp
 from lowbit.dialect.ops.memory import (
@@ -174,6 +176,7 @@ __all__ = [
     "ProgramOp",
     "QuantizeOp",
     "QuantizedMatmulOp",
+    "RaiseBitsOp",
     "ReadAccumulatorOp",
     "ReciprocalOp",
     "ReduceOp",
@@ -197,6 +200,7 @@ __all__ = [
     "WaitOp",
     "WarpgroupMmaOp",
     "WarpgroupRowSumsOp",
+    "raised_power",
     "register",
 ]
 

@@ -9,7 +9,7 @@ computed as f32 where the GPU has no instruction for them, and rounded then.
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, real, same_element, verifier
+from lowbit.dialect.checks import expect, in_range, real, same_element, verifier
 from lowbit.dialect.ops.common import check_rounding
 from lowbit.dialect.optional import Optional
 from lowbit.dialect.types import CONDITION, FormatAttr, Lowbit, Reg, RegType, read_format
@@ -44,6 +44,11 @@ def _check_table(format_: ir.Attribute | None, kind: str) -> None:
     expect(t.kind == "table" and t.bits == 8, "format of a cast", "a table of 256 numbers", t.name)
 
 
+def raised_power(first: int) -> float:
+    """Returns the power of two in whose f32 mantissa the bit at `first` counts ones."""
+    return 2.0 ** (23 - first)
+
+
 class CastOp(Lowbit.Operation, name="cast", traits=[ext.Pure]):
     """Every element converted to another type.
 
@@ -72,6 +77,25 @@ class CastOp(Lowbit.Operation, name="cast", traits=[ext.Pure]):
         else:
             sources = _INTEGERS if kind in ("signed", "unsigned") else ("i8",)
             expect(a.element in sources and b.element == "f32", kind, f"{' or '.join(sources)} to f32", got)
+        expect(a.layout == b.layout, "layout", a.layout, b.layout)
+
+
+class RaiseBitsOp(Lowbit.Operation, name="raise_bits", traits=[ext.Pure]):
+    """`raised_power` + the unsigned number in the bits `first` .. `first` + `bits` - 1 of every byte (i8), in f32: one
+    lop3 puts the bits into the mantissa."""
+
+    source: ext.Operand[RegType]
+    first: ir.IntegerAttr
+    bits: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        first = in_range(op.first, "first", 0, 7)
+        in_range(op.bits, "bits", 1, 8 - first)
+        same_element("i8", a.element, "element of the source")
+        same_element("f32", b.element, "element of the result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
 
 

@@ -86,6 +86,22 @@ func.func @cast_kind(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
 
 // -----
 
+func.func @raise_bits_beyond_a_byte(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">) {
+  // expected-error @below {{'lowbit.raise_bits' op bits: expected 1..5, got 6}}
+  %0 = "lowbit.raise_bits"(%t) {first = 3, bits = 6} : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+func.func @raise_bits_of_words(%t: !lowbit.reg<[8, 4], i32, "spatial(8, 4)">) {
+  // expected-error @below {{element of the source: expected i8, got i32}}
+  %0 = "lowbit.raise_bits"(%t) {first = 3, bits = 3} : (!lowbit.reg<[8, 4], i32, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
 func.func @cast_to_the_same(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">) {
   // expected-error @below {{cast: expected two types, got f16 to f16}}
   %0 = "lowbit.cast"(%t) {kind = "float"} : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">

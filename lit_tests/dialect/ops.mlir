@@ -97,6 +97,7 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
 
   // Arithmetic broadcasts dims of size 1.
   // CHECK: "lowbit.cast"(%{{.*}}) {kind = "e4m3"}
+  // CHECK: "lowbit.raise_bits"(%{{.*}}) {bits = 3 : i64, first = 3 : i64}
   // CHECK: "lowbit.mul"
   // CHECK: "lowbit.add"
   // CHECK: "lowbit.fma"
@@ -107,6 +108,7 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
   %bytes_tile = "lowbit.load"(%bytes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
     : (!lowbit.global<[16, 1], i8, [1, 1], [1, 1]>, i32, i32) -> !scales
   %scale = "lowbit.cast"(%bytes_tile) {kind = "e4m3"} : (!scales) -> !scales_f32
+  %raised = "lowbit.raise_bits"(%bytes_tile) {first = 3, bits = 3} : (!scales) -> !scales_f32
   %scaled = "lowbit.mul"(%all, %scale) : (!d, !scales_f32) -> !d
   %sum = "lowbit.add"(%scaled, %half) : (!d, !d) -> !d
   %fused = "lowbit.fma"(%sum, %scale, %zero) : (!d, !scales_f32, !d) -> !d

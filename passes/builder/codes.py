@@ -58,6 +58,10 @@ class Codes:
         op.format = format_attr(table)
         return Tile(op.result)
 
+    def raise_bits(self, tile: Tile, first: int, bits: int) -> Tile:
+        """The unsigned number in some bits of every byte, plus `ops.raised_power` of the first, in f32."""
+        return Tile(ops.RaiseBitsOp(tile.value, i64(first), i64(bits), Reg("f32", tile.layout).type).result)
+
     def round_to(self, a: Tile, kind: str) -> Tile:
         """Numbers in f32 rounded to those of "f8e4m3" or "i8", the largest of which they do not exceed."""
         return Tile(ops.RoundToOp(a.value, text(kind), a.reg.type).result)

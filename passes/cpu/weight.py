@@ -99,7 +99,6 @@ class Weight:
         self.map = ChunkMap(spec.packing, spec.dtype)
         self.low = least_code(spec)
         self._isa: Isa = isa
-        self._slots = {slot.name: slot for slot in spec.tensors}
         self.arrays = {slot.name: array for slot, array in zip(spec.tensors, arrays)}
 
     def scales(self, block: Value, group: Value) -> Value:
@@ -132,7 +131,7 @@ class Weight:
 
     def _of_group(self, name: str, block: Value, group: Value) -> Value:
         """Numbers of 16 rows in a group; of codes, what the second level makes of them."""
-        slot = self._slots[name]
+        slot = self.spec.slot(name)
         values = self._per_row(slot, add(mul(block, self.spec.packing.groups), group))
         if self.spec.bilevel is None or not slot.code:
             return values
@@ -147,7 +146,7 @@ class Weight:
 
     def _of_block(self, name: str, bilevel: Bilevel, block: Value, group: Value) -> Value:
         """Numbers of the second level for 16 rows in a group."""
-        slot = self._slots[name]
+        slot = self.spec.slot(name)
         _, blocks, lanes = slot.shape
         place = add(mul(block, blocks), divmod_(group, bilevel.groups)[0])
         if bilevel.rows == 1:
@@ -159,13 +158,16 @@ class Weight:
     def _per_row(self, slot: TensorSlot, place: Value) -> Value:
         """The numbers of 16 rows that stand side by side, as f32; codes are those that are stored."""
         kind = slot.storage
-        address = at(self.arrays[slot.name], mul(place, ROWS * ELEMENTS[kind].bytes))
+        address = at(self.arrays[slot.tensor], mul(place, ROWS * ELEMENTS[kind].bytes))
         if kind in ("f16", "bf16", "f32"):
             values = load(vec(scalar_type(kind)), address)
             return values if kind == "f32" else arith.extf(vec(f32()), values)
         codes = load(vec(i(8)), address)
         if slot.code == TABLE_CODE:
             return look_up_scales(codes)
+        if slot.shared:
+            shifted = arith.shrui(codes, constant(codes.type, slot.bit))
+            codes = arith.andi(shifted, constant(codes.type, (1 << slot.bits) - 1))
         if kind == "u8":
             return arith.uitofp(vec(f32()), codes)
         return decode_e8m0(codes) if kind == "e8m0" else decode_e4m3(codes)

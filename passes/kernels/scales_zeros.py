@@ -8,10 +8,14 @@ from lowbit.dialect.bilevel import Bilevel, least_code
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.raw_codes import raw_exponents
+from lowbit.dialect.ops import raised_power
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.lowering.recipes import compute_element, exponent
+
+OfBlock = Callable[[str, Bilevel], Tile]
+"""Gives the numbers of a second level, by name, as f32."""
 
 
 class ScalesZeros:
@@ -33,20 +37,39 @@ class ScalesZeros:
     def as_f32(self, tile: Tile, kind: str) -> Tile:
         return self.p.cast(tile, "f32", {"e4m3": "e4m3", "e8m0": "e8m0", "u8": "unsigned"}.get(kind, "float"))
 
-    def two_level(self, slot: TensorSlot, tile: Tile, of_block: Callable[[str, Bilevel], Tile]) -> Tile:
+    def two_level(self, slot: TensorSlot, tile: Tile, of_block: OfBlock) -> Tile:
         """Numbers of a slot as f32: where they are codes, S * (code - B) or S * code + O, where the product is rounded
-        before the sum. of_block: gives S, B and O, by name, as f32."""
+        before the sum. tile: from the slot's tensor in memory."""
         bilevel = self.spec.bilevel
         if bilevel is None or not slot.code:
             return self.as_f32(tile, slot.storage)
+        values = self._scaled(slot, tile, bilevel, of_block)
+        return self.p.add(values, of_block(f"{slot.role}_offsets", bilevel)) if bilevel.offsets else values
+
+    def _scaled(self, slot: TensorSlot, tile: Tile, bilevel: Bilevel, of_block: OfBlock) -> Tile:
+        """S * (code - B). Without B, S * (power + code) - S * power is the same by one fma: S * power is exact, and
+        does not overflow where S is f16."""
+        if slot.shared and not bilevel.zeros and bilevel.scale == "f16":
+            scale = of_block(f"{slot.role}_scales", bilevel)
+            return self.p.fma(self._raised(slot, tile), scale, scale * -raised_power(slot.bit))
+        values = self._codes(slot, tile, bilevel)
+        if bilevel.zeros:
+            values = self.p.sub(values, of_block(f"{slot.role}_zeros", bilevel))
+        return self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
+
+    def _codes(self, slot: TensorSlot, tile: Tile, bilevel: Bilevel) -> Tile:
+        """The numbers that codes stand for before they are scaled."""
+        if slot.shared:
+            return self._raised(slot, tile) - raised_power(slot.bit)
         table = bilevel.table
         values = self.p.look_up(tile, dtype(slot.code, table)) if table else self.as_f32(tile, slot.storage)
         if slot.storage == "u8" and (least := least_code(slot.code)):
             values = self.p.add(values, self.p.constant(least, "f32", values.layout))
-        if bilevel.zeros:
-            values = self.p.sub(values, of_block(f"{slot.role}_zeros", bilevel))
-        values = self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
-        return self.p.add(values, of_block(f"{slot.role}_offsets", bilevel)) if bilevel.offsets else values
+        return values
+
+    def _raised(self, slot: TensorSlot, tile: Tile) -> Tile:
+        """Codes from bytes that they share, plus a power of two."""
+        return self.p.raise_bits(tile, slot.bit, slot.bits)
 
     def with_exponent(self, scale: Tile) -> Tile:
         """The scale times the power of two that decoding left out."""

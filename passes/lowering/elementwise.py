@@ -16,7 +16,7 @@ from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.lowering import byte_numbers, emit
-from lowbit.passes.lowering.context import LoweringContext, text_attr
+from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr
 from lowbit.passes.lowering.fragment import Fragment, kind_of, pairs_at
 from lowbit.passes.lowering.registry import lowers
 from lowbit.passes.lowering.tables import constant_table
@@ -72,6 +72,19 @@ _CASTS: dict[str, Callable[[Any, Any], Any]] = {
     "e4m3": lambda to, x: emit.from_e4m3(_zero_extended(x)),
     "e8m0": lambda to, x: emit.from_e8m0(_zero_extended(x)),
 }
+
+
+@lowers(ops.RaiseBitsOp)
+def raise_bits(op: Any, c: LoweringContext) -> None:
+    source, reg, f32 = c.tiles[op.source], Reg.of(op.result.type), ir.F32Type.get()
+    first, bits = int_attr(op, "first"), int_attr(op, "bits")
+    mask = ((1 << bits) - 1) << first
+
+    def raised(slot: int) -> Any:
+        power = emit.bitcast(emit.integer(), emit.real(ops.raised_power(first), f32))
+        return emit.bitcast(f32, emit.mask_or(_zero_extended(source.scalar(slot)), mask, power))
+
+    _note(op, c, [source], Fragment(reg, "scalar", raised))
 
 
 @lowers(ops.AddOp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,23 @@ def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]
                 with naming(name):
                     found[name] = read_spec(file.get_tensor(name + EXTRA_STATE))
     for name, spec in found.items():
+        _check_codes_are_joined(name, spec, keys)
         if missing := [slot.name for slot in spec.tensors if f"{name}.{slot.name}" not in keys]:
             raise PackError(f"{name}: the checkpoint has no {', '.join(missing)} of this low-bit weight")
     renamed = renaming(model, list(found))
     return {renamed(name): spec for name, spec in found.items()}
+
+
+def _check_codes_are_joined(name: str, spec: MatmulSpec, keys: Collection[str]) -> None:
+    """Raises PackError for a weight whose codes have a tensor each, as earlier versions saved them: transformers would
+    not put them together."""
+    shared = [slot for slot in spec.given_tensors if slot.shared]
+    if shared and all(f"{name}.{slot.name}" in keys for slot in shared):
+        names = " and ".join(slot.name for slot in shared)
+        raise PackError(
+            f"{name}: an earlier version saved {names} apart; load the folder with lowbit.load_checkpoint, "
+            "and save the model again"
+        )
 
 
 def renaming(model: Any, names: Sequence[str]) -> Callable[[str], str]:

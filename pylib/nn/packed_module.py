@@ -136,8 +136,8 @@ class PackedModule(nn.Module):
     ) -> None:
         """Check tensors as kernels will read them before torch copies or assigns them."""
         error_msgs: list[str] = rest[2]
-        names = [slot.name for slot in self.spec.tensors]
-        if all(prefix + name in state_dict for name in (*names, _EXTRA_STATE)):
+        names = self._names_in(state_dict, prefix)
+        if names and prefix + _EXTRA_STATE in state_dict:
             tensors = {name: state_dict[prefix + name] for name in names}
             tensors[saved_weight.SPEC] = state_dict[prefix + _EXTRA_STATE]
             try:
@@ -145,10 +145,20 @@ class PackedModule(nn.Module):
             except PackError as error:
                 error_msgs.append(f"{prefix.removesuffix('.') or 'the layer'}: {error}")
                 return
+            for name in names:
+                del state_dict[prefix + name]
             state_dict.update({prefix + name: tensor for name, tensor in checked.items()})
             self._make_room(checked)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         self._forget()
+
+    def _names_in(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """Returns the names of the weight's tensors in a state dictionary, today's or those of earlier formats; none if
+        one is missing."""
+        for slots in (self.spec.tensors, self.spec.given_tensors):
+            if all(prefix + slot.name in state_dict for slot in slots):
+                return [slot.name for slot in slots]
+        return []
 
     def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives buffers of a free length that of the tensors which torch is about to copy into them."""

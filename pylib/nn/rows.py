@@ -22,6 +22,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.memory_order import RUNS
+from lowbit.pylib.shared_bytes import codes_of
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weight_values import least
 
@@ -41,8 +42,8 @@ class Decoder(NamedTuple):
 
     run      the pieces of the registers of a run of words
     levels   what each stored code stands for, in f32, before it is scaled
-    bytes    the same for other tensors of the weight that are bytes, by name: torch.compile does not know all floats of
-             8 bits
+    bytes    the same for other tensors that `pack` takes and that are bytes in memory, by name: torch.compile does not
+             know all floats of 8 bits
     """
 
     run: tuple[tuple[Piece, ...], ...]
@@ -53,7 +54,7 @@ class Decoder(NamedTuple):
     def of(cls, spec: MatmulSpec, device: torch.device) -> Decoder:
         """Returns the decoder of a weight on a device."""
         levels = np.roll(spec.dtype.values().astype(np.float32), -least(spec))
-        tables = {slot.name: _byte_values(spec, slot).to(device) for slot in spec.tensors if _is_bytes(slot)}
+        tables = {slot.name: _byte_values(spec, slot).to(device) for slot in spec.given_tensors if _is_bytes(slot)}
         return cls(run_of(spec.packing.bits), torch.from_numpy(levels).to(device), tables)
 
 
@@ -62,8 +63,8 @@ def _is_bytes(slot: TensorSlot) -> bool:
 
 
 def _byte_values(spec: MatmulSpec, slot: TensorSlot) -> Tensor:
-    """Returns what each byte of a tensor stands for."""
-    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(TORCH[slot.storage]).float()
+    """Returns what each byte of a tensor in memory stands for."""
+    values = codes_of(slot, torch.arange(256, dtype=torch.uint8, device="cpu")).view(TORCH[slot.storage]).float()
     if slot.storage != "u8":
         return values
     if slot.code == TABLE_CODE and spec.bilevel:
@@ -138,7 +139,7 @@ class _Numbers:
         place: Tensor,
     ) -> None:
         self.spec = spec
-        self.slots = {slot.name: slot for slot in spec.tensors}
+        self.slots = {slot.name: slot for slot in spec.given_tensors}
         self.tensors, self.tables, self.block, self.place = tensors, tables, block, place
 
     def get(self, name: str) -> Tensor | None:
@@ -163,7 +164,7 @@ class _Numbers:
         return self._stored(slot).repeat_interleave(groups, 1)[:, : self.spec.packing.groups]
 
     def _stored(self, slot: TensorSlot) -> Tensor:
-        stored = self.tensors[slot.name]
+        stored = self.tensors[slot.tensor]
         if slot.index == "padded_row":
             values = stored[self.block * ROWS + self.place, None]
         else:

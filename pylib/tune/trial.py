@@ -100,7 +100,7 @@ def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **roundi
     expected = reference.matmul(part, x, **tensors)
     allowed = reference.tolerance(part, x, **arguments)
     rows = torch.arange(spec.n, device=device) % part.n
-    given = {slot.name: _repeated(spec, slot, tensors[slot.name].to(device), rows) for slot in spec.tensors}
+    given = {slot.name: _repeated(spec, slot, tensors[slot.name].to(device), rows) for slot in spec.given_tensors}
     weight = packed.pack(spec, **given)
     return Sample(x.to(device)[torch.arange(m, device=device) % len(x)], weight, expected, allowed)
 

@@ -24,7 +24,8 @@ class GroupNumbers:
         """Numbers of the groups of a step from `group` on: [warps_k, row blocks, groups, 16] in a layout of this
         shape."""
         p, bilevel = self.p, self.plan.spec.bilevel
-        _, buffers, slot = self.operands.scales_zeros[name]
+        slot = self.plan.spec.slot(name)
+        _, buffers, _ = self.operands.scales_zeros[slot.tensor]
         warps, row_blocks, groups, _ = layout.shape
         blocks = max(1, groups // bilevel.groups) if bilevel else 1
         by_block = (warps, row_blocks, blocks, groups // blocks, ROWS)

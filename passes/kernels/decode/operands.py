@@ -38,7 +38,7 @@ class Operands:
 
     buffers       all in shared memory, to be freed after the loop
     slot          of the buffers for x, scales and zeros: kernels with preloaded weights have one for every round
-    scales_zeros  by name: scales, zeros and offsets [row blocks, groups, 16], their buffers, and their slots
+    scales_zeros  by the name of the tensor: scales, zeros and offsets [row blocks, groups, 16], their buffers and slots
     second_level  the same for scales, zeros and offsets that are codes: [row blocks, blocks of groups x lanes]
     table         of a format that has one
     outliers      those of this block, of a weight that has any

@@ -69,20 +69,21 @@ def _scaled(
     fused: what `PackedWeight.dequantize` gives."""
     packing, convert = spec.packing, ScalesZeros(p, spec)
     rows = numbers.layout.reduce((2,))
-    slots = {slot.name: slot for slot in spec.tensors}
 
     def table(name: str) -> Tile:
         shape, strides = (ROWS, packing.groups, packing.row_blocks), (1, ROWS, packing.groups * ROWS)
-        view = p.global_view(p[name], convert.element(slots[name].storage), shape, strides)
+        slot = spec.slot(name)
+        view = p.global_view(p[slot.tensor], convert.element(slot.storage), shape, strides)
         loaded = p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none"))
-        return convert.two_level(slots[name], loaded, second_level)
+        return convert.two_level(slot, loaded, second_level)
 
     def second_level(name: str, bilevel: Bilevel) -> Tile:
-        _, blocks, lanes = slots[name].shape
+        slot = spec.slot(name)
+        _, blocks, lanes = slot.shape
         shape, strides = (ROWS, packing.groups, packing.row_blocks), (int(lanes == ROWS), lanes, blocks * lanes)
-        view = p.global_view(p[name], convert.element(slots[name].storage), shape, strides, (1, bilevel.groups, 1))
+        view = p.global_view(p[name], convert.element(slot.storage), shape, strides, (1, bilevel.groups, 1))
         loaded = p.load(view, (0, first_group, row_block), rows, ("none", "clamp", "none"))
-        return convert.as_f32(loaded, slots[name].storage)
+        return convert.as_f32(loaded, slot.storage)
 
     def scaled_by_row(tile: Tile) -> Tile:
         if not spec.row_scales:

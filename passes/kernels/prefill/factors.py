@@ -108,7 +108,8 @@ class Factors:
         def second_level(name: str, bilevel: Bilevel) -> Tile:
             return self.convert.as_f32(at(name), bilevel.scale)
 
-        number = self.convert.two_level(self._all[name].slot, at(name), second_level)
+        slot = self.spec.slot(name)
+        number = self.convert.two_level(slot, at(slot.tensor), second_level)
         return self.p.reshape(number, self.row_layout.shape)
 
     def row_scale(self, row_tile: Scalar) -> Tile | None:
