@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import Bilevel, QuantConfig, SpecError
+from lowbit.pylib.quantization.calibration import output_errors
 from lowbit.pylib.quantization.config import PRESETS
 
 NAMES = [name for name, preset in PRESETS.items() if preset.by_k_quant]
@@ -65,6 +66,23 @@ def test_larger_scales_do_not_matter(name: str) -> None:
     assert torch.allclose(64 * small.dequantize(), large.dequantize(), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize(("name", "beams"), [*((name, 1) for name in NAMES), ("q2_k", 3), ("iq4_xs", 3)])
+def test_gptq_has_less_output_error(name: str, beams: int) -> None:
+    """With the two levels of the type: no row is worse than rounded to nearest, and most are far better."""
+    weight, generator = weight_of(24), torch.Generator().manual_seed(5)
+    weight[1], weight[2], weight[3, :48] = 0, 0.25, 0
+    x = torch.randn(2048, 32, generator=generator) @ torch.randn(32, COLUMNS, generator=generator)
+    x += torch.randn(x.shape, generator=generator)
+    config = QuantConfig.preset(name)
+    rounded, result = (lowbit.quantize(weight, c, x) for c in (config, replace(config, method="gptq", beams=beams)))
+    packed = result.pack()
+    assert packed.spec == rounded.spec() and torch.equal(packed.dequantize(), result.dequantize())
+    hessian = (x.T @ x).double()
+    hessian += 0.01 * hessian.diagonal().mean() * torch.eye(COLUMNS)
+    old, new = (output_errors((each.dequantize() - weight).double(), hessian) for each in (rounded, result))
+    assert (new <= old * (1 + 1e-4)).all() and float(new[4:].sum()) < 0.3 * float(old[4:].sum())
+
+
 def test_nearly_the_best_scale_and_offset() -> None:
     """Other scales and offsets of some groups have no much smaller error: all of a fine grid are tried."""
     weight, found, least = weight_of(6, 32, seed=3), 0.0, 0.0
@@ -113,7 +131,7 @@ def test_configuration_as_json() -> None:
         ({"scale": "lut8", "bilevel": Bilevel(1, 4, table=(0.5,) * 256)}, r"rows=1 and no zeros, offsets or table"),
         ({"scale": "u6", "bilevel": Bilevel(rows=16), "zeros": "none"}, r"rows=1 and no zeros, offsets or table"),
         ({"scale": "u6", "bilevel": Bilevel(), "zeros": "none", "group_size": None}, r"bilevel= needs groups"),
-        ({"zeros": "offset", "method": "awq"}, r"method='awq' has no zeros='offset'; use method='rtn'"),
+        ({"zeros": "offset", "method": "awq"}, r"method='awq' has no zeros='offset'; use method='rtn' or 'gptq'"),
         ({"row_scales": True}, r"row_scales=True goes with scale='e4m3', zeros='none' and method='rtn' or 'gptq'"),
         ({"scale": "u6", "bilevel": 3}, r"bilevel=3 must be a Bilevel"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -12,12 +11,12 @@ from torch import Tensor
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.pylib.outliers import Outliers, sparse_csr
 from lowbit.pylib.packed import TORCH
-from lowbit.pylib.quantization import hqq, k_quants, rtn
+from lowbit.pylib.quantization import hqq, rtn
 from lowbit.pylib.quantization.awq import awq
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
-from lowbit.pylib.quantization.gptq import gptq
-from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks, chunks
+from lowbit.pylib.quantization.gptq import gptq, k_gptq
+from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.k_quants import KQuant, Numbers, k_quant
 from lowbit.pylib.quantization.quantized import QuantizedWeight
 from lowbit.pylib.quantization.signround import signround
@@ -65,7 +64,7 @@ def _quantized(
     if config.method in CALIBRATED:
         return _calibrated(weight, grid, calibration)
     if config.by_k_quant:
-        return _in_levels(config, [k_quant(weight[rows].float(), grid) for rows in chunks(weight, k_quants.COPIES)])
+        return _in_levels(config, k_quant(weight, grid))
     if config.method == "hqq":
         return _finish(config, by_chunks(lambda rows: hqq.hqq(rows, grid), weight, hqq.COPIES))
     return _finish(config, by_chunks(lambda rows: rtn.rtn(rows, grid), weight, rtn.COPIES))
@@ -78,6 +77,8 @@ def _calibrated(weight: Tensor, grid: Grid, calibration: Tensor | Calibration | 
         raise QuantizeError(f"{rule}; without any use 'hqq' or 'rtn'")
     data = Calibration.of(calibration, k, weight.device)
     if config.method == "gptq":
+        if config.by_k_quant:
+            return _in_levels(config, k_gptq(weight, grid, data))
         return _finish(config, gptq(weight, grid, data))
     if config.method == "signround":
         return _finish(config, signround(weight, grid, data))
@@ -101,23 +102,19 @@ def _in_two_levels(quantized: QuantizedWeight, scales: TwoLevels, zeros: TwoLeve
     return replace(quantized, scales=scales.codes, zeros=zeros.codes, second_level=second)
 
 
-def _in_levels(config: QuantConfig, parts: Sequence[KQuant]) -> QuantizedWeight:
-    """Returns the weight that rows of K-quants make."""
-    codes = torch.cat([part.codes for part in parts])
-    offsets = [part.pair.offsets for part in parts if part.pair.offsets is not None]
-    scale, of_scales = _joined(config, "scale", [part.pair.scales for part in parts])
-    offset, of_offsets = _joined(config, "offset", offsets) if offsets else (None, {})
-    return QuantizedWeight(codes, scale, offsets=offset, second_level={**of_scales, **of_offsets}, config=config)
+def _in_levels(config: QuantConfig, found: KQuant) -> QuantizedWeight:
+    """Returns the weight that K-quants make."""
+    scale, of_scales = _as_packed(config, "scale", found.pair.scales)
+    offset, of_offsets = _as_packed(config, "offset", found.pair.offsets) if found.pair.offsets else (None, {})
+    return QuantizedWeight(found.codes, scale, offsets=offset, second_level={**of_scales, **of_offsets}, config=config)
 
 
-def _joined(config: QuantConfig, role: str, parts: Sequence[Numbers]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the scales or offsets of some rows as `pack` takes them, and their second level."""
-    codes = torch.cat([part.codes for part in parts])
-    if config.bilevel is None:
-        return _fitting(role, config.scale, codes), {}
+def _as_packed(config: QuantConfig, role: str, numbers: Numbers) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns scales or offsets as `pack` takes them, and their second level."""
+    if config.bilevel is None or numbers.supers is None:
+        return _fitting(role, config.scale, numbers.codes), {}
     kind = torch.uint8 if config.scale.startswith("u") else torch.int8
-    supers = torch.cat([part.supers for part in parts if part.supers is not None])
-    return codes.to(kind), {f"{role}_scales": _fitting(role, config.bilevel.scale, supers)}
+    return numbers.codes.to(kind), {f"{role}_scales": _fitting(role, config.bilevel.scale, numbers.supers)}
 
 
 def _sparse(outliers: Outliers, n: int, k: int) -> Tensor:

@@ -148,9 +148,9 @@ class QuantConfig:
         if self.row_scales and (self.scale != "e4m3" or self.zeros != "none" or self.method not in ("rtn", "gptq")):
             rule = "row_scales=True goes with scale='e4m3', zeros='none' and method='rtn' or 'gptq'"
             raise SpecError(f"{rule}, not with {self.scale!r}, {self.zeros!r} and {self.method!r}")
-        if self.by_k_quant and self.method != "rtn":
+        if self.by_k_quant and self.method not in ("rtn", "gptq"):
             what = f"zeros={self.zeros!r}" if self.bilevel is None else "bilevel="
-            raise SpecError(f"method={self.method!r} has no {what}; use method='rtn'")
+            raise SpecError(f"method={self.method!r} has no {what}; use method='rtn' or 'gptq'")
         level = self.bilevel
         plain = level is None or (level.rows == 1 and not (level.zeros or level.offsets or level.table))
         if level and not (plain and self.zeros in ("none", "offset")):

@@ -3,7 +3,8 @@
 With H the sum of x^T x over calibration inputs, the squared output error of a row is (w - q) H (w - q)^T. If column j
 is rounded, the best change of the columns after it is - e * U[j, j+1:], with U the upper Cholesky factor of H^-1 and
 e = (w_j - q_j) / U[j, j]. Columns with the largest diagonal of H come first. Scales and zeros are fixed before, from
-the groups in the order of the weight ("static groups"): the result needs no permutation of the input.
+the groups in the order of the weight ("static groups"): the result needs no permutation of the input. Those of K-quants
+(`k_quants.py`) are fixed with both of their levels.
 
 With `beams`, several ways to round a row are followed at a time (`beams.py`), and columns come in the order of
 `ordered_factor`.
@@ -22,20 +23,47 @@ from lowbit.dialect.errors import QuantizeError
 from lowbit.pylib.quantization.beams import BLOCK, Beam, settle
 from lowbit.pylib.quantization.calibration import Calibration, output_errors
 from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.k_quants import KQuant, Pair, chosen, k_quant
 from lowbit.pylib.quantization.rtn import COPIES, rtn
+
+TINY = 1e-20  # the scale of groups that have the same weight everywhere, their offset
 
 
 def gptq(weight: Tensor, grid: Grid, calibration: Calibration) -> Codes:
     """Returns the codes of a weight [rows, k]. No row has a larger output error than by rounding to nearest."""
-    hessian, damping = damped(calibration.hessian, grid.config.damping)
-    target = weight.float().contiguous()
-    if calibration.cross is not None:
-        target = corrected(target, hessian, calibration.cross, damping)
+    target, hessian = _problem(weight, grid, calibration)
     importance = hessian.diagonal().float()
     _, scales, zeros = by_chunks(lambda rows: rtn(rows, grid, importance), target, COPIES)
     codes = _round_columns(target, grid, scales, zeros, hessian)
     rounded = by_chunks(lambda rows: rtn(rows, grid), weight, COPIES)
     return better_rows(grid, target, hessian.float(), Codes(codes, scales, zeros), rounded)
+
+
+def k_gptq(weight: Tensor, grid: Grid, calibration: Calibration) -> KQuant:
+    """Returns a weight [rows, k] with the scales and offsets of K-quants, which are chosen before codes. No row has a
+    larger output error than by rounding to nearest."""
+    target, hessian = _problem(weight, grid, calibration)
+    pair = k_quant(target, grid, hessian.diagonal().float()).pair
+    new = KQuant(_round_columns(target, grid, *_with_zeros(pair), hessian), pair)
+    old = k_quant(weight, grid)
+    new_error, old_error = (output_errors(target - each.dequantize(grid), hessian.float()) for each in (new, old))
+    return chosen(new_error < old_error, new, old)
+
+
+def _with_zeros(pair: Pair) -> tuple[Tensor, Tensor]:
+    """Returns scales and zeros with s (q - z) = s q + o; a scale of 0 is a tiny number, beside which o is all."""
+    scales = pair.scales.values
+    scales = torch.where(scales == 0, TINY, scales)
+    return scales, torch.zeros_like(scales) if pair.offsets is None else -pair.offsets.values / scales
+
+
+def _problem(weight: Tensor, grid: Grid, calibration: Calibration) -> tuple[Tensor, Tensor]:
+    """Returns the weight that is wanted, and the damped Hessian."""
+    hessian, damping = damped(calibration.hessian, grid.config.damping)
+    target = weight.float().contiguous()
+    if calibration.cross is not None:
+        target = corrected(target, hessian, calibration.cross, damping)
+    return target, hessian
 
 
 def damped(hessian: Tensor, part: float) -> tuple[Tensor, float]:

@@ -14,15 +14,15 @@ Scale and offset are rounded to what kernels will multiply with before the codes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, product, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit.dialect.formats.dtypes import dtype
-from lowbit.pylib.quantization.grid import Grid
+from lowbit.pylib.quantization.grid import Grid, chunks
 from lowbit.pylib.torch_types import TORCH
 
 COPIES = 8  # temporaries of the search in f32, for each weight
@@ -66,12 +66,36 @@ class KQuant(NamedTuple):
     codes: Tensor
     pair: Pair
 
+    def dequantize(self, grid: Grid) -> Tensor:
+        """Returns the weight [rows, k] in f32."""
+        scales, offsets = self.pair.values()
+        values = grid.groups(grid.decode(self.codes)) * scales
+        return (values if offsets is None else values.add_(offsets)).flatten(1)
+
 
 def k_quant(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> KQuant:
-    """Returns a weight [rows, k] in f32, quantized. No block of groups has a larger error than by its whole ranges.
+    """Returns a weight [rows, k], quantized. No block of groups has a larger error than by its whole ranges.
 
     importance   [k]: squared errors of a column count so much in the search; None: all columns alike
     """
+    parts = [_searched(weight[rows].float(), grid, importance) for rows in chunks(weight, COPIES)]
+    return _combined(lambda *tensors: torch.cat(tensors), *parts)
+
+
+def chosen(where: Tensor, new: KQuant, old: KQuant) -> KQuant:
+    """Returns the new rows where they are wanted, bool [rows], and the old ones elsewhere."""
+    return _combined(lambda a, b: torch.where(where[:, None], a, b), new, old)
+
+
+def _combined(combine: Callable[..., Tensor], *parts: Any) -> Any:
+    """Returns what `combine` makes of each tensor of some parts, which have the same tensors."""
+    if parts[0] is None or isinstance(parts[0], Tensor):
+        return None if parts[0] is None else combine(*parts)
+    return type(parts[0])(*(_combined(combine, *each) for each in zip(*parts)))
+
+
+def _searched(weight: Tensor, grid: Grid, importance: Tensor | None) -> KQuant:
+    """Returns some rows of a weight, in f32, quantized."""
     search = _Search(weight, grid, importance)
     best = search.coded(*search.whole_ranges())
     if grid.config.clip == "mse":
