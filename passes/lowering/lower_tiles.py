@@ -32,9 +32,11 @@ from lowbit.passes.lowering import (
     integer_mma,
     memory,
     mma,
+    outlier_share,
     outliers,
     registers,
-    sparse_products,
+    sparse_mma,
+    sparse_vector,
     tables,
     wgmma,
 )
@@ -46,7 +48,7 @@ from lowbit.passes.target import Target, parse_target
 
 _RULES = (
     *(accumulators, barriers, boxes, byte_numbers, codes, control, copies, elementwise),
-    *(integer_mma, memory, mma, outliers, registers, sparse_products, tables, wgmma),
+    *(integer_mma, memory, mma, outlier_share, outliers, registers, sparse_mma, sparse_vector, tables, wgmma),
 )
 """The files with rules, which register them when they are imported."""
 

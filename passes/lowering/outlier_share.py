@@ -1,0 +1,195 @@
+"""The outliers that a warp multiplies (`dialect.formats.outliers` has the lines they lie in), and a loop over them.
+
+The lines of a row block are dealt out to warps. The first few of a warp are copied to shared memory long before they
+are needed; those for which there is no room there, in row blocks with many outliers, are read where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
+from lowbit.dialect.formats.outliers import LINE
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import Layout
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr
+from lowbit.passes.lowering.outlier_lines import WORD, Outlier, first_word, lines_of, outlier
+from lowbit.passes.lowering.registry import lowers
+
+WARP = 32
+PIECE = 4  # words of an asynchronous copy
+
+Sums = list[Any]
+"""The accumulators of one row block."""
+
+
+class Line(NamedTuple):
+    """Where a line is, in device memory or in shared memory, and whether there is one; None: there is."""
+
+    pointer: Any
+    inside: Any | None = None
+
+    def words(self, first: Any, count: int, static: int = 0) -> list[Any]:
+        """Loads words from `first` on, four at a time; of no line zeros."""
+        wide = min(count, PIECE)
+        type_ = emit.integer() if wide == 1 else ir.VectorType.get([wide], emit.integer())
+        pointer = self.pointer if first is None else emit.offset_bytes(self.pointer, dynamic=first)
+        found: list[Any] = []
+        for i in range(0, count, wide):
+            loaded = llvm.load(type_, emit.offset_bytes(pointer, static=WORD * (static + i)), alignment=WORD * wide)
+            found += [loaded] if wide == 1 else [emit.element(loaded, j) for j in range(wide)]
+        if self.inside is None:
+            return found
+        return [arith.select(self.inside, word, emit.constant(0)) for word in found]
+
+    def word(self, static: int) -> Any:
+        return self.words(None, 1, static)[0]
+
+    def outlier(self, lane: Any) -> Outlier:
+        """The outlier in a lane's word; of the head, and where the line is not full, one of value 0."""
+        mine = arith.muli(lane, emit.constant(WORD))
+        if self.pointer.type == emit.pointer(1):
+            mine = arith.extui(emit.integer(64), mine)
+        (word,) = self.words(mine, 1)
+        is_head = arith.cmpi(arith.CmpIPredicate.eq, lane, emit.constant(0))
+        return outlier(arith.select(is_head, emit.constant(0), word), self.word(0))
+
+
+Add = Callable[[list[list[Line]], Sums], Sums]
+"""Adds lines: of each turn one of each row block."""
+
+
+class Share:
+    """The lines of a warp, whose rows and part are those that it has in a layout [warps, rows, ..]."""
+
+    def __init__(self, op: Any, c: LoweringContext, layout: Layout, unit: int) -> None:
+        """unit: rows of dim 1 of the layout for each of its indices."""
+        self.table, self.buffer = c.places[op.outliers], c.places[op.buffer]
+        warp, rows = emit.constant(0), emit.constant(0)
+        for size, divisor, dim, stride in layout.thread_digits():
+            if divisor >= WARP and dim in (0, 1):
+                digit = c.threads.digit(size, divisor, layout.threads)
+                digit = arith.muli(digit, emit.constant(stride * (unit if dim else 1)))
+                warp, rows = (warp, arith.addi(rows, digit)) if dim else (arith.addi(warp, digit), rows)
+        self.warp, self._row_block = warp, arith.divui(rows, emit.constant(ROWS))
+        self._block = arith.addi(c.scalars[op.first_block], self._row_block)
+        warps, _, self.staged, _ = self.buffer.type.shape
+        self.parts = emit.constant(warps * int_attr(op, "splits"))
+        self.part = arith.addi(arith.muli(c.scalars[op.part], emit.constant(warps)), warp)
+
+    def ends(self, row_block: int) -> tuple[Any, Any]:
+        """Loads where the lines of one of the warp's row blocks begin and end."""
+        return lines_of(self.table, arith.addi(self._block, emit.constant(row_block)))
+
+    def in_memory(self, line: Any, end: Any) -> Line:
+        """A line in device memory; of one that is not before the end, the table is read in its place."""
+        inside = emit.below(line, end)
+        first = first_word(arith.select(inside, line, emit.constant(0)))
+        offset = arith.muli(first, emit.constant(WORD, 64))
+        return Line(emit.offset_bytes(self.table.base, dynamic=offset), inside)
+
+    def in_shared(self, row_block: int, number: Any) -> Line:
+        """A line of this warp in shared memory, by its number there."""
+        warps, blocks, *_ = (stride * WORD for stride in self.buffer.type.strides)
+        place = arith.addi(
+            arith.muli(self.warp, emit.constant(warps)),
+            arith.muli(arith.addi(self._row_block, emit.constant(row_block)), emit.constant(blocks)),
+        )
+        place = arith.addi(place, arith.muli(number, emit.constant(LINE * WORD)))
+        return Line(emit.offset_bytes(self.buffer.base, dynamic=place))
+
+    def fold(self, row_blocks: Sequence[int], turns: int, sums: Sums, add: Add) -> Sums:
+        """Returns the sums of some row blocks after all their lines. add: adds `turns` lines of each row block."""
+
+        def staged(number: Any, sums: Sums) -> Sums:
+            lines = [
+                [self.in_shared(row, arith.addi(number, emit.constant(turn))) for row in row_blocks]
+                for turn in range(turns)
+            ]
+            return _if(_any_filled(lines[0]), sums, lambda: add(lines, sums))
+
+        sums = _loop(emit.constant(0), emit.constant(self.staged), emit.constant(turns), sums, staged)
+        return self.fold_others(row_blocks, turns, sums, add)
+
+    def all_in_shared(self, row_block: int) -> list[Line]:
+        return [self.in_shared(row_block, emit.constant(number)) for number in range(self.staged)]
+
+    def fold_others(self, row_blocks: Sequence[int], turns: int, sums: Sums, add: Add) -> Sums:
+        """The same for lines beyond those in shared memory, if the last there is one."""
+        last = [self.in_shared(row, emit.constant(self.staged - 1)) for row in row_blocks]
+        return _if(_any_filled(last), sums, lambda: self._fold_in_memory(row_blocks, turns, sums, add))
+
+    def _fold_in_memory(self, row_blocks: Sequence[int], turns: int, sums: Sums, add: Add) -> Sums:
+        ends = [self.ends(row) for row in row_blocks]
+        most = reduce(arith.maxsi, [arith.subi(end, start) for start, end in ends])
+        first = arith.addi(self.part, arith.muli(self.parts, emit.constant(self.staged)))
+
+        def others(number: Any, sums: Sums) -> Sums:
+            numbers = [arith.addi(number, arith.muli(self.parts, emit.constant(turn))) for turn in range(turns)]
+            lines = [[self.in_memory(arith.addi(start, n), end) for start, end in ends] for n in numbers]
+            return add(lines, sums)
+
+        return _loop(first, most, arith.muli(self.parts, emit.constant(turns)), sums, others)
+
+
+def _any_filled(lines: Sequence[Line]) -> Any:
+    """Whether one of these lines has an outlier: none is 0, so its first is not."""
+    some = reduce(arith.ori, [line.word(1) for line in lines])
+    return arith.cmpi(arith.CmpIPredicate.ne, some, emit.constant(0))
+
+
+def _loop(start: Any, end: Any, step: Any, sums: Sums, body: Callable[[Any, Sums], Sums]) -> Sums:
+    loop = scf.ForOp(start, end, step, list(sums))
+    with ir.InsertionPoint(loop.body):
+        scf.YieldOp(body(loop.induction_variable, list(loop.inner_iter_args)))
+    return list(loop.results)
+
+
+def _if(condition: Any, sums: Sums, action: Callable[[], Sums]) -> Sums:
+    branch = scf.IfOp(condition, [value.type for value in sums], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.YieldOp(action())
+    with ir.InsertionPoint(branch.else_block):
+        scf.YieldOp(list(sums))
+    return list(branch.results)
+
+
+@lowers(ops.CopyOutliersOp)
+def copy_outliers(op: Any, c: LoweringContext) -> None:
+    """A lane copies a piece of 16 bytes of every fourth line; zeros where there is no line."""
+    layout = Layout.parse(text_attr(op, "layout"))
+    share = Share(op, c, layout, ROWS)
+    _, row_blocks, lines, _ = layout.restrict(1, 0, layout.shape[1])[0].shape
+    own = row_blocks // max(1, _warps_along(layout, 1))
+    lane = c.thread_digit(WARP)
+    piece = arith.muli(arith.remui(lane, emit.constant(LINE // PIECE)), emit.constant(PIECE * WORD))
+    mine = arith.divui(lane, emit.constant(LINE // PIECE))
+    per_copy = WARP * PIECE // LINE
+    modifier = nvvm.LoadCacheModifierKind.CG
+    for row in range(own):
+        start, end = share.ends(row)
+        for first in range(0, lines, per_copy):
+            number = arith.addi(mine, emit.constant(first))
+            line = arith.addi(arith.addi(start, share.part), arith.muli(share.parts, number))
+            source = share.in_memory(line, end)
+            to, from_ = (
+                emit.offset_bytes(pointer, dynamic=offset)
+                for pointer, offset in (
+                    (share.in_shared(row, number).pointer, piece),
+                    (source.pointer, arith.extui(emit.integer(64), piece)),
+                )
+            )
+            taken = arith.select(source.inside, emit.constant(PIECE * WORD), emit.constant(0))
+            nvvm.cp_async_shared_global(to, from_, PIECE * WORD, modifier, cp_size=taken)
+
+
+def _warps_along(layout: Layout, dim: int) -> int:
+    """How many warps a layout has side by side along a dim."""
+    count = 1
+    for size, divisor, d, _ in layout.thread_digits():
+        count *= size if d == dim and divisor >= WARP else 1
+    return count

@@ -1,0 +1,102 @@
+"""The rule of `sparse_vector`: products of one token with outliers, without mma.
+
+A lane takes a word of a line, and adds its product to a sum of its own, of which it has one for each of the 16 rows in
+shared memory. That is an eighth of the instructions, as no two lanes look at one word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from lowbit.dialect import ops
+from lowbit.dialect.bindings import arith, ir, llvm, nvvm
+from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.types import Reg
+from lowbit.passes.lowering import emit
+from lowbit.passes.lowering.context import LoweringContext
+from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
+from lowbit.passes.lowering.outlier_lines import WORD, Outlier
+from lowbit.passes.lowering.outlier_share import WARP, Line, Share, Sums
+from lowbit.passes.lowering.registry import lowers
+
+_AHEAD = 16  # lines that are on their way at once
+
+
+@lowers(ops.SparseVectorOp)
+def sparse_vector(op: Any, c: LoweringContext) -> None:
+    """The lines of a few row blocks are loaded at once. Then, row block by row block, each lane adds up its products in
+    shared memory, and those of a row are added to its accumulators."""
+    c.pending.finish_reads()
+    total, reg = c.tiles[op.c], Reg.of(op.result.type)
+    registers = total.registers("scalar")
+    share, lanes = Share(op, c, reg.layout, 1), _LaneSums(op, c)
+    rows = [row for row, _ in fragment_blocks(reg.layout, MMA_M16N8_D)]
+    at_once = max(1, _AHEAD // share.staged)
+    for first in range(0, len(rows), at_once):
+        some = range(first, min(first + at_once, len(rows)))
+        loaded = [lanes.load(share.all_in_shared(rows[i])) for i in some]
+        for i, products in zip(some, loaded):
+            lanes.clear()
+            lanes.add(products)
+            share.fold_others([rows[i]], _AHEAD, [], lanes.add_lines)
+            for slot, value in zip((4 * i, 4 * i + 2), lanes.of_rows()):
+                registers[slot] = arith.addf(registers[slot], value)
+    c.tiles[op.result] = Fragment(reg, "scalar", registers.__getitem__)
+
+
+class _LaneSums:
+    """A sum of every lane for each of 16 rows: [16, 32] f32 of a warp in shared memory."""
+
+    def __init__(self, op: Any, c: LoweringContext) -> None:
+        self._x, sums = c.places[op.x], c.places[op.scratch]
+        self._lane = c.thread_digit(WARP)
+        warp = arith.muli(c.thread_digit(c.threads_per_block // WARP, WARP), emit.constant(ROWS * WARP * WORD))
+        self._warp = emit.offset_bytes(sums.base, dynamic=warp)
+        self._mine = emit.offset_bytes(self._warp, dynamic=arith.muli(self._lane, emit.constant(WORD)))
+        row = arith.muli(c.thread_digit(8, 4), emit.constant(WARP))
+        eight = arith.muli(c.thread_digit(4), emit.constant(8))
+        self._quad = emit.offset_bytes(self._warp, dynamic=arith.muli(arith.addi(row, eight), emit.constant(WORD)))
+
+    def clear(self) -> None:
+        for row in range(ROWS):
+            place = emit.offset_bytes(self._mine, static=row * WARP * WORD)
+            llvm.store(emit.real(0.0, ir.F32Type.get()), place, alignment=WORD)
+
+    def load(self, lines: Sequence[Line]) -> list[tuple[Outlier, Any]]:
+        """This lane's outlier of each line, and the x that it meets."""
+        element = str(self._x.type.element)
+        size = ELEMENTS[element].bytes
+        found: list[tuple[Outlier, Any]] = []
+        for line in lines:
+            mine = line.outlier(self._lane)
+            offset = arith.muli(arith.extui(emit.integer(64), mine.column), emit.constant(size, 64))
+            address = emit.offset_bytes(self._x.base, dynamic=offset)
+            found.append((mine, llvm.load(ir.Type.parse(element), address, alignment=size)))
+        return found
+
+    def add(self, products: Sequence[tuple[Outlier, Any]]) -> None:
+        f32 = ir.F32Type.get()
+        for mine, x in products:
+            place = emit.offset_bytes(self._mine, dynamic=arith.muli(mine.row, emit.constant(WARP * WORD)))
+            old = llvm.load(f32, place, alignment=WORD)
+            llvm.store(emit.fma(mine.value, arith.extf(f32, x), old), place, alignment=WORD)
+
+    def add_lines(self, turns: list[list[Line]], sums: Sums) -> Sums:
+        self.add(self.load([line for (line,) in turns]))
+        return sums
+
+    def of_rows(self) -> list[Any]:
+        """The sums of eight lanes for this lane's rows g and g + 8, when all lanes have theirs."""
+        nvvm.bar_warp_sync(emit.constant(-1))
+        four = ir.VectorType.get([4], ir.F32Type.get())
+        result: list[Any] = []
+        for half in range(2):
+            at = [emit.offset_bytes(self._quad, static=(8 * half * WARP + 4 * i) * WORD) for i in range(2)]
+            vectors = [llvm.load(four, address, alignment=16) for address in at]
+            result.append(reduce(arith.addf, [emit.element(v, i) for v in vectors for i in range(4)]))
+        nvvm.bar_warp_sync(emit.constant(-1))
+        return result
