@@ -33,9 +33,10 @@ from lowbit.pylib.emulator.isa.tensor_copy import tensor_argument
 from lowbit.pylib.emulator.machine.cluster import MAX_CLUSTER
 from lowbit.pylib.emulator.machine.decoder import decode
 from lowbit.pylib.emulator.machine.faults import Array
-from lowbit.pylib.emulator.machine.machine import WARP, Block, run_cluster
+from lowbit.pylib.emulator.machine.machine import Block, run_cluster
 from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
 from lowbit.pylib.emulator.machine.memory_map import MemoryMap, make_cluster
+from lowbit.pylib.emulator.machine.outcomes import WARP
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Kernel, Param, Variable

@@ -10,8 +10,9 @@ from lowbit.pylib.emulator.isa.bulk_copy import CHUNK, Destinations, target_wind
 from lowbit.pylib.emulator.isa.mbarrier import barrier_address
 from lowbit.pylib.emulator.machine.decoder import Op
 from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
-from lowbit.pylib.emulator.machine.machine import Block, Mask, Step
+from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.memory import PARAM_WINDOW, DeviceMemory
+from lowbit.pylib.emulator.machine.outcomes import Mask, Step
 from lowbit.pylib.emulator.text.ptx import Address, TensorAddress
 from lowbit.pylib.tensor_map import SIZE, TensorMap
 

@@ -10,13 +10,13 @@ import numpy as np
 from lowbit.pylib.emulator.isa.bulk_copy import async_store
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, dtype_of, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, require
-from lowbit.pylib.emulator.machine.machine import Mask, Step
 from lowbit.pylib.emulator.machine.memory import (
     CONST_WINDOW,
     LOCAL_WINDOW,
     PARAM_WINDOW,
     SHARED_WINDOW,
 )
+from lowbit.pylib.emulator.machine.outcomes import Mask, Step
 from lowbit.pylib.emulator.text.ptx import BITS, Address, Reg, Sink, Symbol, Vector
 
 _TYPES = tuple(f"{kind}{bits}" for kind in "usb" for bits in (8, 16, 32, 64)) + ("f32", "f64")
