@@ -102,54 +102,95 @@ SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share 
 def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     """About how many microseconds a call takes, inf where there is no room for a block: good for comparing schedules,
     not for more."""
-    costs = WGMMA if s.wgmma else INTEGER if s.integer_mma else MMA
     fitting = blocks_per_sm(spec, s, target)
     if not fitting:
         return math.inf
-    plan, processors, bits = KernelPlan(spec, s), target.multiprocessors, spec.packing.bits
-    tiles, rounds, rows, columns = plan.tiles, plan.rounds, s.rows, s.mma_columns
-    waves = tiles * s.split_k / (processors * (REACH if s.cluster > 2 else 1.0))
-    whole_waves = math.ceil(waves)
-    side_by_side = min(fitting, waves)
+    launch = _Launch(spec, tile, s, target, fitting)
+    return launch.work() + launch.ends()
 
-    ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
-    in_flight = side_by_side * rows * s.warps_k * s.step_k * bits / 8 * ahead
-    x = tiles * tile * spec.k * spec.x.bytes / costs.l2
-    memory = spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / in_flight)
-    memory += costs.x * x if tile <= 32 else 0.0
-    cache = spec.bytes / costs.l2 + x
 
-    # Clocks per mma's worth of weights: tensor core (two per mma), shared memory (128 bytes a clock), integer units.
-    mma = columns / 4
-    if not s.wgmma and (spec.zeros in ("float", "offset") or (spec.zeros == "int" and bits <= OFFSET_BITS)):
-        mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
-    mma *= costs.tensor / (2 if spec.compute else 1)  # types of 8 bits are multiplied at twice the pace
-    fragments = 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
-    decode = _decode_clocks(plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
-    if spec.group_size:  # sums or, where that is less, weights are scaled
-        scaled = 1.0 if plan.rounds_scales else columns / min(spec.group_size, s.step_k)
-        scaled /= COLUMNS if s.spread_k else 1
-        decode += costs.scale * 2 * scaled
-    pipes = mma, bits / 2 + fragments, decode
-    clocks = (max(pipes) + sum(pipes)) / 2  # they overlap in part
-    arithmetic = spec.n * spec.k / 256 / processors * clocks / CLOCK / min(1.0, waves)
-    arithmetic *= math.hypot(1.0, costs.warps / (max(1.0, side_by_side) * s.threads / 32))
-    if s.warps_n > 1 and tile > 1:
-        arithmetic *= costs.barrier * (costs.per_warp if s.refill == "per_warp" else 1.0)
+class _Launch:
+    """What a launch takes, part by part, in microseconds. Its blocks come in waves of those that run at a time."""
 
-    work = max(memory, cache, arithmetic)
-    work *= rounds * s.warps_k * s.split_k / plan.steps  # steps beyond the last
-    if waves > 1:
-        turns = math.ceil(waves / fitting) * fitting / max(waves, fitting)
-        work *= (1 + costs.idle * (whole_waves / waves - 1)) * (1 + costs.tail * (turns - 1))
-    work += costs.round * rounds * waves / side_by_side
-    # Blocks of the next kernel that start early crowding some multiprocessors, where more fit than are needed.
-    work *= 1 + costs.crowding * (min(2.0, fitting / whole_waves) - 1 if fitting > waves else 0.0)
-    ends = costs.block * max(1.0, waves / side_by_side)
-    if s.split_k == 1:
-        return work + ends
-    sums = 2 * tiles * s.split_k * rows * s.columns * 4 / costs.l2
-    return work + ends + sums + (costs.split if s.cluster == 1 else costs.cluster * math.log2(s.cluster))
+    def __init__(self, spec: MatmulSpec, tile: int, s: Schedule, target: Target, fitting: int) -> None:
+        """fitting: blocks that a multiprocessor has room for."""
+        self.spec, self.tile, self.schedule, self.fitting = spec, tile, s, fitting
+        self.costs = WGMMA if s.wgmma else INTEGER if s.integer_mma else MMA
+        self.plan, self.processors = KernelPlan(spec, s), target.multiprocessors
+        self.waves = self.plan.tiles * s.split_k / (self.processors * (REACH if s.cluster > 2 else 1.0))
+        self.side_by_side = min(fitting, self.waves)
+        self.x = self.plan.tiles * tile * spec.k * spec.x.bytes / self.costs.l2
+
+    def work(self) -> float:
+        """From the first round of the first block to the last round of the last one."""
+        s, plan, costs, waves, fitting = self.schedule, self.plan, self.costs, self.waves, self.fitting
+        whole_waves = math.ceil(waves)
+        work = max(self.memory(), self.cache(), self.arithmetic())
+        work *= plan.rounds * s.warps_k * s.split_k / plan.steps  # steps beyond the last
+        if waves > 1:
+            turns = math.ceil(waves / fitting) * fitting / max(waves, fitting)
+            work *= (1 + costs.idle * (whole_waves / waves - 1)) * (1 + costs.tail * (turns - 1))
+        work += costs.round * plan.rounds * waves / self.side_by_side
+        # Blocks of the next kernel that start early crowd some multiprocessors, where more fit than are needed.
+        return work * (1 + costs.crowding * (min(2.0, fitting / whole_waves) - 1 if fitting > waves else 0.0))
+
+    def memory(self) -> float:
+        """The weight from device memory, the slower the fewer bytes are on their way."""
+        s, costs, rounds = self.schedule, self.costs, self.plan.rounds
+        ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
+        in_flight = self.side_by_side * s.rows * s.warps_k * s.step_k * self.spec.packing.bits / 8 * ahead
+        memory = self.spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / in_flight)
+        return memory + (costs.x * self.x if self.tile <= 32 else 0.0)
+
+    def cache(self) -> float:
+        """The weight, and x once for every block, from the L2 cache."""
+        return self.spec.bytes / self.costs.l2 + self.x
+
+    def arithmetic(self) -> float:
+        """Decoding and products, the slower the fewer warps hide each other's waiting."""
+        s, spec, costs = self.schedule, self.spec, self.costs
+        arithmetic = spec.n * spec.k / 256 / self.processors * self.clocks() / CLOCK / min(1.0, self.waves)
+        arithmetic *= math.hypot(1.0, costs.warps / (max(1.0, self.side_by_side) * s.threads / 32))
+        if s.warps_n > 1 and self.tile > 1:
+            arithmetic *= costs.barrier * (costs.per_warp if s.refill == "per_warp" else 1.0)
+        return arithmetic
+
+    def clocks(self) -> float:
+        """Per mma's worth of weights: tensor core (two clocks per mma), shared memory (128 bytes a clock) and integer
+        units, which overlap in part."""
+        s, mma = self.schedule, self.product_clocks()
+        fragments = 0.0 if s.wgmma else mma / (4 * s.row_blocks)  # wgmma reads x by itself
+        pipes = mma, self.spec.packing.bits / 2 + fragments, self.decode_clocks()
+        return (max(pipes) + sum(pipes)) / 2
+
+    def product_clocks(self) -> float:
+        """Of the tensor core."""
+        s, spec = self.schedule, self.spec
+        mma = s.mma_columns / 4
+        if not s.wgmma and (
+            spec.zeros in ("float", "offset") or (spec.zeros == "int" and spec.packing.bits <= OFFSET_BITS)
+        ):
+            mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks
+        return mma * (self.costs.tensor / (2 if spec.compute else 1))  # 8-bit types are multiplied at twice the pace
+
+    def decode_clocks(self) -> float:
+        """Of the integer units: decoding, splitting x into limbs, and scaling."""
+        s, spec, costs = self.schedule, self.spec, self.costs
+        decode = _decode_clocks(self.plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
+        if spec.group_size:  # sums or, where that is less, weights are scaled
+            scaled = 1.0 if self.plan.rounds_scales else s.mma_columns / min(spec.group_size, s.step_k)
+            scaled /= COLUMNS if s.spread_k else 1
+            decode += costs.scale * 2 * scaled
+        return decode
+
+    def ends(self) -> float:
+        """What blocks do before their first round and after the last; splits add up their sums."""
+        s, costs = self.schedule, self.costs
+        ends = costs.block * max(1.0, self.waves / self.side_by_side)
+        if s.split_k == 1:
+            return ends
+        sums = 2 * self.plan.tiles * s.split_k * s.rows * s.columns * 4 / costs.l2
+        return ends + sums + (costs.split if s.cluster == 1 else costs.cluster * math.log2(s.cluster))
 
 
 def spills(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
