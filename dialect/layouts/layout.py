@@ -262,22 +262,11 @@ class Layout:
 
         return _assemble(shape, renumbered(self._spatial), renumbered(self._local))
 
-    def flatten(self) -> Layout:
-        """The tile as a vector, row-major."""
-        return self.reshape((self.size,))
-
     def unsqueeze(self, dim: int) -> Layout:
         """A new dim of size 1 before dim `dim`; dim == rank: at the end."""
         if not 0 <= dim <= self.rank:
             raise LayoutError(f"unsqueeze dim={dim} must be in 0..{self.rank}")
         return self.reshape((*self.shape[:dim], 1, *self.shape[dim:]))
-
-    def squeeze(self, dim: int) -> Layout:
-        """Without dim `dim`, which must have size 1."""
-        (dim,) = self._dims((dim,))
-        if self.shape[dim] != 1:
-            raise LayoutError(f"squeeze dim={dim} of shape {self.shape} needs size 1")
-        return self.reshape((*self.shape[:dim], *self.shape[dim + 1 :]))
 
     def permute(self, dims: Sequence[int]) -> Layout:
         """Transposed: dim i of the result is dim dims[i] of self."""

@@ -42,7 +42,6 @@ class Artifacts:
         self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, late_scaling: bool = False
     ) -> None:
         self._spec, self._target = spec, target
-        self._late_scaling = late_scaling
         self._schedule = None if late_scaling else schedule
         self._chosen_for = replace(target, has_wgmma=False) if late_scaling else target
         # Kernels for any number of tokens round weights.

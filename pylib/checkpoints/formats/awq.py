@@ -43,4 +43,4 @@ def _in_order(nibbles: Tensor) -> Tensor:
     return nibbles.view(len(nibbles), -1, 8)[..., list(NIBBLE)].view(len(nibbles), -1)
 
 
-FORMAT = Format("AWQ", (".qweight",), (".qzeros", ".scales", ".bias"), read)
+FORMAT = Format((".qweight",), (".qzeros", ".scales", ".bias"), read)

@@ -106,4 +106,4 @@ def _positive(state: dict[str, Any], name: str) -> int:
 
 
 _OTHERS = (".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
-FORMAT = Format("bitsandbytes", tuple(f".{name}" for name in STATES), (*_OTHERS, ".bias"), read)
+FORMAT = Format(tuple(f".{name}" for name in STATES), (*_OTHERS, ".bias"), read)

@@ -165,4 +165,4 @@ _OTHERS = (
     ".weight", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx", ".bias",
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point",
 )  # fmt: skip
-FORMAT = Format("compressed-tensors", (".weight_packed", ".weight_scale"), _OTHERS, read)
+FORMAT = Format((".weight_packed", ".weight_scale"), _OTHERS, read)

@@ -13,14 +13,12 @@ from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
 class Format:
     """How a library writes a quantized linear layer.
 
-    title     what to call it in messages
     markers   names of tensors of which a quantized module has one; each starts with "." or what else stands between the
               name of the module and that of the tensor
     others    names of the other tensors that a module may have
     read      returns the weight of a module
     """
 
-    title: str
     markers: tuple[str, ...]
     others: tuple[str, ...]
     read: Callable[[ModuleTensors], Imported]

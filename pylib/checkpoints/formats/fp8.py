@@ -29,4 +29,4 @@ def read(module: ModuleTensors) -> Imported:
     return Imported(codes, of_blocks(scales, weight.shape, [block]), weight="f8e4m3", bias=module.bias())
 
 
-FORMAT = Format("FP8", (".weight_scale_inv", ".weight_scale"), (".weight", ".bias", ".input_scale"), read)
+FORMAT = Format((".weight_scale_inv", ".weight_scale"), (".weight", ".bias", ".input_scale"), read)

@@ -72,4 +72,4 @@ def _zeros(module: ModuleTensors, bits: int, scales: Tensor, less_one: bool) -> 
     return zeros + 1 & ((1 << bits) - 1) if less_one else zeros
 
 
-FORMAT = Format("GPTQ", (".qweight",), (".qzeros", ".scales", ".g_idx", ".bias"), read)
+FORMAT = Format((".qweight",), (".qzeros", ".scales", ".g_idx", ".bias"), read)

@@ -71,4 +71,4 @@ _OTHERS = (
     ".view_as_float", ".quant_scale", ".quant_zero", ".compute_dtype", ".offload_meta", ".encoded_state_dict",
     ".stores_quant_config", ".channel_wise", ".optimize", ".round_zero",
 )  # fmt: skip
-FORMAT = Format("HQQ", (".W_q",), _OTHERS, read)
+FORMAT = Format((".W_q",), _OTHERS, read)

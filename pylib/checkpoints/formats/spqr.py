@@ -50,7 +50,7 @@ def read(module: ModuleTensors) -> Imported:
         _field(tiles, 1).reshape(n, -1),
         weight="u3",
         scale_code="u3",
-        outliers=_outliers(module, offsets, n, k),
+        outliers=_outliers(module, offsets, n),
         second_level=dict(zip(("scale_scales", "zero_scales", "scale_zeros", "zero_zeros"), level.unbind(-1))),
     )
     in_order = order is None or torch.equal(order, torch.arange(k, device=order.device))
@@ -117,7 +117,7 @@ def _second_level(tiles: Tensor) -> Tensor:
 # -- the sparse part
 
 
-def _outliers(module: ModuleTensors, offsets: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def _outliers(module: ModuleTensors, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the outliers as row offsets, columns and values; None if there are none."""
     packed = module.take("col_vals", (torch.int32, torch.float32), 1, may_be_empty=True)  # f32 where it is empty
     if packed.is_floating_point() and len(packed):
@@ -145,4 +145,4 @@ def _interleaved_rows(offsets: Tensor, count: int) -> Tensor:
     return TILE * blocks + torch.arange(count, device=offsets.device) % TILE
 
 
-FORMAT = Format("SpQR", (".dense_weights",), (".row_offsets", ".col_vals", ".in_perm"), read)
+FORMAT = Format((".dense_weights",), (".row_offsets", ".col_vals", ".in_perm"), read)

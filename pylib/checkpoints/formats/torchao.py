@@ -75,4 +75,4 @@ def _of_groups(numbers: Tensor, weight: Tensor) -> Tensor:
 
 _OTHERS = (f".{SCALE}", f".{ZERO}", "._weight_act_pre_scale", "._weight_scale_and_zero", ".bias")
 _OTHERS += ("._weight_act_quant_scale", "._weight_act_quant_zero_point")  # inputs stay in f16 or bf16
-FORMAT = Format("torchao", (f".{QDATA}",), _OTHERS, read)
+FORMAT = Format((f".{QDATA}",), _OTHERS, read)
