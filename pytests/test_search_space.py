@@ -13,11 +13,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode import search_space as decode_space
 from lowbit.passes.kernels.decode.candidates import streaming_schedules
 from lowbit.passes.kernels.decode.cost_model import predict
-from lowbit.passes.kernels.decode.legality import check_schedule, enough_blocks, has_wgmma, shared_room
+from lowbit.passes.kernels.decode.legality import check_schedule, enough_blocks, shared_room
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import FAMILIES
+from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.scheduling.choice import default_schedule, schedule_for
 from lowbit.passes.scheduling.tables import shipped_tables
 from lowbit.passes.target import parse_target
@@ -163,7 +164,7 @@ def test_clusters_and_wgmma_where_there_are() -> None:
         assert all(s.cluster == s.split_k for s in found)
     for other in (replace(SPEC, group_size=None, k=4090), replace(SPEC, weight="f8e4m3", act="bf16", scale="bf16")):
         has = {s.wgmma for s in decode_space.all_schedules(other, 16, HOPPER, FAMILIES["decode"])}
-        assert has == {int(has_wgmma(other, HOPPER))}
+        assert has == {int(can_use_wgmma(other, HOPPER))}
     before = decode_space.all_schedules(SPEC, 16, parse_target("sm_90"), FAMILIES["decode"])
     assert {s.wgmma for s in before} == {0} and any(s.cluster > 1 for s in before)
     older = decode_space.all_schedules(SPEC, 16, parse_target("sm_80"), FAMILIES["decode"])

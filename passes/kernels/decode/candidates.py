@@ -16,10 +16,10 @@ from lowbit.passes.kernels.decode.legality import (
     enough_blocks,
     group_fits,
     has_integer_mma,
-    has_wgmma,
 )
 from lowbit.passes.kernels.decode.plan import SPREAD, KernelPlan
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES, IntegerSchedule, Refill, Schedule
+from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
@@ -32,7 +32,7 @@ _PLAIN_TILES = TOKEN_TILES[:-2]  # without wgmma: the sums of more have no room 
 def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     """The token tiles that a matmul has decode kernels for. A warp that adds outliers reads x from device memory, an
     address for each token: for more of them, the dequantize kernel writes outliers out with the weight."""
-    if spec.outliers or not has_wgmma(spec, target):
+    if spec.outliers or not can_use_wgmma(spec, target):
         return _PLAIN_TILES
     step = math.lcm(spec.packing.chunk, spec.x.per_panel)
     widest = KernelPlan(spec, Schedule(TOKEN_TILES[-1], 1, 4, 1, step, num_stages=1, wgmma=True))
@@ -95,7 +95,7 @@ def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target, family: Kern
     processors = target.multiprocessors
     if spec.outliers or spec.bilevel:  # whose lines and numbers take a stage or more of shared memory themselves
         return None
-    if not has_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(tile, 0) * processors:
+    if not can_use_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(tile, 0) * processors:
         return None
     tiles = -(-spec.n // 64)
     wide = next((s for s in (1, 2, 4) if spec.k <= 4096 * s), 0)  # splits, of blocks of 16 warps
@@ -113,7 +113,7 @@ def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target, family: Kern
 def streaming_schedules(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
     """Some dozens of a family's schedules with a copy pipeline that are allowed: few enough to predict them all in
     about two milliseconds. Never empty."""
-    if tile > 1 and has_wgmma(spec, target):
+    if tile > 1 and can_use_wgmma(spec, target):
         # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
         shapes = [shape for shape in _WGMMA if tile <= 64 or shape[2] != 3]
         found = list(_shaped(family, spec, target, shapes, tile, wgmma=True))

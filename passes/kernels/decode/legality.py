@@ -17,9 +17,9 @@ from lowbit.passes.kernels.decode.plan import (
     KernelPlan,
     always_uses_raw_codes,
     can_use_raw_codes,
-    fits_async_x,
 )
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
@@ -111,12 +111,6 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         )
 
 
-def has_wgmma(spec: MatmulSpec, target: Target) -> bool:
-    """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
-    same_type = spec.compute is not None or compute_element(spec.dtype, spec.act) == spec.act
-    return target.has_wgmma and same_type and fits_async_x(spec)
-
-
 def _check_wgmma(plan: KernelPlan, target: Target) -> None:
     spec, s = plan.spec, plan.schedule
     if not target.has_wgmma:
@@ -128,7 +122,7 @@ def _check_wgmma(plan: KernelPlan, target: Target) -> None:
             f"schedule: tokens={s.tokens} leaves registers for one set of sums, and {spec} needs two; "
             f"take tokens of at most {MOST_SCALED}"
         )
-    if not has_wgmma(spec, target):
+    if not can_use_wgmma(spec, target):
         raise SpecError(
             f"schedule: wgmma multiplies {spec.act} by {spec.act} in whole 16-byte pieces of x; {spec.weight} with "
             f"k={spec.k} and groups of {spec.group_size} needs wgmma=False"

@@ -8,29 +8,14 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.outliers import LINE
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
+from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.types import UNIT
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Memory, OutlierShare, Program, Scalar, Tile
+from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
-
-
-def spread(shape: tuple[int, ...], threads: int, vector: int = 1) -> Layout:
-    """A tile over `threads` threads: neighbours along the last dim, `vector` elements of it each; copies if small."""
-    rank = len(shape)
-
-    def along(dim: int, size: int) -> tuple[int, ...]:
-        return tuple(size if d == dim else 1 for d in range(rank))
-
-    layout = local(*along(rank - 1, vector))
-    for dim in reversed(range(rank)):
-        size = shape[dim] // (vector if dim == rank - 1 else 1)
-        taken = math.gcd(size, threads)
-        layout = local(*along(dim, size // taken)) * (spatial(*along(dim, taken)) * layout)
-        threads //= taken
-    return replicated(threads, rank) * layout
 
 
 class Operands:
@@ -170,7 +155,7 @@ class Operands:
         for view, buffers, slot in self.scales_zeros.values():
             shape = (s.warps_k, self.plan.row_blocks, self.plan.groups, ROWS)
             vector = ELEMENTS[slot.storage].per_vector
-            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, *shape[1:]), 32 * s.warps_n, vector)
+            layout = spatial(s.warps_k, 1, 1, 1) * copy_layout((1, *shape[1:]), 32 * s.warps_n, vector)
             span = self.plan.groups * ROWS
             total = packing.groups * ROWS
             cut = (span, 0, ROWS, 1, total) if self.plan.groups > 1 and total % span else ()
@@ -180,7 +165,7 @@ class Operands:
             _, blocks, lanes = slot.shape
             width, total = self.plan.blocks * lanes, blocks * lanes
             vector = math.gcd(width, ELEMENTS[slot.storage].per_vector)
-            layout = spatial(s.warps_k, 1, 1) * spread((1, self.plan.row_blocks, width), 32 * s.warps_n, vector)
+            layout = spatial(s.warps_k, 1, 1) * copy_layout((1, self.plan.row_blocks, width), 32 * s.warps_n, vector)
             cut = (width, 0, 1, total) if self.plan.blocks > 1 and total % width else ()
             boundary = (self.step_boundary, self.row_boundary, "none")
             p.copy_async(view, buffers[self.slot], (step, self.first_block, 0), layout, boundary, cut)
@@ -199,15 +184,15 @@ class Operands:
         p, s, packing, buffer = self.p, self.schedule, self.packing, self.x_buffer
         warps, vector, panel = 32 * s.warps_n, self.spec.x.per_vector, self.spec.x.per_panel
         if s.wgmma:
-            layout = spatial(s.warps_k, 1, 1, 1) * spread((1, s.step_k // panel, s.tokens, panel), warps, vector)
+            layout = spatial(s.warps_k, 1, 1, 1) * copy_layout((1, s.step_k // panel, s.tokens, panel), warps, vector)
             limit = (s.step_k, panel, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
             boundary = (self.step_boundary, "none", "skip", "none")
             p.copy_async(self.x, buffer, (step, 0, 0, 0), layout, boundary, limit)
         elif self.plan.async_x:
-            layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, vector)
+            layout = spatial(s.warps_k, 1, 1) * copy_layout((1, s.tokens, s.step_k), warps, vector)
             limit = (s.step_k, 0, 1, self.spec.k) if self.spec.k % s.step_k else ()
             p.copy_async(self.x, buffer, (step, 0, 0), layout, (self.step_boundary, "skip", "none"), limit)
         else:
-            layout = spatial(s.warps_k, 1, 1) * spread((1, s.tokens, s.step_k), warps, 1)
+            layout = spatial(s.warps_k, 1, 1) * copy_layout((1, s.tokens, s.step_k), warps, 1)
             group = packing.group or 1
             p.copy_padded(self.x, buffer, (0, step), layout, group, packing.padded_group or 1)

@@ -12,6 +12,7 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.requirements import fits_async_x
 from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponent
 
 COLUMNS = 8  # of a product of mma
@@ -215,11 +216,6 @@ class KernelPlan:
         """Partial sums of all splits and a counter per tile, where splits add up through device memory."""
         s = self.schedule
         return 0 if s.split_k == s.cluster else self.tiles * (s.split_k * s.rows * s.columns + 1) * 4
-
-
-def fits_async_x(spec: MatmulSpec) -> bool:
-    """Whether 16-byte copies fit the rows of x, whatever the schedule."""
-    return spec.k % spec.x.per_vector == 0 and not spec.packing.pads_groups
 
 
 def can_use_raw_codes(spec: MatmulSpec) -> bool:

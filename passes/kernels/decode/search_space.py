@@ -15,9 +15,10 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refill
 from lowbit.passes.kernels.decode.cost_model import predict, spills
-from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, has_wgmma, shared_room
+from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, shared_room
 from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
+from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.target import Target
 
 S = TypeVar("S", bound=Schedule)
@@ -42,13 +43,13 @@ def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Sc
         "num_stages": (1, 2, 3, 4, 6, 8),  # 1 for preloaded weights, and only for them
         "split_k": splits,
         "cluster": splits if target.has_clusters else (1,),
-        "wgmma": ((False, True) if tile == 8 else (True,)) if tile >= 8 and has_wgmma(spec, target) else (False,),
+        "wgmma": ((False, True) if tile == 8 else (True,)) if tile >= 8 and can_use_wgmma(spec, target) else (False,),
         "max_blocks_per_sm": (0, 1, 2),
         "min_blocks": (0, target.multiprocessors, 2 * target.multiprocessors),
         "prefetch_limit": (0, 1, 2),
         "refill": get_args(Refill) if tile >= REFILL_AFTER_MMA // 2 else ("before_mma",),
         "preload_weights": (False, True),
-        "overlap_groups": (False, True) if tile >= 8 and has_wgmma(spec, target) else (False,),
+        "overlap_groups": (False, True) if tile >= 8 and can_use_wgmma(spec, target) else (False,),
         "raw_codes": (False, True) if can_use_raw_codes(spec) else (False,),
         "spread_k": (False, True) if tile == 1 and can_spread(spec) else (False,),
     }

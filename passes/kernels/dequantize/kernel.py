@@ -17,7 +17,7 @@ from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
-from lowbit.passes.kernels.decode.operands import spread
+from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
@@ -107,7 +107,7 @@ def _as_rows(p: Program, spec: MatmulSpec, c: BlockColumns, numbers: Tile) -> Ti
     staged = p.alloc_shared(spec.act, (ROWS, c.columns), (c.columns + vector, 1))
     p.store(p.reshape(numbers, (ROWS, c.columns)), staged, (0, 0))
     p.barrier()
-    return p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, vector))
+    return p.load(staged, (0, 0), copy_layout((ROWS, c.columns), 32 * c.warps, vector))
 
 
 def _with_outliers(
@@ -121,7 +121,7 @@ def _with_outliers(
     p.barrier()
     p.add_outliers(table, staged, row_block, block * c.columns, group, spec.packing.padded_group or group)
     p.barrier()
-    return p.cast(p.load(staged, (0, 0), spread((ROWS, c.columns), 32 * c.warps, spec.x.per_vector)), spec.act)
+    return p.cast(p.load(staged, (0, 0), copy_layout((ROWS, c.columns), 32 * c.warps, spec.x.per_vector)), spec.act)
 
 
 @dataclass(frozen=True)

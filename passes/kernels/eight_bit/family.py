@@ -11,7 +11,7 @@ from lowbit.passes.kernels.base import Operation
 from lowbit.passes.kernels.decode import candidates, search_space
 from lowbit.passes.kernels.decode.family import StreamingFamily
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
-from lowbit.passes.kernels.quantize.family import check_compute
+from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:

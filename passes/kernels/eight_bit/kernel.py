@@ -28,8 +28,9 @@ from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.dialect.layouts.layout import MMA_M16N8K32_A, MMA_M16N8K32_B_NK, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Scalar, Tile
+from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.decode.kernel import Kernel
-from lowbit.passes.kernels.decode.operands import Operands, spread
+from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
@@ -62,7 +63,7 @@ class _Operands(Operands):
         p, s = self.p, self.schedule
         width, count = s.step_k // SUM_COLUMNS, self.spec.k // SUM_COLUMNS
         vector = min(width, ELEMENTS["f32"].per_vector)
-        rows = spread((1, s.columns, width), 32 * s.warps_n, vector).permute((0, 2, 1))
+        rows = copy_layout((1, s.columns, width), 32 * s.warps_n, vector).permute((0, 2, 1))
         limit = (width, 1, 0, count) if self.spec.k % s.step_k else ()
         boundary = (self.step_boundary, "none", "clamp")
         p.copy_async(self.sums, self.sums_buffer, (step, 0, 0), spatial(s.warps_k, 1, 1) * rows, boundary, limit)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.legality import has_wgmma
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.prefill.legality import check_shared, shared_bytes
-from lowbit.passes.kernels.quantize.family import check_compute
+from lowbit.passes.kernels.requirements import can_use_wgmma, check_compute
 from lowbit.passes.target import Target
 
 OTHERS = "take an EightBitSchedule"
@@ -31,7 +30,7 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target)
 def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
     """Returns what of a target or a schedule does not fit and what to do about it, or "" if all does."""
     spec, s = plan.spec, plan.schedule
-    if not has_wgmma(spec, target):
+    if not can_use_wgmma(spec, target):
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
     if plan.keeps_integers and (s.parts, s.banks) != (1, 1):
         return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"

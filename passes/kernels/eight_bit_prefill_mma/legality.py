@@ -8,7 +8,7 @@ from lowbit.passes.kernels.eight_bit_prefill.legality import check_weight
 from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
 from lowbit.passes.kernels.prefill.legality import check_shared
-from lowbit.passes.kernels.quantize.family import check_compute
+from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.target import Target
 
 _MOST_REGISTERS = 160  # of a thread for sums and codes, where the tensor core adds up all products

@@ -12,7 +12,7 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, Layout, spatial
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
-from lowbit.passes.kernels.decode.operands import spread
+from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.prefill.access import Access
 from lowbit.passes.kernels.prefill.factor import Factor, factors_of, staged_factors
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
@@ -76,7 +76,7 @@ class Factors:
         shape, strides = (self.plan.rounds, self.spec.packing.row_blocks, width), (width, total, 1)
         view = self.p.global_view(self.p[factor.slot.name], element.mlir, shape, strides)
         vector = next(v for v in (16, 8, 4) if factor.row_block_bytes % v == 0 and total * element.bytes % v == 0)
-        layout = spatial(1, WARPS, 1) * spread((1, 1, width), 32, vector // element.bytes)
+        layout = spatial(1, WARPS, 1) * copy_layout((1, 1, width), 32, vector // element.bytes)
         limit = () if self.plan.covers_columns else (width, 0, 1, total)
         boundary = ("none", self._row_boundary, "none")
         self.p.copy_async(view, target, (index, row_tile * WARPS, 0), layout, boundary, limit)

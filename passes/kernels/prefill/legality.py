@@ -5,10 +5,10 @@ from __future__ import annotations
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.plan import fits_async_x
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
+from lowbit.passes.kernels.requirements import fits_async_x
 from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 

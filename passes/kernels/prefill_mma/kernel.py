@@ -38,7 +38,7 @@ from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_B_NK, replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Memory, Scalar, Tile
-from lowbit.passes.kernels.decode.operands import spread
+from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
@@ -142,7 +142,7 @@ class MmaKernel(Kernel):
     def _copy_tokens(self, target: Memory, token: Scalar, tokens: int, panel: Index) -> None:
         """Copies a panel of some tokens; zeros beyond the last token and the last column."""
         p, s, k = self.p, self.schedule, self.spec.k
-        layout = spread((1, tokens, s.panel_k), s.threads, self.spec.x.per_vector)
+        layout = copy_layout((1, tokens, s.panel_k), s.threads, self.spec.x.per_vector)
         limit = (s.panel_k, 0, 1, k) if k % s.panel_k else ()
         boundary = ("none" if self.plan.rounds * self.plan.step == k else "zero", "zero", "none")
         p.copy_async(self.x, target, (panel, token, 0), layout, boundary, limit)

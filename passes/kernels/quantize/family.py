@@ -11,6 +11,7 @@ from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
 from lowbit.passes.kernels.quantize.schedule import QuantizeSchedule
+from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -52,9 +53,3 @@ class Quantize(KernelFamily[QuantizeSchedule]):
         from lowbit.passes.kernels.quantize.kernel import quantize
 
         return quantize(spec, schedule)
-
-
-def check_compute(spec: MatmulSpec, target: Target) -> None:
-    """Raises SpecError where a target does not multiply the type."""
-    if spec.byte_type == "f8e4m3" and not target.has_fp8:
-        raise SpecError(f"compute='f8e4m3' needs sm_89 or later, the target is {target}; use compute='i8' or None")

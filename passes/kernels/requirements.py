@@ -1,0 +1,25 @@
+"""What a spec needs of a target, whichever family computes it. No MLIR is needed here."""
+
+from __future__ import annotations
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.lowering.recipes import compute_element
+from lowbit.passes.target import Target
+
+
+def fits_async_x(spec: MatmulSpec) -> bool:
+    """Whether 16-byte copies fit the rows of x, whatever the schedule."""
+    return spec.k % spec.x.per_vector == 0 and not spec.packing.pads_groups
+
+
+def can_use_wgmma(spec: MatmulSpec, target: Target) -> bool:
+    """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
+    same_type = spec.compute is not None or compute_element(spec.dtype, spec.act) == spec.act
+    return target.has_wgmma and same_type and fits_async_x(spec)
+
+
+def check_compute(spec: MatmulSpec, target: Target) -> None:
+    """Raises SpecError where a target does not multiply the type."""
+    if spec.byte_type == "f8e4m3" and not target.has_fp8:
+        raise SpecError(f"compute='f8e4m3' needs sm_89 or later, the target is {target}; use compute='i8' or None")
