@@ -20,9 +20,19 @@ from lowbit.passes.kernels.prepack.family import Prepack
 from lowbit.passes.kernels.quantize.family import Quantize
 from lowbit.passes.target import Target
 
-_MATMULS = (Decode(), DecodeInteger(), Prefill(), PrefillMma())
-_ALL = (*_MATMULS, Dequantize(), Prepack(), EightBit(), EightBitPrefill(), EightBitPrefillMma(), Quantize())
-FAMILIES: dict[str, KernelFamily[Any]] = {family.name: family for family in _ALL}
+_FAMILIES: tuple[KernelFamily[Any], ...] = (
+    Decode(),
+    DecodeInteger(),
+    Prefill(),
+    PrefillMma(),
+    Dequantize(),
+    Prepack(),
+    EightBit(),
+    EightBitPrefill(),
+    EightBitPrefillMma(),
+    Quantize(),
+)
+FAMILIES: dict[str, KernelFamily[Any]] = {family.name: family for family in _FAMILIES}
 
 
 def family_named(name: str) -> KernelFamily[Any]:
