@@ -116,11 +116,12 @@ class KernelChoices:
         for each in self.rows:
             launches = ", ".join(kernel_name(tile) for tile in each.tiles)
             lines.append(f"{each!s:<12} {launches or 'dequantize, then a matmul of torch'}")
-        lines += ["", "kernel       family            schedule"]
+        width = max(len(kernel.family) for kernel in self.kernels.values())
+        lines += ["", f"kernel       {'family':<{width}}  schedule"]
         for tile, kernel in self.kernels.items():
             choices = {name: value for name, value in spelled_out(kernel.schedule).items() if name != "family"}
             text = ", ".join(f"{name}={value}" for name, value in choices.items()) or "no choices"
-            lines.append(f"{kernel_name(tile):<12} {kernel.family:<17} {text}")
+            lines.append(f"{kernel_name(tile):<12} {kernel.family:<{width}}  {text}")
         return "\n".join(lines)
 
 
