@@ -36,7 +36,7 @@ def show(target: str | None, n: int, k: int, m: int, timed: bool = True) -> None
     expected = x.double() @ quantized.dequantize(torch.float64).T
     error = (y.cpu().double() - expected).norm() / expected.norm()
 
-    print(f"\n{spec}, {m} tokens, on {mm.target}")
+    print(f"\n{spec}, m = {m}, on {mm.target}")
     print(f"  compiled in     {compile_time * 1e3:.0f} ms (from the disk cache the next time)")
     print(f"  weight          {w.nbytes / 1e6:.2f} MB, {2 * n * k / w.nbytes:.2f} times smaller than in f16")
     print(f"  relative error  {error:.1e} (f16 rounds with {2**-11:.1e})")

@@ -140,8 +140,8 @@ def test_hull_by_hand() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "plan takes bits=, per weight, or bytes=, and not both"),
-        ({"bits": 3, "bytes": 10}, "plan takes bits=, per weight, or bytes=, and not both"),
+        ({}, "plan takes one of bits=, per weight, and bytes="),
+        ({"bits": 3, "bytes": 10}, "plan takes one of bits=, per weight, and bytes="),
         ({"bits": -1}, "bits=-1 must be a number above 0"),
         ({"bytes": True}, "bytes=True must be a number above 0"),
         ({"bits": 1}, r"the smallest candidates take 3\.\d+ bits per weight, \d+ bytes; ask for more"),

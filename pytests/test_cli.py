@@ -41,7 +41,7 @@ def test_explain():
     assert read["kernels"]["m16"]["schedule"]["warps_k"] == 2 and read["rows"][0]["launches"] == ["m1"]
     assert "name a GPU such as sm_90a" in lowbit("explain", "--target", "cpu").output
     per_row = lowbit("explain", *SMALL, "--target", "sm_90a", "-g", "0", "--compute", "i8").output
-    assert "f16 scale per row" in per_row and "eight_bit_prefill tokens=" in per_row
+    assert "f16 scale per row" in per_row and "eight_bit_prefill  tokens=" in per_row
 
 
 def test_integer_schedule_by_name():

@@ -103,3 +103,21 @@ def test_gradient_flows_to_the_input(layer: LowbitLinear) -> None:
         function(x).backward(dy)
         assert x.grad is not None
         torch.testing.assert_close(x.grad.float(), expected, atol=0.01, rtol=0.01)
+
+
+def test_autocast_casts_the_input_alone(layer: LowbitLinear) -> None:
+    """As it does for nn.Linear, compiled layers too; x of 8 bits is no number to cast."""
+    x = X.float().requires_grad_()
+    expected = layer(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
+        with pytest.raises(lowbit.SpecError, match=r"x is torch.int8"):
+            layer(X.to(torch.int8))
+    layer(x.half()).float().sum().backward()
+    wanted = x.grad
+    x.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        total = layer(x).float().sum()
+    total.backward()
+    assert x.grad is not None and torch.equal(x.grad, wanted)

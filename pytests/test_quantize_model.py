@@ -181,6 +181,8 @@ def test_models_that_cannot_be_quantized() -> None:
         (lambda: lowbit.quantize_(nn.Linear(64, 64).half()), "use LowbitLinear.from_linear"),
         (lambda: lowbit.quantize_(torch.ones(64, 64)), "must be an nn.Module, not Tensor"),  # type: ignore[arg-type]
         (lambda: lowbit.fuse_("llama"), "must be an nn.Module, not str"),  # type: ignore[arg-type]
+        (lambda: lowbit.save_checkpoint("llama", "low"), "must be an nn.Module, not str"),  # type: ignore[arg-type]
+        (lambda: lowbit.load_checkpoint("llama", "low"), "must be an nn.Module, not str"),  # type: ignore[arg-type]
         (lambda: lowbit.LowbitLinear(64, 64), "spec=64 must be .*use LowbitLinear.from_linear"),  # type: ignore[arg-type]
         (
             lambda: lowbit.quantize_(nn.Sequential(nn.Linear(128, 64))),

@@ -9,13 +9,12 @@ from typing import Any
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest
-from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
 from lowbit.passes.kernels.registry import schedule_to_dict
 from lowbit.passes.scheduling.choice import MOST_DECODED
 from lowbit.passes.scheduling.tables import spelled_out
 from lowbit.passes.target import Target
 
-_LARGE = 1 << 25  # weights, from which on launches of tiles are faster than writing the weight out for longer
+_MOST_LAUNCHED = 192  # rows, beyond which to write the weight out is faster than another launch
 
 
 @dataclass(frozen=True)
@@ -34,26 +33,18 @@ class Rows:
         return str(self.last) if self.first == self.last else f"{self.first} to {self.last}"
 
 
-def rows_of_tiles(spec: MatmulSpec, tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule that picks launches for m rows: the least tile that holds them. More take launches of the widest, of
-    which the last may be of a lesser one; and those that would leave a quarter of 256 idle take 128 and what is left.
-    That is for up to 384 rows, four times the widest tile where the weight is large, 192 without wgmma: measured on an
-    H200 (docs/lab-notebook.md, "More than 256 tokens")."""
-    widest, large = tiles[-1], spec.n * spec.k >= _LARGE
-    most = 192 if widest < 128 else 4 * widest if large else 384
-    return _ranges(_launches(tiles, most))
+def rows_of_tiles(tiles: Sequence[int]) -> tuple[Rows, ...]:
+    """The rule where no kernel serves any number of rows: the least tile that holds m rows. More rows take launches of
+    the widest, of which the last may be of a lesser one: up to 192 rows, as measured on an H200 without wgmma
+    (docs/lab-notebook.md, "More than 256 tokens")."""
+    return _ranges(_launches(tiles, _MOST_LAUNCHED))
 
 
 def _launches(tiles: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
     """The launches of each range of rows, by its last row, for up to `most` rows."""
-    widest, ends = tiles[-1], dict[int, tuple[int, ...]]()
-    for tile in tiles:
-        if tile == TOKEN_TILES[-1]:
-            half = tile // 2
-            ends |= {half + end: (half, *launches) for end, launches in list(ends.items()) if end <= tile // 4}
-        ends[tile] = (tile,)
+    widest, ends = tiles[-1], {tile: (tile,) for tile in tiles}
     for whole in range(1, -(-most // widest)):
-        ends |= {whole * widest + end: (widest,) * whole + ends[end] for end in list(ends) if end <= widest}
+        ends |= {whole * widest + tile: (*(widest,) * whole, tile) for tile in tiles}
     return {end: launches for end, launches in ends.items() if end <= most}
 
 
@@ -125,11 +116,12 @@ class KernelChoices:
         for each in self.rows:
             launches = ", ".join(kernel_name(tile) for tile in each.tiles)
             lines.append(f"{each!s:<12} {launches or 'dequantize, then a matmul of torch'}")
-        lines += ["", "kernel       family            schedule"]
+        width = max(len(kernel.family) for kernel in self.kernels.values())
+        lines += ["", f"kernel       {'family':<{width}}  schedule"]
         for tile, kernel in self.kernels.items():
             choices = {name: value for name, value in spelled_out(kernel.schedule).items() if name != "family"}
             text = ", ".join(f"{name}={value}" for name, value in choices.items()) or "no choices"
-            lines.append(f"{kernel_name(tile):<12} {kernel.family:<17} {text}")
+            lines.append(f"{kernel_name(tile):<12} {kernel.family:<{width}}  {text}")
         return "\n".join(lines)
 
 

@@ -57,7 +57,7 @@ class Artifacts:
     def _find_rows(self) -> tuple[Rows, ...]:
         if self._any_tiles:
             return rows_of_any_tokens(self._tiles, self._any_tiles, self._vendor)
-        return rows_of_tiles(self._spec, self._tiles) if self._vendor else rows_of_launches(self._tiles)
+        return rows_of_tiles(self._tiles) if self._vendor else rows_of_launches(self._tiles)
 
     def tiles(self, m: int) -> list[int] | None:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's

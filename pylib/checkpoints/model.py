@@ -18,6 +18,7 @@ from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint
 from lowbit.pylib.checkpoints.layers import Loader, home
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
 from lowbit.pylib.nn.embedding import TiedLinear
+from lowbit.pylib.nn.packed_module import check_model
 
 SHARD_BYTES = 5_000_000_000
 
@@ -31,6 +32,7 @@ def save_checkpoint(model: nn.Module, path: str | PathLike[str], max_shard_bytes
     Raises CheckpointError for the path of a file, for a folder that has a checkpoint already, and for a state that is
     not made of tensors.
     """
+    check_model(model)
     folder = Path(path)
     if old := [file.name for file in (folder / SINGLE, folder / INDEX) if file.exists()]:
         raise CheckpointError(f"{folder} has a {old[0]} already; remove it, or save to another folder")
@@ -113,6 +115,7 @@ def load_checkpoint(
     Raises CheckpointError for a tensor that is missing, left over, damaged, or of another shape than the model's; it
     names the file and the layer, and leaves the model as it was.
     """
+    check_model(model)
     checkpoint = open_checkpoint(path)
     modules = dict(model.named_modules(remove_duplicate=False))
     loaded = Loader(modules, checkpoint, act, device).replacements()

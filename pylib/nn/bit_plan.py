@@ -139,7 +139,7 @@ class Sensitivity:
     def _budget(self, bits: float | None, bytes: int | None) -> int:
         """Returns the bytes to spend."""
         if (bits is None) == (bytes is None):
-            raise SpecError("plan takes bits=, per weight, or bytes=, and not both")
+            raise SpecError("plan takes one of bits=, per weight, and bytes=")
         given = bits if bytes is None else bytes
         if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
             name = "bits" if bytes is None else "bytes"

@@ -26,7 +26,8 @@ class LowbitLinear(PackedModule, nn.Linear):
         y = layer(x)    # x [..., k] in bf16
 
     The matmul is compiled for the device of the buffers when it is first needed. x must have the spec's act type:
-    nothing is cast. `.to(dtype)`, `.half()` and `.bfloat16()` leave the buffers' types alone.
+    nothing is cast but under `torch.autocast`. `.to(dtype)`, `.half()` and `.bfloat16()` leave the types of the buffers
+    alone.
 
     spec   what is computed
     """

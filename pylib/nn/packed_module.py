@@ -20,8 +20,9 @@ from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import saved_weight
 from lowbit.pylib.matmul import Matmul, compile, this_machine
 from lowbit.pylib.packed import PackedWeight
-from lowbit.pylib.torch_types import stored_type
+from lowbit.pylib.torch_types import TORCH, stored_type
 
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
 _EXTRA_STATE = "_extra_state"  # torch's name for it in a state dictionary
 
 
@@ -45,6 +46,7 @@ class PackedModule(nn.Module):
     def _hold(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         """Take a weight's tensors for buffers."""
         self.spec = interned(spec)
+        self._act = TORCH[spec.act]
         self._spec_text = json.dumps(spec.to_dict())  # torch.compile takes no spec as a constant
         self._slots = tuple(slot.name for slot in spec.tensors)
         self._buffers.clear()
@@ -83,7 +85,9 @@ class PackedModule(nn.Module):
         return last[1]
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Returns x W^T [..., n], and the bias added if there is one, for x [..., k] in the act type."""
+        """Returns x W^T [..., n], and the bias added if there is one, for x [..., k] in the act type; under
+        `torch.autocast` in any of its types."""
+        x = _autocast(x, self._act)
         if is_compiling():  # a graph holds the matmul as text; the operator checks x when the graph runs
             device = self.codes.device
             tensors = [getattr(self, name) for name in self._slots]
@@ -173,6 +177,13 @@ class PackedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.spec = interned(self.spec)
+
+
+def _autocast(x: Tensor, act: torch.dtype) -> Tensor:
+    """Returns x in the act type where autocast is on, which casts the inputs of nn.Linear, too."""
+    if isinstance(x, Tensor) and x.dtype is not act and x.dtype in _CAST and torch.is_autocast_enabled(x.device.type):
+        return x.to(act)
+    return x
 
 
 def check_model(model: object) -> None:
