@@ -136,11 +136,10 @@ def weight_tensors(
     if bilevel is None:
         return tuple(slots)
     coded = [slot for slot in slots if slot.index == "group" and (slot.role != "zero" or not integer_zeros)]
-    coded = _in_bytes([replace(slot, code=code) for slot in coded])
-    by_name = {slot.name: slot for slot in coded}
+    placed = {slot.name: slot for slot in _in_bytes([replace(slot, code=code) for slot in coded])}
     result: list[TensorSlot] = []
     for slot in slots:
-        result += _two_levels(packing, by_name[slot.name], bilevel) if slot.name in by_name else [slot]
+        result += _two_levels(packing, placed[slot.name], bilevel) if slot.name in placed else [slot]
     return tuple(result)
 
 
@@ -148,8 +147,8 @@ def _in_bytes(coded: list[TensorSlot]) -> list[TensorSlot]:
     """Returns slots of codes with their places: a scale's and a zero's or offset's share a byte where both fit in."""
     if len(coded) < 2 or any(slot.storage != "u8" for slot in coded) or sum(slot.bits for slot in coded) > 8:
         return coded
-    first, second = coded
-    return [replace(first, shared=GROUP_CODES), replace(second, shared=GROUP_CODES, bit=first.bits)]
+    scale, other = coded
+    return [replace(scale, shared=GROUP_CODES), replace(other, shared=GROUP_CODES, bit=scale.bits)]
 
 
 def in_memory(given: Sequence[TensorSlot]) -> tuple[TensorSlot, ...]:

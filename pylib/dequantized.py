@@ -1,7 +1,7 @@
 """The values of a packed weight in torch, on the device that it is on: codes decoded, scales and the rest as numbers.
 
 `dequantize` is the definition of a weight in f32. Kernels give the same, rounded to the act type; where zeros are
-subtracted they may differ from it by f32 roundings, with offsets they do not.
+subtracted, from codes of scales or offsets included, they may differ from it by f32 roundings, else they do not.
 """
 
 from __future__ import annotations

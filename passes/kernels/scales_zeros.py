@@ -47,15 +47,23 @@ class ScalesZeros:
         return self.p.add(values, of_block(f"{slot.role}_offsets", bilevel)) if bilevel.offsets else values
 
     def _scaled(self, slot: TensorSlot, tile: Tile, bilevel: Bilevel, of_block: OfBlock) -> Tile:
-        """S * (code - B). Without B, S * (power + code) - S * power is the same by one fma: S * power is exact, and
-        does not overflow where S is f16."""
-        if slot.shared and not bilevel.zeros and bilevel.scale == "f16":
-            scale = of_block(f"{slot.role}_scales", bilevel)
-            return self.p.fma(self._raised(slot, tile), scale, scale * -raised_power(slot.bit))
+        """S * (code - B)."""
+        if slot.shared and bilevel.scale == "f16":
+            return self._scaled_at_once(slot, tile, bilevel, of_block)
         values = self._codes(slot, tile, bilevel)
         if bilevel.zeros:
             values = self.p.sub(values, of_block(f"{slot.role}_zeros", bilevel))
         return self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
+
+    def _scaled_at_once(self, slot: TensorSlot, tile: Tile, bilevel: Bilevel, of_block: OfBlock) -> Tile:
+        """The same by one fma, S * code - S * B or S * (power + code) - S * power. What is subtracted is one number for
+        all codes of a block, and is exact: a product of two numbers of f16 has 22 bits."""
+        scale, power = of_block(f"{slot.role}_scales", bilevel), raised_power(slot.bit)
+        raised = self._raised(slot, tile)
+        if not bilevel.zeros:
+            return self.p.fma(raised, scale, scale * -power)
+        zero = of_block(f"{slot.role}_zeros", bilevel)
+        return self.p.fma(raised - power, scale, self.p.neg(scale * zero))
 
     def _codes(self, slot: TensorSlot, tile: Tile, bilevel: Bilevel) -> Tile:
         """The numbers that codes stand for before they are scaled."""
