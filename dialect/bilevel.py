@@ -128,7 +128,8 @@ def _table(given: object) -> tuple[float, ...]:
     if not isinstance(given, Sequence) or len(cast(Sequence[object], given)) != TABLE_NUMBERS:
         raise SpecError(f"bilevel: table= must be {TABLE_NUMBERS} numbers, the values of codes of {TABLE_CODE}")
     try:
-        values = np.asarray(given, dtype=np.float32)
+        with np.errstate(over="ignore"):  # inf is refused below
+            values = np.asarray(given, dtype=np.float32)
     except (TypeError, ValueError) as error:
         raise SpecError(f"bilevel: table= must be numbers: {error}") from None
     if not bool(np.isfinite(values).all()):
