@@ -5,9 +5,9 @@
     !lowbit.shared<shape, element, strides, swizzle>     a buffer in shared memory
     !lowbit.reg<shape, element, layout>                  a tile spread over the registers of a block's threads
 
-MLIR hands types back as bags of attributes; code works on the dataclasses (`Packed`, `Global`, `Shared`,
-`Reg`), made from a type with `.of(type)` and turned into one with `.type`. Elements are written as in MLIR
-("f16", "vector<4xi32>") or are a `DType`: a low-bit format, `#lowbit.format<"u4", []>` in the IR.
+MLIR hands types back as bags of attributes; code works on the dataclasses (`Global`, `Shared`, `Reg`, and `Packed` in
+`dialect.packed_type`), made from a type with `.of(type)` and turned into one with `.type`. Elements are written as in
+MLIR ("f16", "vector<4xi32>") or are a `DType`: a low-bit format, `#lowbit.format<"u4", []>` in the IR.
 
 IRDL checks of what kind a parameter is. Whether parameters make sense together is checked when a mirror is made,
 which raises `Mismatch` or the error of what it is made of (`LayoutError`, `SpecError`); verifiers make mirrors.
@@ -16,19 +16,16 @@ which raises `Mismatch` or the error of what it is made of (`LayoutError`, `Spec
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
-from lowbit.dialect.bilevel import Bilevel, SuperScale
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import Mismatch, expect, verifier
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.names import short_name
-from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.layouts.shared_memory import Swizzle
 from lowbit.dialect.signature import PARAM_TYPES, Grid, ParamKind, parse_grid
-from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
 
 Element = str | DType
 
@@ -88,7 +85,7 @@ class RegType(Lowbit.Type, name="reg"):
     layout: ir.StringAttr
 
 
-def _parameters(kind: Any, type_: ir.Type) -> list[Any]:
+def parameters(kind: Any, type_: ir.Type) -> list[Any]:
     """The parameters of a type of this kind. Operands may be of any type when a verifier sees them."""
     expect(isinstance(type_, kind), "type", f"!{kind.type_name}", type_)
     return kind(type_).params
@@ -254,7 +251,7 @@ def _parse_layout(text: str) -> Layout:
 
 
 def _reg(type_: ir.Type) -> Reg:
-    shape, element, text = _parameters(RegType, type_)
+    shape, element, text = parameters(RegType, type_)
     layout = read_layout(text)
     expect(read_ints(shape) == layout.shape, "shape", f"that of the layout, {layout.shape}", read_ints(shape))
     return Reg(read_element(element), layout)
@@ -306,7 +303,7 @@ class Shared:
 
     @staticmethod
     def of(type_: ir.Type) -> "Shared":
-        shape, element, strides, swizzle = _parameters(SharedType, type_)
+        shape, element, strides, swizzle = parameters(SharedType, type_)
         return Shared(
             read_element(element), read_ints(shape), read_ints(strides), int(ir.IntegerAttr(swizzle).value)
         )
@@ -340,103 +337,5 @@ class Global:
 
     @staticmethod
     def of(type_: ir.Type) -> "Global":
-        shape, element, strides, divisors = _parameters(GlobalType, type_)
+        shape, element, strides, divisors = parameters(GlobalType, type_)
         return Global(read_element(element), read_ints(shape), read_ints(strides), read_ints(divisors))
-
-
-def packed_type(spec: MatmulSpec) -> ir.Type:
-    """The type of the weight of a spec; group 0 stands for one scale per row."""
-    return PackedType.get(
-        ints((spec.n, spec.k)),
-        format_attr(spec.dtype),
-        ir.IntegerAttr.get(ir.IntegerType.get_signless(64), spec.group_size or 0),
-        ir.StringAttr.get(spec.zeros),
-        scale_attr(spec.scale, spec.bilevel, spec.row_scales),
-    )
-
-
-def scale_attr(scale: str, bilevel: Bilevel | None, row_scales: bool) -> ir.Attribute:
-    """The type of the scales: a string, or `#lowbit.bilevel` for codes; in `#lowbit.scales` where rows have one."""
-    of_groups: ir.Attribute = ir.StringAttr.get(scale)
-    if bilevel:
-        code = format_attr(dtype(scale, bilevel.table)) if bilevel.table else of_groups
-        zeros = "float" if bilevel.zeros else "offset" if bilevel.offsets else "none"
-        block = ints((bilevel.rows, bilevel.groups))
-        of_groups = BilevelAttr.get(code, ir.StringAttr.get(bilevel.scale), block, ir.StringAttr.get(zeros))
-    return ScalesAttr.get(of_groups, ir.StringAttr.get(ROW_SCALE)) if row_scales else of_groups
-
-
-def read_scale(attribute: ir.Attribute) -> tuple[str, Bilevel | None, bool]:
-    """The inverse of `scale_attr`."""
-    attribute = attribute.maybe_downcast()
-    if isinstance(attribute, ScalesAttr):
-        of_groups, of_rows = attribute.params
-        of_rows = ir.StringAttr(of_rows).value
-        expect(of_rows == ROW_SCALE, "type of row scales", ROW_SCALE, of_rows)
-        return *_read_group_scale(of_groups), True
-    return *_read_group_scale(attribute), False
-
-
-def _read_group_scale(attribute: ir.Attribute) -> tuple[str, Bilevel | None]:
-    attribute = attribute.maybe_downcast()
-    if not isinstance(attribute, BilevelAttr):
-        allowed = "a string, a #lowbit.bilevel or a #lowbit.scales"
-        expect(isinstance(attribute, ir.StringAttr), "scale", allowed, attribute)
-        return ir.StringAttr(attribute).value, None
-    code, scale, block, zeros = attribute.params
-    expect(len(read_ints(block)) == 2, "block of a #lowbit.bilevel", "[rows, groups]", block)
-    rows, groups = read_ints(block)
-    kind = ir.StringAttr(zeros).value
-    expect(kind in ("none", "float", "offset"), "zeros of a #lowbit.bilevel", "none, float or offset", kind)
-    name, table = _read_code(code)
-    type_ = cast(SuperScale, ir.StringAttr(scale).value)
-    return name, Bilevel(rows, groups, type_, kind == "float", kind == "offset", table)
-
-
-def _read_code(attribute: ir.Attribute) -> tuple[str, tuple[float, ...] | None]:
-    """The format of codes, a string, or `#lowbit.format` with the numbers of a table."""
-    attribute = attribute.maybe_downcast()
-    if isinstance(attribute, FormatAttr):
-        format_ = read_format(attribute)
-        return format_.name, format_.table
-    allowed = "a string or a #lowbit.format"
-    expect(isinstance(attribute, ir.StringAttr), "code of a #lowbit.bilevel", allowed, attribute)
-    return ir.StringAttr(attribute).value, None
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A weight in memory: everything of a `MatmulSpec` that does not concern x, y and the bias."""
-
-    n: int
-    k: int
-    format: DType
-    group: int | None
-    zeros: str
-    scale: str
-    bilevel: Bilevel | None
-    row_scales: bool
-
-    @property
-    def packing(self) -> Packing:
-        return Packing(self.format.bits, self.n, self.k, self.group)
-
-    @staticmethod
-    def of(type_: ir.Type) -> "Packed":
-        """Raises SpecError where no `MatmulSpec` has such a weight."""
-        shape, format_, group, zeros, scale = _parameters(PackedType, type_)
-        sizes = read_ints(shape)
-        expect(len(sizes) == 2, "shape of a packed weight", "[n, k]", list(sizes))
-        group_size = int(ir.IntegerAttr(group).value) or None
-        return _packed(*sizes, read_format(format_), group_size, ir.StringAttr(zeros).value, *read_scale(scale))
-
-
-@lru_cache(maxsize=64)
-def _packed(
-    n: int, k: int, t: DType, group: int | None, zeros: str, scale: str, bilevel: Bilevel | None, row_scales: bool
-) -> Packed:
-    """Passes and verifiers ask for the same few weights over and over."""
-    table = t.table if t.name.startswith("lut") else None
-    kinds = cast(Zeros, zeros), cast(Scale, scale)
-    spec = MatmulSpec(n, k, t.name, group, *kinds, table=table, bilevel=bilevel, row_scales=row_scales)
-    return Packed(spec.n, spec.k, t, spec.group_size, spec.zeros, spec.scale, spec.bilevel, spec.row_scales)

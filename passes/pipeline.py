@@ -13,7 +13,6 @@ from typing import Any
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.signature import Param
-from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import param_kind, read_grid, read_strings
 from lowbit.passes.base import Pass
 from lowbit.passes.codegen.cubin import emit_cubin
@@ -21,11 +20,9 @@ from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.codegen.source_lines import mark_lines
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
-from lowbit.passes.kernels.registry import request
 from lowbit.passes.launch import Launch
 from lowbit.passes.lowering.lower_dequant import LowerDequant
 from lowbit.passes.lowering.lower_tiles import LowerTiles
-from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for
 from lowbit.passes.stages import GPU_STAGES, Stage
 from lowbit.passes.target import Target
 from lowbit.passes.tensor_programs import tensor_program
@@ -78,23 +75,6 @@ class CompiledKernel:
 def compile_kernel(request: KernelRequest, keep: bool = False) -> CompiledKernel:
     """The kernel of a request; `keep` records the IR of every stage."""
     return _compile(lambda: tensor_program(request), request.target, request.schedule, keep)
-
-
-def compile_matmul(
-    spec: MatmulSpec, target: Target, schedule: KernelSchedule | None = None, tokens: int = 8, keep: bool = False
-) -> CompiledKernel:
-    """A kernel for up to `tokens` tokens (of TOKEN_TILES). Raises SpecError where the schedule does not fit."""
-    return compile_kernel(request(spec, target, schedule or schedule_for(spec, tokens, target)), keep)
-
-
-def compile_dequantize(spec: MatmulSpec, target: Target, keep: bool = False) -> CompiledKernel:
-    """The kernel that writes W [n, k] in the act type."""
-    return compile_kernel(request(spec, target, fixed_schedule("dequantize")), keep)
-
-
-def compile_prepack(spec: MatmulSpec, target: Target, keep: bool = False) -> CompiledKernel:
-    """The kernel that packs codes (i8 [n, k]) into the order of `dialect.formats.packing`."""
-    return compile_kernel(request(spec, target, fixed_schedule("prepack")), keep)
 
 
 def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool = False) -> CompiledKernel:

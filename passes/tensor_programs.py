@@ -8,8 +8,8 @@ from typing import Any, cast
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import func, ir, new_context
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
+from lowbit.dialect.packed_type import Packed, packed_type
 from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
-from lowbit.dialect.types import Packed, packed_type
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule, Operation
 from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_named, schedule_from_dict, schedule_to_dict

@@ -106,7 +106,7 @@ def tolerance(
     magnitudes as terms.
     Tensor cores cut each term of a sum of f8e4m3 products where 13 bits below the largest end: `FP8_ADDITION`.
 
-    dequantized: bound a kernel that rounds whole weights to the operand's type (as `compile_dequantize` does)
+    dequantized: bound a kernel that rounds whole weights to the operand's type (as the dequantize kernel does)
     and then accumulates all of k.
 
     rounded_zeros: bound a kernel that rounds float zeros z to the operand's type, and each value - z again

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled import compile_dequantize, compile_matmul
 from emulated import Inputs, dequantize_is_right, matmul_is_right, run_dequantize, run_matmul
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,6 @@ from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.pipeline import compile_dequantize, compile_matmul
 from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.build.kernels import Artifacts

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled import compile_matmul
 from emulated import Problem, matmul_is_right, run_matmul
 from test_kernels import covering
 from test_mutations import without_barrier
@@ -25,7 +26,7 @@ from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering import integer_mma as lower_limbs
 from lowbit.passes.lowering.registry import RULES
-from lowbit.passes.pipeline import CompiledKernel, compile_matmul
+from lowbit.passes.pipeline import CompiledKernel
 from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.passes.target import parse_target
 from lowbit.pylib.reference import dequantize, matmul, random_problem

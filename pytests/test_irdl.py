@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from compiled import compile_matmul
 
 from lowbit.dialect.irdl_export import irdl_text
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import Lowbit
-from lowbit.passes.pipeline import compile_matmul
 from lowbit.passes.target import parse_target
 
 TOOLS = ("mlir-opt", "heir-opt", "iree-opt", "torch-mlir-opt")

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from compiled import compile_dequantize, compile_matmul
 from emulated import (
     dequantize_is_right,
     exhaustive_problem,
@@ -35,7 +36,7 @@ from lowbit.passes.kernels.decode.kernel import decode_matmul
 from lowbit.passes.kernels.decode.legality import check_schedule
 from lowbit.passes.kernels.decode.plan import KernelPlan, always_uses_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
-from lowbit.passes.pipeline import compile_dequantize, compile_matmul, compile_program
+from lowbit.passes.pipeline import compile_program
 from lowbit.passes.target import parse_target
 from lowbit.pylib.reference import agrees, matmul, random_inputs, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled import compile_matmul
 from emulated import Inputs, Problem, exhaustive_inputs, exhaustive_problem, matmul_is_right, run_matmul
 
 from lowbit.dialect.bindings import arith, nvvm
@@ -31,7 +32,7 @@ from lowbit.passes.lowering import tables as lower_table
 from lowbit.passes.lowering.addressing import Access
 from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.registry import RULES
-from lowbit.passes.pipeline import CompiledKernel, compile_matmul
+from lowbit.passes.pipeline import CompiledKernel
 from lowbit.passes.target import parse_target
 from lowbit.pylib.reference import matmul
 from lowbit.pylib.torch_types import TORCH

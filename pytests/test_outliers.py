@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled import compile_dequantize, compile_matmul
 from emulated import run_dequantize, run_matmul
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.pipeline import compile_dequantize, compile_matmul
 from lowbit.passes.target import parse_target
 from lowbit.pylib import outliers, reference
 from lowbit.pylib.packed import PackedWeight, pack

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from compiled import compile_prepack
 
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.pipeline import compile_prepack
 from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.memory_order import pack_codes, unpack_codes

@@ -11,11 +11,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from compiled import compile_dequantize, compile_matmul
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Refill, Schedule
-from lowbit.passes.pipeline import CompiledKernel, compile_dequantize, compile_matmul
+from lowbit.passes.pipeline import CompiledKernel
 from lowbit.passes.target import GPUS, Target, parse_target
 
 # What decoding is made of: operations on bits and on pairs of 16-bit reals, and lookups in tables. A few percent are

@@ -45,7 +45,7 @@ LOOKUPS = (replace(SPEC, weight="nf4"), replace(SPEC, weight="lut6", table=tuple
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, weight="u3", group_size=32, zeros="int"), NEAR["rows"], *LOOKUPS])
 @pytest.mark.parametrize("tile", [1, 16])
 def test_shared_memory_is_what_the_kernel_takes(spec: MatmulSpec, tile: int) -> None:
-    from lowbit.passes.pipeline import compile_matmul
+    from compiled import compile_matmul
 
     kernel = compile_matmul(spec, HOPPER, tokens=tile)
     chosen = schedule_for(spec, tile, HOPPER)
@@ -72,7 +72,7 @@ HOPPERS = {
 @pytest.mark.parametrize("schedule", HOPPERS)
 @pytest.mark.parametrize("spec", [SPEC, NEAR["rows"], replace(SPEC, zeros="int", scale="e4m3"), LOOKUPS[0]])
 def test_shared_memory_of_clusters_and_wgmma(spec: MatmulSpec, schedule: str) -> None:
-    from lowbit.passes.pipeline import compile_matmul
+    from compiled import compile_matmul
 
     s = HOPPERS[schedule]
     check_schedule(spec, s, HOPPER)

@@ -80,8 +80,9 @@ def test_clusters_of_four_leave_multiprocessors_out() -> None:
     ],
 )
 def test_registers_are_about_what_the_assembler_takes(s: Schedule) -> None:
+    from compiled import compile_matmul
+
     from lowbit.passes.codegen.cubin import resource_usage
-    from lowbit.passes.pipeline import compile_matmul
 
     spec = replace(SPEC, k=4096 if s.preload_weights else 8192)
     used = resource_usage(compile_matmul(spec, HOPPER, s).ptx, HOPPER)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compile_dequantize
 from emulated import Inputs, dequantize_is_right, matmul_is_right, run_dequantize, run_matmul
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.pipeline import compile_dequantize, compile_kernel
+from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.integrations.saved import saved_specs

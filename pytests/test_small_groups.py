@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from compiled import compile_matmul
 from emulated import matmul_is_right, run_matmul
 
 from lowbit.dialect.errors import SpecError
@@ -16,7 +17,6 @@ from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.decode.spread import _SpreadKernel
 from lowbit.passes.kernels.decode.step_factors import StepFactors
-from lowbit.passes.pipeline import compile_matmul
 from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 

@@ -11,7 +11,8 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.formats.reals import REALS
 from lowbit.dialect.optional import Flag, Optional
-from lowbit.dialect.types import Lowbit, Packed, PackedType, ints
+from lowbit.dialect.packed_type import Packed
+from lowbit.dialect.types import Lowbit, PackedType, ints
 
 _PACKING = "the memory order of the weight: chunk, units, padding, shapes"
 _SCHEDULE = "a dictionary of a schedule's fields"

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 import lowbit
-from lowbit.dialect import types
+from lowbit.dialect import packed_type, types
 from lowbit.dialect.bindings import irdl
 from lowbit.dialect.optional import optional_attributes
 from lowbit.dialect.types import Lowbit
@@ -67,7 +67,8 @@ def type_page() -> str:
     parts = ["# Types", text_of(types.__doc__)]
     defined: list[Any] = [*Lowbit.types, *Lowbit.attributes]
     for type_ in defined:
-        mirror = getattr(types, type_.__name__.removesuffix("Type"), None)
+        name = type_.__name__.removesuffix("Type")
+        mirror = getattr(types, name, None) or getattr(packed_type, name, None)
         sigil = "!" if type_ in Lowbit.types else "#"
         parts.append(f"## {sigil}{_dialect_name(type_)}")
         parts += [text_of(mirror.__doc__)] if mirror else []
