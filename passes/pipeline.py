@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir, new_context
+from lowbit.dialect.errors import PassError
 from lowbit.dialect.signature import Param
 from lowbit.dialect.types import param_kind, read_grid, read_strings
 from lowbit.passes.base import Pass
@@ -80,9 +81,17 @@ def compile_kernel(request: KernelRequest, keep: bool = False) -> CompiledKernel
 def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool = False) -> CompiledKernel:
     """A tile program of one's own: `build` makes its module with `passes.builder.Program`.
 
-    For the emulator, its PTX says which line made what, in `.loc` directives.
+    For the emulator, its PTX says which line made what, in `.loc` directives. Raises PassError unless `build` returns a
+    module.
     """
-    return _compile(build, target, None, keep, lines=target.kind == "emulator")
+
+    def checked() -> ir.Module:
+        module = build()
+        if not isinstance(cast(object, module), ir.Module):
+            raise PassError(f"build must return the module of a program, `p.module`, not {type(module).__name__}")
+        return module
+
+    return _compile(checked, target, None, keep, lines=target.kind == "emulator")
 
 
 def _compile(

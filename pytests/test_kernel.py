@@ -264,6 +264,12 @@ def test_no_program_for_a_cpu(target: str | None, given: str, monkeypatch: pytes
         lowbit.compile_program(scaling_program, target)
 
 
+def test_a_build_that_returns_no_module() -> None:
+    """As one does where the line `return p.module` was forgotten."""
+    with pytest.raises(lowbit.PassError, match=r"build must return the module of a program, `p.module`, not NoneType"):
+        lowbit.compile_program(lambda: None, EMULATOR)  # type: ignore[arg-type,return-value]
+
+
 @pytest.mark.parametrize(("short", "text"), [("x", "here = "), ("y", "there = ")])
 def test_the_emulator_names_the_line_of_the_program(short: str, text: str) -> None:
     """Loads are written down where they are needed, and keep their line."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import lowbit
@@ -21,7 +22,7 @@ from lowbit import LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.cli.bench_model import model_steps, quantizations
 from lowbit.pylib.model_speed.attention import grouped_attention
 from lowbit.pylib.model_speed.measure import Measurement, Options, measure
-from lowbit.pylib.model_speed.random_model import random_model
+from lowbit.pylib.model_speed.random_model import available_memory, check_memory, random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
 from lowbit.pylib.model_speed.shapes import model_config
 from lowbit.pylib.model_speed.split import kind_of
@@ -48,6 +49,15 @@ def test_weights_are_made_packed() -> None:
 
 
 @torch.no_grad()
+def test_a_model_that_does_not_fit_the_memory_is_refused() -> None:
+    """At this size the system would end the process: in f32 it is 1024 layers of 4 GB."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(1 << 15, 1 << 15, bias=False) for _ in range(1024)])
+    with pytest.raises(SpecError, match=r"takes 4398.0 GB, and .* GB of memory are free; keep fewer layers"):
+        check_memory(model, available_memory())
+    check_memory(model[:0], 0)
+
+
 def test_steps_continue_a_cache() -> None:
     """A decoded token gives what the whole sequence gives at its last place."""
     model = random_model(model_config("tiny", layers=1), None, "cpu")

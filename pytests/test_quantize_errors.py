@@ -34,6 +34,7 @@ BAD[2, 33] = float("nan")
         ("reference must be of x's tokens", lambda: lowbit.Calibration(64).add(W, W[:2])),
         ("group 1 of row 3 needs a scale beyond f16", lambda: lowbit.quantize(HUGE, CONFIG("i4", 32))),
         ("previous must be a norm or a linear layer with 64", lambda: AWQ.fold_into(torch.nn.ReLU())),
+        ("target='cpu' must be a MatmulSpec, or what", lambda: AWQ.pack("cpu")),  # type: ignore[arg-type]
         (r"sizes=\[1, 1\] must be positive and add up to n=4", lambda: AWQ.split([1, 1])),
     ],
 )

@@ -133,11 +133,11 @@ class LowbitConfig(QuantizationConfigMixin):
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """Returns the configuration that `to_dict` wrote. Raises SpecError for anything else."""
         written = dict(config_dict)
-        version = written.pop("version", None)
-        if written.pop("quant_method", None) != QUANT_METHOD or version != VERSION:
+        method, version = written.pop("quant_method", None), written.pop("version", None)
+        if method != QUANT_METHOD or version != VERSION:
             raise SpecError(
                 f"quantization_config of config.json must have quant_method={QUANT_METHOD!r} and version={VERSION}, "
-                f"not version={version!r}; update lowbit"
+                f"not {method!r} and {version!r}; a later version needs a newer lowbit"
             )
         if written == {"from_checkpoint": True}:
             found = cls(from_checkpoint=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,8 @@ def random_model(
     fuse      make one layer of low-bit layers that share their input
     lm_head   the output layer is low-bit, too
     make      make(layer) returns the layer, of another library say, that takes the place of a linear layer on meta
+
+    Raises SpecError on a CPU without room for the model, where the system would end the process.
     """
     from transformers import AutoModelForCausalLM
 
@@ -43,12 +46,29 @@ def random_model(
         if fuse:
             fuse_(model)
     others = _taken_out(model, lm_head) if make else {}
+    if torch.device(device).type == "cpu":
+        check_memory(model, available_memory())
     model.to_empty(device=device)
     for name, module in list(model.named_modules()):
         _fill(model, name, module, torch.device(device))
     for name, layer in others.items():  # one after the other, so that no dense model is in memory
         model.set_submodule(name, cast(MakeLayer, make)(layer), strict=True)
     return model.requires_grad_(False)
+
+
+def check_memory(model: nn.Module, available: int) -> None:
+    """Raise SpecError for a model on meta that would take more than the available bytes."""
+    needed = sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+    if needed > available:
+        sizes = f"the model takes {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB of memory are free"
+        raise SpecError(f"{sizes}; keep fewer layers of it (--layers), or leave bf16 out")
+
+
+def available_memory() -> int:
+    """Returns how many bytes a process may take before the system swaps or ends it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(kilobytes)
 
 
 def _taken_out(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:

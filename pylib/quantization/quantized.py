@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.dialect.errors import QuantizeError
+from lowbit.dialect.errors import PackError, QuantizeError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.matmul import Matmul
@@ -55,7 +55,9 @@ class QuantizedWeight(UnpackedWeight):
 
         Where there are column scales, the kernel has to be given `prepare_input(x)` in place of x.
         """
-        spec = target.spec if isinstance(target, Matmul) else target or self.spec(bias=bias is not None)
+        spec: object = target.spec if isinstance(target, Matmul) else target or self.spec(bias=bias is not None)
+        if not isinstance(spec, MatmulSpec):
+            raise PackError(f"target={target!r} must be a MatmulSpec, or what lowbit.compile returns")
         return self.pack_as(spec, bias)
 
     def prepare_input(self, x: Tensor) -> Tensor:
