@@ -35,7 +35,7 @@ class Bilevel:
     """The second level of scales that are codes.
 
     rows, groups  how many rows (1 or 16) and groups of a row (a power of two) share a number S
-    scale         type of S (and B): "f16", "bf16" or "f32"
+    scale         type of S, B and O: "f16", "bf16" or "f32"
     zeros         whether codes have a zero point B
     offsets       whether a number O is added to scaled codes; not beside B
     table         the 256 numbers of codes of lut8, rounded to f32; None for other codes
@@ -128,7 +128,7 @@ def _table(given: object) -> tuple[float, ...]:
     if not isinstance(given, Sequence) or len(cast(Sequence[object], given)) != TABLE_NUMBERS:
         raise SpecError(f"bilevel: table= must be {TABLE_NUMBERS} numbers, the values of codes of {TABLE_CODE}")
     try:
-        with np.errstate(over="ignore"):  # inf is refused below
+        with np.errstate(over="ignore"):  # what overflows is refused below
             values = np.asarray(given, dtype=np.float32)
     except (TypeError, ValueError) as error:
         raise SpecError(f"bilevel: table= must be numbers: {error}") from None
