@@ -35,7 +35,7 @@ class Bilevel:
     """The second level of scales that are codes.
 
     rows, groups  how many rows (1 or 16) and groups of a row (a power of two) share a number S
-    scale         type of S (and B): "f16", "bf16" or "f32"
+    scale         type of S, B and O: "f16", "bf16" or "f32"
     zeros         whether codes have a zero point B
     offsets       whether a number O is added to scaled codes; not beside B
     table         the 256 numbers of codes of lut8, rounded to f32; None for other codes
