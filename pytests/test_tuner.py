@@ -167,7 +167,7 @@ def test_candidates_are_planned_while_the_gpu_works(tile: int, monkeypatch: pyte
 def test_a_session_leaves_out_tiles_that_have_no_kernels() -> None:
     plain, eight_bit = MatmulSpec(256, 1024, "u4", 128), MatmulSpec(256, 1024, "u4", 128, compute="i8")
     work = [Problem(spec, tile) for spec in (plain, eight_bit) for tile in (1, 8, 512)]
-    assert tuner.with_kernels(work, parse_target("sm_80")) == [*work[:3], work[4]]
-    assert work[2] in tuner.with_kernels(work, HOPPER)
+    for target in (parse_target("sm_80"), HOPPER):
+        assert tuner.with_kernels(work, target) == [*work[:3], *work[4:]]
     with pytest.raises(SpecError, match="tokens=1 must be one of 8, 16"):
         tuner.with_kernels([Problem(eight_bit, 1)], HOPPER)
