@@ -76,53 +76,65 @@ class _Lowering:
     def __init__(self, program: Any, target: Target) -> None:
         self.program = program
         self.target = target
+        self._name, self._threads = text_attr(program, "sym_name"), int_attr(program, "threads")
+        self._source = program.body.blocks[0]
 
     def run(self) -> None:
-        program = self.program
-        name = text_attr(program, "sym_name")
-        threads_per_block = int_attr(program, "threads")
-        source = program.body.blocks[0]
-        with ir.InsertionPoint(program):
-            gpu_module = gpu.GPUModuleOp(f"{name}_module")
+        function = self._empty_function()
+        context = self._lower_body(function)
+        self._check_shared(context.shared.bytes)
+        self._annotate(function, context)
+
+    def _empty_function(self) -> Any:
+        """A gpu.func with the program's parameters, in a gpu.module of its own beside the symbol of shared memory."""
+        source = self._source
+        with ir.InsertionPoint(self.program):
+            gpu_module = gpu.GPUModuleOp(f"{self._name}_module")
         body = gpu_module.regions[0].blocks.append()
         with ir.InsertionPoint(body):
             emit.define(
                 f"llvm.mlir.global external @{SHARED_SYMBOL}() {{addr_space = 3 : i32, alignment = 1024 : i64}} : "
                 "!llvm.array<0 x i8>"
             )
-            function = gpu.GPUFuncOp(
-                ir.TypeAttr.get(ir.FunctionType.get([a.type for a in source.arguments], [])),
-                sym_name=name,
-                kernel=True,
-            )
+            type_ = ir.FunctionType.get([a.type for a in source.arguments], [])
+            function = gpu.GPUFuncOp(ir.TypeAttr.get(type_), sym_name=self._name, kernel=True)
         function.operation.attributes["arg_attrs"] = self._argument_attributes(source)
-        function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get([threads_per_block, 1, 1])
+        function.operation.attributes["nvvm.reqntid"] = ir.DenseI32ArrayAttr.get([self._threads, 1, 1])
+        return function
+
+    def _lower_body(self, function: Any) -> LoweringContext:
+        """Lowers every operation of the program into the function; returns what the rules have left."""
+        source = self._source
         block = function.operation.regions[0].blocks.append(*[a.type for a in source.arguments])
         with ir.InsertionPoint(block):
             thread = arith.index_cast(emit.integer(), gpu.thread_id(gpu.Dimension.x))
             shared_base = llvm.mlir_addressof(emit.pointer(3), SHARED_SYMBOL)
             threads = ThreadIndex(thread, ir.InsertionPoint(shared_base.owner))
-            context = LoweringContext(self.target, threads, threads_per_block, shared_base)
+            context = LoweringContext(self.target, threads, self._threads, shared_base)
             context.scalars.update(zip(source.arguments, block.arguments))
             for element in self._wgmma_sums():
                 declare_sums(element)
             lower_block(source, context)
             gpu.return_([])
-        shared_bytes = context.shared.bytes
+        return context
+
+    def _check_shared(self, shared_bytes: int) -> None:
         if shared_bytes > self.target.max_shared_per_block:
             raise PassError(
-                f"lower-tiles: {name} needs {shared_bytes} bytes of shared memory, {self.target} allows "
+                f"lower-tiles: {self._name} needs {shared_bytes} bytes of shared memory, {self.target} allows "
                 f"{self.target.max_shared_per_block}; take fewer stages, warps_k or a smaller step_k"
             )
-        if program.cluster is not None:
-            context.require(CLUSTERS, f"{name} in clusters")
-            blocks = list(read_ints(program.cluster))
-            function.operation.attributes["nvvm.cluster_dim"] = ir.DenseI32ArrayAttr.get(blocks)
-        for attribute in ("grid", "threads", "params", "workspace"):
-            function.operation.attributes[f"lowbit.{attribute}"] = program.operation.attributes[attribute]
-        function.operation.attributes["lowbit.shared_bytes"] = ir.IntegerAttr.get(
-            emit.integer(64), max(shared_bytes, self._claimed_bytes())
-        )
+
+    def _annotate(self, function: Any, context: LoweringContext) -> None:
+        """Writes on the function what starts it (`passes.launch`)."""
+        attributes = function.operation.attributes
+        if self.program.cluster is not None:
+            context.require(CLUSTERS, f"{self._name} in clusters")
+            attributes["nvvm.cluster_dim"] = ir.DenseI32ArrayAttr.get(list(read_ints(self.program.cluster)))
+        for name in ("grid", "threads", "params", "workspace"):
+            attributes[f"lowbit.{name}"] = self.program.operation.attributes[name]
+        shared_bytes = max(context.shared.bytes, self._claimed_bytes())
+        attributes["lowbit.shared_bytes"] = ir.IntegerAttr.get(emit.integer(64), shared_bytes)
 
     def _claimed_bytes(self) -> int:
         """The least shared memory with which no more than `max_blocks` blocks fit on a multiprocessor.

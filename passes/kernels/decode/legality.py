@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import SpecError
@@ -33,38 +34,61 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
 
 def _shared_bytes(plan: KernelPlan) -> int:
     spec, s = plan.spec, plan.schedule
-
-    def padded(size: int) -> int:
-        return -(-size // 128) * 128
-
     slots = plan.rounds if s.preload_weights else min(s.num_stages, plan.rounds)
-    signals = padded(16 * slots * s.warps_k) if s.refill == "per_warp" else 0
-    units = s.step_k // spec.packing.chunk * spec.packing.units * 512
-    rows = plan.row_blocks * max(1, plan.groups) * 16
     lines = s.warps_k * plan.row_blocks * plan.staged_lines * LINE * 4 if spec.outliers else 0
-    total = lines + signals + (0 if s.preload_weights else padded(slots * s.warps_k * plan.row_blocks * units))
-    total = -(-total // 1024) * 1024 if s.wgmma else total  # x is swizzled
-    row = s.step_k if s.wgmma else s.step_k + spec.x.per_vector
-    total += padded(slots * s.warps_k * s.tokens * row * spec.x.bytes)
-    if plan.reads_sums:
-        total += padded(slots * s.warps_k * s.columns * (s.step_k // SUM_COLUMNS) * ELEMENTS["f32"].bytes)
-    if plan.groups:
-        for slot in spec.tensors:
-            if slot.index == "group":
-                total += padded(slots * s.warps_k * rows * ELEMENTS[slot.storage].bytes)
-            elif slot.index == "block":
-                numbers = plan.row_blocks * plan.blocks * slot.shape[2]
-                total += padded(slots * s.warps_k * numbers * ELEMENTS[slot.storage].bytes)
-    total += len(plan.step_factors) * s.warps_k * rows * 4  # in f32, or twice in 16 bits
-    if spec.outliers:
-        total = max(total, lines + signals + padded(4 * math.prod(plan.outlier_scratch[1])))
-    if s.integer_mma:
-        total += s.warps_k * (s.step_k // PIECE) * LIMBS * 4 * ROW * 4
-    if spec.dtype.kind == "table":
-        total += DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes
-    sums = padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
+    signals = _padded(16 * slots * s.warps_k) if s.refill == "per_warp" else 0
+    loop = lines + signals + (0 if s.preload_weights else _padded(slots * _codes_bytes(plan)))
+    loop = -(-loop // 1024) * 1024 if s.wgmma else loop  # x is swizzled
+    loop += sum(_padded(slots * size) for size in (*_x_bytes(plan), *_factors_bytes(plan)))
+    loop += len(plan.step_factors) * s.warps_k * _rows_of_groups(plan) * 4  # in f32, or twice in 16 bits
+    outliers = lines + signals + _padded(4 * math.prod(plan.outlier_scratch[1])) if spec.outliers else 0
+    sums = _padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
     flag = 128 if s.split_k > s.cluster else 0  # of the last block to arrive
-    return max(total, signals + sums + flag)
+    return max(max(loop, outliers) + _bytes_there_once(plan), signals + sums + flag)
+
+
+def _padded(size: int) -> int:
+    return -(-size // 128) * 128
+
+
+def _codes_bytes(plan: KernelPlan) -> int:
+    """Codes of a round."""
+    s, packing = plan.schedule, plan.spec.packing
+    return s.warps_k * plan.row_blocks * (s.step_k // packing.chunk * packing.units * 512)
+
+
+def _x_bytes(plan: KernelPlan) -> Iterator[int]:
+    """x of a round, and the sums of x."""
+    spec, s = plan.spec, plan.schedule
+    row = s.step_k if s.wgmma else s.step_k + spec.x.per_vector
+    yield s.warps_k * s.tokens * row * spec.x.bytes
+    if plan.reads_sums:
+        yield s.warps_k * s.columns * (s.step_k // SUM_COLUMNS) * ELEMENTS["f32"].bytes
+
+
+def _factors_bytes(plan: KernelPlan) -> Iterator[int]:
+    """Each tensor of scales, zeros or offsets of a round."""
+    if not plan.groups:
+        return
+    for slot in plan.spec.tensors:
+        if slot.index == "group":
+            yield plan.schedule.warps_k * _rows_of_groups(plan) * ELEMENTS[slot.storage].bytes
+        elif slot.index == "block":
+            numbers = plan.row_blocks * plan.blocks * slot.shape[2]
+            yield plan.schedule.warps_k * numbers * ELEMENTS[slot.storage].bytes
+
+
+def _rows_of_groups(plan: KernelPlan) -> int:
+    """Numbers that a warp has of a round, one for every row and group."""
+    return plan.row_blocks * max(1, plan.groups) * 16
+
+
+def _bytes_there_once(plan: KernelPlan) -> int:
+    """Limbs of x, and the table of a format that has one."""
+    spec, s = plan.spec, plan.schedule
+    limbs = s.warps_k * (s.step_k // PIECE) * LIMBS * 4 * ROW * 4 if s.integer_mma else 0
+    table = spec.dtype.kind == "table"
+    return limbs + (DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes if table else 0)
 
 
 def shared_room(spec: MatmulSpec, s: Schedule, target: Target) -> int:
