@@ -97,6 +97,8 @@ def test_types_that_can_not_be_read(tmp_path: Path) -> None:
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "file"
+    with pytest.raises(CheckpointError, match=r"/file can't be read: No such file or directory$"):
+        lowbit.load_gguf(path)
     for data, message in (
         (b"", "can't be read"),
         (b"GGU", "the file ends within its header, at byte 0"),

@@ -91,7 +91,8 @@ class QuantPlan(Mapping[str, QuantConfig]):
         try:
             return cls.from_dict(json.loads(Path(file).read_text()))
         except (OSError, ValueError) as error:
-            raise SpecError(f"{os.fspath(file)} is no file with a plan: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise SpecError(f"{os.fspath(file)} is no file with a plan: {reason}") from None
 
     def __str__(self) -> str:
         width = max(map(len, self), default=0)

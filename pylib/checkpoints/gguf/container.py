@@ -55,7 +55,8 @@ def read_container(path: Path) -> Container:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} can't be read: {reason}") from error
     try:
         return _read(mapped)
     except CheckpointError as error:
