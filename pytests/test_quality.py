@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import lowbit
-from benchmarks.quality import measure, report, train
+from benchmarks.quality import draws, measure, report, spqr_plans, train
 from benchmarks.quality.model import Shape, Transformer, load, read_safetensors, write_safetensors
 from benchmarks.quality.tokenizer import train as train_tokenizer
 
@@ -37,6 +39,38 @@ def test_gptq_is_better_than_rounding_at_all_bits() -> None:
             assert record["divergence"] < lines[rounded][bits]["divergence"]
             if bits <= 5:
                 assert record["perplexity"] < lines[rounded][bits]["perplexity"]
+
+
+def test_beams_are_better_at_all_bits() -> None:
+    lines = report.lines(report.read())
+    assert lines["GPTQ, 8 beams"].keys() == lines["GPTQ"].keys()
+    for bits, record in lines["GPTQ, 8 beams"].items():
+        assert record["divergence"] < 0.95 * lines["GPTQ"][bits]["divergence"]
+
+
+@pytest.mark.parametrize("module", [draws, spqr_plans])
+def test_page_has_the_other_tables(module: Any) -> None:
+    text = module.PAGE.read_text()
+    table = module.table(json.loads(module.FILE.read_text())["records"])
+    assert f"{module.BEGIN}\n{table}\n{module.END}" in text
+
+
+def test_intervals() -> None:
+    """Of a change that all windows share it is narrow, and of chance it has the width of the standard error."""
+    above, width = measure.interval(torch.full((50,), 0.01).double())
+    assert above == pytest.approx(math.expm1(0.01)) and width == 0
+    change = torch.randn(400, generator=torch.Generator().manual_seed(0)).double()
+    assert measure.interval(change)[1] == pytest.approx(1.96 * float(change.std()) / 20, rel=0.05)
+
+
+def test_shuffled_columns_are_the_same_model() -> None:
+    model = load()
+    same, text = draws.shuffled(model, 1), measure.windows("held_out.txt", 2, 64)
+    expected, found = (measure.predictions(each, text) for each in (model, same))
+    assert torch.allclose(expected, found, atol=1e-3)
+    for name, weight in model.named_parameters():
+        assert not torch.equal(weight, same.get_parameter(name))
+        assert torch.equal(weight.flatten().sort().values, same.get_parameter(name).flatten().sort().values)
 
 
 def test_measuring() -> None:

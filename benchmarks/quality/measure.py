@@ -4,6 +4,9 @@ Layers are quantized in the order in which they run. Calibrated methods see the 
 model (and GPTQ those of the float model, too), on text that the model was trained on. Perplexity is that of held-out
 text; so is the Kullback-Leibler divergence of the quantized model's predictions from the float model's, which still
 tells methods apart where their perplexities are equal. Embeddings and norms stay as they are.
+
+How much higher a perplexity is than the float model's is found window by window, and comes with a 95 % interval: the
+windows of the text are drawn anew, with replacement, `RESAMPLES` times (the bootstrap).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ RESULTS = HERE.parent.parent / "docs" / "results" / "quality.json"
 GROUP = 64
 CALIBRATION_WINDOWS, TEST_WINDOWS = 24, 96  # of `Shape.context` tokens each
 STAGES = (("attention.q", "attention.k", "attention.v"), ("attention.o",), ("ffn.gate", "ffn.up"), ("ffn.down",))
+RESAMPLES = 4000
 CALIBRATED = ("gptq", "awq", "signround", "spqr")
 SPQR: Any = {"weight": "u3", "group_size": 16, "method": "spqr"}
 PAPER: Any = {**SPQR, "clip": "max"}
@@ -46,32 +50,35 @@ def configs() -> Iterator[tuple[str, lowbit.QuantConfig]]:
         yield "AWQ", lowbit.QuantConfig(weight, GROUP, method="awq")
         yield "GPTQ", lowbit.QuantConfig(weight, GROUP, method="gptq")
         yield "GPTQ, float zeros", lowbit.QuantConfig(weight, GROUP, zeros="float", method="gptq")
+        yield "GPTQ, 8 beams", lowbit.QuantConfig(weight, GROUP, method="gptq", beams=8)
         if bits <= 4:
             yield "SignRound", lowbit.QuantConfig(weight, GROUP, method="signround")
     for weight in FLOATS.values():
         yield "floats, RTN", lowbit.QuantConfig(weight, GROUP)
         yield "floats, GPTQ", lowbit.QuantConfig(weight, GROUP, method="gptq")
     yield from _spqr()
-    for weight in ("u4", "u3"):
-        yield f"GPTQ {weight}, groups of 128", lowbit.QuantConfig(weight, 128, method="gptq")
-    yield "GPTQ u4, per row", lowbit.QuantConfig("u4", None, method="gptq")
-    yield "GPTQ u3, groups of 32", lowbit.QuantConfig("u3", 32, method="gptq")
+    for beams, label in ((1, ""), (8, ", 8 beams")):
+        for weight in ("u4", "u3"):
+            yield f"GPTQ {weight}, groups of 128{label}", lowbit.QuantConfig(weight, 128, method="gptq", beams=beams)
+        yield f"GPTQ u4, per row{label}", lowbit.QuantConfig("u4", None, method="gptq", beams=beams)
+        yield f"GPTQ u3, groups of 32{label}", lowbit.QuantConfig("u3", 32, method="gptq", beams=beams)
     yield "nf4, GPTQ", lowbit.QuantConfig("nf4", GROUP, method="gptq")
     for name in ("fp6_llm", "nf4", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"):
         yield f"preset {name}", lowbit.QuantConfig.preset(name)
 
 
 def _spqr() -> Iterator[tuple[str, lowbit.QuantConfig]]:
-    """Yields SpQR as the paper has it, then with codes that are tried out, and then with columns in another order."""
+    """Yields SpQR as the paper has it, then with codes that are tried out, and with columns in another order."""
     for threshold in (0.2, 0.35, None):
-        yield f"SpQR of the paper, {_outliers(threshold)}", lowbit.QuantConfig(**PAPER, outlier_threshold=threshold)
+        yield f"SpQR of the paper, {outliers(threshold)}", lowbit.QuantConfig(**PAPER, outlier_threshold=threshold)
     yield "SpQR, threshold 0.3", lowbit.QuantConfig(**SPQR, outlier_threshold=0.3)
     for threshold in (0.15, 0.25, 0.35, None):
         config = lowbit.QuantConfig(**SPQR, outlier_threshold=threshold, act_order=True)
-        yield f"SpQR, act-order, {_outliers(threshold)}", config
+        yield f"SpQR, act-order, {outliers(threshold)}", config
 
 
-def _outliers(threshold: float | None) -> str:
+def outliers(threshold: float | None) -> str:
+    """Returns the words for a threshold of outliers."""
     return "no outliers" if threshold is None else f"threshold {threshold}"
 
 
@@ -89,11 +96,28 @@ def predictions(model: Transformer, text: Tensor) -> Tensor:
     return torch.cat([model(part[:, :-1]).log_softmax(-1).flatten(0, 1) for part in text.split(16)])
 
 
-def quality(expected: Tensor, found: Tensor, text: Tensor) -> dict[str, float]:
-    """Returns the perplexity of predictions, and their mean divergence from the expected ones in nats."""
-    loss = functional.nll_loss(found, text[:, 1:].flatten())
+def quality(expected: Tensor, found: Tensor, text: Tensor) -> dict[str, Any]:
+    """Returns the perplexity of predictions, by how many percent it is above that of the expected ones with half the
+    width of the interval, and the mean divergence from them in nats."""
+    before, after = (losses(predicted, text) for predicted in (expected, found))
     divergence = functional.kl_div(found, expected, reduction="batchmean", log_target=True)
-    return {"perplexity": round(math.exp(loss), 3), "divergence": float(f"{float(divergence):.4g}")}
+    return {
+        "perplexity": round(math.exp(after.mean()), 3),
+        "above": [round(100 * number, 4) for number in interval(after - before)],
+        "divergence": float(f"{float(divergence):.4g}"),
+    }
+
+
+def losses(found: Tensor, text: Tensor) -> Tensor:
+    """Returns the mean loss of each window of a text, in f64."""
+    return functional.nll_loss(found, text[:, 1:].flatten(), reduction="none").double().view(len(text), -1).mean(1)
+
+
+def interval(differences: Tensor) -> tuple[float, float]:
+    """Returns by which part a perplexity changes where losses change so, and half the width of its 95 % interval."""
+    drawn = torch.randint(len(differences), (RESAMPLES, len(differences)), generator=torch.Generator().manual_seed(0))
+    low, high = differences[drawn].mean(1).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return math.expm1(float(differences.mean())), (high - low) / 2
 
 
 @torch.no_grad()
@@ -207,13 +231,19 @@ def _config_of(record: Mapping[str, Any]) -> lowbit.QuantConfig:
 
 
 def main(file: Path = RESULTS) -> None:
-    """Measure what the file does not have yet, and write it; without a file, everything."""
-    model = load()
+    """Measure what the file does not have yet, and write it after each record; without a file, everything."""
+    model, records = load(), list[dict[str, Any]]()
     known = json.loads(file.read_text())["records"] if file.exists() else []
-    records = list(measure(model, known))
     about = {"group_size": GROUP, "torch": torch.__version__, "test_tokens": TEST_WINDOWS * model.shape.context}
-    lines = ",\n".join(f"  {json.dumps(record)}" for record in records)
-    file.write_text(f'{{"about": {json.dumps(about)},\n "records": [\n{lines}\n]}}\n')
+    for record in measure(model, known):
+        records.append(record)
+        lines = ",\n".join(f"  {json.dumps(each)}" for each in [*records, *_later(records, known)])
+        file.write_text(f'{{"about": {json.dumps(about)},\n "records": [\n{lines}\n]}}\n')
+
+
+def _later(records: Sequence[dict[str, Any]], known: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the known records that are not among those yet, so that no interruption loses them."""
+    return [record for record in known if record.get("config") not in [each.get("config") for each in records]]
 
 
 if __name__ == "__main__":

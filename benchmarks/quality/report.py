@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
     "HQQ": "#E69F00",
     "AWQ": "#56B4E9",
     "GPTQ": "#0072B2",
+    "GPTQ, 8 beams": "#00204D",
     "SignRound": "#D55E00",
     "floats, RTN": "#CC79A7",
     "floats, GPTQ": "#009E73",
@@ -47,22 +49,35 @@ def tables(records: list[Record]) -> str:
     return "\n\n".join(
         [
             f"Perplexity; the float model has {records[0]['perplexity']:.2f}:",
-            _table(records, "perplexity", ".2f"),
+            _table(records, lambda record: f"{record['perplexity']:.2f}"),
+            "By how many percent the perplexity is above the float model's, with a 95 % interval:",
+            _table([record for record in records if record["line"] not in _without_interval(records)], _above),
             "Divergence from the float model's predictions, in thousandths of a nat:",
-            _table(records, "divergence", ".3g", 1000),
+            _table(records, lambda record: f"{1000 * record['divergence']:.3g}"),
             "Formats and recipes that stand alone:",
             _single(records),
         ]
     )
 
 
-def _table(records: list[Record], value: str, style: str, factor: float = 1) -> str:
+def _without_interval(records: list[Record]) -> set[str]:
+    """Returns the lines with a record of a time before intervals were measured."""
+    return {record["line"] for record in records if "above" not in record}
+
+
+def _above(record: Record) -> str:
+    """Returns a change in percent, and its interval, with a sign and no more digits than these deserve."""
+    change, width = record["above"]
+    digits = 1 if width >= 0.2 else 2 if width >= 0.02 else 3
+    return f"{change:+.{digits}f} ± {width:.{digits}f}"
+
+
+def _table(records: list[Record], cell: Callable[[Record], str]) -> str:
     found = lines(records)
     widths = sorted({bits for by_bits in found.values() for bits in by_bits}, reverse=True)
     rows = [["", *(f"{bits} bits" for bits in widths)], ["---", *("---:" for _ in widths)]]
     for line, by_bits in found.items():
-        cells = [by_bits.get(bits) for bits in widths]
-        rows.append([line, *("" if cell is None else format(factor * cell[value], style) for cell in cells)])
+        rows.append([line, *(cell(by_bits[bits]) if bits in by_bits else "" for bits in widths)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

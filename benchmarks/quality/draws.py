@@ -1,0 +1,123 @@
+"""How much a perplexity is chance: the small model, its columns in random orders: `python -m benchmarks.quality.draws`.
+
+A model whose columns are put into another order is the same model, if the rows before and the columns after follow. But
+other columns share a scale then, so that every weight is rounded anew. Its perplexity changes with the order: by the
+part of the errors that happens to point along the gradient of the text's loss. The page has mean and standard deviation
+over orders, for rounding to nearest and for GPTQ.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowbit
+from benchmarks.publish import between_marks
+from benchmarks.quality.measure import (
+    CALIBRATION_WINDOWS,
+    GROUP,
+    RESULTS,
+    TEST_WINDOWS,
+    float_inputs,
+    losses,
+    predictions,
+    quantized,
+    windows,
+)
+from benchmarks.quality.model import Block, Transformer, load
+from benchmarks.tables import markdown
+
+FILE, PAGE = RESULTS.with_name("draws.json"), RESULTS.parent.parent / "quality.md"
+BEGIN, END = "<!-- draws: begin -->", "<!-- draws: end -->"
+DRAWS = 6
+WIDTHS = (7, 6, 5)
+METHODS = ("rtn", "gptq")
+
+Record = dict[str, Any]
+
+
+@torch.no_grad()
+def shuffled(model: Transformer, seed: int) -> Transformer:
+    """Returns the same model with its hidden columns, and those between two layers of a block, in a random order."""
+    generator, result = torch.Generator().manual_seed(seed), copy.deepcopy(model)
+
+    def order(size: int) -> Tensor:
+        return torch.randperm(size, generator=generator)
+
+    hidden = order(model.shape.hidden)
+    for table in (result.embedding, result.norm):
+        table.weight.copy_(table.weight[..., hidden])
+    for block in result.blocks:
+        assert isinstance(block, Block)
+        heads = torch.arange(model.shape.hidden).view(model.shape.heads, -1)
+        _shuffle(block, hidden, torch.cat([head[order(len(head))] for head in heads]), order(model.shape.ffn))
+    return result
+
+
+def _shuffle(block: Block, hidden: Tensor, values: Tensor, inner: Tensor) -> None:
+    """Put the columns that a block reads, the values of its heads, and the inner columns of its feed-forward layer into
+    these orders."""
+    attention, ffn = block.attention, block.ffn
+    for reader in (attention.q, attention.k, attention.v, ffn.gate, ffn.up, block.norm1, block.norm2):
+        reader.weight.copy_(reader.weight[..., hidden])
+    for writer, reader, between in ((attention.v, attention.o, values), (ffn.gate, ffn.down, inner)):
+        writer.weight.copy_(writer.weight[between])
+        reader.weight.copy_(reader.weight[hidden][:, between])
+    ffn.up.weight.copy_(ffn.up.weight[inner])
+
+
+def measure() -> Iterator[Record]:
+    """Yields a record for each width, method and order."""
+    model = load()
+    training = windows("calibration.txt", CALIBRATION_WINDOWS, model.shape.context)
+    test = windows("held_out.txt", TEST_WINDOWS, model.shape.context)
+    exact = float(losses(predictions(model, test), test).mean())
+    for seed in range(DRAWS):
+        same = shuffled(model, seed)
+        inputs = float_inputs(same, training)
+        for bits in WIDTHS:
+            for method in METHODS:
+                weight: Any = f"u{bits}"
+                worse, _ = quantized(same, lowbit.QuantConfig(weight, GROUP, method=method), training, inputs)  # type: ignore[arg-type]
+                change = float(losses(predictions(worse, test), test).mean()) - exact
+                record = {"bits": bits, "method": method, "seed": seed, "above": round(100 * change, 5)}
+                print(record, file=sys.stderr, flush=True)
+                yield record
+
+
+def table(records: list[Record]) -> str:
+    """Returns the page's table: by how many percent the perplexity is above the float model's."""
+    rows = []
+    for method, name in (("rtn", "RTN"), ("gptq", "GPTQ")):
+        row = [name]
+        for bits in WIDTHS:
+            found = [r["above"] for r in records if (r["bits"], r["method"]) == (bits, method)]
+            row.append(f"{_mean(found):+.3f} ± {_deviation(found):.3f}")
+        rows.append(row)
+    return markdown(["", *(f"{bits} bits" for bits in WIDTHS)], rows)
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _deviation(numbers: list[float]) -> float:
+    return float(torch.tensor(numbers).std())
+
+
+def main() -> None:
+    """Measure, unless the results are there already, and write the page."""
+    if not FILE.exists():
+        lines = ",\n".join(f"  {json.dumps(record)}" for record in measure())
+        FILE.write_text(f'{{"records": [\n{lines}\n]}}\n')
+    PAGE.write_text(between_marks(PAGE, table(json.loads(FILE.read_text())["records"]), BEGIN, END))
+
+
+if __name__ == "__main__":
+    main()
