@@ -25,8 +25,9 @@ def each_op(module: ir.Module, kind: type) -> Iterator[Any]:
     found: list[Any] = []
 
     def visit(op: Any) -> Any:
-        if isinstance(op.opview, kind):
-            found.append(op.opview)
+        view = op.opview
+        if isinstance(view, kind):
+            found.append(view)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)

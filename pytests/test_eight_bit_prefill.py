@@ -106,6 +106,15 @@ def test_small_sizes_to_the_last_bit(choices: dict[str, Any], schedule: Schedule
     assert is_exact(MatmulSpec(**choices, out="f32"), schedule, m)
 
 
+@pytest.mark.parametrize(
+    ("weight", "compute", "group"),
+    [("u3", "i8", None), ("i4", "i8", 64), ("u2", "f8e4m3", None), ("f4e2m1", "f8e4m3", 32), ("f8e4m3", "f8e4m3", 128)],
+)
+def test_clusters(weight: str, compute: Compute, group: int | None) -> None:
+    """A format of each kind. Blocks of a cluster copy x to one another."""
+    assert is_exact(MatmulSpec(150, 512, weight, group, compute=compute, out="f32"), Schedule(16, cluster=2), 20)
+
+
 LARGE = MatmulSpec(8192, 8192, "u4", 128, compute="i8", out="f32")
 
 

@@ -19,6 +19,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.prefill.factor import staged_factors
 from lowbit.passes.kernels.prefill.family import Prefill
+from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
@@ -112,6 +113,12 @@ def test_sizes(choices: dict[str, Any], schedule: PrefillSchedule, m: int) -> No
     assert is_right(MatmulSpec(**choices), schedule, m)
 
 
+@pytest.mark.parametrize("weight", ["u4", "i3", "f6e3m2", "nf4"])
+def test_clusters_with_outliers(weight: str) -> None:
+    """A format of each kind. Blocks of a cluster copy x to one another, each with outliers of its own rows."""
+    assert is_right(MatmulSpec(150, 512, weight, 64, outliers=True), PAIR, 20)
+
+
 def sparse(n: int, k: int, places: dict[tuple[int, int], float]) -> torch.Tensor:
     dense = torch.zeros(n, k)
     for (row, column), value in places.items():
@@ -187,6 +194,18 @@ def test_second_level_of_the_next_block() -> None:
     shifted = tensors | {"scale_scales": tensors["scale_scales"].roll(1, dims=1)}
     y = run_matmul(compiled(CODED, SMALL), CODED, (x, shifted))
     assert not matmul_is_right(y, CODED, inputs, **PREFILL.rounding(CODED, SMALL))
+
+
+def test_races_across_a_cluster_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp that gives a stage back before its products have read it lets the other block copy into them."""
+
+    def too_early(self: Kernel, panel: int) -> None:
+        stages = self.schedule.num_stages
+        self.p.arrive(self.empty, panel % stages, self.schedule.cluster)
+
+    monkeypatch.setattr(Kernel, "_release_panel_before", too_early)
+    with pytest.raises(EmulatorError):
+        result(SPARSE, PAIR, random_inputs(SPARSE, 40))
 
 
 def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

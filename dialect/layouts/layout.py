@@ -21,7 +21,7 @@ import ast
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from math import prod
 from typing import Any
@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 from lowbit.dialect.errors import LayoutError
 from lowbit.dialect.layouts import mixed_radix as radix
 from lowbit.dialect.layouts.mixed_radix import Digit, Mode
+
+_KNOWN = 4096  # layouts whose products and moves are kept: a kernel asks for the same ones again and again
 
 
 @dataclass(frozen=True)
@@ -306,14 +308,7 @@ class Layout:
         With equal shapes this is a renaming of registers. Raises LayoutError when no fixed choice of slots
         does it, because elements would move between threads.
         """
-        reduced = target.reduce(self._grown_dims(target.shape))
-        if reduced._spatial != self._spatial:
-            raise LayoutError(f"({self}) to ({target}) moves elements between threads")
-        held = {
-            tuple(index): slot for slot, index in enumerate(radix.coords(self._local, self.rank).tolist())
-        }
-        wanted = np.minimum(radix.coords(target._local, self.rank), np.array(self.shape, dtype=np.int64) - 1)
-        return tuple(held[tuple(index)] for index in wanted.tolist())
+        return _slots_for(self, target)
 
     def restrict(self, dim: int, start: int, length: int) -> tuple[Layout, tuple[int, ...]]:
         """The sub-tile [start, start + length) of `dim`: its layout, and its slots as slots of self.
@@ -356,6 +351,10 @@ class Layout:
 
     def __str__(self) -> str:
         """A product of atoms where there is one, else layout(shape=, modes=, spatial=, local=)."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         return self._as_product() or (
             f"layout(shape={self.shape}, modes={self.mode_shape}, spatial={self.spatial_modes}, "
             f"local={self.local_modes})"
@@ -435,13 +434,28 @@ def replicated(threads: int, rank: int) -> Layout:
 _ATOMS = {make.__name__: make for make in (local, spatial, column_local, column_spatial, replicated)}
 
 
-def _assemble(shape: tuple[int, ...], spatial: list[Mode], local: list[Mode]) -> Layout:
+def _assemble(shape: tuple[int, ...], spatial: Sequence[Mode], local: Sequence[Mode]) -> Layout:
     """The layout with these digits; LayoutError when their strides do not tile the shape."""
-    spatial, local = radix.merge(spatial), radix.merge(local)
-    mode_shape, spatial_modes, local_modes = radix.numbered(spatial, local)
-    if radix.modes_of(shape, mode_shape) != radix.in_dim_order(spatial + local):
-        raise LayoutError(f"strides of {spatial} and {local} do not tile shape={shape}")
+    return _assembled(shape, tuple(spatial), tuple(local))
+
+
+@lru_cache(maxsize=_KNOWN)
+def _assembled(shape: tuple[int, ...], spatial: tuple[Mode, ...], local: tuple[Mode, ...]) -> Layout:
+    merged = radix.merge(spatial), radix.merge(local)
+    mode_shape, spatial_modes, local_modes = radix.numbered(*merged)
+    if radix.modes_of(shape, mode_shape) != radix.in_dim_order(merged[0] + merged[1]):
+        raise LayoutError(f"strides of {merged[0]} and {merged[1]} do not tile shape={shape}")
     return Layout(shape, mode_shape, spatial_modes, local_modes)
+
+
+@lru_cache(maxsize=_KNOWN)
+def _slots_for(source: Layout, target: Layout) -> tuple[int, ...]:
+    reduced = target.reduce(source._grown_dims(target.shape))
+    if reduced._spatial != source._spatial:
+        raise LayoutError(f"({source}) to ({target}) moves elements between threads")
+    held = {tuple(index): slot for slot, index in enumerate(radix.coords(source._local, source.rank).tolist())}
+    wanted = np.minimum(radix.coords(target._local, source.rank), np.array(source.shape, dtype=np.int64) - 1)
+    return tuple(held[tuple(index)] for index in wanted.tolist())
 
 
 def _monotone(dims: list[int]) -> bool:

@@ -14,7 +14,8 @@ OTHERS = "take an EightBitSchedule"
 _MOST_REGISTERS = 242  # of a thread, beside those for addresses and on the way to fragments
 _SECOND_BANK = 32  # of these, for scales and addresses that are needed later
 _MORE = 8  # for zeros, or integers that become f32,
-_WIDE = 25  # and for codes of 8 bits with these
+_CLUSTER = 3  # for the other block of a cluster
+_WIDE = 25  # and for codes of 8 bits with integers that become f32
 
 
 def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target) -> None:
@@ -54,6 +55,7 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     integers, zeros = spec.compute == "i8" and plan.groups > 0, spec.zeros == "int"
     products = 0 if plan.keeps_integers else s.banks * plan.part_tokens // 2
     loaded = plan.held_pieces * plan.piece_registers + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
-    more = _SECOND_BANK * (s.banks > 1) + (_MORE * zeros + 1 if s.cluster == 1 else _MORE * integers)
-    more += products // 32 + integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
+    more = _SECOND_BANK * (s.banks > 1) + products // 32
+    more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER
+    more += integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS

@@ -15,6 +15,9 @@ from lowbit.passes.target import Target
 OTHERS = "take a Schedule of the decode family"
 _MOST_REGISTERS = 240  # of a thread, beside those for addresses and on the way to fragments
 _OUTLIERS = 16  # of these, for the place in the lines of outliers
+_RANGE = 17  # and for floats of so many exponent bits that f16 cannot hold them,
+_ADDED_IN_F32 = 21  # for outliers that are added in f32, where panels have more than 64 columns,
+_CODED_ZEROS = 9  # and for zeros that are codes
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None:
@@ -76,8 +79,11 @@ def weight_bytes(plan: PrefillPlan) -> int:
 
 def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums, for two panels' fragments, and for
-    what is loaded of a round."""
-    return s.tokens // 2 + s.panel_k // 2 + loaded_registers(PrefillPlan(spec, s)) > _MOST_REGISTERS
+    what is loaded of a round. It follows what the assembler was seen to do."""
+    plan, coded_zeros = PrefillPlan(spec, s), spec.bilevel is not None and spec.bilevel.zeros
+    more = _RANGE * (compute_element(spec.dtype, "f16") != "f16")
+    more += _ADDED_IN_F32 * (spec.outliers and plan.scales_in_f32 and s.panel_k > 64) + _CODED_ZEROS * coded_zeros
+    return s.tokens // 2 + s.panel_k // 2 + loaded_registers(plan) + more > _MOST_REGISTERS
 
 
 def loaded_registers(plan: PrefillPlan) -> int:

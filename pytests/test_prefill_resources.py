@@ -1,0 +1,172 @@
+"""What the prefill kernels take of a multiprocessor, by the notes of the assembler: no register spills, and no products
+of wgmma run one after the other. A block has all of a multiprocessor, so this decides about its time.
+
+A fixed sample that covers: in every family, every format and every kind of scale. Zeros, groups, activations, outliers,
+rows and schedules take turns with different periods, so that they meet in all combinations of two.
+`test_prefill.test_no_spills_of_any_format` and its like try all schedules, and are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from test_eight_bit import FITTING
+from test_recipes import table
+
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.formats.dtypes import all_names, dtype
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.base import KernelRequest
+from lowbit.passes.kernels.registry import FAMILIES, request
+from lowbit.passes.pipeline import compile_kernel
+from lowbit.passes.target import Target, parse_target
+
+NUMBERS: tuple[dict[str, Any], ...] = (
+    {"scale": "f16"},
+    {"scale": "f32"},
+    {"scale": "bf16"},
+    {"scale": "e8m0"},
+    {"scale": "e4m3", "row_scales": True},
+)
+CODES: tuple[dict[str, Any], ...] = (
+    {"scale": "u6", "bilevel": Bilevel(groups=4)},
+    {"scale": "u3", "bilevel": Bilevel(rows=16, groups=1, zeros=True)},
+    {"scale": "i8", "bilevel": Bilevel(groups=2, scale="f32"), "row_scales": True},
+)
+SCALES = (*NUMBERS, *CODES)
+FORMATS = (*all_names(), "lut3", "lut8")
+HOPPER, A100, L40S = (parse_target(name) for name in ("sm_90a", "sm_80", "sm_89"))
+
+
+def turn(number: int, *choices: Any) -> Any:
+    return choices[number % len(choices)]
+
+
+def spec_of(weight: str, i: int, j: int) -> MatmulSpec:
+    """The spec of the i-th format and the j-th kind of scale."""
+    scales = SCALES[j]
+    group = turn(i + 2 * j + i // 5, 128, 32, None, 16, 64)
+    zeros = turn(i + j + i // 4, "none", "int", "float", "offset")
+    return MatmulSpec(
+        turn(i // 2 + j, 8192, 8200),
+        8192,
+        weight,
+        32 if group is None and scales in CODES else group,
+        zeros="float" if zeros == "int" and weight[0] not in "ui" else zeros,
+        act=turn(i + j // 2, "f16", "bf16"),
+        outliers=(i + j) % 3 == 0,
+        table=table(int(weight[3:])) if weight.startswith("lut") else None,
+        **scales,
+    )
+
+
+def spec_of_bytes(compute: Any, weight: str, i: int, j: int) -> MatmulSpec:
+    """The same with activations of 8 bits."""
+    bits = dtype(weight).bits
+    groups = (256, None, 512) if bits in (3, 5, 6, 7) else (128, 32, None, 64)
+    zeros = "int" if weight[0] in "ui" and bits < 8 and (i + j) % 2 else "none"
+    rows, group = turn(i // 2 + j, 8192, 8200), turn(i + j + i // 4, *groups)
+    act = turn(i + j // 2, "f16", "bf16")
+    return MatmulSpec(rows, 8192, weight, group, zeros=zeros, act=act, compute=compute, **NUMBERS[j])
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sample of a format in a family, and a target for it.
+
+    number  that of the format: where schedules begin to take turns
+    specs   one of each kind of scale that is sampled
+    """
+
+    family: str
+    target: Target
+    number: int
+    specs: tuple[MatmulSpec, ...]
+
+    def __str__(self) -> str:
+        spec = self.specs[0]
+        return f"{self.family}-{self.target}-{spec.weight}" + (f"-{spec.compute}" if spec.compute else "")
+
+    def kernels(self) -> Iterator[KernelRequest]:
+        """A kernel of each spec, with one of the schedules that may be chosen for it."""
+        for j, spec in enumerate(self.specs):
+            found = FAMILIES[self.family].candidates(spec, 512, self.target)
+            yield request(spec, self.target, found[(5 * self.number + 3 * j) % len(found)])
+
+
+def cases() -> Iterator[Case]:
+    """Kernels with wgmma have every format with every kind of scale; those without, two kinds of each format."""
+    for i, weight in enumerate(FORMATS):
+        specs = [spec_of(weight, i, j) for j in range(len(SCALES))]
+        yield Case("prefill", HOPPER, i, tuple(specs))
+        yield mma_case(i, list(turns(specs, i)))
+    for i, (compute, weight) in enumerate(FITTING):
+        specs = [spec_of_bytes(compute, weight, i, j) for j in range(len(NUMBERS))]
+        yield Case("eight_bit_prefill", HOPPER, i, tuple(specs))
+        yield Case("eight_bit_prefill_mma", L40S if compute == "f8e4m3" else A100, i, tuple(turns(specs, i)))
+
+
+def mma_case(i: int, specs: Sequence[MatmulSpec]) -> Case:
+    """The sample of a format in prefill_mma, which has too few registers for outliers of some formats."""
+    family, target = FAMILIES["prefill_mma"], (A100, L40S)[i % 2]
+    served = [s if family.candidates(s, 512, target) else replace(s, outliers=False) for s in specs]
+    return Case(family.name, target, i, tuple(served))
+
+
+def turns(specs: Sequence[MatmulSpec], i: int) -> Iterator[MatmulSpec]:
+    """Two specs that differ from one format to the next."""
+    return (specs[(i + j) % len(specs)] for j in range(2))
+
+
+SAMPLE = list(cases())
+
+
+def most_spilled(kernel: KernelRequest) -> int:
+    """Bytes of a thread that may be spilled: none, but for a few in kernels with mma.sync, which cost nothing
+    (docs/lab-notebook.md, "Without wgmma"). Where products of integers are added to sums in f32, group by group, the
+    assembler begins more of them than it has registers for, in small tiles, too; these numbers are a record."""
+    spec, mma = kernel.spec, not kernel.target.has_wgmma
+    if spec.compute and mma and spec.group_size in (32, 64):
+        return 192
+    if spec.compute == "i8" and spec.group_size:
+        return 160
+    return 48 if mma else 0
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_no_spills_and_products_overlap(case: Case) -> None:
+    for made in case.kernels():
+        kernel = compile_kernel(made)
+        used = resource_usage(kernel.ptx, case.target)
+        assert not used.serialized, made
+        assert max(used.spill_stores, used.spill_loads) <= most_spilled(made), (made, used)
+        assert used.registers * kernel.launch.threads <= case.target.registers_per_sm, made
+        assert kernel.launch.shared_bytes + used.shared <= case.target.max_shared_per_block, made
+
+
+def kind(spec: MatmulSpec) -> dict[str, Any]:
+    """The kind of scale of a spec."""
+    return next(scales for scales in SCALES if all(getattr(spec, name) == value for name, value in scales.items()))
+
+
+def test_the_sample_covers_formats_and_scales() -> None:
+    every = {"matmul": (set(FORMATS), SCALES), "quantized_matmul": ({weight for _, weight in FITTING}, NUMBERS)}
+    for family in (family for family in FAMILIES.values() if family.takes_any_tokens):
+        formats, scales = every[family.operation]
+        specs = [spec for case in SAMPLE if case.family == family.name for spec in case.specs]
+        assert {spec.weight for spec in specs} == formats
+        assert all(any(kind(spec) == each for spec in specs) for each in scales)
+        pairs = {(spec.zeros, spec.act, spec.n) for spec in specs}
+        assert len(pairs) == len({spec.zeros for spec in specs}) * 4
+
+
+def test_the_sample_covers_schedules() -> None:
+    """Every number of tokens that a tile of some matmul has."""
+    for family in (family for family in FAMILIES.values() if family.takes_any_tokens):
+        kernels = [kernel for case in SAMPLE if case.family == family.name for kernel in case.kernels()]
+        allowed = {s.tokens for k in kernels for s in family.candidates(k.spec, 512, k.target)}
+        assert {kernel.schedule.tokens for kernel in kernels} == allowed
