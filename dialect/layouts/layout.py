@@ -308,7 +308,10 @@ class Layout:
         With equal shapes this is a renaming of registers. Raises LayoutError when no fixed choice of slots
         does it, because elements would move between threads.
         """
-        return _slots_for(self, target)
+        reduced = target.reduce(self._grown_dims(target.shape))
+        if reduced._spatial != self._spatial:
+            raise LayoutError(f"({self}) to ({target}) moves elements between threads")
+        return _slots(self.shape, tuple(self._local), tuple(target._local))
 
     def restrict(self, dim: int, start: int, length: int) -> tuple[Layout, tuple[int, ...]]:
         """The sub-tile [start, start + length) of `dim`: its layout, and its slots as slots of self.
@@ -449,12 +452,10 @@ def _assembled(shape: tuple[int, ...], spatial: tuple[Mode, ...], local: tuple[M
 
 
 @lru_cache(maxsize=_KNOWN)
-def _slots_for(source: Layout, target: Layout) -> tuple[int, ...]:
-    reduced = target.reduce(source._grown_dims(target.shape))
-    if reduced._spatial != source._spatial:
-        raise LayoutError(f"({source}) to ({target}) moves elements between threads")
-    held = {tuple(index): slot for slot, index in enumerate(radix.coords(source._local, source.rank).tolist())}
-    wanted = np.minimum(radix.coords(target._local, source.rank), np.array(source.shape, dtype=np.int64) - 1)
+def _slots(shape: tuple[int, ...], source: tuple[Mode, ...], target: tuple[Mode, ...]) -> tuple[int, ...]:
+    """For each slot with these digits in a target the slot with its element, broadcast from a tile of this shape."""
+    held = {tuple(index): slot for slot, index in enumerate(radix.coords(list(source), len(shape)).tolist())}
+    wanted = np.minimum(radix.coords(list(target), len(shape)), np.array(shape, dtype=np.int64) - 1)
     return tuple(held[tuple(index)] for index in wanted.tolist())
 
 
