@@ -128,7 +128,7 @@ def test_import_on_a_gpu(name: str) -> None:
 
 def is_right(y: Tensor, w: PackedWeight, x: Tensor) -> bool:
     """Tells whether y is the product of x with a weight and its bias, but for the rounding of correct kernels."""
-    numbers = {name: w.unpack_tensor(name) for name in w if name != "codes"}
+    numbers = {slot.name: w.unpack_tensor(slot.name) for slot in w.spec.given_tensors[1:]}
     expected = reference.matmul(w.spec, x, w.unpack(), **numbers)
     return bool(reference.agrees(y, expected, reference.tolerance(w.spec, x, w.unpack(), **numbers)).all())
 
