@@ -250,7 +250,10 @@ class MatmulSpec:
 
     def slot(self, name: str) -> TensorSlot:
         """The tensor of this name that `pack` takes. Raises KeyError where there is none."""
-        return {slot.name: slot for slot in self.given_tensors}[name]
+        slots = {slot.name: slot for slot in self.given_tensors}
+        if name not in slots:
+            raise KeyError(f"{name!r} must be one of {', '.join(slots)}")
+        return slots[name]
 
     @cached_property
     def bytes(self) -> int:

@@ -98,6 +98,12 @@ def test_where_the_bits_are() -> None:
     assert w.unpack_zeros() is None and (w.unpack_offsets() == offsets).all()
 
 
+def test_names_of_tensors_that_were_given() -> None:
+    _, tensors = reference.random_inputs(Q2_K, 1)
+    with pytest.raises(KeyError, match="'group_codes' must be one of codes, scales, scale_scales, "):
+        pack(Q2_K, **tensors).unpack_tensor("group_codes")
+
+
 # -- the values
 
 
