@@ -12,7 +12,7 @@ from torch import nn
 
 import lowbit
 from lowbit import LowbitLinear, QuantConfig, QuantizeError
-from lowbit.pylib.nn import observe, quantize_model
+from lowbit.pylib.nn import observe, quantize_planned
 from lowbit.pylib.nn.quantize_layer import quantized_layer
 
 U4 = QuantConfig("u4", group_size=64)
@@ -123,7 +123,7 @@ def test_dense_layers_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
         alive.append(sum(weight() is not None for weight in weights))
         return quantized_layer(*arguments)
 
-    monkeypatch.setattr(quantize_model, "quantized_layer", counting)
+    monkeypatch.setattr(quantize_planned, "quantized_layer", counting)
     lowbit.quantize_(model, U4)
     assert alive == [4, 3, 2, 1]
 

@@ -6,37 +6,29 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from importlib import import_module
 from itertools import chain, compress
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from numpy import isfinite
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.nn.bit_plan import QuantPlan
-from lowbit.pylib.nn.column_scales import ColumnScales, column_scales
-from lowbit.pylib.nn.embedding import LowbitEmbedding
-from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
+from lowbit.pylib.nn.column_scales import column_scales
 from lowbit.pylib.nn.fuse import fuse_
-from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.observe import as_inputs, calibrations
-from lowbit.pylib.nn.packed_module import PackedModule
-from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, matrix_of, naming, plan
-from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
+from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, plan
+from lowbit.pylib.nn.progress import LayerBar
+from lowbit.pylib.nn.quantize_planned import dense_row, quantized_module
 from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.torch_types import TORCH
 
-Rows = dict[tuple[str, ...], list[LayerReport]]
 DOUBT = 1e-3
 """Weights beyond this part of the largest scale times the largest level are tried before any layer is replaced."""
 
@@ -84,40 +76,71 @@ def quantize_(
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
     that cannot be used.
     """
-    if isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json")):
-        config = QuantPlan.load(config)
-    chosen = QuantConfig() if config is None else cast(Configs, config)
-    wishes = Wishes(chosen, filter_fn, act, lm_head, embeddings, per_row_if_indivisible)
-    planned = plan(model, wishes)
-    inputs = as_inputs(calibration)
-    rows: Rows = {entry.names: [_dense_row(entry)] if entry.reason else [] for entry in planned}
-    calibrated, others = _by_need(planned)
-    del planned  # which holds the dense layers
-    _check_calibration(calibrated, inputs)
-    scaled = [entry for entry in calibrated if _is_awq(entry)]
-    columns = column_scales(model, scaled, inputs, device, [*calibrated, *others])
-    for entry in filter(_is_doubtful, others):
-        _quantized(entry, None, device)  # to see whether it can be
-    with _bar(progress) as bar:
-        task = bar.add_task("", total=len(calibrated) + len(others), memory="")
+    wishes = Wishes(_configs(config), filter_fn, act, lm_head, embeddings, per_row_if_indivisible)
+    work = _Work(model, plan(model, wishes), as_inputs(calibration), device)
+    rows = work.run(progress)
+    if "transformers.modeling_utils" in sys.modules:  # so that save_pretrained says in config.json that it is low-bit
+        import_module("lowbit.pylib.integrations.quantizer").adopt(model)
+    return QuantizationReport(rows, fuse_(model) if fuse else ())
 
-        def quantized(entry: Planned, data: Calibration | None) -> nn.Module:
-            bar.update(task, description=entry.names[0], memory=_memory(device))
-            layer, rows[entry.names] = _quantized(entry, data, device, columns)
-            bar.advance(task)
-            return layer
 
-        layers = {entry.names: quantized(entry, data) for entry, data in _with_data(model, calibrated, inputs)}
-        calibrated.clear()
+def _configs(given: Configs | str | os.PathLike[str] | None) -> Configs:
+    """Returns the configurations that a caller gives, or that a file of his has."""
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        return QuantPlan.load(given)
+    return QuantConfig() if given is None else cast(Configs, given)
+
+
+class _Work:
+    """What is to be done to a model: modules that need calibration, and others. Raises for what can't be done."""
+
+    def __init__(
+        self, model: nn.Module, planned: Sequence[Planned], inputs: Sequence[Any], device: torch.device | str | None
+    ) -> None:
+        self._model, self._inputs, self._device = model, inputs, device
+        self._rows = {entry.names: [dense_row(entry)] if entry.reason else list[LayerReport]() for entry in planned}
+        self._calibrated, self._others = _by_need(planned)
+        _check_calibration(self._calibrated, inputs)
+        scaled = [entry for entry in self._calibrated if _is_awq(entry)]
+        self._columns = column_scales(model, scaled, inputs, device, [*self._calibrated, *self._others])
+        for entry in filter(_is_doubtful, self._others):
+            quantized_module(entry, None, device)  # to see whether it can be
+
+    def run(self, progress: bool) -> tuple[LayerReport, ...]:
+        """Replaces the modules; returns the rows of the report."""
+        with LayerBar(progress, len(self._calibrated) + len(self._others), self._device) as self._bar:
+            self._replace_calibrated()
+            self._replace_others()
+        return tuple(chain.from_iterable(self._rows.values()))
+
+    def _replace_calibrated(self) -> None:
+        """Replaces the modules that need calibration together: it is the float model that they are calibrated on."""
+        layers = {entry.names: self._quantized(entry, data) for entry, data in self._with_data()}
+        self._calibrated.clear()
         for names, layer in layers.items():
-            replace_module(model, names, layer)
-        columns.fold_()
-        while others:  # one after the other, so that each dense layer can go
-            entry = others.popleft()
-            replace_planned(model, entry, quantized(entry, None))
+            replace_module(self._model, names, layer)
+        self._columns.fold_()
+
+    def _replace_others(self) -> None:
+        """Replaces the others one after the other, so that each dense layer can go."""
+        while self._others:
+            entry = self._others.popleft()
+            replace_planned(self._model, entry, self._quantized(entry, None))
             del entry
-    _tell_transformers(model)
-    return QuantizationReport(tuple(chain.from_iterable(rows.values())), fuse_(model) if fuse else ())
+
+    def _quantized(self, entry: Planned, data: Calibration | None) -> nn.Module:
+        self._bar.begin(entry.names[0])
+        layer, self._rows[entry.names] = quantized_module(entry, data, self._device, self._columns)
+        self._bar.end()
+        return layer
+
+    def _with_data(self) -> Iterator[tuple[Planned, Calibration | None]]:
+        """Yields modules, each with its calibration; those of AWQ have had theirs, and come last."""
+        entries = {entry.names[0]: entry for entry in self._calibrated if not _is_awq(entry)}
+        layers = {name: cast(nn.Linear, entry.module) for name, entry in entries.items()}
+        for name, data in calibrations(self._model, layers, self._inputs):
+            yield entries[name], data
+        yield from ((entry, None) for entry in self._calibrated if _is_awq(entry))
 
 
 def _by_need(planned: Sequence[Planned]) -> tuple[deque[Planned], deque[Planned]]:
@@ -144,125 +167,5 @@ def _is_doubtful(entry: Planned) -> bool:
     return any(p.is_meta or not float(p.abs().max()) < reach for p in entry.module.parameters(recurse=False))
 
 
-def _with_data(
-    model: nn.Module, calibrated: Sequence[Planned], inputs: Sequence[Any]
-) -> Iterator[tuple[Planned, Calibration | None]]:
-    """Yields layers, each with its calibration; those of AWQ have had theirs, and come last."""
-    entries = {entry.names[0]: entry for entry in calibrated if not _is_awq(entry)}
-    layers = {name: cast(nn.Linear, entry.module) for name, entry in entries.items()}
-    for name, data in calibrations(model, layers, inputs):
-        yield entries[name], data
-    yield from ((entry, None) for entry in calibrated if _is_awq(entry))
-
-
 def _is_awq(entry: Planned) -> bool:
     return cast(QuantConfig, entry.config).method == "awq"
-
-
-def _bar(progress: bool) -> Progress:
-    """Returns a bar that shows how many layers are done, how long the rest will take, and the memory in use."""
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    hidden = not (progress and console.is_terminal)
-    names = TextColumn("{task.fields[memory]}"), TextColumn("{task.description}")
-    return Progress(*columns, *names, console=console, transient=True, disable=hidden)
-
-
-def _memory(device: torch.device | str | None) -> str:
-    """Returns the memory in use, as text: of the process, and of torch's tensors on the GPU where it quantizes."""
-    pages = Path("/proc/self/statm")
-    parts = [int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")] if pages.exists() else []
-    names = ["in memory"] * len(parts)
-    if torch.cuda.is_initialized():
-        parts.append(torch.cuda.memory_allocated(device if device and torch.device(device).type == "cuda" else None))
-        names.append("on the GPU")
-    return ", ".join(f"{size / 1e9:.1f} GB {name}" for size, name in zip(parts, names))
-
-
-def _quantized(
-    entry: Planned,
-    calibration: Calibration | None,
-    device: torch.device | str | None,
-    columns: ColumnScales | None = None,
-) -> tuple[nn.Module, list[LayerReport]]:
-    """Returns the module that takes another's place, and what the report says of it."""
-    config = cast(QuantConfig, entry.config)
-    with naming(entry.names[0]):
-        if is_experts(entry.module):
-            return _quantized_experts(entry, config, device)
-        if isinstance(entry.module, nn.Embedding):
-            return _quantized_embedding(entry, entry.module, config, device)
-        linear = cast(nn.Linear, entry.module)
-        rounding = replace(config, method="rtn") if _is_awq(entry) else config  # of a weight that is scaled before
-        columns = columns or ColumnScales()
-        scales, rows = (each.get(entry.names[0]) for each in (columns.of, columns.rows))
-        parts = linear.weight, linear.bias, entry.specs[0], rounding, calibration, device, scales, rows
-        layer, change = quantized_layer(*parts)
-    note = columns.notes.get(entry.names[0], "")
-    row = _row(_name(entry), config, [layer], change, _bytes(linear))
-    return layer.train(linear.training), [replace(row, note=note)]
-
-
-def _quantized_embedding(
-    entry: Planned, dense: nn.Embedding, config: QuantConfig, device: torch.device | str | None
-) -> tuple[LowbitEmbedding, list[LayerReport]]:
-    """Returns a low-bit embedding, and its row of the report."""
-    layer, change = quantized_layer(dense.weight, None, entry.specs[0], config, None, device)
-    embedding = LowbitEmbedding.from_packed(layer.packed).in_place_of(dense)
-    name = " = ".join((*entry.names, *entry.tied))
-    return embedding, [_row(name, config, [embedding], change, _bytes(dense))]
-
-
-def _quantized_experts(
-    entry: Planned, config: QuantConfig, device: torch.device | str | None
-) -> tuple[nn.Module, list[LayerReport]]:
-    """Returns low-bit experts, and a row of the report for each of their two matrices."""
-    dense, layers, rows = entry.module, list[list[LowbitLinear]](), list[LayerReport]()
-    for name, spec in zip(MATRICES, entry.specs):
-        weights, biases = dense_weight(dense, name), dense_bias(dense, name)
-        parts = list[LowbitLinear]()
-        total = Change()
-        for expert, weight in enumerate(weights):
-            with naming(f"{name}[{expert}]"):
-                bias = None if biases is None else biases[expert]
-                layer, change = quantized_layer(weight, bias, spec, config, None, device)
-            parts.append(layer)
-            total += change
-        before = weights.nbytes + (0 if biases is None else biases.nbytes)
-        rows.append(_row(f"{_name(entry)}.{name}", config, parts, total, before))
-        layers.append(parts)
-    return LowbitExperts(dense, *layers), rows
-
-
-def _row(name: str, config: QuantConfig, layers: Sequence[PackedModule], change: Change, before: int) -> LayerReport:
-    spec = layers[0].spec
-    columns = "row" if spec.group_size is None else str(spec.group_size)
-    form = f"{spec.weight} per {columns}, {config.method}"
-    shape = (spec.n, spec.k) if len(layers) == 1 else (len(layers), spec.n, spec.k)
-    return LayerReport(name, shape, form, before, sum(map(_bytes, layers)), change.relative)
-
-
-def _dense_row(entry: Planned) -> LayerReport:
-    size = _bytes(entry.module)
-    if isinstance(entry.module, PackedModule):
-        spec = entry.module.spec
-        return LayerReport(_name(entry), (spec.n, spec.k), spec.weight, size, size, reason=entry.reason)
-    matrix = matrix_of(entry.module)
-    form = str(matrix.dtype).removeprefix("torch.")
-    return LayerReport(_name(entry), tuple(matrix.shape), form, size, size, reason=entry.reason)
-
-
-def _name(entry: Planned) -> str:
-    """Returns the name of a module in the report, with all others by which the model holds it."""
-    return " = ".join(entry.names)
-
-
-def _bytes(module: nn.Module) -> int:
-    tensors: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _tell_transformers(model: nn.Module) -> None:
-    """Let a model of transformers know that it is low-bit, so that save_pretrained says so in config.json."""
-    if "transformers.modeling_utils" in sys.modules:
-        import_module("lowbit.pylib.integrations.quantizer").adopt(model)

@@ -1,0 +1,105 @@
+"""Low-bit modules for what was planned: linear layers, embeddings, experts; and what the report says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.pylib.nn.column_scales import ColumnScales
+from lowbit.pylib.nn.embedding import LowbitEmbedding
+from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
+from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.nn.plan import Planned, matrix_of, naming
+from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
+from lowbit.pylib.nn.report import LayerReport
+from lowbit.pylib.quantization.calibration import Calibration
+from lowbit.pylib.quantization.config import QuantConfig
+
+
+def quantized_module(
+    entry: Planned,
+    calibration: Calibration | None,
+    device: torch.device | str | None,
+    columns: ColumnScales | None = None,
+) -> tuple[nn.Module, list[LayerReport]]:
+    """Returns the module that takes another's place, and what the report says of it."""
+    config = cast(QuantConfig, entry.config)
+    with naming(entry.names[0]):
+        if is_experts(entry.module):
+            return _quantized_experts(entry, config, device)
+        if isinstance(entry.module, nn.Embedding):
+            return _quantized_embedding(entry, entry.module, config, device)
+        linear = cast(nn.Linear, entry.module)
+        scaled_before = config.method == "awq"
+        rounding = replace(config, method="rtn") if scaled_before else config
+        columns = columns or ColumnScales()
+        scales, rows = (each.get(entry.names[0]) for each in (columns.of, columns.rows))
+        parts = linear.weight, linear.bias, entry.specs[0], rounding, calibration, device, scales, rows
+        layer, change = quantized_layer(*parts)
+    note = columns.notes.get(entry.names[0], "")
+    row = _row(_name(entry), config, [layer], change, _bytes(linear))
+    return layer.train(linear.training), [replace(row, note=note)]
+
+
+def _quantized_embedding(
+    entry: Planned, dense: nn.Embedding, config: QuantConfig, device: torch.device | str | None
+) -> tuple[LowbitEmbedding, list[LayerReport]]:
+    """Returns a low-bit embedding, and its row of the report."""
+    layer, change = quantized_layer(dense.weight, None, entry.specs[0], config, None, device)
+    embedding = LowbitEmbedding.from_packed(layer.packed).in_place_of(dense)
+    name = " = ".join((*entry.names, *entry.tied))
+    return embedding, [_row(name, config, [embedding], change, _bytes(dense))]
+
+
+def _quantized_experts(
+    entry: Planned, config: QuantConfig, device: torch.device | str | None
+) -> tuple[nn.Module, list[LayerReport]]:
+    """Returns low-bit experts, and a row of the report for each of their two matrices."""
+    dense, layers, rows = entry.module, list[list[LowbitLinear]](), list[LayerReport]()
+    for name, spec in zip(MATRICES, entry.specs):
+        weights, biases = dense_weight(dense, name), dense_bias(dense, name)
+        parts = list[LowbitLinear]()
+        total = Change()
+        for expert, weight in enumerate(weights):
+            with naming(f"{name}[{expert}]"):
+                bias = None if biases is None else biases[expert]
+                layer, change = quantized_layer(weight, bias, spec, config, None, device)
+            parts.append(layer)
+            total += change
+        before = weights.nbytes + (0 if biases is None else biases.nbytes)
+        rows.append(_row(f"{_name(entry)}.{name}", config, parts, total, before))
+        layers.append(parts)
+    return LowbitExperts(dense, *layers), rows
+
+
+def _row(name: str, config: QuantConfig, layers: Sequence[PackedModule], change: Change, before: int) -> LayerReport:
+    spec = layers[0].spec
+    columns = "row" if spec.group_size is None else str(spec.group_size)
+    form = f"{spec.weight} per {columns}, {config.method}"
+    shape = (spec.n, spec.k) if len(layers) == 1 else (len(layers), spec.n, spec.k)
+    return LayerReport(name, shape, form, before, sum(map(_bytes, layers)), change.relative)
+
+
+def dense_row(entry: Planned) -> LayerReport:
+    size = _bytes(entry.module)
+    if isinstance(entry.module, PackedModule):
+        spec = entry.module.spec
+        return LayerReport(_name(entry), (spec.n, spec.k), spec.weight, size, size, reason=entry.reason)
+    matrix = matrix_of(entry.module)
+    form = str(matrix.dtype).removeprefix("torch.")
+    return LayerReport(_name(entry), tuple(matrix.shape), form, size, size, reason=entry.reason)
+
+
+def _name(entry: Planned) -> str:
+    """Returns the name of a module in the report, with all others by which the model holds it."""
+    return " = ".join(entry.names)
+
+
+def _bytes(module: nn.Module) -> int:
+    tensors: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return sum(tensor.nbytes for tensor in tensors)
