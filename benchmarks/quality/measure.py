@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ RESAMPLES = 4000
 CALIBRATED = ("gptq", "awq", "signround", "spqr")
 SPQR: Any = {"weight": "u3", "group_size": 16, "method": "spqr"}
 PAPER: Any = {**SPQR, "clip": "max"}
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 FLOATS = {8: "f8e4m3", 6: "f6e3m2", 5: "f5e2m2", 4: "f4e2m1", 3: "f3e1m1"}
 
 
@@ -63,8 +65,10 @@ def configs() -> Iterator[tuple[str, lowbit.QuantConfig]]:
         yield f"GPTQ u4, per row{label}", lowbit.QuantConfig("u4", None, method="gptq", beams=beams)
         yield f"GPTQ u3, groups of 32{label}", lowbit.QuantConfig("u3", 32, method="gptq", beams=beams)
     yield "nf4, GPTQ", lowbit.QuantConfig("nf4", GROUP, method="gptq")
-    for name in ("fp6_llm", "nf4", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"):
+    for name in ("fp6_llm", "nf4", "mxfp4", *K_QUANTS, "iq4_xs"):
         yield f"preset {name}", lowbit.QuantConfig.preset(name)
+    for name in K_QUANTS:
+        yield f"preset {name}, GPTQ", replace(lowbit.QuantConfig.preset(name), method="gptq")
 
 
 def _spqr() -> Iterator[tuple[str, lowbit.QuantConfig]]:
