@@ -15,7 +15,7 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import preset_fields
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.prefill.factor import staged_factors
 from lowbit.passes.kernels.prefill.family import Prefill
@@ -27,7 +27,7 @@ from lowbit.passes.kernels.registry import request
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import parse_target
-from lowbit.pylib.reference import random_inputs
+from lowbit.pylib.reference import matmul, random_inputs
 
 HOPPER = parse_target("sm_90a")
 PREFILL = Prefill()
@@ -80,6 +80,20 @@ def varied(i: int, weight: str) -> MatmulSpec:
 @pytest.mark.parametrize("spec", [varied(i, weight) for i, weight in enumerate(all_names())], ids=str)
 def test_every_format(spec: MatmulSpec) -> None:
     assert is_right(spec)
+
+
+@pytest.mark.parametrize("weight", ["u4", "u8", "f6e3m2"])
+@pytest.mark.parametrize("scale", ["f16", "f32"])
+def test_scales_of_more_bits_than_bf16(weight: str, scale: Scale) -> None:
+    """Rows of one 1 show the weights as they are multiplied: hardly further from s * q than bf16 rounds."""
+    zeros: Zeros = "int" if weight[0] == "u" else "none"
+    spec = MatmulSpec(40, 512, weight, 128, zeros, scale, act="bf16", out="f32")
+    assert PrefillPlan(spec, SMALL).scales_in_two
+    _, tensors = random_inputs(spec, 16)
+    x = torch.eye(16, spec.k).bfloat16()
+    expected = torch.from_numpy(matmul(spec, x, **tensors))
+    distance = (result(spec, SMALL, (x, tensors)).double() - expected).abs()
+    assert (distance <= 1.03 * 2**-8 * expected.abs()).all()
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
 
 Weights of groups are scaled before they are multiplied, and so rounded to the type of x, as `dequantize` rounds them:
 to scale the sums of every group instead, products would have to be waited for (it took 1.9 times as long). Scales that
-are no numbers of that type multiply in f32 (`PrefillPlan.scales_in_f32`).
+are no numbers of that type multiply in f32 (`PrefillPlan.scales_in_f32`), or as two that are (`scales_in_two`).
 
 One product may be under way while the next one's fragments are decoded, and no more: of three sets of registers that
 take turns, the assembler uses one too early, says so (C7513) and runs products one by one.

@@ -91,11 +91,25 @@ class PrefillPlan:
     def scales_in_f32(self) -> bool:
         """Whether weights are scaled in f32 and rounded then, as `dequantize` does it: where scales are no numbers of
         x's type, or codes are not."""
+        return self.scales_weights and not self._has_exact_scales and not self.scales_in_two
+
+    @property
+    def scales_in_two(self) -> bool:
+        """Whether a scale that is no number of x's type is the sum of two that are: 16 of its bits in bf16, which has
+        the range of f32. So s_high q + s_low q is as good as rounded once, and what is added is rounded before."""
+        spec = self.spec
+        rounds_added = not spec.outliers and (spec.zeros != "offset" or spec.bilevel is not None)
+        decoded = spec.act == "bf16" and compute_element(spec.dtype, spec.act) == spec.act
+        return self.scales_weights and not self._has_exact_scales and decoded and rounds_added
+
+    @property
+    def _has_exact_scales(self) -> bool:
+        """Whether scales and codes are numbers of x's type."""
         spec = self.spec
         exact = spec.scale in (spec.act, "e4m3") or (spec.scale, spec.act) == ("e8m0", "bf16")
         exact = exact and not spec.bilevel and not self.scales_rows_early
         decoded = compute_element(spec.dtype, spec.act) == spec.act
-        return self.scales_weights and not (exact and decoded and (spec.dtype.kind != "table" or self.exponent == 0))
+        return exact and decoded and (spec.dtype.kind != "table" or self.exponent == 0)
 
     @property
     def scales_rows_early(self) -> bool:

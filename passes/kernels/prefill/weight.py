@@ -114,6 +114,8 @@ class Weight:
         numbers = p.slice(numbers, 1, within + part.start, part.width)
         if not plan.scales_weights:
             return numbers
+        if plan.scales_in_two:
+            return self._scaled_in_two(numbers, column, registers)
         sparse = None if outliers is None else p.slice(outliers, 1, part.start, part.width)
         scaled = self._scaled_in_f32 if plan.scales_in_f32 else self._scaled
         return scaled(numbers, column, registers, sparse)
@@ -142,6 +144,17 @@ class Weight:
         elif sparse is not None:
             added = sparse
         return p.mul(numbers, scale) if added is None else p.fma(numbers, scale, added)
+
+    def _scaled_in_two(self, numbers: Tile, column: int, registers: WeightRegisters) -> Tile:
+        """s * q + what is added, in x's type, by two numbers of it that add up to s."""
+        p, act = self.p, self.spec.act
+        scale = self.factors.number("scales", registers.factors, column)
+        added = self._added(scale, column, registers)
+        scale = self.convert.with_exponent(scale)
+        high = p.cast(scale, act)
+        low = p.cast(p.sub(scale, p.cast(high, "f32")), act)
+        rest = p.mul(numbers, low) if added is None else p.fma(numbers, low, p.cast(added, act))
+        return p.fma(numbers, high, rest)
 
     def _scaled_in_f32(self, numbers: Tile, column: int, registers: WeightRegisters, sparse: Tile | None) -> Tile:
         """The same in f32, rounded once."""
