@@ -54,6 +54,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": causal("MixtralConfig", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     "gpt-neox": causal("GPTNeoXConfig"),
     "llava": llava,
+    "mamba2": causal("Mamba2Config", state_size=16, num_heads=8, head_dim=16, n_groups=1),  # reads the type of a weight
+    "gpt-bigcode": causal("GPTBigCodeConfig"),  # initializes projections one by one
+    "modernbert": lambda: transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(**TEXT, cls_token_id=1, sep_token_id=2)
+    ),
     "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)),
 }
 U8 = QuantConfig("u8", 32, clip="max")  # without a search, which takes longest
@@ -78,7 +83,7 @@ def quiet() -> None:
     transformers.logging.set_verbosity_error()
 
 
-@pytest.mark.parametrize("more", [{}, {"lm_head": True, "embeddings": True}], ids=["plain", "all"])
+@pytest.mark.parametrize("more", [{}, {"lm_head": True, "embeddings": True, "fuse": True}], ids=["plain", "all"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_quantized_on_load_and_comes_back(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)

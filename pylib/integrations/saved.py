@@ -14,7 +14,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, is_experts
-from lowbit.pylib.nn.fuse import place_fused
+from lowbit.pylib.nn.fuse import FusedModule, place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
@@ -147,6 +147,13 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
         model.set_submodule(
             name, LowbitExperts.empty_like(modules[name], [found[part] for part in PARTS.values()], "meta")
         )
+
+
+def start_no_fused(model: nn.Module) -> None:
+    """Let transformers give no random start to modules with fused layers, in which it would look for single ones."""
+    for module in model.modules():
+        if isinstance(module, FusedModule) and not (module._parameters or module._buffers):
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def fit_lengths(model: nn.Module, files: Sequence[str]) -> None:
