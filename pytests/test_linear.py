@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import lowbit
 from lowbit import LowbitLinear, MatmulSpec, QuantConfig
+from lowbit.pylib.nn.dense_weight import DenseWeight
 
 X = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).half()
 
@@ -29,7 +31,7 @@ def test_is_the_quantized_linear_layer(act: str) -> None:
     layer, x = LowbitLinear.from_linear(linear, config), torch.randn(2, 5, 100).to(linear.weight.dtype)
     expected = x.float() @ lowbit.quantize(linear.weight, config).dequantize().T + linear.bias.float()
     torch.testing.assert_close(layer(x).float(), expected, atol=0.02, rtol=0.02)
-    assert isinstance(layer, nn.Linear) and layer.weight is None and list(layer.parameters()) == []
+    assert isinstance(layer, nn.Linear) and list(layer.parameters()) == []
     assert (layer.in_features, layer.out_features) == (100, 33) and str(layer.spec) in repr(layer)
 
 
@@ -40,6 +42,47 @@ def test_bias_may_come_later(layer: LowbitLinear) -> None:
     torch.testing.assert_close(LowbitLinear.from_packed(bare.packed, bias)(X), bare(X) + bias.half(), atol=5e-3, rtol=0)
     with pytest.raises(lowbit.PackError, match="drop bias="):
         LowbitLinear.from_packed(layer.packed, bias)
+
+
+def test_its_weight_can_be_read(layer: LowbitLinear) -> None:
+    """As model code does: for type, place and shape without dequantizing, and for the values."""
+    weight, dense = layer.weight, layer.dequantize()
+    assert (weight.shape, weight.dtype, weight.device) == (dense.shape, dense.dtype, dense.device)
+    assert isinstance(weight.data, DenseWeight) and "weight" not in layer.state_dict()
+    x = X.clone().requires_grad_()
+    nn.functional.linear(x, weight, layer.bias).sum().backward()
+    torch.testing.assert_close(x.grad, dense.sum(0).expand(3, -1), rtol=1e-2, atol=1e-2)
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), weight.float().half()):
+        assert torch.equal(copied, dense)
+
+
+class ReadsWeight(nn.Module):
+    def __init__(self, layer: LowbitLinear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.to(self.layer.weight.dtype), self.layer.weight)
+
+
+def test_its_weight_can_be_read_in_a_graph(layer: LowbitLinear) -> None:
+    model = ReadsWeight(layer)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(X.float()), model(X.float()))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.normal_(),
+        lambda weight: weight.data.normal_(),
+        lambda weight: weight.__setitem__(0, 1.0),
+        lambda weight: weight.__iadd__(1.0),
+    ],
+)
+def test_its_weight_cannot_be_written_to(layer: LowbitLinear, write: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(lowbit.QuantizeError, match="can't be written to"):
+        write(layer.weight)
 
 
 def test_survives_copies_and_conversions(layer: LowbitLinear) -> None:

@@ -43,7 +43,7 @@ class Target:
         """Drop the dense parameter."""
         del self.holder._buffers[self.parameter]
         if isinstance(self.holder, PackedModule):
-            self.holder.register_parameter(self.parameter, None)
+            self.holder._parameters[self.parameter] = None
 
 
 def attach_dense(entry: Planned, module: PackedModule | LowbitExperts) -> dict[str, Target]:
@@ -56,7 +56,7 @@ def attach_dense(entry: Planned, module: PackedModule | LowbitExperts) -> dict[s
         keys = {f"{name}.{part}{key}" for part in parts for key in made} | {f"{name}.{parameter}"}
         dense = getattr(entry.module, parameter).detach()
         module._parameters.pop(parameter, None)
-        module.register_buffer(parameter, dense)  # no parameter, which tensor parallelism would cut
+        module._buffers[parameter] = dense  # no parameter, which tensor parallelism would cut
         targets[f"{name}.{parameter}"] = Target(module, parameter, layers, cast(QuantConfig, entry.config), keys)
     return targets
 

@@ -46,6 +46,7 @@ from lowbit.pylib.integrations.saved import (
     low_bit_layers,
     place_saved,
     saved_specs,
+    start_no_fused,
     tie,
     untie,
 )
@@ -106,6 +107,7 @@ class LowbitQuantizer(HfQuantizer):
         self._place(model, checkpoint_files)
         if self.pre_quantized:
             check_output_layer(model, checkpoint_files or ())
+            start_no_fused(model)
         untie(model)
 
     def _place(self, model: nn.Module, checkpoint_files: Sequence[str] | None) -> None:

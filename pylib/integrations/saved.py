@@ -14,7 +14,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, is_experts
-from lowbit.pylib.nn.fuse import place_fused
+from lowbit.pylib.nn.fuse import FusedModule, place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
@@ -22,6 +22,7 @@ from lowbit.pylib.saved_weight import check_same, read_spec
 
 PARTS: Mapping[str, str] = dict(zip(MATRICES, ("gate_up", "down")))
 """What LowbitExperts calls the layers of each matrix."""
+CODES = "codes"  # a tensor that every low-bit layer has
 
 
 def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:
@@ -61,10 +62,29 @@ def _check_codes_are_joined(name: str, spec: MatmulSpec, keys: Collection[str]) 
 
 
 def renaming(model: Any, names: Sequence[str]) -> Callable[[str], str]:
-    """Returns how to name modules of a checkpoint in a model: one of them may lack the prefix of the base model."""
+    """Returns how to name modules of a checkpoint in a model: transformers gives some modules other names in files, and
+    one of the two may lack the prefix of the base model."""
+    renamed = _renames(model)
     prefix, modules = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}
     ways: list[Callable[[str], str]] = [str, lambda name: name.removeprefix(prefix), lambda name: prefix + name]
-    return next((way for way in ways if any(way(name) in modules for name in names)), str)
+    way = next((way for way in ways if any(way(renamed(name)) in modules for name in names)), str)
+    return lambda name: way(renamed(name))
+
+
+def _renames(model: Any) -> Callable[[str], str]:
+    """Returns what transformers calls a module that has another name in the files of this kind of model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping  # which is loaded after this file
+    from transformers.core_model_loading import WeightRenaming
+
+    steps = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
+
+    def renamed(name: str) -> str:
+        key = f"{name}.{CODES}"  # patterns are those of tensors, and may end with the dot behind a module
+        for step in steps:
+            key, _ = step.rename_source_key(key)
+        return key.removesuffix(f".{CODES}")
+
+    return renamed
 
 
 def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
@@ -88,11 +108,11 @@ def check_output_layer(model: Any, files: Sequence[str]) -> None:
     name = next((name for name, module in model.named_modules() if module is head), "")
     if not (name and files and model._tied_weights_keys) or f"{name}.weight" in model.all_tied_weights_keys:
         return
-    leaf = name.rpartition(".")[2]
+    leaf, renamed = name.rpartition(".")[2], _renames(model)
     for path in files:
         with safe_open(path, framework="pt") as file:
             keys: list[str] = file.keys()
-            if any(leaf in key.split(".") for key in keys):
+            if any(leaf in renamed(key.rpartition(".")[0]).split(".") for key in keys):
                 return
     raise CheckpointError(
         f"{name}: the checkpoint has no such layer, and its config.json has tie_word_embeddings=False; with "
@@ -127,6 +147,13 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
         model.set_submodule(
             name, LowbitExperts.empty_like(modules[name], [found[part] for part in PARTS.values()], "meta")
         )
+
+
+def start_no_fused(model: nn.Module) -> None:
+    """Let transformers give no random start to modules with fused layers, in which it would look for single ones."""
+    for module in model.modules():
+        if isinstance(module, FusedModule) and not (module._parameters or module._buffers):
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def fit_lengths(model: nn.Module, files: Sequence[str]) -> None:

@@ -137,6 +137,11 @@ class TiedLinear(nn.Module):
         y = table.multiply(input.to(table.codes.device))
         return y if self.bias is None else y + self.bias
 
+    @property
+    def weight(self) -> Tensor:
+        """The table of the embedding, for code that reads it."""
+        return cast(LowbitEmbedding, self.embedding).weight
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 

@@ -1,7 +1,8 @@
 """`PackedModule`: a module whose weight is packed in low-bit codes, whatever it does with it.
 
 The tensors of the packed weight are buffers with the names of `spec.tensors`: codes, scales, zeros, bias. There is no
-dense weight: `module.weight` is None. The spec travels in the state dictionary as extra state.
+dense weight in memory: `module.weight` is dequantized where its values are used. The spec travels in the state
+dictionary as extra state.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib import saved_weight
 from lowbit.pylib.matmul import Matmul, compile, this_machine
+from lowbit.pylib.nn.dense_weight import DenseWeight
 from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.torch_types import TORCH, stored_type
 
@@ -89,15 +91,31 @@ class PackedModule(nn.Module):
         `torch.autocast` in any of its types."""
         x = _autocast(x, self._act)
         if is_compiling():  # a graph holds the matmul as text; the operator checks x when the graph runs
-            device = self.codes.device
-            tensors = [getattr(self, name) for name in self._slots]
-            kernel = _description(self._spec_text, device.type, device.index)
-            return torch.ops.lowbit.matmul.packed(x, tensors, kernel)
+            return torch.ops.lowbit.matmul.packed(x, *self._operands())
         return self.matmul(x, self.packed)
 
     def dequantize(self) -> Tensor:
         """Returns the weight [n, k] in the act type."""
+        if is_compiling():
+            return torch.ops.lowbit.dequantize(*self._operands())
         return self.matmul.dequantize(self.packed)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [n, k] in the act type, for code that reads it: it takes no memory until its values are used."""
+        placed = self._parameters.get("weight")
+        placed = self._buffers.get("weight") if placed is None else placed
+        if placed is not None:  # a dense one that others have put here
+            return placed
+        if is_compiling():
+            return self.dequantize()
+        return DenseWeight((self.spec.n, self.spec.k), self._act, self.codes.device, self.dequantize)
+
+    def _operands(self) -> tuple[list[Tensor], str]:
+        """Returns what a graph holds of the weight and the matmul: tensors, and the matmul as text."""
+        device = self.codes.device
+        tensors = [getattr(self, name) for name in self._slots]
+        return tensors, _description(self._spec_text, device.type, device.index)
 
     def check(self) -> None:
         """Check buffers that were set one by one as those of a file are checked, and lay them out for kernels.

@@ -1,0 +1,98 @@
+"""Models of many architectures of transformers: quantized on load, saved, and loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import LowbitConfig, QuantConfig
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(3, 120, (1, 12), generator=torch.Generator().manual_seed(0))
+PIXELS = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+IMAGE_TOKEN = 127
+TEXT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+def causal(name: str, **fields: Any) -> Callable[[], Any]:
+    """Returns what makes a tiny language model."""
+    return lambda: transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**TEXT, **fields}))
+
+
+def llava() -> Any:
+    text, vision = {**TEXT, "model_type": "llama"}, {**VISION, "model_type": "clip_vision_model"}
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN)
+    )
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "mixtral": causal("MixtralConfig", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-neox": causal("GPTNeoXConfig"),
+    "llava": llava,
+    "mamba2": causal("Mamba2Config", state_size=16, num_heads=8, head_dim=16, n_groups=1),  # reads the type of a weight
+    "gpt-bigcode": causal("GPTBigCodeConfig"),  # initializes projections one by one
+    "modernbert": lambda: transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(**TEXT, cls_token_id=1, sep_token_id=2)
+    ),
+    "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)),
+}
+U8 = QuantConfig("u8", 32, clip="max")  # without a search, which takes longest
+
+
+def inputs_of(model: Any) -> dict[str, Tensor]:
+    """Returns inputs for a model, of text or of images."""
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": PIXELS}
+    if "image_token_index" in model.config.to_dict():
+        return {"pixel_values": PIXELS, "input_ids": torch.cat([torch.full((1, 16), IMAGE_TOKEN), TOKENS], 1)}
+    return {"input_ids": TOKENS}
+
+
+def output(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs_of(model))[0]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.mark.parametrize("more", [{}, {"lm_head": True, "embeddings": True, "fuse": True}], ids=["plain", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_quantized_on_load_and_comes_back(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    dense = MODELS[name]().bfloat16()
+    dense.save_pretrained(tmp_path / "dense")
+    config = LowbitConfig(U8, **more)
+    model = type(dense).from_pretrained(tmp_path / "dense", quantization_config=config)
+    expected = output(model)
+    error = float((expected - output(dense)).float().norm() / output(dense).float().norm())
+    assert 1e-4 < error < 0.03
+    model.save_pretrained(tmp_path / "low")
+    assert torch.equal(output(type(dense).from_pretrained(tmp_path / "low")), expected)
