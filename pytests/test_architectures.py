@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowbit
 from lowbit import LowbitConfig, QuantConfig
 
 transformers = pytest.importorskip("transformers")
@@ -28,6 +29,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
+GPT2: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
 VISION: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -55,9 +57,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt-neox": causal("GPTNeoXConfig"),
     "llava": llava,
     "mamba2": causal("Mamba2Config", state_size=16, num_heads=8, head_dim=16, n_groups=1),  # reads the type of a weight
+    "gpt-2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),  # its weights are [k, n]
+    "falcon": causal("FalconConfig"),
     "gpt-bigcode": causal("GPTBigCodeConfig"),  # initializes projections one by one
+    "mamba": causal("MambaConfig"),  # has layers with less columns than a group
+    "hunyuan": causal("HunYuanMoEV1Config", num_experts=4, moe_topk=2, head_dim=16),  # has routers in f32
     "modernbert": lambda: transformers.ModernBertForMaskedLM(
         transformers.ModernBertConfig(**TEXT, cls_token_id=1, sep_token_id=2)
+    ),
+    "t5": lambda: transformers.T5EncoderModel(
+        transformers.T5Config(**TEXT, d_model=64, d_kv=16, d_ff=128, num_heads=4)
     ),
     "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)),
 }
@@ -96,3 +105,48 @@ def test_a_model_is_quantized_on_load_and_comes_back(name: str, more: dict[str, 
     assert 1e-4 < error < 0.03
     model.save_pretrained(tmp_path / "low")
     assert torch.equal(output(type(dense).from_pretrained(tmp_path / "low")), expected)
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).bfloat16()
+    for block in model.transformer.h:
+        block.ln_1.weight.data[::16] = 8.0  # so that columns differ, which AWQ makes use of
+    return model
+
+
+def test_layers_with_transposed_weights_are_calibrated() -> None:
+    def error(method: str) -> float:
+        model, config = gpt2(), QuantConfig("u2", 32, method=method)
+        expected = output(model)
+        report = lowbit.quantize_(model, config, calibration=[TOKENS])
+        assert len(report.quantized) == 8 and report["transformer.h.0.attn.c_attn"].shape == (192, 64)
+        return float((output(model) - expected).float().norm())
+
+    assert error("gptq") < 0.9 * error("rtn")
+    assert error("awq") < error("rtn")
+
+
+def test_a_transposed_weight_is_loaded_from_a_checkpoint(tmp_path: Path) -> None:
+    model = gpt2()
+    lowbit.quantize_(model, U8)
+    lowbit.save_checkpoint(model, tmp_path / "low")
+    loaded = gpt2()
+    lowbit.load_checkpoint(loaded, tmp_path / "low")
+    assert torch.equal(output(loaded), output(model))
+
+
+def test_routers_in_f32_stay_dense() -> None:
+    model = MODELS["hunyuan"]().bfloat16()
+    router = model.model.layers[0].mlp.gate.wg.float()
+    report = lowbit.quantize_(model, U8)
+    assert model.model.layers[0].mlp.gate.wg is router
+    assert "f32, and others are torch.bfloat16" in report["model.layers.0.mlp.gate.wg"].reason
+
+
+def test_a_model_without_low_bit_layers_is_saved_as_a_dense_one(tmp_path: Path) -> None:
+    model = gpt2()
+    report = lowbit.quantize_(model, U8, filter_fn=lambda *_: False)
+    assert not report.quantized
+    model.save_pretrained(tmp_path)
+    assert torch.equal(output(type(model).from_pretrained(tmp_path)), output(model))

@@ -106,11 +106,13 @@ def _original(originals: TensorFiles, name: str) -> Tensor | None:
 
 
 def _relative_error(original: Tensor | None, weight: PackedWeight) -> float | None:
-    spec = weight.spec
-    if original is None or tuple(original.shape) != (spec.n, spec.k):
+    """Returns the error of a weight; None if the original is not its own. Some models, such as GPT-2, have theirs as
+    [k, n]: of the original and its transpose the one of this shape is meant, or the nearer one."""
+    if original is None or original.ndim != 2:
         return None
-    norm = float(original.float().norm())
-    return float((weight.dequantize() - original.float()).norm()) / norm if norm else 0.0
+    norm, values = float(original.float().norm()), weight.dequantize()
+    found = [w.float() for w in (original, original.T) if w.shape == values.shape]
+    return min((float((values - w).norm()) / norm if norm else 0.0 for w in found), default=None)
 
 
 def _dense_rows(checkpoint: Checkpoint) -> Iterator[LayerReport]:

@@ -14,6 +14,7 @@ from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, count_of, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
 from lowbit.pylib.packed import PackedWeight
 
 LISTS = {"gate_up_proj": "gate_up", "down_proj": "down"}
@@ -63,13 +64,14 @@ class Loader:
 
     def _layer(self, name: str) -> LowbitLinear:
         old = self.modules.get(name)
-        if not isinstance(old, nn.Linear) or not name:
+        if old is None or not (name and may_be_low_bit(old)):
             found = "the model has no such layer" if old is None else f"{type(old).__name__} in the model"
             raise CheckpointError(f"{self.checkpoint.tensors.folder}: {name!r} is quantized, but {found}")
         place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0))
-        shape = old.out_features, old.in_features
+        linear = as_linear(old)
+        shape = linear.out_features, linear.in_features
         packed = self.checkpoint.load(name, self.act, self.device or home(place), shape)
-        self._check(name, packed, shape, old.bias is not None)
+        self._check(name, packed, shape, linear.bias is not None)
         return LowbitLinear.from_packed(packed).train(old.training)
 
     def _embedding(self, name: str, old: nn.Embedding) -> Mapping[str, nn.Module]:

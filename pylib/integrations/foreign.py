@@ -26,6 +26,7 @@ from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.saved import PARTS, renaming
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
 from lowbit.pylib.packed import PackedWeight
 
 
@@ -61,7 +62,8 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> None:
     for name in map(renamed, checkpoint.modules):
         parent, _, matrix = name.rpartition(".")
         dense = modules.get(name)
-        if isinstance(dense, nn.Linear):
+        if dense is not None and may_be_low_bit(dense):
+            dense = as_linear(dense)
             spec = MatmulSpec(dense.out_features, dense.in_features, "u8", bias=dense.bias is not None)
             model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
         elif (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import QuantizeError
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_weight
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.linear_like import is_transposed
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import Planned, naming
 from lowbit.pylib.quantization.api import quantize
@@ -29,6 +30,7 @@ class Target:
     layers      one layer, or that of each expert
     config      how to quantize
     keys        what the checkpoint does not have, and the model will have: codes, scales, zeros
+    transposed  whether the checkpoint has the weight of a linear layer as [k, n]
     pending     whether the tensor has yet to come
     """
 
@@ -37,6 +39,7 @@ class Target:
     layers: Sequence[PackedModule]
     config: QuantConfig
     keys: set[str] = field(default_factory=set)
+    transposed: bool = False
     pending: bool = True
 
     def forget(self) -> None:
@@ -48,7 +51,7 @@ class Target:
 
 def attach_dense(entry: Planned, module: PackedModule | LowbitExperts) -> dict[str, Target]:
     """Give a low-bit module the dense parameters of the module that it stands for; returns them by name."""
-    name = entry.names[0]
+    name, config, transposed = entry.names[0], cast(QuantConfig, entry.config), is_transposed(entry.module)
     targets: dict[str, Target] = {}
     for parameter, parts in _layers_of(module).items():
         layers, slots = list(parts.values()), next(iter(parts.values())).spec.tensors
@@ -57,7 +60,7 @@ def attach_dense(entry: Planned, module: PackedModule | LowbitExperts) -> dict[s
         dense = getattr(entry.module, parameter).detach()
         module._parameters.pop(parameter, None)
         module._buffers[parameter] = dense  # no parameter, which tensor parallelism would cut
-        targets[f"{name}.{parameter}"] = Target(module, parameter, layers, cast(QuantConfig, entry.config), keys)
+        targets[f"{name}.{parameter}"] = Target(module, parameter, layers, config, keys, transposed)
     return targets
 
 
@@ -77,7 +80,7 @@ def _layers_of(module: PackedModule | LowbitExperts) -> Mapping[str, Mapping[str
 def quantize_into(target: Target, value: Tensor) -> None:
     """Quantize a tensor of a checkpoint into the buffers of its layers. Raises QuantizeError and SpecError."""
     if isinstance(target.holder, PackedModule):
-        _fill(target.layers[0], value, target.config)
+        _fill(target.layers[0], value.T if target.transposed else value, target.config)
     elif target.parameter.endswith("_bias"):
         for layer, bias in zip(target.layers, value):
             layer.register_buffer("bias", bias.to(TORCH[layer.spec.out_dtype]).clone())

@@ -276,6 +276,8 @@ def adopt(model: nn.Module) -> None:
     """Let a model of transformers that was quantized in place be saved with a config.json that says so."""
     from transformers.modeling_utils import PreTrainedModel  # which imports the module that waits for this file
 
+    if next(low_bit_layers(model), None) is None:
+        return
     if isinstance(model, PreTrainedModel) and isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer | None):
         quantizer = LowbitQuantizer(LowbitConfig(from_checkpoint=True), pre_quantized=True)
         cast(Any, model).hf_quantizer = quantizer

@@ -16,6 +16,7 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears,
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, is_experts
 from lowbit.pylib.nn.fuse import FusedModule, place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.saved_weight import check_same, read_spec
@@ -97,7 +98,8 @@ def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
     modules = dict(model.named_modules())
     for name in saved:
         found = modules.get(name)
-        if isinstance(found, nn.Linear | nn.Embedding | TiedLinear) and not isinstance(found, PackedModule):
+        dense = may_be_low_bit(found) and not isinstance(found, PackedModule)
+        if dense or isinstance(found, nn.Embedding | TiedLinear):
             raise PackError(f"{name}: the checkpoint has a low-bit weight, and config.json says that it has none here")
 
 
@@ -137,7 +139,7 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
             embedding = LowbitEmbedding.empty(spec, "meta").in_place_of(dense)
             for place, module in with_tied([name], embedding, tied_linears(modules.items(), dense)).items():
                 model.set_submodule(place, module)
-        elif isinstance(dense, nn.Linear):
+        elif may_be_low_bit(dense):
             model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
         elif part in PARTS.values() and is_experts(modules.get(parent, nn.Module())):
             experts.setdefault(parent, {})[part] = spec

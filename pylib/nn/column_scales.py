@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.pylib.nn.fold import NOTHING, Fold, find_folds
+from lowbit.pylib.nn.linear_like import as_linear
 from lowbit.pylib.nn.observe import calibrations
 from lowbit.pylib.nn.plan import Planned
 from lowbit.pylib.quantization.awq import shared_scales
@@ -92,5 +93,5 @@ def _may_be_divided(entry: Planned) -> bool:
 
 def _part(entry: Planned, device: torch.device) -> tuple[Tensor, Grid]:
     """Returns a layer's weight, and how it is rounded."""
-    weight = entry.module.get_parameter("weight").detach().to(device)
+    weight = as_linear(entry.module).weight.detach().to(device)
     return weight, Grid(cast(QuantConfig, entry.config), weight.shape[1], device)

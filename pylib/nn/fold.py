@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
+from lowbit.pylib.nn.linear_like import as_linear, is_linear
 from lowbit.pylib.nn.observe import evaluating, run
 
 NOTHING = "AWQ scales nothing here: "
@@ -223,7 +224,7 @@ class _Watch:
             for name, module in self.model.named_modules():
                 if name in self.norms:
                     stack.callback(module.register_forward_hook(returned(name)).remove)
-                elif isinstance(module, nn.Linear):
+                elif isinstance(module, nn.Linear) or is_linear(module):
                     hook = module.register_forward_pre_hook(entered(name), with_kwargs=True)
                     stack.callback(hook.remove)
             stack.enter_context(evaluating(self.model))
@@ -244,7 +245,7 @@ class _Watch:
                 return f"{reader} reads the output of {norm}, too, and is not quantized by AWQ"
             if len(self.sources[reader]) > 1:
                 return f"the input of {reader} comes from {norm} at times only"
-            if layers[reader].in_features != cast(Tensor, weight).numel():
+            if as_linear(layers[reader]).in_features != cast(Tensor, weight).numel():
                 return f"the weight of {norm} is not of the columns of {reader}"
         return ""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import LowbitError, QuantizeError
+from lowbit.pylib.nn.linear_like import as_linear
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.calibration import Calibration
 
@@ -18,7 +19,7 @@ MOST_BYTES = 1 << 30
 
 
 def calibrations(
-    model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Sequence[Any]
+    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Any]
 ) -> Iterator[tuple[str, Calibration]]:
     """Yields the calibration of each layer, and forgets it when the next is asked for.
 
@@ -32,12 +33,12 @@ def calibrations(
             yield name, found.pop(name)
 
 
-def _batches(layers: Mapping[str, nn.Linear]) -> Iterator[list[str]]:
+def _batches(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
     """Yields names of layers, in order, whose sums fit MOST_BYTES together."""
     batch: list[str] = []
     total = 0
     for name, layer in layers.items():
-        size = 8 * layer.in_features**2
+        size = 8 * as_linear(layer).in_features ** 2
         if batch and total + size > MOST_BYTES:
             yield batch
             batch, total = [], 0
@@ -47,7 +48,7 @@ def _batches(layers: Mapping[str, nn.Linear]) -> Iterator[list[str]]:
         yield batch
 
 
-def _observe(model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Sequence[Any]) -> dict[str, Calibration]:
+def _observe(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Any]) -> dict[str, Calibration]:
     """Returns the sums of some layers' inputs over all inputs of the model."""
     found: dict[str, Calibration] = {}
     handles = [
@@ -66,10 +67,10 @@ def _observe(model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Sequence
 def _adding(found: dict[str, Calibration], name: str) -> Any:
     """Returns a hook that adds a layer's input to its calibration."""
 
-    def hook(layer: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def hook(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         x = args[0] if args else kwargs["input"]
         if name not in found:
-            found[name] = Calibration(layer.in_features, x.device)
+            found[name] = Calibration(as_linear(layer).in_features, x.device)
         with naming(name):
             found[name].add(x)
 

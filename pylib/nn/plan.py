@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import LowbitError, SpecError
@@ -16,6 +17,7 @@ from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
 from lowbit.pylib.nn.embedding import spec_of_embedding, tied_linears, why_not
 from lowbit.pylib.nn.experts import is_experts, specs_of_experts
 from lowbit.pylib.nn.linear import act_of, spec_of
+from lowbit.pylib.nn.linear_like import as_linear, is_linear, is_transposed
 from lowbit.pylib.nn.packed_module import PackedModule, check_model
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
@@ -82,6 +84,8 @@ def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
             modules.setdefault(module, []).append(name)
     _check_config(wishes.config, [name for module, names in modules.items() if _is_known(module) for name in names])
     reasons = _structural_reasons(model, modules)
+    if wishes.act is None:
+        reasons |= _more_precise({module for module in modules if _is_known(module) and not reasons[module]})
     planned = [_planned(module, tuple(names), reasons[module], wishes) for module, names in modules.items()]
     embeddings = [_with_tied(model, entry, wishes) for entry in planned if _is_quantized_embedding(entry)]
     return _merged(planned, embeddings)
@@ -137,7 +141,7 @@ def _merged(planned: Sequence[Planned], embeddings: Sequence[Planned]) -> list[P
 def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     """Returns a plan with its spec; one that leaves the layer dense if no groups of this size divide its rows."""
     config = cast(QuantConfig, planned.config)
-    if config.method in CALIBRATED and type(planned.module) is not nn.Linear:
+    if config.method in CALIBRATED and not is_linear(planned.module):
         what = "an embedding" if isinstance(planned.module, nn.Embedding) else "experts"
         return replace(planned, config=None, reason=f"{config.method} can't look at the inputs of {what}; use 'hqq'")
     act = wishes.act or act_of(matrix_of(planned.module))
@@ -146,9 +150,9 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     except SpecError as error:
         if wishes.per_row_if_indivisible and config.group_size is not None:
             return _with_spec(replace(planned, config=_per_row(config)), wishes)
-        helps = config.group_size is not None and matrix_of(planned.module).shape[-1] >= MIN_K
-        hint = " (per_row_if_indivisible=True)" if helps else ""
-        if wishes.strict:
+        small = _columns(planned.module) < MIN_K
+        hint = " (per_row_if_indivisible=True)" if config.group_size is not None and not small else ""
+        if wishes.strict and not small:
             raise SpecError(f"{error}{hint}") from None
         return replace(planned, config=None, reason=f"{error}{hint}")
 
@@ -165,15 +169,20 @@ def _specs(module: nn.Module, config: QuantConfig, act: Act) -> tuple[MatmulSpec
         return specs_of_experts(module, config, act)
     if isinstance(module, nn.Embedding):
         return (spec_of_embedding(module, config, act),)
-    return (spec_of(cast(nn.Linear, module), config, act),)
+    return (spec_of(as_linear(module), config, act),)
+
+
+def _columns(module: nn.Module) -> int:
+    """Returns the k of a module's matrix."""
+    return matrix_of(module).shape[0 if is_transposed(module) else -1]
 
 
 # -- reasons that lie in the model
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Tells whether it is known what a module computes: of a subclass of nn.Linear nobody knows."""
-    return type(module) is nn.Linear or isinstance(module, nn.Embedding) or is_experts(module)
+    """Tells whether it is known what a module computes: of most subclasses of nn.Linear nobody knows."""
+    return is_linear(module) or isinstance(module, nn.Embedding) or is_experts(module)
 
 
 def matrix_of(module: nn.Module) -> Tensor:
@@ -192,6 +201,14 @@ def _structural_reasons(model: nn.Module, modules: Mapping[nn.Module, list[str]]
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(module)
     return {module: _structural_reason(model, module, names, owners, modules) for module, names in modules.items()}
+
+
+def _more_precise(modules: Collection[nn.Module]) -> dict[nn.Module, str]:
+    """Returns why modules stay dense that have f32 weights beside others of 16 bits, as some routers do."""
+    types = {module: matrix_of(module).dtype for module in modules}
+    half = next((dtype for dtype in types.values() if dtype in (torch.float16, torch.bfloat16)), None)
+    reason = f"its weight is f32, and others are {half}: the model keeps it so; act= of quantize_ overrides that"
+    return {module: reason for module, dtype in types.items() if half and dtype is torch.float32}
 
 
 def _structural_reason(

@@ -65,13 +65,13 @@ def quantize_(
     fuse                     make one layer of those that share their input (`lowbit.fuse_`): fewer, larger matmuls
     progress                 show a bar with time and memory, if standard error is a terminal
 
-    The experts of transformers' mixtures of experts become `LowbitExperts`. All else that is no plain nn.Linear stays
-    dense, and so do embeddings and what is tied to them unless they are asked for; the report says why. A layer is
-    replaced as soon as it is quantized, so memory holds little more than the model at any time; layers that need
-    calibration are replaced together, before the others, for it is the float model that they are calibrated on. AWQ's
-    column scales are folded into the norm or the quantized layer that makes the layers' input; where there is none, the
-    weight is rounded as it is, and the report says why. Weights are looked at before the first is replaced: an error in
-    what is given names the module, and leaves the model as it was.
+    The experts of transformers' mixtures of experts become `LowbitExperts`; GPT-2's `Conv1D` are linear layers, too.
+    All else that is no plain nn.Linear stays dense, and so do embeddings and what is tied to them unless they are asked
+    for; the report says why. A layer is replaced as soon as it is quantized, so memory holds little more than the model
+    at any time; layers that need calibration are replaced together, before the others, for it is the float model that
+    they are calibrated on. AWQ's column scales are folded into the norm or the quantized layer that makes the layers'
+    input; where there is none, the weight is rounded as it is, and the report says why. Weights are looked at before
+    the first is replaced: an error in what is given names the module, and leaves the model as it was.
 
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
     that cannot be used.
@@ -137,7 +137,7 @@ class _Work:
     def _with_data(self) -> Iterator[tuple[Planned, Calibration | None]]:
         """Yields modules, each with its calibration; those of AWQ have had theirs, and come last."""
         entries = {entry.names[0]: entry for entry in self._calibrated if not _is_awq(entry)}
-        layers = {name: cast(nn.Linear, entry.module) for name, entry in entries.items()}
+        layers = {name: entry.module for name, entry in entries.items()}
         for name, data in calibrations(self._model, layers, self._inputs):
             yield entries[name], data
         yield from ((entry, None) for entry in self._calibrated if _is_awq(entry))

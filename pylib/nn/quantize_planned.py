@@ -13,6 +13,7 @@ from lowbit.pylib.nn.column_scales import ColumnScales
 from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
+from lowbit.pylib.nn.linear_like import as_linear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import Planned, matrix_of, naming
 from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
@@ -34,7 +35,7 @@ def quantized_module(
             return _quantized_experts(entry, config, device)
         if isinstance(entry.module, nn.Embedding):
             return _quantized_embedding(entry, entry.module, config, device)
-        linear = cast(nn.Linear, entry.module)
+        linear = as_linear(entry.module)
         scaled_before = config.method == "awq"
         rounding = replace(config, method="rtn") if scaled_before else config
         columns = columns or ColumnScales()
