@@ -89,6 +89,7 @@ from lowbit.dialect.ops.programs import (
     ReturnOp,
 )
 from lowbit.dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, LookupPairOp
+from lowbit.dialect.ops.sends import SendOp
 from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp, QuantizedMatmulOp, QuantizeOp
 from lowbit.dialect.ops.tiles import (
     ConstantOp,
@@ -186,6 +187,7 @@ __all__ = [
     "RowSumsOp",
     "ScatterOutliersOp",
     "SelectOp",
+    "SendOp",
     "SliceOp",
     "SparseMmaOp",
     "SparseVectorOp",

@@ -178,25 +178,29 @@ class BarrierOp(Lowbit.Operation, name="barrier"):
     each other's shared memory. That of a cluster also comes in two parts: "cluster_arrive" says that a thread is here,
     and "cluster_wait" that all are.
 
-    With `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too.
+    With `async_proxy`, instructions that read shared memory by themselves (wgmma) see it too. With `relaxed`,
+    "cluster_arrive" shows signals that have been allocated to other blocks, and orders nothing else: it does not wait
+    for what is under way.
     """
 
     scope: ir.StringAttr
     warps: ir.IntegerAttr = ext.attribute(default_factory=one)
     async_proxy = Flag()
+    relaxed = Flag()
 
     @verifier
     def verify_invariants(op: Any) -> None:
         scope = ir.StringAttr(op.scope).value
         allowed = ("warps", "block", "cluster", "cluster_arrive", "cluster_wait")
         expect(scope in allowed, "scope", f"one of {', '.join(allowed)}", repr(scope))
+        expect(not op.relaxed or scope == "cluster_arrive", "scope of a relaxed barrier", "cluster_arrive", scope)
         in_range(op.warps, "warps", 1, 32)
 
 
 class AllocSignalsOp(Lowbit.Operation, name="alloc_signals"):
     """mbarriers (PTX ISA 9.7.13.15), two words each: [groups, number, 2]. The block is divided into groups of warps
     side by side; all threads of a group arrive at each of its own. All of the block come here, and with `arrivals` all
-    of the cluster: there is one group then, and a phase takes so many arrivals."""
+    of the cluster: a phase takes so many arrivals then."""
 
     result: ext.Result[SharedType]
     arrivals = Optional(ir.IntegerAttr, "an integer")
@@ -206,7 +210,6 @@ class AllocSignalsOp(Lowbit.Operation, name="alloc_signals"):
         signals = Shared.of(op.result.type)
         if op.arrivals is not None:
             in_range(op.arrivals, "arrivals", 1, (1 << 20) - 1)
-            expect(signals.shape[0] == 1, "groups of signals with arrivals", 1, signals.shape[0])
         expect(signals.element == "i32", "element", "i32", signals.element)
         expect(len(signals.shape) == 3 and signals.shape[2] == 2, "signals", "[groups, number, 2]", list(signals.shape))
 
@@ -215,7 +218,7 @@ class ArriveOp(Lowbit.Operation, name="arrive"):
     """This thread has come to signals[its group, index]; with `copies`, when all that it has started
     to copy has arrived, which it does not wait for.
 
-    expected   so many bytes of `copy_box` are to come before the phase can end
+    expected   so many bytes of `copy_box` or `send` are to come before the phase can end
     each_warp  one thread of every warp comes for all of it
     blocks     it comes to the signal of each of so many blocks of the cluster
     """
@@ -233,8 +236,9 @@ class ArriveOp(Lowbit.Operation, name="arrive"):
             in_range(op.expected, "expected", 1, (1 << 20) - 1)
         if op.blocks is not None:
             in_range(op.blocks, "blocks", 1, 8)
-        kinds = op.copies + (op.expected is not None) + (op.each_warp or op.blocks is not None)
-        expect(kinds <= 1, "arrive", "one of copies, expected, and each_warp with blocks", "several")
+        kinds = op.copies + (op.expected is not None) + (op.blocks is not None)
+        alone = kinds <= 1 and not (op.copies and op.each_warp)
+        expect(alone, "arrive", "one of copies, expected, and blocks, where copies is not of each_warp", "several")
 
 
 class AwaitOp(Lowbit.Operation, name="await"):

@@ -94,17 +94,9 @@ func.func @region(%on: i1) {
 
 // -----
 
-func.func @groups() {
-  // expected-error @below {{groups of signals with arrivals: expected 1, got 2}}
-  %0 = "lowbit.alloc_signals"() {arrivals = 8 : i64} : () -> !lowbit.shared<[2, 2, 2], i32, [4, 2, 1], 0>
-  return
-}
-
-// -----
-
 !signals = !lowbit.shared<[1, 2, 2], i32, [4, 2, 1], 0>
 func.func @kinds(%signals: !signals, %i: i32) {
-  // expected-error @below {{arrive: expected one of copies, expected, and each_warp with blocks, got several}}
+  // expected-error @below {{arrive: expected one of copies, expected, and blocks, where copies is not of each_warp, got several}}
   "lowbit.arrive"(%signals, %i) {copies, each_warp} : (!signals, i32) -> ()
   return
 }

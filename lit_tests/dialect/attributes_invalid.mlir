@@ -4,7 +4,7 @@
 
 // Attributes that no operation declares, ...
 func.func @unknown_attribute() {
-  // expected-error @below {{'lowbit.barrier' op attributes: expected none but async_proxy, scope, warps, got wraps}}
+  // expected-error @below {{'lowbit.barrier' op attributes: expected none but async_proxy, relaxed, scope, warps, got wraps}}
   "lowbit.barrier"() {scope = "block", warps = 1, wraps = 2} : () -> ()
   return
 }

@@ -8,6 +8,7 @@ from lowbit.dialect import ops
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Element, Global, Shared, format_attr, ints, row_major
+from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, boundary_of, i64, indices, text
 
 
@@ -46,6 +47,12 @@ class MemoryAccess:
     def peer(self, buffer: Memory, rank: Index) -> Memory:
         """The same buffer of another block of the cluster."""
         return Memory(ops.PeerOp(buffer.value, as_i32(rank), buffer.value.type).result, buffer.type)
+
+    def send(
+        self, tile: Tile, target: Memory, rank: Index, signals: Memory, index: Index, offsets: Sequence[Index]
+    ) -> None:
+        """Starts to write a tile to the same buffer of another block of the cluster, whose signal counts its bytes."""
+        ops.SendOp(tile.value, target.value, as_i32(rank), signals.value, as_i32(index), indices(offsets))
 
     def fill_table(self, buffer: Memory, format: DType, element: str, exponent: int = 0) -> None:
         ops.FillTableOp(buffer.value, format_attr(format), text(element), i64(exponent))

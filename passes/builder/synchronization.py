@@ -16,22 +16,24 @@ class Synchronization:
     def wait(self, pending: int = 0) -> None:
         ops.WaitOp(i64(pending))
 
-    def barrier(self, scope: str = "block", warps: int = 1, async_proxy: bool = False) -> None:
+    def barrier(self, scope: str = "block", warps: int = 1, async_proxy: bool = False, relaxed: bool = False) -> None:
         """Of the "block", the "cluster" (or a half of it: "cluster_arrive", "cluster_wait") or every `warps` "warps".
-        async_proxy: for `warpgroup_mma`, which reads shared memory by itself."""
+        async_proxy: for `warpgroup_mma`, which reads shared memory by itself. relaxed: "cluster_arrive" is for signals
+        alone."""
         op = ops.BarrierOp(text(scope), warps=i64(warps))
-        op.async_proxy = async_proxy
+        op.async_proxy, op.relaxed = async_proxy, relaxed
 
-    def signals(self, number: int, arrivals: int) -> Memory:
-        """mbarriers whose phases take so many arrivals each."""
-        type_ = Shared("i32", (1, number, 2), (2 * number, 2, 1))
+    def signals(self, number: int, arrivals: int, groups: int = 1) -> Memory:
+        """mbarriers whose phases take so many arrivals each; for every group of warps side by side its own."""
+        type_ = Shared("i32", (groups, number, 2), (2 * number, 2, 1))
         op = ops.AllocSignalsOp(type_.type)
         op.arrivals = i64(arrivals)
         return Memory(op.result, type_)
 
-    def expect(self, signals: Memory, index: Index, size: int) -> None:
-        """This thread arrives, and so many bytes of `copy_box` have to."""
-        ops.ArriveOp(signals.value, as_i32(index)).expected = i64(size)
+    def expect(self, signals: Memory, index: Index, size: int, each_warp: bool = False) -> None:
+        """This thread, or one of each warp, arrives, and so many bytes of `copy_box` or `send` have to."""
+        op = ops.ArriveOp(signals.value, as_i32(index))
+        op.expected, op.each_warp = i64(size), each_warp
 
     def arrive(self, signals: Memory, index: Index, blocks: int = 1) -> None:
         """Every warp arrives once, at this signal of each of so many blocks of the cluster."""

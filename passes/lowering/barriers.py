@@ -31,7 +31,9 @@ def barrier(op: Any, c: LoweringContext) -> None:
         _meet_in_groups(threads, c)
     elif scope.startswith("cluster"):
         c.require(CLUSTERS, "a barrier of a cluster")
-        if scope != "cluster_wait":
+        if op.relaxed:
+            nvvm.cluster_arrive_relaxed(aligned=True)
+        elif scope != "cluster_wait":
             nvvm.cluster_arrive(aligned=True)
         if scope != "cluster_arrive":
             nvvm.cluster_wait(aligned=True)
@@ -74,7 +76,7 @@ def _in_one_thread(action: Callable[[], Any], c: LoweringContext) -> None:
     when(arith.cmpi(arith.CmpIPredicate.eq, thread, emit.constant(0)), action)
 
 
-def _signal(op: Any, c: LoweringContext) -> Any:
+def signal_of(op: Any, c: LoweringContext) -> Any:
     """Returns the address of the signal of this thread's group."""
     place = c.places[op.signals]
     groups, number, _ = place.type.shape
@@ -86,24 +88,32 @@ def _signal(op: Any, c: LoweringContext) -> Any:
 @lowers(ops.ArriveOp)
 def arrive(op: Any, c: LoweringContext) -> None:
     if op.copies:
-        nvvm.cp_async_mbarrier_arrive(_signal(op, c), noinc=True)
+        nvvm.cp_async_mbarrier_arrive(signal_of(op, c), noinc=True)
     elif op.expected is not None:
-        _expect(_signal(op, c), int_attr(op, "expected"))
+        _expect_bytes(op, c)
     elif op.each_warp:
         c.pending.finish_reads()
-        signal, blocks = _signal(op, c), 1 if op.blocks is None else int_attr(op, "blocks")
+        signal, blocks = signal_of(op, c), 1 if op.blocks is None else int_attr(op, "blocks")
         lane = c.thread_digit(32)
         mine = emit.below(lane, emit.constant(blocks))  # a lane for each block
         when(mine, lambda: _arrive_at(signal, lane if blocks > 1 else None))
     else:
         c.pending.finish_reads()
-        nvvm.mbarrier_arrive(_signal(op, c), results=[emit.integer(64)])
+        nvvm.mbarrier_arrive(signal_of(op, c), results=[emit.integer(64)])
 
 
-def _expect(signal: Any, size: int) -> None:
+def _expect_bytes(op: Any, c: LoweringContext) -> None:
     """Arrives, and lets so many bytes be waited for."""
+    signal, size = signal_of(op, c), int_attr(op, "expected")
     text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};"
-    llvm.inline_asm(None, [signal], text, "r,~{memory}", has_side_effects=True, asm_dialect=0)
+
+    def expect() -> None:
+        llvm.inline_asm(None, [signal], text, "r,~{memory}", has_side_effects=True, asm_dialect=0)
+
+    if op.each_warp:
+        when(arith.cmpi(arith.CmpIPredicate.eq, c.thread_digit(32), emit.constant(0)), expect)
+    else:
+        expect()
 
 
 def _arrive_at(signal: Any, rank: Any | None) -> None:
@@ -124,7 +134,7 @@ def await_signal(op: Any, c: LoweringContext) -> None:
         c.pending.finish_reads()
     lines = ["{", ".reg .pred over;", "again:"]
     lines += ["mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1;", "@!over bra again;", "}"]
-    operands = [_signal(op, c), c.scalars[op.parity]]
+    operands = [signal_of(op, c), c.scalars[op.parity]]
     llvm.inline_asm(None, operands, "\n".join(lines), "r,r,~{memory}", has_side_effects=True, asm_dialect=0)
     if op.async_proxy:
         _fence_async_proxy()

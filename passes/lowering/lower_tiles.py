@@ -35,6 +35,7 @@ from lowbit.passes.lowering import (
     outlier_share,
     outliers,
     registers,
+    sends,
     sparse_mma,
     sparse_vector,
     tables,
@@ -48,7 +49,8 @@ from lowbit.passes.target import Target, parse_target
 
 _RULES = (
     *(accumulators, barriers, boxes, byte_numbers, codes, control, copies, elementwise),
-    *(integer_mma, memory, mma, outlier_share, outliers, registers, sparse_mma, sparse_vector, tables, wgmma),
+    *(integer_mma, memory, mma, outlier_share, outliers, registers),
+    *(sends, sparse_mma, sparse_vector, tables, wgmma),
 )
 """The files with rules, which register them when they are imported."""
 
