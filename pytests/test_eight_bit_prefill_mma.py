@@ -24,8 +24,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill import plan, weight
-from lowbit.passes.kernels.eight_bit_prefill.family import TOKEN_TILES
-from lowbit.passes.kernels.eight_bit_prefill_mma.family import EightBitPrefillMma
+from lowbit.passes.kernels.eight_bit_prefill_mma.family import TOKEN_TILES, EightBitPrefillMma
 from lowbit.passes.kernels.eight_bit_prefill_mma.legality import shared_bytes
 from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule as Schedule

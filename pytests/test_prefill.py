@@ -222,10 +222,12 @@ def test_a_wrong_schedule_names_the_field(choices: dict[str, Any], message: str)
 
 
 def test_larger_tiles_for_more_tokens() -> None:
-    """By the prediction, which knows waves: as many tiles as multiprocessors are best, or many."""
+    """By the prediction, which knows waves: as many tiles as multiprocessors are best, or many; or half as many, of
+    which two blocks have one."""
     spec = MatmulSpec(8192, 8192, "u4", 128)
 
-    def best(m: int) -> int:
-        return min(PREFILL.candidates(spec, m, HOPPER), key=lambda s: PREFILL.predict(spec, m, s, HOPPER)).tokens
+    def best(m: int) -> tuple[int, int]:
+        found = min(PREFILL.candidates(spec, m, HOPPER), key=lambda s: PREFILL.predict(spec, m, s, HOPPER))
+        return found.tokens, found.split_k
 
-    assert [best(m) for m in (128, 256, 512, 4096)] == [64, 128, 256, 256]
+    assert [best(m) for m in (128, 256, 512, 4096)] == [(128, 2), (128, 1), (256, 1), (256, 1)]

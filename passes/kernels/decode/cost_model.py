@@ -96,6 +96,8 @@ WGMMA = Costs(
 )
 INTEGER = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the instructions
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
+WIDE = 0.92  # times as long, for more than 64 tokens without clusters of four: fitted to tiles of 128 and 256,
+WIDE_BYTES = 1.17  # and for activations of 8 bits, to tiles of 128
 SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
@@ -106,7 +108,14 @@ def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
     if not fitting:
         return math.inf
     launch = _Launch(spec, tile, s, target, fitting)
-    return launch.work() + launch.ends()
+    return (launch.work() + launch.ends()) * _correction(spec, tile, s)
+
+
+def _correction(spec: MatmulSpec, tile: int, s: Schedule) -> float:
+    """A factor for more than 64 tokens, with which times are comparable to those of the prefill kernels."""
+    if tile <= 64 or not s.wgmma:
+        return 1.0
+    return WIDE_BYTES if spec.compute else WIDE if s.cluster <= 2 else 1.0
 
 
 class _Launch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.prefill.cost_model import clusters, exchange, untried
 from lowbit.passes.target import Target
 
 _LAUNCH = 3.0  # microseconds of a launch, until the first panel is there
@@ -24,10 +25,9 @@ _MEMORY = 4.5e6  # bytes per microsecond
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = EightBitPrefillPlan(spec, s)
-    tiles = plan.row_tiles * -(-tokens // s.tokens)
-    waves = -(-tiles // max(1, target.multiprocessors // s.cluster))
-    tile = plan.rounds * _round(plan) + _END + _END_PER_TOKEN * s.tokens
-    return max(_LAUNCH + waves * tile, spec.bytes / _MEMORY)
+    waves = -(-plan.tiles(tokens) // max(1, clusters(s, target)))
+    tile = plan.rounds * _round(plan) + _END + _END_PER_TOKEN * plan.share + exchange(plan)
+    return max(_LAUNCH + waves * tile, spec.bytes / _MEMORY) * untried(s)
 
 
 def _round(plan: EightBitPrefillPlan) -> float:

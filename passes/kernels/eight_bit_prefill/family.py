@@ -11,15 +11,13 @@ from lowbit.passes.kernels.base import KernelFamily, Operation
 from lowbit.passes.kernels.eight_bit_prefill import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
+from lowbit.passes.kernels.prefill.family import TOKEN_TILES, kinds
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
-TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
-"""Numbers of tokens that a schedule is chosen for: above those that the eight_bit kernels serve."""
 _TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
 _PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 """Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
@@ -43,14 +41,14 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
         """For every tile the first of `_PRODUCTS` for which there are registers, with wide panels of few tokens."""
         found: list[EightBitPrefillSchedule] = []
-        for tokens, cluster in product(_TOKENS, (1, 2)):
-            panel = (256, 4) if tokens <= 64 else (128, 4)
-            fitting = (s for s in _schedules(tokens, cluster, [panel]) if self._fits(spec, s, target))
+        for kind in kinds(_TOKENS, spec, tokens, target):
+            panel = (256, 4) if kind[0] <= 64 else (128, 4)
+            fitting = (s for s in _schedules(*kind, [panel]) if self._fits(spec, s, target))
             found += islice(fitting, 1)
         return [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        every = (s for tile in product(_TOKENS, (1, 2)) for s in _schedules(*tile, _PANELS))
+        every = (s for kind in kinds(_TOKENS, spec, tokens, target) for s in _schedules(*kind, _PANELS))
         return [s for s in every if self._fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, tokens: int, schedule: EightBitPrefillSchedule, target: Target) -> float:
@@ -62,7 +60,7 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         return same and self.allows(spec, schedule, target)
 
     def shape(self, schedule: EightBitPrefillSchedule) -> tuple[object, ...]:
-        return schedule.tokens, schedule.parts, schedule.cluster
+        return schedule.tokens, schedule.parts, schedule.cluster, schedule.split_k
 
     def check(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
@@ -79,8 +77,10 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
 
 
-def _schedules(tokens: int, cluster: int, panels: Sequence[tuple[int, int]]) -> Iterator[EightBitPrefillSchedule]:
+def _schedules(
+    tokens: int, cluster: int, split_k: int, panels: Sequence[tuple[int, int]]
+) -> Iterator[EightBitPrefillSchedule]:
     """Yields the schedules of a tile with these panels and stages."""
     for (panel_k, num_stages), (parts, banks) in product(panels, _PRODUCTS):
         if tokens % (16 * parts) == 0:
-            yield EightBitPrefillSchedule(tokens, panel_k, num_stages, cluster, parts, banks)
+            yield EightBitPrefillSchedule(tokens, panel_k, num_stages, cluster, split_k, parts, banks)

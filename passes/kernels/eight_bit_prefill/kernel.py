@@ -46,7 +46,7 @@ class EightBitKernel(Kernel, Generic[P]):
         self.weight = EightBitWeight(self.p, self.plan)
 
     def _load_first(self, row_tile: Scalar) -> None:
-        self.registers = self.weight.begin_round(row_tile)
+        self.registers = self.weight.begin_round(row_tile, self.first_round)
 
     def _store(self, total: Tile, token: Scalar) -> None:
         """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""
@@ -77,10 +77,10 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
         p, plan = self.p, self.plan
         self._begin(number)
         self.products.begin_tile()
-        with p.loop(0, plan.rounds, carried) as loop:
+        with p.loop(self.first_round, plan.rounds, carried) as loop:
             loop.results = self._round(loop.index, loop.carried)
-        for part, total in enumerate(self.products.end_tile()):
-            self._store(total, self.here.token + part * plan.part_tokens)
+        for part, total in enumerate(self._of_all_columns(self.products.end_tile())):
+            self._store(total, self._first_stored() + part * total.shape[1])
         return loop.carried
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:

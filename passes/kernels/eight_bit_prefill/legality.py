@@ -6,7 +6,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.legality import check_shared, shared_bytes
+from lowbit.passes.kernels.prefill.legality import check_shared, check_split, shared_bytes
 from lowbit.passes.kernels.requirements import can_use_wgmma, check_compute
 from lowbit.passes.target import Target
 
@@ -25,6 +25,7 @@ def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target)
     if why := _misfit(plan, target):
         raise SpecError(f"schedule: {why}")
     check_weight(plan)
+    check_split(plan)
     check_shared(plan, shared_bytes(plan), target)
 
 
@@ -35,6 +36,8 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
     if plan.keeps_integers and (s.parts, s.banks) != (1, 1):
         return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"
+    if max(s.parts, s.split_k) % min(s.parts, s.split_k):
+        return f"parts={s.parts} and split_k={s.split_k} must divide one another"
     return ""
 
 

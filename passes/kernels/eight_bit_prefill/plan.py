@@ -103,4 +103,4 @@ class EightBitPrefillPlan(EightBitPlan):
 
     @property
     def out_tokens(self) -> int:
-        return next(n for n in (OUT_TOKENS, 48, 32, 16) if self.part_tokens % n == 0)
+        return next(n for n in (OUT_TOKENS, 48, 32, 16) if min(self.part_tokens, self.share) % n == 0)

@@ -6,7 +6,7 @@ from itertools import product
 
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, byte_exponent
 from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
-from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.builder import Index, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
@@ -32,16 +32,16 @@ class EightBitWeight(Weight):
 
     # -- to registers
 
-    def begin_round(self, row_tile: Scalar) -> WeightRegisters:
-        """The beginning of a tile's first round; the rest is brought into the L2 cache."""
+    def begin_round(self, row_tile: Scalar, index: Index) -> WeightRegisters:
+        """The beginning of a tile's first round, which is number `index`; the rest is brought into the L2 cache."""
         plan, names = self.plan, list(self.factors.loaded)
-        codes = [self.codes_at(row_tile, 0, piece).load() for piece in range(plan.held_pieces)]
+        codes = [self.codes_at(row_tile, index, piece).load() for piece in range(plan.held_pieces)]
         groups = range(plan.held_groups)
-        factors = {name: [self.factors.at(name, row_tile, 0, group).load() for group in groups] for name in names}
+        factors = {name: [self.factors.at(name, row_tile, index, group).load() for group in groups] for name in names}
         for piece in range(plan.held_pieces, plan.pieces):
-            self.codes_at(row_tile, 0, piece).prefetch()
+            self.codes_at(row_tile, index, piece).prefetch()
         for name, group in product(names, range(plan.held_groups, plan.groups)):
-            self.factors.at(name, row_tile, 0, group).prefetch()
+            self.factors.at(name, row_tile, index, group).prefetch()
         return WeightRegisters(codes, factors)
 
     def load_later(self, registers: WeightRegisters, panel: int, here: Round, coming: Round) -> None:

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
-from lowbit.passes.kernels.eight_bit_prefill.family import TOKEN_TILES
 from lowbit.passes.kernels.eight_bit_prefill_mma import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
+from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
+TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
+"""Numbers of tokens that a schedule is chosen for: above those that the eight_bit kernels serve."""
 _PANELS = ((128, 2), (256, 2), (128, 4), (256, 4))  # columns and stages, the most promising first
 
 

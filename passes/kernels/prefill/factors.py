@@ -73,7 +73,7 @@ class Factors:
     def _copy(self, factor: Factor, target: Memory, row_tile: Scalar, index: Index) -> None:
         numbers, lanes = factor.slot.shape[1:]
         width, total, element = factor.count * lanes, numbers * lanes, ELEMENTS[factor.slot.storage]
-        shape, strides = (self.plan.rounds, self.spec.packing.row_blocks, width), (width, total, 1)
+        shape, strides = (self.plan.all_rounds, self.spec.packing.row_blocks, width), (width, total, 1)
         view = self.p.global_view(self.p[factor.slot.name], element.mlir, shape, strides)
         vector = next(v for v in (16, 8, 4) if factor.row_block_bytes % v == 0 and total * element.bytes % v == 0)
         layout = spatial(1, WARPS, 1) * copy_layout((1, 1, width), 32, vector // element.bytes)

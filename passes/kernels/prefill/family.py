@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, product
+from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
@@ -31,13 +31,13 @@ class Prefill(KernelFamily[PrefillSchedule]):
     takes_any_tokens: ClassVar[bool] = True
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return TOKEN_TILES if next(self._widest(spec, target), None) else ()
+        return TOKEN_TILES if any(self._widest(spec, target, tile, 1, 1) for tile in _TOKENS) else ()
 
     def serves(self, schedule: PrefillSchedule, tokens: int) -> bool:
         return tokens in TOKEN_TILES
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
-        return list(self._widest(spec, target))
+        return [s for kind in kinds(_TOKENS, spec, tokens, target) if (s := self._widest(spec, target, *kind))]
 
     def predict(self, spec: MatmulSpec, tokens: int, schedule: PrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, tokens, schedule, target)
@@ -48,11 +48,13 @@ class Prefill(KernelFamily[PrefillSchedule]):
         return same_size and self.allows(spec, schedule, target)
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
-        every = [s for s in _every_schedule() if self.allows(spec, s, target)]
+        choices = product(kinds(_TOKENS, spec, tokens, target), (64, 128, 256), (4, 8))
+        every = (PrefillSchedule(tile, panel_k, stages, *blocks) for (tile, *blocks), panel_k, stages in choices)
+        every = [s for s in every if self.allows(spec, s, target)]
         return [s for s in every if not legality.spills(spec, s)]
 
     def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
-        return schedule.tokens, schedule.cluster
+        return schedule.tokens, schedule.cluster, schedule.split_k
 
     def check(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
@@ -68,18 +70,23 @@ class Prefill(KernelFamily[PrefillSchedule]):
 
         return prefill_matmul(spec, schedule)
 
-    def _widest(self, spec: MatmulSpec, target: Target) -> Iterator[PrefillSchedule]:
-        """The schedules of which the rule takes one: with the widest panels for which there are registers, since what a
-        panel takes besides its products is the same for all; of these, first those whose rounds fit the groups."""
-        for tokens, cluster in product(_TOKENS, (1, 2)):
-            panels = [PrefillSchedule(tokens, panel_k, 4, cluster) for panel_k in (256, 128, 64)]
-            panels.sort(key=lambda s: not PrefillPlan(spec, s).divides_groups)
-            fitting = (s for s in panels if self.allows(spec, s, target) and not legality.spills(spec, s))
-            if spec.n > ROWS_OF_TILE * (cluster - 1):
-                yield from islice(fitting, 1)
+    def _widest(
+        self, spec: MatmulSpec, target: Target, tokens: int, cluster: int, split_k: int
+    ) -> PrefillSchedule | None:
+        """The schedule of a kind of which the rule may take one: with the widest panels for which there are registers,
+        since what a panel takes besides its products is the same for all; first those whose rounds fit the groups."""
+        panels = [PrefillSchedule(tokens, panel_k, 4, cluster, split_k) for panel_k in (256, 128, 64)]
+        panels.sort(key=lambda s: not PrefillPlan(spec, s).divides_groups)
+        fitting = (s for s in panels if self.allows(spec, s, target) and not legality.spills(spec, s))
+        return next(fitting, None) if spec.n > ROWS_OF_TILE * (cluster - 1) else None
 
 
-def _every_schedule() -> Iterator[PrefillSchedule]:
-    """All that the tuner may try; `legality` leaves out what does not fit."""
-    for tokens, panel_k, num_stages, cluster in product(_TOKENS, (64, 128, 256), (4, 8), (1, 2)):
-        yield PrefillSchedule(tokens, panel_k, num_stages, cluster)
+def kinds(tiles: Sequence[int], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[tuple[int, int, int]]:
+    """Yields the kinds of tiles for so many tokens: tokens of a tile, blocks that share x, blocks that split k. They
+    split k where all tiles are computed at once, and leave multiprocessors idle otherwise."""
+    yield from product(tiles, (1, 2), (1,))
+    for tile, split_k in product(tiles, (2, 4)):
+        if tile % (16 * split_k) == 0:
+            plan = PrefillPlan(spec, PrefillSchedule(tile, split_k=split_k))
+            if cost_model.at_once(plan, tokens, target):
+                yield tile, 1, split_k

@@ -14,13 +14,15 @@ the tensor core must never wait, and nothing may be moved twice that could be mo
 - Blocks stay for the whole launch and go from tile to tile. The pipeline does not run dry in between: the first panels
   of the next tile are copied while the last ones of this are multiplied.
 - Blocks of a cluster have different rows and the same tokens: each copies half of x to both.
+- Or they have the same tile and a part of k each (`PrefillSchedule.split_k`), where there are fewer tiles than
+  multiprocessors. At the end of a tile they add up sums (`prefill.exchange`) and store a share of the tokens each.
 
 Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in registers:
 
     codes, scales, zeros of the first round on their way to registers; the first `ahead` panels of x to shared memory
     for tile of this block:                          GROUP_TILES token tiles by all rows, then the next ones
         clear the sums
-        for round:                                   `step` columns
+        for round:                                   `step` columns, of this block's part of k
             for panel of `panel_k` columns:
                 write its outliers to shared memory, among zeros
                 for group in panel:
@@ -32,6 +34,7 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
                 load the codes that take the place of these: of the next round, or of the next tile's first
                 wait until the panel before this has been multiplied
                 say so                               signal empty[its stage], once per warp
+        add the sums of blocks that have other parts of k
         scale rows, add the bias, convert; turn around in shared memory, store y[t, n] in 16-byte pieces
 
 Weights of groups are scaled before they are multiplied, and so rounded to the type of x, as `dequantize` rounds them:
@@ -43,12 +46,15 @@ take turns, the assembler uses one too early, says so (C7513) and runs products 
 
 Shared memory: x [stages, panel_k / 64, tokens, 64], swizzled in rows of 128 bytes; two signals per stage; the table of
 a format that has one; per warp [tokens at a time, 16 + 8] numbers of y on their way out; where a round has many
-scales, those of two rounds; and with outliers the fragments of a panel.
+scales, those of two rounds; with outliers the fragments of a panel; and for the sums of other blocks that split k
+[other blocks x tokens of a share / 8, threads, 4] in f32, a signal for each warp and one more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 from lowbit.dialect.bindings import ir
@@ -56,6 +62,7 @@ from lowbit.dialect.layouts.layout import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.epilogue import Epilogue
+from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
@@ -80,7 +87,7 @@ class Kernel:
         self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
         names = [slot.name for slot in plan.spec.tensors] + ["x_scales"] * (plan.spec.compute is not None)
         kinds = {"x": self.x_kind} | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
-        cluster = plan.schedule.cluster  # the blocks of a cluster are side by side along axis 1
+        cluster = plan.schedule.cluster_blocks  # the blocks of a cluster are side by side along axis 1
         grid = (f"sm_count / {cluster}", cluster, 1)
         self.p = Program("prefill", plan.schedule.threads, grid, kinds, max_blocks=1, cluster=(1, cluster, 1))
 
@@ -95,7 +102,9 @@ class Kernel:
         self._allocate()
         self._make_weight()
         self.block, self.blocks = p.block_id(0), p.block_count(0)
-        self.rank = p.block_id(1) if s.cluster > 1 else Scalar.of(0)
+        self.rank = p.block_id(1) if s.cluster_blocks > 1 else Scalar.of(0)
+        self.exchange = Exchange(p, plan, self.rank) if s.split_k > 1 else None
+        self.first_round: Index = self.rank * plan.rounds if s.split_k > 1 else 0
         if s.cluster > 1:
             p.barrier("cluster")  # the signals of all blocks are there
         self.token_tiles = (p["m"] + (s.tokens - 1)) // s.tokens
@@ -107,6 +116,8 @@ class Kernel:
         p.grid_launch_dependents()
         p.grid_wait()
         self._copy_first_panels(first.token)
+        if self.exchange:
+            self.exchange.meet()
         self.mine = (self.tiles + self.blocks - 1 - self.block) // self.blocks
         with p.loop(0, self.mine, self.registers.flat()) as loop:
             loop.results = self._tile(loop.index, loop.carried)
@@ -116,6 +127,8 @@ class Kernel:
         """Nobody leaves while another copies x to it, or arrives at its signals."""
         if self.schedule.cluster > 1:
             self.p.barrier("cluster")
+        if self.exchange:
+            self.exchange.leave(self.mine)
 
     def _begin_outliers(self, row_tile: Scalar) -> None:
         """Finds the outliers of the first tile, where there are some."""
@@ -142,8 +155,8 @@ class Kernel:
 
     def _load_first(self, row_tile: Scalar) -> None:
         """Starts to load the first round of the first tile."""
-        self.registers = self.weight.load_round(row_tile, 0)
-        self.weight.factors.copy(row_tile, 0, 0)
+        self.registers = self.weight.load_round(row_tile, self.first_round)
+        self.weight.factors.copy(row_tile, self.first_round, 0)
 
     def _find_next_outliers(self, registers: WeightRegisters) -> None:
         """Starts to look where the outliers of the next tile are, while sums are stored."""
@@ -167,7 +180,8 @@ class Kernel:
         group, within = tile // per_group, tile % per_group
         side_by_side = (self.token_tiles - group * GROUP_TILES).min(GROUP_TILES)
         token_tile = group * GROUP_TILES + within % side_by_side
-        return Position(within // side_by_side * s.cluster + self.rank, token_tile * s.tokens)
+        row_tile = within // side_by_side * s.cluster
+        return Position(row_tile + self.rank if s.split_k == 1 else row_tile, token_tile * s.tokens)
 
     # -- a tile
 
@@ -176,7 +190,7 @@ class Kernel:
         p = self.p
         self._begin(number)
         p.clear(self.sums)
-        with p.loop(0, self.plan.rounds, carried) as loop:
+        with p.loop(self.first_round, self.plan.rounds, carried) as loop:
             loop.results = self._round(loop.index, loop.carried)
         registers, total = self.registers.like(loop.carried), p.read(self.sums)
         self._find_next_outliers(registers)
@@ -185,17 +199,26 @@ class Kernel:
 
     def _begin(self, number: Scalar) -> None:
         """Notes where a tile and the next one of this block are."""
-        tile = self.block + number * self.blocks
+        self.number, tile = number, self.block + number * self.blocks
         self.here, self.next = self._position(tile), self._position(tile + self.blocks)
         self.has_next = number + 1 < self.mine
-        self.rounds_before = number * self.plan.rounds
+        self.rounds_before = number * self.plan.rounds - self.first_round
 
     def _end(self, total: Tile) -> None:
         """Scales sums of whole rows, and stores them."""
+        (total,) = self._of_all_columns([total])
         scale = self.weight.factors.row_scale(self.here.row_tile)
         if scale is not None:
             total = self.p.mul(total, scale)
-        self.epilogue.store(total, self.here.row_tile, self.here.token)
+        self.epilogue.store(total, self.here.row_tile, self._first_stored())
+
+    def _of_all_columns(self, parts: Iterable[Tile]) -> Iterable[Tile]:
+        """Sums of all columns for the tokens that this block stores, cut like its own sums of the tile."""
+        return self.exchange.add_up(list(parts), self.number) if self.exchange else parts
+
+    def _first_stored(self) -> Scalar:
+        """The first token of the tile that this block stores."""
+        return self.here.token + self.rank * self.plan.share if self.exchange else self.here.token
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
@@ -219,8 +242,8 @@ class Kernel:
 
     def _coming_round(self, index: Scalar) -> tuple[Scalar, Scalar]:
         """The round after this one, or the next tile's first: its tile of rows, and its number."""
-        inside = index + 1 < self.plan.rounds
-        return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, 0)
+        inside = index + 1 < self.first_round + self.plan.rounds
+        return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, self.first_round)
 
     def _fragments(self, parts: list[Part], index: Scalar, panel: int, registers: WeightRegisters) -> list[Tile]:
         """The weights of a panel as they are multiplied, decoded before the panel of x is waited for."""
@@ -254,7 +277,7 @@ class Kernel:
         """Copies the panels of the first tile that are under way when the first is multiplied."""
         with self.p.one_thread(self.block < self.tiles):
             for panel in range(self.plan.ahead):
-                self._copy_panel(panel, token, panel)
+                self._copy_panel(panel, token, self.first_round * self.plan.panels + panel)
         self.weight.factors.await_copies()
 
     def _later_panel(self, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
@@ -262,7 +285,7 @@ class Kernel:
         first token; and its number in the tile."""
         plan = self.plan
         coming, per_tile = index * plan.panels + (panel + plan.ahead), plan.rounds * plan.panels
-        inside = coming < per_tile
+        inside = coming < self.first_round * plan.panels + per_tile
         token, column = inside.select(self.here.token, self.next.token), inside.select(coming, coming - per_tile)
         return inside, token, column
 
@@ -279,10 +302,17 @@ class Kernel:
         """Starts to copy a panel of x, counted in the tile."""
         p, s, (tokens, width) = self.p, self.schedule, self.plan.box
         p.expect(self.full, stage, s.tokens * s.panel_k * self.spec.x.bytes)
-        mine = self.rank * tokens  # the first token of this block's part
-        for box in range(s.panel_k // width):
-            where, to = (panel * s.panel_k + box * width, token + mine), box * s.tokens + mine
+        for box, (source, row) in product(range(s.panel_k // width), self._boxes_of_tokens(tokens)):
+            where, to = (panel * s.panel_k + box * width, token + source), box * s.tokens + row
             p.copy_box(p["x"], p.stage(self.x, stage), self.full, stage, where, to, s.cluster)
+
+    def _boxes_of_tokens(self, tokens: int) -> list[tuple[Index, Index]]:
+        """The boxes of so many tokens that this block copies: the first token of each in the tile, and its row in the
+        stage. Blocks that share x copy a box each; those that split k copy all, their own share first."""
+        blocks = self.schedule.split_k
+        if blocks == 1:
+            return [(self.rank * tokens, self.rank * tokens)]
+        return [((self.rank + turn) % blocks * tokens, turn * tokens) for turn in range(blocks)]
 
 
 def prefill_matmul(spec: MatmulSpec, schedule: PrefillSchedule) -> Any:

@@ -32,7 +32,20 @@ def check_plan(plan: PrefillPlan, needed: int, target: Target) -> None:
     """Raises SpecError where a kernel that needs so many bytes of shared memory does not fit a spec or a target."""
     if why := _misfit(plan.spec):
         raise SpecError(f"schedule: {why}; {OTHERS}")
+    check_split(plan)
     check_shared(plan, needed, target)
+
+
+def check_split(plan: PrefillPlan) -> None:
+    """Raises SpecError where blocks cannot split k."""
+    s = plan.schedule
+    if s.split_k == 1:
+        return
+    split = f"schedule: split_k={s.split_k}"
+    if s.cluster > 1:
+        raise SpecError(f"{split} needs cluster=1, got {s.cluster}: blocks of a cluster share x or split k")
+    if plan.spec.outliers:
+        raise SpecError(f"{split} does not fit outliers, which are found from the first column on; take split_k=1")
 
 
 def check_shared(plan: PrefillPlan, needed: int, target: Target) -> None:
@@ -62,7 +75,13 @@ def shared_bytes(plan: PrefillPlan) -> int:
     stages = s.num_stages * s.tokens * s.panel_k * spec.x.bytes
     signals = 2 * (-(-8 * s.num_stages // 128) * 128)
     out = WARPS * plan.out_tokens * plan.out_pitch * spec.y.bytes
-    return stages + signals + out + weight_bytes(plan)
+    exchange = exchanged_bytes(plan) + 2 * 128 if s.split_k > 1 else 0  # two kinds of signals
+    return stages + signals + out + exchange + weight_bytes(plan)
+
+
+def exchanged_bytes(plan: PrefillPlan) -> int:
+    """Bytes of sums that a block gets from others that split k with it, and sends to them."""
+    return 4 * ROWS_OF_TILE * plan.share * (plan.schedule.split_k - 1)
 
 
 def weight_bytes(plan: PrefillPlan) -> int:

@@ -65,14 +65,20 @@ class PrefillPlan:
 
     @property
     def rounds(self) -> int:
-        """Rounds of a tile. There are two at least, of which x and the weight may have less: of one round, the
-        assembler orders products and the sums' first values wrongly, and says so (C7514)."""
-        return max(2, -(-self.spec.packing.padded_k // self.step))
+        """Rounds of a tile that a block has. There are two at least, of which x and the weight may have less: of one
+        round, the assembler orders products and the sums' first values wrongly, and says so (C7514). Blocks that split
+        k have as many each, some of them perhaps beyond the last column, where x is zero."""
+        return max(2, -(-self.spec.packing.padded_k // (self.step * self.schedule.split_k)))
+
+    @property
+    def all_rounds(self) -> int:
+        """Rounds of a tile, of all blocks that split k."""
+        return self.rounds * self.schedule.split_k
 
     @property
     def covers_columns(self) -> bool:
         """Whether all columns of all rounds are columns of the packed weight."""
-        return self.rounds * self.step == self.spec.packing.padded_k
+        return self.all_rounds * self.step == self.spec.packing.padded_k
 
     @property
     def scales_weights(self) -> bool:
@@ -134,6 +140,10 @@ class PrefillPlan:
         """Tiles of rows, or pairs of them for clusters of two."""
         return -(-self.spec.packing.row_blocks // (WARPS * self.schedule.cluster))
 
+    def tiles(self, tokens: int) -> int:
+        """Tiles of so many tokens, or pairs of them for clusters of two."""
+        return self.row_tiles * -(-tokens // self.schedule.tokens)
+
     @property
     def covers_rows(self) -> bool:
         """Whether all rows of all tiles are rows of the packed weight."""
@@ -142,7 +152,7 @@ class PrefillPlan:
     @property
     def box(self) -> tuple[int, int]:
         """Tokens and columns of x that one instruction copies."""
-        return self.schedule.tokens // self.schedule.cluster, self.spec.x.per_panel
+        return self.schedule.tokens // self.schedule.cluster_blocks, self.spec.x.per_panel
 
     @property
     def raw_codes(self) -> bool:
@@ -168,9 +178,14 @@ class PrefillPlan:
         return self.schedule.num_stages - 2
 
     @property
+    def share(self) -> int:
+        """Tokens of a tile that a block stores."""
+        return self.schedule.tokens // self.schedule.split_k
+
+    @property
     def out_tokens(self) -> int:
         """Tokens of a tile that are turned around in shared memory at a time."""
-        return next(n for n in (OUT_TOKENS, 48, 32, 16) if self.schedule.tokens % n == 0)
+        return next(n for n in (OUT_TOKENS, 48, 32, 16) if self.share % n == 0)
 
     @property
     def out_pitch(self) -> int:

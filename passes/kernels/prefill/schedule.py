@@ -23,6 +23,8 @@ class PrefillSchedule(KernelSchedule):
     panel_k       columns of x that are copied and multiplied at a time: 64, 128 or 256
     num_stages    panels of x in shared memory: 4 or 8
     cluster       blocks that get the same x, of which each copies its part to all: 1 or 2
+    split_k       blocks that have the same tile and a part of k each, and store equal shares of its tokens, which are
+                  multiples of 16: 1, 2 or 4
     """
 
     allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {
@@ -30,12 +32,14 @@ class PrefillSchedule(KernelSchedule):
         "panel_k": (64, 128, 256),
         "num_stages": (4, 8),
         "cluster": (1, 2),
+        "split_k": (1, 2, 4),
     }
 
     tokens: int = 256
     panel_k: int = 64
     num_stages: int = 4
     cluster: int = 1
+    split_k: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -43,7 +47,14 @@ class PrefillSchedule(KernelSchedule):
             if type(value) is not int or value not in allowed:
                 words = ", ".join(map(str, allowed))
                 raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for {type(self).__name__}")
+        if self.tokens % (16 * self.split_k):
+            raise SpecError(f"schedule: split_k={self.split_k} must cut tokens={self.tokens} into multiples of 16")
 
     @property
     def threads(self) -> int:
         return 32 * WARPS
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster * self.split_k

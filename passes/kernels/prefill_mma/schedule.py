@@ -18,6 +18,7 @@ class PrefillMmaSchedule(PrefillSchedule):
     panel_k       columns of x that are copied and multiplied between two barriers: 64 or 128
     num_stages    panels of x in shared memory: 2 or 4
     cluster       1
+    split_k       1
     row_blocks    blocks of 16 rows of a warp, 1 or 2; of the eight warps, so many share the tokens of a tile
     """
 
@@ -26,6 +27,7 @@ class PrefillMmaSchedule(PrefillSchedule):
         "panel_k": (64, 128),
         "num_stages": (2, 4),
         "cluster": (1,),
+        "split_k": (1,),
         "row_blocks": (1, 2),
     }
 

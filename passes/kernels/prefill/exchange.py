@@ -1,0 +1,83 @@
+"""The end of a tile whose k is split over the blocks of a cluster: they add up their sums.
+
+Each block stores a share of the tile's tokens. It has its own share first among its tokens, then that of the next rank
+(`Kernel._boxes_of_tokens`): so what a block keeps is in the same registers in all of them. It sends the other shares'
+sums to the blocks that store them, and adds what it gets to its own. A thread gets the sums of the thread of its number
+in the other blocks, so they travel in the order of registers, 16 bytes at a time, and a warp waits for those that are
+its own, not for a block. What is added, and in which order, depends on nothing but the rank.
+
+Signals say who may go on. `received`, one for each warp, counts the bytes of a tile; `read`, one for a block, that all
+warps of the cluster have read what they got, after which the next tile's sums may come. A barrier of the cluster for
+the same would wait for all loads under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.layouts.layout import local
+from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import WARPS
+
+_COLUMN = 8  # tokens, of which a thread has four sums: 16 bytes
+
+
+class Exchange:
+    """Adds up the sums of the blocks of a cluster in program `p`. rank: the number of this block in it."""
+
+    def __init__(self, p: Program, plan: PrefillPlan, rank: Scalar) -> None:
+        self.p, self.rank, self.blocks, self.share = p, rank, plan.schedule.split_k, plan.share
+        self.threads = plan.schedule.threads
+        self._places = (self.blocks - 1) * self.share // _COLUMN
+        self._buffer = p.alloc_shared("f32", (self._places, self.threads, 4))
+        self._received, self._read = p.signals(1, 1, groups=WARPS), p.signals(1, WARPS * self.blocks)
+        p.barrier("cluster_arrive", relaxed=True)
+
+    def meet(self) -> None:
+        """Waits until the signals of all blocks are there."""
+        self.p.barrier("cluster_wait")
+
+    def add_up(self, parts: Sequence[Tile], number: Scalar) -> list[Tile]:
+        """Returns the sums over all blocks of this block's share of the tokens, cut like `parts`, its own sums of all
+        tokens in order. number: that of the tile, counted in the block."""
+        p = self.p
+        cut = [piece for part in parts for piece in self._cut(part)]
+        own = len(cut) // self.blocks
+        self._await_read(number)
+        for i, piece in enumerate(cut[own:]):
+            to, place = (self.rank + (i // own + 1)) % self.blocks, i * piece.shape[1] // _COLUMN
+            p.send(self._flat(piece), self._buffer, to, self._received, 0, (place, 0, 0))
+        p.expect(self._received, 0, self._places * _COLUMN * ROWS * 4, each_warp=True)
+        p.await_signal(self._received, 0, number % 2)
+        total = [self._plus_received(piece, i * piece.shape[1]) for i, piece in enumerate(cut[:own])]
+        p.barrier("warps", 1)
+        p.arrive(self._read, 0, self.blocks)
+        return total
+
+    def leave(self, tiles: Scalar) -> None:
+        """Nobody leaves before all have read what came last, which they say here. tiles: how many this block had."""
+        self._await_read(tiles)
+
+    def _await_read(self, number: Scalar) -> None:
+        """Waits until all blocks have read what they got for the tile before this number; for none before the first."""
+        self.p.await_signal(self._read, 0, (number + 1) % 2)
+
+    def _cut(self, part: Tile) -> list[Tile]:
+        """Cuts sums of tokens where a share ends."""
+        size = min(part.shape[1], self.share)
+        return [self.p.slice(part, 1, first, size) for first in range(0, part.shape[1], size)]
+
+    def _flat(self, sums: Tile) -> Tile:
+        """The registers of sums [rows, tokens] in their order: [tokens / 8, threads, 4]."""
+        layout = local(sums.shape[1] // _COLUMN, 1, 1).spatial(1, self.threads, 1).local(1, 1, 4)
+        return self.p.view(sums, "f32", layout)
+
+    def _plus_received(self, own: Tile, token: int) -> Tile:
+        """Sums that begin with a token of the share, and what the other blocks have sent for them."""
+        total = self._flat(own)
+        for turn in range(self.blocks - 1):
+            place = ((turn * self.share + token) // _COLUMN, 0, 0)
+            total = self.p.add(total, self.p.load(self._buffer, place, total.layout))
+        return self.p.view(total, "f32", own.layout)
