@@ -40,6 +40,10 @@ SCALES = ("f16", "bf16", "f32", "e8m0", "e4m3", *SCALE_CODES, TABLE_CODE)
 VERSION = 1  # of `MatmulSpec.to_dict`
 MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
 MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
+_FOLDING: dict[Compute | None, str] = {
+    None: "needs activations of 8 bits; use compute='f8e4m3', or fold_scales=False",
+    "i8": "needs compute='f8e4m3': a scaled integer is none; use that, or fold_scales=False",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class MatmulSpec:
     act         type of x
     compute     type in which codes and x are multiplied: "f8e4m3" or "i8", for which x is quantized to 8 bits with a
                 scale per row (`lowbit.quantize_activation`); None: act
+    fold_scales whether kernels for many tokens round scaled weights to the type of products, "f8e4m3", so that sums
+                stay in the tensor core for all columns; a weight with groups then has row_scales, which `pack` chooses
     out         type of y and of the bias; None: as act
     bias        whether bias[n] is added
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
@@ -85,6 +91,7 @@ class MatmulSpec:
     outliers: bool = False
     bilevel: Bilevel | None = None
     compute: Compute | None = None
+    fold_scales: bool = False
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
@@ -101,6 +108,7 @@ class MatmulSpec:
             permuted=_boolean("permuted", self.permuted),
             bilevel=None if self.bilevel is None else Bilevel.read(self.bilevel),
             compute=None if self.compute is None else _compute(self.compute),
+            fold_scales=_boolean("fold_scales", self.fold_scales),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -110,6 +118,10 @@ class MatmulSpec:
         self._check_weight()
         if self.compute:
             self._check_compute(self.compute)
+        if self.fold_scales and self.compute != "f8e4m3":
+            raise SpecError(f"fold_scales=True {_FOLDING[self.compute]}")
+        if self.folds:
+            object.__setattr__(self, "row_scales", True)
 
     def _check_compute(self, compute: Compute) -> None:
         """Raises SpecError unless this weight can be multiplied by activations of 8 bits."""
@@ -175,6 +187,11 @@ class MatmulSpec:
         if self.compute is None:
             raise SpecError(f"({self}) has no activations of 8 bits; it needs compute='f8e4m3' or 'i8'")
         return self.compute
+
+    @property
+    def folds(self) -> bool:
+        """Whether kernels for many tokens round weights: scales of rows multiply sums, without rounding."""
+        return self.fold_scales and self.group_size is not None
 
     @property
     def y(self) -> Element:
@@ -294,6 +311,7 @@ class MatmulSpec:
         outliers = " + outliers" if self.outliers else ""
         scale = self.scale if self.bilevel is None else f"{self.scale} * {self.bilevel.scale}"
         compute = f" in {self.compute}" if self.compute else ""
+        compute += ", folded" if self.fold_scales else ""
         weight = f"{self.weight}[{self.n}, {self.k}] {scale} scale per {group}{zeros}{others}{outliers}"
         return f"{weight}: {self.act}{compute} -> {self.out_dtype}{bias}"
 

@@ -33,7 +33,7 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
     spec, s = plan.spec, plan.schedule
     if not can_use_wgmma(spec, target):
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
-    if plan.keeps_integers and (s.parts, s.banks) != (1, 1):
+    if plan.keeps_sums and (s.parts, s.banks) != (1, 1):
         return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"
     return ""
 
@@ -53,7 +53,7 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     fragments, and for what is loaded. It follows what the assembler was seen to do."""
     plan = EightBitPrefillPlan(spec, s)
     integers, zeros = spec.compute == "i8" and plan.groups > 0, spec.zeros == "int"
-    products = 0 if plan.keeps_integers else s.banks * plan.part_tokens // 2
+    products = 0 if plan.keeps_sums else s.banks * plan.part_tokens // 2
     loaded = plan.held_pieces * plan.piece_registers + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
     more = _SECOND_BANK * (s.banks > 1) + products // 32
     more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER

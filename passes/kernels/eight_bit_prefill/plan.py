@@ -30,8 +30,8 @@ class EightBitPlan(PrefillPlan):
 
     @property
     def scales_weights(self) -> bool:
-        """Products are scaled, and weights are not."""
-        return False
+        """Products are scaled, and weights are not, unless scales are folded into them."""
+        return self.spec.folds
 
     @property
     def scales_in_rounds(self) -> bool:
@@ -44,9 +44,10 @@ class EightBitPlan(PrefillPlan):
         return 0 if group is None else max(1, self.step // group)
 
     @property
-    def keeps_integers(self) -> bool:
-        """Whether sums stay integers from the first column to the last: no group has a scale."""
-        return self.spec.compute == "i8" and not self.groups
+    def keeps_sums(self) -> bool:
+        """Whether the tensor core adds up all columns: weights of groups are scaled before they are multiplied, or are
+        integers of which no group has a scale."""
+        return self.spec.fold_scales or (self.spec.compute == "i8" and not self.groups)
 
     @property
     def offset(self) -> int:
@@ -79,9 +80,9 @@ class EightBitPlan(PrefillPlan):
         return next(held for held in range(max(of_pieces, *of_panels), groups + 1) if groups % held == 0)
 
     def products(self, panel: int) -> Iterator[Columns]:
-        """The products of a round's panel, in order: cut where a group ends, and f8e4m3 where it is promoted."""
+        """The products of a round's panel, in order: cut where a group ends, and where f8e4m3 is promoted."""
         width = self.schedule.panel_k
-        most = PROMOTED if self.spec.compute == "f8e4m3" else width
+        most = width if self.keeps_sums or self.spec.compute == "i8" else PROMOTED
         group = self.step // max(1, self.groups)
         first, end = panel * width, (panel + 1) * width
         while first < end:

@@ -27,7 +27,7 @@ def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillMmaSchedule, target
 
 def _add(plan: EightBitPrefillMmaPlan) -> float:
     """Instructions of a warp to add the products of a fragment of weights to the sums."""
-    if plan.keeps_integers:
+    if plan.keeps_sums:
         return 0.0
     products = sum(len(list(plan.products(panel))) for panel in range(plan.panels))
     fragments = plan.step / plan.spec.x.mma_k / products  # that one product takes

@@ -33,6 +33,6 @@ def spills(spec: MatmulSpec, s: EightBitPrefillMmaSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are. It follows what the assembler was seen to do:
     products that wait for their scales take registers beside the sums, and the assembler begins many at once."""
     plan = EightBitPrefillMmaPlan(spec, s)
-    if plan.keeps_integers:
+    if plan.keeps_sums:
         return s.tokens // 2 + plan.held_pieces * plan.piece_registers > _MOST_REGISTERS
     return s.tokens > _MOST_PROMOTED
