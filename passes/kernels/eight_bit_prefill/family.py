@@ -70,6 +70,9 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
     def x_box(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> tuple[int, int]:
         return EightBitPrefillPlan(spec, schedule).box
 
+    def rounding(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> dict[str, bool]:
+        return {"folded": spec.fold_scales}
+
     def build(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> ir.Module:
         from lowbit.passes.kernels.eight_bit_prefill.kernel import eight_bit_prefill_matmul
 

@@ -61,6 +61,9 @@ class EightBitPrefillMma(KernelFamily[EightBitPrefillMmaSchedule]):
     def check(self, spec: MatmulSpec, schedule: EightBitPrefillMmaSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
 
+    def rounding(self, spec: MatmulSpec, schedule: EightBitPrefillMmaSchedule) -> dict[str, bool]:
+        return {"folded": spec.fold_scales}
+
     def build(self, spec: MatmulSpec, schedule: EightBitPrefillMmaSchedule) -> ir.Module:
         from lowbit.passes.kernels.eight_bit_prefill_mma.kernel import eight_bit_prefill_mma_matmul
 
