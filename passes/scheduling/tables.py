@@ -14,8 +14,8 @@ matter; one of "decode" leaves out `tokens` where they are the key's, or eight f
 
 A matmul that is not in a table is served by its nearest neighbour: of the same token tile and type of products, both
 with zeros, with scales that are codes or folded and with outliers, or both without, and decoded in the same way (so
-many bits of an integer, a float or a table). How far apart two are is a number of octaves: |log2| of the ratio of their n plus that
-of their k, and a quarter for everything else that differs. Beyond an octave the rule is the better guess:
+many bits of an integer, a float or a table). How far apart two are is a number of octaves: |log2| of the ratio of their
+n plus that of their k, and a quarter for everything else that differs. Beyond an octave the rule is the better guess:
 docs/tuning.md.
 """
 
