@@ -35,7 +35,7 @@ from lowbit.pylib.activation import quantize_rows
 FILE, PAGE = RESULTS.with_name("eight_bit_quality.json"), RESULTS.parent.parent / "eight-bit.md"
 BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
 GROUP = 128
-WEIGHTS = ("u4", "i4", "u3", "f4e2m1")
+WEIGHTS = ("u4", "i4", "u3")
 PRODUCTS: dict[str, dict[str, Any]] = {
     "f16": {},
     "i8": {"compute": "i8"},
@@ -92,8 +92,6 @@ def measure() -> Iterator[Record]:
     for weight in WEIGHTS:
         usual: dict[str, Layer] = {}
         for products, choices in PRODUCTS.items():
-            if weight[0] == "f" and products == "i8":
-                continue
             worse, layers = quantized(model, lowbit.QuantConfig(weight, GROUP, method="rtn", **choices))
             usual = usual or layers
             found = quality(expected, predictions(worse, test), test)
