@@ -24,7 +24,7 @@ from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role, TensorSlot
 from lowbit.pylib.activation import quantize_rows
-from lowbit.pylib.folding import with_row_scales
+from lowbit.pylib.folding import with_row_scales, with_table_in_f16
 from lowbit.pylib.outliers import draw, read_csr
 from lowbit.pylib.torch_types import TORCH
 
@@ -185,10 +185,10 @@ def _offset_error(spec: MatmulSpec, x: Array, offset: F64, dequantized: bool) ->
 def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
     """W [n, k] of tensors as `pack` takes them, as `MatmulSpec.fold_scales` allows kernels to round it: divided by the
     scale of its row, rounded to f16 and then to f8e4m3, and multiplied again."""
-    w = dequantize(spec, **given)
     if not spec.folds:
-        return w
-    tensors = {name: torch.as_tensor(t) for name, t in given.items() if name in ("scales", "zeros", "row_scales")}
+        return dequantize(spec, **given)
+    w = dequantize(with_table_in_f16(spec), **given)
+    tensors = {name: torch.as_tensor(t) for name, t in given.items()}
     rows = _f64(with_row_scales(spec, tensors)["row_scales"])[:, None]
     near = torch.from_numpy(w / rows).half().float()
     return _f64(near.clamp(-LARGEST["f8e4m3"], LARGEST["f8e4m3"]).to(TORCH["e4m3"])) * rows

@@ -33,7 +33,7 @@ COMPUTE: tuple[Compute, ...] = ("f8e4m3", "i8")
 
 SUM_COLUMNS = 32  # of x that have a sum: the K of an mma of bytes, so groups are multiples of it
 PROMOTED = 128  # columns after which products of f8e4m3 are added to sums in f32
-MOST_UNFOLDED = 128  # tokens up to which weights are not rounded, whatever `MatmulSpec.fold_scales` says
+MOST_UNFOLDED = 128  # tokens up to which codes are multiplied where they can be, whatever `MatmulSpec.fold_scales` says
 MOST_COLUMNS = 65536  # sums of u8 * s8 over more would not fit into 32 bits
 
 LARGEST: dict[Compute, float] = {"f8e4m3": 448.0, "i8": 127.0}

@@ -45,14 +45,6 @@ def _format(source: Reg) -> DType:
     return source.element
 
 
-def _check_fragments(source: Reg, result: Reg) -> None:
-    """Two fragments of 16 x 16 side by side must become one of 16 x 32."""
-    before = fragments(source.layout, MMA_M16N8K16_A, "source")
-    after = fragments(result.layout, MMA_M16N8K32_A, "result")
-    expected = after * local(*(1,) * (after.rank - 1), 2)
-    expect(before == expected, "layout of the source (in fragments)", expected, before)
-
-
 class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
     """decode(code) * 2^-exponent of every code, exactly (tables: rounded to the element of the result).
 
@@ -151,7 +143,9 @@ class DecodeBytesOp(Lowbit.Operation, name="decode_bytes", traits=[ext.Pure]):
         expect(b.element in BYTES, "element of the result", " or ".join(BYTES), b.element)
         exact = fits(format_, BYTES[str(b.element)])
         expect(exact, "source", f"codes that are numbers of {b.element}", format_.name)
-        _check_fragments(a, b)
+        before, after = fragments(a.layout, MMA_M16N8K16_A, "source"), fragments(b.layout, MMA_M16N8K32_A, "result")
+        expected = after * local(*(1,) * (after.rank - 1), 2)
+        expect(before == expected, "layout of the source (in fragments)", expected, before)
         _check_subtraction(op, format_, b)
 
 
@@ -178,14 +172,26 @@ class EncodeBytesOp(Lowbit.Operation, name="encode_bytes", traits=[ext.Pure]):
 
 class EncodeFragmentsOp(Lowbit.Operation, name="encode_fragments", traits=[ext.Pure]):
     """Numbers of f16 in fragments of 16 x 16 as fragments of f8E4M3FN that an mma of 8 bits multiplies: rounded to
-    nearest even, and to the largest number where they are beyond it. The order of columns is that of `decode_bytes`."""
+    nearest even, and to the largest number where they are beyond it. The order of columns is that of `decode_bytes`.
 
-    source: ext.Operand[RegType]
+    Sources stand side by side: each has some of the columns of all rows.
+    """
+
+    sources: Sequence[ext.Operand[RegType]]
     result: ext.Result[RegType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        same_element("f16", a.element, "element of the source")
-        same_element("f8E4M3FN", b.element, "element of the result")
-        _check_fragments(a, b)
+        result = Reg.of(op.result.type)
+        same_element("f8E4M3FN", result.element, "element of the result")
+        after = fragments(result.layout, MMA_M16N8K32_A, "result")
+        last, columns = after.rank - 1, 0
+        rows = after.reduce((last,))
+        for source in op.sources:
+            reg = Reg.of(source.type)
+            same_element("f16", reg.element, "element of a source")
+            before = fragments(reg.layout, MMA_M16N8K16_A, "source")
+            within_warp(before, last, "columns of a source")
+            expect(before.reduce((last,)) == rows, "rows of a source (in fragments)", rows, before.reduce((last,)))
+            columns += reg.layout.shape[last]
+        expect(columns == result.layout.shape[last], "columns of the sources", result.layout.shape[last], columns)

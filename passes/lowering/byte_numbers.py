@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lowbit.dialect import ops
@@ -30,7 +31,7 @@ def decode_bytes(op: Any, c: LoweringContext) -> None:
     if compute == "f8e4m3":
         c.require(FP8, op.operation.name)
     places = places_of(format_, codes.reg.layout)
-    registers_of = _registers_of_a_row(codes.reg, reg)
+    registers_of = _registers_of_a_row(fragment_blocks(codes.reg.layout, MMA_M16N8K16_A), reg)
     zero, minus = _zeros_of(op, c, reg), _signs_of_i8 if format_.bits == 8 else _MINUS[compute]
 
     def register(i: int) -> Any:
@@ -40,9 +41,14 @@ def decode_bytes(op: Any, c: LoweringContext) -> None:
     c.tiles[op.result] = Fragment(reg, "word", register)
 
 
-def _registers_of_a_row(source: Reg, result: Reg) -> Callable[[int], tuple[int, int]]:
-    """Returns which two registers of 16-bit fragments have the numbers of register i of 8-bit ones."""
-    blocks = {place: i for i, place in enumerate(fragment_blocks(source.layout, MMA_M16N8K16_A))}
+Place = tuple[int, int]
+"""The row and the column of a fragment, counted in the part of a tile that a thread has."""
+
+
+def _registers_of_a_row(places: Sequence[Place], result: Reg) -> Callable[[int], tuple[int, int]]:
+    """Returns which two registers of 16-bit fragments, whose places are given in order, have the numbers of register i
+    of 8-bit ones."""
+    blocks = {place: i for i, place in enumerate(places)}
     fragments = fragment_blocks(result.layout, MMA_M16N8K32_A)
 
     def registers_of(i: int) -> tuple[int, int]:
@@ -126,9 +132,14 @@ _MINUS: dict[str, Callable[[Any, Any], Any]] = {"f8e4m3": _e4m3_minus, "i8": _si
 
 @lowers(ops.EncodeFragmentsOp, needs=FP8)
 def encode_fragments(op: Any, c: LoweringContext) -> None:
-    source, reg = c.tiles[op.source], Reg.of(op.result.type)
-    registers_of = _registers_of_a_row(source.reg, reg)
-    c.tiles[op.result] = Fragment(reg, "word", lambda i: _e4m3_row(*(source.pair(of) for of in registers_of(i))))
+    reg, places, pairs, column = Reg.of(op.result.type), list[Place](), list[Callable[[], Any]](), 0
+    for source in (c.tiles[each] for each in op.sources):
+        layout = source.reg.layout
+        places += [(row, column + within) for row, within in fragment_blocks(layout, MMA_M16N8K16_A)]
+        pairs += [partial(source.pair, i) for i in range(layout.locals // 2)]
+        column += layout.shape[-1] // BLOCK_K
+    registers_of = _registers_of_a_row(places, reg)
+    c.tiles[op.result] = Fragment(reg, "word", lambda i: _e4m3_row(*(pairs[of]() for of in registers_of(i))))
 
 
 def _e4m3_row(near: Any, far: Any) -> Any:

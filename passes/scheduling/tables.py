@@ -31,7 +31,7 @@ from typing import Any
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED, Compute
+from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
@@ -83,7 +83,7 @@ class Key:
     @property
     def kind(self) -> tuple[object, ...]:
         """What neighbours have in common."""
-        folds = self.fold_scales and self.tokens > MOST_UNFOLDED
+        folds = self.fold_scales and self.spec.rounds_weights(self.tokens)
         others = self.compute, self.bilevel is not None, self.outliers, folds
         return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens, *others)
 

@@ -12,12 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED, SUM_COLUMNS, Compute
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torch
+from lowbit.pylib.folding import with_table_in_f16
 from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.quantizers import quantizer
 from lowbit.pylib.runtime.runtimes import (
@@ -129,11 +130,12 @@ class CpuEightBit(CpuRuntime):
         super().__init__(replace(spec, compute=None, fold_scales=False))
         self._compute: Compute = spec.byte_type
         self._out_type = TORCH[spec.out_dtype]
-        inner = replace(spec, act="f16", out="f32", bias=False)
-        exact = replace(inner, compute=None, fold_scales=False)
-        self._few = self._many = CpuMatmul(exact, knobs.cpu(), knobs.num_threads())
+        inner = replace(with_table_in_f16(spec), act="f16", out="f32", bias=False)
+        exact = replace(spec, compute=None, fold_scales=False, act="f16", out="f32", bias=False)
+        self._outer = spec
+        self._exact = self._folded = CpuMatmul(exact, knobs.cpu(), knobs.num_threads())
         if spec.folds:
-            self._many = CpuMatmul(inner, knobs.cpu(), knobs.num_threads())
+            self._folded = CpuMatmul(inner, knobs.cpu(), knobs.num_threads())
         self._count = len(exact.tensors)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
@@ -143,7 +145,7 @@ class CpuEightBit(CpuRuntime):
     def multiply(self, x: Quantized, weight: Tensors) -> Tensor:
         check_cpu("cpu", *x, weight[0])
         values, scales, _ = x
-        product = self._few if scales.numel() <= MOST_UNFOLDED else self._many
+        product = self._folded if self._outer.rounds_weights(scales.numel()) else self._exact
         y = product.matmul(in_column_order(values).to(torch.float16), weight[: self._count])
         y = y * scales.unsqueeze(-1)
         for bias in weight[self._count :]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
@@ -148,7 +147,7 @@ def run_trial(
 def rounding(mm: Matmul, m: int) -> dict[str, bool]:
     """What the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it."""
     if not mm.target.is_gpu:
-        return {"folded": mm.spec.fold_scales and m > MOST_UNFOLDED}
+        return {"folded": mm.spec.rounds_weights(m)}
     schedule = mm.kernel(m).schedule
     return family_of(schedule).rounding(mm.spec, schedule)
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar
 
+from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES as FEW_TILES
 from lowbit.passes.kernels.eight_bit_prefill import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
@@ -18,8 +20,9 @@ from lowbit.passes.target import Target
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
-TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
-"""Numbers of tokens that a schedule is chosen for: above those that the eight_bit kernels serve."""
+_FEW = tuple(tile for tile in FEW_TILES if 1 < tile <= MOST_UNFOLDED)
+TOKEN_TILES = (*_FEW, *(tile for tile in PREFILL_TILES if tile > MOST_UNFOLDED))
+"""Numbers of tokens that a schedule is chosen for."""
 _TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
 _PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 """Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
@@ -35,7 +38,7 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
     takes_any_tokens: ClassVar[bool] = True
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return TOKEN_TILES if spec.compute and self.candidates(spec, TOKEN_TILES[0], target) else ()
+        return served_tiles(spec) if spec.compute and self.candidates(spec, TOKEN_TILES[0], target) else ()
 
     def serves(self, schedule: EightBitPrefillSchedule, tokens: int) -> bool:
         return tokens in TOKEN_TILES
@@ -80,6 +83,11 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
 
     def _fits(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target) -> bool:
         return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
+
+
+def served_tiles(spec: MatmulSpec) -> tuple[int, ...]:
+    """Returns the numbers of tokens that are not left to the eight_bit kernels: many, or all where these have none."""
+    return tuple(tile for tile in TOKEN_TILES if tile > MOST_UNFOLDED or not spec.multiplies_codes)
 
 
 def _schedules(tokens: int, cluster: int, panels: Sequence[tuple[int, int]]) -> Iterator[EightBitPrefillSchedule]:

@@ -12,7 +12,7 @@ from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
-from lowbit.passes.kernels.prefill.parts import Part
+from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
 
 
@@ -25,10 +25,11 @@ class FoldedWeight(EightBitWeight):
         self.convert = self.factors.convert
 
     def bytes_of(self, columns: Columns, panel: int, registers: WeightRegisters) -> Tile:
-        part = Part(columns.start, columns.width, columns.group)
-        numbers = self.fragments(part, panel, self._as_round(registers))
+        """The weights of a panel, which is one product, group by group."""
+        loaded = self._as_round(registers)
+        parts = [self.fragments(part, panel, loaded) for part in parts_of_panel(self.plan, panel)]
         layout = self.plan.rows.local(1, columns.width // MMA_M16N8K32_A.shape[1]) * MMA_M16N8K32_A
-        return self.p.encode_fragments(numbers, layout)
+        return self.p.encode_fragments(parts, layout)
 
     def scale_of(self, columns: Columns, registers: WeightRegisters) -> Tile | None:
         """None: weights are scaled."""
@@ -37,6 +38,6 @@ class FoldedWeight(EightBitWeight):
     def _as_round(self, registers: WeightRegisters) -> WeightRegisters:
         """What is loaded by its number in the round: numbers that have the same place take turns there."""
         codes = [registers.codes[piece % self.plan.held_pieces] for piece in range(self.plan.pieces)]
-        groups = range(max(1, self.plan.groups))
-        factors = {name: [held[group % len(held)] for group in groups] for name, held in registers.factors.items()}
+        counts = {name: factor.count for name, factor in self.factors.loaded.items()}
+        factors = {name: [held[i % len(held)] for i in range(counts[name])] for name, held in registers.factors.items()}
         return WeightRegisters(codes, factors)

@@ -38,6 +38,12 @@ class EightBitPlan(PrefillPlan):
         return self.groups > 0
 
     @property
+    def scales_in_f32(self) -> bool:
+        """Weights are scaled in f32 where something that is no integer is added, too: then they are rounded to f16
+        once, as in the definition."""
+        return super().scales_in_f32 or (self.spec.folds and self.spec.zeros in ("float", "offset"))
+
+    @property
     def groups(self) -> int:
         """Groups in a round, 1 if a group is longer; 0 for one scale per row."""
         group = self.spec.packing.padded_group
@@ -73,15 +79,24 @@ class EightBitPlan(PrefillPlan):
 
     @property
     def held_groups(self) -> int:
-        """Groups whose scales are in registers at a time: those of the pieces, and all of a panel. They divide a
-        round's, so that a group has the same place in every round."""
-        groups, of_pieces = max(1, self.groups), self.groups * self.held_pieces // self.pieces
-        of_panels = (len({some.group for some in self.products(panel)}) for panel in range(self.panels))
-        return next(held for held in range(max(of_pieces, *of_panels), groups + 1) if groups % held == 0)
+        """Groups whose scales are in registers at a time."""
+        return self.held(max(1, self.groups))
+
+    def held(self, count: int) -> int:
+        """Of `count` numbers of a row in a round, those that are in registers at a time: those of the pieces, and all
+        of a panel. They divide the round's, so that a number has the same place in every round."""
+        columns, width = self.step // count, self.schedule.panel_k
+        of_panels = ((first + width - 1) // columns - first // columns + 1 for first in range(0, self.step, width))
+        least = max(count * self.held_pieces // self.pieces, *of_panels)
+        return next(held for held in range(least, count + 1) if count % held == 0)
 
     def products(self, panel: int) -> Iterator[Columns]:
-        """The products of a round's panel, in order: cut where a group ends, and where f8e4m3 is promoted."""
+        """The products of a round's panel, in order: cut where a group ends, and where f8e4m3 is promoted. Of scaled
+        weights a panel is one product."""
         width = self.schedule.panel_k
+        if self.spec.folds:
+            yield Columns(0, width, 0)
+            return
         most = width if self.keeps_sums or self.spec.compute == "i8" else PROMOTED
         group = self.step // max(1, self.groups)
         first, end = panel * width, (panel + 1) * width

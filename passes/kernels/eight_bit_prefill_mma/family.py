@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
-from lowbit.passes.kernels.eight_bit_prefill.family import TOKEN_TILES
+from lowbit.passes.kernels.eight_bit_prefill.family import TOKEN_TILES, served_tiles
 from lowbit.passes.kernels.eight_bit_prefill_mma import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
 from lowbit.passes.target import Target
@@ -30,7 +30,7 @@ class EightBitPrefillMma(KernelFamily[EightBitPrefillMmaSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         """All of them: there is no other way to multiply x of 8 bits but launches that each read the whole weight."""
         serves = spec.compute and not target.has_wgmma and self.candidates(spec, TOKEN_TILES[0], target)
-        return TOKEN_TILES if serves else ()
+        return served_tiles(spec) if serves else ()
 
     def serves(self, schedule: EightBitPrefillMmaSchedule, tokens: int) -> bool:
         return tokens in TOKEN_TILES
