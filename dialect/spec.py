@@ -56,6 +56,9 @@ class MatmulSpec:
     act         type of x
     compute     type in which codes and x are multiplied: "f8e4m3" or "i8", for which x is quantized to 8 bits with a
                 scale per row (`lowbit.quantize_activation`); None: act
+    fold_scales whether kernels for many tokens round scaled weights to the type of products, "f8e4m3", so that sums
+                stay in the tensor core for all columns: weights of any format then. One with groups has row_scales,
+                which `pack` chooses
     out         type of y and of the bias; None: as act
     bias        whether bias[n] is added
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
@@ -85,6 +88,7 @@ class MatmulSpec:
     outliers: bool = False
     bilevel: Bilevel | None = None
     compute: Compute | None = None
+    fold_scales: bool = False
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
@@ -101,6 +105,7 @@ class MatmulSpec:
             permuted=_boolean("permuted", self.permuted),
             bilevel=None if self.bilevel is None else Bilevel.read(self.bilevel),
             compute=None if self.compute is None else _compute(self.compute),
+            fold_scales=_boolean("fold_scales", self.fold_scales),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -110,27 +115,45 @@ class MatmulSpec:
         self._check_weight()
         if self.compute:
             self._check_compute(self.compute)
+        elif self.fold_scales:
+            raise SpecError("fold_scales=True needs compute='f8e4m3'; use both, or fold_scales=False")
+        if self.folds:
+            object.__setattr__(self, "row_scales", True)
 
     def _check_compute(self, compute: Compute) -> None:
         """Raises SpecError unless this weight can be multiplied by activations of 8 bits."""
         given, columns = f"compute={compute!r}", byte_codes.SUM_COLUMNS
-        if not byte_codes.fits(self.dtype, compute):
-            fitting = ", ".join(byte_codes.fitting_names(compute))
-            raise SpecError(f"{given} multiplies {fitting}, not {self.weight!r}; use one of them, or compute=None")
-        if self.zeros not in ("none", "int"):
-            raise SpecError(f"{given} has no zeros={self.zeros!r}; use 'int' or 'none', or compute=None")
+        if self.fold_scales and compute != "f8e4m3":
+            raise SpecError(f"fold_scales=True needs compute='f8e4m3', not {compute!r}: a scaled integer is none")
+        if not self.folds and (why := self._misfit_of_codes(compute)):
+            raise SpecError(f"{given} {why}, or compute=None")
         for name in ("permuted", "outliers"):
             if getattr(self, name):
                 raise SpecError(f"{given} has no {name}=True; use {name}=False, or compute=None")
-        if self.bilevel:
-            raise SpecError(f"{given} has no bilevel=; use scales that are numbers, or compute=None")
         if self.k % columns or self.k > byte_codes.MOST_COLUMNS:
             most = byte_codes.MOST_COLUMNS
             raise SpecError(f"{given} needs k={self.k} to be a multiple of {columns} up to {most}; use compute=None")
-        if self.group_size and (self.group_size % columns or self.packing.pads_groups):
+        least = MIN_K if self.folds else columns
+        if self.group_size and (self.group_size % least or self.packing.pads_groups):
             chunk = self.packing.chunk
-            rule = f"a multiple of {columns} that divides {chunk} or is a multiple of it"
+            rule = f"a multiple of {least} that divides {chunk} or is a multiple of it"
             raise SpecError(f"{given} needs group_size={self.group_size} to be {rule}; use compute=None")
+
+    def _misfit_of_codes(self, compute: Compute) -> str:
+        """Returns why codes less zeros cannot be multiplied as bytes whose products are scaled, and what to use; "" if
+        they can."""
+        fold = ", or fold_scales=True and groups" if compute == "f8e4m3" else ""
+        if not byte_codes.fits(self.dtype, compute):
+            fitting = ", ".join(byte_codes.fitting_names(compute))
+            return f"multiplies {fitting}, not {self.weight!r}; use one of them{fold}"
+        if self.zeros not in ("none", "int"):
+            return f"has no zeros={self.zeros!r}; use 'int' or 'none'{fold}"
+        if self.bilevel:
+            return f"has no bilevel=; use scales that are numbers{fold}"
+        if self.group_size and self.group_size % byte_codes.SUM_COLUMNS:
+            rule = f"a multiple of {byte_codes.SUM_COLUMNS}"
+            return f"needs group_size={self.group_size} to be {rule}; use one{fold}"
+        return ""
 
     def _check_weight(self) -> None:
         given = plain_name(self.weight)
@@ -175,6 +198,20 @@ class MatmulSpec:
         if self.compute is None:
             raise SpecError(f"({self}) has no activations of 8 bits; it needs compute='f8e4m3' or 'i8'")
         return self.compute
+
+    @property
+    def folds(self) -> bool:
+        """Whether kernels for many tokens round weights: scales of rows multiply sums, without rounding."""
+        return self.fold_scales and self.group_size is not None
+
+    @cached_property
+    def multiplies_codes(self) -> bool:
+        """Whether codes less zeros can be multiplied as bytes whose products are scaled, with `compute`."""
+        return self.compute is not None and not self._misfit_of_codes(self.compute)
+
+    def rounds_weights(self, m: int) -> bool:
+        """Whether weights that m tokens are multiplied by are rounded."""
+        return self.folds and (m > byte_codes.MOST_UNFOLDED or not self.multiplies_codes)
 
     @property
     def y(self) -> Element:
@@ -294,6 +331,7 @@ class MatmulSpec:
         outliers = " + outliers" if self.outliers else ""
         scale = self.scale if self.bilevel is None else f"{self.scale} * {self.bilevel.scale}"
         compute = f" in {self.compute}" if self.compute else ""
+        compute += ", folded" if self.fold_scales else ""
         weight = f"{self.weight}[{self.n}, {self.k}] {scale} scale per {group}{zeros}{others}{outliers}"
         return f"{weight}: {self.act}{compute} -> {self.out_dtype}{bias}"
 

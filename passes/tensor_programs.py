@@ -77,7 +77,13 @@ def quantized_matmul_module(spec: MatmulSpec) -> ir.Module:
     """A module with @quantized_matmul(values, scales, sums, w[, bias]) -> y, of one lowbit.quantized_matmul."""
     y = _tensor([_ANY, spec.n], spec.out_dtype)
     inputs = [*_quantized_types(spec), packed_type(spec)] + ([_tensor([spec.n], spec.out_dtype)] if spec.bias else [])
-    return _function("quantized_matmul", inputs, [y], lambda a: ops.QuantizedMatmulOp(*a[:4], y, a[4:]))
+
+    def matmul(arguments: list[Any]) -> Any:
+        op = ops.QuantizedMatmulOp(*arguments[:4], y, arguments[4:])
+        op.fold_scales = spec.fold_scales
+        return op
+
+    return _function("quantized_matmul", inputs, [y], matmul)
 
 
 def _quantized_types(spec: MatmulSpec) -> list[Any]:
@@ -145,6 +151,7 @@ def spec_of(op: Any) -> MatmulSpec:
         table=w.format.table if w.format.name.startswith("lut") else None,
         outliers=isinstance(op, ops.MatmulOp | ops.DequantizeOp) and op.outliers,
         compute=compute,
+        fold_scales=isinstance(op, ops.QuantizedMatmulOp) and op.fold_scales,
     )
 
 

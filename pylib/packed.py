@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.pylib import dequantized, saved_weight, shared_bytes
+from lowbit.pylib import dequantized, folding, saved_weight, shared_bytes
 from lowbit.pylib import outliers as sparse
 from lowbit.pylib.memory_order import unpack_codes
 from lowbit.pylib.sharding import cut, part_of
@@ -226,6 +226,11 @@ class PackedWeight(Mapping[str, Tensor]):
         """
         return dequantized.dequantize(self.spec, self, dtype)
 
+    def folded(self) -> Tensor:
+        """Returns the weight [n, k] in f32 with the numbers that a spec with `fold_scales` allows kernels to multiply:
+        those of groups are rounded to f16 and then to f8e4m3, before the scales of rows multiply them."""
+        return folding.folded(self.spec, self) if self.spec.folds else self.dequantize()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors for torch.save or safetensors: those of `spec.tensors`, and "spec", JSON as uint8, from which
         `from_state_dict` knows what they are."""
@@ -271,6 +276,7 @@ def pack(
     bias      floats [n], rounded to the out type
     outliers  a torch.sparse_csr tensor [n, k], or (row offsets, columns, values); values are rounded to f16
     others    by name, where the spec has more: offsets [n, groups], floats; row_scales, floats [n] or one number;
+              with fold_scales=True row_scales may be left out: `pack` chooses powers of two;
               permutation [k], integers: column j of all of these is for column permutation[j] of x;
               with bilevel= scales, zeros and offsets are integers of the spec's scale format, or floats for "e4m3", and
               scale_scales, scale_zeros and scale_offsets, and likewise zero_scales, offset_scales and so on, are floats
@@ -289,10 +295,13 @@ def pack(
             raise PackError(f"({spec}) has no {name}; drop {name} or set {setting} in the spec")
     values: dict[str, Tensor] = {}
     for name, slot in slots.items():
-        if given.get(name) is None:
+        if given.get(name) is not None:
+            values[name] = as_tensor(slot, given[name])
+        elif not (spec.folds and slot.index == "padded_row"):
             raise PackError(f"({spec}) needs {name}; pass {name}=")
-        values[name] = as_tensor(slot, given[name])
     _check_devices(values)
+    if spec.folds:
+        values = folding.with_row_scales(spec, values)
     packed = {name: to_memory(spec, slots[name], tensor) for name, tensor in values.items()}
     return PackedWeight(interned(spec), shared_bytes.join(spec, packed))
 

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowbit.dialect.bilevel import Bilevel, integers_of
+from lowbit.dialect.formats.byte_codes import LARGEST, SUM_COLUMNS
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role, TensorSlot
 from lowbit.pylib.activation import quantize_rows
+from lowbit.pylib.folding import with_row_scales, with_table_in_f16
 from lowbit.pylib.outliers import draw, read_csr
 from lowbit.pylib.torch_types import TORCH
 
@@ -88,6 +90,7 @@ def tolerance(
     *,
     dequantized: bool = False,
     rounded_zeros: bool = False,
+    folded: bool = False,
     **others: Array,
 ) -> F64:
     """The largest |y - matmul(...)| [m, n] of a correct kernel; non-finite weights contribute nothing.
@@ -112,6 +115,9 @@ def tolerance(
     rounded_zeros: bound a kernel that rounds float zeros z to the operand's type, and each value - z again
     (`KernelPlan.rounds_zeros`). What that changes is known: with v the weight so rounded, |sum_k x s (v - (value -
     z))|. With dequantized, s * z is rounded, too: u s |z|.
+
+    folded: bound a kernel that rounds weights as `MatmulSpec.fold_scales` allows it, and adds up all columns in the
+    tensor core: `_folding_error`.
     """
     y = matmul(spec, x, codes, scales, zeros, bias, **others)
     scale, zero, offset = _scale(spec, scales, others), _zero(spec, zeros, others), _offset(spec, others)
@@ -123,6 +129,9 @@ def tolerance(
         error += _offset_error(spec, x, offset, dequantized)
     if dequantized:
         error += _least_error(spec, x, others)
+    if folded:
+        given = {"codes": codes, "scales": scales, **({} if zeros is None else {"zeros": zeros}), **others}
+        error += _folding_error(spec, multiplied(spec, x), given)
     y = np.where(np.isfinite(y), np.abs(y), 0.0)
     unit, least = ROUNDING[spec.out_dtype]
     return error + unit * (y + error) + least
@@ -171,6 +180,37 @@ def _offset_error(spec: MatmulSpec, x: Array, offset: F64, dequantized: bool) ->
     times = 2 if spec.bilevel else 1  # they are rounded before they are added
     unit = ADDITION * additions + dequantized * times * ROUNDING[spec.act][0]
     return unit * (np.abs(_f64(x)) @ np.abs(offset).T)
+
+
+def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
+    """W [n, k] of tensors as `pack` takes them, as `MatmulSpec.fold_scales` allows kernels to round it: divided by the
+    scale of its row, rounded to f16 and then to f8e4m3, and multiplied again."""
+    if not spec.folds:
+        return dequantize(spec, **given)
+    w = dequantize(with_table_in_f16(spec), **given)
+    tensors = {name: torch.as_tensor(t) for name, t in given.items()}
+    rows = _f64(with_row_scales(spec, tensors)["row_scales"])[:, None]
+    near = torch.from_numpy(w / rows).half().float()
+    return _f64(near.clamp(-LARGEST["f8e4m3"], LARGEST["f8e4m3"]).to(TORCH["e4m3"])) * rows
+
+
+def _folding_error(spec: MatmulSpec, x: F64, given: Mapping[str, Array]) -> F64:
+    """The part of `tolerance` that folded scales bring: |sum_k x (w' - w)| with w' the weight that is multiplied, and
+    what the tensor core loses where it adds up all columns.
+
+    Each of the 33 terms of an addition is cut 13 bits below the largest, a product or the sum so far.
+    """
+    weights = dequantize(spec, **given), folded_weight(spec, given)
+    exact, near = (np.nan_to_num(w, posinf=0.0, neginf=0.0) for w in weights)
+    x = np.nan_to_num(x)
+    sums = np.zeros((len(x), len(near)))
+    lost = np.zeros_like(sums)
+    for first in range(0, spec.k, SUM_COLUMNS):
+        some = slice(first, first + SUM_COLUMNS)
+        sums += x[:, some] @ near[:, some].T
+        product = np.abs(x[:, some]).max(axis=1)[:, None] * np.abs(near[:, some]).max(axis=1)
+        lost += (SUM_COLUMNS + 1) * 2.0**-13 * np.maximum(np.abs(sums), product)
+    return np.abs(x @ (near - exact).T) + lost
 
 
 def _least_error(spec: MatmulSpec, x: Array, others: Mapping[str, Array]) -> F64:

@@ -89,7 +89,8 @@ class Case:
 
     def __str__(self) -> str:
         spec = self.specs[0]
-        return f"{self.family}-{self.target}-{spec.weight}" + (f"-{spec.compute}" if spec.compute else "")
+        compute = f"-{spec.compute}{'-folded' if spec.fold_scales else ''}" if spec.compute else ""
+        return f"{self.family}-{self.target}-{spec.weight}{compute}"
 
     def kernels(self) -> Iterator[KernelRequest]:
         """A kernel of each spec, with one of the schedules that may be chosen for it."""
@@ -108,6 +109,10 @@ def cases() -> Iterator[Case]:
         specs = [spec_of_bytes(compute, weight, i, j) for j in range(len(NUMBERS))]
         yield Case("eight_bit_prefill", HOPPER, i, tuple(specs))
         yield Case("eight_bit_prefill_mma", L40S if compute == "f8e4m3" else A100, i, tuple(turns(specs, i)))
+        if compute == "f8e4m3":
+            folded = [replace(spec, fold_scales=True) for spec in turns(specs, i + 2)]
+            yield Case("eight_bit_prefill", HOPPER, i, tuple(folded))
+            yield Case("eight_bit_prefill_mma", L40S, i, tuple(folded))
 
 
 def mma_case(i: int, specs: Sequence[MatmulSpec]) -> Case:

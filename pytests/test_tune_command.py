@@ -39,6 +39,10 @@ def test_problems() -> None:
     assert found[0].spec is found[1].spec  # the weights stay on the GPU
     both = tuner.problems([(64, 256)], ["u4", "u8"], [128], [8], computes=["none", "f8e4m3"])
     assert [(p.spec.weight, p.spec.compute) for p in both] == [("u4", None), ("u4", "f8e4m3"), ("u8", None)]
+    (folded,) = tuner.problems([(64, 256)], ["u4"], [128], [512], computes=["f8e4m3+fold"])
+    assert folded.spec.compute == "f8e4m3" and folded.spec.folds
+    with pytest.raises(SpecError, match=r"'f8e4m3\+half' must be none, f8e4m3, i8 or f8e4m3\+fold"):
+        tuner.problems([(64, 256)], ["u4"], [128], [512], computes=["f8e4m3+half"])
     with pytest.raises(SpecError, match="group_size=96 must divide k=256"):
         tuner.problems([(64, 256)], ["u4"], [96], [1])
     with pytest.raises(SpecError, match="tokens=2 must be one of 1, 8"):

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.packing import BLOCK_K, Piece, run_of
 
@@ -32,6 +33,7 @@ COMPUTE: tuple[Compute, ...] = ("f8e4m3", "i8")
 
 SUM_COLUMNS = 32  # of x that have a sum: the K of an mma of bytes, so groups are multiples of it
 PROMOTED = 128  # columns after which products of f8e4m3 are added to sums in f32
+MOST_UNFOLDED = 128  # tokens up to which codes are multiplied where they can be, whatever `MatmulSpec.fold_scales` says
 MOST_COLUMNS = 65536  # sums of u8 * s8 over more would not fit into 32 bits
 
 LARGEST: dict[Compute, float] = {"f8e4m3": 448.0, "i8": 127.0}
@@ -41,6 +43,7 @@ LEAST_PEAK = 2.0**-100  # what counts as the largest |x| of a row of less: its s
 _EXPONENT, _MANTISSA, _BIAS = 4, 3, 7  # of f8e4m3
 _EXACT_BITS = 4  # unsigned codes of so many bits are numbers of f8e4m3
 _HALVES = 0x00010001
+_FOLD = "fold"  # after the type, on a command line
 
 
 def fits(t: DType, compute: Compute) -> bool:
@@ -48,6 +51,20 @@ def fits(t: DType, compute: Compute) -> bool:
     if t.kind in ("uint", "int"):
         return compute == "i8" or t.bits <= _EXACT_BITS
     return compute == "f8e4m3" and t.kind == "float" and t.exponent <= _EXPONENT and t.mantissa <= _MANTISSA
+
+
+def products_named(name: str) -> dict[str, Any]:
+    """Returns the fields of a spec that a name on a command line stands for: "none", "i8", "f8e4m3", or "f8e4m3+fold"
+    with `MatmulSpec.fold_scales`."""
+    compute, plus, folded = name.partition("+")
+    if plus and folded != _FOLD:
+        raise SpecError(f"{name!r} must be none, {', '.join(COMPUTE)} or f8e4m3+{_FOLD}")
+    return {"compute": None if compute == "none" else compute, "fold_scales": bool(plus)}
+
+
+def products_name(compute: str | None, fold_scales: bool) -> str:
+    """The inverse of `products_named`."""
+    return f"{compute or 'none'}{f'+{_FOLD}' if fold_scales else ''}"
 
 
 @lru_cache(maxsize=None)

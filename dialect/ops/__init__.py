@@ -25,7 +25,15 @@ from lowbit.dialect.ops.accumulators import (
     ReadAccumulatorOp,
 )
 from lowbit.dialect.ops.boxes import CopyBoxOp, OneThreadOp
-from lowbit.dialect.ops.codes import BYTES, DecodeBytesOp, DecodeOp, EncodeBytesOp, EncodeOp, LookupOp
+from lowbit.dialect.ops.codes import (
+    BYTES,
+    DecodeBytesOp,
+    DecodeOp,
+    EncodeBytesOp,
+    EncodeFragmentsOp,
+    EncodeOp,
+    LookupOp,
+)
 from lowbit.dialect.ops.elementwise import (
     COMPARISONS,
     AbsOp,
@@ -142,6 +150,7 @@ __all__ = [
     "DequantizeOp",
     "DivOp",
     "EncodeBytesOp",
+    "EncodeFragmentsOp",
     "EncodeOp",
     "EraseOutliersOp",
     "ExpOp",

@@ -168,3 +168,30 @@ class EncodeBytesOp(Lowbit.Operation, name="encode_bytes", traits=[ext.Pure]):
         check_rounding(op.kind)
         expected = b.layout * local(*(1,) * (b.layout.rank - 1), BLOCK_K)
         expect(a.layout == expected, "layout of the source", expected, a.layout)
+
+
+class EncodeFragmentsOp(Lowbit.Operation, name="encode_fragments", traits=[ext.Pure]):
+    """Numbers of f16 in fragments of 16 x 16 as fragments of f8E4M3FN that an mma of 8 bits multiplies: rounded to
+    nearest even, and to the largest number where they are beyond it. The order of columns is that of `decode_bytes`.
+
+    Sources stand side by side: each has some of the columns of all rows.
+    """
+
+    sources: Sequence[ext.Operand[RegType]]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        result = Reg.of(op.result.type)
+        same_element("f8E4M3FN", result.element, "element of the result")
+        after = fragments(result.layout, MMA_M16N8K32_A, "result")
+        last, columns = after.rank - 1, 0
+        rows = after.reduce((last,))
+        for source in op.sources:
+            reg = Reg.of(source.type)
+            same_element("f16", reg.element, "element of a source")
+            before = fragments(reg.layout, MMA_M16N8K16_A, "source")
+            within_warp(before, last, "columns of a source")
+            expect(before.reduce((last,)) == rows, "rows of a source (in fragments)", rows, before.reduce((last,)))
+            columns += reg.layout.shape[last]
+        expect(columns == result.layout.shape[last], "columns of the sources", result.layout.shape[last], columns)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, tensor, verifier
+from lowbit.dialect.checks import expect, same_element, tensor, verifier
 from lowbit.dialect.elements import ACTS
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.packing import Packing
@@ -87,7 +87,11 @@ class QuantizeOp(Lowbit.Operation, name="quantize"):
 
 
 class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
-    """y[t, n] = scales[t] * sum_k values[t, k] W[n, k] (+ bias[n]), with x as `quantize` makes it."""
+    """y[t, n] = scales[t] * sum_k values[t, k] W[n, k] (+ bias[n]), with x as `quantize` makes it.
+
+    With `fold_scales`, weights without the scales of their rows may be rounded to f8E4M3FN, and sums over all columns
+    may stay in the tensor core.
+    """
 
     values: ext.Operand[Any]
     scales: ext.Operand[Any]
@@ -95,6 +99,7 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
     w: ext.Operand[PackedType]
     y: ext.Result[Any]
     bias: Sequence[ext.Operand[Any]]
+    fold_scales = Flag()
     packing = Optional(ir.DictAttr, _PACKING)
     schedule = Optional(ir.DictAttr, _SCHEDULE)
 
@@ -103,6 +108,9 @@ class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
         w = Packed.of(op.w.type)
         _check_packing(op, w)
         _check_quantized(op.values, op.scales, op.sums, w.k)
+        if op.fold_scales:
+            same_element("f8E4M3FN", str(ir.RankedTensorType(op.values.type).element_type), "values with fold_scales")
+            expect(w.group is None or w.row_scales, "scales with fold_scales", "scales of rows, too", "none of rows")
         _check_output(op, w)
 
 

@@ -17,6 +17,29 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight) -> tensor<?x64xf32> {
 
 // -----
 
+!weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", #lowbit.scales<"f16", "f32">>
+// CHECK-LABEL: func.func @folded
+func.func @folded(%x: tensor<?x256xf8E4M3FN>, %s: tensor<?xf32>, %sums: tensor<?x8xf32>, %w: !weight)
+    -> tensor<?x64xf32> {
+  // CHECK: "lowbit.quantized_matmul"{{.*}}fold_scales
+  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {fold_scales, operandSegmentSizes = array<i32: 1, 1, 1, 1, 0>}
+    : (tensor<?x256xf8E4M3FN>, tensor<?xf32>, tensor<?x8xf32>, !weight) -> tensor<?x64xf32>
+  return %y : tensor<?x64xf32>
+}
+
+// -----
+
+!numbers = !lowbit.reg<[16, 64], f16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+// CHECK-LABEL: func.func @fragments
+func.func @fragments(%numbers: !numbers) -> !a {
+  // CHECK: "lowbit.encode_fragments"
+  %a = "lowbit.encode_fragments"(%numbers) : (!numbers) -> !a
+  return %a : !a
+}
+
+// -----
+
 !codes = !lowbit.reg<[16, 64], #lowbit.format<"u4", []>, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !a = !lowbit.reg<[16, 64], ui8, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
 !b = !lowbit.reg<[8, 64], i8, "local(1, 2).column_local(1, 2).spatial(8, 4).local(1, 4)">

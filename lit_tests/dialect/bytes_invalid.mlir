@@ -135,3 +135,43 @@ func.func @reciprocal(%x: !row) {
   %0 = "lowbit.reciprocal"(%x) : (!row) -> !row
   return
 }
+
+// -----
+
+!weight = !lowbit.packed<[64, 64], #lowbit.format<"u4", []>, 64, "none", #lowbit.scales<"f16", "f32">>
+func.func @folded_integers(%x: tensor<?x64xi8>, %s: tensor<?xf32>, %sums: tensor<?x2xf32>, %w: !weight) {
+  // expected-error @below {{values with fold_scales: expected f8E4M3FN, got i8}}
+  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {fold_scales, operandSegmentSizes = array<i32: 1, 1, 1, 1, 0>}
+    : (tensor<?x64xi8>, tensor<?xf32>, tensor<?x2xf32>, !weight) -> tensor<?x64xf16>
+  return
+}
+
+// -----
+
+!weight = !lowbit.packed<[64, 64], #lowbit.format<"u4", []>, 64, "none", "f16">
+func.func @folded_groups(%x: tensor<?x64xf8E4M3FN>, %s: tensor<?xf32>, %sums: tensor<?x2xf32>, %w: !weight) {
+  // expected-error @below {{scales with fold_scales: expected scales of rows, too, got none of rows}}
+  %y = "lowbit.quantized_matmul"(%x, %s, %sums, %w) {fold_scales, operandSegmentSizes = array<i32: 1, 1, 1, 1, 0>}
+    : (tensor<?x64xf8E4M3FN>, tensor<?xf32>, tensor<?x2xf32>, !weight) -> tensor<?x64xf16>
+  return
+}
+
+// -----
+
+!numbers = !lowbit.reg<[16, 64], bf16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+func.func @type_of_fragments(%numbers: !numbers) {
+  // expected-error @below {{element of the source: expected f16, got bf16}}
+  %a = "lowbit.encode_fragments"(%numbers) : (!numbers) -> !a
+  return
+}
+
+// -----
+
+!numbers = !lowbit.reg<[16, 32], f16, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+func.func @width_of_fragments(%numbers: !numbers) {
+  // expected-error @below {{layout of the source (in fragments): expected local(1, 4), got local(1, 2)}}
+  %a = "lowbit.encode_fragments"(%numbers) : (!numbers) -> !a
+  return
+}

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowbit.dialect.bindings import arith, ir, llvm, vector
+from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import BLOCK_K, UNIT_BYTES, WORDS_PER_UNIT, Packing, run_of
 from lowbit.dialect.spec import MatmulSpec
@@ -284,6 +285,23 @@ def decode_e8m0(codes: Value) -> Value:
     bits = arith.select(equals(0), constant(wide.type, 1 << (F32.mantissa - 1)), bits)  # 2**-127 is subnormal
     bits = arith.select(equals(255), constant(wide.type, 0x7FC00000), bits)
     return vector.bitcast(vec(f32()), bits)
+
+
+def nearest_e4m3(value: Value) -> Value:
+    """vector<16xf32> rounded to the nearest numbers of f8e4m3, ties to even, and to 448 in magnitude at most.
+
+    A number is rounded by adding one so large that its unit in the last place is that of the result.
+    """
+    bits, real = vec(i(32)), vec(f32())
+    for sign, beyond in ((1.0, arith.CmpFPredicate.OGT), (-1.0, arith.CmpFPredicate.OLT)):  # NaN is neither
+        most = constant(real, sign * LARGEST["f8e4m3"])
+        value = arith.select(arith.cmpf(beyond, value, most), most, value)
+    t = dtype("f8e4m3")
+    magnitude = bits_and(vector.bitcast(bits, value), 0x7FFFFFFF)
+    normal = arith.maxsi(magnitude, constant(bits, (F32.bias + 1 - t.bias) << F32.mantissa))  # subnormals are as coarse
+    power = vector.bitcast(real, bits_and(normal, 0xFF << F32.mantissa))
+    large = arith.mulf(power, constant(real, 1.5 * 2.0 ** (F32.mantissa - t.mantissa)))
+    return arith.subf(arith.addf(value, large), large)
 
 
 def _place(t: DType, c: Container, codes: Value, position: int) -> Value:

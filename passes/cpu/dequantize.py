@@ -13,7 +13,7 @@ from lowbit.dialect.bindings import arith
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.cpu.decode import ChunkMap, Isa
+from lowbit.passes.cpu.decode import ChunkMap, Isa, nearest_e4m3
 from lowbit.passes.cpu.outliers import Lines, Outlier, add_to
 from lowbit.passes.cpu.task import Needs
 from lowbit.passes.cpu.vector_ops import (
@@ -57,6 +57,7 @@ class ChunkDecoder:
         self._scales = RowValues(groups)
         self._zeros = RowValues(groups) if self.spec.zero_kind else None
         self._offsets = RowValues(groups) if self.spec.offset_kind else None
+        self._rows = RowValues(1) if self.spec.folds else None
 
     def begin(self, block: Value, chunk: Value) -> None:
         """Fetches scales, zeros and offsets of a chunk's 16 rows."""
@@ -67,6 +68,8 @@ class ChunkDecoder:
                 self._zeros.put(g, self.weight.zeros(block, add(group, g)))
             if self._offsets:
                 self._offsets.put(g, self.weight.offsets(block, add(group, g)))
+        if self._rows:
+            self._rows.put(0, self.weight.row_scales(block))
 
     def row(self, block: Value, chunk: Value, row: Row) -> list[Value]:
         """The vectors of a row, in decoded order."""
@@ -85,7 +88,14 @@ class ChunkDecoder:
         if self._zeros:
             value = arith.subf(value, self._zeros.spread(row.index, groups))
         value = arith.mulf(value, self._scales.spread(row.index, groups))
-        return arith.addf(value, self._offsets.spread(row.index, groups)) if self._offsets else value
+        if self._offsets:
+            value = arith.addf(value, self._offsets.spread(row.index, groups))
+        return self._folded(value, self._rows, row) if self._rows else value
+
+    def _folded(self, value: Value, rows: RowValues, row: Row) -> Value:
+        """Weights of a row rounded as kernels with `MatmulSpec.fold_scales` round them."""
+        f16 = round_to(value, scalar_type("f16"))
+        return arith.mulf(nearest_e4m3(arith.extf(vec(f32()), f16)), rows.spread(row.index, [0] * LANES))
 
 
 def dequantize_needs(spec: MatmulSpec, isa: Isa) -> Needs:

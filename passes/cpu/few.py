@@ -68,7 +68,10 @@ def few_rows(spec: MatmulSpec, isa: Isa) -> Rows:
 
 
 def few_needs(spec: MatmulSpec, isa: Isa) -> Needs:
-    """A row per token; a last block of 2 or 3 tokens is filled up to 4. See docs/cpu.md for the numbers of tokens."""
+    """A row per token; a last block of 2 or 3 tokens is filled up to 4. See docs/cpu.md for the numbers of tokens. It
+    multiplies codes: where weights are rounded, it serves no tokens."""
+    if spec.folds:
+        return Needs()
     most = 4 if multiplies_bf16(spec, isa) and pair_table(spec, isa) is None else 12
     return Needs(most, block=TOKENS, per_token=few_rows(spec, isa).nbytes)
 

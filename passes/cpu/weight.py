@@ -124,10 +124,15 @@ class Weight:
             return arith.mulf(scales, least) if low else None
         return arith.mulf(scales, arith.subf(least, zeros) if low else arith.negf(zeros))
 
+    def row_scales(self, block: Value) -> Value:
+        """Of 16 rows: vector<16xf32>."""
+        return load(vec(f32()), at(self.arrays["row_scales"], mul(block, VECTOR_BYTES)))
+
     def _row_scaled(self, values: Value, block: Value) -> Value:
-        if not self.spec.row_scales:
+        """Times the scales of rows, but for weights that are rounded before."""
+        if not self.spec.row_scales or self.spec.folds:
             return values
-        return arith.mulf(values, load(vec(f32()), at(self.arrays["row_scales"], mul(block, VECTOR_BYTES))))
+        return arith.mulf(values, self.row_scales(block))
 
     def _of_group(self, name: str, block: Value, group: Value) -> Value:
         """Numbers of 16 rows in a group; of codes, what the second level makes of them."""

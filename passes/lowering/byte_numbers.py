@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lowbit.dialect import ops
@@ -30,18 +31,33 @@ def decode_bytes(op: Any, c: LoweringContext) -> None:
     if compute == "f8e4m3":
         c.require(FP8, op.operation.name)
     places = places_of(format_, codes.reg.layout)
-    blocks = {place: i for i, place in enumerate(fragment_blocks(codes.reg.layout, MMA_M16N8K16_A))}
-    fragments = fragment_blocks(reg.layout, MMA_M16N8K32_A)
+    registers_of = _registers_of_a_row(fragment_blocks(codes.reg.layout, MMA_M16N8K16_A), reg)
     zero, minus = _zeros_of(op, c, reg), _signs_of_i8 if format_.bits == 8 else _MINUS[compute]
 
     def register(i: int) -> Any:
-        row, column = fragments[i // 4]
-        half, lower = divmod(i % 4, 2)  # which 16 columns, and whether these are rows g + 8
-        first = 4 * blocks[row, 2 * column + half] + lower
-        joined = _joined(codes, format_, compute, [places[first], places[first + 2]])
+        joined = _joined(codes, format_, compute, [places[of] for of in registers_of(i)])
         return joined if zero is None else minus(joined, zero(i))
 
     c.tiles[op.result] = Fragment(reg, "word", register)
+
+
+Place = tuple[int, int]
+"""The row and the column of a fragment, counted in the part of a tile that a thread has."""
+
+
+def _registers_of_a_row(places: Sequence[Place], result: Reg) -> Callable[[int], tuple[int, int]]:
+    """Returns which two registers of 16-bit fragments, whose places are given in order, have the numbers of register i
+    of 8-bit ones."""
+    blocks = {place: i for i, place in enumerate(places)}
+    fragments = fragment_blocks(result.layout, MMA_M16N8K32_A)
+
+    def registers_of(i: int) -> tuple[int, int]:
+        row, column = fragments[i // 4]
+        half, lower = divmod(i % 4, 2)  # which 16 columns, and whether these are rows g + 8
+        first = 4 * blocks[row, 2 * column + half] + lower
+        return first, first + 2
+
+    return registers_of
 
 
 def _joined(codes: Fragment, format_: DType, compute: Any, both: list[tuple[int, int]]) -> Any:
@@ -111,7 +127,32 @@ def _highest_bits(x: Any) -> Any:
 _MINUS: dict[str, Callable[[Any, Any], Any]] = {"f8e4m3": _e4m3_minus, "i8": _signed_minus}
 
 
-# -- f32 to bytes
+# -- numbers to bytes
+
+
+@lowers(ops.EncodeFragmentsOp, needs=FP8)
+def encode_fragments(op: Any, c: LoweringContext) -> None:
+    reg, places, pairs, column = Reg.of(op.result.type), list[Place](), list[Callable[[], Any]](), 0
+    for source in (c.tiles[each] for each in op.sources):
+        layout = source.reg.layout
+        places += [(row, column + within) for row, within in fragment_blocks(layout, MMA_M16N8K16_A)]
+        pairs += [partial(source.pair, i) for i in range(layout.locals // 2)]
+        column += layout.shape[-1] // BLOCK_K
+    registers_of = _registers_of_a_row(places, reg)
+    c.tiles[op.result] = Fragment(reg, "word", lambda i: _e4m3_row(*(pairs[of]() for of in registers_of(i))))
+
+
+def _e4m3_row(near: Any, far: Any) -> Any:
+    """Two pairs of f16, of which the second is eight columns behind the first, as bytes in the order of columns."""
+    lines = (
+        "{.reg .b16 a, b; .reg .b32 both;",
+        "cvt.rn.satfinite.e4m3x2.f16x2 a, $1;",
+        "cvt.rn.satfinite.e4m3x2.f16x2 b, $2;",
+        "mov.b32 both, {a, b};",
+        "prmt.b32 $0, both, 0, 0x3120;}",
+    )
+    words = [llvm.bitcast(emit.integer(), pair) for pair in (near, far)]
+    return llvm.inline_asm(emit.integer(), words, "\n".join(lines), "=r,r,r", asm_dialect=0)
 
 
 @lowers(ops.EncodeBytesOp)

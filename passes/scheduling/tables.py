@@ -8,14 +8,14 @@ An entry says which schedule was the fastest for one matmul:
      "version": "0.1.0+5bd2c1f0", "kernel": "1e8d3aad6b2c"}
 
 A matmul of activations of 8 bits has their type, "compute": "i8"; one whose scales are codes has their second level,
-"bilevel", as in a spec; one with outliers has "outliers": true. A schedule of another kernel family than "decode" names
-its family, and has all of its fields that matter; one of "decode" leaves out `tokens` where they are the key's, or
-eight for one.
+"bilevel", as in a spec; one with outliers has "outliers": true, and one whose scales are folded into weights has
+"fold_scales": true. A schedule of another kernel family than "decode" names its family, and has all of its fields that
+matter; one of "decode" leaves out `tokens` where they are the key's, or eight for one.
 
 A matmul that is not in a table is served by its nearest neighbour: of the same token tile and type of products, both
-with zeros, with scales that are codes and with outliers, or both without, and decoded in the same way (so many bits of
-an integer, a float or a table). How far apart two are is a number of octaves: |log2| of the ratio of their n plus that
-of their k, and a quarter for everything else that differs. Beyond an octave the rule is the better guess:
+with zeros, with scales that are codes or folded and with outliers, or both without, and decoded in the same way (so
+many bits of an integer, a float or a table). How far apart two are is a number of octaves: |log2| of the ratio of their
+n plus that of their k, and a quarter for everything else that differs. Beyond an octave the rule is the better guess:
 docs/tuning.md.
 """
 
@@ -41,8 +41,9 @@ from lowbit.passes.lowering.recipes import compute_element
 REACH = 1.0  # octaves
 ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "num_stages", "split_k")  # of a schedule, in a file
 OTHERWISE = 0.25  # for another format of the same class, group size, kind of zeros or scales, or act
-_OF_SPEC = ("group_size", "zeros", "scale", "act", "compute", "bilevel", "outliers")
-_SELDOM: dict[str, Any] = {"compute": None, "bilevel": None, "outliers": False}  # of a key, what is left out in a file
+_OF_SPEC = ("group_size", "zeros", "scale", "act", "compute", "bilevel", "outliers", "fold_scales")
+_SELDOM: dict[str, Any] = {"compute": None, "bilevel": None, "outliers": False, "fold_scales": False}
+"""Of a key, what is left out in a file."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Key:
     compute: Compute | None = None
     bilevel: Bilevel | None = None
     outliers: bool = False
+    fold_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.bilevel is not None:  # as JSON has it
@@ -81,7 +83,8 @@ class Key:
     @property
     def kind(self) -> tuple[object, ...]:
         """What neighbours have in common."""
-        others = self.compute, self.bilevel is not None, self.outliers
+        folds = self.fold_scales and self.spec.rounds_weights(self.tokens)
+        others = self.compute, self.bilevel is not None, self.outliers, folds
         return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens, *others)
 
     def distance(self, other: Key) -> float:

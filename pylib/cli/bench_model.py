@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.pylib.cli.output import Json, show_json
 from lowbit.pylib.quantization.config import QuantConfig
 
@@ -39,7 +40,7 @@ def bench_model(
     """Time a language model with random weights: tokens per second of decoding and prefill, low-bit against bf16.
 
     The model's code is that of transformers, with a static cache, torch.compile and, on a GPU, a CUDA graph. A format
-    such as u4:f8e4m3 quantizes activations to 8 bits and multiplies in that type.
+    such as u4:f8e4m3 quantizes activations to 8 bits and multiplies in that type; u4:f8e4m3+fold folds scales, too.
 
     [bold]Examples[/]
 
@@ -75,14 +76,15 @@ def bench_model(
 def quantizations(weights: str, group_size: int) -> list[QuantConfig | None]:
     """Returns what formats, separated by commas, stand for; None for bf16, which stays dense.
 
-    After a colon stands the type in which a format is multiplied: "u4:f8e4m3".
+    After a colon stands the type in which a format is multiplied: "u4:f8e4m3", or "u4:f8e4m3+fold" with scales folded
+    into weights.
     """
     return [None if name == "bf16" else _quantization(name, group_size or None) for name in weights.split(",")]
 
 
 def _quantization(name: str, group_size: int | None) -> QuantConfig:
-    weight, _, compute = name.partition(":")
-    return QuantConfig(weight, group_size, method="rtn", compute=cast(Any, compute or None))
+    weight, _, products = name.partition(":")
+    return QuantConfig(weight, group_size, method="rtn", **products_named(products or "none"))
 
 
 def model_steps(batch: str, prefill: str, context: int) -> list[Step]:

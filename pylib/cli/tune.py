@@ -34,7 +34,7 @@ def tune(
     acts: Annotated[str, typer.Option(help="Types of x.")] = "f16",
     zeros: Annotated[str, typer.Option(help="Kinds of zero points.")] = "none",
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it, as x.")] = None,
-    compute: Annotated[str, typer.Option(help="Types in which x is multiplied: none (as x is), f8e4m3, i8.")] = "none",
+    compute: Annotated[str, typer.Option(help="Types of products: none (of x), f8e4m3, f8e4m3+fold, i8.")] = "none",
     preset: Annotated[
         str | None,
         typer.Option(help="What the tables that come with lowbit have: decode, prefill, eight_bit; or not: unknown."),

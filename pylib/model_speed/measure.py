@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowbit.dialect.formats.byte_codes import products_name
 from lowbit.pylib.model_speed.random_model import random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
 from lowbit.pylib.quantization.config import QuantConfig
@@ -48,7 +49,7 @@ class Measurement:
     batch, tokens, context   as in `Step`
     seconds           of a step
     split             seconds by kind of kernel, if asked for
-    compute           type in which low-bit layers multiply, as in `QuantConfig`; None: bf16
+    compute           type in which low-bit layers multiply, with "+fold" if scales are folded; None: bf16
     library           another library that the low-bit layers are of; "" for lowbit
     compiled          whether torch.compile could take a model of another library
     """
@@ -101,7 +102,13 @@ def format_name(quantization: QuantConfig | None) -> str:
     """Returns what the command line calls a format: "bf16", "u4", or "u4:f8e4m3" for activations of 8 bits."""
     if quantization is None:
         return BASELINE
-    return quantization.weight + (f":{quantization.compute}" if quantization.compute else "")
+    products = _products(quantization)
+    return quantization.weight + (f":{products}" if products else "")
+
+
+def _products(quantization: QuantConfig) -> str | None:
+    """Returns what `Measurement.compute` is for a format."""
+    return products_name(quantization.compute, quantization.fold_scales) if quantization.compute else None
 
 
 def measure(
@@ -148,7 +155,7 @@ def measure_prepared(
         **asdict(runner.step),
         seconds=runner.time(options.repeats),
         split=split,
-        compute=None if quantization is None else quantization.compute,
+        compute=None if quantization is None else _products(quantization),
     )
 
 

@@ -18,6 +18,7 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torch
+from lowbit.pylib.folding import with_table_in_f16
 from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.quantizers import quantizer
 from lowbit.pylib.runtime.runtimes import (
@@ -118,17 +119,24 @@ class EmulatorEightBit(EmulatorRuntime):
 
 class CpuEightBit(CpuRuntime):
     """This machine's CPU: values of 8 bits are numbers of f16, so the program for these multiplies them, with sums and
-    scales of groups in f32. Scales of rows of x and the bias come after it."""
+    scales of groups in f32. Scales of rows of x and the bias come after it.
+
+    Where scales are folded into weights, these are rounded from as many tokens on as on a GPU.
+    """
 
     def __init__(self, spec: MatmulSpec) -> None:
         from lowbit.pylib.runtime.cpu import CpuMatmul
 
-        super().__init__(replace(spec, compute=None))
+        super().__init__(replace(spec, compute=None, fold_scales=False))
         self._compute: Compute = spec.byte_type
         self._out_type = TORCH[spec.out_dtype]
-        inner = replace(spec, compute=None, act="f16", out="f32", bias=False)
-        self._product = CpuMatmul(inner, knobs.cpu(), knobs.num_threads())
-        self._count = len(inner.tensors)
+        inner = replace(with_table_in_f16(spec), act="f16", out="f32", bias=False)
+        exact = replace(spec, compute=None, fold_scales=False, act="f16", out="f32", bias=False)
+        self._outer = spec
+        self._exact = self._folded = CpuMatmul(exact, knobs.cpu(), knobs.num_threads())
+        if spec.folds:
+            self._folded = CpuMatmul(inner, knobs.cpu(), knobs.num_threads())
+        self._count = len(exact.tensors)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         check_cpu("cpu", x, weight[0])
@@ -137,7 +145,8 @@ class CpuEightBit(CpuRuntime):
     def multiply(self, x: Quantized, weight: Tensors) -> Tensor:
         check_cpu("cpu", *x, weight[0])
         values, scales, _ = x
-        y = self._product.matmul(in_column_order(values).to(torch.float16), weight[: self._count])
+        product = self._folded if self._outer.rounds_weights(scales.numel()) else self._exact
+        y = product.matmul(in_column_order(values).to(torch.float16), weight[: self._count])
         y = y * scales.unsqueeze(-1)
         for bias in weight[self._count :]:
             y = y + bias

@@ -46,7 +46,7 @@ MODELS = {
 @dataclass(frozen=True)
 class Part:
     """All of these shapes in all of these formats, with all of these zeros and groups, for all of these token tiles,
-    types of x, and types in which x is multiplied ("none": as it is)."""
+    types of x, and types of products (`byte_codes.products_named`)."""
 
     shapes: tuple[str, ...]
     weights: tuple[str, ...]
@@ -111,6 +111,7 @@ PRESETS = {  # the most important first: a session may be short
     ),
     "eight_bit": (
         Part(PREFILL, ("u4",), (8, 16, 32, 64, *MANY), computes=("f8e4m3", "i8")),
+        Part(PREFILL, ("u4",), MANY, computes=("f8e4m3+fold",)),
         Part(PREFILL, ("u4",), (64, *MANY[:7]), group_sizes=(None,), computes=("f8e4m3", "i8")),
         Part(("8192x8192",), ("u8", "f8e4m3"), (64, *MANY[:7]), group_sizes=(None,), computes=("f8e4m3", "i8")),
     ),

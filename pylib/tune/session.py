@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
@@ -57,7 +58,7 @@ def problems(
     computes: Sequence[str] = ("none",),
 ) -> list[Problem]:
     """All combinations that are matmuls, the tiles of one weight next to each other. scale: None for that of act.
-    computes: "none" for x as it is, or types of 8 bits.
+    computes: "none" for x as it is, or types of 8 bits, "f8e4m3+fold" with scales folded into weights.
 
     Raises SpecError if there is none, for the reason that the first has.
     """
@@ -67,7 +68,7 @@ def problems(
     refused: list[SpecError] = []
     for (n, k), weight, group, act, zero, compute in product(shapes, weights, group_sizes, acts, zeros, computes):
         given: dict[str, Any] = {"group_size": group, "act": act, "zeros": zero, "scale": scale or act}
-        given["compute"] = None if compute == "none" else compute
+        given |= products_named(compute)
         try:
             spec = MatmulSpec(n, k, weight, **given)
         except SpecError as error:

@@ -91,7 +91,7 @@ def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **roundi
     """Random data on a device, where the weight is packed. The period of its rows should be a prime; where rows share
     numbers, it is cut to whole blocks of them.
 
-    rounding: what the kernel rounds besides its sums (`dequantized`, `rounded_zeros` of `reference.tolerance`)
+    rounding: what the kernel rounds besides its sums, by the names that `reference.tolerance` has for it
     """
     block = spec.bilevel.rows if spec.bilevel else 1
     part = replace(spec, n=min(spec.n, period // block * block))
@@ -147,7 +147,7 @@ def run_trial(
 def rounding(mm: Matmul, m: int) -> dict[str, bool]:
     """What the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it."""
     if not mm.target.is_gpu:
-        return {}
+        return {"folded": mm.spec.rounds_weights(m)}
     schedule = mm.kernel(m).schedule
     return family_of(schedule).rounding(mm.spec, schedule)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Operation
 from lowbit.passes.kernels.decode import candidates, search_space
@@ -29,7 +30,7 @@ class EightBit(StreamingFamily[EightBitSchedule]):
     schedule_type = EightBitSchedule
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        tiles = candidates.token_tiles(spec, target) if spec.compute else ()
+        tiles = candidates.token_tiles(spec, target) if spec.multiplies_codes else ()
         return tuple(tile for tile in tiles if tile > 1)  # eight are for one, too
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitSchedule]:
@@ -42,6 +43,8 @@ class EightBit(StreamingFamily[EightBitSchedule]):
 
     def check(self, spec: MatmulSpec, schedule: EightBitSchedule, target: Target) -> None:
         check_compute(spec, target)
+        if not spec.multiplies_codes:
+            raise SpecError(f"schedule: {spec} has weights that are scaled before; take an EightBitPrefillSchedule")
         super().check(spec, schedule, target)
 
     def build(self, spec: MatmulSpec, schedule: EightBitSchedule) -> ir.Module:

@@ -33,6 +33,6 @@ def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: T
 def _round(plan: EightBitPrefillPlan) -> float:
     """Microseconds of a round."""
     s, columns = plan.schedule, plan.step / 128
-    added = 0 if plan.keeps_integers else sum(len(list(plan.products(panel))) for panel in range(plan.panels))
+    added = 0 if plan.keeps_sums else sum(len(list(plan.products(panel))) for panel in range(plan.panels))
     products = columns * (_PER_PART * s.parts + _PER_TOKEN * s.tokens)
     return plan.panels * _PER_PANEL + products + added * _PER_SUM * s.tokens

@@ -6,18 +6,24 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar
 
+from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.decode.schedule import TOKEN_TILES as FEW_TILES
 from lowbit.passes.kernels.eight_bit_prefill import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.family import TOKEN_TILES, kinds
+from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
+from lowbit.passes.kernels.prefill.family import kinds
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
+_FEW = tuple(tile for tile in FEW_TILES if 1 < tile <= MOST_UNFOLDED)
+TOKEN_TILES = (*_FEW, *(tile for tile in PREFILL_TILES if tile > MOST_UNFOLDED))
+"""Numbers of tokens that a schedule is chosen for."""
 _TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
 _PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 """Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
@@ -33,7 +39,7 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
     takes_any_tokens: ClassVar[bool] = True
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return TOKEN_TILES if spec.compute and self.candidates(spec, TOKEN_TILES[0], target) else ()
+        return served_tiles(spec) if spec.compute and self.candidates(spec, TOKEN_TILES[0], target) else ()
 
     def serves(self, schedule: EightBitPrefillSchedule, tokens: int) -> bool:
         return tokens in TOKEN_TILES
@@ -68,6 +74,9 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
     def x_box(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> tuple[int, int]:
         return EightBitPrefillPlan(spec, schedule).box
 
+    def rounding(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> dict[str, bool]:
+        return {"folded": spec.fold_scales}
+
     def build(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> ir.Module:
         from lowbit.passes.kernels.eight_bit_prefill.kernel import eight_bit_prefill_matmul
 
@@ -75,6 +84,15 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
 
     def _fits(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target) -> bool:
         return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
+
+
+def served_tiles(spec: MatmulSpec, least: int = PREFILL_TILES[0]) -> tuple[int, ...]:
+    """Returns the numbers of tokens that are not left to the eight_bit kernels: from `least` on, beyond those for which
+    the weight is not rounded where scales are folded into it, and all where these kernels have none."""
+    if not spec.multiplies_codes:
+        return TOKEN_TILES
+    first = MOST_UNFOLDED + 1 if spec.folds else least
+    return tuple(tile for tile in TOKEN_TILES if tile >= first)
 
 
 def _schedules(

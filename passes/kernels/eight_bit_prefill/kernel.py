@@ -27,9 +27,10 @@ from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.layout import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Scalar, Tile
+from lowbit.passes.kernels.eight_bit_prefill.folded_weight import FoldedWeight
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.eight_bit_prefill.sums import IntegerSums, Product, PromotedSums, Sums
+from lowbit.passes.kernels.eight_bit_prefill.sums import KeptSums, Product, PromotedSums, Sums
 from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
 from lowbit.passes.kernels.prefill.kernel import Kernel
 
@@ -43,7 +44,8 @@ class EightBitKernel(Kernel, Generic[P]):
     weight: EightBitWeight
 
     def _make_weight(self) -> None:
-        self.weight = EightBitWeight(self.p, self.plan)
+        kind = FoldedWeight if self.spec.folds else EightBitWeight
+        self.weight = kind(self.p, self.plan)
 
     def _load_first(self, row_tile: Scalar) -> None:
         self.registers = self.weight.begin_round(row_tile, self.first_round)
@@ -68,8 +70,8 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
     def _make_sums(self) -> None:
         p, plan = self.p, self.plan
         layout = plan.rows.local(1, plan.part_tokens // MMA_M16N8_D.shape[1]) * MMA_M16N8_D
-        if plan.keeps_integers:
-            self.products = IntegerSums(p, layout)
+        if plan.keeps_sums:
+            self.products = KeptSums(p, layout, self.spec.x.sums)
         else:
             self.products = PromotedSums(p, layout, plan.schedule.parts, self.spec.x.sums, plan.schedule.banks)
 

@@ -34,7 +34,7 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
     spec, s = plan.spec, plan.schedule
     if not can_use_wgmma(spec, target):
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
-    if plan.keeps_integers and (s.parts, s.banks) != (1, 1):
+    if plan.keeps_sums and (s.parts, s.banks) != (1, 1):
         return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"
     if max(s.parts, s.split_k) % min(s.parts, s.split_k):
         return f"parts={s.parts} and split_k={s.split_k} must divide one another"
@@ -47,7 +47,7 @@ def check_weight(plan: EightBitPlan) -> None:
     if not plan.divides_groups:
         groups = f"groups of {spec.group_size} and rounds of {plan.step} columns"
         raise SpecError(f"schedule: {groups} must divide one another; {OTHERS}")
-    if spec.zeros == "int" and spec.dtype.bits == 8:
+    if spec.zeros == "int" and spec.dtype.bits == 8 and not spec.folds:
         raise SpecError(f"schedule: {spec} has differences of codes and zeros that are no bytes; {OTHERS}")
 
 
@@ -56,7 +56,7 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     fragments, and for what is loaded. It follows what the assembler was seen to do."""
     plan = EightBitPrefillPlan(spec, s)
     integers, zeros = spec.compute == "i8" and plan.groups > 0, spec.zeros == "int"
-    products = 0 if plan.keeps_integers else s.banks * plan.part_tokens // 2
+    products = 0 if plan.keeps_sums else s.banks * plan.part_tokens // 2
     loaded = plan.held_pieces * plan.piece_registers + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
     more = _SECOND_BANK * (s.banks > 1) + products // 32
     more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER

@@ -30,12 +30,18 @@ class EightBitPlan(PrefillPlan):
 
     @property
     def scales_weights(self) -> bool:
-        """Products are scaled, and weights are not."""
-        return False
+        """Products are scaled, and weights are not, unless scales are folded into them."""
+        return self.spec.folds
 
     @property
     def scales_in_rounds(self) -> bool:
         return self.groups > 0
+
+    @property
+    def scales_in_f32(self) -> bool:
+        """Weights are scaled in f32 where something that is no integer is added, too: then they are rounded to f16
+        once, as in the definition."""
+        return super().scales_in_f32 or (self.spec.folds and self.spec.zeros in ("float", "offset"))
 
     @property
     def groups(self) -> int:
@@ -44,9 +50,10 @@ class EightBitPlan(PrefillPlan):
         return 0 if group is None else max(1, self.step // group)
 
     @property
-    def keeps_integers(self) -> bool:
-        """Whether sums stay integers from the first column to the last: no group has a scale."""
-        return self.spec.compute == "i8" and not self.groups
+    def keeps_sums(self) -> bool:
+        """Whether the tensor core adds up all columns: weights of groups are scaled before they are multiplied, or are
+        integers of which no group has a scale."""
+        return self.spec.fold_scales or (self.spec.compute == "i8" and not self.groups)
 
     @property
     def offset(self) -> int:
@@ -72,16 +79,25 @@ class EightBitPlan(PrefillPlan):
 
     @property
     def held_groups(self) -> int:
-        """Groups whose scales are in registers at a time: those of the pieces, and all of a panel. They divide a
-        round's, so that a group has the same place in every round."""
-        groups, of_pieces = max(1, self.groups), self.groups * self.held_pieces // self.pieces
-        of_panels = (len({some.group for some in self.products(panel)}) for panel in range(self.panels))
-        return next(held for held in range(max(of_pieces, *of_panels), groups + 1) if groups % held == 0)
+        """Groups whose scales are in registers at a time."""
+        return self.held(max(1, self.groups))
+
+    def held(self, count: int) -> int:
+        """Of `count` numbers of a row in a round, those that are in registers at a time: those of the pieces, and all
+        of a panel. They divide the round's, so that a number has the same place in every round."""
+        columns, width = self.step // count, self.schedule.panel_k
+        of_panels = ((first + width - 1) // columns - first // columns + 1 for first in range(0, self.step, width))
+        least = max(count * self.held_pieces // self.pieces, *of_panels)
+        return next(held for held in range(least, count + 1) if count % held == 0)
 
     def products(self, panel: int) -> Iterator[Columns]:
-        """The products of a round's panel, in order: cut where a group ends, and f8e4m3 where it is promoted."""
+        """The products of a round's panel, in order: cut where a group ends, and where f8e4m3 is promoted. Of scaled
+        weights a panel is one product."""
         width = self.schedule.panel_k
-        most = PROMOTED if self.spec.compute == "f8e4m3" else width
+        if self.spec.folds:
+            yield Columns(0, width, 0)
+            return
+        most = width if self.keeps_sums or self.spec.compute == "i8" else PROMOTED
         group = self.step // max(1, self.groups)
         first, end = panel * width, (panel + 1) * width
         while first < end:

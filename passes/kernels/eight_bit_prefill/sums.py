@@ -50,11 +50,11 @@ class Sums(Protocol):
         ...
 
 
-class IntegerSums:
+class KeptSums:
     """Sums that the tensor core adds up from the first column to the last."""
 
-    def __init__(self, p: Program, layout: Layout) -> None:
-        self.p, self._sums = p, p.accumulator(layout, "i32")
+    def __init__(self, p: Program, layout: Layout, element: str) -> None:
+        self.p, self._sums = p, p.accumulator(layout, element)
 
     def begin_tile(self) -> None:
         self.p.clear(self._sums)

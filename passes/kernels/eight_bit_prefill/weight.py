@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, byte_exponent
 from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
 from lowbit.passes.builder import Index, Program, Scalar, Tile
@@ -34,14 +32,17 @@ class EightBitWeight(Weight):
 
     def begin_round(self, row_tile: Scalar, index: Index) -> WeightRegisters:
         """The beginning of a tile's first round, which is number `index`; the rest is brought into the L2 cache."""
-        plan, names = self.plan, list(self.factors.loaded)
+        plan, loaded = self.plan, self.factors.loaded
         codes = [self.codes_at(row_tile, index, piece).load() for piece in range(plan.held_pieces)]
-        groups = range(plan.held_groups)
-        factors = {name: [self.factors.at(name, row_tile, index, group).load() for group in groups] for name in names}
+        factors = {
+            name: [self.factors.at(name, row_tile, index, i).load() for i in range(plan.held(factor.count))]
+            for name, factor in loaded.items()
+        }
         for piece in range(plan.held_pieces, plan.pieces):
             self.codes_at(row_tile, index, piece).prefetch()
-        for name, group in product(names, range(plan.held_groups, plan.groups)):
-            self.factors.at(name, row_tile, index, group).prefetch()
+        for name, factor in loaded.items():
+            for i in range(plan.held(factor.count), factor.count):
+                self.factors.at(name, row_tile, index, i).prefetch()
         return WeightRegisters(codes, factors)
 
     def load_later(self, registers: WeightRegisters, panel: int, here: Round, coming: Round) -> None:
@@ -52,20 +53,23 @@ class EightBitWeight(Weight):
             place, number, round_ = _turn(piece - 1, plan.held_pieces, plan.pieces, here, coming)
             registers.codes[place] = self.codes_at(*round_, number).load()
             self.codes_at(*coming, piece - 1).prefetch()
-        if plan.groups > 1:
-            group = plan.step // plan.groups
-            for ended in range(panel * panel_k // group, (panel + 1) * panel_k // group):
-                self._load_later_factors(registers, ended, here, coming)
-        elif panel == 0:
-            registers.coming = {name: self.factors.at(name, *coming, 0).load() for name in self.factors.loaded}
-        elif panel == plan.panels - 1:
-            registers.factors = {name: [tile] for name, tile in registers.coming.items()}
+        ended = [(i, name) for name, factor in self.factors.loaded.items() for i in factor.ended(plan, panel)]
+        for i, name in sorted(ended, key=lambda each: each[0] * self.factors.loaded[each[1]].columns):
+            self._load_later_factor(registers, name, i, here, coming)
+        for name in (name for name, factor in self.factors.loaded.items() if factor.count == 1):
+            if panel == 0:
+                registers.coming[name] = self.factors.at(name, *coming, 0).load()
+            elif panel == plan.panels - 1:
+                registers.factors[name] = [registers.coming[name]]
 
-    def _load_later_factors(self, registers: WeightRegisters, ended: int, here: Round, coming: Round) -> None:
-        place, number, round_ = _turn(ended, self.plan.held_groups, self.plan.groups, here, coming)
-        for name in self.factors.loaded:
-            registers.factors[name][place] = self.factors.at(name, *round_, number).load()
-            self.factors.at(name, *coming, ended).prefetch()
+    def _load_later_factor(self, registers: WeightRegisters, name: str, i: int, here: Round, coming: Round) -> None:
+        """The same for number i of a factor that has several in a round."""
+        count = self.factors.loaded[name].count
+        if count == 1:
+            return
+        place, number, round_ = _turn(i, self.plan.held(count), count, here, coming)
+        registers.factors[name][place] = self.factors.at(name, *round_, number).load()
+        self.factors.at(name, *coming, i).prefetch()
 
     # -- to fragments
 

@@ -15,19 +15,20 @@ from lowbit.passes.target import Target
 
 _DECODE = {"int": 14.0, "uint": 8.0, "float": 14.0}  # instructions for a fragment of 16 x 32 weights
 _ZEROS = 16.0  # more, to subtract zero points
+_FOLD = 51.0  # in all, to scale and to round them
 _ADD = {"f8e4m3": 4.0, "i8": 8.0}  # to add a product of 16 x 8 to sums in f32
 
 
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillMmaSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes."""
     plan = EightBitPrefillMmaPlan(spec, s)
-    decode = _DECODE[spec.dtype.kind] + _ZEROS * (spec.zeros == "int")
+    decode = _FOLD if spec.folds else _DECODE[spec.dtype.kind] + _ZEROS * (spec.zeros == "int")
     return predict_tiles(plan, tokens, decode + _add(plan), target)
 
 
 def _add(plan: EightBitPrefillMmaPlan) -> float:
     """Instructions of a warp to add the products of a fragment of weights to the sums."""
-    if plan.keeps_integers:
+    if plan.keeps_sums:
         return 0.0
     products = sum(len(list(plan.products(panel))) for panel in range(plan.panels))
     fragments = plan.step / plan.spec.x.mma_k / products  # that one product takes

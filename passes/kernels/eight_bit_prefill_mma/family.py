@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar
 
+from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.eight_bit_prefill.family import TOKEN_TILES, served_tiles
 from lowbit.passes.kernels.eight_bit_prefill_mma import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
-from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
-TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
-"""Numbers of tokens that a schedule is chosen for: above those that the eight_bit kernels serve."""
 _PANELS = ((128, 2), (256, 2), (128, 4), (256, 4))  # columns and stages, the most promising first
 
 
@@ -32,7 +31,7 @@ class EightBitPrefillMma(KernelFamily[EightBitPrefillMmaSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         """All of them: there is no other way to multiply x of 8 bits but launches that each read the whole weight."""
         serves = spec.compute and not target.has_wgmma and self.candidates(spec, TOKEN_TILES[0], target)
-        return TOKEN_TILES if serves else ()
+        return served_tiles(spec, MOST_UNFOLDED + 1) if serves else ()
 
     def serves(self, schedule: EightBitPrefillMmaSchedule, tokens: int) -> bool:
         return tokens in TOKEN_TILES
@@ -62,6 +61,9 @@ class EightBitPrefillMma(KernelFamily[EightBitPrefillMmaSchedule]):
 
     def check(self, spec: MatmulSpec, schedule: EightBitPrefillMmaSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
+
+    def rounding(self, spec: MatmulSpec, schedule: EightBitPrefillMmaSchedule) -> dict[str, bool]:
+        return {"folded": spec.fold_scales}
 
     def build(self, spec: MatmulSpec, schedule: EightBitPrefillMmaSchedule) -> ir.Module:
         from lowbit.passes.kernels.eight_bit_prefill_mma.kernel import eight_bit_prefill_mma_matmul

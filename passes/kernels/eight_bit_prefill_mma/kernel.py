@@ -55,7 +55,7 @@ class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
         self.sums_layout = spatial(*s.warps).local(s.row_blocks, columns) * MMA_M16N8_D
         warps = replicated(along_rows, 2).spatial(along_tokens, 1)
         self.x_layout = warps.local(columns, s.panel_k // SUM_COLUMNS) * MMA_M16N8K32_B_NK
-        self.sums_element = "i32" if plan.keeps_integers else "f32"
+        self.sums_element = self.spec.x.sums if plan.keeps_sums else "f32"
 
     def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
         p, plan = self.p, self.plan
@@ -104,7 +104,7 @@ class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
     def _added(self, total: Tile, some: _Weights, x: Tile) -> Tile:
         """total + scale * a x^T"""
         p = self.p
-        if self.plan.keeps_integers:
+        if self.plan.keeps_sums:
             return p.mma(some.a, x, total)
         product = self._as_f32(p.mma(some.a, x, p.constant(0.0, self.spec.x.sums, self.sums_layout)))
         return p.add(total, product) if some.scale is None else p.fma(product, some.scale, total)

@@ -12,6 +12,7 @@ from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.target import Target
 
 _MOST_REGISTERS = 160  # of a thread for sums and codes, where the tensor core adds up all products
+_FOLDING = 24  # of these, for weights in f16 that are rounded to f8e4m3
 _MOST_PROMOTED = 128  # tokens of a tile, where products are added to sums in f32
 
 
@@ -33,6 +34,7 @@ def spills(spec: MatmulSpec, s: EightBitPrefillMmaSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are. It follows what the assembler was seen to do:
     products that wait for their scales take registers beside the sums, and the assembler begins many at once."""
     plan = EightBitPrefillMmaPlan(spec, s)
-    if plan.keeps_integers:
-        return s.tokens // 2 + plan.held_pieces * plan.piece_registers > _MOST_REGISTERS
+    if plan.keeps_sums:
+        loaded = plan.held_pieces * plan.piece_registers + _FOLDING * spec.folds
+        return s.tokens // 2 + loaded > _MOST_REGISTERS
     return s.tokens > _MOST_PROMOTED

@@ -1,0 +1,101 @@
+"""Weights whose scales are folded into numbers of f8e4m3 (`MatmulSpec.fold_scales`): the scales of rows that `pack`
+chooses for them, and the numbers that are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.formats.byte_codes import LARGEST
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.lowering.recipes import exponent
+from lowbit.pylib.dequantized import dequantize, numbers
+from lowbit.pylib.torch_types import TORCH
+
+_EXPONENTS = -126, 127  # of scales of rows: the normal numbers of f32
+_SCALED = ("scales", "offsets", "scale_scales", "scale_offsets", "offset_scales", "offset_offsets")
+"""Tensors whose numbers are those of weights; codes among them are not."""
+
+
+def with_row_scales(spec: MatmulSpec, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors as `pack` takes them, where a power of two has gone from the scales and offsets of every row to
+    the scale of the row: the least with which no weight of the row is beyond the largest number of f8e4m3. Rows that
+    share a second level share the power.
+
+    Scales stay exact, but for those that become subnormal numbers of their type.
+    """
+    exponent = _exponents(_largest(spec, values))
+    height = spec.bilevel.rows if spec.bilevel else 1
+    exponent = exponent.view(-1, height).amax(1, keepdim=True).repeat_interleave(height, 0)
+    scaled = {name: values[name] for name in _SCALED if name in values and not _is_code(spec, name)}
+    result = {**values}
+    for name, given in scaled.items():
+        of_given = exponent[::height] if spec.slot(name).index == "block" else exponent
+        result[name] = torch.ldexp(given.double(), -of_given)
+    of_rows = values.get("row_scales", torch.ones_like(exponent)).double().view(-1, 1)
+    return result | {"row_scales": torch.ldexp(of_rows, exponent)[:, 0]}
+
+
+def _is_code(spec: MatmulSpec, name: str) -> bool:
+    return bool(spec.slot(name).code)
+
+
+def _largest(spec: MatmulSpec, values: Mapping[str, Tensor]) -> Tensor:
+    """Returns a bound of the weights of each row [n, 1]: that of a group is its scale times the largest value less
+    zero, and its offset."""
+    decoded = spec.dtype.values()
+    decoded = decoded[abs(decoded) < float("inf")]
+    scales = _of_groups(spec, "scale", values)
+    zeros = _of_groups(spec, "zero", values) if "zeros" in values else torch.zeros_like(scales)
+    value = torch.maximum((float(decoded.min()) - zeros).abs(), (float(decoded.max()) - zeros).abs())
+    largest = scales.abs() * value
+    if "offsets" in values:
+        largest += _of_groups(spec, "offset", values).abs()
+    return largest.amax(1, keepdim=True)
+
+
+def _of_groups(spec: MatmulSpec, role: str, values: Mapping[str, Tensor]) -> Tensor:
+    """Returns scales, zeros or offsets [n, groups] in f64; of codes, what their second level makes of them."""
+    given, bilevel = values[f"{role}s"], spec.bilevel
+    if bilevel is None or not _is_code(spec, f"{role}s"):
+        return given.double()
+
+    def second(name: str) -> Tensor:
+        rows = values[f"{role}_{name}"].double().repeat_interleave(bilevel.rows, 0)[: len(given)]
+        return rows.repeat_interleave(bilevel.groups, 1)
+
+    codes = given.new_tensor(bilevel.table, dtype=torch.float64)[given.long()] if bilevel.table else given.double()
+    scaled = second("scales") * (codes - second("zeros") if bilevel.zeros else codes)
+    return scaled + second("offsets") if bilevel.offsets else scaled
+
+
+def _exponents(largest: Tensor) -> Tensor:
+    """Returns the least e with largest <= 448 * 2^e, and 0 for rows of zeros; numbers that are not finite are left to
+    the checks of `pack`."""
+    mantissa, exponent = torch.frexp(largest / LARGEST["f8e4m3"])  # mantissa in [0.5, 1)
+    least = exponent - (mantissa == 0.5).int()
+    return torch.where((largest > 0) & largest.isfinite(), least, 0).clamp(*_EXPONENTS)
+
+
+def with_table_in_f16(spec: MatmulSpec) -> MatmulSpec:
+    """Returns the spec with the values of its table, where its format has one, as kernels hold them: in f16, without a
+    power of two that scales have."""
+    t = spec.dtype
+    if t.kind != "table":
+        return spec
+    power = 2.0 ** exponent(t, "f16")
+    rounded = (t.values() / power).astype(np.float16).astype(np.float64) * power
+    return replace(spec, weight=f"lut{t.bits}", table=tuple(rounded.tolist()))
+
+
+def folded(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns the weight [n, k] in f32 as kernels for many tokens multiply it: without the scale of its row, rounded to
+    f16 and then to f8e4m3, to nearest even and to 448 at most; times the scale of the row."""
+    plain = replace(with_table_in_f16(spec), compute=None, fold_scales=False, row_scales=False)
+    largest = LARGEST["f8e4m3"]
+    near = dequantize(plain, tensors, torch.float16).float().clamp(-largest, largest).to(TORCH["e4m3"])
+    return near.float() * numbers(spec, "row_scales", tensors)

@@ -1,0 +1,321 @@
+"""Scales folded into weights of f8e4m3: which numbers are multiplied, the kernels that multiply them in the emulator
+and on the CPU, and what does not go together with it.
+
+Sums are compared to the last bit where f32 holds all of them, as in `test_eight_bit`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import test_eight_bit_prefill as wgmma
+import test_eight_bit_prefill_mma as mma_sync
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_eight_bit import FITTING, Problem, whole_problem
+from torch import Tensor
+
+import lowbit
+from lowbit.dialect.errors import PackError, SpecError
+from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
+from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.eight_bit_prefill import folded_weight as weight_side
+from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
+from lowbit.passes.lowering import byte_numbers
+from lowbit.pylib import reference
+from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance
+from lowbit.pylib.tune.trial import rounding
+
+FORMATS = [name for compute, name in FITTING if compute == "f8e4m3"]
+FOLDED: dict[str, Any] = {"compute": "f8e4m3", "fold_scales": True}
+HOPPER, ADA = "emulator:sm_90a", "emulator:sm_89"
+
+
+def folded_problem(spec: MatmulSpec, m: int) -> Problem:
+    """Scales are a power of two times 4, 5, 6 or 7, so that products with codes have to be rounded."""
+    x, x_scales, codes, _, zeros = whole_problem(spec, m)
+    rng = np.random.default_rng(1)
+    drawn = rng.integers(4, 8, (spec.n, spec.groups)) * np.exp2(rng.integers(-1, 2, (spec.n, spec.groups)))
+    if spec.scale == "e8m0":
+        drawn = np.exp2(np.log2(drawn).round())
+    if spec.dtype.exponent > 3:  # and the same scale for all of a row, where codes have so wide a range
+        drawn = np.broadcast_to(drawn[:, :1], drawn.shape).copy()
+    return x, x_scales, codes, torch.from_numpy(drawn).float(), zeros
+
+
+def tensors_of(problem: Problem) -> dict[str, Tensor]:
+    codes, scales, zeros = problem[2:]
+    return {"codes": codes, "scales": scales} | ({} if zeros is None else {"zeros": zeros})
+
+
+def expected(spec: MatmulSpec, problem: Problem) -> Tensor:
+    """y of the definition: the weight without the scale of its row is rounded to f8e4m3."""
+    x, x_scales = problem[0].double(), problem[1].double()
+    w = reference.folded_weight(spec, tensors_of(problem))
+    return ((x * x_scales[:, None]) @ torch.from_numpy(w).T).float()
+
+
+# -- what is multiplied
+
+
+def test_pack_chooses_powers_of_two() -> None:
+    """The least with which no weight of a row is beyond 448; the weight is what it was."""
+    spec = MatmulSpec(5, 64, "u4", 32, zeros="int", **FOLDED)
+    scales = torch.tensor([[0.01, 0.02], [448 / 8, 1.0], [-449 / 8, 1.0], [0.0, 0.0], [3e-5, 6e4]])
+    plain = replace(spec, compute=None, fold_scales=False, row_scales=False)
+    codes = torch.randint(0, 16, (5, 64))
+    zeros = torch.tensor([[7, 8]] * 5)
+    w = pack(spec, codes, scales, zeros=zeros)
+    rows, stored = w.unpack_row_scales(), w.unpack_scales().float()
+    assert rows is not None and torch.equal(torch.frexp(rows)[0], torch.full((5,), 0.5))
+    largest = (stored.abs() * 8).amax(1)
+    assert (largest <= 448).all() and (largest[[0, 1, 2, 4]] > 224).all()
+    assert rows[1:4].tolist() == [1.0, 2.0, 1.0]
+    kept = slice(0, 4)  # the last row has a scale that becomes a subnormal number
+    assert torch.equal(w.dequantize()[kept], pack(plain, codes, scales, zeros=zeros).dequantize()[kept])
+
+
+def test_row_scales_that_are_given_stay() -> None:
+    spec = MatmulSpec(3, 64, "f4e2m1", 32, scale="e4m3", **FOLDED)
+    rows = torch.tensor([0.3, 5.0, 1e-3])
+    scales = torch.tensor([[1.0, 0.5], [448.0, 2.0], [0.25, 2.0]])
+    w = pack(spec, torch.randint(0, 16, (3, 64)), scales, row_scales=rows)
+    found = w.unpack_row_scales()
+    assert found is not None
+    powers = (found / rows).log2()
+    assert torch.equal(powers, powers.round()) and powers[1] == 3.0  # 6 * 448 is beyond 448 by 2^3
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["u4", "i3", "u1", "f4e2m1", "f8e4m3"]), st.integers(-12, 8))
+@settings(max_examples=30, deadline=None)
+def test_folded_weights_are_the_nearest_numbers(seed: int, weight: str, power: int) -> None:
+    """By the definition in float64, and never off by more than half of the spacing at their size."""
+    spec = MatmulSpec(6, 64, weight, 32, **FOLDED)
+    rng = np.random.default_rng(seed)
+    t = dtype(weight)
+    codes = t.encode(rng.standard_normal((6, 64)) * min(t.max, 4.0))
+    codes = torch.from_numpy(t.decode(codes) if t.kind == "int" else codes).to(torch.int16)
+    scales = torch.from_numpy(rng.uniform(0.5, 2.0, (6, 2)) * 2.0**power).half()
+    w = pack(spec, codes, scales)
+    near, exact, rows = w.folded(), w.dequantize(), w.unpack_row_scales()
+    assert rows is not None
+    np.testing.assert_array_equal(near.numpy(), reference.folded_weight(spec, {"codes": codes, "scales": scales}))
+    bytes_ = near / rows[:, None]
+    assert torch.equal(bytes_, bytes_.to(torch.float8_e4m3fn).float())
+    spacing = torch.exp2(exact.abs().clamp(min=2.0**-6 * rows[:, None]).log2().floor() - 3)
+    assert ((near - exact).abs() <= (0.5 + 2.0**-8) * spacing).all()
+
+
+def test_scales_that_are_powers_of_two_lose_nothing() -> None:
+    """MX formats, but for numbers that become subnormal."""
+    spec = MatmulSpec.preset("mxfp4", 16, 128, **FOLDED)
+    _, tensors = random_inputs(spec, 1)
+    w = pack(spec, **tensors)
+    assert torch.equal(w.folded(), w.dequantize())
+
+
+def test_one_scale_per_row_is_not_folded() -> None:
+    spec = MatmulSpec(16, 128, "f8e4m3", **FOLDED)
+    assert not spec.folds and not spec.row_scales
+    w = pack(spec, *(t for t in random_inputs(spec, 1)[1].values()))
+    assert torch.equal(w.folded(), w.dequantize())
+
+
+# -- kernels
+
+
+def spec_of(weight: str, number: int) -> MatmulSpec:
+    """A small spec of a format: group sizes and zeros take turns."""
+    group = (256 if dtype(weight).bits in (3, 5, 6, 7) else 32, 128, None, 256)[number % 4]
+    zeros = "int" if weight[0] in "ui" and number % 2 else "none"
+    group = 256 if group and dtype(weight).bits in (3, 5, 6, 7) else group
+    return MatmulSpec(40, 1024, weight, group, zeros=zeros, out="f32", **FOLDED)
+
+
+@pytest.mark.parametrize("weight", FORMATS)
+def test_every_format_to_the_last_bit(weight: str) -> None:
+    spec = spec_of(weight, FORMATS.index(weight))
+    problem = folded_problem(spec, m=5)
+    assert torch.equal(wgmma.run(spec, wgmma.SMALL, problem), expected(spec, problem))
+
+
+CASES: list[tuple[dict[str, Any], Schedule, int]] = [
+    # A tile after the other, rows and tokens that end inside of tiles, columns inside of a round.
+    ({"n": 300, "k": 1120, "group_size": 32}, Schedule(16, num_stages=8), 70),
+    ({"n": 130, "k": 1024, "group_size": 64, "zeros": "int"}, Schedule(32), 40),
+    ({"n": 136, "k": 1024, "group_size": 1024, "act": "bf16"}, Schedule(48), 50),
+    ({"n": 128, "k": 1280, "group_size": 256, "scale": "f32"}, Schedule(32, 256), 40),
+    ({"n": 128, "k": 1536, "scale": "bf16", "zeros": "int", "act": "bf16"}, Schedule(32), 20),
+    ({"n": 128, "k": 1088, "group_size": 32, "scale": "e8m0", "weight": "f4e2m1"}, Schedule(64), 60),
+    ({"n": 128, "k": 1024, "group_size": 32, "scale": "e4m3", "weight": "f4e2m1"}, Schedule(64, num_stages=8), 60),
+    # Clusters, of which one block may be beyond the last row.
+    ({"n": 300, "k": 1024, "zeros": "int"}, Schedule(32, cluster=2), 70),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choices", "schedule", "m"), CASES, ids=str)
+def test_small_sizes_to_the_last_bit(choices: dict[str, Any], schedule: Schedule, m: int) -> None:
+    spec = MatmulSpec(**{"weight": "u4", "group_size": 128, "out": "f32", **FOLDED, **choices})
+    problem = folded_problem(spec, m)
+    assert torch.equal(wgmma.run(spec, schedule, problem), expected(spec, problem))
+
+
+@pytest.mark.parametrize("weight", ["u4", "i3", "f6e3m2", "f8e4m3"])
+def test_mma_sync_to_the_last_bit(weight: str) -> None:
+    spec = spec_of(weight, 1)
+    problem = folded_problem(spec, m=40)
+    assert torch.equal(mma_sync.run(spec, mma_sync.SMALL, problem), expected(spec, problem))
+
+
+def test_rounding_shows() -> None:
+    """What these tests compare with is not the weight itself."""
+    spec = spec_of("u4", 1)
+    given = tensors_of(folded_problem(spec, 5))
+    assert (reference.folded_weight(spec, given) != reference.dequantize(spec, **given)).mean() > 0.2
+
+
+@pytest.mark.parametrize("target", [HOPPER, ADA, "cpu"])
+def test_from_129_tokens_on(target: str) -> None:
+    """As a user calls it. Up to 128 tokens scales multiply sums, and weights are not rounded."""
+    spec = MatmulSpec(40, 512, "u4", 128, zeros="int", bias=True, **FOLDED)
+    mm = lowbit.compile(spec, target)
+    x, tensors = random_inputs(spec, MOST_UNFOLDED + 1)
+    w = mm.pack(**tensors)
+    few, many = mm(x[:MOST_UNFOLDED], w), mm(x, w)
+    for y, m in ((few, MOST_UNFOLDED), (many, MOST_UNFOLDED + 1)):
+        folds = rounding(mm, m).get("folded", False)
+        assert folds == (m > MOST_UNFOLDED)
+        given = {name: t for name, t in tensors.items() if name != "bias"}
+        weight = reference.folded_weight(spec, given) if folds else reference.dequantize(spec, **given)
+        right = reference.multiplied(spec, x[:m]) @ weight.T + tensors["bias"].double().numpy()
+        assert np.abs(y.double().numpy() - right).max() <= 2.0**-10 * np.abs(right).max()
+        assert agrees(y, matmul(spec, x[:m], **tensors), tolerance(spec, x[:m], **tensors, **rounding(mm, m))).all()
+    assert not torch.equal(few, many[:MOST_UNFOLDED])
+
+
+@pytest.mark.parametrize("target", [HOPPER, "cpu"])
+def test_rows_of_zeros_and_of_what_is_no_number(target: str) -> None:
+    spec = MatmulSpec(24, 256, "u4", 128, out="f32", **FOLDED)
+    codes, scales = torch.randint(0, 16, (24, 256)), torch.rand(24, 2) + 0.1
+    scales[5] = 0.0
+    scales[6, 0] = 0.0
+    x = torch.randn(140, 256).half()
+    x[3], x[4, 7], x[9, 255] = 0.0, torch.nan, -torch.inf
+    mm = lowbit.compile(spec, target)
+    y = mm(x, mm.pack(codes, scales))
+    bad = torch.zeros(140, dtype=torch.bool)
+    bad[[4, 9]] = True
+    assert y[bad].isnan().all() and y[~bad].isfinite().all()
+    assert not y[3].any() and not y[~bad][:, 5].any() and y[~bad][:, 6].any()
+
+
+@pytest.mark.parametrize("target", [HOPPER, "cpu"])
+def test_rows_of_any_size(target: str) -> None:
+    """Rows of large and of small scales are as exact as each other; in a row, small groups lose bits beside large."""
+    spec = MatmulSpec(48, 256, "i4", 64, scale="f32", out="f32", **FOLDED)
+    codes = torch.randint(-8, 8, (48, 256))
+    scales = (1 + torch.rand(48, 4)) * torch.exp2(torch.arange(48.0) - 24)[:, None]
+    scales[:, 1] *= 2.0**-30  # of which nothing is left
+    x = torch.randn(130, 256).half()
+    mm = lowbit.compile(spec, target)
+    w = mm.pack(codes, scales)
+    assert not w.folded()[:, 64:128].any()
+    right = torch.from_numpy(reference.multiplied(spec, x)) @ w.folded().double().T
+    assert ((mm(x, w) - right).abs() <= 1e-6 * right.abs().amax(0)).all()
+
+
+def test_values_that_are_no_numbers() -> None:
+    """A code of NaN makes NaN of its row of the weight, for every token."""
+    spec = MatmulSpec(16, 256, "f8e4m3", 128, out="f32", **FOLDED)
+    codes = torch.randint(0, 0x70, (16, 256))
+    codes[3, 5] = 0x7F
+    w = pack(spec, codes, torch.ones(16, 2))
+    for target in (HOPPER, "cpu"):
+        y = lowbit.compile(spec, target)(torch.ones(130, 256).half(), w)
+        assert y[:, 3].isnan().all() and y[:, :3].isfinite().all()
+
+
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "order of columns": (byte_numbers, "_e4m3_row", lambda right: lambda near, far: right(far, near)),
+    "group": (weight_side, "Part", lambda right: lambda start, width, group: right(0, width, 0)),
+    "scale of rows": (weight_side.FoldedWeight, "_scaled", lambda right: lambda self, numbers, *others: numbers),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrap = MUTATIONS[what]
+    monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+    spec = MatmulSpec(64, 1024, "i4", 64, out="f32", **FOLDED)
+    problem = folded_problem(spec, 20)
+    assert not torch.equal(wgmma.run(spec, Schedule(32), problem), expected(spec, problem))
+
+
+# -- which kernels, and what goes on disk
+
+
+@pytest.mark.parametrize("group", [128, None])
+def test_schedules_have_no_parts(group: int | None) -> None:
+    """Sums stay in the tensor core, which multiplies all tokens of a tile at once; so that takes less time."""
+    spec = MatmulSpec(8192, 8192, "u4", group, **FOLDED)
+    usual = replace(spec, fold_scales=False)
+    for m in (256, 512, 4096):
+        found = {each: wgmma.FAMILY.candidates(each, m, wgmma.HOPPER) for each in (spec, usual)}
+        assert {(s.parts, s.banks) for s in found[spec]} == {(1, 1)}
+        times = {e: min(wgmma.FAMILY.predict(e, m, s, wgmma.HOPPER) for s in some) for e, some in found.items()}
+        assert times[spec] < 0.9 * times[usual]
+    with pytest.raises(SpecError, match="needs parts=1 and banks=1"):
+        wgmma.FAMILY.check(spec, Schedule(32, parts=2), wgmma.HOPPER)
+
+
+def test_a_saved_weight_is_the_same() -> None:
+    spec = MatmulSpec(32, 256, "u4", 128, zeros="int", **FOLDED)
+    w = pack(spec, **random_inputs(spec, 1)[1])
+    loaded = PackedWeight.from_state_dict(w.state_dict())
+    assert loaded.spec is w.spec and torch.equal(loaded.folded(), w.folded())
+    assert MatmulSpec.from_dict(spec.to_dict()) == spec
+
+
+def test_a_quantized_model() -> None:
+    """`QuantConfig` hands the option on."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 64, dtype=torch.float16))
+    usual = torch.nn.Sequential(torch.nn.Linear(256, 64, dtype=torch.float16))
+    usual.load_state_dict(model.state_dict())
+    config = lowbit.QuantConfig("u4", 128, compute="f8e4m3", fold_scales=True)
+    assert lowbit.QuantConfig.from_dict(config.to_dict()) == config
+    lowbit.quantize_(model, config)
+    lowbit.quantize_(usual, replace(config, fold_scales=False))
+    x = torch.randn(200, 256).half()
+    y, exact = model(x), usual(x)
+    assert model[0].spec.folds and torch.equal(model(x[:5]), usual(x[:5]))
+    error = (y - exact).float().norm() / exact.float().norm()
+    assert 0.01 < error < 0.04
+
+
+# -- what does not go together
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"compute": None}, "fold_scales=True needs activations of 8 bits; use compute='f8e4m3'"),
+    ({"compute": "i8"}, "fold_scales=True needs compute='f8e4m3': a scaled integer is none"),
+    ({"fold_scales": 1}, "fold_scales=1 must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("choices", "message"), REFUSED, ids=str)
+def test_wrong_specs_name_the_fix(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        MatmulSpec(**{"n": 32, "k": 256, "weight": "u4", "group_size": 128, **FOLDED, **choices})
+
+
+def test_scales_that_are_not_finite() -> None:
+    spec = MatmulSpec(16, 64, "u4", 32, **FOLDED)
+    scales = torch.ones(16, 2)
+    scales[2, 1] = torch.inf
+    with pytest.raises(PackError, match=r"scales\[2, 1\] = inf must be finite"):
+        pack(spec, torch.zeros(16, 64, dtype=torch.uint8), scales)
