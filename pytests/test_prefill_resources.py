@@ -95,7 +95,7 @@ class Case:
     def kernels(self) -> Iterator[KernelRequest]:
         """A kernel of each spec, with one of the schedules that may be chosen for it."""
         for j, spec in enumerate(self.specs):
-            found = FAMILIES[self.family].candidates(spec, 512, self.target)
+            found = FAMILIES[self.family].candidates(spec, turn(j, 512, 128), self.target)
             yield request(spec, self.target, found[(5 * self.number + 3 * j) % len(found)])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.cost_model import clusters, exchange, untried
+from lowbit.passes.kernels.prefill.cost_model import clusters, exchange, starts, untried
 from lowbit.passes.target import Target
 
 _LAUNCH = 3.0  # microseconds of a launch, until the first panel is there
@@ -27,7 +27,7 @@ def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: T
     plan = EightBitPrefillPlan(spec, s)
     waves = -(-plan.tiles(tokens) // max(1, clusters(s, target)))
     tile = plan.rounds * _round(plan) + _END + _END_PER_TOKEN * plan.share + exchange(plan)
-    return max(_LAUNCH + waves * tile, spec.bytes / _MEMORY) * untried(s)
+    return max(_LAUNCH * starts(s, target) + waves * tile, spec.bytes / _MEMORY) * untried(s)
 
 
 def _round(plan: EightBitPrefillPlan) -> float:

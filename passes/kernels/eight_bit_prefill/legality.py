@@ -14,7 +14,8 @@ OTHERS = "take an EightBitSchedule"
 _MOST_REGISTERS = 242  # of a thread, beside those for addresses and on the way to fragments
 _SECOND_BANK = 32  # of these, for scales and addresses that are needed later
 _MORE = 8  # for zeros, or integers that become f32,
-_CLUSTER = 3  # for the other block of a cluster
+_CLUSTER = 3  # for the other block of a cluster, with which x is shared
+_SPLIT = 7  # or k is split,
 _WIDE = 25  # and for codes of 8 bits with integers that become f32
 
 
@@ -60,5 +61,6 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     loaded = plan.held_pieces * plan.piece_registers + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
     more = _SECOND_BANK * (s.banks > 1) + products // 32
     more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER
+    more += _SPLIT * (s.split_k > 1)
     more += integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS

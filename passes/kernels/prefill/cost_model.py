@@ -35,7 +35,7 @@ def predict(spec: MatmulSpec, tokens: int, s: PrefillSchedule, target: Target) -
     if s.cluster > 1 and waves > 1:
         products *= _MULTICAST
     tile = products + _END + _END_PER_TOKEN * plan.share + exchange(plan)
-    return max(_LAUNCH + waves * tile, spec.bytes / _MEMORY) * untried(s)
+    return max(_LAUNCH * starts(s, target) + waves * tile, spec.bytes / _MEMORY) * untried(s)
 
 
 def untried(s: PrefillSchedule) -> float:
@@ -52,6 +52,12 @@ def clusters(s: PrefillSchedule, target: Target) -> int:
     """How many clusters, or single blocks, run at a time."""
     reached = target.multiprocessors * (_REACH if s.cluster_blocks > 2 else 1.0)
     return int(reached / s.cluster_blocks)
+
+
+def starts(s: PrefillSchedule, target: Target) -> int:
+    """How often blocks start: twice where some clusters find room when others have ended, if only to see that there is
+    nothing left to do."""
+    return 1 if clusters(s, target) == target.multiprocessors // s.cluster_blocks else 2
 
 
 def at_once(plan: PrefillPlan, tokens: int, target: Target) -> bool:
