@@ -93,6 +93,9 @@ def _fake_dequantize(weight: list[Tensor], kernel: str) -> Tensor:
     return weight[0].new_empty((spec.n, spec.k), dtype=TORCH[spec.act])
 
 
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
 class _Product(torch.autograd.Function):
     """The matmul with its gradient to x; scales that require one get None."""
 
@@ -100,7 +103,8 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, keys: Any, x: Tensor, kernel: str, *weight: Tensor) -> Tensor:
         ctx.kernel = kernel
         ctx.save_for_backward(*weight)
-        return _below_autograd(keys, x, weight, kernel)
+        with torch._C._ExcludeDispatchKeyGuard(_VIEWS):  # y is no view, so that it can be added to in place
+            return _below_autograd(keys, x, weight, kernel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

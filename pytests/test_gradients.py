@@ -58,6 +58,17 @@ def test_gradient_of_x(spec: lowbit.MatmulSpec, target: str) -> None:
     torch.testing.assert_close(dx.float(), expected, **close)
 
 
+def test_a_result_can_be_added_to_in_place(target: str) -> None:
+    """As adapters of PEFT do."""
+    x, mm, w = _make(SPECS[0], target)
+    x = x[None].requires_grad_()
+    y = mm(x, w)
+    y += 1
+    y.sum().backward()
+    assert torch.equal(y, mm(x, w) + 1)
+    torch.testing.assert_close(x.grad, mm.dequantize(w).sum(0).expand_as(x), rtol=1e-2, atol=1e-2)
+
+
 def test_second_gradient() -> None:
     """The gradient to dy of a function of dx: a matmul is linear, so it is that of a dense layer."""
     x, mm, w = _make(SPECS[0], "cpu")

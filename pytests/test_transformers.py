@@ -223,6 +223,17 @@ def test_which_modules(checkpoints: Any, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded(tmp_path, device_map="cpu")), logits(model))
 
 
+def test_patterns_stay_in_order_in_a_file_with_sorted_keys() -> None:
+    modules = {"*.mlp.*": QuantConfig("u3", 64), "*.0.*": None}
+    written = LowbitConfig(U4, modules=modules).to_dict()
+    read = LowbitConfig.from_dict(json.loads(json.dumps(written, sort_keys=True)))
+    assert list(read.modules.items()) == list(modules.items())
+    by_earlier_versions = written | {"modules": dict(written["modules"])}
+    assert LowbitConfig.from_dict(by_earlier_versions).modules == modules
+    with pytest.raises(SpecError, match="must be a list of patterns"):
+        LowbitConfig.from_dict(written | {"modules": ["*.mlp.*"]})
+
+
 def test_dequantize(checkpoints: Any) -> None:
     model = loaded(checkpoints("llama"), LowbitConfig(U4))
     expected = logits(model)

@@ -111,14 +111,14 @@ class LowbitConfig(QuantizationConfigMixin):
                 raise SpecError(f"method={config.method!r}: {_NO_DATA}, then save_pretrained; or method='hqq'")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what stands in config.json."""
+        """Returns what stands in config.json, where transformers sorts keys: patterns are a list, to stay in order."""
         if self.from_checkpoint:
             return {"quant_method": QUANT_METHOD, "version": VERSION, "from_checkpoint": True}
         return {
             "quant_method": QUANT_METHOD,
             "version": VERSION,
             "config": self.config.to_dict(),
-            "modules": {name: None if c is None else c.to_dict() for name, c in self.modules.items()},
+            "modules": [[name, None if c is None else c.to_dict()] for name, c in self.modules.items()],
             "modules_to_not_convert": self.modules_to_not_convert,
             "lm_head": self.lm_head,
             "embeddings": self.embeddings,
@@ -142,10 +142,8 @@ class LowbitConfig(QuantizationConfigMixin):
         if written == {"from_checkpoint": True}:
             found = cls(from_checkpoint=True)
             return (found, kwargs) if return_unused_kwargs else found
-        modules = written.pop("modules", None) or {}
-        if not isinstance(modules, Mapping):
-            raise SpecError(f"modules={modules!r} of config.json must be a dictionary of configurations")
-        configs = {name: None if c is None else QuantConfig.from_dict(c) for name, c in modules.items()}
+        modules = _pairs(written.pop("modules", None) or [])
+        configs = {name: None if c is None else QuantConfig.from_dict(c) for name, c in modules}
         config = QuantConfig.from_dict(written.pop("config", None) or {})
         known = ("modules_to_not_convert", "lm_head", "embeddings", "per_row_if_indivisible", "fuse")
         if unknown := sorted(written.keys() - set(known)):
@@ -160,6 +158,14 @@ def _recipe(weight: str, group_size: int | None, others: Mapping[str, Any]) -> Q
     except TypeError as error:
         names = ", ".join(field.name for field in fields(QuantConfig))
         raise SpecError(f"LowbitConfig: {error}; the fields of a recipe are {names}") from None
+
+
+def _pairs(given: object) -> list[tuple[str, Any]]:
+    """Returns the patterns of config.json with their configurations, in order. Earlier versions wrote a dictionary."""
+    pairs: Any = list(given.items()) if isinstance(given, Mapping) else given
+    if not (isinstance(pairs, list) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)):
+        raise SpecError(f"modules={given!r} of config.json must be a list of patterns and configurations")
+    return [(str(name), config) for name, config in pairs]
 
 
 def _names(given: object) -> list[str] | None:
