@@ -13,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lowbit
+from lowbit.pylib.checkpoints.quantize_files import Request, quantize_folder
 from lowbit.pylib.cli.main import app
 from lowbit.pylib.nn.outlier_rows import OutlierRows, bars
 
@@ -71,13 +72,18 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(source)
     (source / "tokenizer.txt").write_text("beside the weights")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text("{}")
+    (source / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../dense"}]')
     given = ("quantize", source, "-w", "u4", "-g", 32, "--method", "hqq", "--skip", "*.down_proj", "--out", out)
     found = rows(*given)
     low_bit = {name: row for name, row in found.items() if not row["reason"]}
     kinds = {name.rpartition(".")[2] for name in low_bit}
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
     assert all(0 < row["error"] < 0.2 for row in low_bit.values())
+    assert found["model.layers.0.mlp.down_proj"]["reason"] == "config['*.down_proj'] is None"
     assert (out / "tokenizer.txt").read_text() == "beside the weights"
+    assert (out / "1_Pooling/config.json").exists() and not (out / "dense").exists()
     assert {n: row["error"] for n, row in rows("inspect", out).items()} == {n: r["error"] for n, r in found.items()}
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad():
@@ -93,12 +99,44 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     assert isinstance(again.model.layers[0].mlp.gate_up_proj, lowbit.LowbitLinear)
 
 
+def test_errors_of_experts(tmp_path: Path) -> None:
+    """Dense files have them by part, in a module that has another name in the model."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**sizes, num_hidden_layers=1, vocab_size=50, num_local_experts=2)
+    torch.manual_seed(0)
+    transformers.MixtralForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
+    found = rows("quantize", tmp_path / "dense", "-g", 32, "--method", "rtn", "--out", tmp_path / "low")
+    experts = [row for name, row in found.items() if ".experts." in name]
+    assert len(experts) == 4 and all(0.05 < row["error"] < 0.1 for row in experts)
+    assert "MixtralTopKRouter" in found["model.layers.0.block_sparse_moe.gate"]["reason"]
+
+
+def test_recipes_with_a_name(plain: Path, tmp_path: Path) -> None:
+    found = rows("quantize", plain, "-w", "q4_1", "--out", tmp_path / "low")
+    assert found["layers.0.up"]["format"].startswith("u4 per 32")
+    assert rows("inspect", tmp_path / "low")["layers.0.up"]["format"] == "u4 per 32, f16 scales, offset zeros"
+    given = ("quantize", plain, "-w", "q4_1", "-g", 64, "--out", tmp_path / "no")
+    assert "whole recipe; drop --group-size" in lines(*given, code=1)
+
+
+def test_an_interrupted_command_leaves_nothing(plain: Path, tmp_path: Path) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "models/low"
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(plain, out, Request(lowbit.QuantConfig("u4", 32)), interrupt)
+    assert list(out.parent.iterdir()) == []
+
+
 def test_wrong_requests_are_one_line(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "low"
     assert "calibration" in lines("quantize", plain, "--method", "gptq", "--out", out, code=1)
     assert "no config.json" in lines("quantize", plain, "--fuse", "--out", out, code=1)
     assert "act=" in lines("quantize", plain, "--act", "f8", "--out", out, code=1)
     assert "no matrix" in lines("quantize", plain, "-g", 32, "--skip", "*", "--out", out, code=1)
+    assert "use cpu" in lines("quantize", plain, "--device", "gpu", "--out", out, code=1)
     assert lines("inspect", tmp_path / "missing", code=1).startswith("error")
     gptq = CHECKPOINTS / "gptq-4"
     assert f"{gptq} is quantized already" in lines("quantize", gptq, "--out", out, code=1)

@@ -25,6 +25,8 @@ ERRORS = "lowbit-errors.json"
 """The file of a checkpoint in which `lowbit quantize` notes the relative error of each layer."""
 TYPE_NAMES = {kind.name for kind in TYPES.values()}
 DENSE = "not quantized in the file"
+EXPERT_PARTS = {"gate_up": (("gate_proj", "up_proj"), ("w1", "w3")), "down": (("down_proj",), ("w2",))}
+"""What dense files call the parts of the matrices of an expert in `LowbitExperts`."""
 
 
 def contents(path: str | PathLike[str], against: str | PathLike[str] | None = None) -> QuantizationReport:
@@ -98,11 +100,24 @@ def _original(originals: TensorFiles, name: str) -> Tensor | None:
     if f"{name}.weight" in originals:
         return originals[f"{name}.weight"]
     parent, dot, leaf = name.rpartition(".")
+    if leaf.isdecimal():
+        experts, _, matrix = parent.rpartition(".")
+        return _original_expert(originals, experts, matrix, leaf)
     inside = (other.removeprefix(parent + dot) for other in originals if other.startswith(parent + dot))
     layers = {other.removesuffix(".weight") for other in inside if other.endswith(".weight") and other.count(".") == 1}
     parts = [originals[f"{parent}{dot}{part}.weight"] for part in parts_named(leaf, layers)]
     fits = parts and all(part.ndim == 2 and part.shape[1] == parts[0].shape[1] for part in parts)
     return torch.cat(parts) if fits else None
+
+
+def _original_expert(originals: TensorFiles, experts: str, matrix: str, number: str) -> Tensor | None:
+    """Returns a dense matrix of an expert, whose parts have names of their own, or which is one of a stack."""
+    for parts in EXPERT_PARTS.get(matrix, ()):
+        names = [f"{experts}.{number}.{part}.weight" for part in parts]
+        if all(name in originals for name in names):
+            return torch.cat([originals[name] for name in names])
+    stack = f"{experts}.{matrix}_proj"
+    return originals[stack][int(number)] if stack in originals and int(number) < originals.shape(stack)[0] else None
 
 
 def _relative_error(original: Tensor | None, weight: PackedWeight) -> float | None:

@@ -7,9 +7,12 @@ that of a linear layer, unless its name says otherwise, and gets quantized on it
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -72,17 +75,30 @@ def quantize_folder(
         raise SpecError(f"method={request.config.method!r}: {NO_DATA}")
     if done := open_checkpoint(path).modules:
         raise CheckpointError(f"{path} is quantized already, {done[0]} for one; name the dense model it was made of")
-    if _is_of_transformers(path):
-        on_step("quantizing while transformers loads the model")
-        _by_transformers(path, target, request)
-        on_step("comparing")
-        report = contents(target, against=path)
-    elif request.fuse:
+    if request.fuse and not _is_of_transformers(path):
         raise SpecError(f"fuse: {path} has no config.json of transformers; which layers share an input is not known")
-    else:
-        report = _by_names(path, target, request, on_step)
-    note_errors(target, report)
+    with _all_or_nothing(target) as folder:
+        if _is_of_transformers(path):
+            report = _by_transformers(path, folder, request, on_step)
+        else:
+            report = _by_names(path, folder, request, on_step)
+        note_errors(folder, report)
     return report
+
+
+@contextmanager
+def _all_or_nothing(target: Path) -> Iterator[Path]:
+    """Yields a folder that becomes `target` at the end of the context; after an error, or Ctrl-C, nothing is left."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.absolute().with_name(f".{target.absolute().name}.{os.getpid()}")
+    folder.mkdir()
+    try:
+        yield folder
+        if target.exists():
+            target.rmdir()  # which is empty
+        folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- models of transformers
@@ -93,9 +109,15 @@ def _is_of_transformers(path: Path) -> bool:
     return config.is_file() and "model_type" in read_json(config)
 
 
-def _by_transformers(path: Path, target: Path, request: Request) -> None:
-    """Load a model with a `LowbitConfig`, and save it with all that stands beside its weights."""
+def _by_transformers(
+    path: Path, target: Path, request: Request, on_step: Callable[[str], object]
+) -> QuantizationReport:
+    """Load a model with a `LowbitConfig`, and save it with all that stands beside its weights; returns what became of
+    its layers, by their names in the files."""
     from lowbit.pylib.integrations.config import LowbitConfig
+    from lowbit.pylib.integrations.saved import renaming
+
+    on_step("quantizing while transformers loads the model")
 
     dtype: Any = {"f16": torch.float16, "bf16": torch.bfloat16, None: "auto"}[request.act]
     config = LowbitConfig(
@@ -111,9 +133,31 @@ def _by_transformers(path: Path, target: Path, request: Request) -> None:
         path, quantization_config=config, dtype=dtype, local_files_only=True, **places
     )
     model.save_pretrained(target)
+    _copy_others(path, target)
+    on_step("comparing")
+    report = contents(target, against=path)
+    renamed, reasons = renaming(model, [row.name for row in report]), model.hf_quantizer.stays_dense
+    rows = [replace(row, reason=row.reason and reasons.get(renamed(row.name), row.reason)) for row in report]
+    return QuantizationReport(tuple(rows), model.hf_quantizer.fused)
+
+
+def _copy_others(path: Path, target: Path) -> None:
+    """Copy what stands beside the weights of a model: its tokenizer, say, and the parts of a sentence encoder."""
     for file in path.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not (target / file.name).exists():
             shutil.copy(file, target / file.name)
+        elif file.is_dir() and file.name in _parts_of_encoder(path):
+            shutil.copytree(file, target / file.name)
+
+
+def _parts_of_encoder(path: Path) -> set[str]:
+    """Returns the names of the folders that modules.json of sentence-transformers lists besides the model's own."""
+    file = path / "modules.json"
+    try:
+        modules: Any = json.loads(file.read_text()) if file.is_file() else []
+    except ValueError as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from error
+    return {str(module.get("path")) for module in modules if isinstance(module, dict)}
 
 
 def _class_of(path: Path) -> Any:

@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from lowbit.dialect.errors import LowbitError
+from lowbit.dialect.errors import LowbitError, SpecError, TargetError
 from lowbit.passes.target import GPU_NAMES, GPUS, target_of_gpu
 from lowbit.pylib.build.cache import Cache
 from lowbit.pylib.build.installed import versions
@@ -29,6 +29,19 @@ def facts() -> dict[str, str]:
         "targets": TARGETS,
         "run on": f"{', '.join(f'{t} ({t.hardware})' for t in GPUS if t.hardware)}; the others in the emulator only",
     }
+
+
+def check_device(name: str | None) -> str | None:
+    """Returns the name of a device of torch. Raises SpecError for what is none, TargetError for what is not here."""
+    import torch
+
+    try:
+        kind = "cpu" if name is None else torch.device(name).type
+    except RuntimeError:
+        raise SpecError(f"--device {name}: use cpu or cuda") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise TargetError(f"--device {name}: torch finds no CUDA device here; use cpu")
+    return name
 
 
 def _gpus() -> dict[str, str]:

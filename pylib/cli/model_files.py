@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +13,10 @@ import typer
 from rich.console import Console
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.pylib.cli.machine import check_device
 from lowbit.pylib.cli.output import Json, show_json
-from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.quantization.config import PRESETS, QuantConfig
 
 if TYPE_CHECKING:
     from lowbit.pylib.nn.report import LayerReport, QuantizationReport
@@ -23,13 +28,16 @@ Source = Annotated[Path, typer.Argument(help="A folder of safetensors files, wit
 def quantize(
     source: Source,
     out: Annotated[Path, typer.Option("--out", help="Folder that gets the low-bit model.")],
-    weight: Annotated[str, typer.Option("--weight", "-w", help="Format, as in lowbit compile.")] = "u4",
+    weight: Annotated[
+        str, typer.Option("--weight", "-w", help="Format, as in lowbit compile; or a whole recipe: q4_k, nvfp4 ...")
+    ] = "u4",
     group_size: Annotated[
-        int, typer.Option("--group-size", "-g", min=0, help="Columns that share a scale; 0: one scale per row.")
-    ] = 128,
+        int | None,
+        typer.Option("--group-size", "-g", min=0, help="Columns that share a scale; 128 without it; 0: one per row."),
+    ] = None,
     method: Annotated[str | None, typer.Option(help="rtn or hqq; without it, what suits the format.")] = None,
     zeros: Annotated[str | None, typer.Option(help="none, int, float or offset; without it, the method's.")] = None,
-    scale: Annotated[str, typer.Option(help="Type of the scales.")] = "f16",
+    scale: Annotated[str | None, typer.Option(help="Type of the scales; f16 without it.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Modules that stay dense; * stands for any text.")] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantize the output layer, too.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize embeddings, too, tied or not.")] = False,
@@ -48,13 +56,16 @@ def quantize(
 
       lowbit quantize llama/ --weight u4 --group-size 128 --method hqq --out llama-u4/
 
+      lowbit quantize llama/ -w q4_k --out llama-q4k/
+
       lowbit quantize model.safetensors -w f6e3m2 -g 0 --out model-f6/ --skip "*.router"
     """
     from lowbit.pylib.checkpoints.quantize_files import Request, quantize_folder
 
-    given: dict[str, Any] = {"method": method, "zeros": zeros, "scale": scale}
-    config = QuantConfig(weight, group_size or None, **given)
-    request = Request(config, skip or (), lm_head, embeddings, fuse, _act(act), device)
+    config = _recipe(weight, {"group_size": group_size, "method": method, "zeros": zeros, "scale": scale})
+    request = Request(config, skip or (), lm_head, embeddings, fuse, _act(act), check_device(device))
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # which is for transformers, too
     with errors.status("reading") as status:
         report = quantize_folder(source, out, request, status.update)
     _show(report, as_json)
@@ -92,6 +103,17 @@ def inspect(
             raise SpecError(f"--plot {plot}: no layer of {source} has outliers")
         draw(report.outliers, str(plot))
     _show(report, as_json)
+
+
+def _recipe(weight: str, options: Mapping[str, Any]) -> QuantConfig:
+    """Returns the recipe of a format and the options that were given, or the one that has this name."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if weight in PRESETS and weight not in all_names():
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise SpecError(f"--weight {weight} is a whole recipe; drop {names}, or name a format such as u4")
+        return QuantConfig.preset(weight)
+    return QuantConfig(weight, given.pop("group_size", 128) or None, **given)
 
 
 def _act(given: str | None) -> Any:

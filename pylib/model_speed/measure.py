@@ -51,7 +51,7 @@ class Measurement:
     split             seconds by kind of kernel, if asked for
     compute           type in which low-bit layers multiply, with "+fold" if scales are folded; None: bf16
     library           another library that the low-bit layers are of; "" for lowbit
-    compiled          whether torch.compile could take a model of another library
+    compiled          whether torch.compile was used; it can't take the models of some other libraries
     """
 
     weight: str
@@ -156,6 +156,7 @@ def measure_prepared(
         seconds=runner.time(options.repeats),
         split=split,
         compute=None if quantization is None else _products(quantization),
+        compiled=options.compiled,
     )
 
 
