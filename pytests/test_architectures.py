@@ -14,6 +14,7 @@ import lowbit
 from lowbit import LowbitConfig, QuantConfig
 
 transformers = pytest.importorskip("transformers")
+quantizer = pytest.importorskip("lowbit.pylib.integrations.quantizer")
 
 TOKENS = torch.randint(3, 120, (1, 12), generator=torch.Generator().manual_seed(0))
 PIXELS = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -150,3 +151,17 @@ def test_a_model_without_low_bit_layers_is_saved_as_a_dense_one(tmp_path: Path) 
     assert not report.quantized
     model.save_pretrained(tmp_path)
     assert torch.equal(output(type(model).from_pretrained(tmp_path)), output(model))
+
+
+def test_a_model_that_stays_mostly_dense_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of DBRX are no nn.Linear, nor are they kept as those of other models."""
+    parts = {
+        "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+    }
+    config = transformers.DbrxConfig(vocab_size=128, d_model=64, n_heads=4, n_layers=1, max_seq_len=64, **parts)
+    transformers.DbrxForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    warnings: list[str] = []
+    monkeypatch.setattr(quantizer.logger, "warning_once", warnings.append)
+    transformers.DbrxForCausalLM.from_pretrained(tmp_path, quantization_config=LowbitConfig(U8))
+    assert "% of the weights stay dense" in warnings[0] and "DbrxExpertGLU" in warnings[0]

@@ -59,7 +59,7 @@ def check_equal(model: Any, expected: Any) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_model_is_that_of_transformers(architecture: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", architecture, ARCHITECTURES[architecture])
-    model, expected = lowbit.from_gguf(path, torch.float16), theirs(path)
+    model, expected = lowbit.from_gguf(path, torch_dtype="float16"), theirs(path)
     check_equal(model, expected)
     right = logits(expected)
     assert float((logits(model) - right).abs().max()) < 0.01 * float(right.abs().max())
@@ -193,6 +193,8 @@ def test_what_can_not_be_loaded(tmp_path: Path) -> None:
         lowbit.from_gguf(path)
     with pytest.raises(SpecError, match=r"dtype=torch.float32 must be torch.float16 or torch.bfloat16"):
         lowbit.from_gguf(path, torch.float32)
+    with pytest.raises(SpecError, match=r"dtype=auto must be"):
+        lowbit.from_gguf(path, torch_dtype="auto")
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ from lowbit.pylib.packed import PackedWeight
 ACTS: Mapping[torch.dtype, Act] = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-def from_gguf(path: str | PathLike[str], dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> Any:
+def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat16, **arguments: Any) -> Any:
     """Returns the model of a GGUF file, for transformers. Matrices of a quantized type become `LowbitLinear`s with the
     codes and scales of the file, and all else is in `dtype`.
 
     path        a file of one of the architectures llama (also with experts: Mixtral), qwen2, qwen2moe, qwen3, qwen3moe
                 and gemma3
-    dtype       type of the activations: torch.bfloat16 or torch.float16
+    dtype       type of the activations: torch.bfloat16 or torch.float16, or the name of either
     arguments   of `from_pretrained`, such as device_map and attn_implementation
 
     Embeddings of a quantized type become a `LowbitEmbedding`, whose table a tied output layer shares, and experts
@@ -50,8 +50,7 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype = torch.bfloat16, **
 
     Raises CheckpointError for a file that is damaged or can't be loaded; it names the tensor or the key.
     """
-    if dtype not in ACTS:
-        raise SpecError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, in which kernels take inputs")
+    dtype = _dtype(arguments.pop("torch_dtype", dtype))
     source = read_source(load_gguf(path, ACTS[dtype]))
     contents = _read(source, dtype)
     fields = {**source.config, "dtype": str(dtype).removeprefix("torch.")}
@@ -65,6 +64,14 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype = torch.bfloat16, **
     )
     adopt(model)
     return model
+
+
+def _dtype(given: object) -> torch.dtype:
+    """Returns a type of activations that is given as transformers takes it, by its name too."""
+    found = next((dtype for dtype in ACTS if given in (dtype, str(dtype), str(dtype).removeprefix("torch."))), None)
+    if found is None:
+        raise SpecError(f"dtype={given} must be torch.float16 or torch.bfloat16, in which kernels take inputs")
+    return found
 
 
 @dataclass

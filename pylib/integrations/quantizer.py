@@ -55,7 +55,7 @@ from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.fuse import FusedLayers, fuse_, place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
-from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, naming, plan
+from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, is_known, naming, plan
 from lowbit.pylib.nn.replace import replace_planned
 
 logger = logging.get_logger(__name__)
@@ -125,6 +125,8 @@ class LowbitQuantizer(HfQuantizer):
         modules = plan(model, self._wishes(cast(Any, model)))
         planned = [entry for entry in modules if entry.config is not None]
         self.stays_dense = {entry.names[0]: _reason(entry) for entry in modules if entry.reason}
+        if warning := _mostly_dense(modules):
+            logger.warning_once(warning)
         if not planned:
             raise SpecError(f"the configuration leaves nothing of {type(model).__name__} to be quantized")
         saved = saved_specs(model, checkpoint_files or ()) if self.pre_quantized else {}
@@ -296,6 +298,21 @@ def _reason(entry: Planned) -> str:
     """Returns why a module stays dense, in terms of a LowbitConfig."""
     excluded = "modules_to_not_convert, or transformers, which keeps tied weights, the output layer and some in f32"
     return excluded if entry.reason == EXCLUDED else entry.reason
+
+
+def _mostly_dense(modules: Sequence[Planned]) -> str:
+    """Returns a warning if most weights are in modules of kinds that can't be quantized; "" if not."""
+
+    def size(entry: Planned) -> int:
+        return sum(p.numel() for p in entry.module.parameters(recurse=False))
+
+    left = [entry for entry in modules if not is_known(entry.module)]
+    share = sum(map(size, left)) / max(1, sum(map(size, modules)))
+    if share < 0.5:
+        return ""
+    largest = max(left, key=size)
+    name, reason = largest.names[0], largest.reason
+    return f"{share:.0%} of the weights stay dense, {name} for one: {reason}; model.hf_quantizer.stays_dense has all"
 
 
 def _empty(entry: Planned) -> PackedModule | LowbitExperts:

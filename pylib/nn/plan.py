@@ -82,10 +82,10 @@ def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PackedModule) or any(p.ndim > 1 for p in module.parameters(recurse=False)):
             modules.setdefault(module, []).append(name)
-    _check_config(wishes.config, [name for module, names in modules.items() if _is_known(module) for name in names])
+    _check_config(wishes.config, [name for module, names in modules.items() if is_known(module) for name in names])
     reasons = _structural_reasons(model, modules)
     if wishes.act is None:
-        reasons |= _more_precise({module for module in modules if _is_known(module) and not reasons[module]})
+        reasons |= _more_precise({module for module in modules if is_known(module) and not reasons[module]})
     planned = [_planned(module, tuple(names), reasons[module], wishes) for module, names in modules.items()]
     embeddings = [_with_tied(model, entry, wishes) for entry in planned if _is_quantized_embedding(entry)]
     return _merged(planned, embeddings)
@@ -180,7 +180,7 @@ def _columns(module: nn.Module) -> int:
 # -- reasons that lie in the model
 
 
-def _is_known(module: nn.Module) -> bool:
+def is_known(module: nn.Module) -> bool:
     """Tells whether it is known what a module computes: of most subclasses of nn.Linear nobody knows."""
     return is_linear(module) or isinstance(module, nn.Embedding) or is_experts(module)
 
@@ -222,7 +222,7 @@ def _structural_reason(
         return "quantized before"
     if isinstance(module, nn.Embedding) and (reason := why_not(module)):
         return reason
-    if not _is_known(module):
+    if not is_known(module):
         kind = "a subclass of nn.Linear with its own ways" if isinstance(module, nn.Linear) else "no nn.Linear"
         return f"{type(module).__name__} is {kind}"
     others = [other for other in owners[id(matrix_of(module))] if other is not module]
