@@ -54,7 +54,7 @@ def test_plain_files(plain: Path, tmp_path: Path) -> None:
     assert "must divide k=40" in found["layers.0.odd"]["reason"]
     seen = rows("inspect", out)
     assert seen["layers.0.up"]["error"] == found["layers.0.up"]["error"] and seen["embed"]["reason"]
-    assert seen["layers.0.up"]["format"] == "u4 per 32, f16 scales, int zeros"
+    assert seen["layers.0.up"]["format"] == "u4 per 32, bf16 scales, int zeros"
     compared = rows("inspect", out, "--against", plain)
     assert compared["layers.0.up"]["error"] == pytest.approx(found["layers.0.up"]["error"], rel=1e-3)
     assert "layers.0.up" in lines("inspect", out)

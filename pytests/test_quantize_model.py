@@ -134,9 +134,24 @@ def test_a_scale_beyond_its_type_leaves_the_model_as_it_was(model: Model) -> Non
         model.shared.weight[0, 0] = 1e30
     modules = dict(model.named_modules())
     with pytest.raises(QuantizeError, match=r"shared: group 0 of row 0 needs a scale beyond f16"):
-        lowbit.quantize_(model, QuantConfig("u4", 32))
+        lowbit.quantize_(model, QuantConfig("u4", 32, scale="f16"))
     assert dict(model.named_modules()) == modules
-    assert lowbit.quantize_(model, QuantConfig("u4", 32, scale="bf16")).quantized
+    assert lowbit.quantize_(model, QuantConfig("u4", 32)).quantized
+
+
+@pytest.mark.parametrize(
+    ("act", "zeros", "scale"),
+    [("bf16", "int", "bf16"), ("bf16", "none", "bf16"), ("bf16", "float", "f16"), ("f16", "int", "f16")],
+)
+def test_scales_have_the_type_in_which_layers_multiply(model: Model, act: Any, zeros: Any, scale: str) -> None:
+    """The model is in f32, so that the type of its weights can't be what decides. Float zeros keep their digits."""
+    lowbit.quantize_(model, QuantConfig("u4", 32, zeros, method="rtn"), act=act)
+    specs = {module.spec for module in model.modules() if isinstance(module, LowbitLinear)}
+    assert {(spec.act, spec.scale) for spec in specs} == {(act, scale)}
+    weight = torch.randn(32, 64, dtype=torch.bfloat16 if act == "bf16" else torch.float16)
+    assert lowbit.quantize(weight, QuantConfig("u4", 32, zeros, method="rtn")).spec().scale == scale
+    layer = LowbitLinear.from_linear(model.lm_head.float(), QuantConfig("u4", 32, zeros, method="rtn"), act=act)
+    assert layer.spec.scale == scale
 
 
 def spoil(model: Model) -> None:

@@ -226,7 +226,7 @@ def _quantize(model: nn.Module, tensors: TensorFiles, module: str, request: Requ
     act = request.act or ("bf16" if weight.dtype is torch.float32 else act_of(weight))
     spec = request.config.spec(*weight.shape, act=act, bias=bias is not None)
     with naming(module):
-        layer, change = quantized_layer(weight, bias, spec, request.config, device=request.device)
+        layer, change = quantized_layer(weight, bias, spec, request.config.multiplied_in(act), device=request.device)
     parent, _, leaf = module.rpartition(".")
     _submodule(model, parent).add_module(leaf, layer)
     columns = "row" if spec.group_size is None else str(spec.group_size)

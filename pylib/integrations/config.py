@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import fields
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ except ImportError as error:
     raise ImportError("LowbitConfig needs transformers 5: pip install 'lowbit[hf]'") from error
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.plan import Configs
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
@@ -94,6 +95,14 @@ class LowbitConfig(QuantizationConfigMixin):
             )
         found = LowbitConfig(from_checkpoint=True)
         found.source = source
+        return found
+
+    def multiplied_in(self, act: Act) -> LowbitConfig:
+        """Returns the configuration for a model of this type, with types of scales: a model saved in one type and
+        loaded in another keeps them."""
+        found = copy(self)
+        found.config = self.config.multiplied_in(act)
+        found.modules = {name: c and c.multiplied_in(act) for name, c in self.modules.items()}
         return found
 
     @classmethod

@@ -122,6 +122,8 @@ class LowbitQuantizer(HfQuantizer):
             else:
                 place_foreign(model, self.checkpoint)
             return
+        if not self.pre_quantized:
+            self._choose_scales(cast(Any, model))
         modules = plan(model, self._wishes(cast(Any, model)))
         planned = [entry for entry in modules if entry.config is not None]
         self.stays_dense = {entry.names[0]: _reason(entry) for entry in modules if entry.reason}
@@ -139,6 +141,11 @@ class LowbitQuantizer(HfQuantizer):
             place_fused(model, saved)
             compare(model, saved)
             fit_lengths(model, checkpoint_files)
+
+    def _choose_scales(self, model: Any) -> None:
+        """Let config.json say which type the scales have that are made now."""
+        self.config = self.config.multiplied_in("bf16" if model.dtype is torch.bfloat16 else "f16")
+        model.config.quantization_config = self.quantization_config = self.config
 
     def _wishes(self, model: Any) -> Wishes:
         skipped = self.config.modules_to_not_convert or []

@@ -246,7 +246,7 @@ def _rounded(layer: nn.Linear, data: Calibration, candidates: Sequence[QuantConf
             spec = spec_of(layer, config, act or act_of(weight))
         except SpecError:
             continue
-        quantized = quantize(weight, config, data)
+        quantized = quantize(weight, config.multiplied_in(spec.act), data)
         change = quantized.dequantize() - weight.float()
         error = float(output_errors(change, hessian).double().sum())
         found.append(Choice(config, quantized.pack(spec, layer.bias).nbytes, error))

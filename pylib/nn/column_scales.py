@@ -88,7 +88,7 @@ def _add(
 def _may_be_divided(entry: Planned) -> bool:
     """Tells whether a factor per row changes nothing of how a layer is rounded: its scales take it up."""
     config = cast(QuantConfig, entry.config)
-    return type(entry.module) is nn.Linear and len(entry.names) == 1 and config.scale in ("f16", "bf16", "f32")
+    return type(entry.module) is nn.Linear and len(entry.names) == 1 and config.scale_type in ("f16", "bf16", "f32")
 
 
 def _part(entry: Planned, device: torch.device) -> tuple[Tensor, Grid]:

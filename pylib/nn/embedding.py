@@ -56,7 +56,8 @@ class LowbitEmbedding(PackedModule):
         """
         config = QuantConfig() if config is None else config
         spec = spec_of_embedding(embedding, config, act)
-        return cls.from_packed(quantize(embedding.weight, config).pack(spec)).in_place_of(embedding)
+        quantized = quantize(embedding.weight, config.multiplied_in(spec.act))
+        return cls.from_packed(quantized.pack(spec)).in_place_of(embedding)
 
     @classmethod
     def from_packed(cls, packed: PackedWeight) -> LowbitEmbedding:

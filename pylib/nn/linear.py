@@ -57,7 +57,7 @@ class LowbitLinear(PackedModule, nn.Linear):
         """
         config = QuantConfig() if config is None else config
         spec = spec_of(linear, config, act)
-        quantized = quantize(linear.weight, config, calibration)
+        quantized = quantize(linear.weight, config.multiplied_in(spec.act), calibration)
         if quantized.column_scales is not None:
             raise QuantizeError(AWQ_NEEDS_FOLDING)
         bias = None if linear.bias is None else linear.bias.detach()

@@ -145,8 +145,9 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
         what = "an embedding" if isinstance(planned.module, nn.Embedding) else "experts"
         return replace(planned, config=None, reason=f"{config.method} can't look at the inputs of {what}; use 'hqq'")
     act = wishes.act or act_of(matrix_of(planned.module))
+    config = config.multiplied_in(act)
     try:
-        return replace(planned, specs=_specs(planned.module, config, act))
+        return replace(planned, config=config, specs=_specs(planned.module, config, act))
     except SpecError as error:
         if wishes.per_row_if_indivisible and config.group_size is not None:
             return _with_spec(replace(planned, config=_per_row(config)), wishes)
@@ -159,7 +160,7 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
 
 def _per_row(config: QuantConfig) -> QuantConfig:
     """Returns the configuration with one scale per row, which is no code."""
-    scale = config.bilevel.scale if config.bilevel else config.scale
+    scale = config.bilevel.scale if config.bilevel else config.scale_type
     return replace(config, group_size=None, bilevel=None, scale=scale)
 
 

@@ -162,7 +162,7 @@ def _is_doubtful(entry: Planned) -> bool:
     """Tells whether it is uncertain that a layer can be quantized: a value is not finite, or a scale could be."""
     config = cast(QuantConfig, entry.config)
     levels = config.dtype.values()
-    kind = TORCH[config.bilevel.scale if config.bilevel else config.scale]
+    kind = TORCH[config.bilevel.scale if config.bilevel else config.scale_type]
     reach = float(abs(levels[isfinite(levels)]).max()) * torch.finfo(kind).max * DOUBT
     return any(p.is_meta or not float(p.abs().max()) < reach for p in entry.module.parameters(recurse=False))
 

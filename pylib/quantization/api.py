@@ -43,6 +43,7 @@ def quantize(
         example = "QuantConfig('u4', 128) or QuantConfig.preset('nf4')"
         raise SpecError(f"config={config!r} must be a QuantConfig, such as {example}")
     weight = _checked(weight)
+    config = config.multiplied_in("bf16" if weight.dtype is torch.bfloat16 else "f16")
     config.spec(*weight.shape)  # raises where groups do not divide k
     if not config.row_scales:
         return _quantized(weight, config, calibration)
@@ -52,7 +53,7 @@ def quantize(
 
 def _row_factors(weight: Tensor, config: QuantConfig) -> Tensor:
     """Returns for each row in f32 what makes the largest scale of the others the largest of its type."""
-    largest = float(abs(config.dtype.values()).max()) * torch.finfo(TORCH[config.scale]).max
+    largest = float(abs(config.dtype.values()).max()) * torch.finfo(TORCH[config.scale_type]).max
     factors = weight.abs().amax(1).float() / largest
     return torch.where(factors > 0, factors, 1.0)
 
@@ -97,7 +98,7 @@ def _in_two_levels(quantized: QuantizedWeight, scales: TwoLevels, zeros: TwoLeve
         "scale_scales": scales.scales, "scale_zeros": scales.zeros,
         "zero_scales": zeros.scales, "zero_zeros": zeros.zeros,
     }  # fmt: skip
-    kind = TORCH[quantized.config.scale]
+    kind = TORCH[quantized.config.scale_type]
     second = {name: table.to(kind) for name, table in levels.items()}
     return replace(quantized, scales=scales.codes, zeros=zeros.codes, second_level=second)
 
@@ -112,8 +113,8 @@ def _in_levels(config: QuantConfig, found: KQuant) -> QuantizedWeight:
 def _as_packed(config: QuantConfig, role: str, numbers: Numbers) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns scales or offsets as `pack` takes them, and their second level."""
     if config.bilevel is None or numbers.supers is None:
-        return _fitting(role, config.scale, numbers.codes), {}
-    kind = torch.uint8 if config.scale.startswith("u") else torch.int8
+        return _fitting(role, config.scale_type, numbers.codes), {}
+    kind = torch.uint8 if config.scale_type.startswith("u") else torch.int8
     return numbers.codes.to(kind), {f"{role}_scales": _fitting(role, config.bilevel.scale, numbers.supers)}
 
 
@@ -144,12 +145,12 @@ def _checked(weight: object) -> Tensor:
 
 def _finish(config: QuantConfig, codes: Codes, column_scales: Tensor | None = None) -> QuantizedWeight:
     """Returns codes with scales and zeros in the types of the configuration."""
-    scales, zeros = _fitting("scale", config.scale, codes.scales), None
+    scales, zeros = _fitting("scale", config.scale_type, codes.scales), None
     _fitting("zero", "f16", codes.zeros)
     if config.zeros == "int":
         zeros = codes.zeros.to(torch.int32)
     elif config.zeros == "float":
-        zeros = codes.zeros.to(TORCH[config.scale if config.scale in ("f16", "f32") else "bf16"])
+        zeros = codes.zeros.to(TORCH[config.scale_type if config.scale_type in ("f16", "f32") else "bf16"])
     return QuantizedWeight(codes.codes, scales, zeros, config=config, column_scales=column_scales)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
@@ -13,7 +13,7 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.presets import PRESETS as PRESET_SPECS
-from lowbit.dialect.spec import MIN_K, MatmulSpec, Scale, Zeros
+from lowbit.dialect.spec import MIN_K, Act, MatmulSpec, Scale, Zeros
 
 Method = Literal["rtn", "hqq", "gptq", "awq", "signround", "spqr"]
 Clip = Literal["mse", "max"]
@@ -34,7 +34,9 @@ class QuantConfig:
     group_size  columns that share a scale (and zero): a divisor of k, at least 16; None: one per row
     zeros       "none", "int", "float" or "offset"; None: "float" for HQQ and SpQR, else "int" for u<b> and "none" for
                 all others
-    scale       type of the scales: "f16", "bf16", "f32", "e8m0" or "e4m3"; with bilevel= the format of codes, "u6" say
+    scale       type of the scales: "f16", "bf16", "f32", "e8m0" or "e4m3"; with bilevel= the format of codes, "u6" say.
+                None: "bf16" for weights or layers in bf16, which multiply fastest by it, "f16" for all others and
+                where zeros or offsets are not integers
     bilevel     the second level of scales and offsets that are codes, as K-quants have it: Bilevel(groups=8)
     method      "rtn", "hqq", "gptq", "awq", "signround" or "spqr"; the last four need calibration data. None: "hqq" for
                 integers with float zeros that are not symmetric, else "rtn"
@@ -67,7 +69,7 @@ class QuantConfig:
     weight: str = "u4"
     group_size: int | None = 128
     zeros: Zeros | None = None
-    scale: Scale = "f16"
+    scale: Scale | None = None
     method: Method | None = None
     table: tuple[float, ...] | None = None
     symmetric: bool = False
@@ -147,9 +149,10 @@ class QuantConfig:
             raise SpecError(f"{rule}; use zeros='float', or 'gptq'")
         if self.row_scales is not True and self.row_scales is not False:
             raise SpecError(f"row_scales={self.row_scales!r} must be True or False")
-        if self.row_scales and (self.scale != "e4m3" or self.zeros != "none" or self.method not in ("rtn", "gptq")):
+        usual = self.scale_type == "e4m3" and self.zeros == "none" and self.method in ("rtn", "gptq")
+        if self.row_scales and not usual:
             rule = "row_scales=True goes with scale='e4m3', zeros='none' and method='rtn' or 'gptq'"
-            raise SpecError(f"{rule}, not with {self.scale!r}, {self.zeros!r} and {self.method!r}")
+            raise SpecError(f"{rule}, not with {self.scale_type!r}, {self.zeros!r} and {self.method!r}")
         if self.by_k_quant and self.method not in ("rtn", "gptq"):
             what = f"zeros={self.zeros!r}" if self.bilevel is None else "bilevel="
             raise SpecError(f"method={self.method!r} has no {what}; use method='rtn' or 'gptq'")
@@ -158,8 +161,8 @@ class QuantConfig:
         if level and not (plain and self.zeros in ("none", "offset")):
             rule = "bilevel= goes with zeros='none' or 'offset', rows=1 and no zeros, offsets or table of its own"
             raise SpecError(f"{rule}, not with zeros={self.zeros!r} and {self.bilevel}")
-        if self.method == "spqr" and self.scale not in ("f16", "f32"):
-            raise SpecError(f"method='spqr' has scales in f16, not {self.scale}; use scale='f16'")
+        if self.method == "spqr" and self.scale_type not in ("f16", "f32"):
+            raise SpecError(f"method='spqr' has scales in f16, not {self.scale_type}; use scale='f16'")
 
     @property
     def dtype(self) -> DType:
@@ -181,9 +184,22 @@ class QuantConfig:
         if self.bilevel is not None:
             return self.bilevel
         coded = self.method == "spqr" and self.scale_rows == ROWS and f"u{self.scale_bits}" in SCALE_CODES
-        if not coded or self.group_size is None or self.scale not in ("f16", "f32"):
+        if not coded or self.group_size is None or self.scale_type not in ("f16", "f32"):
             return None
-        return Bilevel(ROWS, 1, self.scale, zeros=True)
+        return Bilevel(ROWS, 1, self.scale_type, zeros=True)
+
+    @property
+    def scale_type(self) -> Scale:
+        """The type of the scales; "f16" until it is known what they are multiplied in."""
+        return self.scale or "f16"
+
+    def multiplied_in(self, act: Act) -> QuantConfig:
+        """Returns the configuration for a layer whose inputs have this type, with a type of scales."""
+        if self.scale is not None:
+            return self
+        # The zeros of many bits need more digits than bf16 has, and have the type of the scales.
+        exact = act == "f16" or self.zeros in ("float", "offset")
+        return replace(self, scale="f16" if exact else "bf16")
 
     def spec(self, n: int, k: int, **others: Any) -> MatmulSpec:
         """Returns the spec of a matmul with such a weight [n, k]; `others` are fields such as act, out and bias.
@@ -191,7 +207,7 @@ class QuantConfig:
         Raises SpecError if the weight cannot be cut into these groups.
         """
         zeros: Any = self.zeros
-        scale: Any = self.scale
+        scale: Any = self.multiplied_in(others.get("act", "f16")).scale_type
         if self.method == "spqr":
             scale = f"u{self.scale_bits}" if self.second_level else scale
             others = {"outliers": self.outlier_threshold is not None, "permuted": self.act_order, **others}

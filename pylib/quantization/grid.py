@@ -144,7 +144,7 @@ class Grid:
     def reach(self, low: Tensor, high: Tensor, zero: float) -> Tensor:
         """Returns the least scale with which no end of low..high is clipped."""
         below, above = zero - self.least, self.most - zero
-        if self.config.scale == "e8m0" and self.config.clip == "max":
+        if self.config.scale_type == "e8m0" and self.config.clip == "max":
             # MX: 2^(floor(log2 max|w|) - floor(log2 of the largest level)).
             low, high = -_power_below(-low), _power_below(high)
             below, above = (_power_below(torch.tensor(v)).item() for v in (below, above))
@@ -157,7 +157,7 @@ class Grid:
 
     def _round_scales(self, scales: Tensor) -> Tensor:
         """Returns scales in the precision of their type: the nearest, of powers of two the next one above."""
-        kind = self.config.scale
+        kind = self.config.scale_type
         bounded = scales.clamp(min=LEAST_SCALE[kind])
         if kind == "e8m0":
             below = _power_below(bounded)
@@ -169,7 +169,7 @@ class Grid:
         if self.config.zeros == "int":
             return straight(zeros, zeros.detach().round().clamp(self.least, self.most))
         # Beside 8-bit scales zeros have the activation's type: bf16 values are exact in f16, too.
-        kind = self.config.scale if self.config.scale in ("f16", "f32") else "bf16"
+        kind = self.config.scale_type if self.config.scale_type in ("f16", "f32") else "bf16"
         return straight(zeros, zeros.detach().to(TORCH[kind]).float())
 
 

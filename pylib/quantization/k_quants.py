@@ -114,8 +114,8 @@ class _Search:
         self.groups = grid.groups(weight)
         self.importance = torch.ones(()) if importance is None else importance.view(-1, grid.group_size)
         self.has_offsets = grid.config.zeros == "offset"
-        self.kind = TORCH[self.level.scale if self.level else grid.config.scale]
-        codes = dtype(grid.config.scale).values() if self.level else None
+        self.kind = TORCH[self.level.scale if self.level else grid.config.scale_type]
+        codes = dtype(grid.config.scale_type).values() if self.level else None
         self.least, self.most = (0.0, 0.0) if codes is None else (float(codes.min()), float(codes.max()))
         self.is_signed = codes is None or self.least < 0
 

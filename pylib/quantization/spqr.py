@@ -113,7 +113,7 @@ def statistics(weight: Tensor, diagonal: Tensor, grid: Grid, limit: float) -> tu
     mean = torch.where(likely, 0.0, weight).sum(1, keepdim=True) / count
     others = torch.where(likely, mean, weight)
     scale, zero = range_of(*others.aminmax(dim=1), grid)
-    rows, bits, kind = grid.config.scale_rows, grid.config.scale_bits, TORCH[grid.config.scale]
+    rows, bits, kind = grid.config.scale_rows, grid.config.scale_bits, TORCH[grid.config.scale_type]
     return coded(scale.clamp(min=LEAST), rows, bits, kind), coded(zero, rows, bits, kind)
 
 

@@ -46,7 +46,7 @@ class Group:
     def levels(self) -> tuple[TwoLevels, TwoLevels]:
         """Returns the codes of the scale and the zero of each row."""
         config = self.grid.config
-        rows, bits, kind = config.scale_rows, config.scale_bits, TORCH[config.scale]
+        rows, bits, kind = config.scale_rows, config.scale_bits, TORCH[config.scale_type]
         scale, zero = self._fitted()
         scales, zeros = ([coded(values, rows, bits, kind, cut) for cut in CUTS] for values in (scale, zero))
         best = self._codes(scales[0], zeros[0])
