@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.nn.linear import LowbitLinear
     from lowbit.pylib.nn.quantize_model import quantize_
     from lowbit.pylib.nn.report import LayerReport, QuantizationReport
+    from lowbit.pylib.overlap import overlap_launches
     from lowbit.pylib.packed import PackedWeight
     from lowbit.pylib.quantization.api import quantize
     from lowbit.pylib.quantization.calibration import Calibration
@@ -101,6 +102,7 @@ __all__ = [
     "load_checkpoint",
     "load_gguf",
     "open_checkpoint",
+    "overlap_launches",
     "plan",
     "quantize",
     "quantize_",
@@ -140,6 +142,7 @@ _NEEDS_TORCH = {
     "load_checkpoint": "checkpoints.model",
     "load_gguf": "checkpoints.gguf.file",
     "open_checkpoint": "checkpoints.checkpoint",
+    "overlap_launches": "overlap",
     "plan": "nn.bit_plan",
     "quantize": "quantization.api",
     "quantize_": "nn.quantize_model",

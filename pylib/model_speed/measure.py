@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from lowbit.dialect.formats.byte_codes import products_name
 from lowbit.pylib.model_speed.random_model import random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
+from lowbit.pylib.overlap import overlap_launches
 from lowbit.pylib.quantization.config import QuantConfig
 
 BASELINE = "bf16"
@@ -162,7 +163,7 @@ def measure_prepared(
 
 def prepare(model: nn.Module, step: Step, options: Options) -> Runner:
     """Returns a step of a model, ready to be timed."""
-    with _early_launch(options.pdl):
+    with overlap_launches() if options.pdl else nullcontext():
         return Runner(model, step, compiled=options.compiled)
 
 
@@ -178,18 +179,3 @@ def _bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()  # type: ignore[operator]
     return sum(_bytes(getattr(tensor, name)) for name in names)
-
-
-@contextmanager
-def _early_launch(enabled: bool) -> Iterator[None]:
-    """Has torch's compiler make kernels that start before their predecessors end, where it knows how."""
-    if not (enabled and torch.cuda.is_available()):
-        yield
-        return
-    from torch._inductor import config
-
-    if not hasattr(config.triton, "enable_pdl"):
-        yield
-        return
-    with config.patch({"triton.enable_pdl": True}):
-        yield
