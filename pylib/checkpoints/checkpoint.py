@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -18,7 +18,7 @@ from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
 from lowbit.pylib import saved_weight
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_weight
+from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_rows, import_weight
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.packed import PackedWeight
 
@@ -89,6 +89,15 @@ class Checkpoint:
             if act in (None, weight.spec.act):
                 return weight
             return PackedWeight.from_state_dict(tensors, replace(weight.spec, act=act))
+
+    def load_rows(
+        self, modules: Sequence[str], act: Act | None = None, device: torch.device | str = "cpu"
+    ) -> PackedWeight:
+        """Returns several layers of another library that read the same inputs as one weight, with the rows of the first
+        on top. The arguments are those of `load`."""
+        with self._naming_module(modules[0]):
+            layers = [self._module_tensors(module, device) for module in modules]
+            return import_rows(self.quantization_config, layers, act or self._act())
 
     def load_experts(
         self, module: str, act: Act | None = None, device: torch.device | str = "cpu"

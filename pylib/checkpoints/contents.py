@@ -14,6 +14,7 @@ from torch import Tensor
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.expert_places import PARTS
 from lowbit.pylib.checkpoints.gguf.file import TYPES, GgufFile, load_gguf
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.nn.fuse import parts_named
@@ -25,8 +26,6 @@ ERRORS = "lowbit-errors.json"
 """The file of a checkpoint in which `lowbit quantize` notes the relative error of each layer."""
 TYPE_NAMES = {kind.name for kind in TYPES.values()}
 DENSE = "not quantized in the file"
-EXPERT_PARTS = {"gate_up": (("gate_proj", "up_proj"), ("w1", "w3")), "down": (("down_proj",), ("w2",))}
-"""What dense files call the parts of the matrices of an expert in `LowbitExperts`."""
 
 
 def contents(path: str | PathLike[str], against: str | PathLike[str] | None = None) -> QuantizationReport:
@@ -112,7 +111,7 @@ def _original(originals: TensorFiles, name: str) -> Tensor | None:
 
 def _original_expert(originals: TensorFiles, experts: str, matrix: str, number: str) -> Tensor | None:
     """Returns a dense matrix of an expert, whose parts have names of their own, or which is one of a stack."""
-    for parts in EXPERT_PARTS.get(matrix, ()):
+    for parts in PARTS.get(f"{matrix}_proj", ()):
         names = [f"{experts}.{number}.{part}.weight" for part in parts]
         if all(name in originals for name in names):
             return torch.cat([originals[name] for name in names])

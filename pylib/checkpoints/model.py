@@ -16,6 +16,7 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, open_checkpoint
 from lowbit.pylib.checkpoints.layers import Loader, home
+from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
 from lowbit.pylib.nn.embedding import TiedLinear
 from lowbit.pylib.nn.packed_module import check_model
@@ -118,30 +119,49 @@ def load_checkpoint(
     check_model(model)
     checkpoint = open_checkpoint(path)
     modules = dict(model.named_modules(remove_duplicate=False))
-    loaded = Loader(modules, checkpoint, act, device).replacements()
+    names = Names(model, checkpoint.modules)
+    used = (name for name in checkpoint.modules if not _is_ignored(name, checkpoint, names, ignore))
+    quantized = {name: names.module(name) for name in used}
+    loaded = Loader(modules, quantized, checkpoint, act, device).replacements()
     places = {place: new for name, new in loaded.items() for place, old in modules.items() if old is modules[name]}
     replaced = tuple(f"{place}.{'weight' if isinstance(new, TiedLinear) else ''}" for place, new in places.items())
     wanted = {name: t for name, t in model.state_dict(keep_vars=True).items() if not name.startswith(replaced)}
-    dense = _dense(checkpoint, wanted, device, ignore)
+    given = [name for name in checkpoint.dense if not _matches(name, ignore) and not names.is_ignored(name)]
+    dense = _dense(checkpoint, {name: names.tensor(name) for name in given}, wanted, device)
     for place, new in places.items():
         model.set_submodule(place, new)
     model.load_state_dict(dense, strict=False, assign=True)
     return checkpoint
 
 
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_ignored(module: str, checkpoint: Checkpoint, names: Names, ignore: Sequence[str]) -> bool:
+    """Tells whether the tensors of a quantized layer are left out, all of them."""
+    return names.is_ignored(module) or all(_matches(name, ignore) for name in checkpoint.names_of(module).values())
+
+
 def _dense(
-    checkpoint: Checkpoint, wanted: Mapping[str, Tensor], device: torch.device | str | None, ignore: Sequence[str]
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    wanted: Mapping[str, Tensor],
+    device: torch.device | str | None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes."""
-    names = [name for name in checkpoint.dense if not any(fnmatchcase(name, pattern) for pattern in ignore)]
-    tied = {id(t) for name in names if (t := wanted.get(name)) is not None}
+    """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes.
+
+    names   those of tensors in the checkpoint, and what they are called in the model
+    """
+    given = {here: name for name, here in names.items()}
+    tied = {id(t) for here in given if (t := wanted.get(here)) is not None}
     folder = checkpoint.tensors.folder
-    if left_over := [name for name in names if name not in wanted]:
+    if left_over := [name for here, name in given.items() if here not in wanted]:
         raise CheckpointError(f"{folder} has {_some(left_over)}, which the model has not; ignore= leaves tensors out")
-    if missing := [name for name, t in wanted.items() if id(t) not in tied]:
+    if missing := [here for here, t in wanted.items() if id(t) not in tied]:
         raise CheckpointError(f"{folder} has no {_some(missing)}, which the model needs")
-    read = {id(wanted[name]): _read(checkpoint, name, wanted[name], device) for name in names}
-    return {name: read[id(t)] for name, t in wanted.items()}
+    read = {id(wanted[here]): _read(checkpoint, name, wanted[here], device) for here, name in given.items()}
+    return {here: read[id(t)] for here, t in wanted.items()}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
 from lowbit.pylib.checkpoints.contents import contents, note_errors
 from lowbit.pylib.checkpoints.model import save_checkpoint
+from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.plan import naming
@@ -115,7 +116,6 @@ def _by_transformers(
     """Load a model with a `LowbitConfig`, and save it with all that stands beside its weights; returns what became of
     its layers, by their names in the files."""
     from lowbit.pylib.integrations.config import LowbitConfig
-    from lowbit.pylib.integrations.saved import renaming
 
     on_step("quantizing while transformers loads the model")
 
@@ -136,8 +136,8 @@ def _by_transformers(
     _copy_others(path, target)
     on_step("comparing")
     report = contents(target, against=path)
-    renamed, reasons = renaming(model, [row.name for row in report]), model.hf_quantizer.stays_dense
-    rows = [replace(row, reason=row.reason and reasons.get(renamed(row.name), row.reason)) for row in report]
+    names, reasons = Names(model, [row.name for row in report]), model.hf_quantizer.stays_dense
+    rows = [replace(row, reason=row.reason and reasons.get(names.module(row.name), row.reason)) for row in report]
     return QuantizationReport(tuple(rows), model.hf_quantizer.fused)
 
 

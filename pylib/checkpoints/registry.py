@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,7 +22,9 @@ from lowbit.pylib.checkpoints.formats import (
     torchao,
 )
 from lowbit.pylib.checkpoints.formats.format import Format
+from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
+from lowbit.pylib.checkpoints.stacked import below
 from lowbit.pylib.packed import PackedWeight
 
 FORMATS: dict[str, Format] = {
@@ -67,7 +69,22 @@ def import_weight(
     other or the configuration, or that no kernel can read.
     """
     with _as_checkpoint_error():
-        return format_of(quantization_config).read(ModuleTensors(quantization_config, tensors, shape)).pack(act)
+        return _read(quantization_config, tensors, shape).pack(act)
+
+
+def import_rows(
+    quantization_config: Mapping[str, Any], layers: Sequence[Mapping[str, Tensor]], act: Act = "f16"
+) -> PackedWeight:
+    """Returns several quantized layers that read the same inputs as one weight, with their rows one below the other.
+
+    layers   the tensors of each layer. The other arguments are those of `import_weight`
+    """
+    with _as_checkpoint_error():
+        return below([_read(quantization_config, tensors, None) for tensors in layers]).pack(act)
+
+
+def _read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int] | None) -> Imported:
+    return format_of(config).read(ModuleTensors(config, tensors, shape))
 
 
 def import_experts(

@@ -6,7 +6,7 @@ Both hand the tensors over, and leave transformers with nothing to put anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -32,15 +32,17 @@ class Quantize(ConversionOps):
 class Import(ConversionOps):
     """Hands over the tensors of a layer as another library writes it.
 
-    take    is given the model, the name of a layer, and its tensors; returns the keys that the model has got by them
-    names   what the tensors are called in the layer, by the patterns by which transformers finds them
+    take      is given the model, the name of a layer, and its tensors; returns the keys that the model has got by them
+    targets   for each tensor of the checkpoint the key of its layer's codes in the model, and its name in the layer
     """
 
     hf_quantizer = True  # tells transformers to leave the types of these tensors alone
 
-    def __init__(self, take: Callable[[Any, str, dict[str, Tensor]], set[str]], names: Mapping[str, str]) -> None:
+    def __init__(
+        self, take: Callable[[Any, str, dict[str, Tensor]], set[str]], targets: Mapping[str, tuple[str, str]]
+    ) -> None:
         self.take = take
-        self.names = names
+        self.targets = targets
 
     def __deepcopy__(self, memo: object) -> Import:
         """Returns itself: transformers copies operations for every layer, and with them all that they refer to."""
@@ -54,23 +56,27 @@ class Import(ConversionOps):
         missing_keys: set[str] | None = None,
         **_: Any,
     ) -> dict[str, Tensor]:
-        found = {self.names[pattern]: v[0] if isinstance(v, list) else v for pattern, v in input_dict.items()}
+        found = {name: v[0] if isinstance(v, list) else v for name, v in input_dict.items()}
         keys = self.take(model, full_layer_name.removesuffix(".codes"), found)
         if missing_keys is not None:
             missing_keys -= keys
         return {}
 
 
-def importer(
-    take: Callable[[Any, str, dict[str, Tensor]], set[str]], suffixes: Mapping[str, str], target: str
-) -> WeightConverter:
-    """Returns what tells transformers to collect tensors with these suffixes.
+class ImportConverter(WeightConverter):
+    """Tells transformers to collect the tensors of a layer. It knows them by their whole names: patterns of their ends,
+    as transformers' own converters have, would match dense layers too where codes are called weights."""
 
-    suffixes   the ends of the tensors' names, and what the tensors are called in their layer
-    target     what to put in the place of a suffix for the key of the layer's codes in the model
-    """
-    patterns = {suffix.replace(".", r"\.") + "$": name for suffix, name in suffixes.items()}
-    return WeightConverter(list(patterns), target, [Import(take, patterns)])
+    def __init__(self, operation: Import) -> None:
+        names = sorted({name for _, name in operation.targets.values()})
+        super().__init__(names, "codes", [operation])
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Returns the key of the layer's codes and what the tensor is called in the layer; None for other tensors."""
+        (operation,) = cast(list[Import], self.operations)
+        target, name = operation.targets.get(source_key, (source_key, None))
+        self._was_used |= name is not None
+        return target, name
 
 
 def without_imports(conversions: list[Any]) -> list[Any]:

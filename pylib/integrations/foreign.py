@@ -20,11 +20,12 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
 from lowbit.pylib.checkpoints.formats import gpt_oss
-from lowbit.pylib.checkpoints.registry import import_experts, import_weight
+from lowbit.pylib.checkpoints.names import Names
+from lowbit.pylib.checkpoints.registry import import_experts, import_rows, import_weight
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
-from lowbit.pylib.integrations.saved import PARTS, renaming
-from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
+from lowbit.pylib.nn.experts import LISTS, MATRICES, LowbitExperts, dense_bias, dense_weight
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
 from lowbit.pylib.packed import PackedWeight
@@ -55,44 +56,43 @@ def opened(files: Sequence[str] | None) -> Checkpoint:
     return open_checkpoint(Path(files[0]) if len(files) == 1 else Path(files[0]).parent)
 
 
-def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> None:
+Targets = dict[str, tuple[str, str]]
+"""For each tensor of a quantized layer, by the name that transformers gives it, the key of the layer's codes in the
+model, and the tensor's name in the layer. Where a layer is made of several parts, its part comes first."""
+
+
+def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Targets:
     """Put placeholders where another library's checkpoint has quantized layers: they have the sizes alone."""
-    modules = dict(model.named_modules())
-    renamed = renaming(model, checkpoint.modules)
-    for name in map(renamed, checkpoint.modules):
-        parent, _, matrix = name.rpartition(".")
-        dense = modules.get(name)
+    modules, names = dict(model.named_modules()), Names(model, checkpoint.modules)
+    experts: dict[str, list[Place]] = {}
+    targets: Targets = {}
+    for module in checkpoint.modules:
+        if names.is_ignored(module):
+            continue
+        name = names.module(module)
+        dense, place = modules.get(name), place_of(name, modules)
+        target, part = f"{name}.codes", ""
         if dense is not None and may_be_low_bit(dense):
             dense = as_linear(dense)
             spec = MatmulSpec(dense.out_features, dense.in_features, "u8", bias=dense.bias is not None)
             model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
-        elif (
-            checkpoint.format is gpt_oss.FORMAT and matrix in MATRICES and is_experts(modules.get(parent, nn.Module()))
-        ):
-            model.set_submodule(parent, LowbitExperts.empty_like(modules[parent], _sizes(modules[parent]), "meta"))
+        elif place is not None and (checkpoint.format is gpt_oss.FORMAT) == (place.expert is None):
+            experts.setdefault(place.owner, []).append(place)
+            target = f"{place.owner}.{LISTS[place.matrix]}.{place.expert or 0}.codes"
+            part = "" if place.expert is None else f"{place.part}."
         else:
             raise CheckpointError(f"{name} is quantized in the checkpoint, and no linear layer of the model")
+        for short, full in checkpoint.names_of(module).items():
+            targets[names.renamed(full)] = target, part + short
+    for name, places in experts.items():
+        check_places(name, modules[name], places)
+        model.set_submodule(name, LowbitExperts.empty_like(modules[name], _sizes(modules[name]), "meta"))
+    return targets
 
 
 def _sizes(dense: nn.Module) -> list[MatmulSpec]:
     shapes = {name: dense_weight(dense, name).shape for name in MATRICES}
     return [MatmulSpec(n, k, "u8", bias=dense_bias(dense, name) is not None) for name, (_, n, k) in shapes.items()]
-
-
-def suffixes_of(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """Returns the ends of the names of a layer's tensors, and what the tensors are called in it.
-
-    They are given by what takes their place in the name of the codes.
-    """
-    if checkpoint.format is None:
-        return {}
-    names = sorted(checkpoint.format.tensors, key=len, reverse=True)  # "weight.absmax" before "weight"
-    if checkpoint.format is gpt_oss.FORMAT:
-        return {
-            f".{part}.0.codes": {f".{matrix}{name}": name.removeprefix("_") for name in names}
-            for matrix, part in PARTS.items()
-        }
-    return {".codes": {name: name.removeprefix(".") for name in names}}
 
 
 # -- loading
@@ -101,22 +101,40 @@ def suffixes_of(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 def import_into(
     model: nn.Module, name: str, tensors: dict[str, Tensor], source: Mapping[str, Any], act: Act
 ) -> set[str]:
-    """Put a layer of another library's checkpoint, or one matrix of all experts, into the model; returns its keys."""
-    parent, _, first = name.rpartition(".")
-    if first == "0" and isinstance(found := model.get_submodule(parent), nn.ModuleList):
-        keys = {f"{parent}.{key}" for key in found.state_dict()}
-        for expert, packed in enumerate(import_experts(source, tensors, act)):
-            _check_fits(cast(LowbitLinear, found[expert]).spec, packed)
-            found[expert] = LowbitLinear.from_packed(packed)
-        return keys
-    empty = cast(LowbitLinear, model.get_submodule(name))
+    """Put a layer of another library's checkpoint, or a matrix of one expert or of all, into the model; returns the
+    keys that the model has got by it."""
+    parent, _, expert = name.rpartition(".")
+    if isinstance(model.get_submodule(parent.rpartition(".")[0]), LowbitExperts):
+        layers = cast(nn.ModuleList, model.get_submodule(parent))
+        parts = _parts(tensors)
+        places = [expert] if parts else [str(number) for number in range(len(layers))]
+        imported = [import_rows(source, parts, act)] if parts else import_experts(source, tensors, act)
+    else:
+        layers, places = model.get_submodule(parent), [expert]
+        imported = [_import_layer(cast(LowbitLinear, model.get_submodule(name)), tensors, source, act)]
+    keys = set[str]()
+    for place, packed in zip(places, imported, strict=True):
+        empty = cast(LowbitLinear, layers.get_submodule(place))
+        _check_fits(empty.spec, packed)
+        keys |= {f"{parent}.{place}.{key}".lstrip(".") for key in empty.state_dict()}
+        layers.set_submodule(place, LowbitLinear.from_packed(packed).train(empty.training))
+    return keys
+
+
+def _import_layer(empty: LowbitLinear, tensors: dict[str, Tensor], source: Mapping[str, Any], act: Act) -> PackedWeight:
     if not empty.spec.bias and "bias" in tensors and not bool(tensors["bias"].any()):
         del tensors["bias"]  # AutoGPTQ writes zeros for layers without a bias
-    packed = import_weight(source, tensors, act, (empty.spec.n, empty.spec.k))
-    _check_fits(empty.spec, packed)
-    keys = {f"{name}.{key}" for key in empty.state_dict()}
-    model.set_submodule(name, LowbitLinear.from_packed(packed).train(empty.training))
-    return keys
+    return import_weight(source, tensors, act, (empty.spec.n, empty.spec.k))
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Returns the tensors of each part of an expert's matrix; nothing for a matrix of all experts."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        part, _, short = name.partition(".")
+        if part.isdecimal():
+            found.setdefault(part, {})[short] = tensor
+    return [found[part] for part in sorted(found)]
 
 
 def _check_fits(wanted: MatmulSpec, packed: PackedWeight) -> None:

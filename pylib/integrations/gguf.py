@@ -26,8 +26,8 @@ from lowbit.pylib.checkpoints.gguf.architectures import EMBEDDINGS, Source, read
 from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
 from lowbit.pylib.integrations.config import LowbitConfig
 from lowbit.pylib.integrations.quantizer import adopt
-from lowbit.pylib.integrations.saved import PARTS
 from lowbit.pylib.nn.embedding import LowbitEmbedding
+from lowbit.pylib.nn.experts import LISTS
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
@@ -94,7 +94,7 @@ class _Contents:
         """Add a matrix of all experts, whose rows are those of several stacks, one below the other."""
         for expert, parts in enumerate(zip(*stacks)):
             layer = concatenated([LowbitLinear.from_packed(part) for part in parts])
-            self._add_layer(f"{module}.{PARTS[matrix]}.{expert}", layer)
+            self._add_layer(f"{module}.{LISTS[matrix]}.{expert}", layer)
             self.shapes[f"{module}.{matrix}"] = (len(stacks[0]), layer.spec.n, layer.spec.k)
 
     def _add_layer(self, name: str, module: PackedModule) -> None:

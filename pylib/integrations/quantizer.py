@@ -30,12 +30,12 @@ from lowbit.dialect.errors import CheckpointError, LowbitError, QuantizeError, S
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.foreign import (
+    Targets,
     act_of_model,
     import_into,
     opened,
     place_foreign,
     prefer_lowbit,
-    suffixes_of,
 )
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
 from lowbit.pylib.integrations.parallel import split
@@ -65,6 +65,7 @@ class LowbitQuantizer(HfQuantizer):
     """Quantizes a dense checkpoint while it is loaded, or loads a low-bit one.
 
     targets        the dense parameters to quantize by their names, while a dense checkpoint is loaded
+    foreign        the tensors of another library's layers, while its checkpoint is loaded
     stays_dense    why modules stay dense, by their names, as `lowbit.quantize_` reports it
     fused          what became of layers that share their input, if `fuse=True` was asked for
     """
@@ -77,6 +78,7 @@ class LowbitQuantizer(HfQuantizer):
         self.fused: tuple[FusedLayers, ...] = ()
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
+        self.foreign: Targets = {}
         if quantization_config.layers is not None:
             self.pre_quantized = True
         if not self.pre_quantized:
@@ -120,7 +122,7 @@ class LowbitQuantizer(HfQuantizer):
                 place_saved(model, saved_specs(model, checkpoint_files or ()))
                 fit_lengths(model, checkpoint_files or ())
             else:
-                place_foreign(model, self.checkpoint)
+                self.foreign = place_foreign(model, self.checkpoint)
             return
         if not self.pre_quantized:
             self._choose_scales(cast(Any, model))
@@ -201,14 +203,13 @@ class LowbitQuantizer(HfQuantizer):
             self.error = error
         return target.keys
 
-    def get_weight_conversions(self) -> list[Any]:
-        """Returns what to do with the tensors of another library's layers."""
-        from lowbit.pylib.integrations.conversion import importer
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Returns what to do with tensors of a checkpoint. Another library's layers come before the model's own steps,
+        which would merge experts whose codes are called weights."""
+        from lowbit.pylib.integrations.conversion import Import, ImportConverter
 
-        if self.checkpoint is None:
-            return []
-        wanted = suffixes_of(self.checkpoint)
-        return [importer(self._import, suffixes, target) for target, suffixes in wanted.items()]
+        own = super().update_weight_conversions(weight_conversions, *model)
+        return [ImportConverter(Import(self._import, self.foreign)), *own] if self.foreign else own
 
     def _import(self, model: Any, name: str, tensors: dict[str, Tensor]) -> set[str]:
         """Take a layer of another library's checkpoint; returns the keys that the model has got by it."""
@@ -236,6 +237,7 @@ class LowbitQuantizer(HfQuantizer):
         if self.checkpoint is not None:
             _keep_as_imported(model)
             self.checkpoint = None
+            self.foreign.clear()
         for name, layer in low_bit_layers(model):
             with naming(name):
                 layer.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,16 @@ from torch import nn
 from lowbit.dialect.errors import CheckpointError, PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
+from lowbit.pylib.checkpoints.expert_places import place_of
+from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
-from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, is_experts
+from lowbit.pylib.nn.experts import LISTS, MATRICES, LowbitExperts, count_of
 from lowbit.pylib.nn.fuse import FusedModule, place_fused
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.saved_weight import check_same, read_spec
-
-PARTS: Mapping[str, str] = dict(zip(MATRICES, ("gate_up", "down")))
-"""What LowbitExperts calls the layers of each matrix."""
-CODES = "codes"  # a tensor that every low-bit layer has
 
 
 def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:
@@ -46,8 +44,8 @@ def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]
         _check_codes_are_joined(name, spec, keys)
         if missing := [slot.name for slot in spec.tensors if f"{name}.{slot.name}" not in keys]:
             raise PackError(f"{name}: the checkpoint has no {', '.join(missing)} of this low-bit weight")
-    renamed = renaming(model, list(found))
-    return {renamed(name): spec for name, spec in found.items()}
+    names = Names(model, list(found))
+    return {names.module(name): spec for name, spec in found.items()}
 
 
 def _check_codes_are_joined(name: str, spec: MatmulSpec, keys: Collection[str]) -> None:
@@ -60,32 +58,6 @@ def _check_codes_are_joined(name: str, spec: MatmulSpec, keys: Collection[str]) 
             f"{name}: an earlier version saved {names} apart; load the folder with lowbit.load_checkpoint, "
             "and save the model again"
         )
-
-
-def renaming(model: Any, names: Sequence[str]) -> Callable[[str], str]:
-    """Returns how to name modules of a checkpoint in a model: transformers gives some modules other names in files, and
-    one of the two may lack the prefix of the base model."""
-    renamed = _renames(model)
-    prefix, modules = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}
-    ways: list[Callable[[str], str]] = [str, lambda name: name.removeprefix(prefix), lambda name: prefix + name]
-    way = next((way for way in ways if any(way(renamed(name)) in modules for name in names)), str)
-    return lambda name: way(renamed(name))
-
-
-def _renames(model: Any) -> Callable[[str], str]:
-    """Returns what transformers calls a module that has another name in the files of this kind of model."""
-    from transformers.conversion_mapping import get_model_conversion_mapping  # which is loaded after this file
-    from transformers.core_model_loading import WeightRenaming
-
-    steps = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
-
-    def renamed(name: str) -> str:
-        key = f"{name}.{CODES}"  # patterns are those of tensors, and may end with the dot behind a module
-        for step in steps:
-            key, _ = step.rename_source_key(key)
-        return key.removesuffix(f".{CODES}")
-
-    return renamed
 
 
 def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
@@ -110,11 +82,11 @@ def check_output_layer(model: Any, files: Sequence[str]) -> None:
     name = next((name for name, module in model.named_modules() if module is head), "")
     if not (name and files and model._tied_weights_keys) or f"{name}.weight" in model.all_tied_weights_keys:
         return
-    leaf, renamed = name.rpartition(".")[2], _renames(model)
+    leaf, names = name.rpartition(".")[2], Names(model, ())
     for path in files:
         with safe_open(path, framework="pt") as file:
             keys: list[str] = file.keys()
-            if any(leaf in renamed(key.rpartition(".")[0]).split(".") for key in keys):
+            if any(leaf in names.module(key.rpartition(".")[0]).split(".") for key in keys):
                 return
     raise CheckpointError(
         f"{name}: the checkpoint has no such layer, and its config.json has tie_word_embeddings=False; with "
@@ -124,7 +96,7 @@ def check_output_layer(model: Any, files: Sequence[str]) -> None:
 
 def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     """Put empty low-bit modules where a checkpoint of lowbit's own has weights of these specs."""
-    experts: dict[str, dict[str, MatmulSpec]] = {}
+    experts: dict[str, dict[str, dict[int, MatmulSpec]]] = {}
     modules = dict(model.named_modules())
     if any(isinstance(modules.get(name), nn.Embedding) for name in specs):
         tie(model)
@@ -133,22 +105,29 @@ def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:
     for name, spec in specs.items():
         if name in placed:
             continue
-        parent, _, part = name.rpartition(".")[0].rpartition(".")
-        dense = modules.get(name)
+        dense, place = modules.get(name), place_of(name, modules)
         if isinstance(dense, nn.Embedding):
             embedding = LowbitEmbedding.empty(spec, "meta").in_place_of(dense)
-            for place, module in with_tied([name], embedding, tied_linears(modules.items(), dense)).items():
-                model.set_submodule(place, module)
+            for here, module in with_tied([name], embedding, tied_linears(modules.items(), dense)).items():
+                model.set_submodule(here, module)
         elif may_be_low_bit(dense):
             model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
-        elif part in PARTS.values() and is_experts(modules.get(parent, nn.Module())):
-            experts.setdefault(parent, {})[part] = spec
+        elif place is not None and place.expert is not None:
+            experts.setdefault(place.owner, {}).setdefault(place.matrix, {})[place.expert] = spec
         else:
             raise CheckpointError(f"{name} is low-bit in the checkpoint, and no linear layer or embedding of the model")
     for name, found in experts.items():
-        model.set_submodule(
-            name, LowbitExperts.empty_like(modules[name], [found[part] for part in PARTS.values()], "meta")
-        )
+        _check_complete(name, found, count_of(modules[name]))
+        model.set_submodule(name, LowbitExperts.empty_like(modules[name], [found[m] for m in MATRICES], "meta"))
+
+
+def _check_complete(name: str, found: Mapping[str, Mapping[int, MatmulSpec]], count: int) -> None:
+    """Raise CheckpointError unless a checkpoint has both matrices of so many experts."""
+    for matrix, short in LISTS.items():
+        have = found.get(matrix, {})
+        if wrong := have.keys() ^ set(range(count)):
+            said = "has" if min(wrong) in have else "lacks"
+            raise CheckpointError(f"the checkpoint {said} {name}.{short}.{min(wrong)}; the model has {count} experts")
 
 
 def start_no_fused(model: nn.Module) -> None:
@@ -166,10 +145,10 @@ def fit_lengths(model: nn.Module, files: Sequence[str]) -> None:
         with safe_open(path, framework="pt") as file:
             keys: list[str] = file.keys()
             places = {key: key.rpartition(".") for key in keys}
-            renamed = renaming(model, [name for name, _, _ in places.values()])
+            names = Names(model, [name for name, _, _ in places.values()])
             for key, (name, _, buffer) in places.items():
-                if buffer in free.get(renamed(name), ()):
-                    layer, shape = layers[renamed(name)], file.get_slice(key).get_shape()
+                if buffer in free.get(names.module(name), ()):
+                    layer, shape = layers[names.module(name)], file.get_slice(key).get_shape()
                     setattr(layer, buffer, torch.empty(shape, dtype=getattr(layer, buffer).dtype, device="meta"))
 
 

@@ -10,7 +10,7 @@ every expert runs on every token: right, with static shapes, and slower the more
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 MATRICES = ("gate_up_proj", "down_proj")
 """The parameters of a dense module: [experts, rows, columns], or with columns first if it is transposed."""
+LISTS = {"gate_up_proj": "gate_up", "down_proj": "down"}
+"""Where `LowbitExperts` keeps the layers that are made of a parameter of dense experts."""
 
 
 class LowbitExperts(nn.Module):
@@ -48,11 +50,18 @@ class LowbitExperts(nn.Module):
 
     @classmethod
     def empty_like(
-        cls, dense: nn.Module, specs: Sequence[MatmulSpec], device: torch.device | str | None = None
+        cls,
+        dense: nn.Module,
+        specs: Sequence[MatmulSpec | Mapping[int, MatmulSpec]],
+        device: torch.device | str | None = None,
     ) -> LowbitExperts:
-        """Returns experts of zeros with these specs of gate_up and down, to load a state dictionary into."""
-        lists = ([LowbitLinear.empty(spec, device) for _ in range(count_of(dense))] for spec in specs)
-        return cls(dense, *lists)
+        """Returns experts of zeros with these specs of gate_up and down, to load a state dictionary into.
+
+        specs   one of all experts, or one by the number of each
+        """
+        experts = range(count_of(dense))
+        each = (spec if isinstance(spec, Mapping) else dict.fromkeys(experts, spec) for spec in specs)
+        return cls(dense, *([LowbitLinear.empty(of[expert], device) for expert in experts] for of in each))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the sum of each token's experts, by their weights: [tokens, hidden].
@@ -100,8 +109,9 @@ class LowbitExperts(nn.Module):
         return self.down[expert](dense._apply_gate(self, self.gate_up[expert](x)))
 
     def extra_repr(self) -> str:
-        specs = (cast(LowbitLinear, layers[0]).spec for layers in (self.gate_up, self.down))
-        return f"{len(self.gate_up)} experts of " + " and ".join(map(str, specs))
+        lists = ([str(cast(LowbitLinear, layer).spec) for layer in layers] for layers in (self.gate_up, self.down))
+        kinds = (" or ".join(dict.fromkeys(specs)) for specs in lists)
+        return f"{len(self.gate_up)} experts of " + " and ".join(kinds)
 
 
 def _tokens_of_experts(top_k_index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
