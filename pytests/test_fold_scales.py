@@ -20,12 +20,15 @@ from test_eight_bit import FITTING, Problem, whole_problem
 from torch import Tensor
 
 import lowbit
+from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.eight_bit_prefill import folded_weight as weight_side
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
+from lowbit.passes.kernels.prefill.weight import WeightRegisters
 from lowbit.passes.lowering import byte_numbers
 from lowbit.pylib import reference
 from lowbit.pylib.packed import PackedWeight, pack
@@ -241,11 +244,60 @@ def test_values_that_are_no_numbers() -> None:
         assert y[:, 3].isnan().all() and y[:, :3].isfinite().all()
 
 
+OTHERS: list[MatmulSpec] = [
+    MatmulSpec(24, 256, "nf4", 64, out="f32", **FOLDED),
+    MatmulSpec(24, 512, "u8", 128, zeros="int", out="f32", **FOLDED),
+    MatmulSpec(24, 512, "u5", 256, zeros="float", act="bf16", out="f32", **FOLDED),
+    MatmulSpec(24, 256, "f8e5m2", 32, zeros="offset", act="bf16", out="f32", **FOLDED),
+    MatmulSpec(24, 512, "f7e5m1", 256, scale="f32", out="f32", **FOLDED),
+    MatmulSpec(24, 512, "lut3", 256, scale="f32", table=(1e5, 0.3, -2e4, 7, 1, 2, 3, 4), out="f32", **FOLDED),
+    MatmulSpec(32, 512, "u3", 256, "float", "u3", bilevel=Bilevel(16, 1, zeros=True), out="f32", **FOLDED),
+    *(MatmulSpec.preset(name, 24, 512, out="f32", **FOLDED) for name in ("q2_k", "q4_k", "q6_k", "iq4_xs", "nvfp4")),
+]
+
+
+@pytest.mark.parametrize("spec", OTHERS, ids=str)
+@pytest.mark.parametrize("target", [HOPPER, "cpu"])
+def test_formats_that_no_other_kernel_multiplies(spec: MatmulSpec, target: str) -> None:
+    """Every format, kind of zeros and second level, for any number of tokens; sums are in f32."""
+    mm = lowbit.compile(spec, target)
+    for m in (3, 130) if target == "cpu" else (3,):
+        x, tensors = random_inputs(spec, m)
+        w = mm.pack(**tensors)
+        np.testing.assert_allclose(w.dequantize().numpy(), reference.dequantize(spec, **tensors), rtol=2e-6, atol=1e-6)
+        right = reference.multiplied(spec, x) @ reference.folded_weight(spec, tensors).T
+        assert np.linalg.norm(mm(x, w).numpy() - right) <= 2e-5 * np.linalg.norm(right)
+        assert rounding(mm, m)["folded"]
+
+
+@pytest.mark.parametrize("name", ["q4_k", "nvfp4"])
+def test_other_formats_with_mma_sync(name: str) -> None:
+    spec = MatmulSpec.preset(name, 24, 512, out="f32", **FOLDED)
+    x, tensors = random_inputs(spec, 40)
+    right = reference.multiplied(spec, x) @ reference.folded_weight(spec, tensors).T
+    mm = lowbit.compile(spec, ADA)
+    assert np.linalg.norm(mm(x, mm.pack(**tensors)).numpy() - right) <= 2e-5 * np.linalg.norm(right)
+
+
+def test_one_family_for_all_tokens() -> None:
+    mm = lowbit.compile(MatmulSpec(8192, 8192, "nf4", 64, **FOLDED), HOPPER)
+    assert {mm.choices.launches(m)[0].family for m in (1, 16, 100, 128, 129, 5000)} == {"eight_bit_prefill"}
+    assert all(len(mm.choices.launches(m)) == 1 for m in (1, 33, 128, 129, 100000))
+    with pytest.raises(SpecError, match="take an EightBitPrefillSchedule"):
+        lowbit.compile(mm.spec, HOPPER, schedule=EightBitSchedule(8, 1, 4, 1, 128))
+
+
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "order of columns": (byte_numbers, "_e4m3_row", lambda right: lambda near, far: right(far, near)),
-    "group": (weight_side, "Part", lambda right: lambda start, width, group: right(0, width, 0)),
+    "group": (weight_side.FoldedWeight, "_as_round", lambda right: lambda self, held: swapped(right(self, held))),
     "scale of rows": (weight_side.FoldedWeight, "_scaled", lambda right: lambda self, numbers, *others: numbers),
 }
+
+
+def swapped(registers: WeightRegisters) -> WeightRegisters:
+    """The same with the scales of another group."""
+    first, second, *others = registers.factors["scales"]
+    return replace(registers, factors={**registers.factors, "scales": [second, first, *others]})
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
@@ -301,8 +353,13 @@ def test_a_quantized_model() -> None:
 # -- what does not go together
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"compute": None}, "fold_scales=True needs activations of 8 bits; use compute='f8e4m3'"),
-    ({"compute": "i8"}, "fold_scales=True needs compute='f8e4m3': a scaled integer is none"),
+    ({"compute": None}, "fold_scales=True needs compute='f8e4m3'; use both"),
+    ({"compute": "i8"}, "fold_scales=True needs compute='f8e4m3', not 'i8': a scaled integer is none"),
+    ({"weight": "nf4", "group_size": None}, "multiplies u1, .*, not 'nf4'; use one of them, or fold_scales=True and g"),
+    ({"weight": "nf4", "fold_scales": False}, "not 'nf4'; use one of them, or fold_scales=True and groups, or co"),
+    ({"group_size": 24, "k": 768}, "needs group_size=24 to be a multiple of 16 that divides"),
+    ({"group_size": 16, "fold_scales": False}, "needs group_size=16 to be a multiple of 32; use one, or fold_scales="),
+    ({"outliers": True}, "has no outliers=True"),
     ({"fold_scales": 1}, "fold_scales=1 must be True or False"),
 ]
 

@@ -74,6 +74,13 @@ def spec_of_bytes(compute: Any, weight: str, i: int, j: int) -> MatmulSpec:
     return MatmulSpec(rows, 8192, weight, group, zeros=zeros, act=act, compute=compute, **NUMBERS[j])
 
 
+def folded_spec(weight: str, i: int, j: int) -> MatmulSpec:
+    """The same with scales that are folded into weights."""
+    spec = spec_of(weight, i, j)
+    group = spec.group_size or 128
+    return replace(spec, group_size=group, outliers=False, compute="f8e4m3", fold_scales=True)
+
+
 @dataclass(frozen=True)
 class Case:
     """The sample of a format in a family, and a target for it.
@@ -109,10 +116,10 @@ def cases() -> Iterator[Case]:
         specs = [spec_of_bytes(compute, weight, i, j) for j in range(len(NUMBERS))]
         yield Case("eight_bit_prefill", HOPPER, i, tuple(specs))
         yield Case("eight_bit_prefill_mma", L40S if compute == "f8e4m3" else A100, i, tuple(turns(specs, i)))
-        if compute == "f8e4m3":
-            folded = [replace(spec, fold_scales=True) for spec in turns(specs, i + 2)]
-            yield Case("eight_bit_prefill", HOPPER, i, tuple(folded))
-            yield Case("eight_bit_prefill_mma", L40S, i, tuple(folded))
+    for i, weight in enumerate(FORMATS):
+        folded = [folded_spec(weight, i, j) for j in (3 * i % len(SCALES), (3 * i + 4) % len(SCALES))]
+        yield Case("eight_bit_prefill", HOPPER, i, tuple(folded))
+        yield Case("eight_bit_prefill_mma", L40S, i, (folded[i % 2],))
 
 
 def mma_case(i: int, specs: Sequence[MatmulSpec]) -> Case:
@@ -159,7 +166,7 @@ def kind(spec: MatmulSpec) -> dict[str, Any]:
 
 
 def test_the_sample_covers_formats_and_scales() -> None:
-    every = {"matmul": (set(FORMATS), SCALES), "quantized_matmul": ({weight for _, weight in FITTING}, NUMBERS)}
+    every = {"matmul": (set(FORMATS), SCALES), "quantized_matmul": (set(FORMATS), NUMBERS)}
     for family in (family for family in FAMILIES.values() if family.takes_any_tokens):
         formats, scales = every[family.operation]
         specs = [spec for case in SAMPLE if case.family == family.name for spec in case.specs]

@@ -174,7 +174,7 @@ class EncodeFragmentsOp(Lowbit.Operation, name="encode_fragments", traits=[ext.P
     """Numbers of f16 in fragments of 16 x 16 as fragments of f8E4M3FN that an mma of 8 bits multiplies: rounded to
     nearest even, and to the largest number where they are beyond it. The order of columns is that of `decode_bytes`.
 
-    Sources stand side by side: each has some of the columns of all rows.
+    Sources stand side by side: each has as many of the columns of all rows.
     """
 
     sources: Sequence[ext.Operand[RegType]]

@@ -33,8 +33,19 @@ func.func @folded(%x: tensor<?x256xf8E4M3FN>, %s: tensor<?xf32>, %sums: tensor<?
 !a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
 // CHECK-LABEL: func.func @fragments
 func.func @fragments(%numbers: !numbers) -> !a {
-  // CHECK: "lowbit.encode_fragments"
-  %a = "lowbit.encode_fragments"(%numbers) : (!numbers) -> !a
+  // CHECK: "lowbit.encode_fragments"(%{{.*}}) {{.*}}: (!lowbit.reg<[16, 64], f16
+  %a = "lowbit.encode_fragments"(%numbers) {operandSegmentSizes = array<i32: 1>} : (!numbers) -> !a
+  return %a : !a
+}
+
+// -----
+
+!numbers = !lowbit.reg<[16, 32], f16, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
+// CHECK-LABEL: func.func @fragments_side_by_side
+func.func @fragments_side_by_side(%0: !numbers, %1: !numbers) -> !a {
+  // CHECK: "lowbit.encode_fragments"(%{{.*}}, %{{.*}})
+  %a = "lowbit.encode_fragments"(%0, %1) {operandSegmentSizes = array<i32: 2>} : (!numbers, !numbers) -> !a
   return %a : !a
 }
 

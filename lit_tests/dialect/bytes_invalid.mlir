@@ -161,8 +161,8 @@ func.func @folded_groups(%x: tensor<?x64xf8E4M3FN>, %s: tensor<?xf32>, %sums: te
 !numbers = !lowbit.reg<[16, 64], bf16, "local(1, 4).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
 func.func @type_of_fragments(%numbers: !numbers) {
-  // expected-error @below {{element of the source: expected f16, got bf16}}
-  %a = "lowbit.encode_fragments"(%numbers) : (!numbers) -> !a
+  // expected-error @below {{element of a source: expected f16, got bf16}}
+  %a = "lowbit.encode_fragments"(%numbers) {operandSegmentSizes = array<i32: 1>} : (!numbers) -> !a
   return
 }
 
@@ -171,7 +171,17 @@ func.func @type_of_fragments(%numbers: !numbers) {
 !numbers = !lowbit.reg<[16, 32], f16, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
 !a = !lowbit.reg<[16, 64], f8E4M3FN, "local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 4)">
 func.func @width_of_fragments(%numbers: !numbers) {
-  // expected-error @below {{layout of the source (in fragments): expected local(1, 4), got local(1, 2)}}
-  %a = "lowbit.encode_fragments"(%numbers) : (!numbers) -> !a
+  // expected-error @below {{columns of the sources: expected 64, got 32}}
+  %a = "lowbit.encode_fragments"(%numbers) {operandSegmentSizes = array<i32: 1>} : (!numbers) -> !a
+  return
+}
+
+// -----
+
+!numbers = !lowbit.reg<[32, 32], f16, "local(2, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!a = !lowbit.reg<[16, 32], f8E4M3FN, "column_local(2, 2).spatial(8, 4).local(1, 4)">
+func.func @rows_of_fragments(%numbers: !numbers) {
+  // expected-error @below {{rows of a source (in fragments): expected local(1, 1), got local(2, 1)}}
+  %a = "lowbit.encode_fragments"(%numbers) {operandSegmentSizes = array<i32: 1>} : (!numbers) -> !a
   return
 }

@@ -6,13 +6,14 @@ f8e4m3. What is left for sums is the scale of the row, so the tensor core adds u
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
-from lowbit.passes.kernels.prefill.parts import parts_of_panel
+from lowbit.passes.kernels.prefill.parts import Part
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
 
 
@@ -25,9 +26,10 @@ class FoldedWeight(EightBitWeight):
         self.convert = self.factors.convert
 
     def bytes_of(self, columns: Columns, panel: int, registers: WeightRegisters) -> Tile:
-        """The weights of a panel, which is one product, group by group."""
-        loaded = self._as_round(registers)
-        parts = [self.fragments(part, panel, loaded) for part in parts_of_panel(self.plan, panel)]
+        """The weights of a panel, which is one product, in parts of one group each."""
+        loaded, width = self._as_round(registers), math.gcd(self.plan.step // self.plan.groups, columns.width)
+        starts = range(0, columns.width, width)
+        parts = [self.fragments(Part(start, width, columns.group), panel, loaded) for start in starts]
         layout = self.plan.rows.local(1, columns.width // MMA_M16N8K32_A.shape[1]) * MMA_M16N8K32_A
         return self.p.encode_fragments(parts, layout)
 

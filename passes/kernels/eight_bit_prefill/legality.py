@@ -6,6 +6,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.prefill.factor import factors_of
 from lowbit.passes.kernels.prefill.legality import check_shared, check_split, shared_bytes
 from lowbit.passes.kernels.requirements import can_use_wgmma, check_compute
 from lowbit.passes.target import Target
@@ -16,6 +17,9 @@ _SECOND_BANK = 32  # of these, for scales and addresses that are needed later
 _MORE = 8  # for zeros, or integers that become f32,
 _CLUSTER = 3  # for the other block of a cluster, with which x is shared
 _SPLIT = 7  # or k is split,
+_FOLDING = 24  # of these, for weights in f16 that become bytes,
+_ADDED = 16  # for float zeros and offsets,
+_CODED = 16  # and for scales that are codes
 _WIDE = 25  # and for codes of 8 bits with integers that become f32
 
 
@@ -56,6 +60,8 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums and for products, for two panels'
     fragments, and for what is loaded. It follows what the assembler was seen to do."""
     plan = EightBitPrefillPlan(spec, s)
+    if spec.folds:
+        return s.tokens // 2 + s.panel_k // 4 + _folded_registers(plan) > _MOST_REGISTERS
     integers, zeros = spec.compute == "i8" and plan.groups > 0, spec.zeros == "int"
     products = 0 if plan.keeps_sums else s.banks * plan.part_tokens // 2
     loaded = plan.held_pieces * plan.piece_registers + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
@@ -64,3 +70,10 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     more += _SPLIT * (s.split_k > 1)
     more += integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS
+
+
+def _folded_registers(plan: EightBitPrefillPlan) -> int:
+    """Registers for what is loaded of weights that are scaled, and for what becomes of it on the way to bytes."""
+    loaded = plan.held_pieces * plan.piece_registers + 2 * sum(plan.held(f.count) for f in factors_of(plan).values())
+    more = _FOLDING + _CLUSTER * (plan.schedule.cluster > 1)
+    return loaded + more + _ADDED * (plan.spec.zeros in ("float", "offset")) + _CODED * (plan.spec.bilevel is not None)
