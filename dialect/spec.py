@@ -138,6 +138,9 @@ class MatmulSpec:
             chunk = self.packing.chunk
             rule = f"a multiple of {least} that divides {chunk} or is a multiple of it"
             raise SpecError(f"{given} needs group_size={self.group_size} to be {rule}; use compute=None")
+        if self.group_size and not (self.multiplies_codes or byte_codes.fits_rounds(self.group_size)):
+            rule = "a divisor of 1536 or 2048, or a multiple of 512"
+            raise SpecError(f"{given} needs group_size={self.group_size} to be {rule}; use one, or compute=None")
 
     def _misfit_of_codes(self, compute: Compute) -> str:
         """Returns why codes less zeros cannot be multiplied as bytes whose products are scaled, and what to use; "" if

@@ -7,12 +7,14 @@ Sums are compared to the last bit where f32 holds all of them, as in `test_eight
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import test_eight_bit_prefill as wgmma
 import test_eight_bit_prefill_mma as mma_sync
+import test_prefill_resources as resources
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,9 @@ from lowbit.passes.kernels.eight_bit_prefill import folded_weight as weight_side
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
 from lowbit.passes.lowering import byte_numbers
+from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
+from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance
 from lowbit.pylib.tune.trial import rounding
@@ -159,6 +163,7 @@ CASES: list[tuple[dict[str, Any], Schedule, int]] = [
     ({"n": 128, "k": 1024, "group_size": 32, "scale": "e4m3", "weight": "f4e2m1"}, Schedule(64, num_stages=8), 60),
     # Clusters, of which one block may be beyond the last row.
     ({"n": 300, "k": 1024, "zeros": "int"}, Schedule(32, cluster=2), 70),
+    ({"n": 300, "k": 1088, "group_size": 64}, Schedule(32, split_k=2), 70),
 ]  # fmt: skip
 
 
@@ -287,6 +292,17 @@ def test_one_family_for_all_tokens() -> None:
         lowbit.compile(mm.spec, HOPPER, schedule=EightBitSchedule(8, 1, 4, 1, 128))
 
 
+@pytest.mark.parametrize("target", [HOPPER, ADA])
+def test_every_spec_has_kernels(target: str) -> None:
+    """Every format and kind of scale, with zeros and groups in turn, for any number of tokens."""
+    gpu = parse_target(target)
+    for (i, weight), j in product(enumerate(resources.FORMATS), range(len(resources.SCALES))):
+        group = (16, 1536, 64, 512, 32, 768, 128)[(i + 3 * j) % 7]
+        spec = replace(resources.folded_spec(weight, i, j), n=1000, k=12288, group_size=group)
+        kernels = Artifacts(spec, gpu, None)
+        assert all(kernels.tiles(m) for m in (1, 16, 17, 128, 129, 70000)), spec
+
+
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "order of columns": (byte_numbers, "_e4m3_row", lambda right: lambda near, far: right(far, near)),
     "group": (weight_side.FoldedWeight, "_as_round", lambda right: lambda self, held: swapped(right(self, held))),
@@ -359,6 +375,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weight": "nf4", "fold_scales": False}, "not 'nf4'; use one of them, or fold_scales=True and groups, or co"),
     ({"group_size": 24, "k": 768}, "needs group_size=24 to be a multiple of 16 that divides"),
     ({"group_size": 16, "fold_scales": False}, "needs group_size=16 to be a multiple of 32; use one, or fold_scales="),
+    ({"weight": "u8", "zeros": "int", "group_size": 160, "k": 800}, "group_size=160 to be a divisor of 1536 or"),
     ({"outliers": True}, "has no outliers=True"),
     ({"fold_scales": 1}, "fold_scales=1 must be True or False"),
 ]

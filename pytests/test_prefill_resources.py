@@ -21,6 +21,8 @@ from lowbit.dialect.formats.dtypes import all_names, dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.base import KernelRequest
+from lowbit.passes.kernels.eight_bit_prefill.legality import spills
+from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.registry import FAMILIES, request
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.target import Target, parse_target
@@ -102,7 +104,7 @@ class Case:
     def kernels(self) -> Iterator[KernelRequest]:
         """A kernel of each spec, with one of the schedules that may be chosen for it."""
         for j, spec in enumerate(self.specs):
-            found = FAMILIES[self.family].candidates(spec, turn(j, 512, 128), self.target)
+            found = FAMILIES[self.family].candidates(spec, 512, self.target)
             yield request(spec, self.target, found[(5 * self.number + 3 * j) % len(found)])
 
 
@@ -142,6 +144,8 @@ def most_spilled(kernel: KernelRequest) -> int:
     (docs/lab-notebook.md, "Without wgmma"). Where products of integers are added to sums in f32, group by group, the
     assembler begins more of them than it has registers for, in small tiles, too; these numbers are a record."""
     spec, mma = kernel.spec, not kernel.target.has_wgmma
+    if spec.folds and isinstance(kernel.schedule, EightBitPrefillSchedule) and spills(spec, kernel.schedule):
+        return 256  # no tile has enough registers, and no other kernel multiplies this weight
     if spec.compute and mma and spec.group_size in (32, 64):
         return 192
     if spec.compute == "i8" and spec.group_size:

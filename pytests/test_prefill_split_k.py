@@ -6,6 +6,7 @@ The emulated GPU has four multiprocessors, so that blocks have several tiles, on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from emulated import matmul_is_right, run_matmul
 from test_eight_bit_prefill import is_exact
 from test_prefill import HOPPER, PREFILL, compiled
+from test_prefill_resources import FITTING, FORMATS, NUMBERS, SCALES, most_spilled, spec_of, spec_of_bytes
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError, SpecError
@@ -139,6 +141,24 @@ def test_no_spills_and_products_overlap(choices: dict[str, Any], schedule: Any) 
     assert used.registers * kernel.launch.threads <= 65536
     if not spec.compute:
         assert kernel.launch.shared_bytes == shared_bytes(PrefillPlan(spec, schedule))
+
+
+def sampled() -> Iterator[MatmulSpec]:
+    """Every fourth format in both families, with kinds of scales in turn."""
+    for i, weight in list(enumerate(FORMATS))[::4]:
+        yield replace(spec_of(weight, i, i // 4 % len(SCALES)), outliers=False)
+    for i, (compute, weight) in list(enumerate(FITTING))[1::4]:
+        yield spec_of_bytes(compute, weight, i, i // 4 % len(NUMBERS))
+
+
+@pytest.mark.parametrize("spec", sampled(), ids=str)
+def test_no_spills_of_a_sample(spec: MatmulSpec) -> None:
+    family = FAMILIES["eight_bit_prefill" if spec.compute else "prefill"]
+    split = [s for s in family.candidates(spec, 128, HOPPER) if s.split_k > 1]
+    for schedule in split[:1]:
+        made = request(spec, HOPPER, schedule)
+        used = resource_usage(compile_kernel(made).ptx, HOPPER)
+        assert not used.serialized and max(used.spill_stores, used.spill_loads) <= most_spilled(made)
 
 
 def test_nothing_waits_for_all_of_memory() -> None:

@@ -53,6 +53,12 @@ def fits(t: DType, compute: Compute) -> bool:
     return compute == "f8e4m3" and t.kind == "float" and t.exponent <= _EXPONENT and t.mantissa <= _MANTISSA
 
 
+def fits_rounds(group: int) -> bool:
+    """Tells whether kernels that scale weights first have rounds for groups of so many columns: rounds of 512 to 2048
+    that are a multiple of the group, or a part of it."""
+    return any(step % group == 0 or group % step == 0 for step in (512, 1024, 1536, 2048))
+
+
 def products_named(name: str) -> dict[str, Any]:
     """Returns the fields of a spec that a name on a command line stands for: "none", "i8", "f8e4m3", or "f8e4m3+fold"
     with `MatmulSpec.fold_scales`."""

@@ -27,7 +27,8 @@ TOKEN_TILES = (*_FEW, *(tile for tile in PREFILL_TILES if tile > MOST_UNFOLDED))
 _TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
 _PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 """Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
-_PANELS = ((128, 4), (256, 4), (128, 8), (256, 8))  # columns and stages
+_NARROW, _WIDE = (128, 4), (256, 4)  # columns and stages of panels
+_PANELS = (_NARROW, _WIDE, (128, 8), (256, 8))
 
 
 class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
@@ -45,12 +46,15 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         return tokens in TOKEN_TILES
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        """For every tile the first of `_PRODUCTS` for which there are registers, with wide panels of few tokens."""
+        """For every tile the first of `_PRODUCTS` for which there are registers, with wide panels of few tokens. Scaled
+        weights get narrow panels where these would spill, and a small tile in any case: no other kernel has them."""
         found: list[EightBitPrefillSchedule] = []
         for kind in kinds(_TOKENS, spec, tokens, target):
-            panel = (256, 4) if kind[0] <= 64 else (128, 4)
-            fitting = (s for s in _schedules(*kind, [panel]) if self._fits(spec, s, target))
+            panels = [_NARROW] if kind[0] > 64 else [_WIDE, _NARROW] if spec.folds else [_WIDE]
+            fitting = (s for s in _schedules(*kind, panels) if self._fits(spec, s, target))
             found += islice(fitting, 1)
+        if spec.folds and not found:
+            found = [s for s in _schedules(_TOKENS[0], 1, 1, [_NARROW]) if self.allows(spec, s, target)]
         return [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:

@@ -19,7 +19,7 @@ _CLUSTER = 3  # for the other block of a cluster, with which x is shared
 _SPLIT = 7  # or k is split,
 _FOLDING = 24  # of these, for weights in f16 that become bytes,
 _ADDED = 16  # for float zeros and offsets,
-_CODED = 16  # and for scales that are codes
+_CODED = 24  # and for scales that are codes
 _WIDE = 25  # and for codes of 8 bits with integers that become f32
 
 
@@ -74,6 +74,8 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
 
 def _folded_registers(plan: EightBitPrefillPlan) -> int:
     """Registers for what is loaded of weights that are scaled, and for what becomes of it on the way to bytes."""
-    loaded = plan.held_pieces * plan.piece_registers + 2 * sum(plan.held(f.count) for f in factors_of(plan).values())
-    more = _FOLDING + _CLUSTER * (plan.schedule.cluster > 1)
+    factors = factors_of(plan).values()
+    numbers = sum(plan.held(factor.count) * (2 if factor.lanes > 1 else 1) for factor in factors)  # of two rows, or all
+    loaded = plan.held_pieces * plan.piece_registers + numbers
+    more = _FOLDING + _CLUSTER * (plan.schedule.cluster > 1) + _SPLIT * (plan.schedule.split_k > 1)
     return loaded + more + _ADDED * (plan.spec.zeros in ("float", "offset")) + _CODED * (plan.spec.bilevel is not None)
