@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.cost_model import untried
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.legality import shared_bytes
@@ -182,7 +180,7 @@ def splits(spec: MatmulSpec, tokens: int) -> dict[int, set[int]]:
 
 def test_where_tiles_leave_multiprocessors_idle() -> None:
     """66 clusters of two run at a time, and 29 of four: what is more would be another wave."""
-    assert splits(MatmulSpec(8192, 8192, "u4", 128), 128) == {128: {2}, 160: {2}, 192: {2}, 256: {2}}
+    assert splits(MatmulSpec(8192, 8192, "u4", 128), 128) == {t: {2} for t in (128, 160, 192, 224, 256)}
     assert splits(MatmulSpec(3584, 8192, "u4", 128), 128)[128] == {2, 4}
     assert 4 not in splits(MatmulSpec(4096, 8192, "u4", 128), 128)[128]
     assert not splits(MatmulSpec(34816, 5120, "u4", 128), 128)
@@ -197,24 +195,17 @@ def test_where_tiles_leave_multiprocessors_idle() -> None:
         (8192, 8192, None, 128, 2),
         (8192, 8192, "f8e4m3", 160, 2),
         (4096, 14336, "i8", 128, 2),
+        (4096, 4096, None, 256, 2),
+        (8192, 8192, None, 256, 2),
+        (4096, 4096, "f8e4m3", 256, 2),
         # The sums take longer to meet than columns are saved.
-        (4096, 4096, None, 256, 1),
-        (8192, 8192, None, 256, 1),
-        (4096, 4096, "f8e4m3", 256, 1),
+        (4096, 4096, None, 512, 1),
+        (6144, 4096, None, 256, 1),
     ],
 )
 def test_what_the_rule_takes(n: int, k: int, compute: Any, tokens: int, split_k: int) -> None:
     chosen = default_schedule(MatmulSpec(n, k, "u4", 128, compute=compute), tokens, HOPPER)
     assert isinstance(chosen, PrefillSchedule) and chosen.split_k == split_k
-
-
-def test_what_splits_gains_five_percent() -> None:
-    """By its own prediction, which is for something that has not been timed."""
-    for n, k, tokens in product((2048, 4096, 6144, 8192), (4096, 8192, 14336), (128, 256, 512)):
-        spec = MatmulSpec(n, k, "u4", 128)
-        times = {s: PREFILL.predict(spec, tokens, s, HOPPER) for s in PREFILL.candidates(spec, tokens, HOPPER)}
-        best, whole = min(times, key=times.__getitem__), min(time for s, time in times.items() if s.split_k == 1)
-        assert best.split_k == 1 or times[best] / untried(best) < 0.955 * whole
 
 
 @pytest.mark.parametrize("family", ["prefill", "eight_bit_prefill"])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TOKEN_TILES = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
-_TOKENS = (32, 48, 64, 80, 96, 128, 160, 192, 256)  # of a tile
+_TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
 
 
 class Prefill(KernelFamily[PrefillSchedule]):
