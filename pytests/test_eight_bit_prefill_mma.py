@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit.dialect.errors import EmulatorError, SpecError
-from lowbit.dialect.formats.byte_codes import Compute
+from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED, Compute
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
@@ -211,7 +211,9 @@ SPEC = MatmulSpec(4096, 4096, "u4", 128, compute="i8")
 
 @pytest.mark.parametrize("target", GPUS, ids=str)
 def test_every_number_of_tokens_without_wgmma(target: Target) -> None:
-    assert FAMILY.token_tiles(SPEC, target) == (() if target.has_wgmma else TOKEN_TILES)
+    """From where the eight_bit kernels need several launches."""
+    many = tuple(tile for tile in TOKEN_TILES if tile > MOST_UNFOLDED)
+    assert FAMILY.token_tiles(SPEC, target) == (() if target.has_wgmma else many)
     assert FAMILY.token_tiles(replace(SPEC, compute=None), target) == ()
 
 

@@ -337,7 +337,7 @@ def test_schedules_have_no_parts(group: int | None) -> None:
         found = {each: wgmma.FAMILY.candidates(each, m, wgmma.HOPPER) for each in (spec, usual)}
         assert {(s.parts, s.banks) for s in found[spec]} == {(1, 1)}
         times = {e: min(wgmma.FAMILY.predict(e, m, s, wgmma.HOPPER) for s in some) for e, some in found.items()}
-        assert times[spec] < 0.9 * times[usual]
+        assert times[spec] < times[usual]
     with pytest.raises(SpecError, match="needs parts=1 and banks=1"):
         wgmma.FAMILY.check(spec, Schedule(32, parts=2), wgmma.HOPPER)
 
