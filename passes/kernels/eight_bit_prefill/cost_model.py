@@ -1,7 +1,7 @@
 """About how long a prefill schedule for activations of 8 bits takes, in the way of `prefill.cost_model`.
 
-The constants are fitted to 88 timings on an H200 (2026-11, f8e4m3, u4 in groups of 128 and f8e4m3 per row, with and
-without folded scales, seven sizes, 100 to 4096 tokens), rested: nine of ten are right within 5 %.
+The constants are fitted to 185 timings on an H200 (2026-11, f8e4m3, u4 in groups of 128 and f8e4m3 per row, with and
+without folded scales, 12 sizes, 100 to 4096 tokens), rested: nine of ten are right within 6 %.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, pace, waves_of
+from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, waves_of
 from lowbit.passes.target import Target
 
 _LAUNCH = 2.0  # microseconds of a launch that the one before does not hide
 _PER_TOKEN = 0.0023  # of products: of a token of a tile and 128 columns,
-_PER_PART = 0.01  # of a part of its tokens and 128 columns,
-_PER_SUM = 0.0004  # and of a token and product that is added to sums in f32
-_PER_PANEL = 0.15  # of decoding: of a panel,
-_DECODING = 0.145  # and of 128 columns,
-_FOLDING, _TABLE, _WIDE = 0.165, 0.053, 0.1  # more if scales are folded in, and of tables and codes of 8 bits
+_PER_SUM = 0.0005  # and of a token and product that is added to sums in f32
+_PER_PANEL = 0.148  # of decoding: of a panel,
+_DECODING = 0.135  # and of 128 columns,
+_FOLDING, _TABLE, _WIDE = 0.18, 0.051, 0.109  # more if scales are folded in, and of tables and codes of 8 bits
 _SHOWN = 0.6  # of the shorter of products and decoding, which is not hidden behind the longer
 _END_PER_TOKEN = 0.0036  # of the end of a tile
+_MULTICAST = 0.985  # times as long, where blocks of a cluster share x of wide tiles and are in the middle of their work
+_NARROW = 128  # tokens up to which sharing x gains nothing
 _EXCHANGE = 1.0  # where blocks split k: until the first sums are there
 _MEMORY = 4.5e6  # bytes per microsecond
 
@@ -28,8 +29,9 @@ _MEMORY = 4.5e6  # bytes per microsecond
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = EightBitPrefillPlan(spec, s)
-    waves, busy = waves_of(plan, tokens, target)
-    tile = plan.rounds * _round(plan) * pace(busy) + _END_PER_TOKEN * plan.share + exchange(plan, _EXCHANGE)
+    waves, _ = waves_of(plan, tokens, target)
+    sharing = _MULTICAST if s.cluster > 1 and waves > 1 and s.tokens > _NARROW else 1.0
+    tile = plan.rounds * _round(plan) * sharing + _END_PER_TOKEN * plan.share + exchange(plan, _EXCHANGE)
     return max(_LAUNCH + late(s, target) + waves * tile, spec.bytes / _MEMORY)
 
 
@@ -37,7 +39,7 @@ def _round(plan: EightBitPrefillPlan) -> float:
     """Microseconds of a round."""
     s, spec, columns = plan.schedule, plan.spec, plan.step / 128
     added = 0 if plan.keeps_sums else sum(len(list(plan.products(panel))) for panel in range(plan.panels))
-    products = columns * (_PER_PART * s.parts + _PER_TOKEN * s.tokens) + added * _PER_SUM * s.tokens
+    products = (columns * _PER_TOKEN + added * _PER_SUM) * s.tokens
     more = _FOLDING * spec.folds + _TABLE * (spec.dtype.kind == "table") + _WIDE * (spec.dtype.bits == 8)
     decoding = plan.panels * _PER_PANEL + columns * (_DECODING + more)
     return both(products, decoding, _SHOWN)

@@ -1,6 +1,6 @@
 """About how long a prefill schedule takes: a tile's time is that of its panels and its end, and tiles come in waves.
 
-The constants are fitted to 487 timings on an H200 (2026-11, u4 in groups of 128, ten sizes, 100 to 4096 tokens),
+The constants are fitted to 557 timings on an H200 (2026-11, u4 in groups of 128, 15 sizes, 100 to 4096 tokens),
 rested: nine of ten are right within 5 %. A panel is multiplied while the next one is decoded, so it takes the longer of
 the two and a part of the shorter.
 """
@@ -15,14 +15,14 @@ from lowbit.passes.target import Target
 
 _LAUNCH = 1.0  # microseconds of a launch that the one before does not hide,
 _LATE = 2.5  # and until blocks start that find room only when others have ended
-_PER_TOKEN = 0.00216  # of products: of a token of a tile and 64 columns,
-_PER_COLUMNS = 0.059  # and of 64 columns whatever the tokens
-_PER_PANEL = 0.26  # of decoding: of a panel,
-_DECODING = {"uint": 0.093, "int": 0.093, "float": 0.13, "table": 0.13}  # and of 64 columns
+_PER_TOKEN = 0.00218  # of products: of a token of a tile and 64 columns,
+_PER_COLUMNS = 0.057  # and of 64 columns whatever the tokens
+_PER_PANEL = 0.25  # of decoding: of a panel,
+_DECODING = {"uint": 0.1, "int": 0.1, "float": 0.14, "table": 0.14}  # and of 64 columns
 _SHOWN = 0.2  # of the shorter of products and decoding, which is not hidden behind the longer
-_END_PER_TOKEN = 0.0036  # of the end of a tile
-_MULTICAST = 0.98  # times as long, where blocks of a cluster share x and are in the middle of their work
-_IDLE = 0.17  # less of their time, if all other multiprocessors were idle
+_END_PER_TOKEN = 0.0026  # of the end of a tile
+_MULTICAST = 0.974  # times as long, where blocks of a cluster share x and are in the middle of their work
+_IDLE = 0.2  # less of their time in a single wave, if all other multiprocessors were idle
 _EXCHANGE, _SENT = 2.0, 100e3  # where blocks split k: until sums are there, and bytes per microsecond
 _REACH = 0.9  # of the multiprocessors take part in clusters of four, as in the decode kernels
 _MEMORY = 4.5e6  # bytes per microsecond
@@ -33,8 +33,8 @@ def predict(spec: MatmulSpec, tokens: int, s: PrefillSchedule, target: Target) -
     plan = PrefillPlan(spec, s)
     waves, busy = waves_of(plan, tokens, target)
     sharing = _MULTICAST if s.cluster > 1 and waves > 1 else 1.0
-    products = plan.rounds * plan.panels * _panel(plan) * sharing * pace(busy)
-    tile = products + _END_PER_TOKEN * plan.share + exchange(plan, _EXCHANGE)
+    pace = sharing if waves > 1 else 1 - _IDLE * (1 - busy)
+    tile = plan.rounds * plan.panels * _panel(plan) * pace + _END_PER_TOKEN * plan.share + exchange(plan, _EXCHANGE)
     return max(_LAUNCH + late(s, target) + waves * tile, spec.bytes / _MEMORY)
 
 
@@ -56,11 +56,6 @@ def waves_of(plan: PrefillPlan, tokens: int, target: Target) -> tuple[int, float
     tiles, places = plan.tiles(tokens), max(1, clusters(plan.schedule, target))
     waves = -(-tiles // places)
     return waves, tiles / (waves * places)
-
-
-def pace(busy: float) -> float:
-    """How much of its time a panel takes where others are idle: they leave power and memory to the rest."""
-    return 1 - _IDLE * (1 - busy)
 
 
 def exchange(plan: PrefillPlan, first: float) -> float:
