@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)),
 }
+EXPERTS = {
+    "mixtral": MODELS["mixtral"],
+    "gpt-oss": causal("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, head_dim=16),
+}
 U8 = QuantConfig("u8", 32, clip="max")  # without a search, which takes longest
 
 
@@ -126,6 +131,38 @@ def test_layers_with_transposed_weights_are_calibrated() -> None:
 
     assert error("gptq") < 0.9 * error("rtn")
     assert error("awq") < error("rtn")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_experts_are_calibrated_on_their_tokens(name: str) -> None:
+    """gpt-oss has transposed weights with biases, and a gate of its own."""
+    tokens = torch.randint(3, 120, (4, 32), generator=torch.Generator().manual_seed(0))
+
+    def errors(method: str) -> tuple[float, lowbit.QuantizationReport]:
+        torch.manual_seed(0)
+        model = EXPERTS[name]().bfloat16().eval()
+        with torch.no_grad():
+            expected = model(tokens).logits
+            config = {"*.experts": QuantConfig("u3", 32, method=method)}
+            report = lowbit.quantize_(model, config, calibration=[tokens])
+            return float((model(tokens).logits - expected).float().norm()), report
+
+    error, report = errors("gptq")
+    assert [row.shape[0] for row in report.quantized] == [4] * 4 and "experts got" in report.quantized[0].note
+    assert error < 0.8 * errors("rtn")[0]
+
+
+def test_experts_without_tokens_are_rounded_to_nearest() -> None:
+    """One token goes to two experts of four."""
+    torch.manual_seed(0)
+    model = EXPERTS["mixtral"]().bfloat16()
+    weights = model.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
+    config = QuantConfig("u4", 32, method="gptq", clip="max")
+    report = lowbit.quantize_(model, {"*.0.mlp.experts": config}, calibration=[TOKENS[:, :1]])
+    assert [row.note for row in report.quantized] == ["experts got 0 to 1 tokens, 2 of 4 without calibration"] * 2
+    nearest = [lowbit.quantize(weight, dataclasses.replace(config, method="rtn")).dequantize() for weight in weights]
+    layers = model.model.layers[0].mlp.experts.gate_up
+    assert sum(torch.equal(layer.packed.dequantize(), each) for layer, each in zip(layers, nearest)) == 2
 
 
 def test_a_transposed_weight_is_loaded_from_a_checkpoint(tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import LowbitError, QuantizeError
-from lowbit.pylib.nn.linear_like import as_linear
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.sources import Source, sources_of
 from lowbit.pylib.quantization.calibration import Calibration
 
 MOST_BYTES = 1 << 30
@@ -21,39 +22,42 @@ MOST_BYTES = 1 << 30
 def calibrations(
     model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Any]
 ) -> Iterator[tuple[str, Calibration]]:
-    """Yields the calibration of each layer, and forgets it when the next is asked for.
+    """Yields the calibration of each linear layer, and of each matrix of experts, in the order of `sources_of`. Each is
+    forgotten when the next is asked for.
 
-    The model is run on all inputs for some layers after the other, so that their sums take little memory.
+    The model is run on all inputs for some layers after the other, so that their sums take little memory. Only of an
+    expert the calibration may have no tokens.
     """
-    for names in _batches(layers):
-        found = _observe(model, {name: layers[name] for name in names}, inputs)
-        for name in names:
-            if name not in found or not found[name].tokens:
-                raise QuantizeError(f"{name}: no calibration input got here; use another, or leave the layer dense")
-            yield name, found.pop(name)
+    for sources in _batches(chain.from_iterable(sources_of(name, layer) for name, layer in layers.items())):
+        found = _observe(model, sources, inputs)
+        for source in sources:
+            data = found.pop(source.name, None) or Calibration(source.k)
+            if source.required and not data.tokens:
+                raise QuantizeError(
+                    f"{source.name}: no calibration input got here; use another, or leave the layer dense"
+                )
+            yield source.name, data
 
 
-def _batches(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
-    """Yields names of layers, in order, whose sums fit MOST_BYTES together."""
-    batch: list[str] = []
+def _batches(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    """Yields sources, in order, whose sums fit MOST_BYTES together."""
+    batch: list[Source] = []
     total = 0
-    for name, layer in layers.items():
-        size = 8 * as_linear(layer).in_features ** 2
+    for source in sources:
+        size = 8 * source.k**2
         if batch and total + size > MOST_BYTES:
             yield batch
             batch, total = [], 0
-        batch.append(name)
+        batch.append(source)
         total += size
     if batch:
         yield batch
 
 
-def _observe(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Any]) -> dict[str, Calibration]:
-    """Returns the sums of some layers' inputs over all inputs of the model."""
+def _observe(model: nn.Module, sources: Sequence[Source], inputs: Sequence[Any]) -> dict[str, Calibration]:
+    """Returns the sums of some layers' inputs over all inputs of the model, by the names of their sources."""
     found: dict[str, Calibration] = {}
-    handles = [
-        layer.register_forward_pre_hook(_adding(found, name), with_kwargs=True) for name, layer in layers.items()
-    ]
+    handles = [source.module.register_forward_pre_hook(_adding(found, source), with_kwargs=True) for source in sources]
     try:
         with evaluating(model):
             for index, given in enumerate(inputs):
@@ -64,15 +68,15 @@ def _observe(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence
     return found
 
 
-def _adding(found: dict[str, Calibration], name: str) -> Any:
+def _adding(found: dict[str, Calibration], source: Source) -> Any:
     """Returns a hook that adds a layer's input to its calibration."""
 
-    def hook(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        x = args[0] if args else kwargs["input"]
-        if name not in found:
-            found[name] = Calibration(as_linear(layer).in_features, x.device)
-        with naming(name):
-            found[name].add(x)
+    def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        x = source.inputs(*args, **kwargs)
+        if source.name not in found:
+            found[source.name] = Calibration(source.k, x.device)
+        with naming(source.name):
+            found[source.name].add(x)
 
     return hook
 

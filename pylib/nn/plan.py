@@ -141,9 +141,11 @@ def _merged(planned: Sequence[Planned], embeddings: Sequence[Planned]) -> list[P
 def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     """Returns a plan with its spec; one that leaves the layer dense if no groups of this size divide its rows."""
     config = cast(QuantConfig, planned.config)
-    if config.method in CALIBRATED and not is_linear(planned.module):
-        what = "an embedding" if isinstance(planned.module, nn.Embedding) else "experts"
-        return replace(planned, config=None, reason=f"{config.method} can't look at the inputs of {what}; use 'hqq'")
+    if config.method in CALIBRATED and isinstance(planned.module, nn.Embedding):
+        reason = f"{config.method} can't look at the inputs of an embedding; use 'hqq'"
+        return replace(planned, config=None, reason=reason)
+    if config.method == "awq" and is_experts(planned.module):
+        config = replace(config, method="rtn")  # the router reads the output of the norm, too: no scales can be there
     act = wishes.act or act_of(matrix_of(planned.module))
     config = config.multiplied_in(act)
     try:

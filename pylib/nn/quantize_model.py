@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from lowbit.pylib.nn.progress import LayerBar
 from lowbit.pylib.nn.quantize_planned import dense_row, quantized_module
 from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
+from lowbit.pylib.nn.sources import sources_of
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.torch_types import TORCH
@@ -65,13 +66,15 @@ def quantize_(
     fuse                     make one layer of those that share their input (`lowbit.fuse_`): fewer, larger matmuls
     progress                 show a bar with time and memory, if standard error is a terminal
 
-    The experts of transformers' mixtures of experts become `LowbitExperts`; GPT-2's `Conv1D` are linear layers, too.
-    All else that is no plain nn.Linear stays dense, and so do embeddings and what is tied to them unless they are asked
-    for; the report says why. A layer is replaced as soon as it is quantized, so memory holds little more than the model
-    at any time; layers that need calibration are replaced together, before the others, for it is the float model that
-    they are calibrated on. AWQ's column scales are folded into the norm or the quantized layer that makes the layers'
-    input; where there is none, the weight is rounded as it is, and the report says why. Weights are looked at before
-    the first is replaced: an error in what is given names the module, and leaves the model as it was.
+    The experts of transformers' mixtures of experts become `LowbitExperts`. Each is calibrated on the tokens that it
+    gets; one that gets none is rounded without, and the report says how many there are. GPT-2's `Conv1D` are
+    linear layers, too. All else that is no plain nn.Linear stays dense, and so do embeddings and what is tied to them
+    unless they are asked for; the report says why. A layer is replaced as soon as it is quantized, so memory holds
+    little more than the model at any time; layers that need calibration are replaced together, before the others, for
+    it is the float model that they are calibrated on. AWQ's column scales are folded into the norm or the quantized
+    layer that makes the layers' input; where there is none, as for experts, the weight is rounded as it is, and the
+    report says why. Weights are looked at before the first is replaced: an error in what is given names the module, and
+    leaves the model as it was.
 
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
     that cannot be used.
@@ -104,7 +107,7 @@ class _Work:
         scaled = [entry for entry in self._calibrated if _is_awq(entry)]
         self._columns = column_scales(model, scaled, inputs, device, [*self._calibrated, *self._others])
         for entry in filter(_is_doubtful, self._others):
-            quantized_module(entry, None, device)  # to see whether it can be
+            quantized_module(entry, (), device)  # to see whether it can be
 
     def run(self, progress: bool) -> tuple[LayerReport, ...]:
         """Replaces the modules; returns the rows of the report."""
@@ -125,22 +128,23 @@ class _Work:
         """Replaces the others one after the other, so that each dense layer can go."""
         while self._others:
             entry = self._others.popleft()
-            replace_planned(self._model, entry, self._quantized(entry, None))
+            replace_planned(self._model, entry, self._quantized(entry))
             del entry
 
-    def _quantized(self, entry: Planned, data: Calibration | None) -> nn.Module:
+    def _quantized(self, entry: Planned, data: Iterable[Calibration] = ()) -> nn.Module:
         self._bar.begin(entry.names[0])
         layer, self._rows[entry.names] = quantized_module(entry, data, self._device, self._columns)
         self._bar.end()
         return layer
 
-    def _with_data(self) -> Iterator[tuple[Planned, Calibration | None]]:
-        """Yields modules, each with its calibration; those of AWQ have had theirs, and come last."""
-        entries = {entry.names[0]: entry for entry in self._calibrated if not _is_awq(entry)}
-        layers = {name: entry.module for name, entry in entries.items()}
-        for name, data in calibrations(self._model, layers, self._inputs):
-            yield entries[name], data
-        yield from ((entry, None) for entry in self._calibrated if _is_awq(entry))
+    def _with_data(self) -> Iterator[tuple[Planned, Iterable[Calibration]]]:
+        """Yields modules, each with its calibration, or with those of its experts, to be used before the next is asked
+        for; those of AWQ have had theirs, and come last."""
+        entries = [entry for entry in self._calibrated if not _is_awq(entry)]
+        found = calibrations(self._model, {entry.names[0]: entry.module for entry in entries}, self._inputs)
+        for entry in entries:
+            yield entry, (data for _, data in islice(found, len(sources_of(entry.names[0], entry.module))))
+        yield from ((entry, ()) for entry in self._calibrated if _is_awq(entry))
 
 
 def _by_need(planned: Sequence[Planned]) -> tuple[deque[Planned], deque[Planned]]:

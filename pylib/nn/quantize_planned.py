@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -24,15 +24,18 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 def quantized_module(
     entry: Planned,
-    calibration: Calibration | None,
+    data: Iterable[Calibration],
     device: torch.device | str | None,
     columns: ColumnScales | None = None,
 ) -> tuple[nn.Module, list[LayerReport]]:
-    """Returns the module that takes another's place, and what the report says of it."""
+    """Returns the module that takes another's place, and what the report says of it.
+
+    data   for methods that look at inputs: the calibration of each matrix, in the order of `sources_of`
+    """
     config = cast(QuantConfig, entry.config)
     with naming(entry.names[0]):
         if is_experts(entry.module):
-            return _quantized_experts(entry, config, device)
+            return _quantized_experts(entry, config, iter(data), device)
         if isinstance(entry.module, nn.Embedding):
             return _quantized_embedding(entry, entry.module, config, device)
         linear = as_linear(entry.module)
@@ -40,7 +43,7 @@ def quantized_module(
         rounding = replace(config, method="rtn") if scaled_before else config
         columns = columns or ColumnScales()
         scales, rows = (each.get(entry.names[0]) for each in (columns.of, columns.rows))
-        parts = linear.weight, linear.bias, entry.specs[0], rounding, calibration, device, scales, rows
+        parts = linear.weight, linear.bias, entry.specs[0], rounding, next(iter(data), None), device, scales, rows
         layer, change = quantized_layer(*parts)
     note = columns.notes.get(entry.names[0], "")
     row = _row(_name(entry), config, [layer], change, _bytes(linear))
@@ -58,24 +61,41 @@ def _quantized_embedding(
 
 
 def _quantized_experts(
-    entry: Planned, config: QuantConfig, device: torch.device | str | None
+    entry: Planned, config: QuantConfig, data: Iterator[Calibration], device: torch.device | str | None
 ) -> tuple[nn.Module, list[LayerReport]]:
     """Returns low-bit experts, and a row of the report for each of their two matrices."""
     dense, layers, rows = entry.module, list[list[LowbitLinear]](), list[LayerReport]()
     for name, spec in zip(MATRICES, entry.specs):
         weights, biases = dense_weight(dense, name), dense_bias(dense, name)
-        parts = list[LowbitLinear]()
+        parts, tokens = list[LowbitLinear](), list[int]()
         total = Change()
         for expert, weight in enumerate(weights):
             with naming(f"{name}[{expert}]"):
-                bias = None if biases is None else biases[expert]
-                layer, change = quantized_layer(weight, bias, spec, config, None, device)
+                bias, calibration = None if biases is None else biases[expert], next(data, None)
+                if calibration is not None:
+                    tokens.append(calibration.tokens)
+                    calibration = calibration if calibration.tokens else _without_inputs(spec.k)
+                layer, change = quantized_layer(weight, bias, spec, config, calibration, device)
             parts.append(layer)
             total += change
         before = weights.nbytes + (0 if biases is None else biases.nbytes)
-        rows.append(_row(f"{_name(entry)}.{name}", config, parts, total, before))
+        row = _row(f"{_name(entry)}.{name}", config, parts, total, before)
+        rows.append(replace(row, note=_tokens_seen(tokens)))
         layers.append(parts)
     return LowbitExperts(dense, *layers), rows
+
+
+def _without_inputs(k: int) -> Calibration:
+    """Returns the calibration of an expert that got no token: all columns count alike, and none with another."""
+    return Calibration.from_hessian(torch.eye(k))
+
+
+def _tokens_seen(tokens: Sequence[int]) -> str:
+    """Returns a note on how many tokens of the calibration experts got; "" for methods without calibration."""
+    if not tokens:
+        return ""
+    unseen = f", {tokens.count(0)} of {len(tokens)} without calibration" if 0 in tokens else ""
+    return f"experts got {min(tokens)} to {max(tokens)} tokens{unseen}"
 
 
 def _row(name: str, config: QuantConfig, layers: Sequence[PackedModule], change: Change, before: int) -> LayerReport:

@@ -23,7 +23,8 @@ class LayerReport:
     error         norm of the weight's change relative to the norm of the weight; None if it stayed dense, or in a
                   file whose original is not known
     reason        why it stayed dense; "" if it was quantized
-    note          of AWQ: the norm that the column scales were folded into, or why there are none; "" for other methods
+    note          of AWQ: the norm that the column scales were folded into, or why there are none; of experts: how many
+                  tokens of the calibration they got; "" for others
     outliers      how many outliers each row has, as `lowbit inspect` finds them; None for weights without
     """
 
