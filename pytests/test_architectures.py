@@ -165,6 +165,39 @@ def test_experts_without_tokens_are_rounded_to_nearest() -> None:
     assert sum(torch.equal(layer.packed.dequantize(), each) for layer, each in zip(layers, nearest)) == 2
 
 
+FIELDS = {**TEXT, "type_vocab_size": 0, "relative_attention": True}
+LOADED: dict[str, Callable[[], Any]] = {
+    "gpt-2": MODELS["gpt-2"],  # its weights are [k, n]
+    "mixtral": MODELS["mixtral"],  # has other names in files
+    "gpt-neox": MODELS["gpt-neox"],
+    "deberta": lambda: transformers.DebertaV2Model(transformers.DebertaV2Config(**FIELDS)),  # may lack positions
+    "marian": lambda: transformers.MarianModel(  # its files have no positions
+        transformers.MarianConfig(
+            vocab_size=128,
+            d_model=64,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            max_position_embeddings=64,
+            pad_token_id=0,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_what_transformers_saved_is_loaded_without_it(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, loaded = (LOADED[name]().bfloat16() for _ in range(2))
+    lowbit.quantize_(model, U8)
+    model.save_pretrained(tmp_path / "low")
+    lowbit.load_checkpoint(loaded, tmp_path / "low")
+    more = {"decoder_input_ids": TOKENS} if name == "marian" else {}
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(TOKENS, **more)[0], model.eval()(TOKENS, **more)[0])
+
+
 def test_a_transposed_weight_is_loaded_from_a_checkpoint(tmp_path: Path) -> None:
     model = gpt2()
     lowbit.quantize_(model, U8)

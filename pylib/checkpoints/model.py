@@ -120,48 +120,54 @@ def load_checkpoint(
     checkpoint = open_checkpoint(path)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = Names(model, checkpoint.modules)
-    used = (name for name in checkpoint.modules if not _is_ignored(name, checkpoint, names, ignore))
-    quantized = {name: names.module(name) for name in used}
-    loaded = Loader(modules, quantized, checkpoint, act, device).replacements()
+    loaded = Loader(modules, _quantized(checkpoint, names, modules, ignore), checkpoint, act, device).replacements()
     places = {place: new for name, new in loaded.items() for place, old in modules.items() if old is modules[name]}
     replaced = tuple(f"{place}.{'weight' if isinstance(new, TiedLinear) else ''}" for place, new in places.items())
     wanted = {name: t for name, t in model.state_dict(keep_vars=True).items() if not name.startswith(replaced)}
-    given = [name for name in checkpoint.dense if not _matches(name, ignore) and not names.is_ignored(name)]
-    dense = _dense(checkpoint, {name: names.tensor(name) for name in given}, wanted, device)
+    dense = _dense(checkpoint, names, wanted, device, ignore)
     for place, new in places.items():
         model.set_submodule(place, new)
     model.load_state_dict(dense, strict=False, assign=True)
     return checkpoint
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_ignored(module: str, checkpoint: Checkpoint, names: Names, ignore: Sequence[str]) -> bool:
-    """Tells whether the tensors of a quantized layer are left out, all of them."""
-    return names.is_ignored(module) or all(_matches(name, ignore) for name in checkpoint.names_of(module).values())
+def _quantized(
+    checkpoint: Checkpoint, names: Names, modules: Mapping[str, nn.Module], ignore: Sequence[str]
+) -> dict[str, str]:
+    """Returns the quantized layers to load, and what they are called in the model."""
+    found = {name: names.module(name) for name in checkpoint.modules}
+    left_out = {
+        name
+        for name, here in found.items()
+        if all(_matches(tensor, ignore) for tensor in checkpoint.names_of(name).values())
+        or (here not in modules and names.is_ignored(name))
+    }
+    return {name: here for name, here in found.items() if name not in left_out}
 
 
 def _dense(
     checkpoint: Checkpoint,
-    names: Mapping[str, str],
+    names: Names,
     wanted: Mapping[str, Tensor],
     device: torch.device | str | None,
+    ignore: Sequence[str],
 ) -> dict[str, Tensor]:
-    """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes.
-
-    names   those of tensors in the checkpoint, and what they are called in the model
-    """
-    given = {here: name for name, here in names.items()}
+    """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes."""
+    given = {names.tensor(name): name for name in checkpoint.dense if not _matches(name, ignore)}
     tied = {id(t) for here in given if (t := wanted.get(here)) is not None}
     folder = checkpoint.tensors.folder
-    if left_over := [name for here, name in given.items() if here not in wanted]:
+    if left_over := [name for here, name in given.items() if not (here in wanted or names.is_ignored(name))]:
         raise CheckpointError(f"{folder} has {_some(left_over)}, which the model has not; ignore= leaves tensors out")
-    if missing := [here for here, t in wanted.items() if id(t) not in tied]:
-        raise CheckpointError(f"{folder} has no {_some(missing)}, which the model needs")
-    read = {id(wanted[here]): _read(checkpoint, name, wanted[here], device) for here, name in given.items()}
-    return {here: read[id(t)] for here, t in wanted.items()}
+    missing = [here for here, t in wanted.items() if id(t) not in tied]
+    if needed := [here for here in missing if wanted[here].is_meta or not names.is_made(here)]:
+        raise CheckpointError(f"{folder} has no {_some(needed)}, which the model needs")
+    used = {here: name for here, name in given.items() if here in wanted}
+    read = {id(wanted[here]): _read(checkpoint, name, wanted[here], device) for here, name in used.items()}
+    return {here: read[id(t)] for here, t in wanted.items() if id(t) in tied}
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _some(names: Sequence[str]) -> str:

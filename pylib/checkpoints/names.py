@@ -23,9 +23,11 @@ class Names:
     def __init__(self, model: nn.Module, modules: Sequence[str]) -> None:
         self._steps: list[Any] = []
         self._ignored: list[str] = []
+        self._made: list[str] = []
         self._way: Callable[[str], str] = str
         if is_of_transformers(model):
             self._ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+            self._made = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
             self._steps = _renamings(model)
             self._way = self._way_of_prefix(model, modules)
 
@@ -50,8 +52,13 @@ class Names:
         return self.tensor(f"{name}.{CODES}").removesuffix(f".{CODES}")  # patterns may end with the dot behind a module
 
     def is_ignored(self, name: str) -> bool:
-        """Tells whether transformers leaves out what has this name in a checkpoint: layers that predict more tokens."""
+        """Tells whether transformers leaves out what has this name in a checkpoint and is not in the model, as layers
+        that predict more tokens."""
         return any(re.search(pattern, name) for pattern in self._ignored)
+
+    def is_made(self, name: str) -> bool:
+        """Tells whether a model makes a tensor of this name itself where a checkpoint has none, as some positions."""
+        return any(re.search(pattern, name) for pattern in self._made)
 
 
 def is_of_transformers(model: nn.Module) -> bool:

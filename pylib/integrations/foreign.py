@@ -66,11 +66,14 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Targets:
     modules, names = dict(model.named_modules()), Names(model, checkpoint.modules)
     experts: dict[str, list[Place]] = {}
     targets: Targets = {}
+    if not checkpoint.modules:
+        method = checkpoint.quantization_config["quant_method"]
+        raise CheckpointError(f"{checkpoint.tensors.folder}: config.json says {method!r}, but no layer is quantized")
     for module in checkpoint.modules:
-        if names.is_ignored(module):
-            continue
         name = names.module(module)
         dense, place = modules.get(name), place_of(name, modules)
+        if dense is None and names.is_ignored(module):
+            continue
         target, part = f"{name}.codes", ""
         if dense is not None and may_be_low_bit(dense):
             dense = as_linear(dense)
