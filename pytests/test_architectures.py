@@ -56,6 +56,7 @@ def llava() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": causal("MixtralConfig", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-oss": causal("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, head_dim=16),
     "gpt-neox": causal("GPTNeoXConfig"),
     "llava": llava,
     "mamba2": causal("Mamba2Config", state_size=16, num_heads=8, head_dim=16, n_groups=1),  # reads the type of a weight
@@ -71,10 +72,6 @@ MODELS: dict[str, Callable[[], Any]] = {
         transformers.T5Config(**TEXT, d_model=64, d_kv=16, d_ff=128, num_heads=4)
     ),
     "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)),
-}
-EXPERTS = {
-    "mixtral": MODELS["mixtral"],
-    "gpt-oss": causal("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, head_dim=16),
 }
 U8 = QuantConfig("u8", 32, clip="max")  # without a search, which takes longest
 
@@ -93,6 +90,14 @@ def output(model: Any) -> Tensor:
         return model.eval()(**inputs_of(model))[0]
 
 
+def with_biases(model: Any) -> Any:
+    """Returns a model with other biases than zeros, as which they start."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
 @pytest.fixture(autouse=True)
 def quiet() -> None:
     transformers.logging.set_verbosity_error()
@@ -102,7 +107,7 @@ def quiet() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_quantized_on_load_and_comes_back(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    dense = MODELS[name]().bfloat16()
+    dense = with_biases(MODELS[name]().bfloat16())
     dense.save_pretrained(tmp_path / "dense")
     config = LowbitConfig(U8, **more)
     model = type(dense).from_pretrained(tmp_path / "dense", quantization_config=config)
@@ -140,7 +145,7 @@ def test_experts_are_calibrated_on_their_tokens(name: str) -> None:
 
     def errors(method: str) -> tuple[float, lowbit.QuantizationReport]:
         torch.manual_seed(0)
-        model = EXPERTS[name]().bfloat16().eval()
+        model = MODELS[name]().bfloat16().eval()
         with torch.no_grad():
             expected = model(tokens).logits
             config = {"*.experts": QuantConfig("u3", 32, method=method)}
@@ -155,7 +160,7 @@ def test_experts_are_calibrated_on_their_tokens(name: str) -> None:
 def test_experts_without_tokens_are_rounded_to_nearest() -> None:
     """One token goes to two experts of four."""
     torch.manual_seed(0)
-    model = EXPERTS["mixtral"]().bfloat16()
+    model = MODELS["mixtral"]().bfloat16()
     weights = model.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
     config = QuantConfig("u4", 32, method="gptq", clip="max")
     report = lowbit.quantize_(model, {"*.0.mlp.experts": config}, calibration=[TOKENS[:, :1]])

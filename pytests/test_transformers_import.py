@@ -74,6 +74,8 @@ def test_imported_without_loss_and_saved_as_our_own(name: str, tmp_path: Path) -
     expected = lowbit.open_checkpoint(FIXTURES / name).load(MODULE, "bf16")
     assert isinstance(layer, LowbitLinear) and layer.spec == expected.spec
     assert torch.equal(layer.packed.dequantize(), expected.dequantize())
+    assert (layer.bias is None) == (expected.bias is None)
+    assert layer.bias is None or torch.equal(layer.bias, expected.bias)
     given = logits(model)
     model.save_pretrained(tmp_path / "ours")
     again = loaded(tmp_path / "ours")

@@ -25,6 +25,7 @@ from lowbit.pylib.checkpoints.formats import gpt_oss
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.registry import import_experts, import_rows, import_weight
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.on_load import keep_values
 from lowbit.pylib.nn.experts import LISTS, MATRICES, LowbitExperts, dense_bias, dense_weight
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
@@ -120,7 +121,9 @@ def import_into(
         empty = cast(LowbitLinear, layers.get_submodule(place))
         _check_fits(empty.spec, packed)
         keys |= {f"{parent}.{place}.{key}".lstrip(".") for key in empty.state_dict()}
-        layers.set_submodule(place, LowbitLinear.from_packed(packed).train(empty.training))
+        layer = LowbitLinear.from_packed(packed).train(empty.training)
+        keep_values(layer)
+        layers.set_submodule(place, layer)
     return keys
 
 

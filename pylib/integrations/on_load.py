@@ -88,7 +88,15 @@ def quantize_into(target: Target, value: Tensor) -> None:
         for expert, weight in enumerate(dense_weight(target.holder, target.parameter, value)):
             with naming(f"[{expert}]"):
                 _fill(target.layers[expert], weight, target.config)
+    for layer in target.layers:
+        keep_values(layer)
     target.pending = False
+
+
+def keep_values(layer: PackedModule) -> None:
+    """Let transformers give no values to tensors that it has not loaded itself: it would make biases zeros."""
+    for tensor in layer.buffers(recurse=False):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _fill(layer: PackedModule, weight: Tensor, config: QuantConfig) -> None:
