@@ -49,3 +49,22 @@
   "lowbit.store"(%total, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!sums, !y, i32, i32) -> ()
   "lowbit.return"() : () -> ()
 }) {grid = ["sm_count / 2", 1, 1], params = ["map", "y"], sym_name = "products", threads = 128 : i64, workspace = 0 : i64} : () -> ()
+
+// One of two blocks of rows, and a wait for all but the last product that finishes no reads.
+// CHECK-LABEL: gpu.func @blocks
+// CHECK-NOT:     wgmma_sum3072,
+// CHECK:         m64n8k16.f32.f16.f16 {wgmma_sum3076, wgmma_sum3077, wgmma_sum3078, wgmma_sum3079}
+// CHECK-SAME:    wgmma.commit_group.sync.aligned;
+// CHECK:         wgmma.wait_group.sync.aligned 1;
+// CHECK-NEXT:    gpu.return
+!a2 = !lowbit.reg<[128, 32], f16, "spatial(4, 1).local(2, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!x2 = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!sums2 = !lowbit.reg<[128, 8], f32, "spatial(4, 1).local(2, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+"lowbit.program"() ({
+^bb0(%py: !llvm.ptr<1>):
+  %x = "lowbit.alloc_shared"() : () -> !x2
+  %sums = "lowbit.accumulator"() : () -> !sums2
+  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a2
+  "lowbit.accumulate"(%a, %x, %sums) {start = 0 : i64, block = 1 : i64, pending = 1 : i64} : (!a2, !x2, !sums2) -> ()
+  "lowbit.return"() : () -> ()
+}) {grid = [1, 1, 1], params = ["y"], sym_name = "blocks", threads = 128 : i64, workspace = 0 : i64} : () -> ()

@@ -64,10 +64,13 @@ class AccumulateOp(Lowbit.Operation, name="accumulate"):
     memory [.., k / 64, n, 64] (128 for bytes). Neither may change before `await_products` or `read_accumulator` has
     waited.
 
-    row    of b's n, the first that is used; as many are as the sums have
-    more   the next `accumulate` belongs to the same product: they are waited for together
-    held   the same, and this one is begun with the next
-    fresh  sums = a b^T: what was in the sums does not count
+    row      of b's n, the first that is used; as many are as the sums have
+    more     the next `accumulate` belongs to the same product: they are waited for together
+    held     the same, and this one is begun with the next
+    fresh    sums = a b^T: what was in the sums does not count
+    block    of the blocks of 16 rows that a warp has of a and of the sums, the one that is multiplied; all if absent
+    pending  of the last products, how many may still be under way afterwards, so that registers of a are free; any if
+             absent
     """
 
     a: ext.Operand[RegType]
@@ -75,6 +78,8 @@ class AccumulateOp(Lowbit.Operation, name="accumulate"):
     sums: ext.Operand[RegType]
     start: ir.IntegerAttr
     row = Optional(ir.IntegerAttr, "an integer")
+    block = Optional(ir.IntegerAttr, "an integer")
+    pending = Optional(ir.IntegerAttr, "an integer")
     more = Flag()
     held = Flag()
     fresh = Flag()
@@ -90,6 +95,10 @@ class AccumulateOp(Lowbit.Operation, name="accumulate"):
         a_blocks, blocks = fragments(a.layout, fragment, "a"), fragments(sums.layout, MMA_M16N8_D, "sums")
         within_warp(a_blocks, len(a.shape) - 1, "k of a")
         same_warps(a_blocks.reduce((-1,)), blocks.reduce((-1,)), "a")
+        if op.block is not None:
+            in_range(op.block, "block", 0, blocks.reduce((-1,)).locals - 1)
+        if op.pending is not None:
+            in_range(op.pending, "pending", 0, 7)
 
 
 class AwaitProductsOp(Lowbit.Operation, name="await_products"):

@@ -59,8 +59,9 @@ class PipelineOp(Lowbit.Operation, name="pipeline", traits=[ir.NoTerminatorTrait
         names = [inner.operation.name for inner in loop.regions[0].blocks[0].operations]
         expect(names.index("lowbit.pipeline") == 0, "place", "the head of the loop", f"behind {names[0]}")
         expect(names.count("lowbit.pipeline") == 1, "pipelines in a loop", "one", names.count("lowbit.pipeline"))
-        has_product = op.refill == "before_mma" or "lowbit.warpgroup_mma" in names
-        expect(has_product, f'refill "{op.refill}"', "a lowbit.warpgroup_mma in the loop", "none")
+        has_product = op.refill == "before_mma" or not {"lowbit.warpgroup_mma", "lowbit.accumulate"}.isdisjoint(names)
+        expected = "a lowbit.warpgroup_mma or lowbit.accumulate in the loop"
+        expect(has_product, f'refill "{op.refill}"', expected, "none")
 
 
 class ConcurrentOp(Lowbit.Operation, name="concurrent", traits=[ir.NoTerminatorTrait]):

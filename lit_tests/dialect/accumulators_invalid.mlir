@@ -44,6 +44,30 @@ func.func @row(%a: !a, %b: !b) {
 
 // -----
 
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @block(%a: !a, %b: !b) {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{block: expected 0..0, got 1}}
+  "lowbit.accumulate"(%a, %b, %0) {block = 1 : i64, start = 0 : i64} : (!a, !b, !sums) -> ()
+  return
+}
+
+// -----
+
+!a = !lowbit.reg<[64, 32], f16, "spatial(4, 1).local(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
+!b = !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 128>
+!sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
+func.func @pending(%a: !a, %b: !b) {
+  %0 = "lowbit.accumulator"() : () -> !sums
+  // expected-error @below {{pending: expected 0..7, got 8}}
+  "lowbit.accumulate"(%a, %b, %0) {pending = 8 : i64, start = 0 : i64} : (!a, !b, !sums) -> ()
+  return
+}
+
+// -----
+
 !sums = !lowbit.reg<[64, 8], f32, "spatial(4, 1).local(2, 1).spatial(8, 4).local(1, 2)">
 func.func @product_of_itself() {
   %0 = "lowbit.accumulator"() : () -> !sums

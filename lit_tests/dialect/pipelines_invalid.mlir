@@ -71,7 +71,7 @@ func.func @strange_refill(%n: i32) {
 func.func @refill(%n: i32) {
   %c1 = arith.constant 1 : i32
   scf.for %i = %n to %n step %c1 : i32 {
-    // expected-error @below {{refill "per_warp": expected a lowbit.warpgroup_mma in the loop, got none}}
+    // expected-error @below {{refill "per_warp": expected a lowbit.warpgroup_mma or lowbit.accumulate in the loop, got none}}
     "lowbit.pipeline"() ({
       "lowbit.grid_wait"() : () -> ()
     }) {num_stages = 2, scope = "block", warps = 1, refill = "per_warp"} : () -> ()

@@ -29,11 +29,17 @@ class Accumulators:
         more: bool = False,
         held: bool = False,
         fresh: bool = False,
+        block: int | None = None,
+        pending: int | None = None,
     ) -> None:
         """Begins sums += a b^T, with columns start .. of b in shared memory. row: the first of b's that is used, of
-        all if None; more: the next is of the same product; held: and begun with it; fresh: sums = a b^T."""
+        all if None; more: the next is of the same product; held: and begun with it; fresh: sums = a b^T;
+        block: of 16 rows of every warp, the one that is multiplied, all if None; pending: of the last
+        products, as many may still be under way afterwards."""
         op = ops.AccumulateOp(a.value, b.value, sums.value, i64(start))
         op.row = None if row is None else i64(row)
+        op.block = None if block is None else i64(block)
+        op.pending = None if pending is None else i64(pending)
         op.more, op.held, op.fresh = more, held, fresh
 
     def await_products(self, pending: int) -> None:

@@ -74,7 +74,8 @@ def accumulate(op: Any, c: LoweringContext) -> None:
     """
     a, b, sums = c.tiles[op.a], c.places[op.b], _of(op.sums, c)
     descriptor = warpgroup.descriptor(c.threads, b, sums.reg)
-    for row in range(sums.rows):
+    blocks = range(sums.rows) if op.block is None else [int_attr(op, "block")]
+    for row in blocks:
         row_of_b = 0 if op.row is None else int_attr(op, "row")
         terms = [*sums.held.pop(row, []), *warpgroup.terms_of(a, b, int_attr(op, "start"), row, row_of_b)]
         if op.held:
@@ -82,8 +83,10 @@ def accumulate(op: Any, c: LoweringContext) -> None:
             continue
         first = sums.first + row * sums.per_row
         instructions = warpgroup.Instructions(descriptor, sums.columns, str(a.reg.element), str(b.type.element), first)
-        commit = row == sums.rows - 1 and not op.more
+        commit = row == blocks[-1] and not op.more
         instructions.issue_onto(terms, commit, bool(op.fresh))
+    if op.pending is not None:
+        warpgroup.wait(int_attr(op, "pending"))
 
 
 @lowers(ops.AwaitProductsOp, needs=WGMMA)

@@ -57,6 +57,12 @@ class PipelineCopies:
                     _wait_every_round(op)
 
 
+def _begins_product(op: Any) -> bool:
+    """Whether an operation begins a product by wgmma."""
+    name = op.operation.name
+    return name == "lowbit.warpgroup_mma" or (name == "lowbit.accumulate" and not op.held)
+
+
 def _wait_every_round(op: Any) -> None:
     """Rewrites the loop around a pipeline of one stage."""
     loop = op.operation.parent
@@ -91,9 +97,8 @@ class _Staged:
         most = self.sure or stages
         self.ahead, self.slots = min(stages - 1, most), min(stages, most)
         self.refills = self.ahead != self.sure
-        products = [inner.operation.name for inner in self.compute]
-        late = op.refill != "before_mma"
-        self.refill_at = products.index("lowbit.warpgroup_mma") + 1 if late else 0  # operation of `compute`
+        begins = [_begins_product(inner) for inner in self.compute]
+        self.refill_at = begins.index(True) + 1 if op.refill != "before_mma" else 0  # operation of `compute`
         names = [inner.operation.name for inner in self.copies]
         self.waits = "lowbit.grid_wait" in names
         self.cut = names.index("lowbit.grid_wait") if self.waits else len(names)
