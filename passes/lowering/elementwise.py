@@ -43,7 +43,11 @@ def cast(op: Any, c: LoweringContext) -> None:
 
 
 def _from_signed(to: Any, x: Any) -> Any:
-    return arith.sitofp(to, x if x.type == emit.integer() else arith.extsi(emit.integer(), x))
+    return arith.sitofp(to, _sign_extended(x))
+
+
+def _sign_extended(x: Any) -> Any:
+    return x if x.type == emit.integer() else arith.extsi(emit.integer(), x)
 
 
 def _from_unsigned(to: Any, x: Any) -> Any:
@@ -69,7 +73,7 @@ _CASTS: dict[str, Callable[[Any, Any], Any]] = {
     "float": emit.convert,
     "signed": _from_signed,
     "unsigned": _from_unsigned,
-    "e4m3": lambda to, x: emit.from_e4m3(_zero_extended(x)),
+    "e4m3": lambda to, x: emit.from_e4m3(_sign_extended(x)),
     "e8m0": lambda to, x: emit.from_e8m0(_zero_extended(x)),
 }
 

@@ -166,10 +166,10 @@ def from_lane_beside(value: Any, distance: int) -> Any:
 
 
 def from_e4m3(code: Any) -> Any:
-    """f32 from an f8e4m3 code without NaN: bits into place, then 2^(127-7) makes up for the bias."""
+    """f32 from an f8e4m3 code without NaN that is extended by copies of its sign: bits into place, then 2^(127-7) makes
+    up for the bias."""
     f32 = ir.F32Type.get()
-    magnitude = shift_right(mask(code, 0x7F), -20)
-    bits = arith.ori(magnitude, shift_right(mask(code, 0x80), -24))
+    bits = mask(shift_right(code, -20), 0x87F00000)
     return arith.mulf(bitcast(f32, bits), real(2.0**120, f32))
 
 
