@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from compiled import compile_matmul
 from emulated import matmul_is_right, run_matmul
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.kernel import Kernel
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
@@ -80,8 +82,70 @@ def test_factors_of_a_step(name: str, schedule: Schedule) -> None:
     assert is_right(SPECS[name], schedule, schedule.tokens - 1)
 
 
+FORMATS = ("q4_k", "q6_k", "q3_k", "q2_k", "nvfp4")
+SMALL = {name: replace(MatmulSpec.preset(name, n=136, k=512), out="f32") for name in FORMATS} | {
+    "q4_k bf16": replace(MatmulSpec.preset("q4_k", n=136, k=512, act="bf16"), out="f32"),
+    "spqr": replace(SPQR, n=136, k=512, outliers=False),
+    "u3 float zeros": MatmulSpec(136, 512, "u3", 16, zeros="float", out="f32"),
+    "u4 in 32": MatmulSpec(136, 512, "u4", 32, out="f32"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(8, 2, 4, 1, 256, 2, wgmma=True),
+        Schedule(16, 4, 4, 1, 256, 2, wgmma=True),
+        Schedule(32, 2, 4, 2, 256, 2, wgmma=True, refill="after_first_mma"),
+        Schedule(64, 2, 4, 1, 256, 2, 2, 2, wgmma=True, refill="per_warp"),
+    ],
+    ids=lambda s: f"m{s.tokens}-{s.refill}",
+)
+def test_sums_that_stay_in_place(name: str, schedule: Schedule) -> None:
+    """Several blocks of rows to a warp, with every way to refill the stages, splits, and rows beyond the last."""
+    plan = KernelPlan(SMALL[name], schedule)
+    if not plan.sums_in_place:
+        assert name == "u4 in 32" and schedule.tokens < 32
+        return
+    assert is_right(SMALL[name], schedule, schedule.tokens - 1)
+
+
+def test_one_block_of_rows_keeps_its_loop() -> None:
+    """Without factors of a step, few waits do with one block of rows; and many tokens leave no room for small waits."""
+    for choices in ({"row_blocks": 1}, {"tokens": 128}):
+        schedule = replace(Schedule(32, 2, 4, 1, 256, 2, wgmma=True), **choices)
+        plan = KernelPlan(SMALL["u3 float zeros"], schedule)
+        assert plan.rounds_scales and not plan.sums_in_place
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_odd_numbers_of_groups(group: int) -> None:
+    """Six and three groups to a step, which do not fill accesses or share out evenly among lanes."""
+    spec = MatmulSpec(40, 192, "u8", group, scale="e4m3", out="f32")
+    assert is_right(spec, Schedule(8, 1, 1, 1, 96, 2), 3)
+
+
+def holds_over_all_scales(spec: MatmulSpec) -> bool:
+    """Whether a matmul with the largest and least scales of e4m3 is right without a tolerance for rounding."""
+    schedule = Schedule(16, 1, 4, 1, 128, 2, wgmma=True)
+    assert KernelPlan(spec, schedule).rounds_scales
+    x, tensors = reference.random_inputs(spec, 5)
+    scales = torch.tensor([448.0, 2.0**-9, -448.0, 0.0, 1.875, -(2.0**-6)]).to(torch.float8_e4m3fn)
+    count = tensors["scales"].numel()
+    tensors["scales"] = scales.repeat(count)[:count].view(tensors["scales"].shape)
+    return matmul_is_right(run_matmul(compile_matmul(spec, HOPPER, schedule), spec, (x, tensors)), spec, (x, tensors))
+
+
+@pytest.mark.parametrize("act", ["f16", "bf16"])
+@pytest.mark.parametrize("weight", ["f4e2m1", "f6e3m2", "f6e2m3", "u4"])
+def test_products_with_scales_of_e4m3_are_exact(weight: str, act: Any) -> None:
+    assert holds_over_all_scales(MatmulSpec(64, 256, weight, 16, scale="e4m3", act=act, out="f32"))
+
+
 def test_mutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are wrong with the scales of the next part, shifts in place of scales, or x in all rows."""
+    """Numbers are wrong with the scales of the next part, shifts in place of scales, the first rows' weights for the
+    others, a power of two that scales have no room for, or x in all rows."""
     spec, load, numbers = SPECS["q4_k"], StepFactors.load, _SpreadKernel._scale_or_zero
     with monkeypatch.context() as patch:
         patch.setattr(_SpreadKernel, "_scale_or_zero", lambda self, name, part: numbers(self, name, 1 - part))
@@ -89,6 +153,13 @@ def test_mutations(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(StepFactors, "load", lambda self, name, group: load(self, "shifts", group))
         assert not is_right(spec, Schedule(8, 1, 1, 1, 256, 2), 2)
+    with monkeypatch.context() as patch:
+        begin = Program.accumulate
+        patch.setattr(Program, "accumulate", lambda *args, block, **others: begin(*args, block=0, **others))
+        assert not is_right(SMALL["q4_k"], Schedule(16, 2, 4, 1, 256, 2, wgmma=True), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelPlan, "scale_power", KernelPlan.exponent)
+        assert not holds_over_all_scales(MatmulSpec(64, 256, "f4e2m1", 16, scale="e4m3", out="f32"))
     with monkeypatch.context() as patch:
         patch.setattr(_SpreadKernel, "_fragments_of_x", Kernel._fragments_of_x)
         assert not is_right(spec, ONE, 1)

@@ -98,6 +98,7 @@ INTEGER = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the in
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
 WIDE = 0.92  # times as long, for more than 64 tokens without clusters of four: fitted to tiles of 128 and 256,
 WIDE_BYTES = 1.17  # and for activations of 8 bits, to tiles of 128
+SCALED, SHARED = 0.5, 1.2  # clocks to scale 256 weights by factors of a step, and for the rest of a step of 256 columns
 SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
@@ -186,6 +187,8 @@ class _Launch:
         """Of the integer units: decoding, splitting x into limbs, and scaling."""
         s, spec, costs = self.schedule, self.spec, self.costs
         decode = _decode_clocks(self.plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
+        if self.plan.sums_in_place and self.plan.step_factors:
+            return decode + SCALED + SHARED * 256 / (s.row_blocks * s.step_k)
         if spec.group_size:  # sums or, where that is less, weights are scaled
             scaled = 1.0 if self.plan.rounds_scales else s.mma_columns / min(spec.group_size, s.step_k)
             scaled /= COLUMNS if s.spread_k else 1
@@ -212,6 +215,8 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     """Of a thread, about."""
     plan = KernelPlan(spec, s)
     if s.wgmma:
+        if plan.sums_in_place and plan.step_factors:
+            return 90 + s.tokens // 2 * s.row_blocks
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
         loaded = min(s.step_k, max(128, spec.group_size or s.step_k))  # columns; those of a group one after another
         codes = plan.preloaded_words + 4 if s.preload_weights else loaded // 4

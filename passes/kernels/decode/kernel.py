@@ -19,8 +19,9 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
 
 With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
 reads the activations from shared memory by itself. Where a group has no more columns than there are tokens, sums are
-more to scale than weights: then these are scaled, and acc takes the products of all groups of a step in one chain.
-Else a group's product may be begun before the last one's has ended (`Schedule.overlap_groups`).
+more to scale than weights: then these are scaled, and acc takes the products of all groups of a step in one chain, with
+several row blocks or factors of a step in registers that no step moves (`KernelPlan.sums_in_place`). Else a group's
+product may be begun before the last one's has ended (`Schedule.overlap_groups`).
 
 Where a matmul is small (`Schedule.preload_weights`) there is no loop: all units are on their way to registers, and
 all activations to shared memory, before the first is waited for, and blocks of two kernels share a multiprocessor.
@@ -65,6 +66,7 @@ from lowbit.passes.kernels.decode.step_factors import StepFactors
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element
 
+BATCH = 64  # columns of weights that are multiplied together, of those whose sums stay in place
 ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200
 
 
@@ -88,7 +90,7 @@ class Kernel:
             s.max_blocks_per_sm,
             (1, s.cluster, 1),
         )
-        self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes)
+        self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
         self.zeros_in_decode, self.zeros_in_sums = plan.zeros_in_decode, plan.zeros_in_sums
         self.zeros_in_weights = plan.rounds_zeros
@@ -124,7 +126,8 @@ class Kernel:
         """What a block does."""
         p, s = self.p, self.schedule
         self.first_block = self.tile * self.plan.row_blocks
-        carried = [p.constant(0.0, self.sum_element, self.d_layout)]
+        self.sums = self._sums_in_place()
+        carried = [] if self.sums is not None else [p.constant(0.0, self.sum_element, self.d_layout)]
         if self.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()
@@ -135,11 +138,23 @@ class Kernel:
         self.first, self.rotation = p.block_id(1) * self.plan.rounds, self._rotation()
         p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
         carried = self._preloaded(carried) if s.preload_weights else self._stream(carried)
+        if self.sums is not None:
+            carried = [p.read(self.sums)]
+        if rest := self.plan.exponent - self.plan.scale_power:
+            carried = [p.mul(carried[0], p.constant(2.0**rest, "f32", self.d_layout))]
         total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
         total = self._with_outliers(total) if self.spec.outliers else total
         p.barrier()
         p.free_shared(*self.operands.buffers)
         Epilogue(p, self.plan, self.tile).finish(total)
+
+    def _sums_in_place(self) -> Tile | None:
+        """Registers for the sums of weights that have been scaled, which stay where they are until the end."""
+        if not self.plan.sums_in_place:
+            return None
+        sums = self.p.accumulator(self.d_layout)
+        self.p.clear(sums)
+        return sums
 
     def _operands(self) -> Operands:
         return Operands(self.p, self.plan, self.first_block)
@@ -202,7 +217,7 @@ class Kernel:
             a = p.lookup(codes, self.operands.table, self.compute)
         else:
             offset = "raw" if self.plan.raw_codes else "deferred" if self.plan.defers_offset else "subtracted"
-            a = p.decode(codes, self.compute, self.convert.exponent, offset, self._shifts())
+            a = p.decode(codes, self.compute, self.plan.exponent, offset, self._shifts())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = self._fragments_of_x()
@@ -255,6 +270,8 @@ class Kernel:
     def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
         """The same with x in shared memory."""
         p, s = self.p, self.schedule
+        if self.sums is not None:
+            return self._accumulate(a, self.sums)
         if not self.plan.groups:
             sums = [p.add(c, self._sums_of_x(0, s.step_k)) for c in carried[1:]]
             return [p.warpgroup_mma(a, self.operands.x_buffer, 0, carried[0]), *sums]
@@ -271,6 +288,19 @@ class Kernel:
             product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, s.overlap_groups)
             total = self._add_scaled(total, product, group, sums)
         return [total]
+
+    def _accumulate(self, a: Tile, sums: Tile) -> list[Tile]:
+        """Begins products of 64 columns with scaled weights, and waits for those before: their registers are needed."""
+        p, s, width = self.p, self.schedule, self.schedule.step_k // self.plan.groups
+        weights = [self._plain_weights(p.slice(a, 2, g * width, width), g) for g in range(self.plan.groups)]
+        for block in range(s.row_blocks):
+            for group, part in enumerate(weights):
+                start, end = group * width, (group + 1) * width
+                held, last = end % BATCH != 0, end == s.step_k and block == s.row_blocks - 1
+                pending = None if held or last else 1
+                p.accumulate(part, self.operands.x_buffer, start, sums, held=held, block=block, pending=pending)
+        p.await_products(0)
+        return []
 
     def _plain_weights(self, codes: Tile, group: int) -> Tile:
         """Less their zeros, and scaled, as far as that is done before they are multiplied: q - z, s * q, or
@@ -291,13 +321,11 @@ class Kernel:
         return p.mul(codes, scale) if scale is not None else codes
 
     def _scaled_weights(self, codes: Tile, factors: StepFactors, group: int) -> Tile:
-        """s * q, or s * q + shift, two weights at a time."""
-        p = self.p
-        pairs = p.reshape(codes, (*codes.shape[:2], codes.shape[2] // 2, 2))
+        """s * q, or s * q + shift."""
         scale = factors.load("scales", group)
         if self.zeros_in_weights:
-            return p.reshape(p.fma(pairs, scale, factors.load("shifts", group)), codes.shape)
-        return p.reshape(p.mul(pairs, scale), codes.shape)
+            return self.p.fma(codes, scale, factors.load("shifts", group))
+        return self.p.mul(codes, scale)
 
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
         """total + s * product, and (- s * z or o) * (sums of x) where there are zeros or offsets still to be had."""
@@ -309,10 +337,9 @@ class Kernel:
     def _factors(self, group: int, shifted: bool) -> tuple[Tile, Tile | None]:
         """What sums of a group are multiplied by, with the power of two that decoding left out; and, if `shifted`, what
         sums of x are."""
-        p = self.p
         if self.step_factors:
             names = ("scales", "shifts")[: 1 + shifted]
-            scale, *shift = (p.reshape(self.step_factors.load(name, group), self.row_layout.shape) for name in names)
+            scale, *shift = (self.step_factors.load(name, group) for name in names)
             return scale, shift[0] if shift else None
         return self._computed(lambda name: self._scale_or_zero(name, group), shifted)
 

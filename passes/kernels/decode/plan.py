@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from lowbit.dialect.formats.outliers import ENTRIES, lines_at_once, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
+from lowbit.dialect.formats.reals import F16
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.requirements import fits_async_x
@@ -17,6 +18,8 @@ from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponen
 
 COLUMNS = 8  # of a product of mma
 SPREAD = COLUMNS * 16  # columns of k that `Schedule.spread_k` has in one accumulator
+IN_PLACE, MOST_IN_PLACE = 32, 64  # columns of a group and tokens up to which sums of scaled weights stay in place
+LARGEST_E4M3 = 448.0
 MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
 
 
@@ -153,12 +156,16 @@ class KernelPlan:
         return (self.spec.zeros != "none" or self.stored_offset > 0) and not elsewhere
 
     @property
+    def computes_scales(self) -> bool:
+        """Whether scales take some computing: codes, and bytes of e4m3."""
+        return self.spec.bilevel is not None or self.spec.scale == "e4m3"
+
+    @property
     def step_factors(self) -> tuple[str, ...]:
         """What a warp computes for all groups of a step before it multiplies: scales that take some computing, and with
         them what sums of x are multiplied by, or what is added to scaled weights."""
         s, spec = self.schedule, self.spec
-        costly = spec.bilevel is not None or spec.scale == "e4m3"
-        if not costly or self.groups < 2 or s.spread_k or s.integer_mma or spec.compute:
+        if not self.computes_scales or self.groups < 2 or s.spread_k or s.integer_mma or spec.compute:
             return ()
         return ("scales", "shifts") if self.zeros_in_sums or self.rounds_zeros else ("scales",)
 
@@ -174,18 +181,29 @@ class KernelPlan:
     @property
     def rounds_scales(self) -> bool:
         """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
-        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums;
+        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums,
+        and so they are with half the tokens where scales are computed once for several blocks of rows;
         and what takes float zeros away can scale as well. So it is where there are registers for sums only once, too.
         Scales must be numbers of x's type."""
         s, group = self.schedule, self.spec.packing.padded_group
-        less = group is not None and (group <= s.tokens or self.rounds_zeros or s.tokens > MOST_SCALED)
+        most = s.tokens * (2 if self.computes_scales and s.row_blocks > 1 else 1)
+        less = group is not None and (group <= most or self.rounds_zeros or s.tokens > MOST_SCALED)
         return s.wgmma and less and self._scales_like_x and self._decodes_values and not self.spec.compute
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether sums stay in the accumulators of wgmma from the first step to the last: those of small groups, whose
+        products are waited for a few at a time. That takes fewer registers, and fewer moves where there are several
+        blocks of rows."""
+        s, group = self.schedule, self.spec.packing.padded_group
+        small = group is not None and group <= IN_PLACE and s.tokens <= MOST_IN_PLACE
+        return self.rounds_scales and small and (s.row_blocks > 1 or bool(self.step_factors))
 
     @property
     def _scales_like_x(self) -> bool:
         """Whether scales are numbers of x's type, or codes, whose numbers are rounded to it."""
         scale, act = self.spec.scale, self.spec.act
-        return scale == act or (scale, act) == ("e8m0", "bf16") or self.spec.bilevel is not None
+        return scale in (act, "e4m3") or (scale, act) == ("e8m0", "bf16") or self.spec.bilevel is not None
 
     @property
     def sums_once(self) -> bool:
@@ -196,10 +214,28 @@ class KernelPlan:
         return self.rounds_scales or not (self.groups or sums_of_x)
 
     @property
-    def _decodes_values(self) -> bool:
-        """Whether codes can be decoded to their values, with no power of two left out."""
+    def exponent(self) -> int:
+        """The power of two that decoding leaves out."""
         t = self.spec.dtype
-        return not self.schedule.raw_codes and exponent(t, compute_element(t, self.spec.act)) == 0
+        return exponent(t, compute_element(t, self.spec.act))
+
+    @property
+    def scale_power(self) -> int:
+        """The part of this power by which scales are multiplied: all of it where sums are scaled; where weights are, as
+        much as they and scales of e4m3 have room for, and sums are multiplied by the rest at the end."""
+        t, power = self.spec.dtype, self.exponent
+        if not self.rounds_scales or power <= 0:
+            return power
+        largest = LARGEST_E4M3 * max(1.0, t.max * 2.0**-power)
+        return min(power, math.floor(math.log2(F16.max / largest)))
+
+    @property
+    def _decodes_values(self) -> bool:
+        """Whether codes can be decoded to their values: with no power of two left out but that of a float format whose
+        products with scales of e4m3 have fewer digits than f16."""
+        t, scale = self.spec.dtype, self.spec.scale
+        short = t.kind == "float" and t.mantissa <= 6 and scale == "e4m3" and not self.spec.bilevel
+        return not self.schedule.raw_codes and (self.exponent == 0 or (short and self.exponent > 0))
 
     @property
     def rounding(self) -> dict[str, bool]:

@@ -1,48 +1,44 @@
-"""What sums of groups are multiplied by, computed once per step: f32 numbers of a warp in shared memory.
+"""What sums or weights of groups are multiplied by, computed once per step: numbers of a warp in shared memory.
 
 In the layout of an mma's sums, a lane wants the scales of two rows, and so do three others: where scales are codes, all
 four would compute the same numbers. Here the lanes of a warp share the work: each computes those of a few groups and
-rows of its own. Then a lane reads, at once, what it needs of up to four groups.
+rows of its own. Then a lane reads, at once, what it needs of a few groups: 16 bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
+from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout, replicated, spatial
 from lowbit.passes.builder import Memory, Program, Tile
 from lowbit.passes.kernels.decode.plan import KernelPlan
 
-_AT_ONCE = 4  # groups: numbers of a 16-byte access
+_AT_ONCE = 16  # bytes of an access
 
 
 class StepFactors:
-    """The numbers of one step [warps_k, row blocks, groups / 4, 16, 4, copies], by name."""
+    """The numbers of one step [warps_k, row blocks, groups / inner, 16, inner], by name, where an access has those of
+    `inner` groups of a row."""
 
     def __init__(self, p: Program, plan: KernelPlan, row_layout: Layout, element: str) -> None:
-        """element: of the numbers. In f32 they are for sums; else for weights, and stand there twice, as weights are
-        scaled two at a time."""
+        """element: of the numbers. In f32 they are for sums, else for weights."""
         s, self.p, self._element = plan.schedule, p, element
-        self._copies = 1 if element == "f32" else 2
-        self._inner = min(_AT_ONCE, plan.groups)
-        outer = plan.groups // self._inner
-        self._shape = (s.warps_k, plan.row_blocks, outer, ROWS, self._inner)
-        lanes = min(4, outer)  # beside those of eight rows
-        warps = spatial(s.warps_k, s.warps_n, 1, 1).local(1, s.row_blocks, outer // lanes, 1)
-        shares = replicated(4 // lanes, 4).spatial(1, 1, lanes, 1).local(1, 1, 1, 2).spatial(1, 1, 1, 8)
-        self.layout = (warps * shares).local(1, 1, self._inner, 1)
-        by_four = self.layout.reshape((*self._shape[:3], self._inner, ROWS))
-        self._stored = by_four.permute((0, 1, 2, 4, 3))
-        read = row_layout.reshape((*self._shape[:2], 1, ROWS, 1)).local(1, 1, 1, 1, self._inner)
-        self._of_row = read.reshape((*read.shape, 1)).local(1, 1, 1, 1, 1, self._copies)
-        self._rows = row_layout.shape[:2]
+        self._inner = math.gcd(_AT_ONCE // ELEMENTS[element].bytes, plan.groups)
+        self._shape = (s.warps_k, plan.row_blocks, plan.groups // self._inner, ROWS, self._inner)
+        warps = spatial(s.warps_k, s.warps_n, 1, 1).local(1, s.row_blocks, 1, 1)
+        self.layout = warps * _shares(plan, self._inner)
+        by_access = self.layout.reshape((*self._shape[:3], self._inner, ROWS))
+        self._stored = by_access.permute((0, 1, 2, 4, 3))
+        self._of_row = row_layout.reshape((*self._shape[:2], 1, ROWS, 1)).local(1, 1, 1, 1, self._inner)
+        self._row_shape = row_layout.shape
         self.buffers: dict[str, Memory] = {}
         self._read: dict[tuple[str, int], Tile] = {}
 
     def allocate(self, names: Sequence[str]) -> list[Memory]:
-        shape = (*self._shape, self._copies)
-        self.buffers = {name: self.p.alloc_shared(self._element, shape) for name in names}
+        self.buffers = {name: self.p.alloc_shared(self._element, self._shape) for name in names}
         return list(self.buffers.values())
 
     def rows_first(self, numbers: Tile) -> Tile:
@@ -54,16 +50,31 @@ class StepFactors:
         p = self.p
         p.barrier("warps", 1)
         for name, tile in numbers().items():
-            one = p.reshape(tile, (*self._shape, 1))
-            ones = p.constant(1.0, "f32", one.layout.local(1, 1, 1, 1, 1, self._copies))
-            p.store(p.cast(p.mul(one, ones), self._element), self.buffers[name], (0,) * 6)
+            p.store(p.cast(tile, self._element), self.buffers[name], (0,) * 5)
         p.barrier("warps", 1)
         self._read.clear()
 
     def load(self, name: str, group: int) -> Tile:
-        """The number of every row of the tile for one group: [warps_k, rows, 1, copies]."""
+        """The number of every row of the tile for one group: [warps_k, rows, 1]."""
         p, first = self.p, group // self._inner
         if (name, first) not in self._read:
-            self._read[name, first] = p.load(self.buffers[name], (0, 0, first, 0, 0, 0), self._of_row)
+            self._read[name, first] = p.load(self.buffers[name], (0, 0, first, 0, 0), self._of_row)
         one = p.slice(self._read[name, first], 4, group % self._inner, 1)
-        return p.reshape(one, (*self._rows, 1, self._copies))
+        return p.reshape(one, self._row_shape)
+
+
+def _shares(plan: KernelPlan, inner: int) -> Layout:
+    """Returns which groups and rows a lane computes: such that it needs few numbers of a second level, those of one row
+    or, where all 16 rows share them, those of few groups. Raw codes have another power of two eight rows below.
+
+    inner: groups of an access, which lanes share out or have several of
+    """
+    bilevel, groups = plan.spec.bilevel, plan.groups
+    parts = groups if groups & (groups - 1) == 0 else groups // inner
+    if plan.raw_codes or (bilevel and bilevel.rows == ROWS):
+        lanes = math.gcd(4, parts)
+        rows = replicated(4 // lanes, 4).spatial(1, 1, lanes, 1).local(1, 1, 1, 2).spatial(1, 1, 1, 8)
+    else:
+        lanes = math.gcd(2, parts)
+        rows = replicated(2 // lanes, 4).spatial(1, 1, lanes, ROWS)
+    return rows.local(1, 1, groups // lanes, 1)
