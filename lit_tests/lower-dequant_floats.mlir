@@ -21,6 +21,24 @@ func.func @f6e3m2_f16(%w: i32) -> vector<2xf16> {
 
 // -----
 
+// f4e2m1 in f16: four codes become bytes at once, signs and the rest with a mask each. Bytes 1 and 3 are the upper ones
+// of the register's two numbers, and the lower ones are zeros (byte 4): 0x3414.
+// CHECK-LABEL: func.func @f4e2m1_f16
+// CHECK-SAME:    (%[[WORD:.*]]: i32)
+// CHECK-DAG:     %[[SELECTOR:.*]] = arith.constant 13332 : i32
+// CHECK:         %[[SHIFTED:.*]] = arith.shrui %[[WORD]]
+// CHECK-NEXT:    %[[REST:.*]] = arith.andi %[[SHIFTED]]
+// CHECK-NEXT:    %[[BYTES:.*]] = llvm.inline_asm {{.*}} %[[WORD]], %{{.*}}, %[[REST]]
+// CHECK-NEXT:    %[[BITS:.*]] = llvm.inline_asm {{.*}} "prmt.b32 $0, $1, $2, $3;", {{.*}} %[[BYTES]], %{{.*}}, %[[SELECTOR]]
+// CHECK-NEXT:    llvm.bitcast %[[BITS]] : i32 to vector<2xf16>
+func.func @f4e2m1_f16(%w: i32) -> vector<2xf16> {
+  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f4e2m1", []>, register = 3, exponent = 14,
+    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  return %0 : vector<2xf16>
+}
+
+// -----
+
 // Asked for the plain number (exponent 0), the decoder multiplies.
 // CHECK-LABEL: func.func @f6e3m2_unscaled
 // CHECK:         %[[FACTOR:.*]] = arith.constant dense<4.096000e+03> : vector<2xf16>

@@ -45,6 +45,7 @@ OFFSET = replace(U4, zeros="offset", row_scales=True)
 I4_OFFSET = MatmulSpec(n=16, k=128, weight="i4", group_size=32, zeros="offset", out="f32")
 I4 = MatmulSpec(n=16, k=72, weight="i4", out="f32")
 U6 = MatmulSpec(n=16, k=256, weight="u6", group_size=128, out="f32")
+F4 = MatmulSpec(n=16, k=128, weight="f4e2m1", group_size=64, out="f32")
 F6 = MatmulSpec(n=16, k=256, weight="f6e3m2", group_size=128, out="f32")
 F8 = MatmulSpec(n=25, k=64, weight="f8e4m3", act="bf16", out="f32")
 NF4 = MatmulSpec(n=16, k=128, weight="nf4", group_size=64, bias=True)
@@ -171,6 +172,8 @@ WRONG_NUMBERS = [
     ),
     Mutation("offset off by one", I4, lower_dequant, "magic", with_fields(offset=lambda x: x + 1)),
     Mutation("sign lost", F6, lower_dequant, "float_places", with_fields(sign=lambda _: ())),
+    Mutation("sign lost of four", F4, lower_dequant, "float_bytes", with_fields(sign=lambda f: replace(f, width=0))),
+    Mutation("bytes exchanged", F4, lower_dequant, "float_bytes", with_fields(selector=lambda x: x ^ 0x1010)),
     Mutation("exponent off by one", F8, lower_dequant, "float_places", with_fields(factor=lambda x: 2 * x)),
     Mutation("nan lost", F8, lower_dequant, "float_places", with_fields(unit=lambda _: 0)),
     Mutation("table entry lost", NF4, lower_table, "words", lambda right: lambda *a: [*right(*a)[:-1], 0]),

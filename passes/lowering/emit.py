@@ -71,6 +71,12 @@ def _lop3(x: Any, bits: int, y: Any, truth_table: int) -> Any:
     )
 
 
+def permute_bytes(a: Any, b: Any, selector: int) -> Any:
+    """One prmt.b32: four of the bytes of a (0 to 3) and b (4 to 7), the lowest by the lowest digit of the selector."""
+    operands = [a, b, constant(selector)]
+    return llvm.inline_asm(integer(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", asm_dialect=0)
+
+
 def fma(a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once; also on vectors of two."""
     return llvm.intr_fma(a, b, c)

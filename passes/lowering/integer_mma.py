@@ -227,14 +227,9 @@ def _limbs(numbers: Sequence[Any]) -> list[Any]:
     carries = emit.constant(_CARRIES)
     x = [arith.xori(arith.addi(number, carries), carries) for number in numbers]
     # Limbs 0 and 1 of two numbers, and limbs 2 and 3
-    halves_of_pairs = [[_permute(x[i], x[i + 1], selector) for i in (0, 2)] for selector in (0x5140, 0x7362)]
-    return [_permute(a, b, selector) for a, b in halves_of_pairs for selector in (0x5410, 0x7632)]
-
-
-def _permute(a: Any, b: Any, selector: int) -> Any:
-    """prmt: four bytes of b and a (PTX ISA 9.7.9.7)."""
-    operands = [a, b, emit.constant(selector)]
-    return llvm.inline_asm(emit.integer(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", asm_dialect=0)
+    selectors = 0x5140, 0x7362
+    halves_of_pairs = [[emit.permute_bytes(x[i], x[i + 1], selector) for i in (0, 2)] for selector in selectors]
+    return [emit.permute_bytes(a, b, selector) for a, b in halves_of_pairs for selector in (0x5410, 0x7632)]
 
 
 def _mma(a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Any]:

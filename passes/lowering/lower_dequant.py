@@ -26,7 +26,9 @@ from lowbit.passes.lowering.recipes import (
     compute_element,
     deferred_magic,
     exponent,
+    float_bytes,
     float_places,
+    has_float_bytes,
     magic,
     place,
 )
@@ -137,6 +139,8 @@ class _Decoder:
         return self._add(shift, self._number(constant)) if constant else shift
 
     def _float(self, half: int) -> Any:
+        if has_float_bytes(self.format, self.real):
+            return self._float_bytes()
         p = float_places(self.format, self.real, self.number)
         if p.unit:
             magnitude = self._fields(p.rest, half)
@@ -158,6 +162,12 @@ class _Decoder:
         below = emit.shift_right(carry, p.carry - self.real.mantissa)
         word = arith.ori(emit.bitcast(emit.integer(), value), arith.subi(above, below))
         return emit.bitcast(self.register, word)
+
+    def _float_bytes(self) -> Any:
+        p, each = float_bytes(self.format, self.number), 0x01010101
+        sign, rest = (emit.shift_right(self.words[0], field.shift) for field in (p.sign, p.rest))
+        four = emit.mask_or(sign, p.sign.mask * each, emit.mask(rest, p.rest.mask * each))
+        return emit.bitcast(self.register, emit.permute_bytes(four, emit.constant(0), p.selector))
 
     def _multiply(self, a: Any, factor: float) -> Any:
         if self.real is not BF16:

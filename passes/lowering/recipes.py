@@ -15,7 +15,8 @@ tensor cores multiply subnormals like any number: `dialect.formats.raw_codes` sa
 *Floats*: sign, and exponent with mantissa, move to their places; the bias difference is a power of two that the
 kernel folds into its scale (f16), or one multiplication (bf16, f32, whose range is too wide to leave it for later).
 Subnormal codes come out right by themselves: the target's subnormals have the same spacing. NaN and inf, where the
-format has them, are the codes that carry into the next bit when one unit is added.
+format has them, are the codes that carry into the next bit when one unit is added. Four bits, whose f16 has only zeros
+below its upper byte, move to bytes first, four codes at once.
 
 *Tables* are looked up (`passes.lowering.tables`): both codes at once up to four bits, one at a time above.
 
@@ -133,3 +134,26 @@ def float_places(t: DType, real: Real, register: int) -> FloatPlaces:
     special = t.has_nan and not (t.has_inf and real is F16)
     unit = (1 << real.mantissa if t.has_inf else 1 << low) if special else 0
     return FloatPlaces(sign, rest, factor, unit, low + t.bits - 1)
+
+
+@dataclass(frozen=True)
+class FloatBytes:
+    """Four numbers in f16 by their upper bytes: where the parts of a code go in its byte, and the bytes that make up a
+    register, the lowest in the lowest digit (4: zeros)."""
+
+    sign: Field
+    rest: Field
+    selector: int
+
+
+def has_float_bytes(t: DType, real: Real) -> bool:
+    """Whether four codes of a word are moved to bytes at once, rather than two to the halves of a register."""
+    return t.kind == "float" and t.bits == 4 and real is F16
+
+
+def float_bytes(t: DType, register: int) -> FloatBytes:
+    """The bytes of registers 0 and 2 of a word are made together, and those of 1 and 3."""
+    (sign,) = place(t, register % 2, t.bits - 1, 1, 7)
+    (rest,) = place(t, register % 2, 0, t.bits - 1, F16.mantissa - t.mantissa - 8)
+    first = register // 2
+    return FloatBytes(sign, rest, 0x0404 | first << 4 | (first + 2) << 12)
