@@ -49,6 +49,7 @@ by partial sums [warps_k, tokens, rows + 4] in f32.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -291,14 +292,12 @@ class Kernel:
 
     def _accumulate(self, a: Tile, sums: Tile) -> list[Tile]:
         """Begins products of 64 columns with scaled weights, and waits for those before: their registers are needed."""
-        p, s, width = self.p, self.schedule, self.schedule.step_k // self.plan.groups
-        weights = [self._plain_weights(p.slice(a, 2, g * width, width), g) for g in range(self.plan.groups)]
-        for block in range(s.row_blocks):
-            for group, part in enumerate(weights):
-                start, end = group * width, (group + 1) * width
-                held, last = end % BATCH != 0, end == s.step_k and block == s.row_blocks - 1
-                pending = None if held or last else 1
-                p.accumulate(part, self.operands.x_buffer, start, sums, held=held, block=block, pending=pending)
+        p, groups, width = self.p, range(self.plan.groups), self.schedule.step_k // self.plan.groups
+        weights = [self._plain_weights(p.slice(a, 2, group * width, width), group) for group in groups]
+        for block, group in itertools.product(range(self.schedule.row_blocks), groups):
+            start, held = group * width, (group + 1) * width % BATCH != 0
+            pending = None if held else 1
+            p.accumulate(weights[group], self.operands.x_buffer, start, sums, held=held, block=block, pending=pending)
         p.await_products(0)
         return []
 
@@ -352,7 +351,7 @@ class Kernel:
         if not self.plan.step_factors:
             return None
         factors = StepFactors(self.p, self.plan, self.row_layout, self.compute if self.plan.rounds_scales else "f32")
-        self.operands.buffers += factors.allocate(self.plan.step_factors)
+        self.operands.buffers.append(factors.buffer)
         return factors
 
     def _fill_step_factors(self, factors: StepFactors) -> None:

@@ -41,7 +41,7 @@ def _shared_bytes(plan: KernelPlan) -> int:
     loop = -(-loop // 1024) * 1024 if s.wgmma else loop  # x is swizzled
     loop += sum(_padded(slots * size) for size in (*_x_bytes(plan), *_factors_bytes(plan)))
     factor = spec.x if plan.rounds_scales else ELEMENTS["f32"]
-    loop += len(plan.step_factors) * _padded(s.warps_k * _rows_of_groups(plan) * factor.bytes)
+    loop += _padded(len(plan.step_factors) * s.warps_k * _rows_of_groups(plan) * factor.bytes)
     outliers = lines + signals + _padded(4 * math.prod(plan.outlier_scratch[1])) if spec.outliers else 0
     sums = _padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
     flag = 128 if s.split_k > s.cluster else 0  # of the last block to arrive
