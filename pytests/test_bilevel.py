@@ -138,7 +138,8 @@ def test_targets(spec: MatmulSpec, target: str) -> None:
     x, tensors = inputs(spec, 20)
     mm, w = lowbit.compile(spec, target), pack(spec, **tensors)
     for m in (3,) if target != "cpu" else (1, 3, 20):
-        rounding = {"dequantized": m > 4 and spec.act == "bf16", "rounded_zeros": target != "cpu" and m > 1}
+        dequantized = spec.act == "bf16" and m > (4 if target == "cpu" else 1)
+        rounding = {"dequantized": dequantized, "rounded_zeros": target != "cpu" and m > 1}
         assert matmul_is_right(mm(x[:m], w), spec, (x[:m], tensors), **rounding)
     if spec.zeros == "offset":
         assert torch.equal(mm.dequantize(w), w.dequantize(torch.float16))

@@ -98,7 +98,8 @@ INTEGER = replace(MMA, tensor=MMA.tensor / 2, decode=(0.69,) * 8)  # half the in
 REACH = 0.9  # of the multiprocessors take part in clusters of four and eight, which are each within a GPC
 WIDE = 0.92  # times as long, for more than 64 tokens without clusters of four: fitted to tiles of 128 and 256,
 WIDE_BYTES = 1.17  # and for activations of 8 bits, to tiles of 128
-SCALED, SHARED = 0.5, 1.2  # clocks to scale 256 weights by factors of a step, and for the rest of a step of 256 columns
+SCALED = 2.5  # clocks to decode 256 weights that factors of a step scale, and to scale them,
+SCALED_WARPS = 18.0  # and the warps on a multiprocessor that hide their latency
 SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
@@ -129,6 +130,7 @@ class _Launch:
         self.plan, self.processors = KernelPlan(spec, s), target.multiprocessors
         self.waves = self.plan.tiles * s.split_k / (self.processors * (REACH if s.cluster > 2 else 1.0))
         self.side_by_side = min(fitting, self.waves)
+        self.in_place = self.plan.sums_in_place and bool(self.plan.step_factors)
         self.x = self.plan.tiles * tile * spec.k * spec.x.bytes / self.costs.l2
 
     def work(self) -> float:
@@ -159,8 +161,9 @@ class _Launch:
     def arithmetic(self) -> float:
         """Decoding and products, the slower the fewer warps hide each other's waiting."""
         s, spec, costs = self.schedule, self.spec, self.costs
+        warps = SCALED_WARPS if self.in_place else costs.warps
         arithmetic = spec.n * spec.k / 256 / self.processors * self.clocks() / CLOCK / min(1.0, self.waves)
-        arithmetic *= math.hypot(1.0, costs.warps / (max(1.0, self.side_by_side) * s.threads / 32))
+        arithmetic *= math.hypot(1.0, warps / (max(1.0, self.side_by_side) * s.threads / 32))
         if s.warps_n > 1 and self.tile > 1:
             arithmetic *= costs.barrier * (costs.per_warp if s.refill == "per_warp" else 1.0)
         return arithmetic
@@ -186,9 +189,9 @@ class _Launch:
     def decode_clocks(self) -> float:
         """Of the integer units: decoding, splitting x into limbs, and scaling."""
         s, spec, costs = self.schedule, self.spec, self.costs
+        if self.in_place:
+            return SCALED
         decode = _decode_clocks(self.plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
-        if self.plan.sums_in_place and self.plan.step_factors:
-            return decode + SCALED + SHARED * 256 / (s.row_blocks * s.step_k)
         if spec.group_size:  # sums or, where that is less, weights are scaled
             scaled = 1.0 if self.plan.rounds_scales else s.mma_columns / min(spec.group_size, s.step_k)
             scaled /= COLUMNS if s.spread_k else 1
@@ -216,7 +219,7 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     plan = KernelPlan(spec, s)
     if s.wgmma:
         if plan.sums_in_place and plan.step_factors:
-            return 90 + s.tokens // 2 * s.row_blocks
+            return 84 + s.tokens // 2 * s.row_blocks
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
         loaded = min(s.step_k, max(128, spec.group_size or s.step_k))  # columns; those of a group one after another
         codes = plan.preloaded_words + 4 if s.preload_weights else loaded // 4

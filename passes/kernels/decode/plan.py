@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from lowbit.dialect.formats.outliers import ENTRIES, lines_at_once, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
-from lowbit.dialect.formats.reals import F16
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.requirements import fits_async_x
@@ -19,7 +18,6 @@ from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponen
 COLUMNS = 8  # of a product of mma
 SPREAD = COLUMNS * 16  # columns of k that `Schedule.spread_k` has in one accumulator
 IN_PLACE, MOST_IN_PLACE = 32, 64  # columns of a group and tokens up to which sums of scaled weights stay in place
-LARGEST_E4M3 = 448.0
 MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
 
 
@@ -181,23 +179,26 @@ class KernelPlan:
     @property
     def rounds_scales(self) -> bool:
         """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
-        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums,
-        and so they are with half the tokens where scales are computed once for several blocks of rows;
+        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums;
+        and with half the tokens where scales are computed and sums stay in place, as no product is waited for then;
         and what takes float zeros away can scale as well. So it is where there are registers for sums only once, too.
         Scales must be numbers of x's type."""
         s, group = self.schedule, self.spec.packing.padded_group
-        most = s.tokens * (2 if self.computes_scales and s.row_blocks > 1 else 1)
+        most = s.tokens * (2 if self.computes_scales and self._has_small_groups else 1)
         less = group is not None and (group <= most or self.rounds_zeros or s.tokens > MOST_SCALED)
         return s.wgmma and less and self._scales_like_x and self._decodes_values and not self.spec.compute
 
     @property
     def sums_in_place(self) -> bool:
         """Whether sums stay in the accumulators of wgmma from the first step to the last: those of small groups, whose
-        products are waited for a few at a time. That takes fewer registers, and fewer moves where there are several
-        blocks of rows."""
-        s, group = self.schedule, self.spec.packing.padded_group
-        small = group is not None and group <= IN_PLACE and s.tokens <= MOST_IN_PLACE
-        return self.rounds_scales and small and (s.row_blocks > 1 or bool(self.step_factors))
+        products are waited for a few at a time. That takes fewer registers, and fewer moves with several row blocks."""
+        pays = self.schedule.row_blocks > 1 or bool(self.step_factors)
+        return self.rounds_scales and self._has_small_groups and pays
+
+    @property
+    def _has_small_groups(self) -> bool:
+        group = self.spec.packing.padded_group
+        return group is not None and group <= IN_PLACE and self.schedule.tokens <= MOST_IN_PLACE
 
     @property
     def _scales_like_x(self) -> bool:
@@ -222,12 +223,11 @@ class KernelPlan:
     @property
     def scale_power(self) -> int:
         """The part of this power by which scales are multiplied: all of it where sums are scaled; where weights are, as
-        much as they and scales of e4m3 have room for, and sums are multiplied by the rest at the end."""
-        t, power = self.spec.dtype, self.exponent
-        if not self.rounds_scales or power <= 0:
-            return power
-        largest = LARGEST_E4M3 * max(1.0, t.max * 2.0**-power)
-        return min(power, math.floor(math.log2(F16.max / largest)))
+        little as makes every product with a scale of e4m3 a multiple of f16's least number, and sums are multiplied by
+        the rest at the end."""
+        if not self.rounds_scales or self.exponent <= 0:
+            return self.exponent
+        return max(0, self.spec.dtype.mantissa - 1)
 
     @property
     def _decodes_values(self) -> bool:
