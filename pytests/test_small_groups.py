@@ -13,6 +13,8 @@ from emulated import matmul_is_right, run_matmul
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
+from lowbit.passes.codegen.cubin import resource_usage
+from lowbit.passes.kernels.decode.cost_model import registers
 from lowbit.passes.kernels.decode.kernel import Kernel
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
@@ -106,6 +108,15 @@ def test_sums_that_stay_in_place(name: str, schedule: Schedule) -> None:
     """Several blocks of rows to a warp, with every way to refill the stages, splits, and rows beyond the last."""
     assert KernelPlan(SMALL[name], schedule).sums_in_place
     assert is_right(SMALL[name], schedule, schedule.tokens - 1)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q3_k", "q2_k", "spqr"])
+@pytest.mark.parametrize(("tokens", "row_blocks"), [(16, 1), (64, 2)])
+def test_registers_of_sums_in_place_are_about_as_expected(name: str, tokens: int, row_blocks: int) -> None:
+    schedule = Schedule(tokens, row_blocks, 4, 1, 256, 2, wgmma=True)
+    used = resource_usage(compile_matmul(SMALL[name], HOPPER, schedule).ptx, HOPPER)
+    assert used.spill_stores == 0 and not used.serialized
+    assert abs(registers(SMALL[name], schedule) - used.registers) <= 16
 
 
 def test_one_block_of_rows_keeps_its_loop() -> None:
