@@ -18,7 +18,7 @@ from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_inputs, random_problem, tolerance
-from lowbit.pylib.runtime.boxed import map_of_x
+from lowbit.pylib.runtime.boxed import maps_of_x
 from lowbit.pylib.tensor_map import TensorMap
 from lowbit.pylib.torch_types import TORCH
 
@@ -69,14 +69,15 @@ def run_matmul(
     workspace = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
     for seed in range(launches):
         y = torch.full((len(x), spec.n), torch.nan, dtype=TORCH[spec.out_dtype])
-        _launch(emulator, kernel.launch, w, racecheck, seed, x=_x(kernel, spec, x), y=y, workspace=workspace, m=len(x))
+        given = dict(y=y, workspace=workspace, m=len(x), **_x(kernel, spec, x))
+        _launch(emulator, kernel.launch, w, racecheck, seed, **given)
     return y
 
 
-def _x(kernel: CompiledKernel, spec: MatmulSpec, x: Tensor) -> Tensor | TensorMap:
+def _x(kernel: CompiledKernel, spec: MatmulSpec, x: Tensor) -> Mapping[str, Tensor | TensorMap]:
     """x as the kernel takes it."""
-    box = family_of(kernel.schedule).x_box(spec, kernel.schedule) if kernel.schedule else None
-    return x if box is None else map_of_x(_memory(x), spec, len(x), box)
+    boxes = family_of(kernel.schedule).x_boxes(spec, kernel.schedule) if kernel.schedule else {}
+    return maps_of_x(_memory(x), spec, len(x), boxes) or {"x": x}
 
 
 def run_dequantize(

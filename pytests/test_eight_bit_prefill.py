@@ -35,7 +35,7 @@ from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_inputs, random_problem, tolerance
-from lowbit.pylib.runtime.boxed import map_of_x
+from lowbit.pylib.runtime.boxed import maps_of_x
 
 HOPPER = parse_target("sm_90a")
 FAMILY = EightBitPrefill()
@@ -54,7 +54,7 @@ def run(spec: MatmulSpec, schedule: Schedule, problem: Problem) -> Tensor:
     y = torch.full((len(x), spec.n), torch.nan)
     tensors = {**pack(spec, *of_weight), "x_scales": q.scales, "y": y}
     arguments: dict[str, Any] = {name: memory(t) for name, t in tensors.items()}
-    arguments["x"] = map_of_x(memory(q.values), spec, len(x), FAMILY.x_box(spec, schedule))
+    arguments |= maps_of_x(memory(q.values), spec, len(x), FAMILY.x_boxes(spec, schedule))
     blocks = list(np.ndindex(*kernel.launch.blocks(arguments, SM_COUNT)))
     random.Random(0).shuffle(blocks)
     Emulator(kernel.ptx).run(kernel.launch, {**arguments, "m": len(x)}, racecheck=True, blocks=blocks)

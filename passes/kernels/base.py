@@ -111,10 +111,10 @@ class KernelFamily(ABC, Generic[S]):
         """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
         return {}
 
-    def x_box(self, spec: MatmulSpec, schedule: S) -> tuple[int, int] | None:
-        """Tokens and columns of the boxes in which the copy engine brings x, of which the kernel takes a tensor map;
-        None where it takes x's address."""
-        return None
+    def x_boxes(self, spec: MatmulSpec, schedule: S) -> Mapping[str, tuple[int, int]]:
+        """Tokens and columns of the boxes in which the copy engine brings x, by the parameter that takes a tensor map
+        of them; none where the kernel takes x's address."""
+        return {}
 
     @abstractmethod
     def build(self, spec: MatmulSpec, schedule: S) -> ir.Module:

@@ -28,7 +28,7 @@ from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.dequantized import in_order_of_x
-from lowbit.pylib.runtime.boxed import BoxedFunction, map_of_x
+from lowbit.pylib.runtime.boxed import BoxedFunction, maps_of_x
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
@@ -270,9 +270,9 @@ def load_function(program: Program, target: Target, device: int, order: Sequence
 def load_matmul(artifact: Artifact, spec: MatmulSpec, target: Target, device: int) -> Launcher:
     """A kernel of a spec on a device, which takes the arguments of `argument_order`, each tensor by its address."""
     order = argument_order(spec)
-    function = load_function(artifact, target, device, order)
-    box = family_of(artifact.schedule).x_box(spec, artifact.schedule)
-    return function if box is None else BoxedFunction(function, spec, box, order)
+    boxes = family_of(artifact.schedule).x_boxes(spec, artifact.schedule)
+    function = load_function(artifact, target, device, (*boxes, *order[1:]) if boxes else order)
+    return BoxedFunction(function, spec, boxes, order) if boxes else function
 
 
 class EmulatorRuntime(_GpuRuntime):
@@ -308,9 +308,8 @@ class EmulatorRuntime(_GpuRuntime):
         artifact = self._artifacts.kernel(tile)
         launch, named = artifact.launch, dict(zip(self._names, weight)) | tensors
         values: dict[str, object] = {name: memory_of(t) for name, t in named.items()}
-        box = family_of(artifact.schedule).x_box(self._spec, artifact.schedule)
-        if box is not None:
-            values["x"] = map_of_x(values["x"], self._spec, m, box)
+        boxes = family_of(artifact.schedule).x_boxes(self._spec, artifact.schedule)
+        values |= maps_of_x(values.get("x"), self._spec, m, boxes)
         values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
         self._emulator(tile).run(launch, values)
 

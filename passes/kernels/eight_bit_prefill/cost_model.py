@@ -9,7 +9,7 @@ from __future__ import annotations
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, waves_of
+from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, margin, waves_of
 from lowbit.passes.target import Target
 
 _LAUNCH = 2.0  # microseconds of a launch that the one before does not hide
@@ -29,17 +29,23 @@ _MEMORY = 4.5e6  # bytes per microsecond
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = EightBitPrefillPlan(spec, s)
-    waves, _ = waves_of(plan, tokens, target)
-    sharing = _MULTICAST if s.cluster > 1 and waves > 1 and s.tokens > _NARROW else 1.0
-    tile = plan.rounds * _round(plan) * sharing + _END_PER_TOKEN * plan.share + exchange(plan, _EXCHANGE)
-    return max(_LAUNCH + late(s, target) + waves * tile, spec.bytes / _MEMORY)
+    waves = waves_of(plan, tokens, target)
+    sharing = _MULTICAST if s.cluster > 1 and waves.count > 1 and s.tokens > _NARROW else 1.0
+    tiles = waves.full * _tile(plan, s.tokens, sharing) + (waves.busy > 0) * _tile(plan, waves.last, sharing)
+    return max(_LAUNCH + late(s, target) + tiles, spec.bytes / _MEMORY) * margin(s)
 
 
-def _round(plan: EightBitPrefillPlan) -> float:
+def _tile(plan: EightBitPrefillPlan, tokens: int, sharing: float) -> float:
+    """Microseconds of a tile or slice of so many tokens; sharing: what the time of its rounds is multiplied by."""
+    end = _END_PER_TOKEN * tokens / plan.schedule.split_k + exchange(plan, _EXCHANGE)
+    return plan.rounds * _round(plan, tokens) * sharing + end
+
+
+def _round(plan: EightBitPrefillPlan, tokens: int) -> float:
     """Microseconds of a round."""
-    s, spec, columns = plan.schedule, plan.spec, plan.step / 128
+    spec, columns = plan.spec, plan.step / 128
     added = 0 if plan.keeps_sums else sum(len(list(plan.products(panel))) for panel in range(plan.panels))
-    products = (columns * _PER_TOKEN + added * _PER_SUM) * s.tokens
+    products = (columns * _PER_TOKEN + added * _PER_SUM) * tokens
     more = _FOLDING * spec.folds + _TABLE * (spec.dtype.kind == "table") + _WIDE * (spec.dtype.bits == 8)
     decoding = plan.panels * _PER_PANEL + columns * (_DECODING + more)
     return both(products, decoding, _SHOWN)

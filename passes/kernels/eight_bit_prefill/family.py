@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +13,7 @@ from lowbit.passes.kernels.decode.schedule import TOKEN_TILES as FEW_TILES
 from lowbit.passes.kernels.eight_bit_prefill import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.prefill.cuts import with_cuts
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.prefill.family import kinds
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
@@ -53,13 +54,15 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
             panels = [_NARROW] if kind[0] > 64 else [_WIDE, _NARROW] if spec.folds else [_WIDE]
             fitting = (s for s in _schedules(*kind, panels) if self._fits(spec, s, target))
             found += islice(fitting, 1)
+        found = [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
+        found = [s for s in with_cuts(spec, tokens, found, target) if self._fits(spec, s, target)]
         if spec.folds and not found:
             found = [s for s in _schedules(_TOKENS[0], 1, 1, [_NARROW]) if self.allows(spec, s, target)]
-        return [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
+        return found
 
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
         every = (s for kind in kinds(_TOKENS, spec, tokens, target) for s in _schedules(*kind, _PANELS))
-        return [s for s in every if self._fits(spec, s, target)]
+        return [s for s in with_cuts(spec, tokens, every, target) if self._fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, tokens: int, schedule: EightBitPrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, tokens, schedule, target)
@@ -70,13 +73,13 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         return same and self.allows(spec, schedule, target)
 
     def shape(self, schedule: EightBitPrefillSchedule) -> tuple[object, ...]:
-        return schedule.tokens, schedule.parts, schedule.cluster, schedule.split_k
+        return schedule.tokens, schedule.parts, schedule.cluster, schedule.split_k, schedule.last_tokens > 0
 
     def check(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
 
-    def x_box(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> tuple[int, int]:
-        return EightBitPrefillPlan(spec, schedule).box
+    def x_boxes(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> Mapping[str, tuple[int, int]]:
+        return EightBitPrefillPlan(spec, schedule).boxes
 
     def rounding(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> dict[str, bool]:
         return {"folded": spec.fold_scales}
@@ -105,4 +108,4 @@ def _schedules(
     """Yields the schedules of a tile with these panels and stages."""
     for (panel_k, num_stages), (parts, banks) in product(panels, _PRODUCTS):
         if tokens % (16 * parts) == 0:
-            yield EightBitPrefillSchedule(tokens, panel_k, num_stages, cluster, split_k, parts, banks)
+            yield EightBitPrefillSchedule(tokens, panel_k, num_stages, cluster, split_k, parts=parts, banks=banks)

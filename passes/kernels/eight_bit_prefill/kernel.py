@@ -68,19 +68,24 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
     products: Sums
 
     def _make_sums(self) -> None:
-        p, plan = self.p, self.plan
-        layout = plan.rows.local(1, plan.part_tokens // MMA_M16N8_D.shape[1]) * MMA_M16N8_D
-        if plan.keeps_sums:
-            self.products = KeptSums(p, layout, self.spec.x.sums)
-        else:
-            self.products = PromotedSums(p, layout, plan.schedule.parts, self.spec.x.sums, plan.schedule.banks)
+        self.products_of = {tokens: self._sums_of(tokens) for tokens in self.plan.tile_tokens}
 
-    def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
+    def _sums_of(self, tokens: int) -> Sums:
+        """The sums of a tile or slice of so many tokens."""
         p, plan = self.p, self.plan
-        self._begin(number)
+        parts = plan.parts_of(tokens)
+        layout = plan.rows.local(1, tokens // parts // MMA_M16N8_D.shape[1]) * MMA_M16N8_D
+        if plan.keeps_sums:
+            return KeptSums(p, layout, self.spec.x.sums)
+        return PromotedSums(p, layout, parts, self.spec.x.sums, plan.schedule.banks)
+
+    def _tile(self, carried: list[Tile]) -> list[Tile]:
+        p, plan = self.p, self.plan
+        self.products = self.products_of[self.tokens]
         self.products.begin_tile()
         with p.loop(self.first_round, plan.rounds, carried) as loop:
             loop.results = self._round(loop.index, loop.carried)
+        self._copy_first_panels_of_slice()
         for part, total in enumerate(self._of_all_columns(self.products.end_tile())):
             self._store(total, self._first_stored() + part * total.shape[1])
         return loop.carried

@@ -17,6 +17,7 @@ _SECOND_BANK = 32  # of these, for scales and addresses that are needed later
 _MORE = 8  # for zeros, or integers that become f32,
 _CLUSTER = 3  # for the other block of a cluster, with which x is shared
 _SPLIT = 7  # or k is split,
+_CUT = 6  # or tiles are cut,
 _FOLDING = 24  # of these, for weights in f16 that become bytes,
 _ADDED = 16  # for float zeros and offsets,
 _CODED = 24  # and for scales that are codes
@@ -67,7 +68,7 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     loaded = plan.held_pieces * plan.piece_registers + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
     more = _SECOND_BANK * (s.banks > 1) + products // 32
     more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER
-    more += _SPLIT * (s.split_k > 1)
+    more += _SPLIT * (s.split_k > 1) + _CUT * (s.cluster == 1 and s.last_tokens > 0)
     more += integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowbit.dialect.formats.byte_codes import PROMOTED
 from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
 
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
@@ -114,9 +114,8 @@ class EightBitPrefillPlan(EightBitPlan):
 
     @property
     def part_tokens(self) -> int:
-        """Tokens of a product."""
         return self.schedule.tokens // self.schedule.parts
 
-    @property
-    def out_tokens(self) -> int:
-        return next(n for n in (OUT_TOKENS, 48, 32, 16) if min(self.part_tokens, self.share) % n == 0)
+    def parts_of(self, tokens: int) -> int:
+        """Parts that a tile or slice of so many tokens is multiplied in."""
+        return max(1, tokens // self.part_tokens)

@@ -36,3 +36,12 @@ class EightBitPrefillSchedule(PrefillSchedule):
         super().__post_init__()
         if self.tokens % (16 * self.parts):
             raise SpecError(f"schedule: parts={self.parts} must cut tokens={self.tokens} into multiples of 16")
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        """What `last_tokens` may be besides 0: no more than the tokens of a product."""
+        return tuple(n for n in super().slice_sizes if n <= self.tokens // self.parts)
+
+    @property
+    def _whole(self) -> str:
+        return f"{super()._whole} in parts={self.parts}"

@@ -61,7 +61,7 @@ class KeptSums:
 
     def begin_panel(self, products: Sequence[Product]) -> None:
         for some in products:
-            self.p.accumulate(some.a, some.x, some.start, self._sums, more=some is not products[-1])
+            self.p.accumulate(some.a, some.x, some.start, self._sums, row=0, more=some is not products[-1])
 
     def begin_others(self) -> None:
         """All are under way."""

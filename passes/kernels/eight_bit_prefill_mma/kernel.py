@@ -57,9 +57,8 @@ class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
         self.x_layout = warps.local(columns, s.panel_k // SUM_COLUMNS) * MMA_M16N8K32_B_NK
         self.sums_element = self.spec.x.sums if plan.keeps_sums else "f32"
 
-    def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
+    def _tile(self, carried: list[Tile]) -> list[Tile]:
         p, plan = self.p, self.plan
-        self._begin(number)
         zeros = [p.constant(0.0, self.sums_element, self.sums_layout) for _ in range(plan.parts)]
         with p.loop(0, plan.rounds, [*carried, *zeros]) as loop:
             loop.results = self._round(loop.index, loop.carried)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.legality import exchanged_bytes
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.plan import PrefillPlan, Waves
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.target import Target
 
@@ -25,23 +25,37 @@ _MULTICAST = 0.974  # times as long, where blocks of a cluster share x and are i
 _IDLE = 0.2  # less of their time in a single wave, if all other multiprocessors were idle
 _EXCHANGE, _SENT = 2.0, 100e3  # where blocks split k: until sums are there, and bytes per microsecond
 _REACH = 0.9  # of the multiprocessors take part in clusters of four, as in the decode kernels
+_MARGIN = 1.03  # times as long, where tiles are cut: what that gains is predicted within 5 %
 _MEMORY = 4.5e6  # bytes per microsecond
 
 
 def predict(spec: MatmulSpec, tokens: int, s: PrefillSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = PrefillPlan(spec, s)
-    waves, busy = waves_of(plan, tokens, target)
-    sharing = _MULTICAST if s.cluster > 1 and waves > 1 else 1.0
-    pace = sharing if waves > 1 else 1 - _IDLE * (1 - busy)
-    tile = plan.rounds * plan.panels * _panel(plan) * pace + _END_PER_TOKEN * plan.share + exchange(plan, _EXCHANGE)
-    return max(_LAUNCH + late(s, target) + waves * tile, spec.bytes / _MEMORY)
+    waves = waves_of(plan, tokens, target)
+    pace = _pace(s, waves)
+    tiles = waves.full * _tile(plan, s.tokens, pace) + (waves.busy > 0) * _tile(plan, waves.last, pace)
+    return max(_LAUNCH + late(s, target) + tiles, spec.bytes / _MEMORY) * margin(s)
 
 
-def _panel(plan: PrefillPlan) -> float:
+def _pace(s: PrefillSchedule, waves: Waves) -> float:
+    """How much of their time panels take: less where blocks share x, and in a single wave that leaves others idle."""
+    if waves.count > 1:
+        return _MULTICAST if s.cluster > 1 else 1.0
+    return 1.0 if waves.full else 1 - _IDLE * (1 - waves.busy)
+
+
+
+def _tile(plan: PrefillPlan, tokens: int, pace: float) -> float:
+    """Microseconds of a tile or slice of so many tokens; pace: what the time of its panels is multiplied by."""
+    panels = plan.rounds * plan.panels * _panel(plan, tokens) * pace
+    return panels + _END_PER_TOKEN * tokens / plan.schedule.split_k + exchange(plan, _EXCHANGE)
+
+
+def _panel(plan: PrefillPlan, tokens: int) -> float:
     """Microseconds of a panel."""
     columns = plan.schedule.panel_k / 64
-    products = columns * (_PER_COLUMNS + _PER_TOKEN * plan.schedule.tokens)
+    products = columns * (_PER_COLUMNS + _PER_TOKEN * tokens)
     decoding = _PER_PANEL + columns * _DECODING[plan.spec.dtype.kind]
     return both(products, decoding, _SHOWN)
 
@@ -51,11 +65,14 @@ def both(products: float, decoding: float, shown: float) -> float:
     return max(products, decoding) + shown * min(products, decoding)
 
 
-def waves_of(plan: PrefillPlan, tokens: int, target: Target) -> tuple[int, float]:
-    """Returns the number of waves of tiles, and the part of the multiprocessors that have one, on average."""
-    tiles, places = plan.tiles(tokens), max(1, clusters(plan.schedule, target))
-    waves = -(-tiles // places)
-    return waves, tiles / (waves * places)
+def waves_of(plan: PrefillPlan, tokens: int, target: Target) -> Waves:
+    """Returns the waves of a launch for so many tokens."""
+    return plan.waves(tokens, max(1, clusters(plan.schedule, target)))
+
+
+def margin(s: PrefillSchedule) -> float:
+    """A factor with which tiles are cut only if that is predicted to gain three percent."""
+    return _MARGIN if s.last_tokens else 1.0
 
 
 def exchange(plan: PrefillPlan, first: float) -> float:

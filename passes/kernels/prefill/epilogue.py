@@ -20,9 +20,9 @@ class Epilogue:
 
     def __init__(self, p: Program, plan: PrefillPlan) -> None:
         self.p, self.plan, self.spec, self.schedule = p, plan, plan.spec, plan.schedule
-        self.at_a_time, pitch = plan.out_tokens, plan.out_pitch
-        shape = (WARPS, ROWS, self.at_a_time)
-        self._turned = p.alloc_shared(self.spec.out_dtype, shape, (self.at_a_time * pitch, 1, pitch))
+        at_a_time, pitch = plan.out_tokens, plan.out_pitch
+        shape = (WARPS, ROWS, at_a_time)
+        self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))
         # As many neighbouring rows to a piece as every token's row of y can be cut into.
         self._piece = math.gcd(self.spec.n, self.spec.y.per_vector)
         shape = (-(-self.spec.n // self._piece), self._piece, -1)
@@ -34,11 +34,12 @@ class Epilogue:
         if self.spec.bias:
             total = p.add(total, p.cast(self.per_row("bias", self.spec.out_dtype, total, row_tile), "f32"))
         total = p.cast(total, self.spec.out_dtype)
-        for first in range(0, total.shape[1], self.at_a_time):
-            part = p.slice(total, 1, first, self.at_a_time)
-            p.store(p.reshape(part, (WARPS, ROWS, self.at_a_time)), self._turned, (0, 0, 0))
+        at_a_time = self.plan.out_tokens_of(total.shape[1])
+        for first in range(0, total.shape[1], at_a_time):
+            part = p.slice(total, 1, first, at_a_time)
+            p.store(p.reshape(part, (WARPS, ROWS, at_a_time)), self._turned, (0, 0, 0))
             p.barrier("warps", 1)
-            self._store_part(row_tile, token + first)
+            self._store_part(row_tile, token + first, at_a_time)
             p.barrier("warps", 1)
 
     def per_row(self, name: str, element: str, total: Tile, row_tile: Scalar) -> Tile:
@@ -52,14 +53,14 @@ class Epilogue:
         """The boundary of rows: where some tile ends beyond the last row, this one."""
         return word if self.spec.n % (ROWS_OF_TILE * self.schedule.cluster) else "none"
 
-    def _store_part(self, row_tile: Scalar, token: Scalar) -> None:
-        """From shared memory to y, in pieces of neighbouring rows."""
+    def _store_part(self, row_tile: Scalar, token: Scalar, tokens: int) -> None:
+        """Some tokens from shared memory to y, in pieces of neighbouring rows."""
         p, piece = self.p, self._piece
         across = ROWS // piece  # pieces of a token's rows
         lanes = math.gcd(across, 32)
-        layout = spatial(WARPS, 1, 1).local(1, across // lanes, 1).local(1, 1, self.at_a_time * lanes // 32)
+        layout = spatial(WARPS, 1, 1).local(1, across // lanes, 1).local(1, 1, tokens * lanes // 32)
         layout = layout.spatial(1, 1, 32 // lanes).spatial(1, lanes, 1).local(1, piece, 1)
         turned = p.load(self._turned, (0, 0, 0), layout)
         pieces = ROWS_OF_TILE // piece
         boundary = (self._outside("skip"), "none", "skip")
-        p.store(p.reshape(turned, (pieces, piece, self.at_a_time)), self._y, (row_tile * pieces, 0, token), boundary)
+        p.store(p.reshape(turned, (pieces, piece, tokens)), self._y, (row_tile * pieces, 0, token), boundary)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, Operation
 from lowbit.passes.kernels.prefill import cost_model, legality
+from lowbit.passes.kernels.prefill.cuts import with_cuts
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, PrefillSchedule
 from lowbit.passes.target import Target
@@ -37,7 +38,8 @@ class Prefill(KernelFamily[PrefillSchedule]):
         return tokens in TOKEN_TILES
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
-        return [s for kind in kinds(_TOKENS, spec, tokens, target) if (s := self._widest(spec, target, *kind))]
+        found = [s for kind in kinds(_TOKENS, spec, tokens, target) if (s := self._widest(spec, target, *kind))]
+        return [s for s in with_cuts(spec, tokens, found, target) if self._fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, tokens: int, schedule: PrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, tokens, schedule, target)
@@ -50,11 +52,10 @@ class Prefill(KernelFamily[PrefillSchedule]):
     def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
         choices = product(kinds(_TOKENS, spec, tokens, target), (64, 128, 256), (4, 8))
         every = (PrefillSchedule(tile, panel_k, stages, *blocks) for (tile, *blocks), panel_k, stages in choices)
-        every = [s for s in every if self.allows(spec, s, target)]
-        return [s for s in every if not legality.spills(spec, s)]
+        return [s for s in with_cuts(spec, tokens, every, target) if self._fits(spec, s, target)]
 
     def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
-        return schedule.tokens, schedule.cluster, schedule.split_k
+        return schedule.tokens, schedule.cluster, schedule.split_k, schedule.last_tokens > 0
 
     def check(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
@@ -62,13 +63,16 @@ class Prefill(KernelFamily[PrefillSchedule]):
     def rounding(self, spec: MatmulSpec, schedule: PrefillSchedule) -> dict[str, bool]:
         return PrefillPlan(spec, schedule).rounding
 
-    def x_box(self, spec: MatmulSpec, schedule: PrefillSchedule) -> tuple[int, int]:
-        return PrefillPlan(spec, schedule).box
+    def x_boxes(self, spec: MatmulSpec, schedule: PrefillSchedule) -> Mapping[str, tuple[int, int]]:
+        return PrefillPlan(spec, schedule).boxes
 
     def build(self, spec: MatmulSpec, schedule: PrefillSchedule) -> ir.Module:
         from lowbit.passes.kernels.prefill.kernel import prefill_matmul
 
         return prefill_matmul(spec, schedule)
+
+    def _fits(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target) -> bool:
+        return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
 
     def _widest(
         self, spec: MatmulSpec, target: Target, tokens: int, cluster: int, split_k: int
@@ -77,7 +81,7 @@ class Prefill(KernelFamily[PrefillSchedule]):
         since what a panel takes besides its products is the same for all; first those whose rounds fit the groups."""
         panels = [PrefillSchedule(tokens, panel_k, 4, cluster, split_k) for panel_k in (256, 128, 64)]
         panels.sort(key=lambda s: not PrefillPlan(spec, s).divides_groups)
-        fitting = (s for s in panels if self.allows(spec, s, target) and not legality.spills(spec, s))
+        fitting = (s for s in panels if self._fits(spec, s, target))
         return next(fitting, None) if spec.n > ROWS_OF_TILE * (cluster - 1) else None
 
 

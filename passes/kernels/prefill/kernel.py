@@ -16,6 +16,9 @@ the tensor core must never wait, and nothing may be moved twice that could be mo
 - Blocks of a cluster have different rows and the same tokens: each copies half of x to both.
 - Or they have the same tile and a part of k each (`PrefillSchedule.split_k`), where there are fewer tiles than
   multiprocessors. At the end of a tile they add up sums (`prefill.exchange`) and store a share of the tokens each.
+- Tiles of an incomplete last wave may be cut along tokens into slices (`prefill.tile_order`). The same stages and
+  registers serve them: the pipeline goes on from the last whole tile to the slice, whose panels are copied by boxes of
+  fewer tokens and read from the first rows of a stage.
 
 Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in registers:
 
@@ -35,7 +38,9 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
                 wait until the panel before this has been multiplied
                 say so                               signal empty[its stage], once per warp
         add the sums of blocks that have other parts of k
+        if this block's slice comes next: copy its first panels of x
         scale rows, add the bias, convert; turn around in shared memory, store y[t, n] in 16-byte pieces
+    this block's slice of a cut tile, if it has one, in the same way with `last_tokens` tokens
 
 Weights of groups are scaled before they are multiplied, and so rounded to the type of x, as `dequantize` rounds them:
 to scale the sums of every group instead, products would have to be waited for (it took 1.9 times as long). Scales that
@@ -53,7 +58,6 @@ scales, those of two rounds; with outliers the fragments of a panel; and for the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
@@ -66,16 +70,9 @@ from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import GROUP_TILES, WARPS, PrefillSchedule
+from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
+from lowbit.passes.kernels.prefill.tile_order import Position, TileOrder
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a tile is: the number of its tile of rows, and its first token."""
-
-    row_tile: Scalar
-    token: Scalar
 
 
 class Kernel:
@@ -86,7 +83,7 @@ class Kernel:
     def __init__(self, plan: PrefillPlan) -> None:
         self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
         names = [slot.name for slot in plan.spec.tensors] + ["x_scales"] * (plan.spec.compute is not None)
-        kinds = {"x": self.x_kind} | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
+        kinds = dict.fromkeys(plan.boxes, self.x_kind) | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
         cluster = plan.schedule.cluster_blocks  # the blocks of a cluster are side by side along axis 1
         grid = (f"sm_count / {cluster}", cluster, 1)
         self.p = Program("prefill", plan.schedule.threads, grid, kinds, max_blocks=1, cluster=(1, cluster, 1))
@@ -101,15 +98,14 @@ class Kernel:
         p, s, plan = self.p, self.schedule, self.plan
         self._allocate()
         self._make_weight()
-        self.block, self.blocks = p.block_id(0), p.block_count(0)
+        block, blocks = p.block_id(0), p.block_count(0)
         self.rank = p.block_id(1) if s.cluster_blocks > 1 else Scalar.of(0)
         self.exchange = Exchange(p, plan, self.rank) if s.split_k > 1 else None
         self.first_round: Index = self.rank * plan.rounds if s.split_k > 1 else 0
         if s.cluster > 1:
             p.barrier("cluster")  # the signals of all blocks are there
-        self.token_tiles = (p["m"] + (s.tokens - 1)) // s.tokens
-        self.tiles = self.token_tiles * plan.row_tiles
-        first = self._position(self.block)
+        self.order, self.tokens = TileOrder(plan, p["m"], block, blocks, self.rank), s.tokens
+        first = self.order.first()
         self._load_first(first.row_tile)
         self.weight.fill_table()
         self._begin_outliers(first.row_tile)
@@ -118,10 +114,20 @@ class Kernel:
         self._copy_first_panels(first.token)
         if self.exchange:
             self.exchange.meet()
-        self.mine = (self.tiles + self.blocks - 1 - self.block) // self.blocks
+        self.mine = self.order.count()
         with p.loop(0, self.mine, self.registers.flat()) as loop:
-            loop.results = self._tile(loop.index, loop.carried)
+            self._begin(loop.index)
+            loop.results = self._tile(loop.carried)
+        if s.last_tokens:
+            self._compute_slice(loop.carried)
         self._leave()
+
+    def _compute_slice(self, carried: list[Tile]) -> None:
+        """Computes this block's slice of a cut tile, if it has one."""
+        self.tokens = self.schedule.last_tokens
+        with self.p.when(self.order.has_slice):
+            self._begin_slice()
+            self._tile(carried)
 
     def _leave(self) -> None:
         """Nobody leaves while another copies x to it, or arrives at its signals."""
@@ -146,8 +152,9 @@ class Kernel:
         self._make_sums()
 
     def _make_sums(self) -> None:
-        """Registers for the sums of a tile."""
-        self.sums = self.p.accumulator(self.plan.rows.local(1, self.schedule.tokens // 8) * MMA_M16N8_D)
+        """Registers for the sums of tiles and slices, by their tokens."""
+        layouts = {tokens: self.plan.rows.local(1, tokens // 8) * MMA_M16N8_D for tokens in self.plan.tile_tokens}
+        self.sums = {tokens: self.p.accumulator(layout) for tokens, layout in layouts.items()}
 
     def _make_weight(self) -> None:
         """What loads and decodes the weight."""
@@ -172,37 +179,32 @@ class Kernel:
         registers.outliers = [behind]
         return outliers
 
-    def _position(self, tile: Scalar) -> Position:
-        """Where a tile is, and for one beyond the last where the last is. GROUP_TILES token tiles, side by side, go
-        through all rows before the next ones do: so the L2 cache serves what blocks read at the same time."""
-        s, per_group = self.schedule, GROUP_TILES * self.plan.row_tiles
-        tile = tile.min(self.tiles - 1)
-        group, within = tile // per_group, tile % per_group
-        side_by_side = (self.token_tiles - group * GROUP_TILES).min(GROUP_TILES)
-        token_tile = group * GROUP_TILES + within % side_by_side
-        row_tile = within // side_by_side * s.cluster
-        return Position(row_tile + self.rank if s.split_k == 1 else row_tile, token_tile * s.tokens)
-
     # -- a tile
 
-    def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
-        """Computes the tile of this number, counted in the block; what the next one's first round begins with."""
-        p = self.p
-        self._begin(number)
-        p.clear(self.sums)
+    def _tile(self, carried: list[Tile]) -> list[Tile]:
+        """Computes the tile or slice `here`; what the next one's first round begins with."""
+        p, sums = self.p, self.sums[self.tokens]
+        p.clear(sums)
         with p.loop(self.first_round, self.plan.rounds, carried) as loop:
             loop.results = self._round(loop.index, loop.carried)
-        registers, total = self.registers.like(loop.carried), p.read(self.sums)
+        self._copy_first_panels_of_slice()
+        registers, total = self.registers.like(loop.carried), p.read(sums)
         self._find_next_outliers(registers)
         self._end(total)
         return registers.flat()
 
     def _begin(self, number: Scalar) -> None:
-        """Notes where a tile and the next one of this block are."""
-        self.number, tile = number, self.block + number * self.blocks
-        self.here, self.next = self._position(tile), self._position(tile + self.blocks)
+        """Notes where the whole tile of this number, counted in the block, is, and the next one."""
+        self.number, tile = number, self.order.tile(number)
+        self.here, self.next = self.order.position(tile), self.order.after(tile)
         self.has_next = number + 1 < self.mine
         self.rounds_before = number * self.plan.rounds - self.first_round
+
+    def _begin_slice(self) -> None:
+        """Notes where this block's slice is. Nothing comes after it."""
+        tile = self.next = self.order.cut()
+        self.here, self.has_next = Position(tile.row_tile, tile.token + self.order.slice_token), Scalar.of(0) < 0
+        self.rounds_before = self.mine * self.plan.rounds
 
     def _end(self, total: Tile) -> None:
         """Scales sums of whole rows, and stores them."""
@@ -226,12 +228,13 @@ class Kernel:
         coming, factors, number = self._coming_round(index), self.weight.factors, self.rounds_before + index
         factors.copy(*coming, (number + 1) % 2)
         factors.use(number % 2)
+        sums = self.sums[self.tokens]
         for panel in range(plan.panels):
             parts = list(parts_of_panel(plan, panel))
             ready = self._fragments(parts, index, panel, registers)
             x = self._await_panel(index, panel)
             for part, a in zip(parts, ready):
-                self.p.accumulate(a, x, part.start, self.sums, held=part is not parts[-1])
+                self.p.accumulate(a, x, part.start, sums, row=0, held=part is not parts[-1])
             if self.outliers:
                 self.outliers.erase(*registers.outliers)
             self._copy_later_panel(index, panel)
@@ -255,7 +258,7 @@ class Kernel:
 
     # -- x
 
-    def _use(self, index: Scalar, panels: int) -> Scalar:
+    def _use(self, index: Index, panels: int) -> Scalar:
         """How often stages have been gone through when so many panels of a round are over, counted in the block."""
         stages = self.schedule.num_stages
         return (self.rounds_before + index) * (self.plan.panels // stages) + panels // stages
@@ -275,10 +278,34 @@ class Kernel:
 
     def _copy_first_panels(self, token: Scalar) -> None:
         """Copies the panels of the first tile that are under way when the first is multiplied."""
-        with self.p.one_thread(self.block < self.tiles):
-            for panel in range(self.plan.ahead):
-                self._copy_panel(panel, token, self.first_round * self.plan.panels + panel)
+        has_whole = self.order.has_whole
+        with self.p.one_thread(has_whole):
+            self._copy_ahead(self.tokens, token)
+        if self.schedule.last_tokens:
+            with self.p.one_thread(self.order.slice_unless(has_whole)):
+                self._copy_ahead(self.schedule.last_tokens, token + self.order.slice_token)
         self.weight.factors.await_copies()
+
+    def _copy_first_panels_of_slice(self) -> None:
+        """Copies those of this block's slice if it comes next. Products are waited for first: with anything else
+        between the last one and its wait, the assembler may read sums too early."""
+        p, last_tokens = self.p, self.schedule.last_tokens
+        if last_tokens in (0, self.tokens):
+            return
+        p.await_products(0)
+        with p.one_thread(self.order.slice_unless(self.has_next)):
+            self._await_free_stages()
+            self._copy_ahead(last_tokens, self.next.token + self.order.slice_token)
+
+    def _await_free_stages(self) -> None:
+        """Waits until warps have left the stages that the first panels are copied to, the last of these last."""
+        ahead = self.plan.ahead
+        self.p.await_signal(self.empty, ahead - 1, (self._use(self.plan.rounds, ahead) + 1) % 2)
+
+    def _copy_ahead(self, tokens: int, token: Scalar) -> None:
+        """Copies the first panels of a tile or slice of so many tokens."""
+        for panel in range(self.plan.ahead):
+            self._copy_panel_of(tokens, panel, token, self.first_round * self.plan.panels + panel)
 
     def _later_panel(self, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
         """The panel that is copied while this one is multiplied: whether it is of this tile, or else of the next; its
@@ -296,15 +323,16 @@ class Kernel:
         with p.one_thread(inside | self.has_next):
             stage = (panel + plan.ahead) % self.schedule.num_stages
             p.await_signal(self.empty, stage, (self._use(index, panel + plan.ahead + 1) + 1) % 2)
-            self._copy_panel(stage, token, column)
+            self._copy_panel_of(self.tokens, stage, token, column)
 
-    def _copy_panel(self, stage: int, token: Scalar, panel: Index) -> None:
-        """Starts to copy a panel of x, counted in the tile."""
-        p, s, (tokens, width) = self.p, self.schedule, self.plan.box
-        p.expect(self.full, stage, s.tokens * s.panel_k * self.spec.x.bytes)
-        for box, (source, row) in product(range(s.panel_k // width), self._boxes_of_tokens(tokens)):
+    def _copy_panel_of(self, tokens: int, stage: int, token: Scalar, panel: Index) -> None:
+        """Starts to copy a panel of x, counted in a tile or slice of so many tokens."""
+        p, s, name = self.p, self.schedule, self.plan.x_of[tokens]
+        p.expect(self.full, stage, tokens * s.panel_k * self.spec.x.bytes)
+        of_box, width = self.plan.boxes[name]
+        for box, (source, row) in product(range(s.panel_k // width), self._boxes_of_tokens(of_box)):
             where, to = (panel * s.panel_k + box * width, token + source), box * s.tokens + row
-            p.copy_box(p["x"], p.stage(self.x, stage), self.full, stage, where, to, s.cluster)
+            p.copy_box(p[name], p.stage(self.x, stage), self.full, stage, where, to, s.cluster)
 
     def _boxes_of_tokens(self, tokens: int) -> list[tuple[Index, Index]]:
         """The boxes of so many tokens that this block copies: the first token of each in the tile, and its row in the

@@ -13,7 +13,26 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
-OUT_TOKENS = 64  # tokens that are turned around in shared memory at a time, at most
+OUT_TOKENS = (64, 48, 32, 16)  # tokens that may be turned around in shared memory at a time
+
+
+@dataclass(frozen=True)
+class Waves:
+    """The waves of a launch.
+
+    full  those in which every block has a tile
+    last  tokens of the tiles, or slices, of one in which some have none
+    busy  the part of the blocks that have one then; 0 if there is no such wave
+    """
+
+    full: int
+    last: int
+    busy: float
+
+    @property
+    def count(self) -> int:
+        """How many waves there are."""
+        return self.full + (self.busy > 0)
 
 
 @dataclass(frozen=True)
@@ -144,15 +163,37 @@ class PrefillPlan:
         """Tiles of so many tokens, or pairs of them for clusters of two."""
         return self.row_tiles * -(-tokens // self.schedule.tokens)
 
+    def waves(self, tokens: int, blocks: int) -> Waves:
+        """The waves of a launch for so many tokens; blocks: clusters, where there are some. `TileOrder` has the same
+        arithmetic."""
+        s = self.schedule
+        full, left = divmod(self.tiles(tokens), blocks)
+        slices = left * s.tokens // (s.last_tokens or s.tokens)
+        if s.last_tokens and slices <= blocks:
+            return Waves(full, s.last_tokens, slices / blocks)
+        return Waves(full, s.tokens, left / blocks)
+
     @property
     def covers_rows(self) -> bool:
         """Whether all rows of all tiles are rows of the packed weight."""
         return self.spec.packing.row_blocks % (WARPS * self.schedule.cluster) == 0
 
     @property
-    def box(self) -> tuple[int, int]:
-        """Tokens and columns of x that one instruction copies."""
-        return self.schedule.tokens // self.schedule.cluster_blocks, self.spec.x.per_panel
+    def tile_tokens(self) -> tuple[int, ...]:
+        """Tokens of a tile, and of a slice if tiles are cut."""
+        s = self.schedule
+        return (s.tokens, s.last_tokens) if s.last_tokens else (s.tokens,)
+
+    @property
+    def x_of(self) -> dict[int, str]:
+        """The parameter that x is copied by, for tiles or slices of so many tokens."""
+        return dict(zip(self.tile_tokens, ("x", "last_x")))
+
+    @property
+    def boxes(self) -> dict[str, tuple[int, int]]:
+        """Tokens and columns of x that one instruction copies, by parameter."""
+        blocks, width = self.schedule.cluster_blocks, self.spec.x.per_panel
+        return {name: (tokens // blocks, width) for tokens, name in self.x_of.items()}
 
     @property
     def raw_codes(self) -> bool:
@@ -183,9 +224,18 @@ class PrefillPlan:
         return self.schedule.tokens // self.schedule.split_k
 
     @property
+    def part_tokens(self) -> int:
+        """Tokens of a product."""
+        return self.schedule.tokens
+
+    @property
     def out_tokens(self) -> int:
-        """Tokens of a tile that are turned around in shared memory at a time."""
-        return next(n for n in (OUT_TOKENS, 48, 32, 16) if self.share % n == 0)
+        """Tokens that are turned around in shared memory at a time, at most."""
+        return next(n for n in OUT_TOKENS if min(self.part_tokens, self.share) % n == 0)
+
+    def out_tokens_of(self, tokens: int) -> int:
+        """Of these sums of a tile, how many tokens are turned around at a time."""
+        return next(n for n in OUT_TOKENS if n <= self.out_tokens and tokens % n == 0)
 
     @property
     def out_pitch(self) -> int:

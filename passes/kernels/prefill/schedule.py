@@ -25,6 +25,8 @@ class PrefillSchedule(KernelSchedule):
     cluster       blocks that get the same x, of which each copies its part to all: 1 or 2
     split_k       blocks that have the same tile and a part of k each, and store equal shares of its tokens, which are
                   multiples of 16: 1, 2 or 4
+    last_tokens   tokens of the slices that tiles of an incomplete last wave are cut into, if all slices fit one wave: a
+                  multiple of 16 that divides `tokens`; 0: no tiles are cut
     """
 
     allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {
@@ -33,6 +35,7 @@ class PrefillSchedule(KernelSchedule):
         "num_stages": (4, 8),
         "cluster": (1, 2),
         "split_k": (1, 2, 4),
+        "last_tokens": tuple(range(0, 129, 16)),
     }
 
     tokens: int = 256
@@ -40,6 +43,7 @@ class PrefillSchedule(KernelSchedule):
     num_stages: int = 4
     cluster: int = 1
     split_k: int = 1
+    last_tokens: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -49,6 +53,21 @@ class PrefillSchedule(KernelSchedule):
                 raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for {type(self).__name__}")
         if self.tokens % (16 * self.split_k):
             raise SpecError(f"schedule: split_k={self.split_k} must cut tokens={self.tokens} into multiples of 16")
+        if self.last_tokens not in (0, *self.slice_sizes):
+            words = ", ".join(map(str, (0, *self.slice_sizes)))
+            raise SpecError(f"schedule: last_tokens={self.last_tokens} must be one of {words} for {self._whole}")
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        """What `last_tokens` may be besides 0, the smallest first. Blocks that split k have no slices: they have one
+        tile each."""
+        sizes = self.allowed["last_tokens"] if self.split_k == 1 else ()
+        return tuple(n for n in sizes if n and self.tokens % n == 0 and n < self.tokens)
+
+    @property
+    def _whole(self) -> str:
+        """What is cut into slices, for messages."""
+        return f"tokens={self.tokens}" + f" and split_k={self.split_k}" * (self.split_k > 1)
 
     @property
     def threads(self) -> int:

@@ -74,10 +74,9 @@ class MmaKernel(Kernel):
         shape = (s.num_stages, 1, s.tokens, s.panel_k)
         self.stages = self.p.alloc_shared(self.spec.x.operand, shape, (size, size, self.pitch, 1))
 
-    def _tile(self, number: Scalar, carried: list[Tile]) -> list[Tile]:
-        """Computes the tile of this number, counted in the block; what the next one's first round begins with."""
+    def _tile(self, carried: list[Tile]) -> list[Tile]:
+        """Computes the tile `here`; what the next one's first round begins with."""
         p = self.p
-        self._begin(number)
         with p.loop(0, self.plan.rounds, [*carried, p.constant(0.0, "f32", self.sums_layout)]) as loop:
             loop.results = self._round(loop.index, loop.carried)
         *carried, total = loop.carried

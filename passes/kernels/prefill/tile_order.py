@@ -1,0 +1,97 @@
+"""Which tiles a block computes, and where they are.
+
+Blocks take turns: of B blocks, block b has the tiles b, b + B, b + 2 B and so on. GROUP_TILES token tiles, side by
+side, go through all rows before the next ones do: so the L2 cache serves what blocks read at the same time.
+
+A last wave with few tiles would take as long as a full one. With `PrefillSchedule.last_tokens` its tiles are cut along
+tokens into slices, of which every block has one at most, after its whole tiles. If there would be more slices than
+blocks, no tile is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.passes.builder import Scalar
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import GROUP_TILES
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a tile or a slice is: the number of its tile of rows, and its first token."""
+
+    row_tile: Scalar
+    token: Scalar
+
+
+class TileOrder:
+    """The tiles of a block, in a launch for so many tokens.
+
+    block   the number of the block, or of its cluster
+    blocks  how many blocks there are, or clusters
+    rank    the number of the block in its cluster
+    """
+
+    def __init__(self, plan: PrefillPlan, tokens: Scalar, block: Scalar, blocks: Scalar, rank: Scalar) -> None:
+        self.plan, self.schedule, self.block, self.blocks, self.rank = plan, plan.schedule, block, blocks, rank
+        self.token_tiles = (tokens + (plan.schedule.tokens - 1)) // plan.schedule.tokens
+        self.tiles = self.whole = self.token_tiles * plan.row_tiles
+        if self.schedule.last_tokens:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Notes how many tiles are whole, of which tile this block has a slice, if it has one, and from which token of
+        the tile on. `PrefillPlan.waves` has the same arithmetic."""
+        left, slices = self.tiles % self.blocks, self.schedule.tokens // self.schedule.last_tokens
+        self.whole = (self.blocks < left * slices).select(self.tiles, self.tiles - left)
+        self.cut_tile = self.whole + self.block // slices
+        self.slice_token = self.block % slices * self.schedule.last_tokens
+
+    @property
+    def has_whole(self) -> Scalar:
+        """Whether the block has a whole tile."""
+        return self.block < self.whole
+
+    @property
+    def has_slice(self) -> Scalar:
+        """Whether the block has a slice."""
+        return self.cut_tile < self.tiles
+
+    def slice_unless(self, whole: Scalar) -> Scalar:
+        """Whether the block has a slice, and a condition is false: that a whole tile comes before."""
+        return whole.select(self.tiles, self.cut_tile) < self.tiles
+
+    def count(self) -> Scalar:
+        """How many whole tiles the block has."""
+        return (self.whole + self.blocks - 1 - self.block) // self.blocks
+
+    def tile(self, number: Scalar) -> Scalar:
+        """The whole tile of this number, counted in the block."""
+        return self.block + number * self.blocks
+
+    def first(self) -> Position:
+        """Where the first tile of the block is, which may be the one that it has a slice of."""
+        return self._whole_or_cut(self.block)
+
+    def after(self, tile: Scalar) -> Position:
+        """Where the tile is that the block computes after this one, which may be the one that it has a slice of."""
+        return self._whole_or_cut(tile + self.blocks)
+
+    def cut(self) -> Position:
+        """Where the tile is that the block has a slice of."""
+        return self.position(self.cut_tile)
+
+    def _whole_or_cut(self, tile: Scalar) -> Position:
+        """Where this tile of the block is if it is whole, or else the one that the block has a slice of."""
+        return self.position((tile < self.whole).select(tile, self.cut_tile) if self.schedule.last_tokens else tile)
+
+    def position(self, tile: Scalar) -> Position:
+        """Where a tile is, and for one beyond the last where the last is."""
+        s, per_group = self.schedule, GROUP_TILES * self.plan.row_tiles
+        tile = tile.min(self.tiles - 1)
+        group, within = tile // per_group, tile % per_group
+        side_by_side = (self.token_tiles - group * GROUP_TILES).min(GROUP_TILES)
+        token_tile = group * GROUP_TILES + within % side_by_side
+        row_tile = within // side_by_side * s.cluster
+        return Position(row_tile + self.rank if s.split_k == 1 else row_tile, token_tile * s.tokens)
