@@ -17,7 +17,8 @@ _MOST_REGISTERS = 240  # of a thread, beside those for addresses and on the way 
 _OUTLIERS = 16  # of these, for the place in the lines of outliers
 _RANGE = 17  # and for floats of so many exponent bits that f16 cannot hold them,
 _ADDED_IN_F32 = 21  # for outliers that are added in f32, where panels have more than 64 columns,
-_CODED_ZEROS = 9  # and for zeros that are codes
+_CODED_ZEROS = 9  # for zeros that are codes,
+_ZEROS_OF_BYTES = 25  # and for float zeros of e4m3
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None:
@@ -101,6 +102,7 @@ def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:
     what is loaded of a round. It follows what the assembler was seen to do."""
     plan, coded_zeros = PrefillPlan(spec, s), spec.bilevel is not None and spec.bilevel.zeros
     more = _RANGE * (compute_element(spec.dtype, "f16") != "f16")
+    more += _ZEROS_OF_BYTES * (spec.scale == "e4m3" and spec.zeros == "float")
     more += _ADDED_IN_F32 * (spec.outliers and plan.scales_in_f32 and s.panel_k > 64) + _CODED_ZEROS * coded_zeros
     return s.tokens // 2 + s.panel_k // 2 + loaded_registers(plan) + more > _MOST_REGISTERS
 
