@@ -149,7 +149,7 @@ def sampled() -> Iterator[MatmulSpec]:
         yield spec_of_bytes(compute, weight, i, i // 4 % len(NUMBERS))
 
 
-@pytest.mark.parametrize("spec", sampled(), ids=str)
+@pytest.mark.parametrize("spec", [*sampled()], ids=str)
 def test_no_spills_of_a_sample(spec: MatmulSpec) -> None:
     family = FAMILIES["eight_bit_prefill" if spec.compute else "prefill"]
     split = [s for s in family.candidates(spec, 128, HOPPER) if s.split_k > 1]
