@@ -228,6 +228,23 @@ def test_a_model_without_low_bit_layers_is_saved_as_a_dense_one(tmp_path: Path) 
     assert torch.equal(output(type(model).from_pretrained(tmp_path)), output(model))
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "reason"),
+    [
+        ("gpt-2", "lm_head", "its weight is tied to an embedding; embeddings=True quantizes both"),
+        ("gpt-neox", "lm_head", "the output layer; lm_head=True quantizes it"),
+        ("gpt-neox", "gpt_neox.layers.1.mlp.dense_h_to_4h", "modules_to_not_convert"),
+        ("t5", "encoder.block.0.layer.1.DenseReluDense.wo", "transformers converts none of a kind that is kept in f32"),
+    ],
+)
+def test_why_layers_stay_dense(name: str, layer: str, reason: str, tmp_path: Path) -> None:
+    dense = MODELS[name]()
+    dense.save_pretrained(tmp_path)
+    config = LowbitConfig(U8, modules_to_not_convert=["layers.1.mlp.dense_h_to_4h"] if name == "gpt-neox" else None)
+    model = type(dense).from_pretrained(tmp_path, quantization_config=config)
+    assert model.hf_quantizer.stays_dense[layer].startswith(reason)
+
+
 def test_a_model_that_stays_mostly_dense_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The experts of DBRX are no nn.Linear, nor are they kept as those of other models."""
     parts = {

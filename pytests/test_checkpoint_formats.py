@@ -64,6 +64,16 @@ def test_layers_run(name: str) -> None:
         assert is_right(lowbit.LowbitLinear.from_packed(w)(x), w, x)
 
 
+def test_eight_bits_of_bitsandbytes_in_another_order() -> None:
+    """Versions of before 2025 could save weights as they were laid out for a GPU."""
+    checkpoint = open_checkpoint(FIXTURES / "bnb-int8")
+    (module,) = checkpoint.modules
+    tensors = {short: checkpoint.tensors[full] for short, full in checkpoint.names_of(module).items()}
+    tensors["weight_format"] = torch.tensor(2, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="weight_format must be 0, rows as they are"):
+        lowbit.import_weight(checkpoint.quantization_config, tensors)
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("at_once", [1, 100, 1 << 24])
 def test_streams_of_codes(bits: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowbit
 from lowbit import LowbitLinear, QuantConfig, QuantizeError, SpecError
 
 peft = pytest.importorskip("peft")
@@ -79,3 +80,19 @@ def test_dense_models_are_as_ever() -> None:
 def test_registered_in_either_order(order: str, repo: Path) -> None:
     code = f"import {order}\nassert lowbit.LowbitLinear in peft.LoraConfig()._custom_modules"
     subprocess.run([sys.executable, "-c", code], cwd=repo, check=True)
+
+
+def test_adapters_of_experts() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).bfloat16()
+    lowbit.quantize_(model, QuantConfig("u4", 32, clip="max"), progress=False)
+    names = [f"experts.{matrix}.{expert}" for matrix in ("gate_up", "down") for expert in range(2)]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names))
+    assert "2 experts of u4[128, 64]" in str(model)
+    tokens = torch.arange(12)[None]
+    model(tokens, labels=tokens).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
+    assert len(gradients) == 4 and all(bool(grad.any()) for grad in gradients.values())

@@ -20,7 +20,8 @@ FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
 MODULE = "model.layers.0.mlp.up_proj"
 TOKENS = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(0))
 NAMES = (
-    *("gptq-4-act-order", "gptq-v2-3", "awq", "bnb-nf4-nested", "bnb-nf4-nested-wide", "ct-pack-4-asym", "ct-nvfp4"),
+    *("gptq-4-act-order", "gptq-v2-3", "awq", "bnb-nf4-nested", "bnb-nf4-nested-wide", "bnb-int8"),
+    *("ct-pack-4-asym", "ct-nvfp4"),
     *("ct-fp8-block", "fp8-block", "hqq-4", "torchao-int4", "spqr-csr", "spqr-ptcsr", "spqr-dense"),
 )
 

@@ -69,7 +69,7 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Targets:
     targets: Targets = {}
     if not checkpoint.modules:
         method = checkpoint.quantization_config["quant_method"]
-        raise CheckpointError(f"{checkpoint.tensors.folder}: config.json says {method!r}, but no layer is quantized")
+        raise CheckpointError(f"{checkpoint.tensors.folder}: config.json says {method!r}, but no layer is quantized so")
     for module in checkpoint.modules:
         name = names.module(module)
         dense, place = modules.get(name), place_of(name, modules)

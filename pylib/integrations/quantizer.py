@@ -128,7 +128,7 @@ class LowbitQuantizer(HfQuantizer):
             self._choose_scales(cast(Any, model))
         modules = plan(model, self._wishes(cast(Any, model)))
         planned = [entry for entry in modules if entry.config is not None]
-        self.stays_dense = {entry.names[0]: _reason(entry) for entry in modules if entry.reason}
+        self.stays_dense = {entry.names[0]: self._reason(entry, model) for entry in modules if entry.reason}
         if warning := _mostly_dense(modules):
             logger.warning_once(warning)
         if not planned:
@@ -172,6 +172,19 @@ class LowbitQuantizer(HfQuantizer):
             per_row_if_indivisible=self.config.per_row_if_indivisible,
             strict=True,
         )
+
+    def _reason(self, entry: Planned, model: Any) -> str:
+        """Returns why a module stays dense, in terms of a LowbitConfig."""
+        if entry.reason != EXCLUDED:
+            return entry.reason
+        name, skipped = entry.names[0], self.config.modules_to_not_convert or []
+        if not should_convert_module(name, skipped):
+            return "modules_to_not_convert"
+        if any(f"{name}.weight" in pair for pair in model.all_tied_weights_keys.items()):
+            return "its weight is tied to an embedding; embeddings=True quantizes both"
+        if model.get_output_embeddings() is entry.module:
+            return "the output layer; lm_head=True quantizes it"
+        return "transformers converts none of a kind that is kept in f32, nor the last module"
 
     # -- loading
 
@@ -301,12 +314,6 @@ def _keep_as_imported(model: Any) -> None:
     from lowbit.pylib.integrations.conversion import without_imports
 
     model._weight_conversions = without_imports(model._weight_conversions)
-
-
-def _reason(entry: Planned) -> str:
-    """Returns why a module stays dense, in terms of a LowbitConfig."""
-    excluded = "modules_to_not_convert, or transformers, which keeps tied weights, the output layer and some in f32"
-    return excluded if entry.reason == EXCLUDED else entry.reason
 
 
 def _mostly_dense(modules: Sequence[Planned]) -> str:

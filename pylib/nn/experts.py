@@ -109,8 +109,8 @@ class LowbitExperts(nn.Module):
         return self.down[expert](dense._apply_gate(self, self.gate_up[expert](x)))
 
     def extra_repr(self) -> str:
-        lists = ([str(cast(LowbitLinear, layer).spec) for layer in layers] for layers in (self.gate_up, self.down))
-        kinds = (" or ".join(dict.fromkeys(specs)) for specs in lists)
+        inside = ([getattr(layer, "base_layer", layer) for layer in layers] for layers in (self.gate_up, self.down))
+        kinds = (" or ".join({str(layer.spec): None for layer in layers}) for layers in inside)  # in a LoRA, too
         return f"{len(self.gate_up)} experts of " + " and ".join(kinds)
 
 

@@ -1,4 +1,6 @@
-"""bitsandbytes' NF4 and FP4, as Linear4bit.state_dict writes them (bitsandbytes/functional.py, QuantState).
+"""bitsandbytes' NF4, FP4 and LLM.int8 (bitsandbytes/functional.py; nn/modules.py).
+
+Linear4bit.state_dict writes:
 
     weight                  uint8 [n * k / 2, 1]   two codes of the flattened weight, the first in the high nibble
     weight.absmax           f32 [blocks]           of so many codes one after the other as "blocksize" says
@@ -12,6 +14,14 @@ w = quant_map[code] * absmax, absmax = nested_quant_map[code] * nested_absmax + 
 Blocks are of the flattened weight. Those of absmax lie within rows if k is a multiple of "blocksize"; those of
 nested_absmax may hold several rows, or end within one, so here every few groups of a row have a copy. Where fewer than
 four groups share a copy, it would take more than it saves, and scales are f32 numbers.
+
+Linear8bitLt.state_dict writes:
+
+    weight          int8 [n, k]
+    SCB             f32 [n]: the largest magnitude of each row
+    weight_format   uint8 []: 0, for rows as they are
+
+w = code * SCB / 127, in f32. Which columns of x are multiplied in f16 there is decided at each call; no file says it.
 """
 
 from __future__ import annotations
@@ -39,6 +49,18 @@ STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbyt
 
 
 def read(module: ModuleTensors) -> Imported:
+    return _eight_bit(module) if "SCB" in module else _four_bit(module)
+
+
+def _eight_bit(module: ModuleTensors) -> Imported:
+    weight, largest = module.take("weight", torch.int8, 2), module.take("SCB", torch.float32, 1)
+    check_shape("SCB", largest, (len(weight),), f"weight {list(weight.shape)}")
+    if "weight_format" in module and int(module.take("weight_format", torch.uint8, 0)):
+        raise CheckpointError("weight_format must be 0, rows as they are; save the model again with a new bitsandbytes")
+    return Imported(weight, (largest / 127)[:, None], weight="i8", bias=module.bias())
+
+
+def _four_bit(module: ModuleTensors) -> Imported:
     state = module.json(next((name for name in STATES if name in module), STATES[0]))
     (n, k), block = _shape(state), _positive(state, "blocksize")
     packed = module.take("weight", torch.uint8, 2)
@@ -106,4 +128,4 @@ def _positive(state: dict[str, Any], name: str) -> int:
 
 
 _OTHERS = (".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
-FORMAT = Format(tuple(f".{name}" for name in STATES), (*_OTHERS, ".bias"), read)
+FORMAT = Format((*(f".{name}" for name in STATES), ".SCB"), (*_OTHERS, ".weight_format", ".bias"), read)
