@@ -130,13 +130,13 @@ def chosen(n: int, k: int, m: int, **choices: Any) -> Any:
 @pytest.mark.parametrize("m", [160, 256, 512])
 @pytest.mark.parametrize("choices", [{}, FP8], ids=str)
 def test_rows_just_above_two_waves_are_cut(m: int, choices: dict[str, Any]) -> None:
-    """272 tiles of 128 rows on 132 multiprocessors: slices are predicted to gain three percent."""
+    """272 tiles of 128 rows on 132 multiprocessors: slices are predicted to gain five percent."""
     best, spec = chosen(34816, 5120, m, **choices), MatmulSpec(34816, 5120, "u4", 128, **choices)
     assert best.last_tokens
     family = family_of(best)
     whole = [s for s in family.candidates(spec, m, HOPPER) if not s.last_tokens]
     time = family.predict(spec, m, best, HOPPER) / margin(best)
-    assert time < 0.971 * min(family.predict(spec, m, s, HOPPER) for s in whole)
+    assert time < 0.953 * min(family.predict(spec, m, s, HOPPER) for s in whole)
 
 
 @pytest.mark.parametrize("choices", [{}, FP8], ids=str)
