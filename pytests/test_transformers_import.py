@@ -113,6 +113,19 @@ def test_dense_checkpoint_needs_a_recipe(tmp_path: Path) -> None:
         loaded(tmp_path, quantization_config=LowbitConfig(from_checkpoint=True))
 
 
+def test_codes_are_not_taken_for_weights(tmp_path: Path) -> None:
+    """transformers ignores what config.json says of a library that it does not know."""
+    path = llama("fp8-block", tmp_path)
+    about = json.loads((path / "config.json").read_text())
+    del about["quantization_config"]
+    for written in ({"quantization_config": {"quant_method": "modelopt"}}, {}):
+        (path / "config.json").write_text(json.dumps(about | written))
+        with pytest.raises(CheckpointError, match=rf"{MODULE}.weight is F8_E4M3: it is quantized already"):
+            loaded(path, quantization_config=LowbitConfig("u4", None))
+        with pytest.raises(SpecError, match="names a library that transformers does not know"):
+            loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+
+
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     """A matrix of all experts in MXFP4, with a bias, becomes a layer for each expert."""
     config = transformers.GptOssConfig(
