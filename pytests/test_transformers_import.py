@@ -102,6 +102,11 @@ def test_a_recipe_is_no_way_to_import(tmp_path: Path) -> None:
     path = llama("awq", tmp_path)
     with pytest.raises(SpecError, match=r"quantized already, by awq: LowbitConfig\(from_checkpoint=True\)"):
         loaded(path, quantization_config=LowbitConfig("u4", 64))
+    about = json.loads((path / "config.json").read_text())
+    about["quantization_config"]["quant_method"] = "auto-round"
+    (path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(SpecError, match="quantized already, by auto-round: name the dense model"):
+        loaded(path, quantization_config=LowbitConfig("u4", 64))
     with pytest.raises(SpecError, match="drop all other fields"):
         LowbitConfig("u3", from_checkpoint=True)
 
