@@ -203,6 +203,20 @@ def test_what_transformers_saved_is_loaded_without_it(name: str, tmp_path: Path)
         assert torch.equal(loaded.eval()(TOKENS, **more)[0], model.eval()(TOKENS, **more)[0])
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "gpt-2"])
+def test_plans_have_experts_and_transposed_layers(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().bfloat16()
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    candidates = [QuantConfig("u4", 32, method="gptq"), U8]
+    plan = lowbit.plan(model, candidates, calibration=[TOKENS], bits=7.0)
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+    assert ("model.layers.1.mlp.experts" if name != "gpt-2" else "transformer.h.1.mlp.c_fc") in plan
+    assert {config.weight for config in plan.values()} == {"u4", "u8"} and plan.bits <= 7
+    report = lowbit.quantize_(model, plan, calibration=[TOKENS])
+    assert sum(row.bytes_after for row in report.quantized) == plan.bytes
+
+
 def test_a_transposed_weight_is_loaded_from_a_checkpoint(tmp_path: Path) -> None:
     model = gpt2()
     lowbit.quantize_(model, U8)

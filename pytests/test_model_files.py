@@ -140,6 +140,9 @@ def test_wrong_requests_are_one_line(plain: Path, tmp_path: Path) -> None:
     assert lines("inspect", tmp_path / "missing", code=1).startswith("error")
     gptq = CHECKPOINTS / "gptq-4"
     assert f"{gptq} is quantized already" in lines("quantize", gptq, "--out", out, code=1)
+    codes = {"up.weight": torch.ones(64, 64).to(torch.float8_e4m3fn), "up.weight_scale": torch.ones(1)}
+    save_file(codes, tmp_path / "codes.safetensors")
+    assert "but codes, it seems" in lines("quantize", tmp_path / "codes.safetensors", "--out", out, code=1)
     assert not out.exists()
 
 

@@ -102,6 +102,11 @@ def test_a_recipe_is_no_way_to_import(tmp_path: Path) -> None:
     path = llama("awq", tmp_path)
     with pytest.raises(SpecError, match=r"quantized already, by awq: LowbitConfig\(from_checkpoint=True\)"):
         loaded(path, quantization_config=LowbitConfig("u4", 64))
+    about = json.loads((path / "config.json").read_text())
+    about["quantization_config"]["quant_method"] = "auto-round"
+    (path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(SpecError, match="quantized already, by auto-round: name the dense model"):
+        loaded(path, quantization_config=LowbitConfig("u4", 64))
     with pytest.raises(SpecError, match="drop all other fields"):
         LowbitConfig("u3", from_checkpoint=True)
 
@@ -111,6 +116,19 @@ def test_dense_checkpoint_needs_a_recipe(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(SpecError, match="the checkpoint is dense"):
         loaded(tmp_path, quantization_config=LowbitConfig(from_checkpoint=True))
+
+
+def test_codes_are_not_taken_for_weights(tmp_path: Path) -> None:
+    """transformers ignores what config.json says of a library that it does not know."""
+    path = llama("fp8-block", tmp_path)
+    about = json.loads((path / "config.json").read_text())
+    del about["quantization_config"]
+    for written in ({"quantization_config": {"quant_method": "modelopt"}}, {}):
+        (path / "config.json").write_text(json.dumps(about | written))
+        with pytest.raises(CheckpointError, match=rf"{MODULE}.weight is F8_E4M3: it is quantized already"):
+            loaded(path, quantization_config=LowbitConfig("u4", None))
+        with pytest.raises(SpecError, match="names a library that transformers does not know"):
+            loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:

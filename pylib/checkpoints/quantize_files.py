@@ -210,8 +210,9 @@ def _reason(tensors: TensorFiles, name: str, request: Request) -> str | None:
     skipped = [*request.skip, *embeddings, *outputs]
     if pattern := next((pattern for pattern in skipped if fnmatchcase(module, pattern)), None):
         return f"its name matches {pattern}"
-    if not tensors[name].is_floating_point():
-        return "no floats"
+    t = tensors[name]
+    if not t.is_floating_point() or t.itemsize < 2:
+        return "no floats of 16 bits or more, but codes, it seems"
     try:
         request.config.spec(*shape)
     except SpecError as error:

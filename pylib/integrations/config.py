@@ -14,6 +14,7 @@ except ImportError as error:
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.nn.plan import Configs
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
@@ -90,9 +91,8 @@ class LowbitConfig(QuantizationConfigMixin):
         """
         if not self.from_checkpoint:
             method = source.get("quant_method")
-            raise SpecError(
-                f"the checkpoint is quantized already, by {method}: LowbitConfig(from_checkpoint=True) imports it"
-            )
+            way = "LowbitConfig(from_checkpoint=True) imports it" if method in FORMATS else "name the dense model"
+            raise SpecError(f"the checkpoint is quantized already, by {method}: {way}")
         found = LowbitConfig(from_checkpoint=True)
         found.source = source
         return found

@@ -40,6 +40,7 @@ from lowbit.pylib.integrations.foreign import (
 from lowbit.pylib.integrations.on_load import Target, attach_dense, quantize_into
 from lowbit.pylib.integrations.parallel import split
 from lowbit.pylib.integrations.saved import (
+    check_dense,
     check_output_layer,
     compare,
     fit_lengths,
@@ -84,7 +85,10 @@ class LowbitQuantizer(HfQuantizer):
         if not self.pre_quantized:
             quantization_config.check_no_data()
             if quantization_config.from_checkpoint:
-                raise SpecError("from_checkpoint=True: the checkpoint is dense; say how to quantize it")
+                raise SpecError(
+                    "from_checkpoint=True: the checkpoint is dense, or its config.json names a library that "
+                    "transformers does not know; say how to quantize a dense one, as LowbitConfig('u4', 128) does"
+                )
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Raise SpecError for devices where a low-bit weight can't be."""
@@ -133,6 +137,8 @@ class LowbitQuantizer(HfQuantizer):
             logger.warning_once(warning)
         if not planned:
             raise SpecError(f"the configuration leaves nothing of {type(model).__name__} to be quantized")
+        if not self.pre_quantized:
+            check_dense(checkpoint_files or ())
         saved = saved_specs(model, checkpoint_files or ()) if self.pre_quantized else {}
         for entry in planned:
             module = _empty(entry)

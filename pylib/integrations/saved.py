@@ -23,6 +23,9 @@ from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.saved_weight import check_same, read_spec
 
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""What safetensors calls the types of dense weights."""
+
 
 def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:
     """Returns what the weights in files say of themselves, by the names of their layers in the model.
@@ -92,6 +95,22 @@ def check_output_layer(model: Any, files: Sequence[str]) -> None:
         f"{name}: the checkpoint has no such layer, and its config.json has tie_word_embeddings=False; with "
         "tie_word_embeddings=True the layer multiplies by the weight of the embedding"
     )
+
+
+def check_dense(files: Sequence[str]) -> None:
+    """Raise CheckpointError where weights that are to be quantized are codes already: transformers ignores config.json
+    and the scales of a library that it does not know."""
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            continue
+        with safe_open(path, framework="pt") as file:
+            names: list[str] = file.keys()
+            for name in names:
+                if name.endswith(".weight") and (kind := file.get_slice(name).get_dtype()) not in FLOATS:
+                    raise CheckpointError(
+                        f"{path}: {name} is {kind}: it is quantized already, and can't be by a LowbitConfig; name the "
+                        f"dense model, with weights in {', '.join(FLOATS)}"
+                    )
 
 
 def place_saved(model: nn.Module, specs: Mapping[str, MatmulSpec]) -> None:

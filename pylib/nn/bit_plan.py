@@ -14,8 +14,8 @@ import heapq
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError, SpecError
-from lowbit.dialect.spec import Act
-from lowbit.pylib.nn.linear import AWQ_NEEDS_FOLDING, act_of, spec_of
-from lowbit.pylib.nn.observe import as_inputs, calibrations, evaluating, run
-from lowbit.pylib.nn.plan import Filter, Planned, Wishes, naming
+from lowbit.dialect.spec import Act, MatmulSpec
+from lowbit.pylib.nn.linear import AWQ_NEEDS_FOLDING, act_of
+from lowbit.pylib.nn.matrices import Matrix, matrices_of, replaced
+from lowbit.pylib.nn.observe import as_inputs, calibrations, evaluating, run, usable
+from lowbit.pylib.nn.plan import Filter, Planned, Wishes, naming, specs_of_module
 from lowbit.pylib.nn.plan import plan as decide
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.calibration import Calibration, output_errors
@@ -43,7 +44,8 @@ Divergence = Callable[[Any, Any], float]
 
 
 class QuantPlan(Mapping[str, QuantConfig]):
-    """A configuration for each linear layer by its name: `lowbit.quantize_` takes it, and its file, as `config`.
+    """A configuration for each linear layer, and for the experts of each layer, by its name: `lowbit.quantize_` takes
+    it, and its file, as `config`.
 
     bits         per weight of these layers, with scales, zeros, outliers and padding
     bytes        of these layers
@@ -165,7 +167,8 @@ def plan(
     lm_head: bool = False,
     divergence: Divergence | None = None,
 ) -> QuantPlan:
-    """Returns a configuration for each linear layer of a model, of at most so many bits per weight, or bytes, in all.
+    """Returns a configuration for each linear layer of a model, and for the experts of each layer, of at most so many
+    bits per weight, or bytes, in all.
 
     candidates    what a layer may become; those that do not fit a layer are left out for it. None: GPTQ with 2 to 6
                   bits, in groups of 32 to 128
@@ -190,7 +193,8 @@ def sensitivity(
     lm_head: bool = False,
     divergence: Divergence | None = None,
 ) -> Sensitivity:
-    """Measures what each linear layer of a model adds to the divergence of its output with each candidate.
+    """Measures what each linear layer of a model, and the experts of each layer, add to the divergence of its output
+    with each candidate.
 
     candidates    what a layer may become, as for `lowbit.plan`
     calibration   inputs of the model, as for `quantize_`: it is run on all of them once for each layer
@@ -208,23 +212,29 @@ def sensitivity(
     layers = _layers(model, Wishes(QuantConfig("u8", None), filter_fn, act, lm_head))  # which fits every layer
     expected = _outputs(model, inputs)
     choices: dict[str, Sequence[Choice]] = {}
-    for name, data in calibrations(model, layers, inputs):
+    weights = 0
+    seen = calibrations(model, layers, inputs)
+    for name, layer in layers.items():
+        matrices = matrices_of(layer)
+        data = [usable(each) for _, each in islice(seen, len(matrices))]
         with naming(name):
-            found = _rounded(layers[name], data, candidates, act)
+            found = _rounded(layer, data, candidates, act)
             probe = found[0]
-            with _replaced(layers[name], quantize(layers[name].weight, probe.config, data).dequantize()):
+            probed = [quantize(m.weight, probe.config, each).dequantize() for m, each in zip(matrices, data)]
+            with replaced(matrices, probed):
                 worse = _outputs(model, inputs)
             added = sum(measure(a, b) for a, b in zip(expected, worse, strict=True)) / len(inputs)
         factor = max(added, 0.0) / probe.error if probe.error else 0.0
         choices[name] = [replace(each, divergence=factor * each.error) for each in found]
-    return Sensitivity(choices, sum(layer.weight.numel() for layer in layers.values()))
+        weights += sum(matrix.weight.numel() for matrix in matrices)
+    return Sensitivity(choices, weights)
 
 
-def _layers(model: nn.Module, wishes: Wishes) -> dict[str, nn.Linear]:
-    """Returns the linear layers that `quantize_` would quantize, by name."""
+def _layers(model: nn.Module, wishes: Wishes) -> dict[str, nn.Module]:
+    """Returns the linear layers and experts that `quantize_` would quantize, by name."""
     planned: list[Planned] = decide(model, wishes)
     chosen = {entry.names[0]: entry.module for entry in planned if not entry.reason or entry.specs}
-    layers = {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
+    layers = {name: module for name, module in chosen.items() if not isinstance(module, nn.Embedding)}
     if not layers:
         raise QuantizeError("the model has no linear layer to quantize")
     return layers
@@ -237,34 +247,38 @@ def _check_candidates(candidates: Sequence[QuantConfig]) -> None:
         raise SpecError(f"candidates: {AWQ_NEEDS_FOLDING}")
 
 
-def _rounded(layer: nn.Linear, data: Calibration, candidates: Sequence[QuantConfig], act: Act | None) -> list[Choice]:
-    """Returns what the candidates that fit a layer make of it, the smallest first."""
-    weight, hessian = layer.weight.detach(), data.hessian.float()
+def _rounded(
+    layer: nn.Module, data: Sequence[Calibration], candidates: Sequence[QuantConfig], act: Act | None
+) -> list[Choice]:
+    """Returns what the candidates that fit a layer make of it, the smallest first.
+
+    data   the calibration of each of its matrices
+    """
+    matrices = matrices_of(layer)
+    act = act or act_of(matrices[0].weight)
     found: list[Choice] = []
     for config in candidates:
         try:
-            spec = spec_of(layer, config, act or act_of(weight))
+            specs = specs_of_module(layer, config.multiplied_in(act), act)
         except SpecError:
             continue
-        quantized = quantize(weight, config.multiplied_in(spec.act), data)
-        change = quantized.dequantize() - weight.float()
-        error = float(output_errors(change, hessian).double().sum())
-        found.append(Choice(config, quantized.pack(spec, layer.bias).nbytes, error))
+        each = len(matrices) // len(specs)  # experts have one spec for gate and up, and one for down
+        parts = (_part(matrix, specs[i // each], config, data[i]) for i, matrix in enumerate(matrices))
+        sizes, errors = zip(*parts)
+        found.append(Choice(config, sum(sizes), sum(errors)))
     if not found:
-        raise SpecError(f"no candidate fits a weight {list(weight.shape)}; pass candidates= with other groups")
+        shapes = " and ".join(dict.fromkeys(str(list(matrix.weight.shape)) for matrix in matrices))
+        raise SpecError(f"no candidate fits a weight {shapes}; pass candidates= with other groups")
     found.sort(key=lambda each: each.bytes)
     return found
 
 
-@contextmanager
-def _replaced(layer: nn.Linear, weight: Tensor) -> Iterator[None]:
-    """Puts another weight into a layer for a while."""
-    own = layer.weight.data
-    layer.weight.data = weight.to(own.dtype)
-    try:
-        yield
-    finally:
-        layer.weight.data = own
+def _part(matrix: Matrix, spec: MatmulSpec, config: QuantConfig, data: Calibration) -> tuple[int, float]:
+    """Returns the bytes of a matrix with a configuration, and the squared error of its output."""
+    quantized = quantize(matrix.weight, config.multiplied_in(spec.act), data)
+    change = quantized.dequantize() - matrix.weight.float()
+    error = float(output_errors(change, data.hessian.float()).double().sum())
+    return quantized.pack(spec, matrix.bias).nbytes, error
 
 
 def _outputs(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:

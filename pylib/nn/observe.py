@@ -39,6 +39,11 @@ def calibrations(
             yield source.name, data
 
 
+def usable(data: Calibration) -> Calibration:
+    """Returns a calibration; without tokens one in which all columns count alike, and none with another."""
+    return data if data.tokens else Calibration.from_hessian(torch.eye(data.k))
+
+
 def _batches(sources: Iterable[Source]) -> Iterator[list[Source]]:
     """Yields sources, in order, whose sums fit MOST_BYTES together."""
     batch: list[Source] = []

@@ -149,7 +149,7 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     act = wishes.act or act_of(matrix_of(planned.module))
     config = config.multiplied_in(act)
     try:
-        return replace(planned, config=config, specs=_specs(planned.module, config, act))
+        return replace(planned, config=config, specs=specs_of_module(planned.module, config, act))
     except SpecError as error:
         if wishes.per_row_if_indivisible and config.group_size is not None:
             return _with_spec(replace(planned, config=_per_row(config)), wishes)
@@ -166,7 +166,7 @@ def _per_row(config: QuantConfig) -> QuantConfig:
     return replace(config, group_size=None, bilevel=None, scale=scale)
 
 
-def _specs(module: nn.Module, config: QuantConfig, act: Act) -> tuple[MatmulSpec, ...]:
+def specs_of_module(module: nn.Module, config: QuantConfig, act: Act) -> tuple[MatmulSpec, ...]:
     """Returns the specs that a module has after it is quantized."""
     if is_experts(module):
         return specs_of_experts(module, config, act)

@@ -14,6 +14,7 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
+from lowbit.pylib.nn.observe import usable
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import Planned, matrix_of, naming
 from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
@@ -74,7 +75,7 @@ def _quantized_experts(
                 bias, calibration = None if biases is None else biases[expert], next(data, None)
                 if calibration is not None:
                     tokens.append(calibration.tokens)
-                    calibration = calibration if calibration.tokens else _without_inputs(spec.k)
+                    calibration = usable(calibration)
                 layer, change = quantized_layer(weight, bias, spec, config, calibration, device)
             parts.append(layer)
             total += change
@@ -83,11 +84,6 @@ def _quantized_experts(
         rows.append(replace(row, note=_tokens_seen(tokens)))
         layers.append(parts)
     return LowbitExperts(dense, *layers), rows
-
-
-def _without_inputs(k: int) -> Calibration:
-    """Returns the calibration of an expert that got no token: all columns count alike, and none with another."""
-    return Calibration.from_hessian(torch.eye(k))
 
 
 def _tokens_seen(tokens: Sequence[int]) -> str:
