@@ -186,6 +186,20 @@ def test_zeros_that_are_all_the_middle_one(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
+def test_biases_of_zeros_are_those_of_layers_without(tmp_path: Path) -> None:
+    """AutoGPTQ gives every layer a bias."""
+    write("qwen3-moe", "gptq", tmp_path)
+    expected = logits(by_transformers(tmp_path))
+
+    def change(state: State) -> State:
+        scales = {key: t for key, t in state.items() if key.endswith(".scales")}
+        return state | {key.replace("scales", "bias"): torch.zeros(t.shape[1]).half() for key, t in scales.items()}
+
+    edit(tmp_path, change)
+    assert torch.equal(logits(by_transformers(tmp_path)), expected)
+    assert torch.equal(logits(by_lowbit(tmp_path, "qwen3-moe")), expected)
+
+
 def test_experts_of_different_formats_are_saved(tmp_path: Path) -> None:
     write("qwen3-moe", "gptq", tmp_path / "theirs")
     zeros = "model.layers.0.mlp.experts.1.down_proj.qzeros"

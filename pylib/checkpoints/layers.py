@@ -12,6 +12,7 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
 from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
+from lowbit.pylib.checkpoints.registry import without_zero_bias
 from lowbit.pylib.nn.embedding import LowbitEmbedding, tied_linears, with_tied
 from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, count_of, dense_bias, dense_weight
 from lowbit.pylib.nn.linear import LowbitLinear
@@ -64,6 +65,7 @@ class Loader:
         linear = as_linear(old)
         shape = linear.out_features, linear.in_features
         packed = self.checkpoint.load(name, self.act, self.device or home(place), shape)
+        packed = packed if linear.bias is not None else without_zero_bias(packed)
         self._check(name, packed, shape, linear.bias is not None)
         return LowbitLinear.from_packed(packed).train(old.training)
 
@@ -93,8 +95,10 @@ class Loader:
         if len(packed) != count:
             folder = self.checkpoint.tensors.folder
             raise CheckpointError(f"{folder}: {owner}.{matrix} has {len(packed)} experts, not {count}")
+        has_bias = dense_bias(dense, matrix) is not None
+        packed = packed if has_bias else [without_zero_bias(one) for one in packed]
         for one in packed:
-            self._check(f"{owner}.{matrix}", one, weight.shape[1:], dense_bias(dense, matrix) is not None)
+            self._check(f"{owner}.{matrix}", one, weight.shape[1:], has_bias)
         return [LowbitLinear.from_packed(one) for one in packed]
 
     def _load(self, names: Sequence[str], device: torch.device | str) -> PackedWeight:

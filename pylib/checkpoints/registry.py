@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -100,6 +101,14 @@ def import_experts(
     (count,) = counts
     each = ({name: t[expert] for name, t in tensors.items()} for expert in range(count))
     return [import_weight(quantization_config, expert, act) for expert in each]
+
+
+def without_zero_bias(weight: PackedWeight) -> PackedWeight:
+    """Returns a weight without its bias where that is all zeros: AutoGPTQ writes such for layers that have none."""
+    if weight.bias is None or bool(weight.bias.any()):
+        return weight
+    tensors = {name: tensor for name, tensor in weight.items() if name != "bias"}
+    return PackedWeight(replace(weight.spec, bias=False), tensors)
 
 
 @contextmanager

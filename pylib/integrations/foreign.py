@@ -23,7 +23,7 @@ from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
 from lowbit.pylib.checkpoints.formats import gpt_oss
 from lowbit.pylib.checkpoints.names import Names
-from lowbit.pylib.checkpoints.registry import import_experts, import_rows, import_weight
+from lowbit.pylib.checkpoints.registry import import_experts, import_rows, import_weight, without_zero_bias
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.on_load import keep_values
 from lowbit.pylib.nn.experts import LISTS, MATRICES, LowbitExperts, dense_bias, dense_weight
@@ -115,22 +115,18 @@ def import_into(
         imported = [import_rows(source, parts, act)] if parts else import_experts(source, tensors, act)
     else:
         layers, places = model.get_submodule(parent), [expert]
-        imported = [_import_layer(cast(LowbitLinear, model.get_submodule(name)), tensors, source, act)]
+        spec = cast(LowbitLinear, model.get_submodule(name)).spec
+        imported = [import_weight(source, tensors, act, (spec.n, spec.k))]
     keys = set[str]()
     for place, packed in zip(places, imported, strict=True):
         empty = cast(LowbitLinear, layers.get_submodule(place))
+        packed = packed if empty.spec.bias else without_zero_bias(packed)
         _check_fits(empty.spec, packed)
         keys |= {f"{parent}.{place}.{key}".lstrip(".") for key in empty.state_dict()}
         layer = LowbitLinear.from_packed(packed).train(empty.training)
         keep_values(layer)
         layers.set_submodule(place, layer)
     return keys
-
-
-def _import_layer(empty: LowbitLinear, tensors: dict[str, Tensor], source: Mapping[str, Any], act: Act) -> PackedWeight:
-    if not empty.spec.bias and "bias" in tensors and not bool(tensors["bias"].any()):
-        del tensors["bias"]  # AutoGPTQ writes zeros for layers without a bias
-    return import_weight(source, tensors, act, (empty.spec.n, empty.spec.k))
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

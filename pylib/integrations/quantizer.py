@@ -266,7 +266,7 @@ class LowbitQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # as config.json has it
         for name, layer in list(low_bit_layers(model)):
-            if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList):
+            if isinstance(model.get_submodule(".".join(name.split(".")[:-2])), LowbitExperts):
                 raise SpecError(f"{name}: experts can't be dequantized; load the dense checkpoint")
             if isinstance(layer, LowbitLinear):
                 model.set_submodule(name, layer.to_linear(kind))
