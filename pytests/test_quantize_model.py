@@ -165,7 +165,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown name": ({"config": {"body.O": U4}}, r"config\['body.O'\] matches no linear layer; did you mean 'body"),
     "no name": ({"config": {"xyz": U4}}, r"matches no linear layer; the layers are 'embed', .*'body.2', ...$"),
     "no configuration": ({"config": {"body.0": "u4"}}, r"config\['body.0'\]='u4' must be a QuantConfig, or None"),
-    "neither": ({"config": "u4"}, "config='u4' must be a QuantConfig, or a dictionary"),
+    "neither": ({"config": "u4"}, r"config=.u4. must be a QuantConfig, .* QuantConfigs; say QuantConfig\(.u4., 128\)"),
     "no calibration": ({"config": GPTQ}, r"body.0: method='gptq' needs calibration="),
     "a bare tensor": ({"config": GPTQ, "calibration": X}, r"calibration= must be a list of model inputs.*\[x\]"),
     "wrong shape": ({"config": GPTQ, "calibration": [X[:, :7]]}, r"body.0: x must be \[..., k=128\], not \[4, 7\]"),

@@ -255,7 +255,8 @@ def _check_config(config: object, linears: list[str]) -> None:
     if isinstance(config, QuantConfig):
         return
     if not isinstance(config, Mapping):
-        raise SpecError(f"config={config!r} must be a QuantConfig, or a dictionary of patterns and QuantConfigs")
+        hint = f"; say QuantConfig({config!r}, 128), or name a plan's file, *.json" if isinstance(config, str) else ""
+        raise SpecError(f"config={config!r} must be a QuantConfig, or a dictionary of patterns and QuantConfigs{hint}")
     for pattern, value in config.items():
         if not (value is None or isinstance(value, QuantConfig)):
             raise SpecError(f"config[{pattern!r}]={value!r} must be a QuantConfig, or None to leave layers dense")
