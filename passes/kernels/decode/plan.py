@@ -66,10 +66,18 @@ class KernelPlan:
 
     @property
     def staged_lines(self) -> int:
-        """Lines of outliers of a row block, of a warp's share, that shared memory has room for: a quarter more than one
-        outlier in a hundred weights takes, but at most 16."""
-        lines = ROWS * self.spec.k / 80 / ENTRIES
-        return min(16, 4 * math.ceil(lines / (4 * self.schedule.warps_k * self.schedule.split_k)))
+        """Lines of outliers of a row block, of a warp's share, that shared memory has room for, at most 16."""
+        return min(16, 4 * math.ceil(self._usual_lines / 4))
+
+    @property
+    def loaded_lines(self) -> int:
+        """The same for one token, whose lines are loaded to registers: at most 32 of all row blocks of a warp."""
+        return min(math.ceil(self._usual_lines), max(1, 32 // self.schedule.row_blocks))
+
+    @property
+    def _usual_lines(self) -> float:
+        """Lines of a warp's share of a row block: a quarter more than one outlier in a hundred weights takes."""
+        return ROWS * self.spec.k / 80 / ENTRIES / (self.schedule.warps_k * self.schedule.split_k)
 
     @property
     def spreads_outliers(self) -> bool:
