@@ -93,6 +93,7 @@ class Kernel:
             self.plan.workspace_bytes,
             s.max_blocks_per_sm,
             (1, s.cluster, 1),
+            fits_blocks=s.spread_k,
         )
         self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
