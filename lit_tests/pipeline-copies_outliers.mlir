@@ -1,14 +1,13 @@
 // RUN: %lowbit-opt %s --split-input-file --pipeline-copies | %filecheck %s
 
 // Outliers of one token stand in front of a loop. They are asked for behind the copies of weights that are started
-// there, and multiplied behind all copies.
+// there, and multiplied behind all copies, with sums in the stage of the weights to which none has been started.
 
 !table = !lowbit.global<[5], i32, [1], [1]>
 !words = !lowbit.reg<[1, 1, 4, 32], i32, "local(1, 1, 4, 1).spatial(1, 1, 1, 32)">
-!sums = !lowbit.shared<[1, 16, 32], f32, [512, 32, 1], 0>
-!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!x = !lowbit.global<[16, 1024], f16, [1024, 1], [1, 1]>
 !d = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
-!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
+!buffer = !lowbit.shared<[1, 1024], f16, [1024, 1], 0>
 
 // CHECK-LABEL: "lowbit.program"
 // CHECK:         "lowbit.copy_async"
@@ -16,7 +15,8 @@
 // CHECK-NEXT:    "lowbit.grid_wait"
 // CHECK:         "lowbit.copy_async"
 // CHECK:         "lowbit.commit"
-// CHECK-NEXT:    %[[FIRST:.*]] = "lowbit.sparse_vector"(%{{.*}}, %[[WORDS]]
+// CHECK:         %[[FREE:.*]] = "lowbit.stage"(%{{.*}}, %c1_i32{{.*}})
+// CHECK-NEXT:    %[[FIRST:.*]] = "lowbit.sparse_vector"(%{{.*}}, %[[WORDS]], %[[FREE]],
 // CHECK:         scf.for {{.*}} iter_args(%{{.*}} = %[[FIRST]])
 "lowbit.program"() ({
 ^bb0(%o: !llvm.ptr<1>, %p: !llvm.ptr<1>, %n: i32):
@@ -26,17 +26,16 @@
   %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
   %weights = "lowbit.alloc_shared"() : () -> !buffer
   %buffer = "lowbit.alloc_shared"() : () -> !buffer
-  %sums = "lowbit.alloc_shared"() : () -> !sums
   %zero = "lowbit.constant"() {value = 0.0 : f64} : () -> !d
   %words = "lowbit.load_outliers"(%table, %c0, %c0) {splits = 1 : i64} : (!table, i32, i32) -> !words
-  %first = "lowbit.sparse_vector"(%table, %words, %sums, %x, %c0, %c0, %zero) {splits = 1 : i64}
-    : (!table, !words, !sums, !x, i32, i32, !d) -> !d
+  %first = "lowbit.sparse_vector"(%table, %words, %weights, %x, %c0, %c0, %zero) {splits = 1 : i64}
+    : (!table, !words, !buffer, !x, i32, i32, !d) -> !d
   %total = scf.for %i = %c0 to %n step %c1 iter_args(%c = %first) -> (!d) : i32 {
     "lowbit.pipeline"() ({
-      "lowbit.copy_async"(%x, %weights, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      "lowbit.copy_async"(%x, %weights, %i, %c0) {layout = "spatial(1, 32).local(1, 32)", boundary = ["none", "none"],
         limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
       "lowbit.grid_wait"() : () -> ()
-      "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+      "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 32)", boundary = ["none", "none"],
         limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
     }) {num_stages = 2, scope = "block", warps = 1} : () -> ()
     scf.yield %c : !d

@@ -17,7 +17,7 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import accumulator, activation, expect, fragments, in_range, verifier
-from lowbit.dialect.formats.outliers import LINE, scratch_words
+from lowbit.dialect.formats.outliers import LANE_SUMS, LINE, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, local, spatial
 from lowbit.dialect.ops.common import I32
@@ -148,8 +148,10 @@ class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):
     """The same for one token x, the first row of [m, k], whose products are spread over the eight columns of c: the sum
     over columns, too, has each outlier once.
 
-    The first lines are those that `load_outliers` has loaded. `scratch` is [warps of the block, 16, 32] of f32. In
-    front of a loop with a `pipeline` it is done behind all copies that are started there, while they are on their way.
+    The first lines are those that `load_outliers` has loaded. `scratch` is any dense buffer that has room for [16, 32]
+    of f32 for every warp of the block. In front of a loop with a `pipeline` it is done behind all copies that are
+    started there, while they are on their way. There `scratch` can be a buffer that the loop copies to: that stage of
+    it is meant to which no copy has been started, and each warp has its own part of it.
     """
 
     outliers: ext.Operand[GlobalType]
@@ -166,7 +168,10 @@ class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):
     def verify_invariants(op: Any) -> None:
         c = _check_products(op, *_check_words(op.words))
         expect(c.shape[2] == 8, "columns of c", 8, c.shape[2])
-        _check_scratch(op, "f32", (c.layout.threads // 32, ROWS, 32))
+        scratch, warps = Shared.of(op.scratch.type), c.layout.threads // 32
+        dense = scratch.strides == row_major(scratch.shape) and scratch.bytes % (warps * 16) == 0
+        room = dense and scratch.bytes >= warps * LANE_SUMS
+        expect(room, "scratch", f"a dense buffer of {LANE_SUMS} bytes for each of {warps} warps", op.scratch.type)
 
 
 class AddOutliersOp(Lowbit.Operation, name="add_outliers"):

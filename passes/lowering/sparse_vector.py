@@ -15,7 +15,7 @@ from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D
-from lowbit.dialect.types import Reg
+from lowbit.dialect.types import Reg, Shared
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext
 from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
@@ -71,12 +71,13 @@ def sparse_vector(op: Any, c: LoweringContext) -> None:
 
 
 class _LaneSums:
-    """A sum of every lane for each of 16 rows: [16, 32] f32 of a warp in shared memory."""
+    """A sum of every lane for each of 16 rows: [16, 32] f32 of a warp, at the head of its part of a buffer."""
 
     def __init__(self, op: Any, c: LoweringContext) -> None:
         self._x, sums = c.places[op.x], c.places[op.scratch]
         self._lane = c.thread_digit(WARP)
-        warp = arith.muli(c.thread_digit(c.threads_per_block // WARP, WARP), emit.constant(ROWS * WARP * WORD))
+        warps, nbytes = c.threads_per_block // WARP, Shared.of(op.scratch.type).bytes
+        warp = arith.muli(c.thread_digit(warps, WARP), emit.constant(nbytes // warps))
         self._warp = emit.offset_bytes(sums.base, dynamic=warp)
         self._mine = emit.offset_bytes(self._warp, dynamic=arith.muli(self._lane, emit.constant(WORD)))
         row = arith.muli(c.thread_digit(8, 4), emit.constant(WARP))

@@ -144,6 +144,7 @@ class _Staged:
             self._prologue()
             for multiply in _in_front(self.loop.operation, _BEHIND_COPIES):
                 multiply.operation.move_before(self.loop.operation)
+                self._take_free_stage(multiply)
             new = scf.ForOp(self.lower, self.upper, emit.constant(1), list(self.initial))
         with ir.InsertionPoint(new.body):
             values = dict(zip(self.loop.inner_iter_args, new.inner_iter_args))
@@ -188,6 +189,14 @@ class _Staged:
             if after_wait or self.signals:
                 self._start([*self.scalars, *after_wait], slot, index, last=True)
             ops.CommitOp()
+
+    def _take_free_stage(self, op: Any) -> None:
+        """Gives an operation in front of the loop that stage of a buffer to which no copy has been started."""
+        for i, operand in enumerate(op.operation.operands):
+            if operand in self.buffers:
+                with ir.InsertionPoint(op):
+                    free = emit.constant(self.slots - 1)
+                    op.operation.operands[i] = ops.StageOp(self.buffers[operand], free, operand.type).result
 
     def _start(self, copies: Sequence[Any], slot: int, index: Any, last: bool = False) -> None:
         """Starts copies of a round in front of the loop, if there is such a round; last: they complete its stage."""

@@ -40,11 +40,13 @@ class Operands:
         steps, units = self.plan.steps, packing.chunks * packing.units * 32
         self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
         self.buffers: list[Memory] = []
-        if spec.outliers:
+        if spec.outliers and not plan.spreads_outliers:
             self._view_outliers()
         if not s.preload_weights:
             self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
             self.buffers.append(self.codes_buffer)
+        if spec.outliers and plan.spreads_outliers:
+            self._view_outliers()
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
         self._view_x()
@@ -69,8 +71,11 @@ class Operands:
         warps = spatial(s.warps_k, s.warps_n, 1, 1)
         if plan.spreads_outliers:
             self.line_layout = warps.local(1, s.row_blocks, plan.loaded_lines, 1).spatial(1, 1, 1, LINE)
-            self.outlier_buffer = p.alloc_shared(*plan.outlier_scratch)
-            self.buffers.append(self.outlier_buffer)
+            if plan.sums_in_stage:
+                self.outlier_buffer = self.codes_buffer
+            else:
+                self.outlier_buffer = p.alloc_shared(*plan.outlier_scratch)
+                self.buffers.append(self.outlier_buffer)
         else:
             lanes = spatial(1, 1, 4, 8).local(1, 1, 1, 4)
             self.line_layout = warps.local(1, s.row_blocks, plan.staged_lines // 4, 1) * lanes

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lowbit.dialect.formats.outliers import ENTRIES, lines_at_once, scratch_words
+from lowbit.dialect.formats.outliers import ENTRIES, LANE_SUMS, lines_at_once, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
 from lowbit.dialect.spec import MatmulSpec
@@ -83,6 +83,14 @@ class KernelPlan:
     def spreads_outliers(self) -> bool:
         """Whether products with outliers are spread over the eight columns that one token has."""
         return self.schedule.tokens == 1
+
+    @property
+    def sums_in_stage(self) -> bool:
+        """Whether sums of lanes for outliers have room where codes go of a later round, of one token: each warp in the
+        part that it copies to itself."""
+        s, packing = self.schedule, self.spec.packing
+        codes = s.row_blocks * (s.step_k // packing.chunk) * packing.units * 512
+        return not s.preload_weights and self.rounds >= s.num_stages and codes >= LANE_SUMS
 
     @property
     def outlier_scratch(self) -> tuple[str, tuple[int, ...]]:
