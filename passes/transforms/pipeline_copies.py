@@ -142,9 +142,9 @@ class _Staged:
     def run(self) -> None:
         with ir.InsertionPoint(self.loop):
             self._prologue()
-            for multiply in _in_front(self.loop.operation, _BEHIND_COPIES):
-                multiply.operation.move_before(self.loop.operation)
-                self._take_free_stage(multiply)
+            for late in _computed_late(self.loop.operation):
+                late.operation.move_before(self.loop.operation)
+                self._take_free_stage(late)
             new = scf.ForOp(self.lower, self.upper, emit.constant(1), list(self.initial))
         with ir.InsertionPoint(new.body):
             values = dict(zip(self.loop.inner_iter_args, new.inner_iter_args))
@@ -268,6 +268,17 @@ def _in_front(loop: Any, name: str) -> list[Any]:
     """Operations of a name in the block of a loop, in front of it."""
     block = list(loop.block.operations)
     return [inner for inner in block[: block.index(loop.opview)] if inner.operation.name == name]
+
+
+def _computed_late(loop: Any) -> list[Any]:
+    """Operations in front of a loop that come behind the copies that are started there: products with outliers, and
+    what is computed from them."""
+    found = _in_front(loop, _BEHIND_COPIES)
+    block = list(loop.block.operations)
+    for inner in block[: block.index(loop.opview)]:
+        if any(operand.owner in found for operand in inner.operands):
+            found.append(inner)
+    return found
 
 
 def _wait(pending: int) -> None:

@@ -270,15 +270,11 @@ class Kernel:
         return p.sparse_mma(outliers, lines, scratch, self._whole_x(), total)
 
     def _first_sums(self, carried: list[Tile], words: Tile | None) -> list[Tile]:
-        """The sums of a warp before its first step. For one token they are those of its share of the outliers, which
-        are spread over eight columns, unless sums are spread otherwise, or scaled at the end."""
-        if words is None:
-            return carried
-        outliers, scratch = self.operands.outliers, self.operands.outlier_buffer
-        sums = self.p.sparse_vector(outliers, words, scratch, self._whole_x(), carried[0])
-        if self.schedule.spread_k and not self.spec.row_scales:
-            return [sums, *carried[1:]]
-        self.sparse = sums
+        """The sums of a warp before its first step. For one token, products with its share of the outliers are ready;
+        they are spread over eight columns."""
+        if words is not None:
+            outliers, scratch = self.operands.outliers, self.operands.outlier_buffer
+            self.sparse = self.p.sparse_vector(outliers, words, scratch, self._whole_x(), carried[0])
         return carried
 
     def _whole_x(self) -> Memory:

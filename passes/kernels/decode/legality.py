@@ -45,6 +45,9 @@ def _shared_bytes(plan: KernelPlan) -> int:
     loop += sum(_padded(slots * size) for size in (*_x_bytes(plan), *_factors_bytes(plan)))
     factor = spec.x if plan.rounds_scales else ELEMENTS["f32"]
     loop += _padded(len(plan.step_factors) * s.warps_k * _rows_of_groups(plan) * factor.bytes)
+    if plan.shares_blocks:
+        numbers = s.warps_k * plan.row_blocks * plan.blocks * 4
+        loop += _padded(numbers) * sum(slot.index == "block" for slot in plan.spec.tensors)
     outliers = lines + signals + scratch
     sums = _padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
     flag = 128 if s.split_k > s.cluster else 0  # of the last block to arrive

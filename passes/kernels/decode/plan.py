@@ -184,6 +184,14 @@ class KernelPlan:
         return ("scales", "shifts") if self.zeros_in_sums or self.rounds_zeros else ("scales",)
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether what all rows of a block of groups share is computed once per step, for all lanes of a warp."""
+        bilevel = self.spec.bilevel
+        if not self.schedule.spread_k or bilevel is None or not bilevel.zeros or bilevel.scale != "f16":
+            return False
+        return bilevel.rows == ROWS and self.spec.zeros == "float" and bool(self.spec.slot("scales").shared)
+
+    @property
     def rounds_zeros(self) -> bool:
         """Whether zeros (or scaled ones), and codes less zeros, are rounded to x's type: where zeros are no integers,
         and the sums of x that would make up for them would cost as much as 64 rows of products. Offsets are added to
