@@ -14,7 +14,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.decode.cost_model import registers
+from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, registers
 from lowbit.passes.kernels.decode.kernel import Kernel
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
@@ -149,6 +149,15 @@ def holds_over_all_scales(spec: MatmulSpec) -> bool:
 @pytest.mark.parametrize("weight", ["f4e2m1", "f6e3m2", "f6e2m3", "u4"])
 def test_products_with_scales_of_e4m3_are_exact(weight: str, act: Any) -> None:
     assert holds_over_all_scales(MatmulSpec(64, 256, weight, 16, scale="e4m3", act=act, out="f32"))
+
+
+def test_registers_are_limited_so_that_the_blocks_asked_for_fit() -> None:
+    """With eight warps and three blocks, a thread has 80 of an H200's registers; alone it would take more."""
+    spec = replace(SPQR, n=11008, k=4096, outliers=False)
+    schedule = Schedule(1, 2, 1, 8, 256, 2, max_blocks_per_sm=3, spread_k=True)
+    assert blocks_per_sm(spec, schedule, HOPPER) == 3
+    assert ".minnctapersm 3" in compile_matmul(spec, HOPPER, schedule).ptx
+    assert ".minnctapersm" not in compile_matmul(spec, HOPPER, replace(schedule, max_blocks_per_sm=0)).ptx
 
 
 def test_mutations(monkeypatch: pytest.MonkeyPatch) -> None:

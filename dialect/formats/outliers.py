@@ -33,6 +33,7 @@ def table_lines(n: int) -> int:
     return -(-(row_blocks + 1) // LINE)
 
 
+LANE_SUMS = 4 * ROWS * LINE  # bytes of a warp in which each lane has a sum for each row, in f32
 A_ROW = 80  # bytes of a row of operand A in a warp's shared memory: 32 numbers, and 16 to spread rows over banks
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import accumulator, activation, expect, fragments, in_range, verifier
-from lowbit.dialect.formats.outliers import LINE, scratch_words
+from lowbit.dialect.formats.outliers import LANE_SUMS, LINE, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, local, spatial
 from lowbit.dialect.ops.common import I32
@@ -64,8 +64,38 @@ class CopyOutliersOp(Lowbit.Operation, name="copy_outliers"):
         in_range(op.splits, "splits", 1)
 
 
-def _check_products(op: Any) -> Reg:
-    """What products with outliers have in common; returns the type of the accumulator."""
+class LoadOutliersOp(Lowbit.Operation, name="load_outliers"):
+    """Words of the first lines of some row blocks from `first_block` on, a word for each lane: [warps, row blocks,
+    lines, 32] of i32; zeros where there are fewer lines.
+
+    Lines are dealt out to parts as by `copy_outliers`. In front of a loop with a `pipeline` they are loaded behind the
+    first copies that are started there.
+    """
+
+    outliers: ext.Operand[GlobalType]
+    first_block: ext.Operand[I32]
+    part: ext.Operand[I32]
+    splits: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        _check_table(op.outliers)
+        _check_words(op.result)
+        in_range(op.splits, "splits", 1)
+
+
+def _check_words(value: Any) -> list[int]:
+    """Words of lines, one for each lane; returns the number of warps that have different ones, and of row blocks."""
+    reg = Reg.of(value.type)
+    lanes = len(reg.shape) == 4 and reg.layout.thread_digits()[-1:] == [(LINE, 1, 3, 1)]
+    expect(reg.element == "i32" and lanes, "words", f"[warps, row blocks, lines, {LINE}] of i32 by lane", value.type)
+    return list(reg.shape[:2])
+
+
+def _check_products(op: Any, warps: int, row_blocks: int) -> Reg:
+    """What products with outliers have in common; returns the type of the accumulator. warps, row_blocks: those that
+    the first lines are of."""
     x, c, d = Global.of(op.x.type), Reg.of(op.c.type), Reg.of(op.result.type)
     _check_table(op.outliers)
     activation(x.element, "element of x")
@@ -74,9 +104,8 @@ def _check_products(op: Any) -> Reg:
     accumulator(c.element, x.element, "element of c")
     expect(len(c.shape) == 3, "c", "[warps, rows, tokens]", list(c.shape))
     fragments(c.layout, MMA_M16N8_D, "c")
-    warps, row_blocks, *_ = _check_lines(op.buffer).shape
     expected = [c.shape[0], c.shape[1] // ROWS]
-    expect([warps, row_blocks] == expected, "warps and row blocks of the buffer", expected, [warps, row_blocks])
+    expect([warps, row_blocks] == expected, "warps and row blocks of the lines", expected, [warps, row_blocks])
     in_range(op.splits, "splits", 1)
     return c
 
@@ -109,7 +138,8 @@ class SparseMmaOp(Lowbit.Operation, name="sparse_mma"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        c, lines = _check_products(op), Shared.of(op.scratch.type).shape[1]
+        warps, row_blocks, *_ = _check_lines(op.buffer).shape
+        c, lines = _check_products(op, warps, row_blocks), Shared.of(op.scratch.type).shape[1]
         words = scratch_words(str(Global.of(op.x.type).element), c.shape[2])
         _check_scratch(op, "i32", (c.layout.threads // 32, lines, words))
 
@@ -118,11 +148,14 @@ class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):
     """The same for one token x, the first row of [m, k], whose products are spread over the eight columns of c: the sum
     over columns, too, has each outlier once.
 
-    `scratch` is [warps of the block, 16, 32] of f32.
+    The first lines are those that `load_outliers` has loaded. `scratch` is any dense buffer that has room for [16, 32]
+    of f32 for every warp of the block. In front of a loop with a `pipeline` it is done behind all copies that are
+    started there, while they are on their way. There `scratch` can be a buffer that the loop copies to: that stage of
+    it is meant to which no copy has been started, and each warp has its own part of it.
     """
 
     outliers: ext.Operand[GlobalType]
-    buffer: ext.Operand[SharedType]
+    words: ext.Operand[RegType]
     scratch: ext.Operand[SharedType]
     x: ext.Operand[GlobalType]
     first_block: ext.Operand[I32]
@@ -133,9 +166,12 @@ class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        c = _check_products(op)
+        c = _check_products(op, *_check_words(op.words))
         expect(c.shape[2] == 8, "columns of c", 8, c.shape[2])
-        _check_scratch(op, "f32", (c.layout.threads // 32, ROWS, 32))
+        scratch, warps = Shared.of(op.scratch.type), c.layout.threads // 32
+        dense = scratch.strides == row_major(scratch.shape) and scratch.bytes % (warps * 16) == 0
+        room = dense and scratch.bytes >= warps * LANE_SUMS
+        expect(room, "scratch", f"a dense buffer of {LANE_SUMS} bytes for each of {warps} warps", op.scratch.type)
 
 
 class AddOutliersOp(Lowbit.Operation, name="add_outliers"):

@@ -9,7 +9,7 @@ from lowbit.dialect.bindings import ISOLATED_FROM_ABOVE, ext, ir
 from lowbit.dialect.checks import Mismatch, expect, in_range, verifier
 from lowbit.dialect.errors import LowbitError
 from lowbit.dialect.ops.common import I32
-from lowbit.dialect.optional import Optional
+from lowbit.dialect.optional import Flag, Optional
 from lowbit.dialect.signature import WORKSPACE, Grid
 from lowbit.dialect.types import (
     Global,
@@ -33,7 +33,8 @@ class ProgramOp(Lowbit.Operation, name="program", traits=ISOLATED_FROM_ABOVE):
     and seen by its address (!llvm.ptr). `grid` has three extents as `dialect.signature` describes them.
 
     `cluster` is how many blocks along each axis of the grid run side by side and see each other's shared memory (PTX
-    ISA 5.2.2), `max_blocks` how many blocks at most are to run on a multiprocessor.
+    ISA 5.2.2), `max_blocks` how many blocks at most are to run on a multiprocessor; with
+    `fits_blocks` the assembler takes so few registers that so many fit.
     """
 
     sym_name: ir.StringAttr
@@ -43,6 +44,7 @@ class ProgramOp(Lowbit.Operation, name="program", traits=ISOLATED_FROM_ABOVE):
     workspace: ir.IntegerAttr
     cluster = Optional(ir.ArrayAttr, "three sizes")
     max_blocks = Optional(ir.IntegerAttr, "an integer")
+    fits_blocks = Flag()
     body: ext.Region
 
     @verifier
@@ -54,6 +56,7 @@ class ProgramOp(Lowbit.Operation, name="program", traits=ISOLATED_FROM_ABOVE):
             _check_cluster(read_ints(op.cluster), grid)
         if op.max_blocks is not None:
             in_range(op.max_blocks, "max_blocks", 1)
+        expect(op.max_blocks is not None or not op.fits_blocks, "fits_blocks", "max_blocks as well", "none")
         workspace = in_range(op.workspace, "workspace", 0)
         expect(len(op.body.blocks) == 1, "body", "one block", len(op.body.blocks))
         _check_params(op, grid, workspace)

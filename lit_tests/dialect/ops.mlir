@@ -179,9 +179,9 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
     : (!partial, i32, i32) -> !d
   "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
   "lowbit.return"() : () -> ()
-// CHECK: cluster = [1, 2, 1], grid = [6, 2, 1], max_blocks = 1 : i64
+// CHECK: cluster = [1, 2, 1], fits_blocks, grid = [6, 2, 1], max_blocks = 1 : i64
 }) {sym_name = "warpgroup", threads = 128, grid = [6, 2, 1], params = [], workspace = 0, cluster = [1, 2, 1],
-    max_blocks = 1} : () -> ()
+    max_blocks = 1, fits_blocks} : () -> ()
 
 // -----
 

@@ -81,14 +81,38 @@ func.func @copy_outliers_strides(%outliers: !table, %lines: !lines, %i: i32) {
 // -----
 
 !table = !lowbit.global<[5], i32, [1], [1]>
-!lines = !lowbit.shared<[1, 1, 4, 32], i32, [128, 128, 32, 1], 0>
+!words = !lowbit.reg<[1, 1, 4, 32], i32, "local(1, 1, 4, 1).spatial(1, 1, 1, 32)">
 !scratch = !lowbit.shared<[1, 16, 32], f32, [512, 32, 1], 0>
 !x = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
 !d = !lowbit.reg<[1, 16, 16], f32, "local(1, 1, 2).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
-func.func @sparse_vector_columns(%outliers: !table, %lines: !lines, %scratch: !scratch, %x: !x, %i: i32, %d: !d) {
+func.func @sparse_vector_columns(%outliers: !table, %words: !words, %scratch: !scratch, %x: !x, %i: i32, %d: !d) {
   // expected-error @below {{'lowbit.sparse_vector' op columns of c: expected 8, got 16}}
-  %0 = "lowbit.sparse_vector"(%outliers, %lines, %scratch, %x, %i, %i, %d) {splits = 1 : i64}
-    : (!table, !lines, !scratch, !x, i32, i32, !d) -> !d
+  %0 = "lowbit.sparse_vector"(%outliers, %words, %scratch, %x, %i, %i, %d) {splits = 1 : i64}
+    : (!table, !words, !scratch, !x, i32, i32, !d) -> !d
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!words = !lowbit.reg<[1, 2, 4, 32], i32, "local(1, 2, 4, 1).spatial(1, 1, 1, 32)">
+!scratch = !lowbit.shared<[1, 16, 32], f32, [512, 32, 1], 0>
+!x = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
+!d = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+func.func @sparse_vector_lines(%outliers: !table, %words: !words, %scratch: !scratch, %x: !x, %i: i32, %d: !d) {
+  // expected-error @below {{'lowbit.sparse_vector' op warps and row blocks of the lines: expected [1, 1], got [1, 2]}}
+  %0 = "lowbit.sparse_vector"(%outliers, %words, %scratch, %x, %i, %i, %d) {splits = 1 : i64}
+    : (!table, !words, !scratch, !x, i32, i32, !d) -> !d
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!words = !lowbit.reg<[1, 1, 4, 32], i32, "local(1, 1, 1, 4).spatial(1, 1, 4, 8)">
+func.func @load_outliers_lanes(%outliers: !table, %i: i32) {
+  // expected-error @below {{'lowbit.load_outliers' op words: expected [warps, row blocks, lines, 32] of i32 by lane}}
+  %0 = "lowbit.load_outliers"(%outliers, %i, %i) {splits = 1 : i64} : (!table, i32, i32) -> !words
   return
 }
 

@@ -155,6 +155,13 @@ func.func @isolated(%m: i32) {
 
 // -----
 
+// expected-error @below {{'lowbit.program' op fits_blocks: expected max_blocks as well, got none}}
+"lowbit.program"() ({
+  "lowbit.return"() : () -> ()
+}) {sym_name = "p", threads = 32, grid = [8, 4, 1], params = [], workspace = 0, fits_blocks} : () -> ()
+
+// -----
+
 // expected-error @below {{cluster: expected at most 8 blocks, got 16}}
 "lowbit.program"() ({
   "lowbit.return"() : () -> ()

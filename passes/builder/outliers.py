@@ -16,11 +16,10 @@ from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, i64, tex
 class OutlierShare:
     """The outliers that a block multiplies: part `part` of `splits` of the lines of row blocks `first_block` and on.
 
-    table: the view of all outliers. lines: the buffer [warps, row blocks, lines, 32] of the share's first lines.
+    table: the view of all outliers.
     """
 
     table: Memory
-    lines: Memory
     first_block: Scalar
     part: Scalar
     splits: int
@@ -33,20 +32,28 @@ class OutlierShare:
 class Outliers:
     """Outliers added to products, to numbers in shared memory, and to weights in registers."""
 
-    def copy_outliers(self, share: OutlierShare, layout: Layout) -> None:
-        """Starts to copy the share's first lines, cut once more among warps, to its buffer."""
-        ops.CopyOutliersOp(share.table.value, share.lines.value, *share.place, text(str(layout)), i64(share.splits))
+    def copy_outliers(self, share: OutlierShare, lines: Memory, layout: Layout) -> None:
+        """Starts to copy the share's first lines, cut once more among warps, to a buffer."""
+        ops.CopyOutliersOp(share.table.value, lines.value, *share.place, text(str(layout)), i64(share.splits))
 
-    def sparse_mma(self, share: OutlierShare, scratch: Memory, x: Memory, total: Tile) -> Tile:
-        """total + S x^T for the share's outliers, whose first lines are copied; warps need `scratch` meanwhile."""
-        return self._sparse_products(ops.SparseMmaOp, share, scratch, x, total)
+    def sparse_mma(self, share: OutlierShare, lines: Memory, scratch: Memory, x: Memory, total: Tile) -> Tile:
+        """total + S x^T for the share's outliers, whose first lines are copied to `lines`, [warps, row blocks, lines,
+        32]; warps need `scratch` meanwhile."""
+        return self._sparse_products(ops.SparseMmaOp, share, lines.value, scratch, x, total)
 
-    def sparse_vector(self, share: OutlierShare, scratch: Memory, x: Memory, total: Tile) -> Tile:
-        """The same for one token, spread over eight columns."""
-        return self._sparse_products(ops.SparseVectorOp, share, scratch, x, total)
+    def load_outliers(self, share: OutlierShare, layout: Layout) -> Tile:
+        """The words of the share's first lines, cut once more among warps, a word for each lane."""
+        reg = Reg("i32", layout)
+        return Tile(ops.LoadOutliersOp(share.table.value, *share.place, i64(share.splits), reg.type).result)
 
-    def _sparse_products(self, operation: Any, share: OutlierShare, scratch: Memory, x: Memory, total: Tile) -> Tile:
-        memory = share.table.value, share.lines.value, scratch.value, x.value
+    def sparse_vector(self, share: OutlierShare, words: Tile, scratch: Memory, x: Memory, total: Tile) -> Tile:
+        """The same for one token, spread over eight columns; the first lines are loaded to `words`."""
+        return self._sparse_products(ops.SparseVectorOp, share, words.value, scratch, x, total)
+
+    def _sparse_products(
+        self, operation: Any, share: OutlierShare, lines: Any, scratch: Memory, x: Memory, total: Tile
+    ) -> Tile:
+        memory = share.table.value, lines, scratch.value, x.value
         return Tile(operation(*memory, *share.place, total.value, i64(share.splits), total.reg.type).result)
 
     def add_outliers(

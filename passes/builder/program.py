@@ -43,8 +43,8 @@ class Program(
     params: name -> "pointer" (to device memory), "i32", "f32" or "tensor_map" (128 bytes by value). threads per block;
     grid in blocks along three axes, each a number, "ceil(m / 16)" (m: any i32 parameter) or "sm_count * 2". workspace
     in bytes, at the pointer "workspace"; max_blocks on a multiprocessor at a time (0: as many as fit), by claiming
-    shared memory. cluster: blocks along each axis of the grid that can read each other's shared memory (sm_90; PTX ISA
-    5.2.2).
+    shared memory; fits_blocks: they take so few registers that so many fit. cluster: blocks along each axis of the grid
+    that can read each other's shared memory (sm_90; PTX ISA 5.2.2).
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Program(
         workspace: int = 0,
         max_blocks: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
+        fits_blocks: bool = False,
     ) -> None:
         types: dict[str, str] = {**PARAM_TYPES}
         for parameter, kind in params.items():
@@ -74,6 +75,7 @@ class Program(
             self.op = ops.ProgramOp(*about)
         if max_blocks:
             self.op.max_blocks = i64(max_blocks)
+            self.op.fits_blocks = fits_blocks
         if cluster != (1, 1, 1):
             self.op.cluster = ints(cluster)
         block = self.op.body.blocks.append(*[ir.Type.parse(types[kind]) for kind in params.values()])

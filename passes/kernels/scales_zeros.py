@@ -27,6 +27,7 @@ class ScalesZeros:
         """offset: by how much the codes are too large that are multiplied; raw: whether they are subnormals; power: the
         power of two that decoding leaves out, None: that of decoding to the activation's type."""
         self.p, self.spec, self.offset, self.raw = p, spec, offset, raw
+        self.multiplied = False  # whether a second level's numbers come with `minus_product` in place of B
         self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act)) if power is None else power
 
     @staticmethod
@@ -63,7 +64,11 @@ class ScalesZeros:
         if not bilevel.zeros:
             return self.p.fma(raised, scale, scale * -power)
         zero = of_block(f"{slot.role}_zeros", bilevel)
-        return self.p.fma(raised - power, scale, self.p.neg(scale * zero))
+        return self.p.fma(raised - power, scale, zero if self.multiplied else self.minus_product(scale, zero))
+
+    def minus_product(self, scale: Tile, zero: Tile) -> Tile:
+        """- S * B."""
+        return self.p.neg(scale * zero)
 
     def _codes(self, slot: TensorSlot, tile: Tile, bilevel: Bilevel) -> Tile:
         """The numbers that codes stand for before they are scaled."""
@@ -79,14 +84,15 @@ class ScalesZeros:
         """Codes from bytes that they share, plus a power of two."""
         return self.p.raise_bits(tile, slot.bit, slot.bits)
 
-    def with_exponent(self, scale: Tile) -> Tile:
-        """The scale times the power of two that decoding left out."""
+    def with_exponent(self, scale: Tile, sign: int = 1) -> Tile:
+        """The scale times the power of two that decoding left out; with sign -1, divided by it."""
+        p = self.p
         if self.raw:
             upper, lower = raw_exponents(self.spec.dtype)
-            return self.p.mul(scale, self.p.constant(2.0**upper, "f32", scale.layout, 2.0**lower))
+            return p.mul(scale, p.constant(2.0 ** (sign * upper), "f32", scale.layout, 2.0 ** (sign * lower)))
         if self.exponent == 0:
             return scale
-        return self.p.mul(scale, self.p.constant(2.0**self.exponent, "f32", scale.layout))
+        return p.mul(scale, p.constant(2.0 ** (sign * self.exponent), "f32", scale.layout))
 
     def minus_zero(self, stored: Tile) -> Tile:
         """-z, and minus the offset; integer zeros are stored from the format's least value up."""

@@ -171,6 +171,12 @@ def from_lane_beside(value: Any, distance: int) -> Any:
     return nvvm.shfl_sync(constant(-1), value, constant(distance), constant(31), kind)
 
 
+def of_lane(lane: int, value: Any) -> Any:
+    """What a lane of the warp has for a value, for all of its lanes."""
+    kind = ir.Attribute.parse("#nvvm<shfl_kind idx>")
+    return nvvm.shfl_sync(constant(-1), value, constant(lane), constant(31), kind)
+
+
 def from_e4m3(code: Any) -> Any:
     """f32 from an f8e4m3 code without NaN that is extended by copies of its sign: bits into place, then 2^(127-7) makes
     up for the bias."""

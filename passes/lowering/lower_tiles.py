@@ -133,6 +133,8 @@ class _Lowering:
         if self.program.cluster is not None:
             context.require(CLUSTERS, f"{self._name} in clusters")
             attributes["nvvm.cluster_dim"] = ir.DenseI32ArrayAttr.get(list(read_ints(self.program.cluster)))
+        if self.program.fits_blocks:
+            attributes["nvvm.minctasm"] = ir.IntegerAttr.get(emit.integer(), int_attr(self.program, "max_blocks"))
         for name in ("grid", "threads", "params", "workspace"):
             attributes[f"lowbit.{name}"] = self.program.operation.attributes[name]
         shared_bytes = max(context.shared.bytes, self._claimed_bytes())

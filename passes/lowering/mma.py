@@ -165,8 +165,11 @@ def load_diagonal(op: Any, c: LoweringContext) -> None:
         if column not in loaded:
             loaded[column] = llvm.load(word, emit.offset_bytes(base, static=2 * column), alignment=4)
         if block % 8 not in here:
-            here[block % 8] = arith.cmpi(arith.CmpIPredicate.eq, row, emit.constant(block % 8))
-        return arith.select(here[block % 8], loaded[column], emit.real(0.0, word))
+            same = arith.cmpi(arith.CmpIPredicate.eq, row, emit.constant(block % 8))
+            here[block % 8] = arith.extui(emit.integer(), same)
+        bits = emit.bitcast(emit.integer(), loaded[column])
+        text, operands = "mul.lo.s32 $0, $1, $2;", [bits, here[block % 8]]
+        return emit.bitcast(word, llvm.inline_asm(emit.integer(), operands, text, "=r,r,r", asm_dialect=0))
 
     fragment = Fragment(reg, "pair", register)
     c.pending.add_read(fragment)

@@ -22,10 +22,17 @@ class Outlier(NamedTuple):
 
 
 def outlier(word: Any, first_column: Any) -> Outlier:
+    """Reads a word of a line."""
     half = arith.trunci(emit.integer(16), emit.shift_right(word, VALUE_SHIFT))
     value = arith.extf(ir.F32Type.get(), emit.bitcast(ir.F16Type.get(), half))
     beyond = emit.mask(emit.shift_right(word, ROW_BITS), SPAN - 1)
     return Outlier(emit.mask(word, ROWS - 1), arith.addi(first_column, beyond), value)
+
+
+def outlier_of(word: Any, head: Any, lane: Any) -> Outlier:
+    """Reads a lane's word of a line; of the head, and where the line is not full, an outlier of value 0."""
+    is_head = arith.cmpi(arith.CmpIPredicate.eq, lane, emit.constant(0))
+    return outlier(arith.select(is_head, emit.constant(0), word), head)
 
 
 def word(place: Place, index: Any, static: int = 0, words: int = 1) -> Any:

@@ -1,13 +1,14 @@
 """The outliers that a warp multiplies (`dialect.formats.outliers` has the lines they lie in), and a loop over them.
 
-The lines of a row block are dealt out to warps. The first few of a warp are copied to shared memory long before they
-are needed; those for which there is no room there, in row blocks with many outliers, are read where they lie.
+The lines of a row block are dealt out to warps. The first few of a warp are copied to shared memory, or loaded to
+registers, long before they are needed; the others, in row blocks with many outliers, are read where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lowbit.dialect import ops
@@ -17,7 +18,7 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr
-from lowbit.passes.lowering.outlier_lines import WORD, Outlier, first_word, lines_of, outlier
+from lowbit.passes.lowering.outlier_lines import WORD, Outlier, first_word, lines_of, outlier_of, word
 from lowbit.passes.lowering.registry import lowers
 
 WARP = 32
@@ -55,8 +56,7 @@ class Line(NamedTuple):
         if self.pointer.type == emit.pointer(1):
             mine = arith.extui(emit.integer(64), mine)
         (word,) = self.words(mine, 1)
-        is_head = arith.cmpi(arith.CmpIPredicate.eq, lane, emit.constant(0))
-        return outlier(arith.select(is_head, emit.constant(0), word), self.word(0))
+        return outlier_of(word, self.word(0), lane)
 
 
 Add = Callable[[list[list[Line]], Sums], Sums]
@@ -68,7 +68,7 @@ class Share:
 
     def __init__(self, op: Any, c: LoweringContext, layout: Layout, unit: int) -> None:
         """unit: rows of dim 1 of the layout for each of its indices."""
-        self.table, self.buffer = c.places[op.outliers], c.places[op.buffer]
+        self.table, self._lane = c.places[op.outliers], c.thread_digit(WARP)
         warp, rows = emit.constant(0), emit.constant(0)
         for size, divisor, dim, stride in layout.thread_digits():
             if divisor >= WARP and dim in (0, 1):
@@ -77,7 +77,7 @@ class Share:
                 warp, rows = (warp, arith.addi(rows, digit)) if dim else (arith.addi(warp, digit), rows)
         self.warp, self._row_block = warp, arith.divui(rows, emit.constant(ROWS))
         self._block = arith.addi(c.scalars[op.first_block], self._row_block)
-        warps, _, self.staged, _ = self.buffer.type.shape
+        warps = layout.shape[0]
         self.parts = emit.constant(warps * int_attr(op, "splits"))
         self.part = arith.addi(arith.muli(c.scalars[op.part], emit.constant(warps)), warp)
 
@@ -92,54 +92,73 @@ class Share:
         offset = arith.muli(first, emit.constant(WORD, 64))
         return Line(emit.offset_bytes(self.table.base, dynamic=offset), inside)
 
+    def first_lines(self, row_blocks: int, count: int) -> list[Line]:
+        """The first lines of this warp of its row blocks, in device memory."""
+        ends = self._all_ends(row_blocks)
+        numbers = [arith.muli(self.parts, emit.constant(i)) for i in range(count)]
+        firsts = [(arith.addi(start, self.part), end) for start, end in pairwise(ends)]
+        return [self.in_memory(arith.addi(first, number), end) for first, end in firsts for number in numbers]
+
+    def _all_ends(self, row_blocks: int) -> list[Any]:
+        """Where the lines of the first row block begin, and those of each end: none of one beyond the last. One load,
+        a word of the table for each lane, so that all are waited for once."""
+        index = arith.minsi(arith.addi(self._block, self._lane), emit.constant(self.table.type.shape[0] - 1))
+        mine = word(self.table, arith.extui(emit.integer(64), index))
+        return [emit.of_lane(lane, mine) for lane in range(row_blocks + 1)]
+
+    def fold_in_memory(self, row_blocks: Sequence[int], skipped: int, turns: int, sums: Sums, add: Add) -> Sums:
+        """Returns the sums of some row blocks after their lines in device memory, but for the first `skipped` of each.
+        add: adds `turns` lines of each row block."""
+        ends = [self.ends(row) for row in row_blocks]
+        most = reduce(arith.maxsi, [arith.subi(end, start) for start, end in ends])
+        first = arith.addi(self.part, arith.muli(self.parts, emit.constant(skipped)))
+
+        def some(number: Any, sums: Sums) -> Sums:
+            numbers = [arith.addi(number, arith.muli(self.parts, emit.constant(turn))) for turn in range(turns)]
+            lines = [[self.in_memory(arith.addi(start, n), end) for start, end in ends] for n in numbers]
+            return add(lines, sums)
+
+        return _loop(first, most, arith.muli(self.parts, emit.constant(turns)), sums, some)
+
+
+class StagedShare(Share):
+    """The same, the first lines of which are in a buffer in shared memory."""
+
+    def __init__(self, op: Any, c: LoweringContext, layout: Layout, unit: int) -> None:
+        super().__init__(op, c, layout, unit)
+        self._buffer = c.places[op.buffer]
+        self._staged = self._buffer.type.shape[2]
+
     def in_shared(self, row_block: int, number: Any) -> Line:
         """A line of this warp in shared memory, by its number there."""
-        warps, blocks, *_ = (stride * WORD for stride in self.buffer.type.strides)
+        warps, blocks, *_ = (stride * WORD for stride in self._buffer.type.strides)
         place = arith.addi(
             arith.muli(self.warp, emit.constant(warps)),
             arith.muli(arith.addi(self._row_block, emit.constant(row_block)), emit.constant(blocks)),
         )
         place = arith.addi(place, arith.muli(number, emit.constant(LINE * WORD)))
-        return Line(emit.offset_bytes(self.buffer.base, dynamic=place))
+        return Line(emit.offset_bytes(self._buffer.base, dynamic=place))
 
     def fold(self, row_blocks: Sequence[int], turns: int, sums: Sums, add: Add) -> Sums:
-        """Returns the sums of some row blocks after all their lines. add: adds `turns` lines of each row block."""
+        """Returns the sums of some row blocks after all their lines, those beyond the buffer only if its last is one.
+        add: adds `turns` lines of each row block."""
 
         def staged(number: Any, sums: Sums) -> Sums:
             lines = [
                 [self.in_shared(row, arith.addi(number, emit.constant(turn))) for row in row_blocks]
                 for turn in range(turns)
             ]
-            return _if(_any_filled(lines[0]), sums, lambda: add(lines, sums))
+            return if_any(_first_words(lines[0]), sums, lambda: add(lines, sums))
 
-        sums = _loop(emit.constant(0), emit.constant(self.staged), emit.constant(turns), sums, staged)
-        return self.fold_others(row_blocks, turns, sums, add)
-
-    def all_in_shared(self, row_block: int) -> list[Line]:
-        return [self.in_shared(row_block, emit.constant(number)) for number in range(self.staged)]
-
-    def fold_others(self, row_blocks: Sequence[int], turns: int, sums: Sums, add: Add) -> Sums:
-        """The same for lines beyond those in shared memory, if the last there is one."""
-        last = [self.in_shared(row, emit.constant(self.staged - 1)) for row in row_blocks]
-        return _if(_any_filled(last), sums, lambda: self._fold_in_memory(row_blocks, turns, sums, add))
-
-    def _fold_in_memory(self, row_blocks: Sequence[int], turns: int, sums: Sums, add: Add) -> Sums:
-        ends = [self.ends(row) for row in row_blocks]
-        most = reduce(arith.maxsi, [arith.subi(end, start) for start, end in ends])
-        first = arith.addi(self.part, arith.muli(self.parts, emit.constant(self.staged)))
-
-        def others(number: Any, sums: Sums) -> Sums:
-            numbers = [arith.addi(number, arith.muli(self.parts, emit.constant(turn))) for turn in range(turns)]
-            lines = [[self.in_memory(arith.addi(start, n), end) for start, end in ends] for n in numbers]
-            return add(lines, sums)
-
-        return _loop(first, most, arith.muli(self.parts, emit.constant(turns)), sums, others)
+        sums = _loop(emit.constant(0), emit.constant(self._staged), emit.constant(turns), sums, staged)
+        last = [self.in_shared(row, emit.constant(self._staged - 1)) for row in row_blocks]
+        others = partial(self.fold_in_memory, row_blocks, self._staged, turns, sums, add)
+        return if_any(_first_words(last), sums, others)
 
 
-def _any_filled(lines: Sequence[Line]) -> Any:
-    """Whether one of these lines has an outlier: none is 0, so its first is not."""
-    some = reduce(arith.ori, [line.word(1) for line in lines])
-    return arith.cmpi(arith.CmpIPredicate.ne, some, emit.constant(0))
+def _first_words(lines: Sequence[Line]) -> list[Any]:
+    """The words of these lines' first outliers: 0 if there is none, as no outlier is."""
+    return [line.word(1) for line in lines]
 
 
 def _loop(start: Any, end: Any, step: Any, sums: Sums, body: Callable[[Any, Sums], Sums]) -> Sums:
@@ -149,7 +168,9 @@ def _loop(start: Any, end: Any, step: Any, sums: Sums, body: Callable[[Any, Sums
     return list(loop.results)
 
 
-def _if(condition: Any, sums: Sums, action: Callable[[], Sums]) -> Sums:
+def if_any(words: Sequence[Any], sums: Sums, action: Callable[[], Sums]) -> Sums:
+    """Returns what `action` does if one of these words is an outlier, which all lanes agree on; else `sums`."""
+    condition = arith.cmpi(arith.CmpIPredicate.ne, reduce(arith.ori, words), emit.constant(0))
     branch = scf.IfOp(condition, [value.type for value in sums], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.YieldOp(action())
@@ -162,7 +183,7 @@ def _if(condition: Any, sums: Sums, action: Callable[[], Sums]) -> Sums:
 def copy_outliers(op: Any, c: LoweringContext) -> None:
     """A lane copies a piece of 16 bytes of every fourth line; zeros where there is no line."""
     layout = Layout.parse(text_attr(op, "layout"))
-    share = Share(op, c, layout, ROWS)
+    share = StagedShare(op, c, layout, ROWS)
     _, row_blocks, lines, _ = layout.restrict(1, 0, layout.shape[1])[0].shape
     own = row_blocks // max(1, _warps_along(layout, 1))
     lane = c.thread_digit(WARP)

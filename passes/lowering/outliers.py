@@ -120,9 +120,8 @@ def scatter_outliers(op: Any, c: LoweringContext) -> None:
 
 def _on_next_line(cursor: _Cursor, table: Place, c: LoweringContext) -> _Cursor:
     """Returns the cursor on the next line, whose first word, the head, all lanes get."""
-    everyone, kind = emit.constant(-1), ir.Attribute.parse("#nvvm<shfl_kind idx>")
     word, line = cursor.following, arith.addi(cursor.line, emit.constant(1))
-    head = nvvm.shfl_sync(everyone, word, emit.constant(0), emit.constant(_WARP - 1), kind)
+    head = emit.of_lane(0, word)
     following = _word_of_lane(table, arith.addi(line, emit.constant(1)), cursor.end, c)
     return cursor._replace(word=word, column=outlier_lines.outlier(word, head).column, following=following, line=line)
 

@@ -23,7 +23,7 @@ from lowbit.passes.lowering.context import LoweringContext
 from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
 from lowbit.passes.lowering.mma import ldmatrix, mma_sync
 from lowbit.passes.lowering.outlier_lines import WORD, Outlier
-from lowbit.passes.lowering.outlier_share import WARP, Line, Share, Sums
+from lowbit.passes.lowering.outlier_share import WARP, Line, StagedShare, Sums
 from lowbit.passes.lowering.registry import lowers
 
 _MATRIX_ROW = 16  # bytes of a row that ldmatrix loads
@@ -37,7 +37,7 @@ def sparse_mma(op: Any, c: LoweringContext) -> None:
     registers = total.registers("scalar")
     at = {place: i for i, place in enumerate(fragment_blocks(reg.layout, MMA_M16N8_D))}
     rows, columns = (sorted({place[d] for place in at}) for d in range(2))
-    products, share = _Products(op, c, len(columns)), Share(op, c, reg.layout, 1)
+    products, share = _Products(op, c, len(columns)), StagedShare(op, c, reg.layout, 1)
     ahead = c.places[op.scratch].type.shape[1]
     for first in range(0, len(rows), ahead):
         some = rows[first : first + ahead]

@@ -8,9 +8,10 @@ next. A loop of fewer rounds than S has a stage for each of them, and starts all
 
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
-is nothing to do but wait, tables are filled (`lowbit.fill_table`) and outliers asked for (`lowbit.copy_outliers`),
-once. With a `prefetch_limit` no more than that many rounds of the first are under way at a time, so that the kernel
-before need not queue behind them for its activations.
+is nothing to do but wait, tables are filled (`lowbit.fill_table`) and outliers asked for (`lowbit.copy_outliers`, or in
+front of the loop `lowbit.load_outliers`), once. Outliers that are loaded in front of the loop are multiplied
+(`lowbit.sparse_vector`) behind all copies that are started there. With a `prefetch_limit` no more than that many rounds
+of the first are under way at a time, so that the kernel before need not queue behind them for its activations.
 
 With `refill = "after_first_mma"` a round starts the copies of round i+S-1 not in front of what it computes but once its
 first product by wgmma is under way: with wide tiles of activations a warp takes long to ask for its copies, and the
@@ -39,6 +40,7 @@ from lowbit.passes.transforms.stage_signals import Signals
 
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
 _ONCE = ("lowbit.fill_table", "lowbit.copy_outliers")
+_BEFORE_WAIT, _BEHIND_COPIES = "lowbit.load_outliers", "lowbit.sparse_vector"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,11 @@ def _begins_product(op: Any) -> bool:
 def _wait_every_round(op: Any) -> None:
     """Rewrites the loop around a pipeline of one stage."""
     loop = op.operation.parent
-    for inner in list(op.copies.blocks[0].operations):
+    copies = list(op.copies.blocks[0].operations)
+    if (multiply := _in_front(loop, _BEHIND_COPIES)) and "lowbit.grid_wait" in [c.operation.name for c in copies]:
+        with ir.InsertionPoint(multiply[0]):
+            ops.GridWaitOp()
+    for inner in copies:
         inner.operation.move_before(loop if inner.operation.name in _ONCE else op.operation)
     with ir.InsertionPoint(op):
         ops.CommitOp()
@@ -91,6 +97,7 @@ class _Staged:
         copies = list(op.copies.blocks[0].operations)
         self.once = [inner for inner in copies if inner.operation.name in _ONCE]
         self.copies = [inner for inner in copies if inner not in self.once]
+        self.once += _in_front(self.loop.operation, _BEFORE_WAIT)
         self.scalars = [inner for inner in copies if inner.operation.name.startswith("arith.")]
         _, *self.compute, self.end = self.loop.body.operations
         self.sure = self._rounds()
@@ -135,6 +142,9 @@ class _Staged:
     def run(self) -> None:
         with ir.InsertionPoint(self.loop):
             self._prologue()
+            for late in _computed_late(self.loop.operation):
+                late.operation.move_before(self.loop.operation)
+                self._take_free_stage(late)
             new = scf.ForOp(self.lower, self.upper, emit.constant(1), list(self.initial))
         with ir.InsertionPoint(new.body):
             values = dict(zip(self.loop.inner_iter_args, new.inner_iter_args))
@@ -179,6 +189,14 @@ class _Staged:
             if after_wait or self.signals:
                 self._start([*self.scalars, *after_wait], slot, index, last=True)
             ops.CommitOp()
+
+    def _take_free_stage(self, op: Any) -> None:
+        """Gives an operation in front of the loop that stage of a buffer to which no copy has been started."""
+        for i, operand in enumerate(op.operation.operands):
+            if operand in self.buffers:
+                with ir.InsertionPoint(op):
+                    free = emit.constant(self.slots - 1)
+                    op.operation.operands[i] = ops.StageOp(self.buffers[operand], free, operand.type).result
 
     def _start(self, copies: Sequence[Any], slot: int, index: Any, last: bool = False) -> None:
         """Starts copies of a round in front of the loop, if there is such a round; last: they complete its stage."""
@@ -244,6 +262,23 @@ class _Staged:
         self._clone(copies, self._staged(slot, arith.addi(index, ahead)))
         if self.signals:
             self.signals.has_copied(slot)
+
+
+def _in_front(loop: Any, name: str) -> list[Any]:
+    """Operations of a name in the block of a loop, in front of it."""
+    block = list(loop.block.operations)
+    return [inner for inner in block[: block.index(loop.opview)] if inner.operation.name == name]
+
+
+def _computed_late(loop: Any) -> list[Any]:
+    """Operations in front of a loop that come behind the copies that are started there: products with outliers, and
+    what is computed from them."""
+    found = _in_front(loop, _BEHIND_COPIES)
+    block = list(loop.block.operations)
+    for inner in block[: block.index(loop.opview)]:
+        if any(operand.owner in found for operand in inner.operands):
+            found.append(inner)
+    return found
 
 
 def _wait(pending: int) -> None:

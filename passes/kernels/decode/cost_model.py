@@ -248,12 +248,10 @@ def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     threads = s.threads
     given = 8 * (target.registers_per_sm // (8 * threads))  # in eights, as registers are handed out
     used = min(target.max_registers_per_thread, -(-registers(spec, s) // 8) * 8, given)
-    fitting = min(
-        shared_room(spec, s, target),
-        target.max_threads_per_sm // threads,
-        target.registers_per_sm // (threads * used),
-    )
-    return min(fitting, s.max_blocks_per_sm or fitting)
+    most = s.max_blocks_per_sm
+    by_registers = most if most and s.spread_k else target.registers_per_sm // (threads * used)
+    fitting = min(shared_room(spec, s, target), target.max_threads_per_sm // threads, by_registers)
+    return min(fitting, most or fitting)
 
 
 def _decode_clocks(plan: KernelPlan, costs: Costs) -> float:

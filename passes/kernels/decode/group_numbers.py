@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import Layout, local
-from lowbit.passes.builder import Program, Tile
+from lowbit.dialect.layouts.layout import Layout, local, replicated, spatial
+from lowbit.passes.builder import Memory, Program, Tile
 from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
@@ -19,6 +20,41 @@ class GroupNumbers:
     def __init__(self, p: Program, plan: KernelPlan, operands: Operands, convert: ScalesZeros) -> None:
         self.p, self.plan, self.operands, self.convert = p, plan, operands, convert
         self._blocks_read: dict[Hashable, Tile] = {}
+        self._ready: dict[str, Memory] = {}
+        if plan.shares_blocks:
+            shape = (plan.schedule.warps_k, plan.row_blocks, plan.blocks)
+            self._ready = {name: p.alloc_shared("f32", shape) for name in operands.second_level}
+            operands.buffers += self._ready.values()
+            convert.multiplied = True
+
+    def fill(self) -> None:
+        """Computes what all rows of a block share, for this step: each lane a part of it."""
+        p, convert = self.p, self.convert
+        if not self._ready:
+            return
+        layout = self._by_lane()
+        read = {name: self._as_f32(name, 0, layout) for name in self._ready}
+        for tile in read.values():  # all on their way before the first is waited for
+            p.materialize(tile)
+        p.barrier("warps", 1)
+        for role in ("scale", "zero"):
+            scale, zero = (f"{role}_{number}" for number in ("scales", "zeros"))
+            p.store(read[scale], self._ready[scale], (0, 0, 0))
+            p.store(convert.minus_product(read[scale], read[zero]), self._ready[zero], (0, 0, 0))
+        p.barrier("warps", 1)
+        self._blocks_read.clear()
+
+    def _by_lane(self) -> Layout:
+        """Numbers of a step [warps_k, row blocks, blocks], as the lanes of a warp share them out."""
+        s, blocks = self.plan.schedule, self.plan.blocks
+        across = min(blocks, 32)
+        side = math.gcd(s.row_blocks, 32 // across)
+        warps = spatial(s.warps_k, s.warps_n, 1).local(1, s.row_blocks // side, blocks // across)
+        return warps * (replicated(32 // (across * side), 3) * spatial(1, side, across))
+
+    def _as_f32(self, name: str, first: int, layout: Layout) -> Tile:
+        _, buffers, slot = self.operands.second_level[name]
+        return self.convert.as_f32(self.p.load(buffers[self.operands.slot], (0, 0, first), layout), slot.storage)
 
     def load(self, name: str, group: int, layout: Layout) -> Tile:
         """Numbers of the groups of a step from `group` on: [warps_k, row blocks, groups, 16] in a layout of this
@@ -42,14 +78,17 @@ class GroupNumbers:
         p, of_rows = self.p, layout.reduce((3,) if bilevel.rows == 1 else (3, 4))
         key = self.operands.slot, name, block, of_rows
         if key not in self._blocks_read:
-            _, buffers, slot = self.operands.second_level[name]
+            _, _, slot = self.operands.second_level[name]
             lanes = slot.shape[2]
             copies = of_rows * local(1, 1, 1, 1, lanes // of_rows.shape[4])
             *outer, blocks, _, rows = copies.shape
             flat = copies.reshape((*outer, blocks * rows))
-            loaded = p.load(buffers[self.operands.slot], (0, 0, block * lanes), flat)
+            if self._ready:
+                loaded = p.load(self._ready[name], (0, 0, block * lanes), flat)
+            else:
+                loaded = self._as_f32(name, block * lanes, flat)
             numbers = p.reshape(loaded, copies.shape)
             if rows > of_rows.shape[4]:
                 numbers = p.slice(numbers, 4, 0, 1)
-            self._blocks_read[key] = self.convert.as_f32(numbers, slot.storage)
+            self._blocks_read[key] = numbers
         return self._blocks_read[key]

@@ -35,7 +35,10 @@ as they are stored, in f16, with no subtraction, and so is what has sums of x an
 `Schedule.raw_codes` others are, too, and all zero points and the offset of signed codes go by sums of x.
 
 Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of the lines of its
-row blocks (`dialect.formats.outliers`) after the loop, with x from device memory, and adds the products to its sums.
+row blocks (`dialect.formats.outliers`), with x from device memory, and adds the products to its sums. It does so after
+the loop, but for one token before it: what takes long there is to wait for the table of lines, then for lines, then for
+x, and in that time the first weights come. The table and the lines are asked for behind the copies of weights, in front
+of the wait for the kernel before.
 
 Where scales are codes, or e4m3, what sums or weights are multiplied by is computed at the head of a step, once for all
 lanes of a warp (`passes.kernels.decode.step_factors`).
@@ -57,7 +60,7 @@ from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
 from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Program, Scalar, Tile, as_i32
+from lowbit.passes.builder import Memory, Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.decode.epilogue import Epilogue
 from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
 from lowbit.passes.kernels.decode.operands import Operands
@@ -90,6 +93,7 @@ class Kernel:
             self.plan.workspace_bytes,
             s.max_blocks_per_sm,
             (1, s.cluster, 1),
+            fits_blocks=s.spread_k,
         )
         self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
@@ -109,6 +113,7 @@ class Kernel:
         self.row_layout = self.d_layout.reduce((2,))
         self.sum_layout = self.d_layout.reduce((1,))
         self.parts = self.plan.groups  # of a step, whose sums are scaled apart
+        self.sparse: Tile | None = None  # products with outliers that are to be added at the end
 
     def build(self) -> ir.Module:
         p, tiles = self.p, self.plan.tiles
@@ -144,8 +149,8 @@ class Kernel:
         if rest := self.plan.exponent - self.plan.scale_power:
             carried = [p.mul(carried[0], p.constant(2.0**rest, "f32", self.d_layout))]
         total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
-        total = self._with_outliers(total) if self.spec.outliers else total
-        p.barrier()
+        total = self._with_outliers(total)
+        p.barrier()  # all of the block have read their stages, whose place is taken now
         p.free_shared(*self.operands.buffers)
         Epilogue(p, self.plan, self.tile).finish(total)
 
@@ -163,6 +168,7 @@ class Kernel:
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
         p, s, operands = self.p, self.schedule, self.operands
+        carried = self._first_sums(carried, operands.load_outliers())
         with p.loop(0, self.plan.rounds, carried) as loop:
             with p.pipeline(s.num_stages, s.prefetch_limit, s.refill, "warps", s.warps_n, async_proxy=s.wgmma):
                 step = self._first_step(loop.index)
@@ -185,10 +191,12 @@ class Kernel:
             operands.copy_scales_zeros(step)
         operands.fill_table()
         operands.copy_outliers()
+        outliers = operands.load_outliers()
         p.grid_wait()
         for operands.slot, step in enumerate(steps):
             operands.copy_x(step)
             p.commit()
+        carried = self._first_sums(carried, outliers)
         for operands.slot, codes in enumerate(words):
             if operands.slot == 0 or not s.overlap_groups:  # between barriers alone, products may overlap
                 p.wait(0 if s.overlap_groups else len(steps) - 1 - operands.slot)
@@ -248,18 +256,30 @@ class Kernel:
     def _with_outliers(self, total: Tile) -> Tile:
         """The sums of a warp with those of its share of the outliers, which reads x where it needs it."""
         p, spec = self.p, self.spec
-        if spec.row_scales:
+        if spec.outliers and spec.row_scales:
             total = p.mul(total, self._row_scale_or_zero("row_scales"))
-        p.barrier()  # all of the block have read their stages, whose place is taken now
+        if self.sparse is not None:
+            return p.add(total, p.reduce(self.sparse, 2))
+        if not spec.outliers or self.plan.spreads_outliers:
+            return total
+        p.barrier()
         p.free_shared(*self.operands.buffers)
         scratch = p.alloc_shared(*self.plan.outlier_scratch)
-        outliers = self.operands.outliers
-        self.operands.buffers = [outliers.lines, scratch]
-        x = p.global_view(p["x"], spec.act, (-1, spec.k), sizes=[p["m"]])
-        if not self.plan.spreads_outliers:
-            return p.sparse_mma(outliers, scratch, x, total)
-        products = p.sparse_vector(outliers, scratch, x, p.constant(0.0, "f32", self.d_layout))
-        return p.add(total, p.reduce(products, 2))
+        outliers, lines = self.operands.outliers, self.operands.outlier_buffer
+        self.operands.buffers = [lines, scratch]
+        return p.sparse_mma(outliers, lines, scratch, self._whole_x(), total)
+
+    def _first_sums(self, carried: list[Tile], words: Tile | None) -> list[Tile]:
+        """The sums of a warp before its first step. For one token, products with its share of the outliers are ready;
+        they are spread over eight columns."""
+        if words is not None:
+            outliers, scratch = self.operands.outliers, self.operands.outlier_buffer
+            self.sparse = self.p.sparse_vector(outliers, words, scratch, self._whole_x(), carried[0])
+        return carried
+
+    def _whole_x(self) -> Memory:
+        """The activations in device memory."""
+        return self.p.global_view(self.p["x"], self.spec.act, (-1, self.spec.k), sizes=[self.p["m"]])
 
     def _shifts(self) -> list[Tile]:
         """Minus integer zeros, which decoding subtracts for nothing: q - z is exact."""

@@ -35,14 +35,20 @@ def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
 def _shared_bytes(plan: KernelPlan) -> int:
     spec, s = plan.spec, plan.schedule
     slots = plan.rounds if s.preload_weights else min(s.num_stages, plan.rounds)
+    scratch = _padded(4 * math.prod(plan.outlier_scratch[1])) if spec.outliers else 0
     lines = s.warps_k * plan.row_blocks * plan.staged_lines * LINE * 4 if spec.outliers else 0
+    if plan.spreads_outliers:
+        lines, scratch = 0 if plan.sums_in_stage else scratch, 0
     signals = _padded(16 * slots * s.warps_k) if s.refill == "per_warp" else 0
     loop = lines + signals + (0 if s.preload_weights else _padded(slots * _codes_bytes(plan)))
     loop = -(-loop // 1024) * 1024 if s.wgmma else loop  # x is swizzled
     loop += sum(_padded(slots * size) for size in (*_x_bytes(plan), *_factors_bytes(plan)))
     factor = spec.x if plan.rounds_scales else ELEMENTS["f32"]
     loop += _padded(len(plan.step_factors) * s.warps_k * _rows_of_groups(plan) * factor.bytes)
-    outliers = lines + signals + _padded(4 * math.prod(plan.outlier_scratch[1])) if spec.outliers else 0
+    if plan.shares_blocks:
+        numbers = s.warps_k * plan.row_blocks * plan.blocks * 4
+        loop += _padded(numbers) * sum(slot.index == "block" for slot in plan.spec.tensors)
+    outliers = lines + signals + scratch
     sums = _padded(s.warps_k * s.tokens * (s.rows + 4) * 4) if s.warps_k > 1 or s.cluster > 1 else 0
     flag = 128 if s.split_k > s.cluster else 0  # of the last block to arrive
     return max(max(loop, outliers) + _bytes_there_once(plan), signals + sums + flag)

@@ -27,6 +27,7 @@ class Operands:
     second_level  the same for scales, zeros and offsets that are codes: [row blocks, blocks of groups x lanes]
     table         of a format that has one
     outliers      those of this block, of a weight that has any
+    outlier_buffer  their first lines; for one token, whose lines are loaded to registers, sums of lanes
     """
 
     def __init__(self, p: Program, plan: KernelPlan, first_block: Scalar) -> None:
@@ -39,11 +40,13 @@ class Operands:
         steps, units = self.plan.steps, packing.chunks * packing.units * 32
         self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
         self.buffers: list[Memory] = []
-        if spec.outliers:
+        if spec.outliers and not plan.spreads_outliers:
             self._view_outliers()
         if not s.preload_weights:
             self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
             self.buffers.append(self.codes_buffer)
+        if spec.outliers and plan.spreads_outliers:
+            self._view_outliers()
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
         self._view_x()
@@ -62,15 +65,23 @@ class Operands:
             self.buffers.append(self.table)
 
     def _view_outliers(self) -> None:
-        """The table of lines, this block's share of them, and room for the first of them."""
-        p, s, shape = self.p, self.schedule, (self.schedule.warps_k, self.plan.row_blocks, self.plan.staged_lines, LINE)
+        """The table of lines, this block's share of them, and room for the first of them, or for sums."""
+        p, s, plan = self.p, self.schedule, self.plan
         table = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
-        part = p.block_id(1)
-        lines = p.alloc_shared("i32", shape)  # the first buffer, as it is needed longer than all others
-        self.outliers = OutlierShare(table, lines, self.first_block, part, s.split_k)
-        lanes = spatial(1, 1, 4, 8).local(1, 1, 1, 4)
         warps = spatial(s.warps_k, s.warps_n, 1, 1)
-        self.line_layout = warps.local(1, s.row_blocks, shape[2] // 4, 1) * lanes
+        if plan.spreads_outliers:
+            self.line_layout = warps.local(1, s.row_blocks, plan.loaded_lines, 1).spatial(1, 1, 1, LINE)
+            if plan.sums_in_stage:
+                self.outlier_buffer = self.codes_buffer
+            else:
+                self.outlier_buffer = p.alloc_shared(*plan.outlier_scratch)
+                self.buffers.append(self.outlier_buffer)
+        else:
+            lanes = spatial(1, 1, 4, 8).local(1, 1, 1, 4)
+            self.line_layout = warps.local(1, s.row_blocks, plan.staged_lines // 4, 1) * lanes
+            # The first buffer, as it is needed longer than all others.
+            self.outlier_buffer = p.alloc_shared("i32", self.line_layout.shape)
+        self.outliers = OutlierShare(table, self.first_block, p.block_id(1), s.split_k)
 
     def _view_x(self) -> None:
         p, s, act, k, panel = self.p, self.schedule, self.spec.x.operand, self.spec.k, self.spec.x.per_panel
@@ -176,9 +187,15 @@ class Operands:
             self.p.fill_table(self.table, t, self._compute, exponent(t, self._compute))
 
     def copy_outliers(self) -> None:
-        """The first lines of each row block, to shared memory."""
-        if self.spec.outliers:
-            self.p.copy_outliers(self.outliers, self.line_layout)
+        """The first lines of each row block, to shared memory; not for one token."""
+        if self.spec.outliers and not self.plan.spreads_outliers:
+            self.p.copy_outliers(self.outliers, self.outlier_buffer, self.line_layout)
+
+    def load_outliers(self) -> Tile | None:
+        """The same to registers, for one token."""
+        if self.spec.outliers and self.plan.spreads_outliers:
+            return self.p.load_outliers(self.outliers, self.line_layout)
+        return None
 
     def copy_x(self, step: Scalar) -> None:
         p, s, packing, buffer = self.p, self.schedule, self.packing, self.x_buffer

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lowbit.dialect.formats.outliers import ENTRIES, lines_at_once, scratch_words
+from lowbit.dialect.formats.outliers import ENTRIES, LANE_SUMS, lines_at_once, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
 from lowbit.dialect.spec import MatmulSpec
@@ -66,15 +66,31 @@ class KernelPlan:
 
     @property
     def staged_lines(self) -> int:
-        """Lines of outliers of a row block, of a warp's share, that shared memory has room for: a quarter more than one
-        outlier in a hundred weights takes, but at most 16."""
-        lines = ROWS * self.spec.k / 80 / ENTRIES
-        return min(16, 4 * math.ceil(lines / (4 * self.schedule.warps_k * self.schedule.split_k)))
+        """Lines of outliers of a row block, of a warp's share, that shared memory has room for, at most 16."""
+        return min(16, 4 * math.ceil(self._usual_lines / 4))
+
+    @property
+    def loaded_lines(self) -> int:
+        """The same for one token, whose lines are loaded to registers: at most 32 of all row blocks of a warp."""
+        return min(math.ceil(self._usual_lines), max(1, 32 // self.schedule.row_blocks))
+
+    @property
+    def _usual_lines(self) -> float:
+        """Lines of a warp's share of a row block: a quarter more than one outlier in a hundred weights takes."""
+        return ROWS * self.spec.k / 80 / ENTRIES / (self.schedule.warps_k * self.schedule.split_k)
 
     @property
     def spreads_outliers(self) -> bool:
         """Whether products with outliers are spread over the eight columns that one token has."""
         return self.schedule.tokens == 1
+
+    @property
+    def sums_in_stage(self) -> bool:
+        """Whether sums of lanes for outliers have room where codes go of a later round, of one token: each warp in the
+        part that it copies to itself."""
+        s, packing = self.schedule, self.spec.packing
+        codes = s.row_blocks * (s.step_k // packing.chunk) * packing.units * 512
+        return not s.preload_weights and self.rounds >= s.num_stages and codes >= LANE_SUMS
 
     @property
     def outlier_scratch(self) -> tuple[str, tuple[int, ...]]:
@@ -166,6 +182,14 @@ class KernelPlan:
         if not self.computes_scales or self.groups < 2 or s.spread_k or s.integer_mma or spec.compute:
             return ()
         return ("scales", "shifts") if self.zeros_in_sums or self.rounds_zeros else ("scales",)
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether what all rows of a block of groups share is computed once per step, for all lanes of a warp."""
+        bilevel = self.spec.bilevel
+        if not self.schedule.spread_k or bilevel is None or not bilevel.zeros or bilevel.scale != "f16":
+            return False
+        return bilevel.rows == ROWS and self.spec.zeros == "float" and bool(self.spec.slot("scales").shared)
 
     @property
     def rounds_zeros(self) -> bool:

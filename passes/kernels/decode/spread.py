@@ -18,6 +18,8 @@ that for scales. Sums of x come the same way, eight at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout
@@ -46,15 +48,42 @@ class _SpreadKernel(Kernel):
         warps, rows, _ = layout.shape
         return layout.reshape((warps, rows, self.groups, COLUMNS // self.groups)).permute((0, 2, 1, 3))
 
+    def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
+        self.numbers.fill()
+        return super()._step(carried, words)
+
     def _fragments_of_x(self) -> Tile:
         return self.p.load_diagonal(self.operands.x_buffer, self.b_layout)
 
+    def _first_sums(self, carried: list[Tile], words: Tile | None) -> list[Tile]:
+        """Those of outliers are spread alike, and can be added to, unless sums are scaled at the end."""
+        carried = super()._first_sums(carried, words)
+        if self.sparse is None or self.spec.row_scales:
+            return carried
+        first, self.sparse = self.convert.with_exponent(self.sparse, -1), None
+        return [first, *carried[1:]]
+
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
-        """The same by groups."""
+        """The same by groups, but for the power of two that decoding left out: sums of x are divided by it, so that the
+        total can be multiplied by it once."""
         p = self.p
         total, product = (p.view(t, "f32", self.by_group) for t in (total, product))
-        sums = None if sums_of_x is None else p.view(sums_of_x, "f32", self.sums_by_group)
-        return p.view(super()._add_scaled(total, product, group, sums), "f32", self.d_layout)
+        scale = self._scale_or_zero("scales", group)
+        if sums_of_x is not None:
+            ones = p.constant(1.0, "f32", self.by_group)
+            sums = p.mul(self.convert.with_exponent(ones, -1), p.view(sums_of_x, "f32", self.sums_by_group))
+            if self.spec.zeros == "offset":
+                offset = self.convert.with_code_offset(self._scale_or_zero("offsets", group), scale)
+                total = p.fma(offset, sums, total)
+            else:
+                product = p.fma(self._minus_zero(group), sums, product)
+        return p.view(p.fma(scale, product, total), "f32", self.d_layout)
+
+    def _minus_zero(self, group: int) -> Tile:
+        """What sums of x are multiplied by before they are scaled."""
+        if self.spec.zeros == "none":
+            return self.p.constant(-self.convert.offset, "f32", self.factor_layout)
+        return self.convert.minus_zero(self._scale_or_zero("zeros", group))
 
     def _scale_or_zero(self, name: str, part: int) -> Tile:
         """Scales, zeros or offsets of every row and group: [warps_k, groups, rows, 1] f32."""
@@ -63,7 +92,7 @@ class _SpreadKernel(Kernel):
         return self.p.view(self.numbers.load(name, part * self.groups, by_rows), "f32", self.factor_layout)
 
     def _whole(self, total: Tile) -> Tile:
-        return self.p.reduce(total, 2)
+        return self.convert.with_exponent(self.p.reduce(total, 2))
 
 
 def decode_matmul_spread(spec: MatmulSpec, schedule: Schedule) -> ir.Module:

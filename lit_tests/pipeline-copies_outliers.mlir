@@ -1,0 +1,82 @@
+// RUN: %lowbit-opt %s --split-input-file --pipeline-copies | %filecheck %s
+
+// Outliers of one token stand in front of a loop. They are asked for behind the copies of weights that are started
+// there, and multiplied behind all copies, with sums in the stage of the weights to which none has been started.
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!words = !lowbit.reg<[1, 1, 4, 32], i32, "local(1, 1, 4, 1).spatial(1, 1, 1, 32)">
+!x = !lowbit.global<[16, 1024], f16, [1024, 1], [1, 1]>
+!d = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+!buffer = !lowbit.shared<[1, 1024], f16, [1024, 1], 0>
+
+// CHECK-LABEL: "lowbit.program"
+// CHECK:         "lowbit.copy_async"
+// CHECK:         %[[WORDS:.*]] = "lowbit.load_outliers"
+// CHECK-NEXT:    "lowbit.grid_wait"
+// CHECK:         "lowbit.copy_async"
+// CHECK:         "lowbit.commit"
+// CHECK:         %[[FREE:.*]] = "lowbit.stage"(%{{.*}}, %c1_i32{{.*}})
+// CHECK-NEXT:    %[[FIRST:.*]] = "lowbit.sparse_vector"(%{{.*}}, %[[WORDS]], %[[FREE]],
+// CHECK:         scf.for {{.*}} iter_args(%{{.*}} = %[[FIRST]])
+"lowbit.program"() ({
+^bb0(%o: !llvm.ptr<1>, %p: !llvm.ptr<1>, %n: i32):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %table = "lowbit.global_view"(%o) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table
+  %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %weights = "lowbit.alloc_shared"() : () -> !buffer
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %zero = "lowbit.constant"() {value = 0.0 : f64} : () -> !d
+  %words = "lowbit.load_outliers"(%table, %c0, %c0) {splits = 1 : i64} : (!table, i32, i32) -> !words
+  %first = "lowbit.sparse_vector"(%table, %words, %weights, %x, %c0, %c0, %zero) {splits = 1 : i64}
+    : (!table, !words, !buffer, !x, i32, i32, !d) -> !d
+  %total = scf.for %i = %c0 to %n step %c1 iter_args(%c = %first) -> (!d) : i32 {
+    "lowbit.pipeline"() ({
+      "lowbit.copy_async"(%x, %weights, %i, %c0) {layout = "spatial(1, 32).local(1, 32)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+      "lowbit.grid_wait"() : () -> ()
+      "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 32)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    }) {num_stages = 2, scope = "block", warps = 1} : () -> ()
+    scf.yield %c : !d
+  }
+  "lowbit.return"() : () -> ()
+}) {sym_name = "staged", threads = 32, grid = [1, 1, 1], params = ["outliers", "x", "n"], workspace = 0} : () -> ()
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!words = !lowbit.reg<[1, 1, 4, 32], i32, "local(1, 1, 4, 1).spatial(1, 1, 1, 32)">
+!sums = !lowbit.shared<[1, 16, 32], f32, [512, 32, 1], 0>
+!x = !lowbit.global<[16, 64], f16, [64, 1], [1, 1]>
+!d = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+!buffer = !lowbit.shared<[1, 64], f16, [64, 1], 0>
+
+// With one stage no copy is started in front of the loop, so the kernel before has to be waited for there.
+// CHECK-LABEL: "lowbit.program"
+// CHECK:         "lowbit.load_outliers"
+// CHECK-NEXT:    "lowbit.grid_wait"
+// CHECK-NEXT:    "lowbit.sparse_vector"
+// CHECK:         scf.for
+"lowbit.program"() ({
+^bb0(%o: !llvm.ptr<1>, %p: !llvm.ptr<1>, %n: i32):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %table = "lowbit.global_view"(%o) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table
+  %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %sums = "lowbit.alloc_shared"() : () -> !sums
+  %zero = "lowbit.constant"() {value = 0.0 : f64} : () -> !d
+  %words = "lowbit.load_outliers"(%table, %c0, %c0) {splits = 1 : i64} : (!table, i32, i32) -> !words
+  %first = "lowbit.sparse_vector"(%table, %words, %sums, %x, %c0, %c0, %zero) {splits = 1 : i64}
+    : (!table, !words, !sums, !x, i32, i32, !d) -> !d
+  %total = scf.for %i = %c0 to %n step %c1 iter_args(%c = %first) -> (!d) : i32 {
+    "lowbit.pipeline"() ({
+      "lowbit.grid_wait"() : () -> ()
+      "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 2)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    }) {num_stages = 1, scope = "block", warps = 1} : () -> ()
+    scf.yield %c : !d
+  }
+  "lowbit.return"() : () -> ()
+}) {sym_name = "one", threads = 32, grid = [1, 1, 1], params = ["outliers", "x", "n"], workspace = 0} : () -> ()
