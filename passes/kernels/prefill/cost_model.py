@@ -45,7 +45,6 @@ def _pace(s: PrefillSchedule, waves: Waves) -> float:
     return 1.0 if waves.full else 1 - _IDLE * (1 - waves.busy)
 
 
-
 def _tile(plan: PrefillPlan, tokens: int, pace: float) -> float:
     """Microseconds of a tile or slice of so many tokens; pace: what the time of its panels is multiplied by."""
     panels = plan.rounds * plan.panels * _panel(plan, tokens) * pace
