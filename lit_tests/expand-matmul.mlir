@@ -113,7 +113,8 @@ func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 // CHECK:      "lowbit.copy_async"(%[[SUPERS]]
 // CHECK:      %[[CODE:.*]] = "lowbit.cast"(%{{.*}}) {kind = "unsigned"}
 // CHECK:      %[[SIGNED:.*]] = "lowbit.add"(%[[CODE]]
-// CHECK:      %[[SUPER:.*]] = "lowbit.cast"(%{{.*}}) {kind = "float"}
+// CHECK:      %[[LOADED:.*]] = "lowbit.cast"(%{{.*}}) {kind = "float"}
+// CHECK:      %[[SUPER:.*]] = "lowbit.reshape"(%[[LOADED]])
 // CHECK:      "lowbit.mul"(%[[SIGNED]], %[[SUPER]])
 // CHECK:      "lowbit.store"(%{{.*}}, %[[FACTORS:[0-9]+]], {{.*}}f32
 // CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
