@@ -135,9 +135,7 @@ class MatmulSpec:
             raise SpecError(f"{given} needs k={self.k} to be a multiple of {columns} up to {most}; use compute=None")
         least = MIN_K if self.folds else columns
         if self.group_size and (self.group_size % least or self.packing.pads_groups):
-            chunk = self.packing.chunk
-            rule = f"a multiple of {least} that divides {chunk} or is a multiple of it"
-            raise SpecError(f"{given} needs group_size={self.group_size} to be {rule}; use compute=None")
+            raise SpecError(f"{given} needs {self._rule_of_groups(least)}; use compute=None")
         if self.group_size and not (self.multiplies_codes or byte_codes.fits_rounds(self.group_size)):
             rule = "a divisor of 1536 or 2048, or a multiple of 512"
             raise SpecError(f"{given} needs group_size={self.group_size} to be {rule}; use one, or compute=None")
@@ -154,9 +152,13 @@ class MatmulSpec:
         if self.bilevel:
             return f"has no bilevel=; use scales that are numbers{fold}"
         if self.group_size and self.group_size % byte_codes.SUM_COLUMNS:
-            rule = f"a multiple of {byte_codes.SUM_COLUMNS}"
-            return f"needs group_size={self.group_size} to be {rule}; use one{fold}"
+            return f"needs {self._rule_of_groups(byte_codes.SUM_COLUMNS)}; use one{fold}"
         return ""
+
+    def _rule_of_groups(self, least: int) -> str:
+        """Says which groups have products of bytes: multiples of `least` columns that need no padding."""
+        chunk = self.packing.chunk
+        return f"group_size={self.group_size} to be a multiple of {least} that divides {chunk} or is a multiple of it"
 
     def _check_weight(self) -> None:
         given = plain_name(self.weight)

@@ -434,7 +434,7 @@ WRONG_SPECS: list[tuple[str, dict[str, Any]]] = [
     ("compute='i8' has no zeros='float'; use 'int' or 'none'", {"zeros": "float"}),
     ("compute='i8' needs k=240 to be a multiple of 32", {"k": 240, "group_size": None}),
     ("compute='i8' needs k=65568 to be a multiple of 32 up to 65536", {"k": 65568, "group_size": None}),
-    ("needs group_size=16 to be a multiple of 32; use one, or compute=None", {"group_size": 16}),
+    ("needs group_size=16 to be a multiple of 32 that divides 64 or is a multiple of it", {"group_size": 16}),
     ("needs group_size=96 to be", {"k": 288, "group_size": 96}),
     ("compute='e5m2' must be one of 'f8e4m3', 'i8'", {"compute": "e5m2"}),
     ("compute='f16' must be one of 'f8e4m3', 'i8'", {"compute": torch.float16}),

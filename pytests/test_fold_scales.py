@@ -374,7 +374,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weight": "nf4", "group_size": None}, "multiplies u1, .*, not 'nf4'; use one of them, or fold_scales=True and g"),
     ({"weight": "nf4", "fold_scales": False}, "not 'nf4'; use one of them, or fold_scales=True and groups, or co"),
     ({"group_size": 24, "k": 768}, "needs group_size=24 to be a multiple of 16 that divides"),
-    ({"group_size": 16, "fold_scales": False}, "needs group_size=16 to be a multiple of 32; use one, or fold_scales="),
+    (
+        {"group_size": 16, "fold_scales": False},
+        "needs group_size=16 to be a multiple of 32 that divides 64 or is a multiple of it; use one, or fold_scales=",
+    ),
     ({"weight": "u8", "zeros": "int", "group_size": 160, "k": 800}, "group_size=160 to be a divisor of 1536 or"),
     ({"outliers": True}, "has no outliers=True"),
     ({"fold_scales": 1}, "fold_scales=1 must be True or False"),
