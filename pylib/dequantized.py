@@ -72,7 +72,7 @@ def numbers(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tenso
         return values
     blocks = {s.role: s for s in spec.given_tensors if s.index == "block" and s.name.startswith(f"{slot.role}_")}
     second = {
-        role: _of_groups(spec, spec.bilevel, stored_numbers(spec, block, tensors[block.name]))
+        role: of_groups(spec, spec.bilevel, stored_numbers(spec, block, tensors[block.name]))
         for role, block in blocks.items()
     }
     if spec.bilevel.table:
@@ -83,7 +83,7 @@ def numbers(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tenso
     return values + second["super_offset"] if spec.bilevel.offsets else values
 
 
-def _of_groups(spec: MatmulSpec, bilevel: Bilevel, table: Tensor) -> Tensor:
+def of_groups(spec: MatmulSpec, bilevel: Bilevel, table: Tensor) -> Tensor:
     """Returns numbers of blocks for every row and group, [n, groups]."""
     return table.repeat_interleave(bilevel.rows, 0)[: spec.n].repeat_interleave(bilevel.groups, 1)
 

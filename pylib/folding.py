@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.lowering.recipes import exponent
-from lowbit.pylib.dequantized import dequantize, numbers
+from lowbit.pylib.dequantized import dequantize, numbers, of_groups
 from lowbit.pylib.torch_types import TORCH
 
 _EXPONENTS = -126, 127  # of scales of rows: the normal numbers of f32
@@ -49,24 +49,23 @@ def _largest(spec: MatmulSpec, values: Mapping[str, Tensor]) -> Tensor:
     zero, and its offset."""
     decoded = spec.dtype.values()
     decoded = decoded[abs(decoded) < float("inf")]
-    scales = _of_groups(spec, "scale", values)
-    zeros = _of_groups(spec, "zero", values) if "zeros" in values else torch.zeros_like(scales)
+    scales = _values_of(spec, "scale", values)
+    zeros = _values_of(spec, "zero", values) if "zeros" in values else torch.zeros_like(scales)
     value = torch.maximum((float(decoded.min()) - zeros).abs(), (float(decoded.max()) - zeros).abs())
     largest = scales.abs() * value
     if "offsets" in values:
-        largest += _of_groups(spec, "offset", values).abs()
+        largest += _values_of(spec, "offset", values).abs()
     return largest.amax(1, keepdim=True)
 
 
-def _of_groups(spec: MatmulSpec, role: str, values: Mapping[str, Tensor]) -> Tensor:
+def _values_of(spec: MatmulSpec, role: str, values: Mapping[str, Tensor]) -> Tensor:
     """Returns scales, zeros or offsets [n, groups] in f64; of codes, what their second level makes of them."""
     given, bilevel = values[f"{role}s"], spec.bilevel
     if bilevel is None or not _is_code(spec, f"{role}s"):
         return given.double()
 
     def second(name: str) -> Tensor:
-        rows = values[f"{role}_{name}"].double().repeat_interleave(bilevel.rows, 0)[: len(given)]
-        return rows.repeat_interleave(bilevel.groups, 1)
+        return of_groups(spec, bilevel, values[f"{role}_{name}"].double())
 
     codes = given.new_tensor(bilevel.table, dtype=torch.float64)[given.long()] if bilevel.table else given.double()
     scaled = second("scales") * (codes - second("zeros") if bilevel.zeros else codes)
