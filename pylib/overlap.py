@@ -19,10 +19,12 @@ def overlap_launches() -> Iterator[None]:
         with lowbit.overlap_launches():
             compiled(x)  # the first call, which compiles
 
-    Each lets the next kernel start at once, and waits for all before it ahead of its first access to memory. So a
-    matmul behind a norm fetches its weight while the norm still waits for the matmul before. Use this in place of
-    `torch._inductor.config.triton.enable_pdl`, whose kernels wait only for what the kernel right before them writes:
-    that relies on this one having waited itself before it let them start, which lowbit's kernels do not.
+    Each lets the next kernel start at once, and waits for all kernels before it ahead of its first access to memory. So
+    a matmul behind a norm fetches its weight while the norm still waits for the matmul before.
+
+    Leave torch's own switch, `torch._inductor.config.triton.enable_pdl`, off in a model with low-bit layers. With it, a
+    kernel waits for the last one only where it reads what that one writes, and takes for granted that it has waited for
+    all others. A kernel of lowbit lets the next one start before it has waited, so that could read too early.
 
     Does nothing without a GPU, and with versions of torch whose kernels can't overlap. Source: PTX ISA, griddepcontrol.
     """

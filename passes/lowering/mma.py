@@ -167,6 +167,7 @@ def load_diagonal(op: Any, c: LoweringContext) -> None:
         if block % 8 not in here:
             same = arith.cmpi(arith.CmpIPredicate.eq, row, emit.constant(block % 8))
             here[block % 8] = arith.extui(emit.integer(), same)
+        # By 1 or 0 and not a selection, which takes the pipe that decoding takes. LLVM would make a selection of it.
         bits = emit.bitcast(emit.integer(), loaded[column])
         text, operands = "mul.lo.s32 $0, $1, $2;", [bits, here[block % 8]]
         return emit.bitcast(word, llvm.inline_asm(emit.integer(), operands, text, "=r,r,r", asm_dialect=0))
