@@ -28,7 +28,7 @@ class Options:
     lm_head     the output layer is low-bit, too
     pdl         let the kernels that torch.compile makes overlap with those before and after them, as lowbit's do
     device      where
-    repeats     how often a step is timed
+    repeats     how often a step is timed at most; slow ones are timed for about 4 seconds
     """
 
     compiled: bool = True

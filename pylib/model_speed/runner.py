@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowbit.pylib.model_speed import attention
 
 WARM_UP = 3
+FEWEST, ENOUGH = 5, 4.0  # times that a step is run at least, and seconds after which no further one begins
 HEAD_START = 2_000_000  # cycles that the GPU sleeps while the host starts what is timed: about a millisecond
 
 
@@ -114,11 +115,11 @@ class Runner:
 
     @torch.no_grad()
     def time(self, repeats: int = 20) -> float:
-        """Returns the median of the seconds that a step takes on the device."""
+        """Returns the median of the seconds that a step takes on the device, of fewer repeats if it is a slow one."""
         for _ in range(WARM_UP):
             self.run()
         times: list[float] = []
-        for _ in range(repeats):
+        while len(times) < repeats and (len(times) < FEWEST or sum(times) < ENOUGH):
             self._rewind()
             with _timed(self.device, times):
                 self._call()
