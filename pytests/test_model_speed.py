@@ -20,7 +20,7 @@ from benchmarks.peers import MODEL_PEERS, Peer
 from benchmarks.tables import markdown
 from lowbit import LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.cli.bench_model import model_steps, quantizations
-from lowbit.pylib.model_speed.attention import grouped_attention
+from lowbit.pylib.model_speed.attention import CAUSAL, GROUPED, attention_for, grouped_attention
 from lowbit.pylib.model_speed.measure import Measurement, Options, measure
 from lowbit.pylib.model_speed.random_model import available_memory, check_memory, random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
@@ -68,6 +68,23 @@ def test_steps_continue_a_cache() -> None:
     runner.run()
     whole = model(torch.cat([prompt, runner._ids], 1)).logits[:, -1].argmax(-1)
     assert torch.equal(runner.output, whole) and runner.time(2) > 0
+
+
+def test_a_prompt_begins_a_cache() -> None:
+    """In a cache with room for more, it gives what the model gives without one."""
+    config = model_config("tiny", layers=2)
+    model = random_model(config, None, "cpu")
+    runner = Runner(model, Step(2, 9), compiled=False)
+    assert config._attn_implementation == CAUSAL and runner.step.capacity == 128
+    config._attn_implementation = "eager"
+    assert torch.equal(runner.output, model(runner._ids).logits[:, -1].argmax(-1))
+
+
+def test_attention_fits_the_model() -> None:
+    llama, gemma = model_config("tiny"), transformers.Gemma2Config(num_hidden_layers=2)
+    assert attention_for(llama, tokens=1, context=8) == GROUPED
+    assert attention_for(llama, tokens=8, context=0) == CAUSAL
+    assert attention_for(llama, tokens=8, context=8) == attention_for(gemma, tokens=8, context=0) == "sdpa"
 
 
 @pytest.mark.parametrize("bool_mask", [False, True])

@@ -52,7 +52,9 @@ def test_what_was_measured_is_taken() -> None:
         found = min([found, *wider], key=lambda e: e.microseconds)  # a wider tile's, where that takes less time
         for name in ("sm_90a", "emulator:sm_90a"):
             assert schedule_for(spec, key.tokens, parse_target(name)) == found.schedule
-        assert schedule_for(replace(spec, bias=True, out="f32"), key.tokens, HOPPER) == found.schedule
+        other = replace(spec, bias=True, out="f32")  # whose results take more shared memory
+        if family_of(found.schedule).suits(other, found.schedule, HOPPER, spec):
+            assert schedule_for(other, key.tokens, HOPPER) == found.schedule
         if key.tokens > 64 or i % 4:
             continue  # for wgmma only; and some are enough
         plain = schedule_for(spec, key.tokens, parse_target("sm_90"))

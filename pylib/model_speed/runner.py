@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.pylib.model_speed import attention
+from lowbit.pylib.model_speed.attention import attention_for
 
 WARM_UP = 3
 FEWEST, ENOUGH = 5, 4.0  # times that a step is run at least, and seconds after which no further one begins
@@ -53,11 +53,12 @@ class Runner:
         from transformers import StaticCache
 
         self.step = step
-        model.config._attn_implementation = "sdpa" if step.is_prefill else attention.register()  # type: ignore[union-attr]
+        config: Any = model.config
+        config._attn_implementation = attention_for(config, step.tokens, step.context)
         self.device = next(model.parameters()).device
-        self._cache: Any = StaticCache(config=model.config, max_cache_len=step.capacity)  # type: ignore[arg-type]
+        self._cache: Any = StaticCache(config=config, max_cache_len=step.capacity)
         size = (step.batch, step.tokens)
-        self._ids = torch.randint(0, int(model.config.vocab_size), size, device=self.device)  # type: ignore[union-attr]
+        self._ids = torch.randint(0, int(config.vocab_size), size, device=self.device)
         positions = torch.arange(step.context, step.context + step.tokens, device=self.device)
         self._positions = positions.expand(size).contiguous()
         self._forward = self._plain_forward(model)
