@@ -33,7 +33,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 
 ROWS = 16  # of a row block: the M of the mma
 BLOCK_K = 16  # of an mma block: its K

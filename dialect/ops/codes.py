@@ -10,7 +10,8 @@ from lowbit.dialect.formats.byte_codes import Compute, fits
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.formats.raw_codes import OFFSETS
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K32_A, local
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K32_A
+from lowbit.dialect.layouts.layout import local
 from lowbit.dialect.ops.common import check_offset, check_rounding, check_shifted, check_table
 from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, SharedType

@@ -10,7 +10,7 @@ from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.errors import PassError
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import warpgroup
 from lowbit.passes.lowering.context import WGMMA, LoweringContext, int_attr

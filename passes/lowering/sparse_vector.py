@@ -14,7 +14,7 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.types import Reg, Shared
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext

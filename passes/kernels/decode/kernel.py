@@ -58,7 +58,8 @@ from typing import Any
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.decode.epilogue import Epilogue

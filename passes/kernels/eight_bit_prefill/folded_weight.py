@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight

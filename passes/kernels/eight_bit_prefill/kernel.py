@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.folded_weight import FoldedWeight

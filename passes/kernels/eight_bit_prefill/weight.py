@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, byte_exponent
-from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A
 from lowbit.passes.builder import Index, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters

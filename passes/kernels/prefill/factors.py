@@ -9,7 +9,8 @@ from __future__ import annotations
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, Layout, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
+from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout

@@ -62,7 +62,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.epilogue import Epilogue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import BLOCK_K
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.access import Access
