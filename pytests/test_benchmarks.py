@@ -345,7 +345,7 @@ def test_publish(tmp_path: Path) -> None:
     files = publish(results, tmp_path)
     assert {path.name for path in files} == {"README.md", "benchmarks.md", "sweep_u4.svg", "roofline_u4.svg"}
     written = (tmp_path / "README.md").read_text()
-    assert written == f"before\n{BEGIN}\n{summary(results)}\n{END}\nafter\n"  # no figure of formats: there is one
+    assert written == f"before\n{BEGIN}\n{summary(results)}\n{END}\nafter\n"
     assert "![" in (tmp_path / "docs/benchmarks.md").read_text()
     publish(results, tmp_path)
     assert (tmp_path / "README.md").read_text() == written
