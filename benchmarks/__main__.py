@@ -226,7 +226,7 @@ def chain(
     size: Annotated[str, typer.Argument(help="n x k, as 4096x4096, or the layers of a model.")],
     m: Annotated[str, typer.Option("--m", "-m", help="Numbers of tokens.")] = "1,8,16",
 ) -> None:
-    """What dependent kernels take that read and write as a matmul does, and compute nothing."""
+    """Time dependent kernels that read and write as a matmul does, and compute nothing."""
     from benchmarks.chain import chain as table
     from lowbit.pylib.tune.models import shapes
 

@@ -32,7 +32,7 @@ def publish(results: Results, root: Path) -> list[Path]:
 
 
 def _images(figures: Sequence[Path], folder: Path) -> list[str]:
-    """As markdown, for a page in `folder`."""
+    """Returns figures as markdown, for a page in `folder`."""
     return [f"![{TEXTS[f.stem.partition('_')[0]]}]({f.relative_to(folder).as_posix()})" for f in figures]
 
 

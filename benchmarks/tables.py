@@ -86,7 +86,7 @@ def variants(results: Results, weight: Record) -> list[Record]:
 
 
 def weights_of(results: Results) -> list[Record]:
-    """What was measured but for sizes, numbers of tokens and methods, in order."""
+    """Returns the weights that were measured, apart from sizes, numbers of tokens and methods, in order."""
     found = [
         {name: r.get(name) for name in WEIGHT}
         for r in results.measurements
@@ -197,7 +197,7 @@ def _cost(results: Results, weight: Record, base: Record, time: str, **key: int)
 
 
 def _differences(weight: Record, base: Record) -> str:
-    """What a weight has that another has not."""
+    """Returns a text of what a weight has that another has not."""
     parts = [f"{weight['zeros']} zeros"] if weight["zeros"] != base["zeros"] else []
     if weight["group_size"] != base["group_size"]:
         parts.append(f"g{weight['group_size']}" if weight["group_size"] else "a scale per row")

@@ -138,7 +138,7 @@ class Packing:
 
     @cached_property
     def k_source(self) -> NDArray[np.int64]:
-        """For every column in memory the column of the weight it holds, -1 for padding: int64 [padded_k]."""
+        """The column of the weight that each column in memory holds, -1 for padding: int64 [padded_k]."""
         column = np.arange(self.padded_k)
         if self.group is None or self.padded_group is None:
             return np.where(column < self.k, column, -1)
@@ -147,8 +147,8 @@ class Packing:
         return np.where((within < self.group) & (source < self.k), source, -1)
 
     def place(self, block: int, register: int) -> tuple[int, int]:
-        """Of register 0..3 of mma block `block` of a chunk: the first of the lane's words in the chunk (word % 4 of
-        unit word // 4) that belongs to its run, and its number in the run, for which `run_of` has its pieces."""
+        """Returns the first word of the run that has register 0..3 of mma block `block` of a chunk, and the register's
+        number in the run, of which `run_of` has the pieces. A lane's word w of a chunk is word w % 4 of unit w // 4."""
         run, number = divmod(block * 4 + register, len(run_of(self.bits)))
         return run * self.units, number
 

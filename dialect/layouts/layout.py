@@ -304,7 +304,7 @@ class Layout:
         return _assemble(shape, self._spatial, self._local + grown)
 
     def slots_for(self, target: Layout) -> tuple[int, ...]:
-        """For each slot of `target` the slot of self, in the same thread, with its element (broadcast).
+        """Returns for each slot of `target` the slot of self, in the same thread, with its element (broadcast).
 
         With equal shapes this is a renaming of registers. Raises LayoutError when no fixed choice of slots
         does it, because elements would move between threads.
@@ -422,7 +422,7 @@ def _assembled(shape: tuple[int, ...], spatial: tuple[Mode, ...], local: tuple[M
 
 @lru_cache(maxsize=_KNOWN)
 def _slots(shape: tuple[int, ...], source: tuple[Mode, ...], target: tuple[Mode, ...]) -> tuple[int, ...]:
-    """For each slot with these digits in a target the slot with its element, broadcast from a tile of this shape."""
+    """Returns for each slot with the target's digits the slot with its element, broadcast from a tile of this shape."""
     held = {tuple(index): slot for slot, index in enumerate(radix.coords(list(source), len(shape)).tolist())}
     wanted = np.minimum(radix.coords(list(target), len(shape)), np.array(shape, dtype=np.int64) - 1)
     return tuple(held[tuple(index)] for index in wanted.tolist())

@@ -117,7 +117,7 @@ class LimbSumsOp(Lowbit.Operation, name="limb_sums"):
 
 
 class JoinLimbsOp(Lowbit.Operation, name="join_limbs", traits=[ext.Pure]):
-    """Of a sum of `limb_mma` [warps, m, 2], column 0 and 2^16 times column 1: [warps, m, 1]."""
+    """Adds column 0 and 2^16 times column 1 of a sum of `limb_mma` [warps, m, 2]: [warps, m, 1]."""
 
     source: ext.Operand[RegType]
     result: ext.Result[RegType]

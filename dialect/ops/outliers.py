@@ -95,8 +95,10 @@ def _check_words(value: Any) -> list[int]:
 
 
 def _check_products(op: Any, warps: int, row_blocks: int) -> Reg:
-    """What products with outliers have in common; returns the type of the accumulator. warps, row_blocks: those that
-    the first lines are of."""
+    """Checks what products with outliers have in common, and returns the type of the accumulator.
+
+    warps, row_blocks   those that the first lines are of
+    """
     x, c, d = Global.of(op.x.type), Reg.of(op.c.type), Reg.of(op.result.type)
     _check_table(op.outliers)
     activation(x.element, "element of x")

@@ -81,7 +81,7 @@ def _pairs_of_words(
 
 
 def places_of(format_: DType, layout: Layout) -> list[tuple[int, int]]:
-    """For every register (a pair of codes) of a thread: which of the thread's words begins its run, and its
+    """Returns for every register (a pair of codes) of a thread which of its words begins the run, and the register's
     number in the run."""
     blocks = fragment_blocks(layout, MMA_M16N8K16_A)
     packing = Packing(format_.bits, ROWS, BLOCK_K * (1 + max(column for _, column in blocks)))  # of one warp

@@ -77,7 +77,7 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """What sets the model apart from others of its shape."""
+        """A name that sets the model apart from others of its shape."""
         if self.weight == BASELINE:
             return BASELINE
         columns = "row" if self.group_size is None else str(self.group_size)

@@ -18,8 +18,8 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer would be with a candidate: its size, the squared error of its output, and what that adds to the
-    divergence of the model's."""
+    """A layer with a candidate: its size, the squared error of its output, and what that adds to the divergence of the
+    model's."""
 
     config: QuantConfig
     bytes: int
@@ -29,7 +29,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What each layer of a model may become: `lowbit.sensitivity` measures it, and any number of plans follow.
+    """The choices for each layer of a model: `lowbit.sensitivity` measures them, and any number of plans follow.
 
     choices   by the name of the layer, the smallest first
     weights   how many weights all layers have

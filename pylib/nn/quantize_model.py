@@ -95,7 +95,7 @@ def _configs(given: Configs | str | os.PathLike[str] | None) -> Configs:
 
 
 class _Work:
-    """What is to be done to a model: modules that need calibration, and others. Raises for what can't be done."""
+    """The work on a model: modules that need calibration, and others. Raises for what can't be done."""
 
     def __init__(
         self, model: nn.Module, planned: Sequence[Planned], inputs: Sequence[Any], device: torch.device | str | None

@@ -38,7 +38,7 @@ from lowbit.passes.kernels.scales_zeros import ScalesZeros
 
 
 class _Operands(Operands):
-    """What a block reads, with the sums of x."""
+    """The operands of a block, with the sums of x."""
 
     def _view_x(self) -> None:
         super()._view_x()

@@ -38,7 +38,7 @@ P = TypeVar("P", bound=EightBitPlan)
 
 
 class EightBitKernel(Kernel, Generic[P]):
-    """What the prefill kernels for activations of 8 bits share: the weight as bytes, and the end of a tile."""
+    """The base of the prefill kernels for activations of 8 bits: the weight as bytes, and the end of a tile."""
 
     plan: P
     weight: EightBitWeight

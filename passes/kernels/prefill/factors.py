@@ -114,7 +114,7 @@ class Factors:
         return self.p.reshape(number, self.row_layout.shape)
 
     def row_scale(self, row_tile: Scalar) -> Tile | None:
-        """What the sums of all of k are multiplied by, [rows, 1] in f32: the scales that weights have not got."""
+        """Returns the scales of the sums over all of k that weights have not got, [rows, 1] in f32."""
         scale: Tile | None = None
         for slot in self.spec.tensors:
             if slot.role != "scale" or slot.name in self._all:

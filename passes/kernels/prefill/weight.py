@@ -171,7 +171,7 @@ class Weight:
         return p.cast(scaled, self.spec.act)
 
     def _added(self, scale: Tile, column: int, registers: WeightRegisters) -> Tile | None:
-        """What is added to scaled codes [rows, 1], in the scale's type: an offset, or - s * z."""
+        """Returns the number added to scaled codes [rows, 1], in the scale's type: an offset, or - s * z."""
         p, element = self.p, str(scale.reg.element)
         if self.spec.zeros == "float":
             zero = self.factors.number("zeros", registers.factors, column)

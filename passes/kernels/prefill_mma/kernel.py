@@ -148,7 +148,7 @@ class MmaKernel(Kernel):
         p.copy_async(self.x, target, (panel, token, 0), layout, boundary, limit)
 
     def _leave(self) -> None:
-        """Nothing is under way when a block ends."""
+        """Does nothing: no copy or product is under way when a block ends."""
         self.p.wait()
 
 
