@@ -189,7 +189,7 @@ def cpu(
     size: Annotated[str, typer.Argument(help="n x k.")] = "4096x4096",
     seconds: Annotated[float, typer.Option(help="To measure for, for each number of tokens.")] = 10.0,
     threads: Annotated[int | None, typer.Option(min=1, help="Of every contestant; default: torch's number.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Into README.md, between its marks.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Into docs/cpu.md, between its marks.")] = False,
 ) -> None:
     """u4 on this machine's CPU against torch f32, bf16, int4 and int8: microseconds, and ratios."""
     import torch
@@ -204,7 +204,7 @@ def cpu(
     table = cpu_table(n, k, seconds, _log)
     print(table)
     if write:
-        page = Path("README.md")
+        page = Path("docs/cpu.md")
         page.write_text(between_marks(page, table, BEGIN, END))
 
 
@@ -226,7 +226,7 @@ def chain(
     size: Annotated[str, typer.Argument(help="n x k, as 4096x4096, or the layers of a model.")],
     m: Annotated[str, typer.Option("--m", "-m", help="Numbers of tokens.")] = "1,8,16",
 ) -> None:
-    """What dependent kernels take that read and write as a matmul does, and compute nothing."""
+    """Time dependent kernels that read and write as a matmul does, and compute nothing."""
     from benchmarks.chain import chain as table
     from lowbit.pylib.tune.models import shapes
 

@@ -39,7 +39,7 @@ class Case:
 
     @property
     def spec(self) -> MatmulSpec:
-        """As this compiler takes it; scales in the activations' type. Raises SpecError for what is no format."""
+        """The case as a MatmulSpec with scales of the activations' type. Raises SpecError for what is no format."""
         choices: dict[str, Any] = {"zeros": self.zeros, "act": self.act, "scale": self.act, "compute": self.compute}
         return MatmulSpec(n=self.n, k=self.k, weight=self.weight, group_size=self.group_size, **choices)
 
@@ -81,7 +81,7 @@ class Plan:
 
     @staticmethod
     def of(choices: dict[str, Any]) -> Plan:
-        """From the keys of a TOML file or the options of the command line. Raises SpecError for an unknown key."""
+        """Returns a plan of a TOML file's keys or the command line's options. Raises SpecError for an unknown key."""
         known = [f.name for f in fields(Plan)]
         if unknown := choices.keys() - set(known):
             raise SpecError(f"a benchmark has no {', '.join(sorted(unknown))}; allowed: {', '.join(known)}")

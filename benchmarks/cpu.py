@@ -64,7 +64,7 @@ def _least_times(contestants: list[tuple[torch.dtype, Call]], m: int, k: int, se
 
 
 def _contestants(n: int, k: int) -> Iterator[tuple[torch.dtype, Call]]:
-    """What x each wants, and its call: in the order of the table's columns."""
+    """Yields the type of x and the call of each contestant, in the order of the table's columns."""
     codes, scales = torch.randint(16, (n, k), dtype=torch.uint8), torch.rand(n, k // GROUP)
     for act in ("f16", "bf16"):
         mm = lowbit.compile(lowbit.MatmulSpec(n=n, k=k, weight="u4", group_size=GROUP, act=act), "cpu")
@@ -98,7 +98,7 @@ def _copies(weight: Tensor) -> int:
 
 
 def _processor() -> str:
-    """As the system calls it."""
+    """Returns the processor's name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -21,7 +21,7 @@ Counter = Callable[[], int]  # millijoules since the driver was loaded
 
 @cache
 def energy_counter() -> Counter | None:
-    """That of torch's GPU; None where there is none, or no nvidia-ml-py to read it."""
+    """Returns the counter of torch's GPU; None without a GPU, and without nvidia-ml-py to read it."""
     try:
         import pynvml  # type: ignore[import-not-found]
 

@@ -45,7 +45,7 @@ def environment(commit: str | None = None) -> dict[str, object]:
 
 
 def clocks() -> dict[str, str | None]:
-    """What the GPU runs at now."""
+    """Returns the clocks that the GPU runs at now."""
     return dict(zip(CLOCKS, _nvidia_smi(CLOCKS)))
 
 

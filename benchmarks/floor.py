@@ -53,7 +53,7 @@ class Reader:
 
 
 def readers(processors: int) -> list[Reader]:
-    """What is tried on a GPU with so many multiprocessors."""
+    """Returns the readers to try on a GPU with so many multiprocessors."""
     once = [
         Reader(threads, unroll) for threads, unroll in ((256, 2), (256, 4), (256, 8), (512, 4), (1024, 2))
     ]

@@ -104,7 +104,7 @@ def _peer(name: str) -> Peer:
 
 
 def _key(peer: str, case: Case, m: int) -> Record:
-    """What tells measurements apart. cuBLAS's matmul is the same for all formats, so it has none."""
+    """Returns what tells measurements apart. cuBLAS's matmul is the same for all formats, so its key has none."""
     same = {"peer": peer, "n": case.n, "k": case.k, "m": m, "act": case.act}
     weight = {name: getattr(case, name) for name in ("weight", "group_size", "zeros", "compute")}
     return same | (dict.fromkeys(weight) if peer == "torch" else weight)
@@ -150,7 +150,7 @@ def _measure(bench: Bench, m: int, plan: Plan) -> Record:
 
 
 def _failed(error: Exception) -> Record:
-    """What went wrong, and where."""
+    """Returns a record of what went wrong, and where."""
     lines = str(error).strip().splitlines() or [""]
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({each.filename.rpartition('/')[2]}:{each.lineno})" for each in place)
@@ -259,7 +259,7 @@ def _measure_floor(case: Case, to: Run) -> None:
 
 
 def _measure_peak(plan: Plan, to: Run) -> None:
-    """What the tensor cores can do, as cuBLAS has it, and the clocks while they do."""
+    """Measure the TFLOP/s that cuBLAS reaches on the tensor cores, and the clocks meanwhile."""
     key = _key("peak", PEAK, PEAK.k) | {"act": plan.act}
     if to.results.has(key):
         return

@@ -71,7 +71,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a sweep has on its second axis: a label, the value of a measurement, and whether to draw its logarithm."""
+    """The second axis of a sweep: a label, the value of a measurement, and whether to draw its logarithm."""
 
     label: str
     value: Callable[[Record], float | None]

@@ -56,15 +56,11 @@ def page(results: Results) -> str:
 
 
 def readme(results: Results) -> str:
-    """Ours alone, of the weights that were measured on several sizes."""
+    """Ours alone, on the first size of the weights that were measured on several."""
     rows: list[list[str]] = []
     for weight in _of_many_sizes(results):
-        name = title(weight)
-        for n, k in plain_sizes(results, weight):
-            cells = [_cell(results, weight, n, k, m) for m in README_TOKENS]
-            if any(cells):
-                rows.append([name, f"{n} x {k}", *cells])
-                name = ""
+        n, k = plain_sizes(results, weight)[0]
+        rows.append([title(weight), f"{n} x {k}", *(_cell(results, weight, n, k, m) for m in README_TOKENS)])
     head = ["weight", "n x k", *(f"m = {m}" for m in README_TOKENS)]
     return f"{markdown(head, rows, text_columns=2)}\n\n{describe(results.environment)}."
 

@@ -11,7 +11,6 @@ from benchmarks.tables import summary, tables
 from lowbit.dialect.errors import SpecError
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-FIRST = "formats_m1.svg"  # the one figure of README.md
 TEXTS = {
     "formats": "Speed-ups over cuBLAS f16 by format",
     "layers": "Speed-ups over cuBLAS f16 by layer of models",
@@ -23,9 +22,8 @@ TEXTS = {
 def publish(results: Results, root: Path) -> list[Path]:
     """The files that were written. Raises SpecError for a page without the marks."""
     figures = plot(results, root / "docs" / "img")
-    first = [figure for figure in figures if figure.name == FIRST]
     pages = {
-        root / "README.md": [summary(results), *_images(first, root)],
+        root / "README.md": [summary(results)],
         root / "docs" / "benchmarks.md": [*_images(figures, root / "docs"), tables(results)],
     }
     for page, parts in pages.items():
@@ -34,7 +32,7 @@ def publish(results: Results, root: Path) -> list[Path]:
 
 
 def _images(figures: Sequence[Path], folder: Path) -> list[str]:
-    """As markdown, for a page in `folder`."""
+    """Returns figures as markdown, for a page in `folder`."""
     return [f"![{TEXTS[f.stem.partition('_')[0]]}]({f.relative_to(folder).as_posix()})" for f in figures]
 
 

@@ -120,7 +120,7 @@ def correct_row(act: str, specs: Sequence[MatmulSpec], target: str) -> Row:
 
 
 def find_fault(spec: MatmulSpec, target: str, rows: Sequence[int] = ROWS) -> str | None:
-    """None if every output agrees with float64 as far as rounding allows; else what went wrong, in a few words."""
+    """Returns in a few words what went wrong; None if every output agrees with float64 as far as rounding allows."""
     device = "cuda" if parse_target(target).kind == "cuda" else "cpu"
     x, codes, scales, zeros, bias = reference.random_problem(spec, max(rows))
     weight = codes, scales, zeros, bias
@@ -164,7 +164,7 @@ def _microseconds(time: timing.Timing) -> str:
 
 
 def host_rows() -> list[Row]:
-    """What an eager call costs the host at m = 1, on a weight so small that the GPU is never waited for."""
+    """Time what an eager call costs the host at m = 1, on a weight so small that the GPU is never waited for."""
     spec = MatmulSpec(n=64, k=256, weight="u4", group_size=128)
     mm = lowbit.compile(spec)
     w = timing.random_weight(spec)

@@ -44,29 +44,25 @@ def tables(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """The first format on plain sizes, against cuBLAS, the best of the others, and the read floor."""
+    """The first format on plain sizes: a row for each size, a column for each number of tokens, and the read floor."""
     weight = formats(results)[0]
     rows = []
     for n, k in plain_sizes(results, weight):
-        name = f"{n} x {k}"
-        for m in MAIN_TOKENS:
-            ours, torch = (find(results, peer, weight, n=n, k=k, m=m) for peer in ("lowbit", "torch"))
-            if ours is None:
-                continue
-            floor = find(results, "floor", weight, n=n, k=k)
-            best = best_peer(results, weight, n, k, m)
-            cells = [
-                f"{ours['us']:.1f}",
-                f"{torch['us']:.1f}" if torch else "",
-                f"**{torch['us'] / ours['us']:.1f}**" if torch else "",
-                f"{best['us']:.1f} ({best['peer']})" if best else "",
-                f"{best['us'] / ours['us']:.2f}" if best else "",
-                f"{floor['us']:.1f}" if floor else "",
-            ]
-            rows.append([name, str(m), *cells])
-            name = ""
-    head = ["n x k", "m", "lowbit", "torch f16", "speed-up", "best peer", "speed-up", "read floor"]
-    return f"{markdown(head, rows)}\n\n{title(weight)}; microseconds. {describe(results.environment)}."
+        floor = find(results, "floor", weight, n=n, k=k)
+        cells = [_beside_others(results, weight, n, k, m) for m in MAIN_TOKENS]
+        rows.append([f"{n} x {k}", f"{floor['us']:.1f}" if floor else "", *cells])
+    head = ["n x k", "read floor", *(f"m = {m}" for m in MAIN_TOKENS)]
+    return f"{markdown(head, rows)}\n\n{title(weight)}. {describe(results.environment)}."
+
+
+def _beside_others(results: Results, weight: Record, n: int, k: int, m: int) -> str:
+    """Our time, in bold; in brackets how many times as fast that is as cuBLAS, and as the best of the others."""
+    ours = find(results, "lowbit", weight, n=n, k=k, m=m)
+    if ours is None:
+        return ""
+    others = [find(results, "torch", weight, n=n, k=k, m=m), best_peer(results, weight, n, k, m)]
+    ratios = [f"{other['us'] / ours['us']:.1f}" if other else "-" for other in others]
+    return f"**{ours['us']:.1f}** ({', '.join(ratios)})"
 
 
 def best_peer(results: Results, weight: Record, n: int, k: int, m: int) -> Record | None:
@@ -90,7 +86,7 @@ def variants(results: Results, weight: Record) -> list[Record]:
 
 
 def weights_of(results: Results) -> list[Record]:
-    """What was measured but for sizes, numbers of tokens and methods, in order."""
+    """Returns the weights that were measured, apart from sizes, numbers of tokens and methods, in order."""
     found = [
         {name: r.get(name) for name in WEIGHT}
         for r in results.measurements
@@ -201,7 +197,7 @@ def _cost(results: Results, weight: Record, base: Record, time: str, **key: int)
 
 
 def _differences(weight: Record, base: Record) -> str:
-    """What a weight has that another has not."""
+    """Returns a text of what a weight has that another has not."""
     parts = [f"{weight['zeros']} zeros"] if weight["zeros"] != base["zeros"] else []
     if weight["group_size"] != base["group_size"]:
         parts.append(f"g{weight['group_size']}" if weight["group_size"] else "a scale per row")

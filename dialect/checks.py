@@ -17,7 +17,7 @@ _SEGMENTS = ("operandSegmentSizes", "resultSegmentSizes")
 
 
 class Mismatch(LowbitError):
-    """What a verifier found."""
+    """Raised with the fault that a verifier found."""
 
 
 def expect(ok: bool, what: str, expected: object, got: object) -> None:

@@ -21,7 +21,8 @@ import torch
 import lowbit
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.dtypes import dtype
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, local
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import local
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
 from lowbit.pylib.matmul import this_machine

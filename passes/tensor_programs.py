@@ -87,7 +87,7 @@ def quantized_matmul_module(spec: MatmulSpec) -> ir.Module:
 
 
 def _quantized_types(spec: MatmulSpec) -> list[Any]:
-    """Of an activation of 8 bits: values, scales and sums."""
+    """Returns the types of an activation of 8 bits: values, scales and sums."""
     sums = _tensor([_ANY, spec.k // SUM_COLUMNS], "f32")
     return [_tensor([_ANY, spec.k], spec.x.operand), _tensor([_ANY], "f32"), sums]
 

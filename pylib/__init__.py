@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from lowbit.pylib.integrations.config import LowbitConfig
     from lowbit.pylib.integrations.gguf import from_gguf
     from lowbit.pylib.matmul import Matmul, compile
-    from lowbit.pylib.nn.bit_plan import QuantPlan, plan, sensitivity
     from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
     from lowbit.pylib.nn.experts import LowbitExperts
     from lowbit.pylib.nn.fuse import FusedLayers, fuse_
     from lowbit.pylib.nn.linear import LowbitLinear
+    from lowbit.pylib.nn.quant_plan import QuantPlan
     from lowbit.pylib.nn.quantize_model import quantize_
     from lowbit.pylib.nn.report import LayerReport, QuantizationReport
+    from lowbit.pylib.nn.sensitivity import plan, sensitivity
     from lowbit.pylib.overlap import overlap_launches
     from lowbit.pylib.packed import PackedWeight
     from lowbit.pylib.quantization.api import quantize
@@ -127,7 +128,7 @@ _NEEDS_TORCH = {
     "LowbitLinear": "nn.linear",
     "Matmul": "matmul",
     "PackedWeight": "packed",
-    "QuantPlan": "nn.bit_plan",
+    "QuantPlan": "nn.quant_plan",
     "QuantizationReport": "nn.report",
     "QuantizedActivation": "activation",
     "QuantizedWeight": "quantization.quantized",
@@ -143,12 +144,12 @@ _NEEDS_TORCH = {
     "load_gguf": "checkpoints.gguf.file",
     "open_checkpoint": "checkpoints.checkpoint",
     "overlap_launches": "overlap",
-    "plan": "nn.bit_plan",
+    "plan": "nn.sensitivity",
     "quantize": "quantization.api",
     "quantize_": "nn.quantize_model",
     "quantize_activation": "quantize_activation",
     "save_checkpoint": "checkpoints.model",
-    "sensitivity": "nn.bit_plan",
+    "sensitivity": "nn.sensitivity",
 }
 
 

@@ -47,7 +47,7 @@ class QuantizedActivation:
 
     @property
     def shape(self) -> torch.Size:
-        """That of x."""
+        """Shape of x."""
         return self.values.shape
 
     @property

@@ -6,7 +6,7 @@ subtracted, from codes of scales or offsets included, they may differ from it by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -68,22 +68,28 @@ def numbers(spec: MatmulSpec, name: str, tensors: Mapping[str, Tensor]) -> Tenso
     """Returns a tensor of a weight in f32, which holds them all: [n, groups], or [n, 1] for one number a row."""
     slot = spec.slot(name)
     values = stored_numbers(spec, slot, tensors[slot.tensor])
-    if not slot.code or spec.bilevel is None:
-        return values
-    blocks = {s.role: s for s in spec.given_tensors if s.index == "block" and s.name.startswith(f"{slot.role}_")}
-    second = {
-        role: of_groups(spec, spec.bilevel, stored_numbers(spec, block, tensors[block.name]))
-        for role, block in blocks.items()
-    }
-    if spec.bilevel.table:
-        values = values.new_tensor(spec.bilevel.table)[values.long()]
-    if spec.bilevel.zeros:
+    return of_codes(spec, slot, values, lambda block: stored_numbers(spec, block, tensors[block.name]))
+
+
+def of_codes(spec: MatmulSpec, slot: TensorSlot, codes: Tensor, read: Callable[[TensorSlot], Tensor]) -> Tensor:
+    """Returns the scales, zeros or offsets [n, groups] that codes stand for; numbers that are no codes as they are.
+
+    codes   [n, groups], of the type in which to compute
+    read    returns the numbers [blocks of rows, blocks of groups] of a tensor of the second level
+    """
+    bilevel = spec.bilevel
+    if bilevel is None or not slot.code:
+        return codes
+    blocks = (each for each in spec.given_tensors if each.index == "block" and each.name.startswith(f"{slot.role}_"))
+    second = {block.role: _of_groups(spec, bilevel, read(block)) for block in blocks}
+    values = codes.new_tensor(bilevel.table)[codes.long()] if bilevel.table else codes
+    if bilevel.zeros:
         values = values - second["super_zero"]
     values = values * second["super_scale"]
-    return values + second["super_offset"] if spec.bilevel.offsets else values
+    return values + second["super_offset"] if bilevel.offsets else values
 
 
-def of_groups(spec: MatmulSpec, bilevel: Bilevel, table: Tensor) -> Tensor:
+def _of_groups(spec: MatmulSpec, bilevel: Bilevel, table: Tensor) -> Tensor:
     """Returns numbers of blocks for every row and group, [n, groups]."""
     return table.repeat_interleave(bilevel.rows, 0)[: spec.n].repeat_interleave(bilevel.groups, 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.lowering.recipes import exponent
-from lowbit.pylib.dequantized import dequantize, numbers, of_groups
+from lowbit.pylib.dequantized import dequantize, numbers, of_codes
 from lowbit.pylib.torch_types import TORCH
 
 _EXPONENTS = -126, 127  # of scales of rows: the normal numbers of f32
@@ -31,17 +31,13 @@ def with_row_scales(spec: MatmulSpec, values: Mapping[str, Tensor]) -> dict[str,
     exponent = _exponents(_largest(spec, values))
     height = spec.bilevel.rows if spec.bilevel else 1
     exponent = exponent.view(-1, height).amax(1, keepdim=True).repeat_interleave(height, 0)
-    scaled = {name: values[name] for name in _SCALED if name in values and not _is_code(spec, name)}
+    scaled = {name: values[name] for name in _SCALED if name in values and not spec.slot(name).code}
     result = {**values}
     for name, given in scaled.items():
         of_given = exponent[::height] if spec.slot(name).index == "block" else exponent
         result[name] = torch.ldexp(given.double(), -of_given)
     of_rows = values.get("row_scales", torch.ones_like(exponent)).double().view(-1, 1)
     return result | {"row_scales": torch.ldexp(of_rows, exponent)[:, 0]}
-
-
-def _is_code(spec: MatmulSpec, name: str) -> bool:
-    return bool(spec.slot(name).code)
 
 
 def _largest(spec: MatmulSpec, values: Mapping[str, Tensor]) -> Tensor:
@@ -60,16 +56,8 @@ def _largest(spec: MatmulSpec, values: Mapping[str, Tensor]) -> Tensor:
 
 def _values_of(spec: MatmulSpec, role: str, values: Mapping[str, Tensor]) -> Tensor:
     """Returns scales, zeros or offsets [n, groups] in f64; of codes, what their second level makes of them."""
-    given, bilevel = values[f"{role}s"], spec.bilevel
-    if bilevel is None or not _is_code(spec, f"{role}s"):
-        return given.double()
-
-    def second(name: str) -> Tensor:
-        return of_groups(spec, bilevel, values[f"{role}_{name}"].double())
-
-    codes = given.new_tensor(bilevel.table, dtype=torch.float64)[given.long()] if bilevel.table else given.double()
-    scaled = second("scales") * (codes - second("zeros") if bilevel.zeros else codes)
-    return scaled + second("offsets") if bilevel.offsets else scaled
+    slot = spec.slot(f"{role}s")
+    return of_codes(spec, slot, values[slot.name].double(), lambda block: values[block.name].double())
 
 
 def _exponents(largest: Tensor) -> Tensor:

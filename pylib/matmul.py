@@ -224,7 +224,7 @@ class Matmul:
         return cast(EightBitRuntime, self._runtime)
 
     def untraced_quantized(self, x: Quantized, weight: Sequence[Tensor]) -> Tensor:
-        """What a call with an activation of 8 bits comes to: for the operator."""
+        """Returns what a call with an activation of 8 bits returns: for the operator."""
         if self.spec.compute is None:
             raise SpecError(f"x has 8 bits, but ({self.spec}) multiplies in {self.spec.act}; use a spec with compute=")
         self._check_quantized(QuantizedActivation(*x, self.spec.compute))
@@ -233,7 +233,7 @@ class Matmul:
         return self._runtime_of_quantized.multiply(x, weight)
 
     def untraced(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """What a call comes to: for the operator, which a call becomes where torch observes it."""
+        """Returns what a call returns: for the operator, which a call becomes where torch observes it."""
         if not self._seen.has(weight):
             return self._first_untraced(x, weight)
         if x.dtype is not self._act or not x.ndim or x.shape[-1] != self._k or x.get_device() != weight[0].get_device():
@@ -262,7 +262,7 @@ class Matmul:
         return make_runtime(spec, self.target, schedule, late_scaling=True).matmul
 
     def untraced_dequantize(self, weight: Sequence[Tensor]) -> Tensor:
-        """What `dequantize` comes to: for the operator."""
+        """Returns what `dequantize` returns: for the operator."""
         if not self._seen.has(weight):
             _check_readable(self._as_weight(weight))
         return self._runtime.dequantize(weight)

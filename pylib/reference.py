@@ -214,7 +214,7 @@ def _folding_error(spec: MatmulSpec, x: F64, given: Mapping[str, Array]) -> F64:
 
 
 def _least_error(spec: MatmulSpec, x: Array, others: Mapping[str, Array]) -> F64:
-    """Half a subnormal of every weight that is rounded, which the scale of its row may come after."""
+    """Returns the error of rounding to subnormals: half of one for every rounded weight, times the scale of its row."""
     rows = np.abs(_row_scale(spec, others)).clip(min=1.0)[:, 0]
     return ROUNDING[spec.act][1] * np.abs(_f64(x)).sum(axis=1, keepdims=True) * rows
 
@@ -339,7 +339,7 @@ def _draw_scales(rng: np.random.Generator, slot: TensorSlot, typical: float) -> 
 
 
 def _operand_error(spec: MatmulSpec) -> F64:
-    """Of every code, how far its value may be off after rounding to the operand's type: [2**bits]."""
+    """Returns how far the value of every code may be off after rounding to the operand's type: [2**bits]."""
     values = spec.dtype.values()
     unit, least = ROUNDING[spec.act]
     exact = _rounded(spec, values) == values
@@ -347,7 +347,7 @@ def _operand_error(spec: MatmulSpec) -> F64:
 
 
 def _zero_error(spec: MatmulSpec, codes: Array, zero: F64) -> F64:
-    """By how much value - zero is off where the operand's type rounds both and their difference: [n, k]."""
+    """Returns how far value - zero is off where the operand's type rounds both and their difference: [n, k]."""
     values = _decode(spec, codes)
     with np.errstate(invalid="ignore"):
         error = _rounded(spec, _rounded(spec, values) - _rounded(spec, zero)) - (values - zero)
@@ -355,7 +355,7 @@ def _zero_error(spec: MatmulSpec, codes: Array, zero: F64) -> F64:
 
 
 def _rounded(spec: MatmulSpec, values: F64) -> F64:
-    """In the operand's type."""
+    """Returns values rounded to the operand's type."""
     return _f64(torch.from_numpy(values.copy()).to(TORCH[spec.act]))
 
 
@@ -421,7 +421,7 @@ def _offset(spec: MatmulSpec, others: Mapping[str, Array]) -> F64:
 
 
 def _outliers(others: Mapping[str, Array], n: int, k: int) -> F64:
-    """What is added to the weight: [n, k], or one 0 without outliers."""
+    """Returns the matrix that is added to the weight: [n, k], or one 0 without outliers."""
     given = others.get("outliers")
     return np.zeros((1, 1)) if given is None else _f64(read_csr(given, n, k).to_dense())
 
@@ -436,7 +436,7 @@ def _spread(spec: MatmulSpec, table: Array | None) -> F64:
 
 
 def _f64(a: Array) -> F64:
-    """As float64; torch has types that NumPy has not, and float8 converts by way of float32."""
+    """Returns a as float64; torch has types that NumPy has not, and float8 converts by way of float32."""
     if isinstance(a, Tensor):
         a = a.detach().cpu()
         a = (a.float() if a.is_floating_point() and a.element_size() < 4 else a).double().numpy()

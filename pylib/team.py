@@ -69,7 +69,7 @@ def _openmp(name: str, *types: type[ctypes.c_uint] | type[ctypes.c_void_p]) -> C
 
 
 def _forget_openmp() -> None:
-    """In a forked process: its threads did not come along, and the runtime would wait for them for ever."""
+    """Forget OpenMP's team in a forked process: its threads did not come along, and would be waited for for ever."""
     global _parallel
     _parallel = None
 

@@ -107,24 +107,24 @@ class TensorMap:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of the box."""
+        """Bytes of a row of the box."""
         return self.box[-1] * self.itemsize
 
     @property
     def box_bytes(self) -> int:
-        """What one instruction copies, zeros beyond the tensor included: what it counts at its mbarrier."""
+        """Bytes that one instruction copies and counts at its mbarrier, zeros beyond the tensor included."""
         return prod(self.box) * self.itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of all dims, in bytes."""
+        """Strides of all dims, in bytes."""
         if self.strides_bytes is not None:
             return (*self.strides_bytes, self.itemsize)
         return tuple(prod(self.shape[dim + 1 :]) * self.itemsize for dim in range(len(self.shape)))
 
     @property
     def extent(self) -> int:
-        """From the first byte of the tensor to its end."""
+        """Bytes from the first of the tensor to its end."""
         return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides)) + self.itemsize
 
     def encode(self) -> bytes:

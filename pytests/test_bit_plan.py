@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit.dialect.errors import QuantizeError, SpecError
-from lowbit.pylib.nn.bit_plan import Choice, Sensitivity, hull, kl_divergence
+from lowbit.pylib.nn.bit_allocation import Choice, Sensitivity, hull
+from lowbit.pylib.nn.sensitivity import kl_divergence
 
 CONFIG = lowbit.QuantConfig()
 CANDIDATES = [lowbit.QuantConfig(weight, 64, method="gptq") for weight in ("u2", "u4", "u8")]

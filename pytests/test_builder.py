@@ -12,7 +12,8 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.errors import LayoutError, LowbitError, PassError
 from lowbit.dialect.formats.dtypes import dtype
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, local, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.passes.builder import Program
 
 UNIT = "vector<4xi32>"

@@ -9,7 +9,7 @@ from hypothesis import given
 from layouts import SMALL, layouts
 
 from lowbit.dialect.errors import LayoutError, LowbitError
-from lowbit.dialect.layouts import layout as fragments
+from lowbit.dialect.layouts import fragments
 from lowbit.dialect.layouts.layout import Layout, column_local, column_spatial, local, replicated, spatial
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layouts import SMALL, layouts, raw_layouts, same
 
 from lowbit.dialect.errors import LayoutError
-from lowbit.dialect.layouts import layout as fragments
+from lowbit.dialect.layouts import fragments
 from lowbit.dialect.layouts.layout import Layout, column_spatial, local, spatial
 
 

@@ -8,7 +8,8 @@ from tile_programs import Array, numbers, run
 
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.packing import Packing
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout, local, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.pylib.packed import pack

@@ -113,6 +113,16 @@ def test_formats_and_steps_are_measured() -> None:
     assert split[1:] == [["attention", "5"], ["all, measured", "7"]]
 
 
+def test_layers_that_no_group_divides_are_told() -> None:
+    """With k = 96 in one layer, and 128 in all others."""
+    config = model_config("tiny", layers=1)
+    config.intermediate_size = 96
+    (found,) = measure(config, [U4], [Step(1, 1, 4)], EAGER)
+    assert found.dense == 1 and found.name == "u4 per 64, 1 of its layers in bf16"
+    with pytest.raises(SpecError, match="group_size=96 must divide k=128"):
+        random_model(model_config("tiny", layers=1), QuantConfig("u4", 96, method="rtn"), "cpu")
+
+
 def test_models_are_measured_side_by_side(tmp_path: Path) -> None:
     log: list[str] = []
     out = tmp_path / "models.json"

@@ -92,7 +92,7 @@ class GemLite(Peer):
 
 
 def _compile(case: Case, m: int) -> None:
-    """In a process of its own: call the layer once, with a tuner that runs each kernel once and measures nothing."""
+    """Call the layer once, in a process of its own, with a tuner that runs each kernel once and measures nothing."""
     import triton.testing  # type: ignore[import-not-found]
 
     triton.testing.do_bench = _run_once
@@ -102,6 +102,6 @@ def _compile(case: Case, m: int) -> None:
 
 
 def _run_once(kernel: Callable[[], object], **options: object) -> list[float]:
-    """In place of `triton.testing.do_bench`: no time, thrice, for the quantiles that are asked for."""
+    """Stands in for `triton.testing.do_bench`: runs the kernel once, and returns three quantiles of no time."""
     kernel()
     return [0.0] * 3

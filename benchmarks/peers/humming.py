@@ -131,7 +131,7 @@ def _unpacked(case: Case) -> Any:
 
 
 def _config_of_small(case: Case) -> Any:
-    """What a layer's kernels are compiled for. Compiles what quantizes, decodes and packs weights of this type."""
+    """Returns what a layer's kernels are compiled for. Compiles those that quantize, decode and pack weights."""
     layer = _unpacked(case)
     layer.weight_schema.dequant_tensors(layer.state_dict())
     layer.transform()

@@ -68,7 +68,7 @@ class Peer:
     model_format: tuple[str, int] | None = None
 
     def missing(self) -> str | None:
-        """What to install; None if it is there."""
+        """Returns what to install; None if it is there."""
         if self.package is None or find_spec(self.package) is not None:
             return None
         return f"not installed: pip install {self.install}"
@@ -121,7 +121,7 @@ def quantize_rows(x: Tensor, compute: str) -> tuple[Tensor, Tensor]:
 
 
 def numbers_of(x: tuple[Tensor, Tensor]) -> Tensor:
-    """What values and scales of rows stand for."""
+    """Returns the numbers that values and scales of rows stand for."""
     values, scales = x
     return values.float() * scales.float().view(-1, 1)
 

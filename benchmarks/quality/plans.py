@@ -26,7 +26,7 @@ from benchmarks.quality.measure import (
     windows,
 )
 from benchmarks.quality.model import HERE, load
-from lowbit.pylib.nn.bit_plan import CANDIDATES
+from lowbit.pylib.nn.sensitivity import CANDIDATES
 
 RESULTS = HERE.parent.parent / "docs" / "results" / "plans.json"
 PAGE, FIGURE = RESULTS.parent.parent / "quality.md", RESULTS.parent.parent / "img" / "plans.svg"

@@ -30,7 +30,7 @@ from benchmarks.quality.measure import (
 )
 from benchmarks.quality.model import load
 from benchmarks.tables import markdown
-from lowbit.pylib.nn.bit_plan import Sensitivity
+from lowbit.pylib.nn.bit_allocation import Sensitivity
 
 FILE, PAGE = RESULTS.with_name("spqr_plans.json"), RESULTS.parent.parent / "quality.md"
 BEGIN, END = "<!-- spqr plans: begin -->", "<!-- spqr plans: end -->"

@@ -74,7 +74,7 @@ class DType:
         return float(np.abs(values[np.isfinite(values)]).max())
 
     def values(self) -> NDArray[np.float64]:
-        """What each code means: float64 [2**bits], exact."""
+        """Returns the number that each code means: float64 [2**bits], exact."""
         return _values(self)
 
     def decode(self, codes: ArrayLike) -> NDArray[np.float64]:

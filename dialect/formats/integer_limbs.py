@@ -47,7 +47,7 @@ class Half:
 
 @lru_cache(maxsize=None)
 def halves(bits: int) -> tuple[Half, ...]:
-    """Of a piece, for codes of 1, 2 or 4 bits."""
+    """Returns the halves of a piece, for codes of 1, 2 or 4 bits."""
     per_word = 4 // bits
     places = (divmod(number, per_word) for number in range(HALVES))
     return tuple(Half(word, 2 * bits * within, 64 // bits * word + 8 * within) for word, within in places)

@@ -1,16 +1,16 @@
 """How the codes of a weight [n, k] sit in memory: fragments of the tensor core, in the order they are used.
 
 Rows are cut into *row blocks* of 16 and columns into *mma blocks* of 16. A lane of a warp owns eight codes of
-every 16 x 16 block, the A fragment of mma.m16n8k16 (PTX ISA 9.7.14.5.8; `layout.MMA_M16N8K16_A`): four
+every 16 x 16 block, the A fragment of mma.m16n8k16 (PTX ISA 9.7.14.5.8; `fragments.MMA_M16N8K16_A`): four
 *registers*, each a pair of codes. Three rules turn that into bytes.
 
 *Pairs.* A register has its first code in the lower half of a 32-bit word and its second 16 bits above, so one mask,
 and one shift at most, extract both halves of an f16x2 register.
 
 *Runs.* A 16-bit half holds 16 // b codes of b bits side by side, lowest first, and has 16 % b bits to spare at its
-top. In a *run* of words, b of them for 16 registers (of both numbers half, a quarter, an eighth as many where 2, 4, 8
-divides b), the spare bits of all words, strung together, hold the registers that are left: 3 words of 3 bits have
-15 registers in one *piece* each and one in three pieces of a bit. Even widths that divide 16 spare nothing.
+top. A *run* is b words for 16 registers (both numbers divided by gcd(b, 8)). Registers that do not fit whole are cut
+into the spare bits of the run's words, one after the other. Of 3-bit codes, 3 words have 15 registers in one *piece*
+each and one in three pieces of a bit. Widths that divide 16 spare nothing.
 
 *Units.* Four consecutive words of a lane make 16 bytes, and the 32 lanes of a warp a *unit* of 512 contiguous
 bytes, which one instruction loads. A *chunk* is four runs, one after the other, and the smallest stretch of k that
@@ -33,7 +33,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 
 ROWS = 16  # of a row block: the M of the mma
 BLOCK_K = 16  # of an mma block: its K
@@ -129,7 +129,7 @@ class Packing:
 
     @property
     def codes_shape(self) -> tuple[int, int, int, int, int]:
-        """Of the int32 array of packed codes."""
+        """Shape of the int32 array of packed codes."""
         return (self.row_blocks, self.chunks, self.units, 32, WORDS_PER_UNIT)
 
     @property
@@ -138,7 +138,7 @@ class Packing:
 
     @cached_property
     def k_source(self) -> NDArray[np.int64]:
-        """For every column in memory the column of the weight it holds, -1 for padding: int64 [padded_k]."""
+        """The column of the weight that each column in memory holds, -1 for padding: int64 [padded_k]."""
         column = np.arange(self.padded_k)
         if self.group is None or self.padded_group is None:
             return np.where(column < self.k, column, -1)
@@ -147,8 +147,8 @@ class Packing:
         return np.where((within < self.group) & (source < self.k), source, -1)
 
     def place(self, block: int, register: int) -> tuple[int, int]:
-        """Of register 0..3 of mma block `block` of a chunk: the first of the lane's words in the chunk (word % 4 of
-        unit word // 4) that belongs to its run, and its number in the run, for which `run_of` has its pieces."""
+        """Returns the first word of the run that has register 0..3 of mma block `block` of a chunk, and the register's
+        number in the run, of which `run_of` has the pieces. A lane's word w of a chunk is word w % 4 of unit w // 4."""
         run, number = divmod(block * 4 + register, len(run_of(self.bits)))
         return run * self.units, number
 

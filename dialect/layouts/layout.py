@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from lowbit.dialect.errors import LayoutError
 from lowbit.dialect.layouts import mixed_radix as radix
 from lowbit.dialect.layouts.mixed_radix import Digit, Mode
+from lowbit.dialect.layouts.text import product_of_atoms
 
 _KNOWN = 4096  # layouts whose products and moves are kept: a kernel asks for the same ones again and again
 
@@ -303,7 +304,7 @@ class Layout:
         return _assemble(shape, self._spatial, self._local + grown)
 
     def slots_for(self, target: Layout) -> tuple[int, ...]:
-        """For each slot of `target` the slot of self, in the same thread, with its element (broadcast).
+        """Returns for each slot of `target` the slot of self, in the same thread, with its element (broadcast).
 
         With equal shapes this is a renaming of registers. Raises LayoutError when no fixed choice of slots
         does it, because elements would move between threads.
@@ -358,7 +359,7 @@ class Layout:
 
     @cached_property
     def _text(self) -> str:
-        return self._as_product() or (
+        return product_of_atoms(self.rank, self._local, self._spatial) or (
             f"layout(shape={self.shape}, modes={self.mode_shape}, spatial={self.spatial_modes}, "
             f"local={self.local_modes})"
         )
@@ -372,38 +373,6 @@ class Layout:
             raise
         except (SyntaxError, ValueError, TypeError, KeyError):
             raise LayoutError(f"cannot read {text!r} as a layout like 'local(2, 1).spatial(8, 4)'") from None
-
-    def _as_product(self) -> str | None:
-        """The layout as a product of atoms, peeled off from the inside out; None when it is no product."""
-        atoms: list[str] = []
-        strides = [1] * self.rank  # of the innermost mode of every dim that is not yet peeled off
-        lists = {"local": list(self._local), "spatial": list(self._spatial)}
-        while any(lists.values()):
-            before = len(atoms)
-            for name, modes in lists.items():
-                while modes and modes[-1].dim < 0:
-                    atoms.append(f"replicated({modes.pop().size})")
-                dims: list[int] = []
-                atom = [1] * self.rank
-                # Rising dims are a column-major atom, falling ones a row-major atom; a turn starts the next
-                # atom.
-                while modes and modes[-1].stride == strides[modes[-1].dim]:
-                    if not _monotone([*dims, modes[-1].dim]):
-                        break
-                    size, dim, _ = modes.pop()
-                    dims.append(dim)
-                    atom[dim] = size
-                    strides[dim] *= size
-                if dims:
-                    order = "column_" if dims[0] < dims[-1] else ""
-                    atoms.append(f"{order}{name}({', '.join(map(str, atom))})")
-            if len(atoms) == before:
-                return None
-        if not atoms:
-            return f"local({', '.join(map(str, self.shape))})"
-        if atoms[-1].startswith("replicated"):
-            atoms[-1] = f"{atoms[-1][:-1]}, rank={self.rank})"
-        return ".".join(reversed(atoms))
 
 
 # Constructors
@@ -453,14 +422,10 @@ def _assembled(shape: tuple[int, ...], spatial: tuple[Mode, ...], local: tuple[M
 
 @lru_cache(maxsize=_KNOWN)
 def _slots(shape: tuple[int, ...], source: tuple[Mode, ...], target: tuple[Mode, ...]) -> tuple[int, ...]:
-    """For each slot with these digits in a target the slot with its element, broadcast from a tile of this shape."""
+    """Returns for each slot with the target's digits the slot with its element, broadcast from a tile of this shape."""
     held = {tuple(index): slot for slot, index in enumerate(radix.coords(list(source), len(shape)).tolist())}
     wanted = np.minimum(radix.coords(list(target), len(shape)), np.array(shape, dtype=np.int64) - 1)
     return tuple(held[tuple(index)] for index in wanted.tolist())
-
-
-def _monotone(dims: list[int]) -> bool:
-    return dims in (sorted(set(dims)), sorted(set(dims), reverse=True))
 
 
 def _evaluate(node: ast.expr) -> Layout:
@@ -477,22 +442,3 @@ def _evaluate(node: ast.expr) -> Layout:
             return getattr(_evaluate(outer), name)(*args)
         case _:
             raise LayoutError(f"no layout {ast.unparse(node.func)!r}; there are layout, {', '.join(_ATOMS)}")
-
-
-# Fragments: which lane of a warp holds which elements of an operand, in the order of its registers, low half
-# first. PTX ISA 9.7.14.5 (mma). B is [k, n] as in PTX; the _NK constants are its transposed view [n, k].
-
-# 9.7.14.5.8, .f16 and .bf16
-MMA_M16N8K16_A = column_local(2, 2).spatial(8, 4).local(1, 2)
-MMA_M16N8K16_B = local(2, 1).column_spatial(4, 8).local(2, 1)
-MMA_M16N8K16_B_NK = MMA_M16N8K16_B.permute((1, 0))
-# 9.7.14.5.10 and 9.7.14.5.11, numbers of 8 bits
-MMA_M16N8K32_A = column_local(2, 2).spatial(8, 4).local(1, 4)
-MMA_M16N8K32_B_NK = local(2, 1).column_spatial(4, 8).local(4, 1).permute((1, 0))
-# The fragments of one step of a product by the bits of an element. Those of tf32 are two steps, paired otherwise.
-MMA_A = {8: MMA_M16N8K32_A, 16: MMA_M16N8K16_A, 32: MMA_M16N8K16_A}
-MMA_B_NK = {8: MMA_M16N8K32_B_NK, 16: MMA_M16N8K16_B_NK, 32: MMA_M16N8K16_B_NK}
-# The accumulators C and D are the same for every k.
-MMA_M16N8_D = local(2, 1).spatial(8, 4).local(1, 2)
-# Columns 0 to 3 of it, neighbours added up, where columns 4 to 7 are the same again (`dialect.formats.integer_limbs`)
-MMA_M16N8_PAIRS = local(2, 1).spatial(8, 1).replicated(2).spatial(1, 2)

@@ -40,12 +40,12 @@ class Mode(NamedTuple):
 
 
 def replica(size: int) -> Mode:
-    """A replication digit."""
+    """Returns a replication digit."""
     return Mode(size, -1, 0)
 
 
 def modes_of(shape: tuple[int, ...], mode_shape: tuple[int, ...]) -> list[Mode]:
-    """The modes with their dims and strides; LayoutError when they do not tile the shape."""
+    """Returns the modes with their dims and strides. Raises LayoutError when they do not tile the shape."""
     modes: list[Mode] = []
     sizes = iter(mode_shape)
     for dim, extent in enumerate(shape):
@@ -63,7 +63,7 @@ def modes_of(shape: tuple[int, ...], mode_shape: tuple[int, ...]) -> list[Mode]:
 
 
 def merge(modes: Iterable[Mode]) -> list[Mode]:
-    """Without modes of size 1; neighbours that form one longer digit become one mode."""
+    """Returns the modes without those of size 1; neighbours that form one longer digit become one mode."""
     merged: list[Mode] = []
     for mode in modes:
         if mode.size == 1:
@@ -75,12 +75,12 @@ def merge(modes: Iterable[Mode]) -> list[Mode]:
 
 
 def in_dim_order(modes: Iterable[Mode]) -> list[Mode]:
-    """The modes that move coordinates, by dim and from major to minor in it: the order of `mode_shape`."""
+    """Returns the modes that move coordinates, by dim and from major to minor in it: the order of `mode_shape`."""
     return sorted((m for m in modes if m.dim >= 0), key=lambda m: (m.dim, -m.stride))
 
 
 def numbered(spatial: list[Mode], local: list[Mode]) -> tuple[tuple[int, ...], ...]:
-    """(mode_shape, spatial_modes, local_modes) of merged lists of modes."""
+    """Returns (mode_shape, spatial_modes, local_modes) of merged lists of modes."""
     ordered = in_dim_order(spatial + local)
     number = {mode: i for i, mode in enumerate(ordered)}
     return (
@@ -91,7 +91,7 @@ def numbered(spatial: list[Mode], local: list[Mode]) -> tuple[tuple[int, ...], .
 
 
 def cut(modes: list[Mode], size: int) -> tuple[list[Mode], list[Mode]]:
-    """(major, minor) digits, where minor has `size` values; LayoutError when a digit cannot be split so."""
+    """Returns (major, minor) digits, where minor has `size` values. Raises LayoutError if a digit can't be split so."""
     major, minor = list(modes), list[Mode]()
     while size > 1:
         last = major.pop() if major else replica(1)
@@ -106,22 +106,22 @@ def cut(modes: list[Mode], size: int) -> tuple[list[Mode], list[Mode]]:
 
 
 def divisors(modes: list[Mode]) -> list[int]:
-    """The weight of every digit: the product of the sizes after it."""
+    """Returns the weight of every digit: the product of the sizes after it."""
     return list(row_major(tuple(mode.size for mode in modes))[1:])
 
 
 def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The product of all sizes, then that of the sizes after each one: (size, *strides)."""
+    """Returns the product of all sizes, then that of the sizes after each one: (size, *strides)."""
     return tuple(accumulate(reversed(sizes), operator.mul, initial=1))[::-1]
 
 
 def digits(modes: list[Mode]) -> list[Digit]:
-    """The digits that move coordinates, with their divisors."""
+    """Returns the digits that move coordinates, with their divisors."""
     return [Digit(m.size, d, m.dim, m.stride) for m, d in zip(modes, divisors(modes)) if m.dim >= 0]
 
 
 def coords(modes: list[Mode], rank: int) -> NDArray[np.int64]:
-    """What every value of the number with these digits adds to the coordinates: int64 [values, rank]."""
+    """Returns what every value of the number with these digits adds to the coordinates: int64 [values, rank]."""
     x = np.arange(prod(mode.size for mode in modes))
     moved = np.zeros((x.size, rank), dtype=np.int64)
     for size, divisor, dim, stride in digits(modes):

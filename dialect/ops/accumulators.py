@@ -22,7 +22,7 @@ from typing import Any
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, factors, fragments, in_range, same_warps, verifier, within_warp
 from lowbit.dialect.elements import OPERANDS
-from lowbit.dialect.layouts.layout import MMA_A, MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_A, MMA_M16N8_D
 from lowbit.dialect.ops.products import check_warpgroup
 from lowbit.dialect.optional import Flag, Optional
 from lowbit.dialect.types import Lowbit, Reg, RegType, Shared, SharedType

@@ -10,7 +10,8 @@ from lowbit.dialect.formats.byte_codes import Compute, fits
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.formats.raw_codes import OFFSETS
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K32_A, local
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K32_A
+from lowbit.dialect.layouts.layout import local
 from lowbit.dialect.ops.common import check_offset, check_rounding, check_shifted, check_table
 from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, SharedType
@@ -20,7 +21,7 @@ BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8", "i8": "i8"}
 
 
 def _check_subtraction(op: Any, format_: DType, result: Reg) -> None:
-    """What `decode_bytes` subtracts must fit the format and the result."""
+    """Raises Mismatch unless the number that `decode_bytes` subtracts fits the format and the result."""
     has_offset = op.offset is not None
     expect(len(op.zeros) + has_offset <= 1, "zeros and offset", "one of them at most", "both")
     if not op.zeros and not has_offset:
@@ -86,7 +87,7 @@ class DecodeOp(Lowbit.Operation, name="decode", traits=[ext.Pure]):
 
 
 class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
-    """What the table that `fill_table` made says of every code: decode(code) * 2^-exponent, rounded to the element.
+    """Looks every code up in the table that `fill_table` made: decode(code) * 2^-exponent, rounded to the element.
 
     The table must not be freed before the numbers have been used.
     """

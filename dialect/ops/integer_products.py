@@ -8,7 +8,8 @@ from lowbit.dialect.checks import activation, expect, fragments, in_range, verif
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.integer_limbs import BITS, HALVES, LIMBS, PIECE, takes
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_PAIRS, MMA_M16N8K16_A, Layout, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_PAIRS, MMA_M16N8K16_A
+from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType, read_format
 
 
@@ -116,7 +117,7 @@ class LimbSumsOp(Lowbit.Operation, name="limb_sums"):
 
 
 class JoinLimbsOp(Lowbit.Operation, name="join_limbs", traits=[ext.Pure]):
-    """Of a sum of `limb_mma` [warps, m, 2], column 0 and 2^16 times column 1: [warps, m, 1]."""
+    """Adds column 0 and 2^16 times column 1 of a sum of `limb_mma` [warps, m, 2]: [warps, m, 1]."""
 
     source: ext.Operand[RegType]
     result: ext.Result[RegType]

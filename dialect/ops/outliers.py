@@ -19,7 +19,8 @@ from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import accumulator, activation, expect, fragments, in_range, verifier
 from lowbit.dialect.formats.outliers import LANE_SUMS, LINE, scratch_words
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, local, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
+from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.dialect.ops.common import I32
 from lowbit.dialect.types import Global, GlobalType, Lowbit, Reg, RegType, Shared, SharedType, read_layout, row_major
 
@@ -94,8 +95,10 @@ def _check_words(value: Any) -> list[int]:
 
 
 def _check_products(op: Any, warps: int, row_blocks: int) -> Reg:
-    """What products with outliers have in common; returns the type of the accumulator. warps, row_blocks: those that
-    the first lines are of."""
+    """Checks what products with outliers have in common, and returns the type of the accumulator.
+
+    warps, row_blocks   those that the first lines are of
+    """
     x, c, d = Global.of(op.x.type), Reg.of(op.c.type), Reg.of(op.result.type)
     _check_table(op.outliers)
     activation(x.element, "element of x")

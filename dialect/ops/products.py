@@ -16,7 +16,8 @@ from lowbit.dialect.checks import (
     within_warp,
 )
 from lowbit.dialect.elements import OPERANDS
-from lowbit.dialect.layouts.layout import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK, Layout
+from lowbit.dialect.layouts.fragments import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.optional import Flag
 from lowbit.dialect.types import FormatAttr, Lowbit, Reg, RegType, Shared, SharedType
 

@@ -11,7 +11,7 @@ from lowbit.dialect.elements import OPERANDS
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
 from lowbit.dialect.formats.reals import REALS
-from lowbit.dialect.layouts.layout import MMA_B_NK, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.fragments import MMA_B_NK, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.ops.common import I32, check_access, memory_of
 from lowbit.dialect.optional import Choice, Optional
 from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType, element_bits

@@ -99,7 +99,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def section() -> str:
-    """What stands between the marks of docs/kernel.md: the published results, or that there are none."""
+    """Returns the text between the marks of docs/kernel.md: the published results, or that there are none."""
     if not RESULTS.exists():
         return "Not measured yet: `python -m examples.kernel --publish` on a GPU fills in the table."
     return table(json.loads(RESULTS.read_text()))

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from examples.kernel.problem import GROUP, PARAMS, TOKENS, WEIGHT
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, replicated, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import replicated, spatial
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Program, Tile
 

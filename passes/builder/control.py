@@ -21,7 +21,7 @@ class Loop:
 
 
 class Control:
-    """Which block this is, what is repeated, and what is done under a condition."""
+    """Operations for control flow: the number of the block, loops and conditions."""
 
     def block_id(self, axis: int) -> Scalar:
         return Scalar(ops.BlockIdOp(i64(axis)).result)
@@ -42,7 +42,7 @@ class Control:
 
     @contextmanager
     def when(self, condition: Scalar) -> Generator[None]:
-        """What follows is done only if `condition`."""
+        """Runs the body of the `with` statement only if `condition` holds."""
         if_op = scf.IfOp(condition.value)
         with ir.InsertionPoint(if_op.then_block):
             yield
@@ -50,7 +50,7 @@ class Control:
 
     @contextmanager
     def one_thread(self, condition: Scalar) -> Generator[None]:
-        """What follows is done by one thread of the block, if `condition`, beside products that are under way."""
+        """Runs the body in one thread of the block, if `condition` holds, beside products that are under way."""
         op = ops.OneThreadOp(condition.value)
         with ir.InsertionPoint(op.body.blocks.append()):
             yield
@@ -65,7 +65,7 @@ class Control:
         warps: int = 1,
         async_proxy: bool = False,
     ) -> Generator[None]:
-        """What follows, at the head of a loop, are the copies of a round, and the rest of the loop waits for them.
+        """Takes the body, at the head of a loop, as the copies of a round, for which the rest of the loop waits.
 
         num_stages: rounds that have a stage of the buffers, so that all but one are copied while one computes.
         prefetch_limit: at most so many are copied before `grid_wait` (0: no limit). refill: when a round starts the

@@ -8,7 +8,7 @@ from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, i64, tex
 
 
 class Synchronization:
-    """What threads wait for: copies, each other, and mbarriers (`signals`)."""
+    """Operations that order threads: they wait for copies, for each other, and for mbarriers (`signals`)."""
 
     def commit(self) -> None:
         ops.CommitOp()

@@ -96,5 +96,5 @@ def text(words: str) -> ir.StringAttr:
 
 
 def boundary_of(boundary: Sequence[str] | None, layout: Layout) -> ir.ArrayAttr:
-    """What happens beyond the edge along each dim of a tile; nothing can be there by default."""
+    """Returns what happens beyond the edge along each dim of a tile; by default no access is there."""
     return strings(tuple(boundary or ("none",) * layout.rank))

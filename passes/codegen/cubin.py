@@ -22,7 +22,7 @@ from lowbit.passes.target import GPU_NAMES, Target
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, as the assembler reports it; of several kernels, the largest of each."""
+    """Registers and memory of a kernel, as the assembler reports them; of several kernels, the largest of each."""
 
     registers: int
     """Per thread."""

@@ -35,7 +35,7 @@ def program_stages(spec: MatmulSpec, program: Program, cpu: str = "") -> dict[st
 
 
 def isa_of(cpu: str) -> Isa:
-    """What a processor offers. Raises TargetError for one that is no x86, or that can't convert f16."""
+    """Returns the instruction set of a processor. Raises TargetError unless it is an x86 that can convert f16."""
     levels: dict[str, Isa] = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
     isa = levels.get(cpu, "generic")
     if not cpu:

@@ -99,7 +99,7 @@ class ChunkDecoder:
 
 
 def dequantize_needs(spec: MatmulSpec, isa: Isa) -> Needs:
-    """None: a row of a chunk is on the stack."""
+    """Returns that it needs no scratch memory: a row of a chunk is on the stack."""
     return Needs()
 
 

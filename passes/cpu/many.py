@@ -77,7 +77,7 @@ _SMALL = Blocking(2, 3, 1)  # 12 sums of 16 registers of half a vector
 
 
 class _Plan:
-    """What follows from spec and processor."""
+    """The sizes that follow from spec and processor."""
 
     def __init__(self, spec: MatmulSpec, isa: Isa) -> None:
         self.rows = Rows(spec, "bf16" if multiplies_bf16(spec, isa) else "f32")

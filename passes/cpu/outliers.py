@@ -38,7 +38,7 @@ _WORD = 4  # bytes
 
 
 class Outlier(NamedTuple):
-    """What a word says: row of the row block and column of the weight (i64), value in f32."""
+    """A decoded word: row of the row block and column of the weight (i64), value in f32."""
 
     row: Value
     column: Value

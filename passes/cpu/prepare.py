@@ -66,7 +66,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """From one row to the next."""
+        """Bytes from one row to the next."""
         return round_to_line(self.sums_at + 4 * self.spec.packing.groups * self.sums)
 
     def constants(self) -> None:

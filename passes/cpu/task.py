@@ -30,7 +30,7 @@ LINE = 64  # bytes of a cache line; scratch memory begins on one
 
 @dataclass(frozen=True)
 class Needs:
-    """What a program needs of its caller, and how many tokens it is good for.
+    """Memory that a program needs of its caller, and how many tokens it is good for.
 
     Its scratch memory holds a row for every token, and then a share for every thread.
     """

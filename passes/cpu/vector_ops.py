@@ -44,7 +44,7 @@ def scalar_type(name: str) -> ir.Type:
 
 
 def element_type(type_: ir.Type) -> ir.Type:
-    """Of a vector; a scalar's own type."""
+    """Returns the type of a vector's elements, or a scalar's own type."""
     return ir.VectorType(type_).element_type if isinstance(type_, ir.VectorType) else type_
 
 

@@ -102,21 +102,21 @@ class Weight:
         self.arrays = {slot.name: array for slot, array in zip(spec.tensors, arrays)}
 
     def scales(self, block: Value, group: Value) -> Value:
-        """Of 16 rows, times the scales of the rows where they have some: vector<16xf32>."""
+        """Returns the scales of 16 rows, times those of the rows where they have some: vector<16xf32>."""
         return self._row_scaled(self._of_group("scales", block, group), block)
 
     def zeros(self, block: Value, group: Value) -> Value | None:
-        """Of 16 rows, to be subtracted from stored code + low: vector<16xf32>, or None."""
+        """Returns the zeros of 16 rows, to be subtracted from stored code + low: vector<16xf32>."""
         return None if self.spec.zero_kind is None else self._of_group("zeros", block, group)
 
     def offsets(self, block: Value, group: Value) -> Value | None:
-        """Of 16 rows, to be added to the scaled code, times the scales of the rows: vector<16xf32>, or None."""
+        """Returns the offsets of 16 rows, to be added to scaled codes, times the rows' scales: vector<16xf32>."""
         if self.spec.offset_kind is None:
             return None
         return self._row_scaled(self._of_group("offsets", block, group), block)
 
     def shifts(self, scales: Value, block: Value, group: Value, low: int) -> Value | None:
-        """What the sums of x are multiplied by, scales * (low - zeros) or scales * low + offsets; None if that is 0."""
+        """Returns the factor of the sums of x, scales * (low - zeros) or scales * low + offsets; None if that is 0."""
         zeros, offsets, least = self.zeros(block, group), self.offsets(block, group), constant(vec(f32()), low)
         if offsets is not None:
             return fma(scales, least, offsets) if low else offsets
@@ -125,7 +125,7 @@ class Weight:
         return arith.mulf(scales, arith.subf(least, zeros) if low else arith.negf(zeros))
 
     def row_scales(self, block: Value) -> Value:
-        """Of 16 rows: vector<16xf32>."""
+        """Returns the scales of 16 rows: vector<16xf32>."""
         return load(vec(f32()), at(self.arrays["row_scales"], mul(block, VECTOR_BYTES)))
 
     def _row_scaled(self, values: Value, block: Value) -> Value:

@@ -93,7 +93,7 @@ class KernelFamily(ABC, Generic[S]):
         return sorted(near, key=lambda s: self.predict(spec, tokens, s, target))
 
     def shape(self, schedule: S) -> tuple[object, ...]:
-        """What decides most about a schedule's time: the tuner times every shape once before any twice."""
+        """Returns the choices that matter most for the time: the tuner times every shape once before any twice."""
         return (schedule,)
 
     def check(self, spec: MatmulSpec, schedule: S, target: Target) -> None:
@@ -108,7 +108,7 @@ class KernelFamily(ABC, Generic[S]):
         return True
 
     def rounding(self, spec: MatmulSpec, schedule: S) -> dict[str, bool]:
-        """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
+        """Returns what the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
         return {}
 
     def x_boxes(self, spec: MatmulSpec, schedule: S) -> Mapping[str, tuple[int, int]]:

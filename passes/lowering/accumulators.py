@@ -10,7 +10,7 @@ from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.errors import PassError
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import warpgroup
 from lowbit.passes.lowering.context import WGMMA, LoweringContext, int_attr
@@ -38,7 +38,7 @@ class Accumulator(Fragment):
         raise PassError("lower-tiles: sums of an accumulator are used by accumulate and read_accumulator alone")
 
     def force(self) -> None:
-        """Nothing is to be written down: the registers are there."""
+        """Does nothing: the values are in registers already."""
 
     def names(self, row: int) -> list[str]:
         return warpgroup.sum_names(str(self.reg.element), self.first + row * self.per_row, self.per_row)

@@ -12,7 +12,7 @@ from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.byte_codes import column_of, moves
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, MMA_M16N8K32_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K32_A
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.codes import places_of

@@ -11,7 +11,8 @@ from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, Piece, run_of
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, Layout
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
+from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.layouts.shared_memory import BANK_BYTES, BANKS
 from lowbit.dialect.types import Reg, format_attr
 from lowbit.passes.lowering import emit
@@ -80,7 +81,7 @@ def _pairs_of_words(
 
 
 def places_of(format_: DType, layout: Layout) -> list[tuple[int, int]]:
-    """For every register (a pair of codes) of a thread: which of the thread's words begins its run, and its
+    """Returns for every register (a pair of codes) of a thread which of its words begins the run, and the register's
     number in the run."""
     blocks = fragment_blocks(layout, MMA_M16N8K16_A)
     packing = Packing(format_.bits, ROWS, BLOCK_K * (1 + max(column for _, column in blocks)))  # of one warp

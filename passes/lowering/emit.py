@@ -172,7 +172,7 @@ def from_lane_beside(value: Any, distance: int) -> Any:
 
 
 def of_lane(lane: int, value: Any) -> Any:
-    """What a lane of the warp has for a value, for all of its lanes."""
+    """Returns for all lanes of the warp the value that one of them has."""
     kind = ir.Attribute.parse("#nvvm<shfl_kind idx>")
     return nvvm.shfl_sync(constant(-1), value, constant(lane), constant(31), kind)
 

@@ -99,7 +99,7 @@ Block = tuple[int, int]
 
 
 def fragment_blocks(layout: Layout, fragment: Layout) -> list[Block]:
-    """For each fragment that a thread holds of a tile, in slot order, its place (row, column) in units of fragments.
+    """Returns the place (row, column), in fragments, of each fragment that a thread holds of a tile, in slot order.
 
     Places count within the thread's part of the tile, along the last two dims.
     """

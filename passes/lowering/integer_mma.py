@@ -153,7 +153,7 @@ class _Terms:
         self._factors: dict[int, list[tuple[Any, Any, Any]]] = {}
 
     def product(self, piece: int, a: Sequence[Any]) -> list[Any]:
-        """What two limbs of x bring in a piece, of rows g and g + 8 in f32; a: two registers for each half."""
+        """Returns the product of two limbs of x in a piece, rows g and g + 8 in f32; a: two registers for each half."""
         b = self._fragments(piece)
         sums = [emit.constant(_ORIGIN_BITS)] * 4
         for half in range(0, HALVES, 2):
@@ -181,7 +181,7 @@ class _Terms:
         return self._words[piece]
 
     def _scales(self, piece: int) -> list[tuple[Any, Any, Any]]:
-        """Of rows g and g + 8: 256 units, minus 257 origins, and a unit, smaller where codes are too large."""
+        """Returns for rows g and g + 8: 256 units, minus 257 origins, and a unit, smaller where codes are too large."""
         if piece not in self._factors:
             unit = self._units.scalar(piece)
 
@@ -218,7 +218,7 @@ def _sum(terms: Sequence[Any]) -> Any:
 
 
 def _round(x: Any) -> Any:
-    """To the nearest integer."""
+    """Returns x rounded to the nearest integer."""
     return llvm.inline_asm(emit.integer(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f", asm_dialect=0)
 
 

@@ -12,7 +12,8 @@ from lowbit.dialect.elements import ELEMENTS, OPERANDS, Element
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
 from lowbit.dialect.formats.raw_codes import deferred_offset
 from lowbit.dialect.formats.reals import REALS
-from lowbit.dialect.layouts.layout import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK, Layout
+from lowbit.dialect.layouts.fragments import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex, known

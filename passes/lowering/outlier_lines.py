@@ -14,7 +14,7 @@ WORD = 4  # bytes
 
 
 class Outlier(NamedTuple):
-    """What a word says: row of the row block, column of the weight, value in f32."""
+    """A decoded word: row of the row block, column of the weight, value in f32."""
 
     row: Any
     column: Any

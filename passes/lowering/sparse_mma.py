@@ -15,7 +15,7 @@ from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.outliers import A_ROW, LINE, scratch_terms
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place

@@ -14,7 +14,7 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.types import Reg, Shared
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext
@@ -43,8 +43,8 @@ def load_outliers(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.SparseVectorOp)
 def sparse_vector(op: Any, c: LoweringContext) -> None:
-    """For a few row blocks at a time, all x that the loaded lines meet are asked for at once. Then, row block by row
-    block, each lane adds up its products in shared memory, and those of a row are added to its accumulators.
+    """Loads all x that the lines of a few row blocks meet, at once. Then, row block by row block, each lane adds up its
+    products in shared memory, and those of a row are added to its accumulators.
 
     The barrier keeps the assembler from moving the wait for the lines in front of copies that are to be started
     before."""

@@ -19,7 +19,7 @@ from typing import Any
 from lowbit.dialect.bindings import arith, ir, llvm
 from lowbit.dialect.elements import OPERANDS, product_types
 from lowbit.dialect.formats.packing import BLOCK_K
-from lowbit.dialect.layouts.layout import MMA_A, MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_A, MMA_M16N8_D
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place, ThreadIndex

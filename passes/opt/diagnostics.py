@@ -28,7 +28,7 @@ _EXPECTATION = re.compile(
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """What a parser, verifier or pass reports. Line and column count from 1; 0 where the place is unknown."""
+    """A report of the parser, a verifier or a pass. Line and column count from 1; 0 where the place is unknown."""
 
     severity: Severity
     message: str
@@ -134,7 +134,7 @@ def _target(where: str | None, index: int, alone: list[bool]) -> int:
 
 
 def mismatches(diagnostics: Iterable[Diagnostic], expected: Iterable[Expectation]) -> list[Diagnostic]:
-    """What speaks against a test: diagnostics that nothing expects, and expectations that nothing met."""
+    """Returns why a test fails: diagnostics that nothing expects, and expectations that nothing met."""
     wanted = list(expected)
     wrong: list[Diagnostic] = []
     for got in (d for diagnostic in diagnostics for d in diagnostic.flat()):

@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Opt:
-    """What to do with every chunk of the input."""
+    """The settings for every chunk of the input."""
 
     context: ir.Context
     steps: tuple[Step, ...]

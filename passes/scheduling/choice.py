@@ -27,7 +27,7 @@ ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
 
 
 def any_token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-    """Of these, those with a kernel that serves any number of tokens."""
+    """Returns those of them with a kernel that serves any number of tokens."""
     families = (family for family in FAMILIES.values() if family.takes_any_tokens)
     return tuple(sorted({tile for family in families for tile in family.token_tiles(spec, target)}))
 
@@ -65,8 +65,8 @@ class Choice:
 
 
 def expected(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice:
-    """What is chosen for up to `tile` tokens: the tile's own schedule, or a wider tile's that takes less time. What was
-    measured gives way only to what was measured."""
+    """Returns the choice for up to `tile` tokens: the tile's own schedule, or a wider tile's that takes less time. A
+    measured schedule gives way only to a measured one."""
     known = measured(spec, tile, target, tables)
     best = known or estimated(spec, tile, target, tables)
     for wider in token_tiles(spec, target):
@@ -83,7 +83,7 @@ def expected(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table
 
 
 def measured(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice | None:
-    """What the first table says that has the very matmul."""
+    """Returns the entry of the first table that has the very matmul."""
     for entry in filter(None, (table.entries.get(Key.of(spec, tile)) for table in tables)):
         if family_of(entry.schedule).suits(spec, entry.schedule, target, spec):
             return Choice(entry.schedule, entry.microseconds)

@@ -48,7 +48,7 @@ _SELDOM: dict[str, Any] = {"compute": None, "bilevel": None, "outliers": False, 
 
 @dataclass(frozen=True)
 class Key:
-    """What a schedule depends on: the matmul, but for its bias and the type of y, and the token tile."""
+    """The matmul that a schedule is for, apart from its bias and the type of y, and the token tile."""
 
     weight: str
     n: int
@@ -82,7 +82,7 @@ class Key:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What neighbours have in common."""
+        """The fields that neighbours have in common."""
         folds = self.fold_scales and self.spec.rounds_weights(self.tokens)
         others = self.compute, self.bilevel is not None, self.outliers, folds
         return (*_decoding(self.weight, self.act), self.zeros != "none", self.tokens, *others)
@@ -192,7 +192,7 @@ class Table:
         return Table(self.gpu, self.capability, self.made, self.entries | {entry.key: entry})
 
     def to_text(self) -> str:
-        """As JSON, an entry to a line, in an order that does not depend on how they were found."""
+        """Returns the table as JSON, an entry to a line, in an order that does not depend on how they were found."""
         about = {"gpu": self.gpu, "capability": self.capability, "made": self.made}
         head = json.dumps(about, indent=1, ensure_ascii=False)[:-2]
         entries = sorted(self.entries.values(), key=lambda e: tuple(map(_orderly, asdict(e.key).values())))

@@ -18,7 +18,7 @@ from lowbit.passes.lowering import emit
 
 
 class Signals:
-    """Of one loop; allocated where its program begins, so that buffers behind can be freed together."""
+    """The mbarriers of one loop, allocated where its program begins, so that buffers behind can be freed together."""
 
     def __init__(self, pipeline: Any, stages: int) -> None:
         self.stages = stages

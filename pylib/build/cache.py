@@ -127,7 +127,7 @@ def source_fingerprint() -> str:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What is in a cache."""
+    """Contents of a cache."""
 
     directory: Path
     entries: int
@@ -183,7 +183,7 @@ class Cache:
         return self.directory / key[:2] / f"{key}.{suffix}"
 
     def _read(self, key: str, parse: Callable[[Files], T]) -> T | None:
-        """What `parse` makes of an entry, or None where there is none; what can't be read as one is deleted."""
+        """Returns what `parse` makes of an entry, or None where there is none; a file that can't be read as one is deleted."""
         path = self._path(key)
         try:
             return parse(_unpack(_contents(path), key))

@@ -77,7 +77,7 @@ def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:
 
 
 def kernel_name(tile: int | None) -> str:
-    """What a kernel is called among those of its matmul: "m8" for up to eight tokens."""
+    """Returns the name of a kernel among those of its matmul: "m8" for up to eight tokens."""
     return "dequantize" if tile is None else f"m{tile}"
 
 
@@ -100,7 +100,7 @@ class KernelChoices:
         return tuple(self.kernels[tile] for tile in tiles or (None,))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: `kernels` by name, and for ranges of rows the names of the launches."""
+        """Returns the choices in terms of JSON: `kernels` by name, and for ranges of rows the names of the launches."""
         kernels = {
             kernel_name(tile): {"tokens": tile, "schedule": schedule_to_dict(kernel.schedule)}
             for tile, kernel in self.kernels.items()

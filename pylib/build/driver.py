@@ -20,7 +20,7 @@ from lowbit.pylib.build import cache
 
 @dataclass(frozen=True)
 class Program:
-    """What a device needs of a compiled kernel. cubin: None for the emulator, which reads the PTX."""
+    """A compiled kernel as a device needs it. cubin: None for the emulator, which reads the PTX."""
 
     launch: Launch
     ptx: str
@@ -29,12 +29,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Artifact(Program):
-    """What is kept of a compiled kernel."""
+    """A compiled kernel as it is kept."""
 
     schedule: KernelSchedule
 
     def to_files(self) -> dict[str, bytes]:
-        """For the disk cache."""
+        """Returns the files of an entry of the disk cache."""
         about = {"launch": self.launch.to_dict(), "schedule": schedule_to_dict(self.schedule)}
         files = {"about.json": json.dumps(about).encode(), "kernel.ptx": self.ptx.encode()}
         return files | ({} if self.cubin is None else {"kernel.cubin": self.cubin})

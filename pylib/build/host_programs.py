@@ -29,7 +29,7 @@ class HostProgram:
     needs: Needs
 
     def to_files(self) -> dict[str, bytes]:
-        """For the disk cache."""
+        """Returns the files of an entry of the disk cache."""
         about = {"entry": self.entry, "needs": asdict(self.needs)}
         return {"about.json": json.dumps(about).encode(), "image": self.image}
 

@@ -68,17 +68,17 @@ class Artifacts:
         return list(found.tiles) * launches or None
 
     def tile(self, m: int) -> int | None:
-        """That of the first launch for m rows; None for the dequantize kernel."""
+        """Returns the token tile of the first launch for m rows; None for the dequantize kernel."""
         tiles = self.tiles(m)
         return tiles[0] if tiles else None
 
     def choices(self) -> KernelChoices:
-        """Which kernels serve how many rows, all of them decided now."""
+        """Returns which kernels serve how many rows, all of them decided now."""
         kernels = {tile: self.request(tile) for tile in (*self._tiles, None)}
         return KernelChoices(self._spec, self._target, self._rows, kernels)
 
     def request(self, tokens: int | None) -> KernelRequest:
-        """What the kernel for up to `tokens` tokens is made of. Raises SpecError for a schedule that does not fit."""
+        """Returns the request for the kernel of up to `tokens` tokens. Raises SpecError for a schedule that does not fit."""
         with self._lock:
             found = self._requests.get(tokens)
             if found is None:

@@ -15,7 +15,7 @@ from lowbit.pylib import knobs
 
 
 def user_tables() -> tuple[Table, ...]:
-    """In the order of their names. Raises SpecError where a file holds no table."""
+    """Returns the user's tables in the order of their names. Raises SpecError where a file holds no table."""
     return tuple(map(read_table, sorted((knobs.cache_dir() / "schedules").glob("*.json"))))
 
 

@@ -17,7 +17,7 @@ LONGEST_JSON = 1 << 16  # bytes of JSON in a tensor
 
 
 class ModuleTensors:
-    """What a format's reader is given. All methods raise CheckpointError.
+    """The tensors of a module, as a format's reader gets them. All methods raise CheckpointError.
 
     config    the quantization_config of the model
     tensors   the tensors of the module by their names in it: "qweight", "weight.absmax"

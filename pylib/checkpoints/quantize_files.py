@@ -41,7 +41,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 @dataclass(frozen=True)
 class Request:
-    """What to do with a folder.
+    """The task for a folder.
 
     config       how to quantize the weights
     skip         patterns of names of modules that stay dense

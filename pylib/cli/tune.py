@@ -1,53 +1,73 @@
-"""The command `lowbit tune`. What is slow to import is imported when it runs."""
+"""The command `lowbit tune`: its options, and the search. What is slow to import is imported when it runs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from lowbit.dialect.errors import SpecError
+from lowbit.pylib.cli.tune_tables import console, print_call, use_tables, write
 
 if TYPE_CHECKING:
     from lowbit.passes.kernels.base import KernelSchedule
-    from lowbit.passes.scheduling.tables import Entry, Table
-    from lowbit.pylib.tune.check import FirstCall
+    from lowbit.passes.scheduling.tables import Entry
+    from lowbit.passes.target import Target
     from lowbit.pylib.tune.problem import Problem
+    from lowbit.pylib.tune.session import Log, Progress, Tuner
 
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+Names = Annotated[list[str] | None, typer.Argument(help="Sizes (4096x11008), models, layers (Llama-2-7B/qkv).")]
+GroupSizes = Annotated[
+    str, typer.Option("--group-sizes", "-g", help="Columns that share a scale; row for one scale per row.")
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="What the tables that come with lowbit have: decode, prefill, eight_bit; or not: unknown."),
+]
+Check = Annotated[
+    bool, typer.Option("--check", help="Measure first calls against a table, or a search for sizes, instead.")
+]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a search may take.
+
+    candidates   schedules per matmul and token tile; None: as many as pay
+    seconds      in all
+    jobs         processes that compile; None: one per core
+    """
+
+    candidates: int | None
+    seconds: float
+    jobs: int | None
 
 
 def tune(
-    what: Annotated[
-        list[str] | None, typer.Argument(help="Sizes (4096x11008), models, layers (Llama-2-7B/qkv).")
-    ] = None,
+    what: Names = None,
     weights: Annotated[str, typer.Option("--weights", "-w", help="Formats.")] = "u4",
-    group_sizes: Annotated[
-        str, typer.Option("--group-sizes", "-g", help="Columns that share a scale; row for one scale per row.")
-    ] = "128",
+    group_sizes: GroupSizes = "128",
     tokens: Annotated[str, typer.Option("--tokens", "-m", help="Token tiles.")] = "1,8,16,32,64",
     acts: Annotated[str, typer.Option(help="Types of x.")] = "f16",
     zeros: Annotated[str, typer.Option(help="Kinds of zero points.")] = "none",
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it, as x.")] = None,
     compute: Annotated[str, typer.Option(help="Types of products: none (of x), f8e4m3, f8e4m3+fold, i8.")] = "none",
-    preset: Annotated[
-        str | None,
-        typer.Option(help="What the tables that come with lowbit have: decode, prefill, eight_bit; or not: unknown."),
-    ] = None,
+    preset: Preset = None,
     candidates: Annotated[int | None, typer.Option(help="Schedules per matmul and token tile.", min=1)] = None,
     seconds: Annotated[float, typer.Option(help="For all: less time, fewer candidates each.", min=1)] = math.inf,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes that compile.", min=1)] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Table to add to.")] = None,
     log: Annotated[Path | None, typer.Option(help="Measurements; a session goes on where its log ends.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Join tables, the latest last, instead.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Measure first calls against a table, or a search for sizes, instead.")
-    ] = False,
+    check: Check = False,
     stale: Annotated[bool, typer.Option("--stale", help="List what is out of date in a table instead.")] = False,
 ) -> None:
     """Search for the fastest schedules on this machine's GPU. Lists are separated by commas.
@@ -73,42 +93,20 @@ def tune(
       lowbit tune --merge old.json new.json -o nvidia_h200.json
     """
     names = what or []
-    of_table = all(name.endswith(".json") for name in names) and not preset
-    if merge or stale or (check and of_table):
-        _use_tables(names, merge, check, stale, jobs, output)
+    of_tables = all(name.endswith(".json") for name in names) and not preset
+    if merge or stale or (check and of_tables):
+        use_tables(names, merge, check, stale, jobs, output)
         return
-    work = _preset(preset) if preset else []
-    if names or not preset:
-        work += _problems(names, weights, group_sizes, tokens, acts, zeros, scale, compute)
-    work = list(dict.fromkeys(work))
+    work = _problems(names, preset, weights, group_sizes, tokens, acts, zeros, scale, compute)
     if check:
-        _check_unknown(work, candidates, seconds, jobs, output)
+        _check_unknown(work, Limits(candidates, seconds, jobs), output)
     else:
-        _tune(work, candidates, seconds, jobs, output, log)
-
-
-def _use_tables(
-    names: list[str], merge: bool, check: bool, stale: bool, jobs: int | None, output: Path | None
-) -> None:
-    """What is done with tables that are there, in place of a search."""
-    if merge + check + stale > 1:
-        raise SpecError("--merge, --check and --stale are different things to do; give one of them")
-    if merge:
-        _merge([Path(name) for name in names], output)
-    elif check:
-        _check(_table(names), jobs)
-    else:
-        _stale(_table(names), jobs)
-
-
-def _preset(name: str) -> list[Problem]:
-    from lowbit.pylib.tune import session as tuner
-
-    return tuner.preset_problems(name)
+        _search(work, Limits(candidates, seconds, jobs), output, log)
 
 
 def _problems(
     names: list[str],
+    preset: str | None,
     weights: str,
     group_sizes: str,
     tokens: str,
@@ -117,30 +115,28 @@ def _problems(
     scale: str | None,
     compute: str,
 ) -> list[Problem]:
+    """Returns the matmuls of a preset, then those of sizes, models and layers."""
     from lowbit.pylib.tune import models
     from lowbit.pylib.tune import session as tuner
 
+    of_preset = tuner.preset_problems(preset) if preset else []
+    if preset and not names:
+        return of_preset
     if not names:
         raise SpecError("lowbit tune needs shapes: sizes such as 4096x11008, models or their layers, or --preset")
     groups = [None if size == "row" else _integer("--group-sizes", size) for size in _list(group_sizes)]
     tiles = [_integer("--tokens", tile) for tile in _list(tokens)]
     more = _list(acts), _list(zeros), scale, _list(compute)
-    return tuner.problems(models.shapes(names), _list(weights), groups, tiles, *more)
+    of_sizes = tuner.problems(models.shapes(names), _list(weights), groups, tiles, *more)
+    return list(dict.fromkeys([*of_preset, *of_sizes]))
 
 
-def _tune(
-    work: list[Problem],
-    candidates: int | None,
-    seconds: float,
-    jobs: int | None,
-    output: Path | None,
-    log: Path | None,
-) -> None:
+def _search(work: list[Problem], limits: Limits, output: Path | None, log: Path | None) -> None:
+    """Search for schedules, and write the table anew after each matmul."""
     import lowbit
     from lowbit.passes.scheduling.tables import Table, read_table
     from lowbit.pylib.build import cache
     from lowbit.pylib.build import user_tables as schedules
-    from lowbit.pylib.tune import processes as tune_processes
     from lowbit.pylib.tune import session as tuner
 
     gpu, target = tuner.this_gpu()
@@ -151,21 +147,45 @@ def _tune(
         raise SpecError(f"{path} is a table for {table.gpu}, but this GPU is {gpu}; name another with -o")
     measured = tuner.Log(log or path.with_suffix(".jsonl"), gpu)
     version = f"{lowbit.__version__}+{cache.source_fingerprint()[:8]}"
-    with (
-        tune_processes.Compilers(target, jobs) as compilers,
-        tune_processes.GpuProcess(target) as stand,
-        TuneProgress() as progress,
-    ):
-        search = tuner.Tuner(
-            target, version, measured, stand, compilers.submit, progress, candidates or tuner.CANDIDATES, seconds
-        )
-        found = 0
+    found = 0
+    with TuneProgress() as progress, _tuner(target, measured, limits, progress, version) as search:
         for entry in search.run(work):
             table = table.replaced(entry)
             write(table, path)
             found += 1
     console.print(f"{found} of {len(work)} matmuls measured", markup=False)
     console.print(f"wrote {path}: {len(table.entries)} schedules", markup=False)
+
+
+def _check_unknown(work: list[Problem], limits: Limits, output: Path | None) -> None:
+    """Measure first calls of these matmuls against a search, whose log nobody needs later; with `output`, as JSON."""
+    from lowbit.pylib.tune import check as tune_check
+    from lowbit.pylib.tune import session as tuner
+
+    gpu, target = tuner.this_gpu()
+    work = tuner.with_kernels(work, target)
+    calls: list[tune_check.FirstCall] = []
+    with TemporaryDirectory() as folder:
+        measured = tuner.Log(Path(folder) / "log.jsonl", gpu)
+        with _tuner(target, measured, limits, tuner.Silent()) as search:
+            for call in tune_check.first_calls_of_unknown(work, search):
+                calls.append(call)
+                print_call(call)
+                if output:
+                    output.write_text(tune_check.to_text(calls, gpu), encoding="utf-8")
+    console.print(tune_check.summary(calls), markup=False)
+
+
+@contextmanager
+def _tuner(target: Target, log: Log, limits: Limits, progress: Progress, version: str = "") -> Iterator[Tuner]:
+    """Yields a tuner whose processes for the compiler and the GPU end with the context."""
+    from lowbit.pylib.tune import processes as tune_processes
+    from lowbit.pylib.tune import session as tuner
+
+    many = limits.candidates or tuner.CANDIDATES
+    compilers, stand = tune_processes.Compilers(target, limits.jobs), tune_processes.GpuProcess(target)
+    with compilers, stand:
+        yield tuner.Tuner(target, version, log, stand, compilers.submit, progress, many, limits.seconds)
 
 
 class TuneProgress:
@@ -203,104 +223,6 @@ def brief(s: KernelSchedule) -> str:
     from lowbit.passes.scheduling.tables import spelled_out
 
     return ", ".join(f"{name}={value}" for name, value in spelled_out(s).items())
-
-
-def write(table: Table, path: Path) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(table.to_text(), encoding="utf-8")
-    temporary.replace(path)
-
-
-def _merge(paths: list[Path], output: Path | None) -> None:
-    from lowbit.passes.scheduling.tables import merge, read_table
-    from lowbit.pylib.build import user_tables as schedules
-
-    if not paths:
-        raise SpecError("lowbit tune --merge needs tables, such as a.json b.json")
-    table = merge([read_table(path) for path in paths])
-    path = output or schedules.user_file(table.gpu)
-    write(table, path)
-    console.print(f"wrote {path}: {len(table.entries)} schedules for {table.gpu}", markup=False)
-
-
-def _table(names: list[str]) -> Table:
-    """The one in a file, or the first that a user of this machine has."""
-    from lowbit.passes.scheduling.tables import read_table, shipped_tables
-    from lowbit.pylib.build import user_tables as schedules
-
-    if len(names) > 1:
-        raise SpecError(f"one table at a time, not {', '.join(names)}; --merge joins them")
-    return read_table(Path(names[0])) if names else (*schedules.user_tables(), *shipped_tables())[0]
-
-
-def _check(table: Table, jobs: int | None) -> None:
-    from lowbit.pylib.tune import check as tune_check
-    from lowbit.pylib.tune import processes as tune_processes
-    from lowbit.pylib.tune import session as tuner
-
-    gpu, target = tuner.this_gpu()
-    if table.gpu != gpu:
-        raise SpecError(f"the table is for {table.gpu}, but this GPU is {gpu}; give another")
-    calls: list[tune_check.FirstCall] = []
-    with tune_processes.Compilers(target, jobs) as compilers, tune_processes.GpuProcess(target) as stand:
-        for call in tune_check.first_calls(table, target, stand, compilers.submit):
-            calls.append(call)
-            _print_call(call)
-    console.print(tune_check.summary(calls), markup=False)
-
-
-def _check_unknown(
-    work: list[Problem], candidates: int | None, seconds: float, jobs: int | None, output: Path | None
-) -> None:
-    """First calls of these matmuls against a search, whose log nobody needs later; with `output`, as JSON."""
-    from tempfile import TemporaryDirectory
-
-    from lowbit.pylib.tune import check as tune_check
-    from lowbit.pylib.tune import processes as tune_processes
-    from lowbit.pylib.tune import session as tuner
-
-    gpu, target = tuner.this_gpu()
-    work = tuner.with_kernels(work, target)
-    calls: list[tune_check.FirstCall] = []
-    with (
-        TemporaryDirectory() as folder,
-        tune_processes.Compilers(target, jobs) as compilers,
-        tune_processes.GpuProcess(target) as stand,
-    ):
-        measured = tuner.Log(Path(folder) / "log.jsonl", gpu)
-        many = candidates or tuner.CANDIDATES
-        search = tuner.Tuner(target, "", measured, stand, compilers.submit, tuner.Silent(), many, seconds)
-        for call in tune_check.first_calls_of_unknown(work, search):
-            calls.append(call)
-            _print_call(call)
-            if output:
-                output.write_text(tune_check.to_text(calls, gpu), encoding="utf-8")
-    console.print(tune_check.summary(calls), markup=False)
-
-
-def _print_call(call: FirstCall) -> None:
-    from lowbit.pylib.tune.check import problem
-
-    times = f"{call.time:.2f} µs, best known {min(call.time, call.best):.2f}"
-    console.print(f"{call.ratio:.3f}  {problem(call.entry.key)}: {times}", markup=False)
-
-
-def _stale(table: Table, jobs: int | None) -> None:
-    from lowbit.passes.target import target_of_gpu
-    from lowbit.pylib.tune import check as tune_check
-    from lowbit.pylib.tune import processes as tune_processes
-
-    target = target_of_gpu(table.capability)
-    if target is None:
-        raise SpecError(f"the table is for {table.gpu}, sm_{table.capability}, which no target is for")
-    with tune_processes.Compilers(target, jobs) as compilers:
-        found = tune_check.stale(table, compilers.submit)
-    for entry in found:
-        about = f"{entry.microseconds:.2f} µs, {entry.date}, {entry.version}"
-        console.print(f"{tune_check.problem(entry.key)}: {about}", markup=False)
-    console.print(f"{len(found)} of {len(table.entries)} entries are out of date", markup=False)
 
 
 def _list(text: str) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowbit.dialect.formats.byte_codes import products_name
-from lowbit.pylib.model_speed.random_model import random_model
+from lowbit.pylib.model_speed.random_model import dense_layers, random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
 from lowbit.pylib.overlap import overlap_launches
 from lowbit.pylib.quantization.config import QuantConfig
@@ -53,6 +53,7 @@ class Measurement:
     compute           type in which low-bit layers multiply, with "+fold" if scales are folded; None: bf16
     library           another library that the low-bit layers are of; "" for lowbit
     compiled          whether torch.compile was used; it can't take the models of some other libraries
+    dense             linear layers that stay in bf16, since no group divides their k
     """
 
     weight: str
@@ -68,6 +69,7 @@ class Measurement:
     compute: str | None = None
     library: str = ""
     compiled: bool = True
+    dense: int = 0
 
     @property
     def step(self) -> Step:
@@ -75,15 +77,16 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """What sets the model apart from others of its shape."""
+        """A name that sets the model apart from others of its shape."""
         if self.weight == BASELINE:
             return BASELINE
         columns = "row" if self.group_size is None else str(self.group_size)
-        options = f", x in {self.compute}" if self.compute else ""
-        options += " with lm_head" if self.lm_head else ""
-        if self.library:
-            return f"{self.library} {self.weight} per {columns}{options}{'' if self.compiled else ', not compiled'}"
-        return f"{self.weight} per {columns}{options}{'' if self.fused else ', not fused'}"
+        product = f", x in {self.compute}" if self.compute else ""
+        head = " with lm_head" if self.lm_head else ""
+        left = f", {self.dense} of its layers in bf16" if self.dense else ""
+        fusion = ", not fused" if not (self.fused or self.library) else ""
+        eager = ", not compiled" if self.library and not self.compiled else ""
+        return f"{self.library} {self.weight} per {columns}{product}{head}{left}{fusion}{eager}".lstrip()
 
     @property
     def tokens_per_second(self) -> float:
@@ -158,6 +161,7 @@ def measure_prepared(
         split=split,
         compute=None if quantization is None else _products(quantization),
         compiled=options.compiled,
+        dense=0 if quantization is None else len(dense_layers(model, options.lm_head)),
     )
 
 

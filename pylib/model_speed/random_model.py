@@ -73,26 +73,35 @@ def available_memory() -> int:
 
 def _taken_out(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:
     """Returns the linear layers of a model on meta by name, and leaves empty modules in their places."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and (lm_head or name != "lm_head")
-    }
+    found = dense_layers(model, lm_head)
     for name in found:
         model.set_submodule(name, nn.Identity())
     return found
 
 
+def dense_layers(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:
+    """Returns the linear layers that are not low-bit, by name; the output layer only if it should be."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and (lm_head or name != "lm_head")
+    }
+
+
 def _put_low_bit_layers(model: nn.Module, quantization: QuantConfig, lm_head: bool) -> None:
-    """Replace linear layers of a model on meta by empty low-bit layers, but for those whose k no group divides."""
-    for name, module in list(model.named_modules()):
-        if type(module) is not nn.Linear or (name == "lm_head" and not lm_head):
-            continue
+    """Replace linear layers of a model on meta by empty low-bit layers; those whose k no group divides stay.
+
+    Raises SpecError where all would stay.
+    """
+    linear = dense_layers(model, lm_head)
+    refused: list[SpecError] = []
+    for name, module in linear.items():
         try:
-            spec = spec_of(module, quantization, "bf16")
-        except SpecError:
-            continue
-        model.set_submodule(name, LowbitLinear.empty(spec, "meta"))
+            model.set_submodule(name, LowbitLinear.empty(spec_of(module, quantization, "bf16"), "meta"))
+        except SpecError as error:
+            refused.append(error)
+    if refused and len(refused) == len(linear):
+        raise refused[0]
 
 
 def _fill(model: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:

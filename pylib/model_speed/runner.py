@@ -21,7 +21,7 @@ HEAD_START = 2_000_000  # cycles that the GPU sleeps while the host starts what 
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed: a forward of so many tokens for each of `batch` sequences that have `context` tokens already."""
+    """A forward of so many tokens for each of `batch` sequences that have `context` tokens already."""
 
     batch: int
     tokens: int

@@ -21,7 +21,7 @@ from lowbit.pylib.quantization.grid import Grid
 
 @dataclass(frozen=True)
 class ColumnScales:
-    """What AWQ does to a model, apart from rounding.
+    """The changes that AWQ makes to a model, apart from rounding.
 
     of      scales [k] of a layer's columns, by its name; layers that are not scaled are missing
     rows    what the rows [n] of a layer are divided by, by its name

@@ -187,7 +187,7 @@ def _fold(watch: _Watch, norm: str, readers: tuple[str, ...], layers: Mapping[st
 
 @dataclass
 class _Watch:
-    """What norms a model has, and which linear layers read them in one run.
+    """The norms of a model, and which linear layers read them in one run.
 
     norms     modules that may be norms, by name
     inputs    of the norms that were called

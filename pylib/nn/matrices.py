@@ -1,10 +1,14 @@
-"""The matrices of a module that can be quantized: one of a linear layer, two of each expert."""
+"""The matrices of a module that can be quantized: one of a linear layer, two of each expert.
+
+A matrix knows its weight, and how its inputs follow from a call of the module, which calibration looks at.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,27 +18,54 @@ from lowbit.pylib.nn.linear_like import as_linear
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a module.
+    """A matrix of a dense module.
 
-    weight   [n, k], a view of the module's parameter
-    bias     [n]; None without
+    module      the linear layer, or the experts
+    name        of the layer, or of an expert's matrix: "mlp.experts.down_proj[3]"
+    parameter   of experts, one of `experts.MATRICES`; "" for a linear layer
+    expert      which of the experts
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    module: nn.Module
+    name: str
+    parameter: str = ""
+    expert: int = 0
+
+    @property
+    def weight(self) -> Tensor:
+        """A view [n, k] of the module's parameter."""
+        if not self.parameter:
+            return as_linear(self.module).weight.detach()
+        return dense_weight(self.module, self.parameter)[self.expert].detach()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias [n], or None."""
+        if not self.parameter:
+            return as_linear(self.module).bias
+        biases = dense_bias(self.module, self.parameter)
+        return None if biases is None else biases[self.expert]
+
+    def inputs(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the inputs [..., k] of the matrix for the arguments of a call of the module."""
+        if not self.parameter:
+            return args[0] if args else kwargs["input"]
+        tokens = _tokens_of(self.expert, *args, **kwargs)
+        if self.parameter == MATRICES[0]:
+            return tokens
+        gate_up, dense = Matrix(self.module, self.name, MATRICES[0], self.expert), self.module
+        return dense._apply_gate(nn.functional.linear(tokens, gate_up.weight, gate_up.bias))  # type: ignore[operator]
 
 
-def matrices_of(module: nn.Module) -> list[Matrix]:
-    """Returns the matrices of a linear layer or of experts, in the order of `sources_of`."""
+def matrices_of(name: str, module: nn.Module) -> list[Matrix]:
+    """Returns the matrix of a linear layer of this name, or those of experts: gate_up of each, then down of each."""
     if not is_experts(module):
-        linear = as_linear(module)
-        return [Matrix(linear.weight.detach(), linear.bias)]
-    found: list[Matrix] = []
-    for name in MATRICES:
-        weights, biases = dense_weight(module, name).detach(), dense_bias(module, name)
-        experts = range(count_of(module))
-        found += [Matrix(weights[e], None if biases is None else biases[e]) for e in experts]
-    return found
+        return [Matrix(module, name)]
+    return [
+        Matrix(module, f"{name}.{parameter}[{expert}]", parameter, expert)
+        for parameter in MATRICES
+        for expert in range(count_of(module))
+    ]
 
 
 @contextmanager
@@ -48,3 +79,8 @@ def replaced(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> Iterator[N
     finally:
         for matrix, value in zip(matrices, own):
             matrix.weight.copy_(value)
+
+
+def _tokens_of(expert: int, hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Returns the tokens [tokens, hidden] that an expert gets in a call of experts."""
+    return hidden_states[(top_k_index == expert).any(-1)]

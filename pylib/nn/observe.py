@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import LowbitError, QuantizeError
+from lowbit.pylib.nn.matrices import Matrix, matrices_of
 from lowbit.pylib.nn.plan import naming
-from lowbit.pylib.nn.sources import Source, sources_of
 from lowbit.pylib.quantization.calibration import Calibration
 
 MOST_BYTES = 1 << 30
@@ -22,21 +22,21 @@ MOST_BYTES = 1 << 30
 def calibrations(
     model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Any]
 ) -> Iterator[tuple[str, Calibration]]:
-    """Yields the calibration of each linear layer, and of each matrix of experts, in the order of `sources_of`. Each is
-    forgotten when the next is asked for.
+    """Yields the calibration of each linear layer, and of each matrix of experts, in the order of `matrices_of`. Each
+    is forgotten when the next is asked for.
 
-    The model is run on all inputs for some layers after the other, so that their sums take little memory. Only of an
-    expert the calibration may have no tokens.
+    The model is run on all inputs for a few layers at a time, so that their sums take little memory. The calibration
+    of an expert may have no tokens; that of a linear layer has some.
     """
-    for sources in _batches(chain.from_iterable(sources_of(name, layer) for name, layer in layers.items())):
-        found = _observe(model, sources, inputs)
-        for source in sources:
-            data = found.pop(source.name, None) or Calibration(source.k)
-            if source.required and not data.tokens:
+    for matrices in _batches(chain.from_iterable(matrices_of(name, layer) for name, layer in layers.items())):
+        found = _observe(model, matrices, inputs)
+        for matrix in matrices:
+            data = found.pop(matrix.name, None) or Calibration(_columns(matrix))
+            if not matrix.parameter and not data.tokens:
                 raise QuantizeError(
-                    f"{source.name}: no calibration input got here; use another, or leave the layer dense"
+                    f"{matrix.name}: no calibration input got here; use another, or leave the layer dense"
                 )
-            yield source.name, data
+            yield matrix.name, data
 
 
 def usable(data: Calibration) -> Calibration:
@@ -44,25 +44,29 @@ def usable(data: Calibration) -> Calibration:
     return data if data.tokens else Calibration.from_hessian(torch.eye(data.k))
 
 
-def _batches(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """Yields sources, in order, whose sums fit MOST_BYTES together."""
-    batch: list[Source] = []
+def _batches(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
+    """Yields matrices, in order, whose sums fit MOST_BYTES together."""
+    batch: list[Matrix] = []
     total = 0
-    for source in sources:
-        size = 8 * source.k**2
+    for matrix in matrices:
+        size = 8 * _columns(matrix) ** 2
         if batch and total + size > MOST_BYTES:
             yield batch
             batch, total = [], 0
-        batch.append(source)
+        batch.append(matrix)
         total += size
     if batch:
         yield batch
 
 
-def _observe(model: nn.Module, sources: Sequence[Source], inputs: Sequence[Any]) -> dict[str, Calibration]:
-    """Returns the sums of some layers' inputs over all inputs of the model, by the names of their sources."""
+def _columns(matrix: Matrix) -> int:
+    return matrix.weight.shape[1]
+
+
+def _observe(model: nn.Module, matrices: Sequence[Matrix], inputs: Sequence[Any]) -> dict[str, Calibration]:
+    """Returns the sums of some matrices' inputs over all inputs of the model, by the names of the matrices."""
     found: dict[str, Calibration] = {}
-    handles = [source.module.register_forward_pre_hook(_adding(found, source), with_kwargs=True) for source in sources]
+    handles = [matrix.module.register_forward_pre_hook(_adding(found, matrix), with_kwargs=True) for matrix in matrices]
     try:
         with evaluating(model):
             for index, given in enumerate(inputs):
@@ -73,15 +77,15 @@ def _observe(model: nn.Module, sources: Sequence[Source], inputs: Sequence[Any])
     return found
 
 
-def _adding(found: dict[str, Calibration], source: Source) -> Any:
-    """Returns a hook that adds a layer's input to its calibration."""
+def _adding(found: dict[str, Calibration], matrix: Matrix) -> Any:
+    """Returns a hook that adds the inputs of a matrix to its calibration."""
 
     def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        x = source.inputs(*args, **kwargs)
-        if source.name not in found:
-            found[source.name] = Calibration(source.k, x.device)
-        with naming(source.name):
-            found[source.name].add(x)
+        x = matrix.inputs(*args, **kwargs)
+        if matrix.name not in found:
+            found[matrix.name] = Calibration(_columns(matrix), x.device)
+        with naming(matrix.name):
+            found[matrix.name].add(x)
 
     return hook
 

@@ -32,7 +32,7 @@ READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the caller of `lowbit.quantize_` asks for; its arguments have the same names."""
+    """The wishes of the caller of `lowbit.quantize_`, whose arguments have the same names."""
 
     config: Configs
     filter_fn: Filter | None = None
@@ -45,7 +45,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Planned:
-    """What to do with a module.
+    """The decision on a module.
 
     names    all names by which the model holds the module
     config   how to quantize it; None to leave it dense

@@ -16,16 +16,16 @@ from torch import nn
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act
-from lowbit.pylib.nn.bit_plan import QuantPlan
 from lowbit.pylib.nn.column_scales import column_scales
 from lowbit.pylib.nn.fuse import fuse_
+from lowbit.pylib.nn.matrices import matrices_of
 from lowbit.pylib.nn.observe import as_inputs, calibrations
 from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, plan
 from lowbit.pylib.nn.progress import LayerBar
+from lowbit.pylib.nn.quant_plan import QuantPlan
 from lowbit.pylib.nn.quantize_planned import dense_row, quantized_module
 from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
-from lowbit.pylib.nn.sources import sources_of
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.torch_types import TORCH
@@ -95,7 +95,7 @@ def _configs(given: Configs | str | os.PathLike[str] | None) -> Configs:
 
 
 class _Work:
-    """What is to be done to a model: modules that need calibration, and others. Raises for what can't be done."""
+    """The work on a model: modules that need calibration, and others. Raises for what can't be done."""
 
     def __init__(
         self, model: nn.Module, planned: Sequence[Planned], inputs: Sequence[Any], device: torch.device | str | None
@@ -143,7 +143,7 @@ class _Work:
         entries = [entry for entry in self._calibrated if not _is_awq(entry)]
         found = calibrations(self._model, {entry.names[0]: entry.module for entry in entries}, self._inputs)
         for entry in entries:
-            yield entry, (data for _, data in islice(found, len(sources_of(entry.names[0], entry.module))))
+            yield entry, (data for _, data in islice(found, len(matrices_of(entry.names[0], entry.module))))
         yield from ((entry, ()) for entry in self._calibrated if _is_awq(entry))
 
 

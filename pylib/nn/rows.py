@@ -38,7 +38,7 @@ def check_rows(spec: MatmulSpec) -> None:
 
 
 class Decoder(NamedTuple):
-    """What turns words into numbers. It is made before: neither torch.compile nor a CUDA graph can make it.
+    """Turns words into numbers. It is made before: neither torch.compile nor a CUDA graph can make it.
 
     run      the pieces of the registers of a run of words
     levels   what each stored code stands for, in f32, before it is scaled

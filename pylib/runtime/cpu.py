@@ -123,7 +123,7 @@ class CpuMatmul:
 
 
 def _addresses(weight: Sequence[Tensor]) -> list[int]:
-    """Of a weight's tensors. Raises PackError where one has no memory."""
+    """Returns the addresses of a weight's tensors. Raises PackError where one has no memory."""
     found = [tensor.data_ptr() for tensor in weight]
     if not all(found):
         raise PackError("a tensor of the weight has no memory (it is fake, meta or a view of zeros); use real ones")

@@ -47,7 +47,7 @@ def gpu_quantizer(k: int, act: str, compute: Compute, target: Target) -> Callabl
 
 
 class CudaQuantizer:
-    """On NVIDIA GPUs."""
+    """Quantizes activations on NVIDIA GPUs."""
 
     def __init__(self, k: int, compute: Compute, target: Target, artifact: Artifact) -> None:
         self._k, self._values, self._target, self._artifact = k, VALUES[compute], target, artifact

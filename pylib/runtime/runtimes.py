@@ -49,7 +49,7 @@ def argument_order(spec: MatmulSpec) -> tuple[str, ...]:
 
 
 class Runtime(Protocol):
-    """What `Matmul` needs of a place to run. A tile of None means the kernel that dequantizes."""
+    """The place where a `Matmul` runs. A tile of None means the kernel that dequantizes."""
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor: ...
 
@@ -87,7 +87,7 @@ def check_schedule(target: Target, schedule: Schedule | None) -> None:
 
 
 class _GpuRuntime:
-    """What running PTX has in common, wherever it runs."""
+    """The base of runtimes that run PTX, on a GPU or in the emulator."""
 
     def __init__(
         self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
@@ -112,7 +112,7 @@ class _GpuRuntime:
         return self._artifacts.choices()
 
     def _bias(self, weight: Tensors) -> Tensor | None:
-        """What the vendor's matmul adds where no kernel of ours does."""
+        """Returns the bias that the vendor's matmul adds where no kernel of ours does."""
         return weight[self._biases[0]] if self._biases else None
 
 

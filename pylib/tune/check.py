@@ -52,7 +52,7 @@ class FirstCall:
 
     @property
     def ratio(self) -> float:
-        """To the best that is known."""
+        """Ratio of the time to the best that is known."""
         return self.time / min(self.time, self.best) if math.isfinite(self.time) else math.inf
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def first_calls(table: Table, target: Target, gpu: Measures, submit: Submit) -> 
 
 
 def first_calls_of_unknown(work: Sequence[Problem], search: Tuner) -> Iterator[FirstCall]:
-    """What each matmul gets from the shipped tables or by the rule, against the best that a search finds."""
+    """Yields the first call of each matmul, by the shipped tables or the rule, against the best that a search finds."""
     for entry in search.run(work):
         first = schedule_for(entry.key.spec, entry.key.tokens, search.target)
         compiling = _both(search.submit, entry, first)
@@ -103,13 +103,13 @@ def _compare(entry: Entry, first: KernelSchedule, gpu: Measures, compiling: Comp
 
 
 def to_text(calls: Sequence[FirstCall], gpu: str) -> str:
-    """As JSON, a call to a line."""
+    """Returns the calls as JSON, a call to a line."""
     lines = ",\n  ".join(json.dumps(call.to_json()) for call in calls)
     return f'{{"gpu": {json.dumps(gpu)}, "date": "{date.today().isoformat()}", "calls": [\n  {lines}\n]}}\n'
 
 
 def summary(calls: Sequence[FirstCall]) -> str:
-    """In a line."""
+    """Returns a summary of the calls in a line."""
     ratios = [call.ratio for call in calls]
     good = sum(ratio <= GOOD for ratio in ratios)
     return (

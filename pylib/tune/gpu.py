@@ -30,7 +30,7 @@ HOT_TOKENS = 16  # from so many on a GPU soon meets its power cap
 
 @dataclass(frozen=True)
 class Weights:
-    """Of one spec: a sample with its answer, x as kernels read it, and copies of the weight that no cache holds."""
+    """Data of one spec: a sample with its answer, x as kernels read it, copies of the weight that no cache holds."""
 
     data: trial.Sample
     x: tuple[Tensor, ...]

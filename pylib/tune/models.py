@@ -119,7 +119,7 @@ PRESETS = {  # the most important first: a session may be short
 
 
 def preset(name: str) -> tuple[Part, ...]:
-    """What a name stands for. Raises SpecError for an unknown one."""
+    """Returns the parts that a name stands for. Raises SpecError for an unknown one."""
     if name not in PRESETS:
         raise SpecError(f"--preset {name!r} must be one of {', '.join(PRESETS)}")
     return PRESETS[name]

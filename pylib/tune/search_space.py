@@ -17,9 +17,12 @@ from lowbit.passes.target import Target
 
 
 def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[KernelSchedule]:
-    """At most `count` schedules for m up to `tile`: what is chosen without a search, by the rule and from the tables,
-    and what is the best for this size with other zeros, groups or act; then the best of every shape; then the rest.
-    Each of them the least predicted time first."""
+    """Returns at most `count` schedules for m up to `tile`.
+
+    First come those that are chosen without a search, by the rule and from the tables, and the best for this size
+    with other zeros, groups or act; then the best of every shape; then the rest. In each part, the least predicted
+    time comes first.
+    """
     chosen = [default_schedule(spec, tile, target), schedule_for(spec, tile, target)]
     chosen = list(dict.fromkeys([*chosen, *same_size_entries(spec, tile, target)]))
     predicted = [

@@ -161,7 +161,7 @@ class Silent:
 
 
 class Measures(Protocol):
-    """What needs a GPU. Raises Failed for a schedule that can't be measured."""
+    """The measurements that need a GPU. Raises Failed for a schedule that can't be measured."""
 
     def time(self, problem: Problem, schedule: KernelSchedule, replays: int) -> float: ...
 
@@ -183,7 +183,7 @@ class Search:
     spent: float = 0.0  # and has taken
 
     def best(self, count: int) -> list[KernelSchedule]:
-        """Of those that run, the fastest first."""
+        """Returns the fastest of the schedules that run, the fastest first."""
         return sorted((s for s, t in self.times.items() if math.isfinite(t)), key=lambda s: self.times[s])[:count]
 
 

@@ -37,7 +37,7 @@ CPU_SECONDS = 2.0  # at most, about
 
 @dataclass(frozen=True)
 class Trial:
-    """What came out of one. Times in seconds."""
+    """Results of a trial. Times in seconds."""
 
     matmul: Matmul
     m: int
@@ -145,7 +145,7 @@ def run_trial(
 
 
 def rounding(mm: Matmul, m: int) -> dict[str, bool]:
-    """What the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it."""
+    """Returns what the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it."""
     if not mm.target.is_gpu:
         return {"folded": mm.spec.rounds_weights(m)}
     schedule = mm.kernel(m).schedule

@@ -26,7 +26,7 @@ CLOCK = 1800.0  # of a multiprocessor, per microsecond
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one kind of kernel. Bytes per microsecond, microseconds, clocks."""
+    """Measured constants of one kind of kernel, in bytes per microsecond, microseconds and clocks."""
 
     memory: float
     l2: float
@@ -121,7 +121,7 @@ def _correction(spec: MatmulSpec, tile: int, s: Schedule) -> float:
 
 
 class _Launch:
-    """What a launch takes, part by part, in microseconds. Its blocks come in waves of those that run at a time."""
+    """The predicted time of a launch, part by part, in microseconds. Blocks that run at the same time are a wave."""
 
     def __init__(self, spec: MatmulSpec, tile: int, s: Schedule, target: Target, fitting: int) -> None:
         """fitting: blocks that a multiprocessor has room for."""
@@ -134,7 +134,7 @@ class _Launch:
         self.x = self.plan.tiles * tile * spec.k * spec.x.bytes / self.costs.l2
 
     def work(self) -> float:
-        """From the first round of the first block to the last round of the last one."""
+        """The time from the first round of the first block to the last round of the last one."""
         s, plan, costs, waves, fitting = self.schedule, self.plan, self.costs, self.waves, self.fitting
         whole_waves = math.ceil(waves)
         work = max(self.memory(), self.cache(), self.arithmetic())
@@ -177,7 +177,7 @@ class _Launch:
         return (max(pipes) + sum(pipes)) / 2
 
     def product_clocks(self) -> float:
-        """Of the tensor core."""
+        """Clocks of the tensor core."""
         s, spec = self.schedule, self.spec
         mma = s.mma_columns / 4
         if not s.wgmma and (
@@ -187,7 +187,7 @@ class _Launch:
         return mma * (self.costs.tensor / (2 if spec.compute else 1))  # 8-bit types are multiplied at twice the pace
 
     def decode_clocks(self) -> float:
-        """Of the integer units: decoding, splitting x into limbs, and scaling."""
+        """Clocks of the integer units: decoding, splitting x into limbs, and scaling."""
         s, spec, costs = self.schedule, self.spec, self.costs
         if self.in_place:
             return SCALED
@@ -199,7 +199,7 @@ class _Launch:
         return decode
 
     def ends(self) -> float:
-        """What blocks do before their first round and after the last; splits add up their sums."""
+        """The time of blocks before their first round and after the last; splits add up their sums."""
         s, costs = self.schedule, self.costs
         ends = costs.block * max(1.0, self.waves / self.side_by_side)
         if s.split_k == 1:
@@ -215,7 +215,7 @@ def spills(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
 
 
 def registers(spec: MatmulSpec, s: Schedule) -> int:
-    """Of a thread, about."""
+    """Returns about how many registers a thread takes."""
     plan = KernelPlan(spec, s)
     if s.wgmma:
         if plan.sums_in_place and plan.step_factors:
@@ -236,7 +236,7 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
 
 
 def _scale_registers(spec: MatmulSpec, s: Schedule) -> int:
-    """Of a thread, about, for the scales of a step's groups."""
+    """Returns about how many registers a thread takes for the scales of a step's groups."""
     if not spec.group_size:
         return 0
     ahead = 14 if s.step_k >= 256 else 0

@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Schedule)
 
 
 class StreamingFamily(KernelFamily[S]):
-    """What families share whose kernels stream the weight: they differ in how a warp multiplies its step."""
+    """The base of families whose kernels stream the weight: they differ in how a warp multiplies its step."""
 
     operation: ClassVar[Operation] = "matmul"
 

@@ -25,7 +25,8 @@ from collections.abc import Callable
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.integer_limbs import HALVES, LIMBS, PIECE, ROW
-from lowbit.dialect.layouts.layout import MMA_M16N8_PAIRS, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_PAIRS
+from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import row_major
 from lowbit.passes.builder import Tile

@@ -58,7 +58,8 @@ from typing import Any
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK, Layout, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.decode.epilogue import Epilogue
@@ -129,7 +130,7 @@ class Kernel:
         return p.module
 
     def _block(self) -> None:
-        """What a block does."""
+        """Builds the program of a block."""
         p, s = self.p, self.schedule
         self.first_block = self.tile * self.plan.row_blocks
         self.sums = self._sums_in_place()
@@ -205,13 +206,15 @@ class Kernel:
         return carried
 
     def _first_step(self, index: Scalar | int) -> Scalar:
-        """Of a round's warps."""
+        """Returns the first step of a round's warps."""
         index = (self.rotation + index) % self.plan.rounds if self.rotation else index
         return (self.first + index) * self.schedule.warps_k
 
     def _rotation(self) -> Scalar | None:
-        """By how many rounds a block starts later than the first, coming to those before at its end: all blocks read
-        all of x, and if they began at the same columns, a few slices of the L2 would have all to do."""
+        """Returns by how many rounds a block starts later than the first; it comes to the rounds before at its end.
+
+        All blocks read all of x: if they began at the same columns, a few slices of the L2 would have all to do.
+        """
         if self.schedule.tokens not in ROTATED or self.plan.rounds == 1:
             return None
         return self.tile % self.plan.rounds
@@ -246,7 +249,7 @@ class Kernel:
         return [total]
 
     def _fragments_of_x(self) -> Tile:
-        """Of the step's activations, what the codes are multiplied by."""
+        """Returns the step's activations as the operand that codes are multiplied by."""
         return self.p.load_matrix(self.operands.x_buffer, self.p["m"], self.b_layout)
 
     def _whole(self, total: Tile) -> Tile:
@@ -354,8 +357,8 @@ class Kernel:
         return total if shift is None or sums_of_x is None else p.fma(shift, sums_of_x, total)
 
     def _factors(self, group: int, shifted: bool) -> tuple[Tile, Tile | None]:
-        """What sums of a group are multiplied by, with the power of two that decoding left out; and, if `shifted`, what
-        sums of x are."""
+        """Returns the factor of a group's sums, with the power of two that decoding left out, and, if `shifted`, that
+        of the sums of x."""
         if self.step_factors:
             names = ("scales", "shifts")[: 1 + shifted]
             scale, *shift = (self.step_factors.load(name, group) for name in names)
@@ -405,7 +408,7 @@ class Kernel:
         return self.p.add(total, self.p.offset_sums(b, self.spec.dtype, 0, self.d_layout))
 
     def _scale_or_zero(self, name: str, part: int) -> Tile:
-        """What the sums of a part of a step are multiplied by, or their zero or offset."""
+        """Returns the scale, zero or offset of the sums of a part of a step."""
         return self._group_scale_or_zero(name, part)
 
     def _group_scale_or_zero(self, name: str, group: int) -> Tile:

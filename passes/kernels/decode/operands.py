@@ -19,7 +19,7 @@ from lowbit.passes.lowering.recipes import compute_element, exponent
 
 
 class Operands:
-    """What a block reads, for the rows from `first_block` (of 16) on.
+    """The operands of a block, for the rows from row block `first_block` on.
 
     buffers       all in shared memory, to be freed after the loop
     slot          of the buffers for x, scales and zeros: kernels with preloaded weights have one for every round
@@ -144,7 +144,7 @@ class Operands:
         return self.x_buffers[self.slot]
 
     def copy_codes(self, step: Scalar) -> None:
-        """To shared memory."""
+        """Copy codes of a step to shared memory."""
         p, packing = self.p, self.packing
         units = packing.chunks * packing.units * 32
         limit = (self.units, 0, 1, units) if units % self.units else ()
@@ -152,11 +152,11 @@ class Operands:
         p.copy_async(self.codes, self.codes_buffer, (step, self.first_block, 0), self.unit_layout, boundary, limit)
 
     def copied_codes(self) -> Tile:
-        """From there."""
+        """Returns the codes that `copy_codes` brought."""
         return self.p.load(self.codes_buffer, (0, 0, 0), self.unit_layout)
 
     def load_codes(self, step: Scalar) -> Tile:
-        """From device memory at once."""
+        """Returns codes of a step, loaded from device memory to registers."""
         boundary = ("none", self.row_boundary, "none")
         return self.p.load(self.codes, (step, self.first_block, 0), self.unit_layout, boundary)
 

@@ -30,7 +30,7 @@ class KernelPlan:
 
     @property
     def steps(self) -> int:
-        """Of step_k columns, in the packed weight."""
+        """Steps of step_k columns in the packed weight."""
         return -(-self.spec.packing.padded_k // self.schedule.step_k)
 
     @property
@@ -51,7 +51,7 @@ class KernelPlan:
 
     @property
     def row_blocks(self) -> int:
-        """Of 16 rows, per block."""
+        """Row blocks of 16 rows per thread block."""
         return self.schedule.row_blocks * self.schedule.warps_n
 
     @property
@@ -61,7 +61,7 @@ class KernelPlan:
 
     @property
     def launched_tiles(self) -> int:
-        """With the empty ones that fill up the grid."""
+        """Tiles that are launched, with the empty ones that fill up the grid."""
         return max(self.tiles, -(-self.schedule.min_blocks // self.schedule.split_k))
 
     @property
@@ -94,7 +94,7 @@ class KernelPlan:
 
     @property
     def outlier_scratch(self) -> tuple[str, tuple[int, ...]]:
-        """What the warps need of shared memory for products with outliers: element and shape."""
+        """Element and shape of the shared memory that the warps need for products with outliers."""
         s = self.schedule
         warps = s.threads // 32
         if self.spreads_outliers:
@@ -154,7 +154,7 @@ class KernelPlan:
 
     @property
     def stored_offset(self) -> float:
-        """By how much the codes are too large that are multiplied: signed codes are in offset binary."""
+        """By how much the multiplied codes are too large: signed codes are in offset binary."""
         return zero_code(self.spec.dtype) if self.raw_codes or self.schedule.integer_mma else 0.0
 
     @property
@@ -176,8 +176,8 @@ class KernelPlan:
 
     @property
     def step_factors(self) -> tuple[str, ...]:
-        """What a warp computes for all groups of a step before it multiplies: scales that take some computing, and with
-        them what sums of x are multiplied by, or what is added to scaled weights."""
+        """The numbers that a warp computes for all groups of a step before it multiplies: scales that take some
+        computing, and with them the factors of sums of x, or what is added to scaled weights."""
         s, spec = self.schedule, self.spec
         if not self.computes_scales or self.groups < 2 or s.spread_k or s.integer_mma or spec.compute:
             return ()
@@ -263,7 +263,7 @@ class KernelPlan:
 
     @property
     def rounding(self) -> dict[str, bool]:
-        """What is rounded besides sums, as `pylib.reference.tolerance` has it."""
+        """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
         return {"dequantized": self.rounds_scales, "rounded_zeros": self.rounds_zeros}
 
     @property

@@ -31,7 +31,7 @@ MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more wo
 
 
 def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Schedule) -> dict[str, tuple[Any, ...]]:
-    """What each field of a schedule of this type may be, in order."""
+    """Returns the values that each field of a schedule of this type may have, in order."""
     chunk = spec.packing.chunk
     splits = (1, 2, 4, 8) if target.has_clusters else (1, 2, 4)
     found: dict[str, tuple[Any, ...]] = {

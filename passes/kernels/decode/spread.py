@@ -80,7 +80,7 @@ class _SpreadKernel(Kernel):
         return p.view(p.fma(scale, product, total), "f32", self.d_layout)
 
     def _minus_zero(self, group: int) -> Tile:
-        """What sums of x are multiplied by before they are scaled."""
+        """Returns the factor of the sums of x, minus the zero, before they are scaled."""
         if self.spec.zeros == "none":
             return self.p.constant(-self.convert.offset, "f32", self.factor_layout)
         return self.convert.minus_zero(self._scale_or_zero("zeros", group))

@@ -13,7 +13,8 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, round_up
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, Layout, local, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
+from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Scalar, Tile

@@ -25,7 +25,8 @@ from lowbit.dialect.bindings import ir
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.byte_codes import PROMOTED, SUM_COLUMNS, byte_exponent
 from lowbit.dialect.formats.raw_codes import zero_code
-from lowbit.dialect.layouts.layout import MMA_M16N8K32_A, MMA_M16N8K32_B_NK, local, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A, MMA_M16N8K32_B_NK
+from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
@@ -37,7 +38,7 @@ from lowbit.passes.kernels.scales_zeros import ScalesZeros
 
 
 class _Operands(Operands):
-    """What a block reads, with the sums of x."""
+    """The operands of a block, with the sums of x."""
 
     def _view_x(self) -> None:
         super()._view_x()

@@ -47,8 +47,11 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         return tokens in TOKEN_TILES
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        """For every tile the first of `_PRODUCTS` for which there are registers, with wide panels of few tokens. Scaled
-        weights get narrow panels where these would spill, and a small tile in any case: no other kernel has them."""
+        """Returns for every tile the first of `_PRODUCTS` with registers enough, and wide panels for few tokens.
+
+        Scaled weights get narrow panels where these would spill, and a small tile in any case: no other kernel has
+        them.
+        """
         found: list[EightBitPrefillSchedule] = []
         for kind in kinds(_TOKENS, spec, tokens, target):
             panels = [_NARROW] if kind[0] > 64 else [_WIDE, _NARROW] if spec.folds else [_WIDE]

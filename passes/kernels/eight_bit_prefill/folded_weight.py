@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.eight_bit_prefill.weight import EightBitWeight
@@ -34,11 +34,11 @@ class FoldedWeight(EightBitWeight):
         return self.p.encode_fragments(parts, layout)
 
     def scale_of(self, columns: Columns, registers: WeightRegisters) -> Tile | None:
-        """None: weights are scaled."""
+        """Returns None: weights are scaled already."""
         return None
 
     def _as_round(self, registers: WeightRegisters) -> WeightRegisters:
-        """What is loaded by its number in the round: numbers that have the same place take turns there."""
+        """Returns the registers by number in the round: numbers that have the same place take turns there."""
         codes = [registers.codes[piece % self.plan.held_pieces] for piece in range(self.plan.pieces)]
         counts = {name: factor.count for name, factor in self.factors.loaded.items()}
         factors = {name: [held[i % len(held)] for i in range(counts[name])] for name, held in registers.factors.items()}

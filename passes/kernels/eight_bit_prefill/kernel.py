@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.folded_weight import FoldedWeight
@@ -38,7 +38,7 @@ P = TypeVar("P", bound=EightBitPlan)
 
 
 class EightBitKernel(Kernel, Generic[P]):
-    """What the prefill kernels for activations of 8 bits share: the weight as bytes, and the end of a tile."""
+    """The base of the prefill kernels for activations of 8 bits: the weight as bytes, and the end of a tile."""
 
     plan: P
     weight: EightBitWeight

@@ -26,7 +26,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class EightBitPlan(PrefillPlan):
-    """What follows from a spec and any schedule for activations of 8 bits."""
+    """The sizes and choices that follow from a spec and any schedule for activations of 8 bits."""
 
     @property
     def scales_weights(self) -> bool:
@@ -57,7 +57,7 @@ class EightBitPlan(PrefillPlan):
 
     @property
     def offset(self) -> int:
-        """What is subtracted from every code, where there are no zeros."""
+        """The number that is subtracted from every code where there are no zeros."""
         return 0 if self.spec.zeros == "int" else int(zero_code(self.spec.dtype))
 
     @property
@@ -83,8 +83,8 @@ class EightBitPlan(PrefillPlan):
         return self.held(max(1, self.groups))
 
     def held(self, count: int) -> int:
-        """Of `count` numbers of a row in a round, those that are in registers at a time: those of the pieces, and all
-        of a panel. They divide the round's, so that a number has the same place in every round."""
+        """Returns how many of `count` numbers of a row in a round are in registers at a time: those of the pieces, and
+        all of a panel. They divide the round's, so that a number has the same place in every round."""
         columns, width = self.step // count, self.schedule.panel_k
         of_panels = ((first + width - 1) // columns - first // columns + 1 for first in range(0, self.step, width))
         least = max(count * self.held_pieces // self.pieces, *of_panels)

@@ -39,7 +39,7 @@ class EightBitPrefillSchedule(PrefillSchedule):
 
     @property
     def slice_sizes(self) -> tuple[int, ...]:
-        """What `last_tokens` may be besides 0: no more than the tokens of a product."""
+        """The values of `last_tokens` besides 0: no more than the tokens of a product."""
         return tuple(n for n in super().slice_sizes if n <= self.tokens // self.parts)
 
     @property

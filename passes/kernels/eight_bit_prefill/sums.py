@@ -28,7 +28,7 @@ class Product:
 
 
 class Sums(Protocol):
-    """What the kernel needs of sums."""
+    """The operations on sums that the kernel needs."""
 
     def begin_tile(self) -> None:
         """Sets them to zero."""

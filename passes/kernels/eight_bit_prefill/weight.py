@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, byte_exponent
-from lowbit.dialect.layouts.layout import MMA_M16N8K32_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A
 from lowbit.passes.builder import Index, Program, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
@@ -88,13 +88,13 @@ class EightBitWeight(Weight):
         return p.slice(decoded, 1, first + columns.start, columns.width)
 
     def scale_of(self, columns: Columns, registers: WeightRegisters) -> Tile | None:
-        """What a product is multiplied by, for every row; None where rows have one scale for all columns."""
+        """Returns the scale of a product for every row; None where rows have one scale for all columns."""
         if not self.plan.groups:
             return None
         return self._scale(registers.factors["scales"][columns.group % self.plan.held_groups])
 
     def row_scale(self, row_tile: Scalar) -> Tile:
-        """What the sums of all of k are multiplied by, where there is one scale per row."""
+        """Returns the scales of the sums over all of k, where there is one scale per row."""
         return self._scale(self.factors.rows_at(self.spec.slot("scales"), row_tile).load())
 
     def _scale(self, loaded: Tile) -> Tile:
@@ -104,6 +104,6 @@ class EightBitWeight(Weight):
 
 
 def _turn(number: int, held: int, count: int, here: Round, coming: Round) -> tuple[int, int, Round]:
-    """What comes after number `number` of the `count` of a round: its place, its number, and the round it is of."""
+    """Returns what follows number `number` of the `count` of a round: its place, its number, and its round."""
     later = number + held
     return (number % held, later, here) if later < count else (number % held, later - count, coming)

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K32_B_NK, replicated, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K32_B_NK
+from lowbit.dialect.layouts.layout import replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.kernel import EightBitKernel

@@ -10,7 +10,7 @@ from lowbit.passes.builder import Index, Memory, Program, Tile
 
 @dataclass(frozen=True)
 class Access:
-    """What program `p` reads of a view, and how it lies in registers then."""
+    """A read of program `p`: a part of a view, and how it lies in registers."""
 
     p: Program
     view: Memory

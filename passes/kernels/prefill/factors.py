@@ -9,7 +9,8 @@ from __future__ import annotations
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, Layout, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
+from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
@@ -113,7 +114,7 @@ class Factors:
         return self.p.reshape(number, self.row_layout.shape)
 
     def row_scale(self, row_tile: Scalar) -> Tile | None:
-        """What the sums of all of k are multiplied by, [rows, 1] in f32: the scales that weights have not got."""
+        """Returns the scales of the sums over all of k that weights have not got, [rows, 1] in f32."""
         scale: Tile | None = None
         for slot in self.spec.tensors:
             if slot.role != "scale" or slot.name in self._all:

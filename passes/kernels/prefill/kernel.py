@@ -62,7 +62,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.layouts.layout import MMA_M16N8_D
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.epilogue import Epilogue
@@ -94,7 +94,7 @@ class Kernel:
         return self.p.module
 
     def _block(self) -> None:
-        """What a block does."""
+        """Builds the program of a block."""
         p, s, plan = self.p, self.schedule, self.plan
         self._allocate()
         self._make_weight()
@@ -157,7 +157,7 @@ class Kernel:
         self.sums = {tokens: self.p.accumulator(layout) for tokens, layout in layouts.items()}
 
     def _make_weight(self) -> None:
-        """What loads and decodes the weight."""
+        """Makes the object that loads and decodes the weight."""
         self.weight = Weight(self.p, self.plan)
 
     def _load_first(self, row_tile: Scalar) -> None:

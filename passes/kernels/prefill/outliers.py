@@ -8,7 +8,8 @@ what they cost grows with the weights, hardly with the outliers, and not with th
 from __future__ import annotations
 
 from lowbit.dialect.formats.packing import BLOCK_K
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
+from lowbit.dialect.layouts.layout import spatial
 from lowbit.passes.builder import Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import WARPS

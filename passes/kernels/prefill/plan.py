@@ -151,7 +151,7 @@ class PrefillPlan:
 
     @property
     def rows(self) -> Layout:
-        """Which warps have which row blocks of a tile: [row blocks, 1]."""
+        """The layout of a tile's row blocks over warps: [row blocks, 1]."""
         return spatial(WARPS, 1)
 
     @property
@@ -209,7 +209,7 @@ class PrefillPlan:
 
     @property
     def rounding(self) -> dict[str, bool]:
-        """What is rounded besides sums, as `pylib.reference.tolerance` has it."""
+        """What the kernel rounds besides its sums, as arguments of `pylib.reference.tolerance`."""
         rounds_zeros = self.scales_weights and not self.scales_in_f32 and self.spec.zeros == "float"
         return {"dequantized": self.scales_weights, "rounded_zeros": rounds_zeros}
 
@@ -234,7 +234,7 @@ class PrefillPlan:
         return next(n for n in OUT_TOKENS if min(self.part_tokens, self.share) % n == 0)
 
     def out_tokens_of(self, tokens: int) -> int:
-        """Of these sums of a tile, how many tokens are turned around at a time."""
+        """Returns how many tokens of a tile's sums are transposed at a time."""
         return next(n for n in OUT_TOKENS if n <= self.out_tokens and tokens % n == 0)
 
     @property

@@ -59,14 +59,14 @@ class PrefillSchedule(KernelSchedule):
 
     @property
     def slice_sizes(self) -> tuple[int, ...]:
-        """What `last_tokens` may be besides 0, the smallest first. Blocks that split k have no slices: they have one
+        """The values of `last_tokens` besides 0, the smallest first. Blocks that split k have no slices: they have one
         tile each."""
         sizes = self.allowed["last_tokens"] if self.split_k == 1 else ()
         return tuple(n for n in sizes if n and self.tokens % n == 0 and n < self.tokens)
 
     @property
     def _whole(self) -> str:
-        """What is cut into slices, for messages."""
+        """The name of what is cut into slices, for messages."""
         return f"tokens={self.tokens}" + f" and split_k={self.split_k}" * (self.split_k > 1)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import BLOCK_K
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.access import Access
@@ -171,7 +171,7 @@ class Weight:
         return p.cast(scaled, self.spec.act)
 
     def _added(self, scale: Tile, column: int, registers: WeightRegisters) -> Tile | None:
-        """What is added to scaled codes [rows, 1], in the scale's type: an offset, or - s * z."""
+        """Returns the number added to scaled codes [rows, 1], in the scale's type: an offset, or - s * z."""
         p, element = self.p, str(scale.reg.element)
         if self.spec.zeros == "float":
             zero = self.factors.number("zeros", registers.factors, column)

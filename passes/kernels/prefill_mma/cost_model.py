@@ -19,7 +19,7 @@ from lowbit.passes.target import Target
 
 @dataclass(frozen=True)
 class Rates:
-    """What the usual GPU of an architecture does, at its boost clock.
+    """Rates of the usual GPU of an architecture, at its boost clock.
 
     mma      multiply-adds of f16 with sums in f32 per clock and multiprocessor, by mma.sync
     vendor   the same by the instructions that the vendor's library uses

@@ -42,7 +42,7 @@ class PrefillMma(KernelFamily[PrefillMmaSchedule]):
         return tokens in TOKEN_TILES
 
     def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillMmaSchedule]:
-        """For every tile and its warps the first of _PANELS that fits."""
+        """Returns for every tile and its warps the first of _PANELS that fits."""
         found: list[PrefillMmaSchedule] = []
         for of_tile in _schedules_by_tile():
             found += islice((s for s in of_tile if self._fits(spec, s, target)), 1)

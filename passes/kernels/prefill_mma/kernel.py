@@ -35,7 +35,8 @@ from typing import ClassVar
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K
-from lowbit.dialect.layouts.layout import MMA_M16N8_D, MMA_M16N8K16_B_NK, replicated, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_B_NK
+from lowbit.dialect.layouts.layout import replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Memory, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
@@ -147,7 +148,7 @@ class MmaKernel(Kernel):
         p.copy_async(self.x, target, (panel, token, 0), layout, boundary, limit)
 
     def _leave(self) -> None:
-        """Nothing is under way when a block ends."""
+        """Does nothing: no copy or product is under way when a block ends."""
         self.p.wait()
 
 

@@ -21,7 +21,7 @@ class PrefillMmaPlan(PrefillPlan):
 
     @property
     def rows(self) -> Layout:
-        """Which warps have which row blocks of a tile. Those that differ in tokens alone have the same."""
+        """The layout of a tile's row blocks over warps. Warps that differ in tokens alone have the same."""
         along_rows, along_tokens = self.schedule.warps
         return spatial(along_rows, 1).replicated(along_tokens).local(self.schedule.row_blocks, 1)
 

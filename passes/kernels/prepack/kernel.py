@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
-from lowbit.dialect.layouts.layout import MMA_M16N8K16_A, local, spatial
+from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
+from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.dequantize.kernel import block_columns, units_of

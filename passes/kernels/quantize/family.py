@@ -26,7 +26,7 @@ def quantize_spec(k: int, act: Act, compute: Compute) -> MatmulSpec:
 
 
 def default_schedule(spec: MatmulSpec) -> QuantizeSchedule:
-    """As few rounds of units as there can be with 256 threads or, in long rows, 512; no more threads than units."""
+    """Returns the schedule with the fewest rounds of units for 256 threads, or 512 in long rows; no more than units."""
     units = spec.k // BLOCK_K
     most = 256 if units <= 2048 else 512
     rounds = -(-units // most)

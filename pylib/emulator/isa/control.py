@@ -148,7 +148,7 @@ def _nanosleep(op: Op) -> Step:
 
 @instruction("setmaxnreg")
 def _setmaxnreg(op: Op) -> Step:
-    """By all threads of a warpgroup; that there are registers enough is not checked (PTX ISA 9.7.19.5)."""
+    """Sets the limit of a warpgroup's threads; whether registers are left is not checked (PTX ISA 9.7.19.5)."""
     op.choice("inc", "dec")
     op.choice("sync")
     op.choice("aligned")

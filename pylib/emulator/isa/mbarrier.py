@@ -126,7 +126,7 @@ def _arrive(op: Op) -> Step:
 
 
 def arrive(block: Block, memory: SharedMemory, barrier: MBarrier, lanes: Array, ordered: bool) -> None:
-    """What an arrival of `lanes` of `block` tells those who wait, besides its count."""
+    """Tells those who wait what `lanes` of `block` know when they arrive."""
     if memory is not block.shared:
         barrier.remote = barrier.phase + 1
         barrier.stamp = block.cluster.stamp(block.rank, lanes)

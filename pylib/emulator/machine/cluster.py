@@ -27,7 +27,7 @@ _Addresses = TypeVar("_Addresses", int, Array)
 
 
 class Cluster:
-    """What the blocks of a cluster of `shape` = (x, y, z) blocks with `lanes` lanes share."""
+    """The state that the blocks of a cluster share: `shape` = (x, y, z) blocks of `lanes` lanes."""
 
     def __init__(self, shape: tuple[int, int, int], lanes: int) -> None:
         self.shape = shape

@@ -326,7 +326,7 @@ class Block:
         return self.reporter(self.kernel.instructions[min(at, len(self.kernel.instructions) - 1)], lane)(message)
 
     def reporter(self, instruction: Instruction, lane: int | None) -> Callable[[str], Exception]:
-        """What makes errors of messages about an instruction."""
+        """Returns a function that makes errors of messages about an instruction."""
         where = f" in block {tuple(self.index[:, 0].tolist())}"
         if lane is not None:
             where += f", thread {self.thread_index(lane)}"

@@ -46,7 +46,7 @@ class Converge:
 
 @dataclass(frozen=True)
 class Arrive:
-    """At barrier `number` (one, or one per lane), which opens when `count` threads (None: all) have come."""
+    """Waits at barrier `number` (one, or one per lane), which opens when `count` threads (None: all) have come."""
 
     threads: Mask
     number: Array

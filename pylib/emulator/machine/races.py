@@ -32,7 +32,7 @@ class RaceClock:
 
 
 class RaceDetector:
-    """For the shared memory of block `rank`, between its threads and the bulk copies into it."""
+    """Finds races in the shared memory of block `rank`, between its threads and the bulk copies into it."""
 
     def __init__(self, clock: RaceClock, rank: int) -> None:
         self.clock = clock
@@ -92,7 +92,7 @@ class RaceDetector:
             self._report(int(byte[first]), int(thread[first]), "writes", int(self.writer[byte[first]]), "wrote")
 
     def release(self, members: Array, known: Array | None) -> Array:
-        """What a barrier can tell once `members` (a mask) have come, `known` being what it could tell before."""
+        """Returns what a barrier knows once `members` (a mask) have come, and `known` before."""
         told = self._rows()[members].max(axis=0)
         told[self.first : self.first + self.lanes][members] = self.now
         self.clock.now += 1
@@ -103,7 +103,7 @@ class RaceDetector:
         rows[members] = np.maximum(rows[members], known)
 
     def _rows(self) -> Array:
-        """What each lane of the block knows of all threads of the cluster."""
+        """Returns what each lane of the block knows of all threads of the cluster."""
         return self.clock.seen[self.first : self.first + self.lanes]
 
     def synchronize(self) -> None:
@@ -127,7 +127,7 @@ class RaceDetector:
         return self.now - 1
 
     def transferred(self, time: int) -> Array:
-        """What an mbarrier knows of a bulk copy that has ended."""
+        """Returns what an mbarrier knows of a bulk copy that has ended."""
         known = np.zeros(len(self.clock.seen), np.int32)
         known[self.first + self.copies] = time
         return known
@@ -205,7 +205,7 @@ class _Accesses:
 
 
 class ClusterRaceDetector:
-    """Between blocks that use the shared memory of block `rank`: the cluster's barrier orders them, or an mbarrier."""
+    """Finds races of blocks in the shared memory of block `rank`. The cluster's barrier or mbarriers order them."""
 
     def __init__(self, clock: ClusterClock, races: RaceClock, rank: int) -> None:
         self.clock, self.races, self.rank = clock, races, rank

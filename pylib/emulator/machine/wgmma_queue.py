@@ -18,7 +18,7 @@ from lowbit.pylib.emulator.text.ptx import Kernel, Reg, Vector
 
 
 class Flight:
-    """What a register that some wgmma names is used for."""
+    """The use of a register that some wgmma names."""
 
     __slots__ = ("name", "queue", "role", "touched", "users")
 
