@@ -1,6 +1,6 @@
 """Weights that have a name elsewhere, in the terms of a spec: what `MatmulSpec.preset` reads.
 
-Sources: OCP Microscaling Formats 1.0 (mx*), NVIDIA's NVFP4, ggml-common.h of llama.cpp (q*, iq4*, tq2_0), QLoRA (nf4),
+Sources: OCP Microscaling Formats 1.0 (mx*), NVIDIA's NVFP4, ggml-common.h of llama.cpp (q*, iq4*, tq*), QLoRA (nf4),
 and the papers of GPTQ, AWQ, HQQ, FP6-LLM and SpQR with the group sizes that their checkpoints have most often.
 """
 
@@ -48,6 +48,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mxfp4": _preset("f4e2m1", 32, scale="e8m0"),
     "mxfp6_e3m2": _preset("f6e3m2", 32, scale="e8m0"),
     "mxfp6_e2m3": _preset("f6e2m3", 32, scale="e8m0"),
+    "mxfp8": _preset("f8e4m3", 32, scale="e8m0"),
     "mxfp8_e4m3": _preset("f8e4m3", 32, scale="e8m0"),
     "mxfp8_e5m2": _preset("f8e5m2", 32, scale="e8m0"),
     "nvfp4": _preset("f4e2m1", 16, scale="e4m3", row_scales=True),
@@ -77,6 +78,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "q6_k": _preset("i6", 16, **_two_levels("i8", 16)),
     "iq4_nl": _preset("lut4", 32, table=IQ4_TABLE),
     "iq4_xs": _preset("lut4", 32, table=IQ4_TABLE, **_two_levels("i6", 8)),
+    "tq1_0": _preset("i2", 256),
     "tq2_0": _preset("i2", 256),
 }
 """The fields of a spec by the name of the weight."""
@@ -91,6 +93,6 @@ def preset_fields(name: object, k: int) -> Mapping[str, Any]:
         return {**fields, "bilevel": replace(fields["bilevel"], groups=nested_blocks(k // fields["group_size"]))}
     if key in PRESETS:
         return PRESETS[key]
-    near = difflib.get_close_matches(key, PRESETS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = [each for each in PRESETS if key and each.startswith(key)] or difflib.get_close_matches(key, PRESETS, n=1)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise SpecError(f"preset={name!r} must be one of {', '.join(map(repr, PRESETS))}{hint}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import resource
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 import lowbit
 from lowbit import CheckpointError, SpecError
+from lowbit.dialect.bilevel import integers_of
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints.contents import contents
 from lowbit.pylib.checkpoints.gguf.file import TYPES, GgufFile
@@ -46,10 +49,35 @@ def test_values_are_those_of_the_package(name: str, tmp_path: Path) -> None:
     data = blocks(name, N, K)
     w = cast(lowbit.PackedWeight, write(tmp_path / "file.gguf", {"w": (data, Kind[name])})["w"])
     expected = gguf.quants.dequantize(data, Kind[name])
-    assert torch.equal(w.dequantize(), torch.from_numpy(expected))
+    assert torch.equal(bits_of(w.dequantize()), bits_of(torch.from_numpy(expected)))
     x = reference.random_inputs(w.spec, 3)[0]
     y, right = lowbit.LowbitLinear.from_packed(w)(x).float(), x.float() @ torch.from_numpy(expected).T
     assert float((y - right).abs().max()) < 0.002 * float(right.abs().max())
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """Returns f32 values as integers: 0 and -0 differ."""
+    return values.view(torch.int32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_code_with_every_scale(name: str, tmp_path: Path) -> None:
+    """All pairs of the code of a weight and that of its scale (or its exponent), and all codes of offsets."""
+    data = blocks(name, *(64, 4096) if name in ("Q6_K", "MXFP4") else (16, 2048))
+    if name == "MXFP4":
+        data.reshape(-1, 17)[:, 0] = np.arange(data.size // 17) % 253  # 6 times 2^126 overflows
+    w = cast(lowbit.PackedWeight, write(tmp_path / "file.gguf", {"w": (data, Kind[name])})["w"])
+    expected = torch.from_numpy(gguf.quants.dequantize(data, Kind[name]))
+    assert torch.equal(bits_of(w.dequantize()), bits_of(expected))
+    codes = w.unpack().int().unflatten(1, (w.spec.groups, -1))
+    assert len(codes.unique()) == w.spec.dtype.codes - (name in ("MXFP4", "NVFP4", "TQ1_0"))  # no -0; codes 0, 1, 2
+    if w.spec.bilevel or w.spec.scale == "e8m0":
+        scales = w.unpack_scales().float()
+        pairs = torch.stack([codes.float(), scales[..., None].expand(codes.shape)]).flatten(1)
+        count = integers_of(w.spec.scale).codes if w.spec.bilevel else 253
+        assert len(pairs.unique(dim=1)[0]) == len(codes.unique()) * count
+    if w.spec.bilevel and w.spec.zeros == "offset":
+        assert len(cast(torch.Tensor, w.unpack_offsets()).unique()) == integers_of(w.spec.scale).codes
 
 
 def test_ternary_codes_need_no_zeros(tmp_path: Path) -> None:
@@ -85,6 +113,15 @@ def test_a_file(tmp_path: Path) -> None:
         file.load_experts("norm")
 
 
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16])
+def test_floats_stay_dense(kind: Kind, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
+    data = gguf.quants.quantize(values, kind)
+    found = write(tmp_path / "file.gguf", {"w": (data, kind)})["w"]
+    assert isinstance(found, torch.Tensor) and found.is_floating_point() and found.shape == (N, K)
+    assert torch.equal(found.float(), torch.from_numpy(gguf.quants.dequantize(data, kind)))
+
+
 def test_types_that_can_not_be_read(tmp_path: Path) -> None:
     columns, size = gguf.GGML_QUANT_SIZES[Kind.IQ2_XS]
     file = write(tmp_path / "file.gguf", {"w": (np.zeros((2, size * 256 // columns), np.uint8), Kind.IQ2_XS)})
@@ -111,6 +148,37 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             lowbit.load_gguf(path)
     with pytest.raises(CheckpointError, match="can't be read"):
         lowbit.load_gguf(tmp_path / "nowhere")
+
+
+def header(tensors: Sequence[tuple[str, int]], alignment: int | str = 32) -> bytes:
+    """Returns a file with tensors of 256 columns in Q4_K, which begin at these bytes after the header."""
+
+    def text(given: str) -> bytes:
+        return struct.pack("<Q", len(given)) + given.encode()
+
+    kind, value = (4, struct.pack("<I", alignment)) if isinstance(alignment, int) else (8, text(alignment))
+    infos = [text(name) + struct.pack("<IQQIQ", 2, 256, 1, 12, start) for name, start in tensors]
+    key = text("general.alignment") + struct.pack("<I", kind) + value
+    return b"".join((b"GGUF", struct.pack("<IQQ", 3, len(infos), 1), key, *infos, bytes(600)))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header([("a", 0), ("b", 144)]), "b: it begins at 144, which is no multiple of the alignment, 32"),
+        (header([("a", 0), ("b", 3)], 8), "b: it begins at 3, which is no multiple of the alignment, 8"),
+        (header([("a", 0), ("a", 160)]), "two tensors are called a"),
+        *((header([("a", 0)], wrong), f"general.alignment is {wrong!r}; it must be a positive multiple of 8")
+          for wrong in (0, 1, 12, "32")),
+    ],
+)  # fmt: skip
+def test_places_that_can_not_be(data: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.gguf"
+    path.write_bytes(header([("a", 0), ("b", 160)]))
+    assert all(not cast(lowbit.PackedWeight, w).dequantize().any() for w in lowbit.load_gguf(path).values())
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        lowbit.load_gguf(path)
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_presets_are_what_files_hold(kind: object) -> None:
     found = read(data).spec("f16")
     preset = MatmulSpec.preset(name, 1, columns)
     same = {"weight", "zeros", "scale", "table", "bilevel", "row_scales"}
-    if name == "TQ2_0":
+    if name in ("TQ1_0", "TQ2_0"):  # a block of zero bytes
         same -= {"zeros", "weight"}
     if name == "NVFP4":
         same -= {"row_scales"}  # in GGUF the factor of a matrix is a tensor of its own
@@ -83,6 +83,8 @@ def test_fields_beside_a_name() -> None:
 def test_names_that_are_none() -> None:
     with pytest.raises(SpecError, match=re.escape("preset='q4_kk' must be one of 'mxfp4'") + ".*did you mean 'q4_k'"):
         MatmulSpec.preset("q4_kk", 64, 256)
+    with pytest.raises(SpecError, match="did you mean 'mxfp6_e3m2' or 'mxfp6_e2m3'"):
+        MatmulSpec.preset("mxfp6", 64, 256)
     with pytest.raises(SpecError, match="preset=4 must be one of"):
         MatmulSpec.preset(4, 64, 256)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="must divide the 9 groups of a row"):

@@ -100,13 +100,18 @@ def _iq4_nl(blocks: Tensor) -> Imported:
 
 def _mxfp4(blocks: Tensor) -> Imported:
     e, qs = blocks.split([1, 16], 1)
-    return Imported(fields(qs, 16, NIBBLES, 4), e.contiguous().view(torch.float8_e8m0fnu), weight="f4e2m1")
+    return Imported(_e2m1(fields(qs, 16, NIBBLES, 4)), e.contiguous().view(torch.float8_e8m0fnu), weight="f4e2m1")
 
 
 def _nvfp4(blocks: Tensor) -> Imported:
     d, qs = blocks.split([4, 32], 1)
     scales = (d & 0x7F).masked_fill_(d & 0x7F == 0x7F, 0)  # llama.cpp reads NaN as 0
-    return Imported(fields(qs, 8, NIBBLES, 4), scales.view(torch.float8_e4m3fn), weight="f4e2m1")
+    return Imported(_e2m1(fields(qs, 8, NIBBLES, 4)), scales.view(torch.float8_e4m3fn), weight="f4e2m1")
+
+
+def _e2m1(codes: Tensor) -> Tensor:
+    """Returns the codes with 0 in place of -0, which llama.cpp's table has not."""
+    return codes.masked_fill(codes == 0b1000, 0)
 
 
 BLOCKS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ from lowbit.dialect.errors import CheckpointError
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, unless the metadata have general.alignment
+ALIGNMENT_STEP = 8  # bytes, of which the format has multiples
 MOST_DIMS = 4
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The types of metadata that are numbers, as `struct` and NumPy know them."""
+
+Info = tuple[str, tuple[int, ...], int, int]
+"""What the header says of a tensor: its name, shape and type, and where it begins after the header."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,22 @@ def _read(mapped: mmap.mmap) -> Container:
     metadata = {cursor.string(): cursor.value(cursor.number("I")) for _ in range(entries)}
     infos = [(cursor.string(), *cursor.info()) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise CheckpointError(f"general.alignment is {alignment!r}; it must be a positive integer")
-    start = -(-cursor.at // alignment) * alignment
-    found = {name: Entry(shape, kind, start + offset) for name, shape, kind, offset in infos}
-    if len(found) < len(infos):
-        raise CheckpointError("two tensors have the same name")
+    if not isinstance(alignment, int) or alignment < 1 or alignment % ALIGNMENT_STEP:
+        raise CheckpointError(f"general.alignment is {alignment!r}; it must be a positive multiple of {ALIGNMENT_STEP}")
+    found = _entries(infos, -(-cursor.at // alignment) * alignment, alignment)
     return Container(torch.frombuffer(mapped, dtype=torch.uint8), metadata, found)
+
+
+def _entries(infos: Sequence[Info], start: int, alignment: int) -> dict[str, Entry]:
+    """Returns the tensors, whose bytes begin at `start`, by name."""
+    found = dict[str, Entry]()
+    for name, shape, kind, offset in infos:
+        if offset % alignment:
+            raise CheckpointError(f"{name}: it begins at {offset}, which is no multiple of the alignment, {alignment}")
+        if name in found:
+            raise CheckpointError(f"two tensors are called {name}")
+        found[name] = Entry(shape, kind, start + offset)
+    return found
 
 
 class _Cursor:
