@@ -290,7 +290,7 @@ def test_models_of_other_shapes() -> None:
         ({"a": "/etc/passwd"}, "is no safetensors file beside"),
         ({"a": "model.bin"}, "is no safetensors file beside"),
         ({"a": 3}, "is no safetensors file beside"),
-        ({"a": "gone.safetensors"}, "gone.safetensors is no sound safetensors file"),
+        ({"a": "gone.safetensors"}, "gone.safetensors is not there, though model.safetensors.index.json"),
         ({"a": SINGLE}, "model.safetensors has no a, which model.safetensors.index.json says it has"),
         ({}, "has no weight_map from names to files"),
         ([], "has no weight_map from names to files"),

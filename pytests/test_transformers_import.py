@@ -20,9 +20,10 @@ FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
 MODULE = "model.layers.0.mlp.up_proj"
 TOKENS = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(0))
 NAMES = (
-    *("gptq-4-act-order", "gptq-v2-3", "awq", "bnb-nf4-nested", "bnb-nf4-nested-wide", "bnb-int8"),
-    *("ct-pack-4-asym", "ct-nvfp4"),
-    *("ct-fp8-block", "fp8-block", "hqq-4", "torchao-int4", "spqr-csr", "spqr-ptcsr", "spqr-dense"),
+    *("gptq-2", "gptq-4-act-order", "gptq-8", "gptq-v2-3", "awq", "bnb-fp4", "bnb-nf4-nested", "bnb-nf4-nested-wide"),
+    *("bnb-int8", "ct-pack-4-asym", "ct-int8-asym", "ct-fp8", "ct-fp8-block", "ct-mxfp4", "ct-mxfp6", "ct-nvfp4"),
+    *("fp8-block", "fp8-tensor", "hqq-3", "hqq-4", "torchao-int4", "torchao-int8", "torchao-float8"),
+    *("spqr-csr", "spqr-ptcsr", "spqr-dense"),
 )
 
 
@@ -96,6 +97,26 @@ def test_model_that_does_not_fit(change: dict[str, Any], message: str, tmp_path:
     (path / "config.json").write_text(json.dumps(about | change))
     with pytest.raises(CheckpointError, match=message):
         loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "kind"),
+    [("fp8-block", "weight_scale_inv", "F8"), ("ct-int8", "weight_scale", "I8"), ("gptq-4", "qweight", "I32")],
+)
+def test_codes_that_lack_a_tensor(name: str, lost: str, kind: str, tmp_path: Path) -> None:
+    """One layer of two has lost its scales, or its codes; what is left of it must not be taken for a dense layer."""
+    path = llama(name, tmp_path)
+    tensors, other = load_file(path / "model.safetensors"), MODULE.replace("up_proj", "gate_proj")
+    tensors = {key: t for key, t in tensors.items() if not key.startswith(other)}
+    tensors |= {key.replace(MODULE, other): t.clone() for key, t in tensors.items() if key.startswith(MODULE)}
+    del tensors[f"{other}.{lost}"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    message = rf"{other}\.\w+ is {kind}.*, of a quantized layer that lacks a tensor: none called \*\..*{lost}"
+    with pytest.raises(CheckpointError, match=message):
+        loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    with pytest.raises(CheckpointError, match=message):
+        lowbit.load_checkpoint(model, path)
 
 
 def test_a_recipe_is_no_way_to_import(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -19,7 +19,7 @@ from lowbit.dialect.spec import Act
 from lowbit.pylib import saved_weight
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_rows, import_weight
-from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
+from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles, read_json
 from lowbit.pylib.packed import PackedWeight
 
 VERSION = "1"
@@ -112,6 +112,17 @@ class Checkpoint:
     def names_of(self, module: str) -> dict[str, str]:
         """Returns the names of a quantized layer's tensors, by what they are called in the layer."""
         return dict(self._names[module])
+
+    def check_dense(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError if one of these tensors, which belong to no quantized layer, holds codes as one would:
+        the layer lacks a tensor, and what is left of it would be taken for a dense layer's."""
+        parts, markers = (self.format.tensors, self.format.markers) if self.format else ((), ())
+        for name in names:
+            if name.endswith(parts) and (kind := self.tensors.dtype(name)) not in FLOATS:
+                raise CheckpointError(
+                    f"{self.tensors.path(name)}: {name} is {kind}, of a quantized layer that lacks a tensor: "
+                    f"none called *{' or *'.join(markers)} is beside it"
+                )
 
     def _module_tensors(self, module: str, device: torch.device | str) -> dict[str, Tensor]:
         return {short: self.tensors[name].to(device) for short, name in self._names[module].items()}

@@ -155,6 +155,7 @@ def _dense(
     """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes."""
     given = {names.tensor(name): name for name in checkpoint.dense if not _matches(name, ignore)}
     tied = {id(t) for here in given if (t := wanted.get(here)) is not None}
+    checkpoint.check_dense(name for name in given.values() if not names.is_ignored(name))
     folder = checkpoint.tensors.folder
     if left_over := [name for here, name in given.items() if not (here in wanted or names.is_ignored(name))]:
         raise CheckpointError(f"{folder} has {_some(left_over)}, which the model has not; ignore= leaves tensors out")

@@ -19,6 +19,8 @@ from lowbit.dialect.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""What safetensors calls the types of dense weights."""
 LONGEST_JSON = 1 << 27  # bytes; the index of a model of 100,000 tensors takes 10 MB
 
 
@@ -64,10 +66,17 @@ class TensorFiles(Mapping[str, Tensor]):
         """Returns the shape of a tensor, without reading it."""
         return tuple(self._opened(self.files[name]).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Returns what safetensors calls the type of a tensor, "F8_E4M3" say, without reading it."""
+        return str(self._opened(self.files[name]).get_slice(name).get_dtype())
+
     def _opened(self, file: str) -> Any:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
+            except FileNotFoundError:
+                lost = f"{self.folder / file} is not there, though {INDEX} or a link names it"
+                raise CheckpointError(f"{lost}; copy all files of the checkpoint") from None
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(f"{self.folder / file} is no sound safetensors file: {error}") from error
         return self._open[file]

@@ -70,6 +70,7 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Targets:
     if not checkpoint.modules:
         method = checkpoint.quantization_config["quant_method"]
         raise CheckpointError(f"{checkpoint.tensors.folder}: config.json says {method!r}, but no layer is quantized so")
+    checkpoint.check_dense(name for name in checkpoint.dense if not names.is_ignored(name))
     for module in checkpoint.modules:
         name = names.module(module)
         dense, place = modules.get(name), place_of(name, modules)

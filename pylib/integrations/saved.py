@@ -14,6 +14,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import EXTRA_STATE
 from lowbit.pylib.checkpoints.expert_places import place_of
 from lowbit.pylib.checkpoints.names import Names
+from lowbit.pylib.checkpoints.tensor_files import FLOATS
 from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear, tied_linears, with_tied
 from lowbit.pylib.nn.experts import LISTS, MATRICES, LowbitExperts, count_of
 from lowbit.pylib.nn.fuse import FusedModule, place_fused
@@ -22,9 +23,6 @@ from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.saved_weight import check_same, read_spec
-
-FLOATS = ("BF16", "F16", "F32", "F64")
-"""What safetensors calls the types of dense weights."""
 
 
 def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:
