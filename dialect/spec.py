@@ -15,7 +15,7 @@ import difflib
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary, ref
@@ -217,6 +217,10 @@ class MatmulSpec:
     def rounds_weights(self, m: int) -> bool:
         """Whether weights that m tokens are multiplied by are rounded."""
         return self.folds and (m > byte_codes.MOST_UNFOLDED or not self.multiplies_codes)
+
+    def for_tokens(self, m: int) -> MatmulSpec:
+        """This matmul as it is computed for up to m tokens: without folded scales where weights are not rounded."""
+        return replace(self, fold_scales=False) if self.folds and not self.rounds_weights(m) else self
 
     @property
     def y(self) -> Element:

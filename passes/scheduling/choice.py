@@ -8,8 +8,9 @@ are added. docs/tuning.md says how far this is from the best.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from lowbit.dialect.errors import SpecError
@@ -28,13 +29,19 @@ ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
 
 def any_token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     """Returns those of them with a kernel that serves any number of tokens."""
-    families = (family for family in FAMILIES.values() if family.takes_any_tokens)
-    return tuple(sorted({tile for family in families for tile in family.token_tiles(spec, target)}))
+    return _token_tiles(spec, target, (family for family in FAMILIES.values() if family.takes_any_tokens))
 
 
 def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     """The token tiles that a matmul has kernels for, of whatever family."""
-    return tuple(sorted({tile for family in FAMILIES.values() for tile in family.token_tiles(spec, target)}))
+    return _token_tiles(spec, target, FAMILIES.values())
+
+
+def _token_tiles(spec: MatmulSpec, target: Target, families: Iterable[KernelFamily[Any]]) -> tuple[int, ...]:
+    found: set[int] = set()
+    for family, kind in product(families, {spec.for_tokens(1), spec}):
+        found |= {tile for tile in family.token_tiles(kind, target) if spec.for_tokens(tile) == kind}
+    return tuple(sorted(found))
 
 
 def schedule_for(
@@ -67,6 +74,7 @@ class Choice:
 def expected(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice:
     """Returns the choice for up to `tile` tokens: the tile's own schedule, or a wider tile's that takes less time. A
     measured schedule gives way only to a measured one."""
+    spec = spec.for_tokens(tile)
     known = measured(spec, tile, target, tables)
     best = known or estimated(spec, tile, target, tables)
     for wider in token_tiles(spec, target):
@@ -141,6 +149,7 @@ def fixed_schedule(operation: Operation) -> KernelSchedule:
 def families_for(spec: MatmulSpec, tile: int, target: Target) -> list[KernelFamily[Any]]:
     """The families that have a kernel for up to `tile` tokens. Raises SpecError where there are none."""
     check_tile(tile)
+    spec = spec.for_tokens(tile)
     found = [family for family in FAMILIES.values() if tile in family.token_tiles(spec, target)]
     if not found:
         tiles = token_tiles(spec, target)

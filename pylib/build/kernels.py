@@ -82,7 +82,7 @@ class Artifacts:
         with self._lock:
             found = self._requests.get(tokens)
             if found is None:
-                found = self._requests[tokens] = request(self._spec, self._target, self._choose(tokens))
+                found = self._requests[tokens] = request(self._spec_for(tokens), self._target, self._choose(tokens))
         return found
 
     def kernel(self, tokens: int | None) -> Artifact:
@@ -98,14 +98,23 @@ class Artifacts:
         """The IR of a kernel after each stage; compiles it afresh."""
         return compile_stages(self.request(tokens))
 
+    def _spec_for(self, tokens: int | None) -> MatmulSpec:
+        return self._spec if tokens is None else self._spec.for_tokens(tokens)
+
     def _choose(self, tokens: int | None) -> KernelSchedule:
         """The user's schedule where it is meant for these tokens, else that of a table or the rule."""
         if tokens is None:
             return fixed_schedule("dequantize")
-        if self._schedule and family_of(self._schedule).serves(self._schedule, tokens):
+        if self._schedule and self._is_for(self._schedule, tokens):
             return self._schedule
         user = user_tables.user_tables()
         return schedule_for(self._spec, tokens, self._chosen_for, user_tables.gpu_name(self._target, user), user)
+
+    def _is_for(self, schedule: KernelSchedule, tokens: int) -> bool:
+        """Tells whether a schedule is for these tokens: one for folded scales may not fit where none are folded."""
+        family, spec = family_of(schedule), self._spec_for(tokens)
+        fits = spec == self._spec or family.allows(spec, schedule, self._target)
+        return family.serves(schedule, tokens) and fits
 
     def _name(self, tokens: int | None) -> str:
         spec = self._spec

@@ -97,12 +97,9 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
 
 
 def served_tiles(spec: MatmulSpec, least: int = PREFILL_TILES[0]) -> tuple[int, ...]:
-    """Returns the numbers of tokens that are not left to the eight_bit kernels: from `least` on, beyond those for which
-    the weight is not rounded where scales are folded into it, and all where these kernels have none."""
-    if not spec.multiplies_codes:
-        return TOKEN_TILES
-    first = MOST_UNFOLDED + 1 if spec.folds else least
-    return tuple(tile for tile in TOKEN_TILES if tile >= first)
+    """Returns the numbers of tokens that are not left to the eight_bit kernels: from `least` on, and all where these
+    kernels have none."""
+    return tuple(tile for tile in TOKEN_TILES if tile >= least) if spec.multiplies_codes else TOKEN_TILES
 
 
 def _schedules(
