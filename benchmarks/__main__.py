@@ -168,19 +168,20 @@ def models(
     for name in names:
         options = Options(device=device, compiled=compiled)
         jobs = jobs_of(name, formats, steps, options, layers=layers, with_lm_head=lm_head, peers=others)
-        measure_models(jobs, _log, lambda measured, name=name: write(measured, name, out, commit))
-        print(f"{name}\n\n{aligned(table(read(out)[name]))}\n")
+        title = f"{name}, {layers} layers" if layers else name
+        measure_models(jobs, _log, lambda measured, title=title: write(measured, title, out, commit))
+        print(f"{title}\n\n{aligned(table(read(out)[title]))}\n")
 
 
 @app.command()
 def publish_models(
-    file: Annotated[Path, typer.Argument(help="What `models` has written.")],
+    files: Annotated[list[Path], typer.Argument(help="What `models` has written, the latest first.")],
     root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
     """Write what whole models take into docs/models.md, between its marks, and the figures into docs/img."""
     from benchmarks.model_page import publish as write
 
-    for path in write(file, root):
+    for path in write(files, root):
         print(path)
 
 

@@ -22,20 +22,39 @@ COLOURS = ("#3C3C3C", "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D
 COLOURS += ("#888888", "#004B76", "#A8D8F4", "#66C5AB", "#F4CC7A", "#E3B9D0", "#EFA070")
 
 
-def publish(results: Path, root: Path) -> list[Path]:
-    """Write docs/models.md and its figures from a file of `benchmarks models`; returns the files."""
+def publish(results: Sequence[Path], root: Path) -> list[Path]:
+    """Write docs/models.md and its figures from files of `benchmarks models`, in this order; returns the files."""
     page = root / "docs" / "models.md"
-    where = describe(json.loads(results.read_text())["environment"])
-    files, parts = [page], [f"{where}. Tokens per second; in brackets, times as fast as bf16."]
-    for name, measured in read(results).items():
-        figure = root / "docs" / "img" / f"model_{name}.svg"
-        draw(name, measured, where, figure)
-        files.append(figure)
-        head, *rows = table(measured)
-        parts += [f"### {name}", f"![Times as fast as bf16](img/{figure.name})", markdown(head, rows)]
-        parts += [f"What the time of {step} goes to:\n\n{_split(measured, step)}" for step in steps_of(measured)]
+    parts: list[str] = []
+    figures: list[Path] = []
+    for path in results:
+        where = describe(json.loads(path.read_text())["environment"])
+        parts.append(f"{where} ([results](results/{path.name})). Tokens per second; in brackets, times as fast as bf16.")
+        for name, measured in read(path).items():
+            figure = root / "docs" / "img" / f"model_{_words(name)}{'_libraries' * _has_others(measured)}.svg"
+            draw(name, measured, where, figure)
+            figures.append(figure)
+            parts += _about(name, measured, figure)
     page.write_text(between_marks(page, "\n\n".join(parts), BEGIN, END))
-    return files
+    return [page, *figures]
+
+
+def _words(name: str) -> str:
+    return name.replace(", ", "_").replace(" ", "_")
+
+
+def _has_others(measured: Sequence[Measurement]) -> bool:
+    return any(each.library for each in measured)
+
+
+def _about(name: str, measured: Sequence[Measurement], figure: Path) -> list[str]:
+    """Returns the parts of a page that are about a model; beside other libraries, without what the time goes to."""
+    compared = _has_others(measured)
+    head, *rows = table(measured)
+    title = f"### {name}{', with other libraries' * compared}"
+    parts = [title, f"![Times as fast as bf16](img/{figure.name})", markdown(head, rows)]
+    steps = [] if compared else steps_of(measured)
+    return parts + [f"What the time of {step} goes to:\n\n{_split(measured, step)}" for step in steps]
 
 
 def _split(measured: Sequence[Measurement], step: Step) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,20 +211,24 @@ def test_a_folder_stands_for_its_config(tmp_path: Path) -> None:
 
 def test_the_page_has_the_tables_of_the_results(repo: Path) -> None:
     """Fix: python -m benchmarks publish-models docs/results/models-*.json"""
-    pytest.importorskip("matplotlib")
-    (results,) = repo.glob("docs/results/models-*.json")
     page = (repo / "docs" / "models.md").read_text()
-    for name, measured in read(results).items():
-        head, *rows = table(measured)
-        assert markdown(head, rows) in page and (repo / "docs" / "img" / f"model_{name}.svg").exists()
+    results = sorted(repo.glob("docs/results/models-*.json"))
+    for head, *rows in (table(measured) for path in results for measured in read(path).values()):
+        assert markdown(head, rows) in page
+    figures = re.findall(r"\(img/(model_.*?.svg)\)", page)
+    assert figures and {path.name for path in (repo / "docs" / "img").glob("model_*.svg")} == set(figures)
 
 
 def test_a_page_is_published(repo: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "docs" / "img").mkdir(parents=True)
     (tmp_path / "docs" / "models.md").write_text(f"{BEGIN}\nold\n{END}\n")
-    (results,) = repo.glob("docs/results/models-*.json")
-    page, figure = publish(results, tmp_path)
+    fast = Measurement("u4", 128, True, True, 10, 1, 1, 512, 0.25, split={"copies": 0.25})
+    slow = Measurement("bf16", None, False, False, 40, 1, 1, 512, 0.5, split={"copies": 0.5})
+    write([fast, slow], "tiny", tmp_path / "a.json", "1234567")
+    write([fast, replace(slow, library="torchao")], "tiny", tmp_path / "b.json", "1234567")
+    page, figure, compared = publish([tmp_path / "a.json", tmp_path / "b.json"], tmp_path)
     text = page.read_text()
-    assert "old" not in text and "What the time of decode, batch 1 goes to" in text
-    assert ">u4 per 128 with lm_head<" in figure.read_text()
+    assert "old" not in text and "| u4 per 128 with lm_head | 0.00 | 4 (2.00x) |" in text
+    assert text.count("What the time of decode, batch 1 goes to") == 1 and "### tiny, with other libraries" in text
+    assert ">u4 per 128 with lm_head<" in figure.read_text() and compared.name == "model_tiny_libraries.svg"
