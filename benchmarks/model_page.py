@@ -23,14 +23,15 @@ COLOURS += ("#888888", "#004B76", "#A8D8F4", "#66C5AB", "#F4CC7A", "#E3B9D0", "#
 
 
 def publish(results: Sequence[Path], root: Path) -> list[Path]:
-    """Write docs/models.md and its figures from files of `benchmarks models`, in this order; returns the files."""
+    """Write docs/models.md and its figures from files of `benchmarks models`, in this order; return these."""
     page = root / "docs" / "models.md"
     parts: list[str] = []
     figures: list[Path] = []
     for path in results:
         where = describe(json.loads(path.read_text())["environment"])
-        parts.append(f"{where} ([results](results/{path.name})). Tokens per second; in brackets, times as fast as bf16.")
-        for name, measured in read(path).items():
+        source = f"[results](results/{path.name})"
+        parts.append(f"{where} ({source}). Tokens per second; in brackets, times as fast as bf16.")
+        for name, measured in sorted(read(path).items()):
             figure = root / "docs" / "img" / f"model_{_words(name)}{'_libraries' * _has_others(measured)}.svg"
             draw(name, measured, where, figure)
             figures.append(figure)

@@ -32,6 +32,7 @@ from lowbit.passes.kernels.eight_bit_prefill import folded_weight as weight_side
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
 from lowbit.passes.lowering import byte_numbers
+from lowbit.passes.scheduling.choice import schedule_for, token_tiles
 from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.build.kernels import Artifacts
@@ -205,6 +206,18 @@ def test_from_129_tokens_on(target: str) -> None:
         assert np.abs(y.double().numpy() - right).max() <= 2.0**-10 * np.abs(right).max()
         assert agrees(y, matmul(spec, x[:m], **tensors), tolerance(spec, x[:m], **tensors, **rounding(mm, m))).all()
     assert not torch.equal(few, many[:MOST_UNFOLDED])
+
+
+def test_kernels_up_to_128_tokens_are_those_without_folding() -> None:
+    target = parse_target("sm_90a")
+    for n, k in (4096, 4096), (28672, 4096):
+        spec = MatmulSpec(n, k, "u4", 128, zeros="int", **FOLDED)
+        plain = replace(spec, fold_scales=False)
+        few = [tile for tile in token_tiles(plain, target) if tile <= MOST_UNFOLDED]
+        assert few == [tile for tile in token_tiles(spec, target) if tile <= MOST_UNFOLDED]
+        assert all(schedule_for(spec, tile, target) == schedule_for(plain, tile, target) for tile in few)
+        kernels = Artifacts(spec, target, None)
+        assert kernels.request(MOST_UNFOLDED).spec == plain and kernels.request(256).spec == spec
 
 
 @pytest.mark.parametrize("target", [HOPPER, "cpu"])
