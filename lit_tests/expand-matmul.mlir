@@ -3,7 +3,7 @@
 // A function around a matmul becomes a kernel: the program of one block, written on tiles.
 
 // The blocks along n, one to 16 rows; 2 warps; parameters by name.
-// CHECK:      "lowbit.program"() ({
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK:        %[[TILE:.*]] = "lowbit.block_id"() {axis = 0 : i64}
 // CHECK:        %[[ZERO:.*]] = "lowbit.constant"() {value = 0.000000e+00 : f32}
 // CHECK:        %[[CODES:.*]] = "lowbit.global_view"(%arg1) {{.*}} -> !lowbit.global<[8, 4, 32], vector<4xi32>
@@ -44,6 +44,7 @@ func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 // -----
 
 // A zero point in floating point never touches a weight: s * (q - z) x = s * q x - s * z * sum(x).
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK:      "lowbit.decode"(%{{[0-9]+}})
 // CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
 // CHECK:      %[[X_SUM:.*]] = "lowbit.row_sums"
@@ -58,6 +59,7 @@ func.func @float_zeros(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 // -----
 
 // f8e7m0 is beyond f16's range: decoded to f32, multiplied as tf32. One scale per row is applied after the loop.
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK:      "lowbit.decode"({{.*}} -> !lowbit.reg<[2, 16, 64], f32
 // CHECK-NOT:  "lowbit.mul"
 // CHECK:      "lowbit.mma"
@@ -72,6 +74,7 @@ func.func @wide_range(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 // -----
 
 // The schedule of dequantizing has no choices: decode, scale, round, store.
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK:      "lowbit.decode"
 // CHECK:      "lowbit.mul"
 // CHECK:      "lowbit.cast"{{.*}}bf16
@@ -86,6 +89,7 @@ func.func @dequantize(%w: !weight) -> tensor<64x512xbf16> {
 // -----
 
 // An offset is added by way of the sums of x, unscaled; the scale of a row multiplies what all groups come to.
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK:      %[[PRODUCT:.*]] = "lowbit.mma"
 // CHECK:      %[[X_SUM:.*]] = "lowbit.row_sums"
 // CHECK:      %[[SCALE:.*]] = "lowbit.mul"
@@ -107,6 +111,7 @@ func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 
 // Scales that are codes: the second level is copied beside them. At the head of a step the lanes of a warp make numbers
 // of its codes, each of its own, which go to shared memory; products are multiplied by those.
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK:      %[[CODES:.*]] = "lowbit.global_view"(%{{.*}}) {{.*}} -> !lowbit.global<[8, 4, 2, 16], i8
 // CHECK:      %[[SUPERS:.*]] = "lowbit.global_view"(%{{.*}}) {{.*}} -> !lowbit.global<[8, 4, 16], f16, [16, 32, 1], [4, 1, 1]>
 // CHECK:      "lowbit.copy_async"(%[[CODES]]
@@ -131,6 +136,7 @@ func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
 
 // Codes of scales and offsets that fit into a byte together are copied together, and each raised by a power of two of its
 // own: 2^23 for bit 0, 2^19 for bit 4. One fma multiplies and takes it away.
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK:      %[[CODES:.*]] = "lowbit.global_view"(%{{.*}}) {{.*}} -> !lowbit.global<[8, 4, 4, 16], i8
 // CHECK-NOT:  "lowbit.global_view"{{.*}}, i8
 // CHECK:      "lowbit.copy_async"(%[[CODES]]

@@ -2,7 +2,7 @@
 
 // Many tokens on Hopper: persistent blocks, x in boxes by the copy engine, weights straight to registers.
 
-// CHECK:       "lowbit.program"() ({
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK-NEXT:  ^bb0(%[[MAP:.*]]: !llvm.ptr, %[[CODES:.*]]: !llvm.ptr<1>
 // The stages of x, and for each a signal that it is there and one that all warps have left it.
 // CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[4, {{[1-4]}}, {{[0-9]+}}, 64], f16

@@ -2,7 +2,7 @@
 
 // Many tokens without wgmma: persistent blocks, x by cp.async, weights straight to registers, sums that loops carry.
 
-// CHECK:       "lowbit.program"() ({
+// CHECK-LABEL: "lowbit.program"() ({
 // CHECK-NEXT:  ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[CODES:.*]]: !llvm.ptr<1>
 // The stages of x, whose rows are padded by 16 bytes.
 // CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[4, 1, {{[0-9]+}}, 64], f16, [{{[0-9]+}}, {{[0-9]+}}, 72, 1]

@@ -32,6 +32,7 @@ from lowbit.passes.cpu.decode import ChunkMap, multiplies_bf16
 from lowbit.pylib import matmul, memory_order, reference, team
 from lowbit.pylib.build.host_programs import processor
 from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.reference.bounds import ROUNDING
 from lowbit.pylib.runtime import cpu
 from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.torch_types import TORCH
@@ -73,7 +74,7 @@ def rounds_weights(program: CpuMatmul, m: int) -> bool:
 
 def check_dequantized(program: CpuMatmul, w: PackedWeight, expected: np.ndarray) -> None:
     """f32 rounds the table's value, the difference and the product; then comes one rounding to act."""
-    unit, least = reference.ROUNDING[program.spec.act]
+    unit, least = ROUNDING[program.spec.act]
     with np.errstate(invalid="ignore"):
         bound = np.abs(expected) * (unit + 2.0**-22) + least
     assert reference.agrees(program.dequantize(w.tensors), expected, bound).all()

@@ -14,8 +14,6 @@ what it is; that is compared with config.json before anything is loaded, and the
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -23,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from lowbit.dialect.errors import CheckpointError, LowbitError, QuantizeError, SpecError
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
+from lowbit.pylib.integrations.choose import empty_module, mostly_dense, reason, wishes
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.dequantize import dequantize_model
 from lowbit.pylib.integrations.foreign import (
     Targets,
     act_of_model,
@@ -51,12 +50,8 @@ from lowbit.pylib.integrations.saved import (
     tie,
     untie,
 )
-from lowbit.pylib.nn.embedding import LowbitEmbedding, TiedLinear
-from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.fuse import FusedLayers, fuse_, place_fused
-from lowbit.pylib.nn.linear import LowbitLinear
-from lowbit.pylib.nn.packed_module import PackedModule
-from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, is_known, naming, plan
+from lowbit.pylib.nn.plan import naming, plan
 from lowbit.pylib.nn.replace import replace_planned
 
 logger = logging.get_logger(__name__)
@@ -108,89 +103,58 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
         """Put empty low-bit modules where the configuration or the checkpoint wants them."""
+        files = checkpoint_files or ()
         if self.config.embeddings:
             tie(model)
-        self._place(model, checkpoint_files)
+        if self.config.layers is not None:
+            place_saved(model, self.config.layers)
+        elif self.config.from_checkpoint:
+            self._place_found(model, files)
+        else:
+            self._place_planned(cast(Any, model), files)
         if self.pre_quantized:
-            check_output_layer(model, checkpoint_files or ())
+            check_output_layer(model, files)
             start_no_fused(model)
         untie(model)
 
-    def _place(self, model: nn.Module, checkpoint_files: Sequence[str] | None) -> None:
-        if self.config.layers is not None:
-            place_saved(model, self.config.layers)
-            return
-        if self.config.from_checkpoint:
-            self.checkpoint = opened(checkpoint_files)
-            if self.checkpoint.format is None:
-                place_saved(model, saved_specs(model, checkpoint_files or ()))
-                fit_lengths(model, checkpoint_files or ())
-            else:
-                self.foreign = place_foreign(model, self.checkpoint)
-            return
+    def _place_found(self, model: nn.Module, files: Sequence[str]) -> None:
+        """Put empty modules where the files have low-bit layers, of lowbit or of another library."""
+        self.checkpoint = opened(files)
+        if self.checkpoint.format is None:
+            place_saved(model, saved_specs(model, files))
+            fit_lengths(model, files)
+        else:
+            self.foreign = place_foreign(model, self.checkpoint)
+
+    def _place_planned(self, model: Any, files: Sequence[str]) -> None:
+        """Put empty modules where `lowbit.quantize_` would, for a checkpoint that is dense or saved by lowbit."""
         if not self.pre_quantized:
-            self._choose_scales(cast(Any, model))
-        modules = plan(model, self._wishes(cast(Any, model)))
+            self._choose_scales(model)
+        kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        modules = plan(model, wishes(self.config, model, kept))
         planned = [entry for entry in modules if entry.config is not None]
-        self.stays_dense = {entry.names[0]: self._reason(entry, model) for entry in modules if entry.reason}
-        if warning := _mostly_dense(modules):
+        self.stays_dense = {entry.names[0]: reason(self.config, model, entry) for entry in modules if entry.reason}
+        if warning := mostly_dense(modules):
             logger.warning_once(warning)
         if not planned:
             raise SpecError(f"the configuration leaves nothing of {type(model).__name__} to be quantized")
         if not self.pre_quantized:
-            check_dense(checkpoint_files or ())
-        saved = saved_specs(model, checkpoint_files or ()) if self.pre_quantized else {}
+            check_dense(files)
+        saved = saved_specs(model, files) if self.pre_quantized else {}
         for entry in planned:
-            module = _empty(entry)
+            module = empty_module(entry)
             replace_planned(model, entry, module)
             if not self.pre_quantized:
                 self.targets |= attach_dense(entry, module)
-        if self.pre_quantized and checkpoint_files:
+        if self.pre_quantized and files:
             place_fused(model, saved)
             compare(model, saved)
-            fit_lengths(model, checkpoint_files)
+            fit_lengths(model, files)
 
     def _choose_scales(self, model: Any) -> None:
         """Let config.json say which type the scales have that are made now."""
         self.config = self.config.multiplied_in("bf16" if model.dtype is torch.bfloat16 else "f16")
         model.config.quantization_config = self.quantization_config = self.config
-
-    def _wishes(self, model: Any) -> Wishes:
-        skipped = self.config.modules_to_not_convert or []
-        _check_names(skipped, [name for name, _ in model.named_modules()])
-        outputs = model.get_output_embeddings()
-        kept = set(self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules))
-        tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
-        if self.config.lm_head:
-            kept -= {name for name, module in model.named_modules() if module is outputs} - tied
-        if self.config.embeddings:
-            kept -= tied
-        patterns = [*skipped, *map(_exactly, kept)]
-
-        def wanted(name: str, _: nn.Module) -> bool:
-            return should_convert_module(name, patterns)
-
-        return Wishes(
-            self.config.configs,
-            wanted,
-            lm_head=self.config.lm_head,
-            embeddings=self.config.embeddings,
-            per_row_if_indivisible=self.config.per_row_if_indivisible,
-            strict=True,
-        )
-
-    def _reason(self, entry: Planned, model: Any) -> str:
-        """Returns why a module stays dense, in terms of a LowbitConfig."""
-        if entry.reason != EXCLUDED:
-            return entry.reason
-        name, skipped = entry.names[0], self.config.modules_to_not_convert or []
-        if not should_convert_module(name, skipped):
-            return "modules_to_not_convert"
-        if any(f"{name}.weight" in pair for pair in model.all_tied_weights_keys.items()):
-            return "its weight is tied to an embedding; embeddings=True quantizes both"
-        if model.get_output_embeddings() is entry.module:
-            return "the output layer; lm_head=True quantizes it"
-        return "transformers converts none of a kind that is kept in f32, nor the last module"
 
     # -- loading
 
@@ -264,14 +228,7 @@ class LowbitQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # as config.json has it
-        for name, layer in list(low_bit_layers(model)):
-            if isinstance(model.get_submodule(".".join(name.split(".")[:-2])), LowbitExperts):
-                raise SpecError(f"{name}: experts can't be dequantized; load the dense checkpoint")
-            if isinstance(layer, LowbitLinear):
-                model.set_submodule(name, layer.to_linear(kind))
-            elif isinstance(layer, LowbitEmbedding):
-                _dequantize_embedding(model, name, layer, kind)
+        dequantize_model(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)  # text: of config.json
         return model
 
     # -- saving, and what else the model can do
@@ -320,53 +277,3 @@ def _keep_as_imported(model: Any) -> None:
     from lowbit.pylib.integrations.conversion import without_imports
 
     model._weight_conversions = without_imports(model._weight_conversions)
-
-
-def _mostly_dense(modules: Sequence[Planned]) -> str:
-    """Returns a warning if most weights are in modules of kinds that can't be quantized; "" if not."""
-
-    def size(entry: Planned) -> int:
-        return sum(p.numel() for p in entry.module.parameters(recurse=False))
-
-    left = [entry for entry in modules if not is_known(entry.module)]
-    share = sum(map(size, left)) / max(1, sum(map(size, modules)))
-    if share < 0.5:
-        return ""
-    largest = max(left, key=size)
-    name, reason = largest.names[0], largest.reason
-    return f"{share:.0%} of the weights stay dense, {name} for one: {reason}; model.hf_quantizer.stays_dense has all"
-
-
-def _empty(entry: Planned) -> PackedModule | LowbitExperts:
-    """Returns a low-bit module without memory for a dense one."""
-    if is_experts(entry.module):
-        return LowbitExperts.empty_like(entry.module, entry.specs, "meta")
-    if isinstance(entry.module, nn.Embedding):
-        return LowbitEmbedding.empty(entry.specs[0], "meta").in_place_of(entry.module)
-    return LowbitLinear.empty(entry.specs[0], "meta").train(entry.module.training)
-
-
-def _dequantize_embedding(model: nn.Module, name: str, table: LowbitEmbedding, dtype: torch.dtype | None) -> None:
-    """Put a dense embedding in the place of a low-bit one, and dense layers that share its table."""
-    dense = table.to_embedding(dtype)
-    model.set_submodule(name, dense)
-    for head, layer in list(model.named_modules()):
-        if isinstance(layer, TiedLinear) and layer.embedding is table:
-            linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
-            linear.weight = dense.weight
-            linear.register_parameter("bias", layer.bias)
-            model.set_submodule(head, linear)
-
-
-def _exactly(name: str) -> str:
-    """Returns a pattern of transformers for the module of this name, and those within."""
-    return re.escape(name)
-
-
-def _check_names(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise SpecError for a pattern that matches no module."""
-    for pattern in patterns:
-        if all(should_convert_module(name, [pattern]) for name in names if name):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise SpecError(f"modules_to_not_convert: {pattern!r} matches no module{hint}")

@@ -27,6 +27,7 @@ from lowbit.passes.kernels.registry import family_of
 from lowbit.pylib import packed, reference
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.reference.definition import F64
 from lowbit.pylib.runtime.runtimes import check_device
 from lowbit.pylib.tune import timing
 
@@ -69,8 +70,8 @@ class Sample:
 
     x: Tensor
     weight: PackedWeight
-    expected: reference.F64
-    allowed: reference.F64
+    expected: F64
+    allowed: F64
 
     def errors(self, y: Tensor) -> tuple[float, float]:
         """How far y [up to m, n] is off: relative, in the Frobenius norm; and at worst, as a share of what is allowed
