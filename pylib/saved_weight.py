@@ -89,6 +89,11 @@ def read_spec(saved: Tensor) -> MatmulSpec:
     return _for(None, _read_json(saved))
 
 
+def check_spec(saved: Tensor, wanted: MatmulSpec) -> None:
+    """Raise PackError unless what `write_spec` wrote is of a weight that can be loaded for a spec."""
+    _for(wanted, _read_json(saved))
+
+
 def check_same(saved: MatmulSpec, wanted: MatmulSpec) -> None:
     """Raise PackError unless a weight with one spec can be loaded for another."""
     wrong = [name for name in WEIGHT_FIELDS if getattr(saved, name) != getattr(wanted, name)]

@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -244,6 +245,24 @@ def edit(folder: Path, name: str, tensor: Tensor | None) -> None:
     tensors = load_file(folder / SINGLE)
     tensors = {**tensors, name: tensor} if tensor is not None else {k: t for k, t in tensors.items() if k != name}
     save_file({key: t.clone() for key, t in tensors.items()}, folder / SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"ignore": "*.k_scale"}, CheckpointError, r"ignore='\*.k_scale' must be a list of patterns; use"),
+        ({"device": "gpu"}, lowbit.SpecError, "device=gpu is no device; use cpu or cuda"),
+        ({"device": "cuda:99"}, lowbit.TargetError, "device=cuda:99: torch finds .* here; use cpu"),
+        ({"act": "f8"}, CheckpointError, "act='f8' must be one of"),
+    ],
+)
+def test_wrong_arguments(model: Block, tmp_path: Path, arguments: dict[str, Any], error: type, message: str) -> None:
+    lowbit.save_checkpoint(model, tmp_path / "saved")
+    with pytest.raises(error, match=message):
+        lowbit.load_checkpoint(Block(), tmp_path / "saved", **arguments)
+    if "device" in arguments:
+        with pytest.raises(CheckpointError, match=f"up: {message}"):
+            lowbit.open_checkpoint(tmp_path / "saved").load("up", **arguments)
 
 
 @pytest.mark.parametrize(

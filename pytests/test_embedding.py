@@ -179,6 +179,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda e: e(torch.tensor([70])), r"token 70 must be in 0\.\.69"),
     (lambda e: e(torch.tensor([3, -1])), r"token -1 must be in 0\.\.69"),
     (lambda e: e(torch.tensor([1.0])), "tokens are torch.float32; an embedding takes integers"),
+    (lambda e: e([1, 2]), r"tokens must be a torch tensor, not list; use torch.as_tensor\(tokens\)"),
     (lambda e: LowbitEmbedding.empty(MatmulSpec(64, 64, "u4", bias=True)), "bias=True: a bias is no part of a row"),
     (lambda e: LowbitEmbedding.empty(MatmulSpec(64, 64, "u4", outliers=True)), "outliers=True: .* for 16 rows"),
     (lambda e: LowbitEmbedding.from_embedding(Doubled(64, 64).half(), U8), "Doubled is a subclass .* its own ways"),

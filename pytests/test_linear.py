@@ -40,8 +40,14 @@ def test_bias_may_come_later(layer: LowbitLinear) -> None:
     assert bare.bias is None
     bias = torch.randn(65)
     torch.testing.assert_close(LowbitLinear.from_packed(bare.packed, bias)(X), bare(X) + bias.half(), atol=5e-3, rtol=0)
-    with pytest.raises(lowbit.PackError, match="drop bias="):
-        LowbitLinear.from_packed(layer.packed, bias)
+    for packed, wrong, message in (
+        (layer.packed, bias, "drop bias="),
+        (bare.packed, bias[1:], r"bias must be \[n\] = \[65\], not \[64\]"),
+        (bare.packed, bias * torch.nan, r"bias\[0\] = nan must be finite"),
+        (bare.packed, bias.tolist(), "bias must be a torch tensor or a NumPy array, not list"),
+    ):
+        with pytest.raises(lowbit.PackError, match=message):
+            LowbitLinear.from_packed(packed, wrong)
 
 
 def test_its_weight_can_be_read(layer: LowbitLinear) -> None:
@@ -111,12 +117,14 @@ def test_state_goes_into_an_empty_layer(layer: LowbitLinear, device: str, assign
 def test_state_that_does_not_fit_is_refused(layer: LowbitLinear) -> None:
     state = layer.state_dict()
     narrower = LowbitLinear.empty(MatmulSpec(65, 256, "u3", 128, "int", bias=True))
+    without_zeros = LowbitLinear.empty(MatmulSpec(65, 256, "i4", 64, bias=True))
     for wrong, message in [
         ({**state, "codes": state["codes"].float()}, "packed codes must be torch.int32"),
         ({**state, "scales": state["scales"] * torch.nan}, "scales"),
         ({name: t for name, t in state.items() if name != "zeros"}, 'Missing key.*"zeros"'),
         ({name: t for name, t in state.items() if name != "_extra_state"}, 'Missing key.*"_extra_state"'),
         (narrower.state_dict(), r"packed with weight='u3' \(not 'u4'\)"),
+        (without_zeros.state_dict(), r"the layer: .* weight='i4' \(not 'u4'\), group_size=64 \(not 128\), zeros="),
     ]:
         with pytest.raises(RuntimeError, match=message):
             layer.load_state_dict(wrong)

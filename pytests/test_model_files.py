@@ -133,6 +133,7 @@ def test_an_interrupted_command_leaves_nothing(plain: Path, tmp_path: Path) -> N
 def test_wrong_requests_are_one_line(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "low"
     assert "calibration" in lines("quantize", plain, "--method", "gptq", "--out", out, code=1)
+    assert "skip: '*.router' matches no module" in lines("quantize", plain, "--skip", "*.router", "--out", out, code=1)
     assert "no config.json" in lines("quantize", plain, "--fuse", "--out", out, code=1)
     assert "act=" in lines("quantize", plain, "--act", "f8", "--out", out, code=1)
     assert "no matrix" in lines("quantize", plain, "-g", 32, "--skip", "*", "--out", out, code=1)

@@ -19,7 +19,7 @@ from benchmarks.model_page import BEGIN, END, publish
 from benchmarks.models import Job, jobs_of, measure_models, read, waves, write
 from benchmarks.peers import MODEL_PEERS, Peer
 from benchmarks.tables import markdown
-from lowbit import LowbitLinear, QuantConfig, SpecError
+from lowbit import LowbitExperts, LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.cli.bench_model import model_steps, quantizations
 from lowbit.pylib.model_speed.attention import CAUSAL, GROUPED, attention_for, grouped_attention
 from lowbit.pylib.model_speed.measure import Measurement, Options, measure
@@ -47,6 +47,16 @@ def test_weights_are_made_packed() -> None:
     with torch.no_grad():
         logits = model(torch.arange(5)[None]).logits
     assert logits.isfinite().all() and logits.std() > 0
+
+
+@torch.no_grad()
+def test_experts_are_made_packed() -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=1, vocab_size=64)
+    model = random_model(config, U4, "cpu")
+    assert isinstance(model.model.layers[0].mlp.experts, LowbitExperts)  # type: ignore[union-attr, index]
+    assert model(torch.arange(5)[None]).logits.isfinite().all()
 
 
 @torch.no_grad()
@@ -120,7 +130,7 @@ def test_layers_that_no_group_divides_are_told() -> None:
     config.intermediate_size = 96
     (found,) = measure(config, [U4], [Step(1, 1, 4)], EAGER)
     assert found.dense == 1 and found.name == "u4 per 64, 1 of its layers in bf16"
-    with pytest.raises(SpecError, match="group_size=96 must divide k=128"):
+    with pytest.raises(SpecError, match=r"layers.0.self_attn.q_proj: group_size=96 must divide k=128"):
         random_model(model_config("tiny", layers=1), QuantConfig("u4", 96, method="rtn"), "cpu")
 
 

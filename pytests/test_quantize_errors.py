@@ -22,6 +22,7 @@ BAD[2, 33] = float("nan")
         (r"weight must be \[n, k\], not \[4, 8, 8\]", lambda: lowbit.quantize(W.view(4, 8, 8))),
         ("weight must be a tensor of floats .* not torch.int64", lambda: lowbit.quantize(W.long())),
         ("weight must be a tensor of floats .* not ndarray", lambda: lowbit.quantize(W.numpy())),  # type: ignore[arg-type]
+        ("weight is torch.float8_e4m3fn, codes of 8 bits; mult", lambda: lowbit.quantize(W.to(torch.float8_e4m3fn))),
         ("weight is on meta", lambda: lowbit.quantize(W.to("meta"))),
         ("group_size=128 must divide k=64; try 64", lambda: lowbit.quantize(W)),
         ("config='u4' must be a QuantConfig", lambda: lowbit.quantize(W, "u4")),  # type: ignore[arg-type]
@@ -57,6 +58,7 @@ AWQ = lowbit.quantize(W, CONFIG("u4", 32, method="awq"), inputs_of(100, 64))
         ("group_size=8 must be an integer of at least 16", {"group_size": 8}),
         ("group_size=True must", {"group_size": True}),
         ("method='hqqq' must be one of .* did you mean 'hqq'", {"method": "hqqq"}),
+        ("method='GPTQ' must be one of .* did you mean 'gptq'", {"method": "GPTQ"}),
         ("method='hqq' needs an integer weight .* not 'nf4'", {"weight": "nf4", "method": "hqq"}),
         ("method='hqq' optimizes float zeros and can't have zeros='int'", {"zeros": "int", "method": "hqq"}),
         ("method='signround' needs an integer weight", {"weight": "f4e2m1", "method": "signround"}),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import lowbit
 from lowbit import LowbitLinear, QuantConfig, QuantizeError
-from lowbit.pylib.nn import observe, quantize_planned
+from lowbit.pylib.nn import observe, progress, quantize_planned
 from lowbit.pylib.nn.quantize_layer import quantized_layer
 
 U4 = QuantConfig("u4", group_size=64)
@@ -168,13 +171,19 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     "neither": ({"config": "u4"}, r"config=.u4. must be a QuantConfig, .* QuantConfigs; say QuantConfig\(.u4., 128\)"),
     "no calibration": ({"config": GPTQ}, r"body.0: method='gptq' needs calibration="),
     "a bare tensor": ({"config": GPTQ, "calibration": X}, r"calibration= must be a list of model inputs.*\[x\]"),
-    "wrong shape": ({"config": GPTQ, "calibration": [X[:, :7]]}, r"body.0: x must be \[..., k=128\], not \[4, 7\]"),
+    "wrong shape": ({"config": GPTQ, "calibration": [X[:, :7]]}, r"^body.0: x must be \[..., k=128\], not \[4, 7\]"),
     "wrong name": ({"config": GPTQ, "calibration": [{"y": X}]}, "Model: the model can't be run on input 0 of calib"),
     "wrong shape elsewhere": (
         {"config": {"lm_head": GPTQ}, "calibration": [X[:, :7]]},
-        "body.0: the model can't be run on input 0 of calibration=: mat1 and mat2",
+        "^body.0: the model can't be run on input 0 of calibration=: mat1 and mat2",
     ),
     "NaN in an input": ({"config": GPTQ, "calibration": [X, X * torch.nan]}, "body.0: x has NaN or inf in token 0"),
+    "no list": ({"config": GPTQ, "calibration": 5}, r"calibration= must be a list of model inputs, not int"),
+    "no inputs": ({"config": GPTQ, "calibration": ["text"]}, "^body: the model can't be run on input 0 of calib"),
+    "no function": ({"config": U4, "filter_fn": "body.*"}, r"filter_fn='body.\*' must be a function of a name and"),
+    "no device": ({"config": U4, "device": "gpu"}, "device=gpu is no device; use cpu or cuda"),
+    "meta": ({"config": U4, "device": "meta"}, "device=meta: .* made and multiplied on cpu and cuda"),
+    "device": ({"config": U4, "device": "cuda:99"}, "device=cuda:99: torch finds .* here; use cpu"),
     "act": ({"config": U4, "act": "f32"}, "act='f32' must be one of"),
     "AWQ": ({"config": QuantConfig("u4", 64, method="awq")}, r"body.0: method='awq' needs calibration="),
 }
@@ -204,10 +213,28 @@ def test_models_that_cannot_be_quantized() -> None:
             r"0: weight is torch.float32.*model.bfloat16\(\)",
         ),
         (lambda: lowbit.quantize_(nn.Sequential(nn.Linear(128, 64, device="meta")), act="f16"), "0: weight is on meta"),
+        (lambda: lowbit.quantize_(nn.Sequential(nn.LazyLinear(64))), "0: LazyLinear has no weight yet; run"),
+        (lambda: LowbitLinear.from_linear(nn.Linear(64, 64), "u4"), "config='u4' must be"),  # type: ignore[arg-type]
     ]
     for call, message in calls:
         with pytest.raises(lowbit.LowbitError, match=message):
             call()
+
+
+def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many layers are done, the time that is left, the memory in use, and which layer is next."""
+    shown = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=shown, force_terminal=True, width=120))
+    with progress.LayerBar(True, 3, None) as bar:
+        for name in ("body.0", "body.1"):
+            bar.begin(name)
+            bar._bar.refresh()
+            bar.end()
+    assert re.search(r"1/3.* left: .*\d:\d\d:\d\d.* \d+\.\d GB in memory.* body\.1", shown.getvalue())
+    hidden = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=hidden))
+    lowbit.quantize_(nn.Sequential(nn.Linear(64, 64)).half(), U4)
+    assert hidden.getvalue() == ""
 
 
 def test_layer_that_no_input_reaches(model: Model) -> None:

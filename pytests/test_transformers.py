@@ -339,6 +339,11 @@ def test_configuration_that_does_not_fit(config: dict[str, Any], message: str, c
         loaded(checkpoints("llama"), LowbitConfig(**({"group_size": 32} | config)))
 
 
+def test_a_recipe_is_no_configuration_of_transformers(checkpoints: Any) -> None:
+    with pytest.raises(SpecError, match=r"takes a LowbitConfig: quantization_config=lowbit.LowbitConfig\(config\)"):
+        loaded(checkpoints("llama"), U4)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -20,6 +20,7 @@ from lowbit.pylib import saved_weight
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_rows, import_weight
 from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles, read_json
+from lowbit.pylib.devices import check_torch_device
 from lowbit.pylib.packed import PackedWeight
 
 VERSION = "1"
@@ -113,18 +114,8 @@ class Checkpoint:
         """Returns the names of a quantized layer's tensors, by what they are called in the layer."""
         return dict(self._names[module])
 
-    def check_dense(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError if one of these tensors, which belong to no quantized layer, holds codes as one would:
-        the layer lacks a tensor, and what is left of it would be taken for a dense layer's."""
-        parts, markers = (self.format.tensors, self.format.markers) if self.format else ((), ())
-        for name in names:
-            if name.endswith(parts) and (kind := self.tensors.dtype(name)) not in FLOATS:
-                raise CheckpointError(
-                    f"{self.tensors.path(name)}: {name} is {kind}, of a quantized layer that lacks a tensor: "
-                    f"none called *{' or *'.join(markers)} is beside it"
-                )
-
     def _module_tensors(self, module: str, device: torch.device | str) -> dict[str, Tensor]:
+        check_torch_device(device)
         return {short: self.tensors[name].to(device) for short, name in self._names[module].items()}
 
     def _act(self) -> Act:
@@ -154,6 +145,20 @@ class Checkpoint:
             return cast(dict[str, Any], found)
         old = _optional_json(self.tensors.folder / OLD_CONFIG)
         return {"quant_method": "gptq", **old} if old else {}
+
+
+def check_dense(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raise CheckpointError if one of these tensors, which belong to no quantized layer, holds codes as one would: the
+    layer lacks a tensor, and what is left of it would be taken for a dense layer's."""
+    form, tensors = checkpoint.format, checkpoint.tensors
+    if form is None:
+        return
+    for name in names:
+        if name.endswith(form.tensors) and (kind := tensors.dtype(name)) not in FLOATS:
+            raise CheckpointError(
+                f"{tensors.path(name)}: {name} is {kind}, of a quantized layer that lacks a tensor: "
+                f"none called *{' or *'.join(form.markers)} is beside it"
+            )
 
 
 @contextmanager

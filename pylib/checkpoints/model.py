@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
-from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, check_dense, open_checkpoint
 from lowbit.pylib.checkpoints.layers import Loader, home
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
+from lowbit.pylib.devices import check_torch_device
 from lowbit.pylib.nn.embedding import TiedLinear
 from lowbit.pylib.nn.packed_module import check_model
 
@@ -117,6 +118,9 @@ def load_checkpoint(
     names the file and the layer, and leaves the model as it was.
     """
     check_model(model)
+    check_torch_device(device)
+    if isinstance(ignore, str):
+        raise CheckpointError(f"ignore={ignore!r} must be a list of patterns; use [{ignore!r}]")
     checkpoint = open_checkpoint(path)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = Names(model, checkpoint.modules)
@@ -155,7 +159,7 @@ def _dense(
     """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes."""
     given = {names.tensor(name): name for name in checkpoint.dense if not _matches(name, ignore)}
     tied = {id(t) for here in given if (t := wanted.get(here)) is not None}
-    checkpoint.check_dense(name for name in given.values() if not names.is_ignored(name))
+    check_dense(checkpoint, (name for name in given.values() if not names.is_ignored(name)))
     folder = checkpoint.tensors.folder
     if left_over := [name for here, name in given.items() if not (here in wanted or names.is_ignored(name))]:
         raise CheckpointError(f"{folder} has {_some(left_over)}, which the model has not; ignore= leaves tensors out")

@@ -174,6 +174,9 @@ def _class_of(path: Path) -> Any:
 def _by_names(path: Path, target: Path, request: Request, on_step: Callable[[str], object]) -> QuantizationReport:
     """Quantize what is taken for linear layers, tensor by tensor, and save it as `save_checkpoint` does."""
     tensors = TensorFiles(path)
+    for pattern in request.skip:
+        if not any(fnmatchcase(name.removesuffix(".weight"), pattern) for name in tensors):
+            raise SpecError(f"skip: {pattern!r} matches no module of {path}")
     model, rows, biases = nn.Module(), list[LayerReport](), set[str]()
     for name in tensors:
         module = name.removesuffix(".weight")

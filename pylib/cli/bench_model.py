@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import products_named
-from lowbit.pylib.cli.machine import check_device
+from lowbit.pylib.cli.machine import checked_device
 from lowbit.pylib.cli.output import Json, show_json
 from lowbit.pylib.quantization.config import QuantConfig
 
@@ -59,7 +59,7 @@ def bench_model(
     from lowbit.pylib.model_speed.shapes import model_config
     from lowbit.pylib.model_speed.table import aligned, split_table, table
 
-    place = check_device(device) or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = checked_device(device) or ("cuda" if torch.cuda.is_available() else "cpu")
     options = Options(compiled, fuse, lm_head, pdl, place, repeats)
     formats = quantizations(weights, group_size)
     steps = model_steps(batch, prefill, context)

@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from lowbit.dialect.errors import LowbitError, SpecError, TargetError
+from lowbit.dialect.errors import LowbitError
 from lowbit.passes.target import GPU_NAMES, GPUS, target_of_gpu
 from lowbit.pylib.build.cache import Cache
 from lowbit.pylib.build.installed import versions
@@ -31,16 +31,11 @@ def facts() -> dict[str, str]:
     }
 
 
-def check_device(name: str | None) -> str | None:
+def checked_device(name: str | None) -> str | None:
     """Returns the name of a device of torch. Raises SpecError for what is none, TargetError for what is not here."""
-    import torch
+    from lowbit.pylib.devices import check_torch_device
 
-    try:
-        kind = "cpu" if name is None else torch.device(name).type
-    except RuntimeError:
-        raise SpecError(f"--device {name}: use cpu or cuda") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise TargetError(f"--device {name}: torch finds no CUDA device here; use cpu")
+    check_torch_device(name, "--device ")
     return name
 
 

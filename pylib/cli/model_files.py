@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
-from lowbit.pylib.cli.machine import check_device
+from lowbit.pylib.cli.machine import checked_device
 from lowbit.pylib.cli.output import Json, show_json
 from lowbit.pylib.quantization.config import PRESETS, QuantConfig
 
@@ -37,7 +37,7 @@ def quantize(
     ] = None,
     method: Annotated[str | None, typer.Option(help="rtn or hqq; without it, what suits the format.")] = None,
     zeros: Annotated[str | None, typer.Option(help="none, int, float or offset; without it, the method's.")] = None,
-    scale: Annotated[str | None, typer.Option(help="Type of the scales; f16 without it.")] = None,
+    scale: Annotated[str | None, typer.Option(help="Type of the scales; without it f16 or bf16, as the layer.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Modules that stay dense; * stands for any text.")] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantize the output layer, too.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize embeddings, too, tied or not.")] = False,
@@ -63,7 +63,7 @@ def quantize(
     from lowbit.pylib.checkpoints.quantize_files import Request, quantize_folder
 
     config = _recipe(weight, {"group_size": group_size, "method": method, "zeros": zeros, "scale": scale})
-    request = Request(config, skip or (), lm_head, embeddings, fuse, _act(act), check_device(device))
+    request = Request(config, skip or (), lm_head, embeddings, fuse, _act(act), checked_device(device))
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # which is for transformers, too
     with errors.status("reading") as status:

@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
-from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from lowbit.pylib.checkpoints.checkpoint import Checkpoint, check_dense, open_checkpoint
 from lowbit.pylib.checkpoints.expert_places import Place, check_places, place_of
 from lowbit.pylib.checkpoints.formats import gpt_oss
 from lowbit.pylib.checkpoints.names import Names
@@ -70,7 +70,7 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Targets:
     if not checkpoint.modules:
         method = checkpoint.quantization_config["quant_method"]
         raise CheckpointError(f"{checkpoint.tensors.folder}: config.json says {method!r}, but no layer is quantized so")
-    checkpoint.check_dense(name for name in checkpoint.dense if not names.is_ignored(name))
+    check_dense(checkpoint, (name for name in checkpoint.dense if not names.is_ignored(name)))
     for module in checkpoint.modules:
         name = names.module(module)
         dense, place = modules.get(name), place_of(name, modules)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowbit.dialect.formats.byte_codes import products_name
-from lowbit.pylib.model_speed.random_model import dense_layers, random_model
+from lowbit.pylib.model_speed.random_model import count_dense, random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
 from lowbit.pylib.overlap import overlap_launches
 from lowbit.pylib.quantization.config import QuantConfig
@@ -161,7 +161,7 @@ def measure_prepared(
         split=split,
         compute=None if quantization is None else _products(quantization),
         compiled=options.compiled,
-        dense=0 if quantization is None else len(dense_layers(model, options.lm_head)),
+        dense=0 if quantization is None else count_dense(model, options.lm_head),
     )
 
 

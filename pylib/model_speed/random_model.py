@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from lowbit.dialect.errors import SpecError
+from lowbit.pylib.nn.experts import LowbitExperts, is_experts, specs_of_experts
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear, spec_of
+from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.tune.timing import random_tensor
 
@@ -29,13 +31,14 @@ def random_model(
     lm_head: bool = False,
     make: MakeLayer | None = None,
 ) -> nn.Module:
-    """Returns a causal language model in bf16, with low-bit linear layers unless `quantization` is None.
+    """Returns a causal language model in bf16, with low-bit linear layers and experts unless `quantization` is None.
 
     fuse      make one layer of low-bit layers that share their input
     lm_head   the output layer is low-bit, too
     make      make(layer) returns the layer, of another library say, that takes the place of a linear layer on meta
 
-    Raises SpecError on a CPU without room for the model, where the system would end the process.
+    Raises SpecError where groups divide the k of no layer, and on a CPU without room for the model, where the system
+    would end the process.
     """
     from transformers import AutoModelForCausalLM
 
@@ -73,13 +76,13 @@ def available_memory() -> int:
 
 def _taken_out(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:
     """Returns the linear layers of a model on meta by name, and leaves empty modules in their places."""
-    found = dense_layers(model, lm_head)
+    found = _dense_layers(model, lm_head)
     for name in found:
         model.set_submodule(name, nn.Identity())
     return found
 
 
-def dense_layers(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:
+def _dense_layers(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:
     """Returns the linear layers that are not low-bit, by name; the output layer only if it should be."""
     return {
         name: module
@@ -88,20 +91,37 @@ def dense_layers(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:
     }
 
 
+def _dense_experts(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def count_dense(model: nn.Module, lm_head: bool) -> int:
+    """Returns how many linear layers and modules of experts are not low-bit, of those that should be."""
+    return len(_dense_layers(model, lm_head)) + len(_dense_experts(model))
+
+
 def _put_low_bit_layers(model: nn.Module, quantization: QuantConfig, lm_head: bool) -> None:
-    """Replace linear layers of a model on meta by empty low-bit layers; those whose k no group divides stay.
+    """Replace linear layers and experts of a model on meta by empty low-bit ones; those whose k no group divides stay.
 
     Raises SpecError where all would stay.
     """
-    linear = dense_layers(model, lm_head)
+    layers = _dense_layers(model, lm_head) | _dense_experts(model)
     refused: list[SpecError] = []
-    for name, module in linear.items():
+    for name, module in layers.items():
         try:
-            model.set_submodule(name, LowbitLinear.empty(spec_of(module, quantization, "bf16"), "meta"))
+            with naming(name):
+                model.set_submodule(name, _empty(module, quantization))
         except SpecError as error:
             refused.append(error)
-    if refused and len(refused) == len(linear):
+    if refused and len(refused) == len(layers):
         raise refused[0]
+
+
+def _empty(module: nn.Module, quantization: QuantConfig) -> nn.Module:
+    """Returns a low-bit module without memory for a linear layer or for experts."""
+    if is_experts(module):
+        return LowbitExperts.empty_like(module, specs_of_experts(module, quantization, "bf16"), "meta")
+    return LowbitLinear.empty(spec_of(cast(nn.Linear, module), quantization, "bf16"), "meta")
 
 
 def _fill(model: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:

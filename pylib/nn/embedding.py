@@ -76,6 +76,8 @@ class LowbitEmbedding(PackedModule):
 
         Raises SpecError for tokens that are no integers, and on a CPU for tokens that are not in the table.
         """
+        if not isinstance(cast(object, input), Tensor):
+            raise SpecError(f"tokens must be a torch tensor, not {type(input).__name__}; use torch.as_tensor(tokens)")
         if input.is_floating_point() or input.is_complex() or input.dtype is torch.bool:
             raise SpecError(f"tokens are {input.dtype}; an embedding takes integers, such as torch.int64")
         if not is_compiling() and self._decoder.levels.device != self.codes.device:

@@ -16,7 +16,7 @@ from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import QuantConfig
-from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weight_values import as_tensor, to_memory
 
 
 class LowbitLinear(PackedModule, nn.Linear):
@@ -76,7 +76,8 @@ class LowbitLinear(PackedModule, nn.Linear):
         if packed.spec.bias:
             raise PackError("the weight was packed with a bias; drop bias=")
         spec = replace(packed.spec, bias=True)
-        given = bias.detach().to(packed.device, TORCH[spec.out_dtype])
+        slot = spec.slot("bias")
+        given = to_memory(spec, slot, as_tensor(slot, bias)).to(packed.device)
         return cls.from_packed(PackedWeight(spec, {**packed, "bias": given}))
 
     @property
@@ -122,6 +123,8 @@ def spec_of(linear: nn.Linear, config: QuantConfig, act: Act | None) -> MatmulSp
     """Returns the spec that a linear layer has after it is quantized. Raises SpecError if there is none."""
     if not isinstance(cast(object, linear), nn.Linear) or linear.weight is None:
         raise SpecError(f"{type(linear).__name__} must be an nn.Linear with a dense weight")
+    if not isinstance(cast(object, config), QuantConfig):
+        raise SpecError(f"config={config!r} must be a QuantConfig, such as QuantConfig('u4', 128)")
     has_bias = linear.bias is not None
     return config.spec(linear.out_features, linear.in_features, act=act or act_of(linear.weight), bias=has_bias)
 

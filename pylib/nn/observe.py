@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,6 @@ def as_inputs(calibration: Iterable[Any] | None) -> Sequence[Any]:
     """Returns inputs of a model as a list that can be gone through more than once."""
     if calibration is None:
         return []
-    if isinstance(calibration, Tensor | Mapping):
+    if isinstance(calibration, Tensor | Mapping | str) or not isinstance(cast(object, calibration), Iterable):
         raise QuantizeError(f"calibration= must be a list of model inputs, not {type(calibration).__name__}; use [x]")
     return list(calibration)

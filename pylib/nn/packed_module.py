@@ -158,21 +158,27 @@ class PackedModule(nn.Module):
     ) -> None:
         """Check tensors as kernels will read them before torch copies or assigns them."""
         error_msgs: list[str] = rest[2]
-        names = self._names_in(state_dict, prefix)
-        if names and prefix + _EXTRA_STATE in state_dict:
-            tensors = {name: state_dict[prefix + name] for name in names}
-            tensors[saved_weight.SPEC] = state_dict[prefix + _EXTRA_STATE]
+        if prefix + _EXTRA_STATE in state_dict:
             try:
-                _, checked = saved_weight.read(tensors, self.spec)
+                self._check_state(state_dict, prefix)
             except PackError as error:
                 error_msgs.append(f"{prefix.removesuffix('.') or 'the layer'}: {error}")
                 return
-            for name in names:
-                del state_dict[prefix + name]
-            state_dict.update({prefix + name: tensor for name, tensor in checked.items()})
-            self._make_room(checked)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         self._forget()
+
+    def _check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Put checked tensors into a state dictionary. Raises PackError for those of a weight with another spec."""
+        about, names = state_dict[prefix + _EXTRA_STATE], self._names_in(state_dict, prefix)
+        if not names:  # torch says which are missing
+            saved_weight.check_spec(about, self.spec)
+            return
+        tensors = {name: state_dict[prefix + name] for name in names}
+        _, checked = saved_weight.read({**tensors, saved_weight.SPEC: about}, self.spec)
+        for name in names:
+            del state_dict[prefix + name]
+        state_dict.update({prefix + name: tensor for name, tensor in checked.items()})
+        self._make_room(checked)
 
     def _names_in(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """Returns the names of the weight's tensors in a state dictionary, today's or those of earlier formats; none if

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lowbit.dialect.errors import LowbitError, SpecError
 from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
@@ -76,10 +77,15 @@ def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
     check_model(model)
     if isinstance(model, nn.Linear):
         raise SpecError("the model is a linear layer itself, which can't be replaced; use LowbitLinear.from_linear")
+    if wishes.filter_fn is not None and not callable(wishes.filter_fn):
+        hint = "patterns of names go into config=, as {'*.o_proj': None, '*': QuantConfig('u4', 128)}"
+        raise SpecError(f"filter_fn={wishes.filter_fn!r} must be a function of a name and a module; {hint}")
     if wishes.act is not None:
         MatmulSpec(1, MIN_K, "u8", act=wishes.act)  # raises for a type that x can't have
     modules: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        if any(is_lazy(p) for p in module.parameters(recurse=False)):
+            raise SpecError(f"{name}: {type(module).__name__} has no weight yet; run the model on an input before")
         if isinstance(module, PackedModule) or any(p.ndim > 1 for p in module.parameters(recurse=False)):
             modules.setdefault(module, []).append(name)
     _check_config(wishes.config, [name for module, names in modules.items() if is_known(module) for name in names])

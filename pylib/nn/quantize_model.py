@@ -16,6 +16,7 @@ from torch import nn
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act
+from lowbit.pylib.devices import check_torch_device
 from lowbit.pylib.nn.column_scales import column_scales
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.matrices import matrices_of
@@ -77,8 +78,9 @@ def quantize_(
     leaves the model as it was.
 
     Raises SpecError for a configuration that does not fit the model, QuantizeError for weights and calibration data
-    that cannot be used.
+    that cannot be used, TargetError for a device that is not here.
     """
+    check_torch_device(device)
     wishes = Wishes(_configs(config), filter_fn, act, lm_head, embeddings, per_row_if_indivisible)
     work = _Work(model, plan(model, wishes), as_inputs(calibration), device)
     rows = work.run(progress)

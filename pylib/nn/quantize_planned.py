@@ -34,17 +34,18 @@ def quantized_module(
     data   for methods that look at inputs: the calibration of each matrix, in the order of `sources_of`
     """
     config = cast(QuantConfig, entry.config)
+    if is_experts(entry.module):
+        return _quantized_experts(entry, config, iter(data), device)
+    if isinstance(entry.module, nn.Embedding):
+        return _quantized_embedding(entry, entry.module, config, device)
+    linear = as_linear(entry.module)
+    scaled_before = config.method == "awq"
+    rounding = replace(config, method="rtn") if scaled_before else config
+    columns = columns or ColumnScales()
+    scales, rows = (each.get(entry.names[0]) for each in (columns.of, columns.rows))
+    inputs = next(iter(data), None)  # whose errors have names of their own
     with naming(entry.names[0]):
-        if is_experts(entry.module):
-            return _quantized_experts(entry, config, iter(data), device)
-        if isinstance(entry.module, nn.Embedding):
-            return _quantized_embedding(entry, entry.module, config, device)
-        linear = as_linear(entry.module)
-        scaled_before = config.method == "awq"
-        rounding = replace(config, method="rtn") if scaled_before else config
-        columns = columns or ColumnScales()
-        scales, rows = (each.get(entry.names[0]) for each in (columns.of, columns.rows))
-        parts = linear.weight, linear.bias, entry.specs[0], rounding, next(iter(data), None), device, scales, rows
+        parts = linear.weight, linear.bias, entry.specs[0], rounding, inputs, device, scales, rows
         layer, change = quantized_layer(*parts)
     note = columns.notes.get(entry.names[0], "")
     row = _row(_name(entry), config, [layer], change, _bytes(linear))
@@ -55,7 +56,8 @@ def _quantized_embedding(
     entry: Planned, dense: nn.Embedding, config: QuantConfig, device: torch.device | str | None
 ) -> tuple[LowbitEmbedding, list[LayerReport]]:
     """Returns a low-bit embedding, and its row of the report."""
-    layer, change = quantized_layer(dense.weight, None, entry.specs[0], config, None, device)
+    with naming(entry.names[0]):
+        layer, change = quantized_layer(dense.weight, None, entry.specs[0], config, None, device)
     embedding = LowbitEmbedding.from_packed(layer.packed).in_place_of(dense)
     name = " = ".join((*entry.names, *entry.tied))
     return embedding, [_row(name, config, [embedding], change, _bytes(dense))]
@@ -71,11 +73,11 @@ def _quantized_experts(
         parts, tokens = list[LowbitLinear](), list[int]()
         total = Change()
         for expert, weight in enumerate(weights):
-            with naming(f"{name}[{expert}]"):
-                bias, calibration = None if biases is None else biases[expert], next(data, None)
-                if calibration is not None:
-                    tokens.append(calibration.tokens)
-                    calibration = usable(calibration)
+            bias, calibration = None if biases is None else biases[expert], next(data, None)
+            if calibration is not None:
+                tokens.append(calibration.tokens)
+                calibration = usable(calibration)
+            with naming(f"{entry.names[0]}: {name}[{expert}]"):
                 layer, change = quantized_layer(weight, bias, spec, config, calibration, device)
             parts.append(layer)
             total += change

@@ -135,6 +135,9 @@ def _checked(weight: object) -> Tensor:
     if weight.is_meta or weight.layout is not torch.strided:
         what = "on meta: it has no values; load it first" if weight.is_meta else f"{weight.layout}; use to_dense()"
         raise QuantizeError(f"weight is {what}")
+    if weight.itemsize < 2:
+        rule = "multiply it by its scales in f32 first, or name the checkpoint that it is of: lowbit.load_checkpoint"
+        raise QuantizeError(f"weight is {weight.dtype}, codes of 8 bits; {rule}")
     wrong = ~weight.isfinite()
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()

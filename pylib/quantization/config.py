@@ -201,6 +201,11 @@ class QuantConfig:
         exact = act == "f16" or self.zeros in ("float", "offset")
         return replace(self, scale="f16" if exact else "bf16")
 
+    @property
+    def quant_method(self) -> str:
+        """What transformers asks its own configurations for. Raises SpecError: it takes a `LowbitConfig`."""
+        raise SpecError("transformers takes a LowbitConfig: quantization_config=lowbit.LowbitConfig(config)")
+
     def spec(self, n: int, k: int, **others: Any) -> MatmulSpec:
         """Returns the spec of a matmul with such a weight [n, k]; `others` are fields such as act, out and bias.
 
@@ -245,7 +250,7 @@ class QuantConfig:
 def _choice(name: str, given: object, allowed: Sequence[str]) -> str:
     if isinstance(given, str) and given in allowed:
         return given
-    near = difflib.get_close_matches(given, allowed, n=1) if isinstance(given, str) else []
+    near = difflib.get_close_matches(given.lower(), allowed, n=1) if isinstance(given, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise SpecError(f"{name}={given!r} must be one of {', '.join(map(repr, allowed))}{hint}")
 
