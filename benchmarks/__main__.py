@@ -197,11 +197,11 @@ def cpu(
 
     from benchmarks.cpu import BEGIN, END, cpu_table
     from benchmarks.publish import between_marks
-    from lowbit.pylib.tune.models import shapes
+    from lowbit.pylib.model_shapes import linear_sizes
 
     if threads:
         torch.set_num_threads(threads)
-    ((n, k),) = shapes([size])
+    ((n, k),) = linear_sizes([size])
     table = cpu_table(n, k, seconds, _log)
     print(table)
     if write:
@@ -229,9 +229,9 @@ def chain(
 ) -> None:
     """Time dependent kernels that read and write as a matmul does, and compute nothing."""
     from benchmarks.chain import chain as table
-    from lowbit.pylib.tune.models import shapes
+    from lowbit.pylib.model_shapes import linear_sizes
 
-    for n, k in shapes([size]):
+    for n, k in linear_sizes([size]):
         print(f"{n} x {k}\n\n{table(n, k, [int(each) for each in m.split(',')])}\n")
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from benchmarks.environment import environment
 from benchmarks.peers import MODEL_PEERS
 from lowbit.dialect.errors import SpecError
+from lowbit.pylib.model_speed.config import model_config
 from lowbit.pylib.model_speed.measure import (
     Measurement,
     Options,
@@ -29,7 +30,6 @@ from lowbit.pylib.model_speed.measure import (
 )
 from lowbit.pylib.model_speed.random_model import random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
-from lowbit.pylib.model_speed.shapes import model_config
 from lowbit.pylib.quantization.config import QuantConfig
 
 Save = Callable[[Sequence[Measurement]], None]

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.environment import describe
 from benchmarks.results import Record, Results
 from benchmarks.tables import by_bits, find, formats, methods, pivots, plain_sizes, title, tokens_of
-from lowbit.pylib.tune.models import MODELS
+from lowbit.pylib.model_shapes import MODELS
 
 COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
     "lowbit": "#0072B2",
@@ -143,7 +143,7 @@ def _layers(results: Results, weight: Record, m: int) -> list[tuple[str, str, in
     return [
         (model, layer, n, k)
         for model, sizes in MODELS.items()
-        for layer, (n, k) in sizes.layers().items()
+        for layer, (n, k) in sizes.linears.items()
         if find(results, "lowbit", weight, n=n, k=k, m=m)
     ]
 

@@ -1,11 +1,11 @@
-"""Shapes to measure, by name: the linear layers of models (`pylib.tune.models`), and sets of plain sizes."""
+"""Shapes to measure, by name: the linear layers of models (`pylib.model_shapes`), and sets of plain sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.tune import models
+from lowbit.pylib.model_shapes import MODELS, linear_sizes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _sizes(name: str) -> list[tuple[int, int]]:
     if name in SETS:
         return list(SETS[name])
     try:
-        return models.shapes([name])
+        return linear_sizes([name])
     except SpecError as error:
         raise SpecError(f"{error}; or a set: {', '.join(SETS)}") from None
 
@@ -47,8 +47,8 @@ def _sizes(name: str) -> list[tuple[int, int]]:
 def _title(name: str, n: int, k: int) -> str:
     """The layer's name within the model that was asked for."""
     asked = name.partition("/")[0].lower()
-    for title, model in models.MODELS.items():
-        for layer, size in model.layers().items():
+    for title, model in MODELS.items():
+        for layer, size in model.linears.items():
             if title.lower() == asked and size == (n, k):
                 return f"{title} {layer}"
     return f"{n} x {k}"

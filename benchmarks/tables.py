@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.environment import describe
 from benchmarks.results import Record, Results
 from lowbit.dialect.formats.dtypes import dtype
-from lowbit.pylib.tune.models import MODELS
+from lowbit.pylib.model_shapes import MODELS
 
 WEIGHT = ("weight", "group_size", "zeros", "act", "compute")
 NOT_METHODS = ("floor", "peak")
@@ -210,9 +210,9 @@ def layers_table(results: Results, weight: Record) -> str | None:
     tokens = (1, 16)
     peers = [p for p in methods(results, weight) if p in ("torch", "humming", "lowbit")]
     rows: list[list[str]] = []
-    for model, sizes_ in MODELS.items():
+    for model, shape in MODELS.items():
         name = model
-        for layer, (n, k) in sizes_.layers().items():
+        for layer, (n, k) in shape.linears.items():
             floor = find(results, "floor", weight, n=n, k=k)
             cells = [_cell(results, peer, weight, n, k, m) for m in tokens for peer in peers]
             if floor and any(cells):

@@ -21,11 +21,12 @@ from benchmarks.peers import MODEL_PEERS, Peer
 from benchmarks.tables import markdown
 from lowbit import LowbitExperts, LowbitLinear, QuantConfig, SpecError
 from lowbit.pylib.cli.bench_model import model_steps, quantizations
+from lowbit.pylib.model_shapes import MODELS
 from lowbit.pylib.model_speed.attention import CAUSAL, GROUPED, attention_for, grouped_attention
+from lowbit.pylib.model_speed.config import model_config
 from lowbit.pylib.model_speed.measure import Measurement, Options, measure
 from lowbit.pylib.model_speed.random_model import available_memory, check_memory, random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
-from lowbit.pylib.model_speed.shapes import model_config
 from lowbit.pylib.model_speed.split import kind_of
 from lowbit.pylib.model_speed.table import aligned, speedup, split_table, table
 
@@ -92,10 +93,30 @@ def test_a_prompt_begins_a_cache() -> None:
 
 
 def test_attention_fits_the_model() -> None:
-    llama, gemma = model_config("tiny"), transformers.Gemma2Config(num_hidden_layers=2)
+    llama, windows = model_config("tiny"), transformers.Gemma3TextConfig(num_hidden_layers=2)
     assert attention_for(llama, tokens=1, context=8) == GROUPED
     assert attention_for(llama, tokens=8, context=0) == CAUSAL
-    assert attention_for(llama, tokens=8, context=8) == attention_for(gemma, tokens=8, context=0) == "sdpa"
+    assert attention_for(llama, tokens=8, context=8) == attention_for(windows, tokens=8, context=0) == "sdpa"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("step", [Step(1, 9), Step(1, 1, context=9)])
+def test_attention_is_that_of_gemma(step: Step) -> None:
+    """Every other layer looks through a window, and scores are capped."""
+    sizes = MODELS["tiny"].config | {"sliding_window": 4, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1}
+    config = transformers.Gemma2Config(**sizes)
+    torch.manual_seed(0)
+    model = random_model(config, None, "cpu").float()
+    ids = torch.randint(0, 256, (1, 10))
+    runner = Runner(model, step, compiled=False)
+    runner._ids.copy_(ids[:, -step.tokens :])
+    runner._cache.reset()
+    if step.context:
+        model(input_ids=ids[:, :9], past_key_values=runner._cache, use_cache=True)
+    runner.run()
+    config._attn_implementation = "eager"
+    read = ids if step.context else ids[:, 1:]
+    assert torch.equal(runner.output, model(read).logits[:, -1].argmax(-1))
 
 
 @pytest.mark.parametrize("bool_mask", [False, True])
@@ -202,7 +223,7 @@ def test_kernels_have_a_kind() -> None:
 
 
 def test_wrong_names_and_numbers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"must be a folder with a config.json.*did you mean 'llama-3.1-8b'"):
+    with pytest.raises(SpecError, match=r"must be a folder with a config.json.*did you mean 'Llama-3.1-8B'"):
         model_config("llama-3.1-8")
     with pytest.raises(SpecError, match=r"--batch=1,x must be positive numbers"):
         model_steps("1,x", "none", 4)

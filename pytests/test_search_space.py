@@ -22,7 +22,8 @@ from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.scheduling.choice import default_schedule, schedule_for
 from lowbit.passes.scheduling.tables import shipped_tables
 from lowbit.passes.target import parse_target
-from lowbit.pylib.tune import models, search_space
+from lowbit.pylib.model_shapes import linear_sizes
+from lowbit.pylib.tune import search_space
 
 
 @pytest.mark.parametrize("tile", [1, 8, 64])
@@ -195,8 +196,8 @@ def test_8_bits_are_tuned() -> None:
 
 
 def test_shapes() -> None:
-    assert models.shapes(["llama-3.1-8B"]) == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-    assert models.shapes(["Gemma-2-9B/o", "64x256", "64x256"]) == [(3584, 4096), (64, 256)]
+    assert linear_sizes(["llama-3.1-8B"]) == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    assert linear_sizes(["Gemma-2-9B/o", "64x256", "64x256"]) == [(3584, 4096), (64, 256)]
     for name in ("gpt", "64x", "Gemma-2-9B/x"):
         with pytest.raises(SpecError, match=f"shape '{name}'"):
-            models.shapes([name])
+            linear_sizes([name])

@@ -18,8 +18,9 @@ from lowbit.passes.scheduling.tables import Entry, Key, Table, parse_table, read
 from lowbit.pylib.build import user_tables as schedules
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.cli.main import app
+from lowbit.pylib.model_shapes import linear_sizes
 from lowbit.pylib.tune import check as tune_check
-from lowbit.pylib.tune import models
+from lowbit.pylib.tune import presets
 from lowbit.pylib.tune import processes as tune_processes
 from lowbit.pylib.tune import session as tuner
 from lowbit.pylib.tune.problem import Problem
@@ -53,15 +54,15 @@ def test_presets() -> None:
     work = tuner.preset_problems("decode")
     assert {p.key for p in work} <= set(shipped_tables()[0].entries)
     assert work[0].key == Key("u4", 57344, 8192, 128, "none", "f16", "f16", 1)
-    for name in models.MODELS:
-        for n, k in models.shapes([name]):
+    for name in ("Llama-2-7B", "Llama-3.1-8B", "Llama-3.1-70B", "Qwen2.5-32B", "Gemma-2-9B"):
+        for n, k in linear_sizes([name]):
             assert {p.tile for p in work if p.spec == MatmulSpec(n, k, "u4", 128)} >= {1, 8, 16, 32, 64}
     prefill, eight_bit = tuner.preset_problems("prefill"), tuner.preset_problems("eight_bit")
     assert max(p.tile for p in prefill) == 8192 and {p.spec.act for p in prefill} == {"f16", "bf16"}
     assert tuner.with_kernels(prefill, HOPPER) == prefill
     assert {p.spec.compute for p in eight_bit} == {"f8e4m3", "i8"} and tuner.with_kernels(eight_bit, HOPPER)
-    with pytest.raises(SpecError, match="--preset 'encode' must be one of decode, prefill, unknown, eight_bit"):
-        models.preset("encode")
+    with pytest.raises(SpecError, match="--preset 'encode' must be one of decode, models, prefill, unknown, eight_bit"):
+        presets.preset("encode")
 
 
 def lowbit(*arguments: object):
@@ -172,7 +173,7 @@ def test_the_unknown_sizes_are_in_no_table() -> None:
 
 def test_wrong_use_of_the_command(clock: Bench, tmp_path: Path) -> None:
     assert "needs shapes" in lowbit("tune").stderr
-    assert "--preset 'x' must be one of decode, prefill" in lowbit("tune", "--preset", "x").stderr
+    assert "--preset 'x' must be one of decode, models, prefill" in lowbit("tune", "--preset", "x").stderr
     assert "needs tables" in lowbit("tune", "--merge").stderr
     assert "give one of them" in lowbit("tune", "--merge", "--stale", "a").stderr
     assert "one table at a time" in lowbit("tune", "--stale", "a", "b").stderr

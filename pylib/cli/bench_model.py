@@ -55,8 +55,8 @@ def bench_model(
     """
     import torch
 
+    from lowbit.pylib.model_speed.config import model_config
     from lowbit.pylib.model_speed.measure import Options, measure
-    from lowbit.pylib.model_speed.shapes import model_config
     from lowbit.pylib.model_speed.table import aligned, split_table, table
 
     place = checked_device(device) or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -30,7 +30,9 @@ GroupSizes = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(help="What the tables that come with lowbit have: decode, prefill, eight_bit; or not: unknown."),
+    typer.Option(
+        help="What the tables that come with lowbit have: decode, models, prefill, eight_bit; or not: unknown."
+    ),
 ]
 Check = Annotated[
     bool, typer.Option("--check", help="Measure first calls against a table, or a search for sizes, instead.")
@@ -116,7 +118,7 @@ def _problems(
     compute: str,
 ) -> list[Problem]:
     """Returns the matmuls of a preset, then those of sizes, models and layers."""
-    from lowbit.pylib.tune import models
+    from lowbit.pylib.model_shapes import linear_sizes
     from lowbit.pylib.tune import session as tuner
 
     of_preset = tuner.preset_problems(preset) if preset else []
@@ -127,7 +129,7 @@ def _problems(
     groups = [None if size == "row" else _integer("--group-sizes", size) for size in _list(group_sizes)]
     tiles = [_integer("--tokens", tile) for tile in _list(tokens)]
     more = _list(acts), _list(zeros), scale, _list(compute)
-    of_sizes = tuner.problems(models.shapes(names), _list(weights), groups, tiles, *more)
+    of_sizes = tuner.problems(linear_sizes(names), _list(weights), groups, tiles, *more)
     return list(dict.fromkeys([*of_preset, *of_sizes]))
 
 

@@ -32,7 +32,8 @@ from lowbit.passes.scheduling.choice import check_tile, families_for
 from lowbit.passes.scheduling.tables import Entry, Key
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.build import cache
-from lowbit.pylib.tune import models
+from lowbit.pylib.model_shapes import linear_sizes
+from lowbit.pylib.tune import presets
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Failed
 from lowbit.pylib.tune.search_space import candidates, neighbours
@@ -84,9 +85,9 @@ def preset_problems(name: str) -> list[Problem]:
     """All of a preset's matmuls, the most important first."""
     return [
         problem
-        for p in models.preset(name)
+        for p in presets.preset(name)
         for problem in problems(
-            models.shapes(p.shapes), p.weights, p.group_sizes, p.tiles, p.acts, p.zeros, computes=p.computes
+            linear_sizes(p.shapes), p.weights, p.group_sizes, p.tiles, p.acts, p.zeros, computes=p.computes
         )
     ]
 

@@ -1,46 +1,10 @@
-"""Linear layers of well-known models by name, as inference engines run them: the shapes worth being fast on.
-And presets: what `lowbit tune` measures for the tables that come with lowbit.
-
-Engines merge the projections to query, key and value into one layer, and the two of the gated feed-forward network into
-another.
-"""
+"""Presets: what `lowbit tune` measures for the tables that come with lowbit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lowbit.dialect.errors import SpecError
-
-
-@dataclass(frozen=True)
-class Model:
-    """A transformer's sizes, as its config.json has them."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head: int
-    feed_forward: int
-
-    def layers(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs (n, k) of each linear layer."""
-        attention = self.heads * self.head
-        return {
-            "qkv": (attention + 2 * self.kv_heads * self.head, self.hidden),
-            "o": (self.hidden, attention),
-            "gate_up": (2 * self.feed_forward, self.hidden),
-            "down": (self.hidden, self.feed_forward),
-        }
-
-
-MODELS = {
-    "Llama-2-7B": Model(hidden=4096, heads=32, kv_heads=32, head=128, feed_forward=11008),
-    "Llama-3.1-8B": Model(hidden=4096, heads=32, kv_heads=8, head=128, feed_forward=14336),
-    "Llama-3.1-70B": Model(hidden=8192, heads=64, kv_heads=8, head=128, feed_forward=28672),
-    "Qwen2.5-32B": Model(hidden=5120, heads=40, kv_heads=8, head=128, feed_forward=27648),
-    "Gemma-2-9B": Model(hidden=3584, heads=16, kv_heads=8, head=256, feed_forward=14336),
-}
 
 
 @dataclass(frozen=True)
@@ -96,6 +60,11 @@ PRESETS = {  # the most important first: a session may be short
         Part(LARGE, ("u4",), (1, 16, 64), zeros=("none", "int", "float"), group_sizes=(64, 32)),
         Part(BETWEEN, ("u4",), (1, 8, 16, 64)),
     ),
+    "models": (  # what models in bf16 are made of by default
+        Part(("Llama-3.1-8B", "Qwen2.5-32B"), ("u4",), (*TILES, 128, 256, 512), zeros=("int",), acts=("bf16",)),
+        Part(("Llama-3.1-70B", "Qwen2.5-7B", "Gemma-2-9B"), ("u4",), TILES, zeros=("int",), acts=("bf16",)),
+        Part(("Llama-3.1-8B", "Qwen2.5-32B"), ("u8", "f6e3m2", "u2"), (1, 16), acts=("bf16",)),
+    ),
     "prefill": (
         Part(PREFILL, ("u4",), MANY),
         Part(("Llama-3.1-8B", "Qwen2.5-32B"), ("u4",), MANY[:7], acts=("bf16",)),
@@ -123,22 +92,3 @@ def preset(name: str) -> tuple[Part, ...]:
     if name not in PRESETS:
         raise SpecError(f"--preset {name!r} must be one of {', '.join(PRESETS)}")
     return PRESETS[name]
-
-
-def shapes(names: Iterable[str]) -> list[tuple[int, int]]:
-    """The (n, k) that names stand for: a model ("Llama-3.1-8B", in any case), one of its layers ("Llama-3.1-8B/qkv"),
-    or a size ("4096x11008"); each once. Raises SpecError for an unknown name."""
-    return list(dict.fromkeys(shape for name in names for shape in _shapes(name)))
-
-
-def _shapes(name: str) -> list[tuple[int, int]]:
-    n, _, k = name.partition("x")
-    if n.isdecimal() and k.isdecimal():
-        return [(int(n), int(k))]
-    model, _, layer = name.partition("/")
-    layers = next((m.layers() for known, m in MODELS.items() if known.lower() == model.lower()), None)
-    if layers is None:
-        raise SpecError(f"shape {name!r} must be a size such as 4096x11008 or one of {', '.join(MODELS)}")
-    if layer and layer not in layers:
-        raise SpecError(f"shape {name!r}: the layers of {model} are {', '.join(layers)}")
-    return [layers[layer]] if layer else list(layers.values())

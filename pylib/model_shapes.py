@@ -1,0 +1,98 @@
+"""Sizes of well-known language models by name, as their config.json has them, and the matmuls of their layers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lowbit.dialect.errors import SpecError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer.
+
+    hidden        numbers that a token has between layers
+    heads         of queries; kv_heads of keys and values, each of `head` numbers
+    feed_forward  numbers in the middle of the gated feed-forward network
+    layers        of the model
+    vocabulary    tokens that there are
+    model_type    what transformers calls the architecture
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    feed_forward: int
+    layers: int
+    vocabulary: int
+    model_type: str = "llama"
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs (n, k) of the linear layers as inference engines run them: the projections to query, key
+        and value are one, and so are the two of the gated feed-forward network."""
+        attention = self.heads * self.head
+        return {
+            "qkv": (attention + 2 * self.kv_heads * self.head, self.hidden),
+            "o": (self.hidden, attention),
+            "gate_up": (2 * self.feed_forward, self.hidden),
+            "down": (self.hidden, self.feed_forward),
+        }
+
+    @property
+    def config(self) -> dict[str, int]:
+        """What a configuration of transformers calls the sizes."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.feed_forward,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head,
+            "vocab_size": self.vocabulary,
+        }
+
+
+MODELS: Mapping[str, ModelShape] = {
+    "Llama-2-7B": ModelShape(4096, 32, 32, 128, 11008, layers=32, vocabulary=32000),
+    "Llama-3.1-8B": ModelShape(4096, 32, 8, 128, 14336, layers=32, vocabulary=128256),
+    "Llama-3.1-70B": ModelShape(8192, 64, 8, 128, 28672, layers=80, vocabulary=128256),
+    "Qwen2.5-7B": ModelShape(3584, 28, 4, 128, 18944, layers=28, vocabulary=152064, model_type="qwen2"),
+    "Qwen2.5-32B": ModelShape(5120, 40, 8, 128, 27648, layers=64, vocabulary=152064, model_type="qwen2"),
+    "Gemma-2-9B": ModelShape(3584, 16, 8, 256, 14336, layers=42, vocabulary=256000, model_type="gemma2"),
+    "tiny": ModelShape(128, 4, 2, 32, 256, layers=2, vocabulary=256),  # to try things out
+}
+
+
+def find_model(name: str) -> ModelShape | None:
+    """Returns the model of this name, in any case; None for an unknown one."""
+    return next((shape for known, shape in MODELS.items() if known.lower() == name.lower()), None)
+
+
+def known_models(name: str) -> str:
+    """Returns what an error about an unknown name says: the names there are, and the nearest."""
+    lower = {known.lower(): known for known in MODELS}
+    near = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f"{', '.join(MODELS)}{f'; did you mean {lower[near[0]]!r}?' if near else ''}"
+
+
+def linear_sizes(names: Iterable[str]) -> list[tuple[int, int]]:
+    """Returns the (n, k) that names stand for: a model ("Llama-3.1-8B", in any case), one of its layers
+    ("Llama-3.1-8B/qkv"), or a size ("4096x11008"); each once. Raises SpecError for an unknown name."""
+    return list(dict.fromkeys(size for name in names for size in _sizes(name)))
+
+
+def _sizes(name: str) -> list[tuple[int, int]]:
+    n, _, k = name.partition("x")
+    if n.isdecimal() and k.isdecimal():
+        return [(int(n), int(k))]
+    model, _, layer = name.partition("/")
+    shape = find_model(model)
+    if shape is None:
+        raise SpecError(f"shape {name!r} must be a size such as 4096x11008 or one of {known_models(model)}")
+    if layer and layer not in shape.linears:
+        raise SpecError(f"shape {name!r}: the layers of {model} are {', '.join(shape.linears)}")
+    return [shape.linears[layer]] if layer else list(shape.linears.values())

@@ -1,0 +1,34 @@
+"""Configurations of the models that `lowbit bench-model` runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.model_shapes import find_model, known_models
+
+LONGEST = 32768  # tokens that a model made by name can take
+
+
+def model_config(name: str, layers: int | None = None) -> Any:
+    """Returns the configuration, as transformers has it, of a named shape or of the model in a folder.
+
+    layers   keep so many layers; None: all of them
+
+    Raises SpecError for an unknown name, for a folder without config.json, and where transformers is missing.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise SpecError("bench-model runs models of transformers: pip install 'lowbit[hf]'") from None
+    shape = find_model(name)
+    if shape is not None:
+        made: Any = AutoConfig.for_model(shape.model_type, **shape.config, max_position_embeddings=LONGEST)
+    elif (Path(name) / "config.json").is_file():
+        made = AutoConfig.from_pretrained(name, local_files_only=True)
+    else:
+        raise SpecError(f"model {name!r} must be a folder with a config.json, or one of {known_models(name)}")
+    if layers is not None:
+        made.num_hidden_layers = layers
+    return made
