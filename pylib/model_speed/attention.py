@@ -26,7 +26,7 @@ def attention_for(config: Any, tokens: int, context: int) -> str:
     AttentionMaskInterface.register(GROUPED, sdpa_mask)  # type: ignore[arg-type]
     AttentionInterface.register(CAUSAL, causal_attention)  # type: ignore[arg-type]
     AttentionMaskInterface.register(CAUSAL, _no_mask)  # type: ignore[arg-type]
-    if tokens == 1:
+    if tokens == 1 or getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return GROUPED
     return CAUSAL if context == 0 and _attends_to_all(config) else "sdpa"
 
@@ -64,6 +64,7 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Returns what attention gives [batch, tokens, heads, size], as transformers calls it.
@@ -71,12 +72,15 @@ def grouped_attention(
     query            [batch, heads, tokens, size]
     key, value       [batch, heads / groups, length, size]
     attention_mask   [batch, 1, tokens, length]: True, or 0, where a token may look; None: everywhere
+    softcap          scores are kept below it by a tanh, as in Gemma 2
     """
     batch, heads, tokens, size = query.shape
     sharing = key.shape[1]
     rows = query.reshape(batch, sharing, -1, size)
     scores = (rows @ key.transpose(-1, -2)).float() * (size**-0.5 if scaling is None else scaling)
     scores = scores.view(batch, sharing, heads // sharing, tokens, -1)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     if attention_mask is not None:
         mask = attention_mask[:, :, None]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask

@@ -52,8 +52,10 @@ def random_model(
     if torch.device(device).type == "cpu":
         check_memory(model, available_memory())
     model.to_empty(device=device)
-    for name, module in list(model.named_modules()):
-        _fill(model, name, module, torch.device(device))
+    if not lm_head:
+        model.tie_weights()
+    for module in model.modules():
+        _fill(model, module, torch.device(device))
     for name, layer in others.items():  # one after the other, so that no dense model is in memory
         model.set_submodule(name, cast(MakeLayer, make)(layer), strict=True)
     return model.requires_grad_(False)
@@ -124,15 +126,13 @@ def _empty(module: nn.Module, quantization: QuantConfig) -> nn.Module:
     return LowbitLinear.empty(spec_of(cast(nn.Linear, module), quantization, "bf16"), "meta")
 
 
-def _fill(model: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:
-    """Give the tensors of a module values; the tables of rotary embeddings are made anew."""
+def _fill(model: nn.Module, module: nn.Module, device: torch.device) -> None:
+    """Give the tensors of a module values; buffers, such as the tables of rotary embeddings, get those they have."""
     if isinstance(module, LowbitLinear):
         for slot in module.spec.tensors:
             setattr(module, slot.name, random_tensor(module.spec, slot, device))
-    elif "RotaryEmbedding" in type(module).__name__:
-        model.set_submodule(name, type(module)(module.config).to(device))  # type: ignore[call-arg]
     else:
+        if list(module.buffers(recurse=False)):
+            model._init_weights(module)  # type: ignore[operator]
         for parameter in module.parameters(recurse=False):
             parameter.normal_(0, STANDARD_DEVIATION) if parameter.ndim > 1 else parameter.fill_(1)
-        for buffer in module.buffers(recurse=False):
-            buffer.zero_()

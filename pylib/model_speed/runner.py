@@ -107,6 +107,8 @@ class Runner:
             length = getattr(layer, "cumulative_length", None)
             if isinstance(length, Tensor):
                 length.fill_(self.step.context)
+            if hasattr(layer, "cumulative_length_int"):  # of a window
+                layer.cumulative_length_int = self.step.context
 
     @torch.no_grad()
     def run(self) -> None:
