@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError, LowbitError
+from lowbit.dialect.fields import did_you_mean
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
 from lowbit.pylib import saved_weight
@@ -132,8 +132,7 @@ class Checkpoint:
     def _naming_module(self, module: str) -> Iterator[None]:
         """Lets errors start with the file and the name of a module."""
         if module not in self._names:
-            near = difflib.get_close_matches(module, self.modules, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(module, self.modules, cutoff=0.6)
             raise CheckpointError(f"{self.tensors.folder} has no quantized layer {module!r}{hint}")
         with _naming(self.tensors.path(next(iter(self._names[module].values()))), module):
             yield

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import did_you_mean
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny": {
@@ -77,8 +77,7 @@ def model_config(name: str, layers: int | None = None) -> Any:
     elif (Path(name) / "config.json").is_file():
         made = AutoConfig.from_pretrained(name, local_files_only=True)
     else:
-        near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, SHAPES)
         raise SpecError(f"model {name!r} must be a folder with a config.json, or one of {', '.join(SHAPES)}{hint}")
     if layers is not None:
         made.num_hidden_layers = layers
