@@ -16,12 +16,12 @@ from lowbit.dialect.errors import CheckpointError, LowbitError
 from lowbit.dialect.fields import did_you_mean
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
-from lowbit.pylib import saved_weight
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_rows, import_weight
 from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles, read_json
 from lowbit.pylib.devices import check_torch_device
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights import saved as saved_weight
+from lowbit.pylib.weights.packed import PackedWeight
 
 VERSION = "1"
 VERSION_KEY = "lowbit"  # in the metadata of our files

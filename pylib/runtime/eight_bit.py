@@ -18,7 +18,6 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torch
-from lowbit.pylib.folding import with_table_in_f16
 from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.quantizers import quantizer
 from lowbit.pylib.runtime.runtimes import (
@@ -35,6 +34,7 @@ from lowbit.pylib.runtime.runtimes import (
     parts_of_rows,
 )
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.folding import with_table_in_f16
 
 
 class EightBitRuntime(Runtime, Protocol):

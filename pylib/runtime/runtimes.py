@@ -27,11 +27,11 @@ from lowbit.pylib import knobs
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.runtime.boxed import BoxedFunction, maps_of_x
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.dequantized import in_order_of_x
 
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator
