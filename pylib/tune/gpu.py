@@ -15,7 +15,7 @@ from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib.activation import quantize_in_torch
 from lowbit.pylib.runtime.driver import current_stream
-from lowbit.pylib.runtime.runtimes import load_matmul
+from lowbit.pylib.runtime.gpu import load_matmul
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing, trial
 from lowbit.pylib.tune.problem import Problem

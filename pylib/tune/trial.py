@@ -27,7 +27,7 @@ from lowbit.passes.kernels.registry import family_of
 from lowbit.pylib import reference
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.reference.definition import F64
-from lowbit.pylib.runtime.runtimes import check_device
+from lowbit.pylib.runtime.gpu import check_device
 from lowbit.pylib.tune import timing
 from lowbit.pylib.weights import packed
 from lowbit.pylib.weights.packed import PackedWeight
