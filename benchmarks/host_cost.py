@@ -24,7 +24,7 @@ from lowbit.dialect.signature import WORKSPACE
 from lowbit.pylib.build.kernels import Artifact
 from lowbit.pylib.reference import random_problem
 from lowbit.pylib.runtime.driver import Function, bindings, current_stream
-from lowbit.pylib.runtime.runtimes import load_function
+from lowbit.pylib.runtime.gpu import load_function
 
 CALLS = 2000
 REPEATS = 20

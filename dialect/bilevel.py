@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import boolean, choice
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import ROWS, Packing
 
@@ -53,11 +54,9 @@ class Bilevel:
             raise SpecError(f"bilevel: rows={self.rows!r} must be 1 or {ROWS}")
         if type(self.groups) is not int or self.groups < 1 or self.groups & (self.groups - 1):
             raise SpecError(f"bilevel: groups={self.groups!r} must be a power of two, 1 included")
-        if self.scale not in ("f16", "bf16", "f32"):
-            raise SpecError(f"bilevel: scale={self.scale!r} must be one of 'f16', 'bf16', 'f32'")
+        choice("bilevel: scale", self.scale, ("f16", "bf16", "f32"))
         for name in ("zeros", "offsets"):
-            if type(getattr(self, name)) is not bool:
-                raise SpecError(f"bilevel: {name}={getattr(self, name)!r} must be True or False")
+            boolean(f"bilevel: {name}", getattr(self, name))
         if self.zeros and self.offsets:
             raise SpecError("bilevel: codes have zeros=True or offsets=True, not both; drop one of them")
         if self.table is not None:

@@ -11,10 +11,8 @@ has to.
 
 from __future__ import annotations
 
-import difflib
 import math
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -23,6 +21,7 @@ from weakref import WeakKeyDictionary, ref
 from lowbit.dialect.bilevel import SCALE_CODES, TABLE_CODE, Bilevel, check_bilevel
 from lowbit.dialect.elements import ELEMENTS, Element
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import boolean, choice, did_you_mean, floats, integer
 from lowbit.dialect.formats import byte_codes
 from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
@@ -38,7 +37,6 @@ Out = Literal["f16", "bf16", "f32"]
 
 SCALES = ("f16", "bf16", "f32", "e8m0", "e4m3", *SCALE_CODES, TABLE_CODE)
 VERSION = 1  # of `MatmulSpec.to_dict`
-MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
 MIN_K = 16  # the K of the mma: shorter groups and shorter rows would share a fragment
 
 
@@ -92,20 +90,20 @@ class MatmulSpec:
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
-            n=_integer("n", self.n, 1),
-            k=_integer("k", self.k, MIN_K),
-            zeros=_choice("zeros", self.zeros, ("none", "int", "float", "offset")),
-            scale=_choice("scale", short_name(self.scale), SCALES),
-            act=_choice("act", short_name(self.act), ("f16", "bf16")),
-            out=None if self.out is None else _choice("out", short_name(self.out), ("f16", "bf16", "f32")),
-            bias=_boolean("bias", self.bias),
-            outliers=_boolean("outliers", self.outliers),
-            table=None if self.table is None else _floats(self.table),
-            row_scales=_boolean("row_scales", self.row_scales),
-            permuted=_boolean("permuted", self.permuted),
+            n=integer("n", self.n, 1),
+            k=integer("k", self.k, MIN_K),
+            zeros=choice("zeros", self.zeros, ("none", "int", "float", "offset")),
+            scale=choice("scale", short_name(self.scale), SCALES),
+            act=choice("act", short_name(self.act), ("f16", "bf16")),
+            out=None if self.out is None else choice("out", short_name(self.out), ("f16", "bf16", "f32")),
+            bias=boolean("bias", self.bias),
+            outliers=boolean("outliers", self.outliers),
+            table=None if self.table is None else floats("table", self.table),
+            row_scales=boolean("row_scales", self.row_scales),
+            permuted=boolean("permuted", self.permuted),
             bilevel=None if self.bilevel is None else Bilevel.read(self.bilevel),
             compute=None if self.compute is None else _compute(self.compute),
-            fold_scales=_boolean("fold_scales", self.fold_scales),
+            fold_scales=boolean("fold_scales", self.fold_scales),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -168,7 +166,7 @@ class MatmulSpec:
         try:
             kind = dtype(given, self.table).kind
         except SpecError as error:
-            hint = "" if given in known else _did_you_mean(given, known)
+            hint = "" if given in known else did_you_mean(given, known)
             if advice := weight_advice(given):
                 raise SpecError(f"weight={given!r}: use {advice}") from None
             raise SpecError(f"weight: {error}{hint}") from None
@@ -358,23 +356,8 @@ def interned(spec: MatmulSpec) -> MatmulSpec:
     return found
 
 
-def _integer(name: str, given: object, least: int) -> int:
-    """`given` as an int, NumPy's integers included and bool not."""
-    try:
-        if isinstance(given, bool):
-            raise TypeError
-        value = operator.index(given)  # type: ignore[arg-type]
-    except TypeError:
-        raise SpecError(f"{name}={given!r} must be an integer, at least {least}") from None
-    if value < least:
-        raise SpecError(f"{name}={value} must be at least {least}")
-    if value > MOST:
-        raise SpecError(f"{name}={value} must be at most {MOST}")
-    return value
-
-
 def _group_size(given: object, k: int) -> int:
-    g = _integer("group_size", given, 1)
+    g = integer("group_size", given, 1)
     if g >= MIN_K and k % g == 0:
         return g
     small = [d for d in range(1, math.isqrt(k) + 1) if k % d == 0]
@@ -385,36 +368,8 @@ def _group_size(given: object, k: int) -> int:
     raise SpecError(f"group_size={g} {rule}; try {fix}, or None for one scale per row")
 
 
-def _choice(name: str, given: object, allowed: Sequence[str]) -> str:
-    if isinstance(given, str) and given in allowed:
-        return given
-    hint = _did_you_mean(given, allowed) if isinstance(given, str) else ""
-    raise SpecError(f"{name}={given!r} must be one of {', '.join(map(repr, allowed))}{hint}")
-
-
-def _did_you_mean(given: str, allowed: Sequence[str]) -> str:
-    short = given.lower().replace("uint", "u").replace("int", "i").replace("float", "f")
-    near = [m for name in (given, short) for m in difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)]
-    return f"; did you mean {near[-1]!r}?" if near else ""
-
-
-def _boolean(name: str, given: object) -> bool:
-    if given is True or given is False:
-        return given
-    raise SpecError(f"{name}={given!r} must be True or False")
-
-
 def _compute(given: object) -> str:
     """The type of products, under any of its names."""
     names = {"e4m3": "f8e4m3", "int8": "i8", "s8": "i8"}
     short = plain_name(short_name(given))
-    return _choice("compute", names.get(str(short), str(short)), COMPUTE)
-
-
-def _floats(given: object) -> tuple[float, ...]:
-    """A table given as any sequence, array or tensor."""
-    items = given.tolist() if hasattr(given, "tolist") else given  # type: ignore[attr-defined]
-    try:
-        return tuple(float(v) for v in cast(Iterable[float], items))
-    except (TypeError, ValueError, OverflowError):
-        raise SpecError(f"table={given!r} must be a flat sequence of numbers, one per code") from None
+    return choice("compute", names.get(str(short), str(short)), COMPUTE)

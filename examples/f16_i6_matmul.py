@@ -23,7 +23,7 @@ from lowbit.dialect.layouts.layout import local
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.pylib.matmul import this_machine
-from lowbit.pylib.packed import pack
+from lowbit.pylib.weights.packed import pack
 
 R = 2  # a block computes 16 * R rows of the weight ...
 T = 2  # ... for 8 * T tokens

@@ -26,7 +26,7 @@ from lowbit.dialect.layouts.layout import local
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
 from lowbit.pylib.matmul import this_machine
-from lowbit.pylib.packed import pack
+from lowbit.pylib.weights.packed import pack
 
 R = 2  # a block computes 16 * R rows of both weights ...
 T = 1  # ... for 8 * T tokens

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from lowbit.pylib.nn.report import LayerReport, QuantizationReport
     from lowbit.pylib.nn.sensitivity import plan, sensitivity
     from lowbit.pylib.overlap import overlap_launches
-    from lowbit.pylib.packed import PackedWeight
     from lowbit.pylib.quantization.api import quantize
     from lowbit.pylib.quantization.calibration import Calibration
     from lowbit.pylib.quantization.quantized import QuantizedWeight
     from lowbit.pylib.quantize_activation import quantize_activation
     from lowbit.pylib.runtime.kernel import Kernel, compile_program, load
+    from lowbit.pylib.weights.packed import PackedWeight
 
 alias(__name__)
 __version__ = "0.1.0"
@@ -127,7 +127,7 @@ _NEEDS_TORCH = {
     "LowbitExperts": "nn.experts",
     "LowbitLinear": "nn.linear",
     "Matmul": "matmul",
-    "PackedWeight": "packed",
+    "PackedWeight": "weights.packed",
     "QuantPlan": "nn.quant_plan",
     "QuantizationReport": "nn.report",
     "QuantizedActivation": "activation",

@@ -25,17 +25,18 @@ from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.stages import stages
 from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
-from lowbit.pylib import dequantized, operator_schema, packed
+from lowbit.pylib import operator_schema
 from lowbit.pylib.activation import VALUES, Quantized, QuantizedActivation, from_values
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.eight_bit import EightBitRuntime, make_eight_bit_runtime
 from lowbit.pylib.runtime.quantizers import quantize_on
 from lowbit.pylib.runtime.runtimes import make_runtime
 from lowbit.pylib.tensor_checks import SeenTensors
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tracing import check_transforms, is_observed
+from lowbit.pylib.weights import dequantized, packed
+from lowbit.pylib.weights.packed import PackedWeight
 
 
 def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | None = None) -> Matmul:
@@ -145,7 +146,7 @@ class Matmul:
         outliers: Tensor | Sequence[Tensor | np.ndarray] | None = None,
         **others: Tensor | np.ndarray | None,
     ) -> PackedWeight:
-        """The weight in the kernels' memory order; takes and raises what `pylib.packed.pack` does."""
+        """The weight in the kernels' memory order; takes and raises what `pylib.weights.packed.pack` does."""
         return packed.pack(self.spec, codes, scales, zeros, bias, outliers, **others)
 
     def __call__(

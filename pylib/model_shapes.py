@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ def find_model(name: str) -> ModelShape | None:
 
 def known_models(name: str) -> str:
     """Returns what an error about an unknown name says: the names there are, and the nearest."""
-    lower = {known.lower(): known for known in MODELS}
-    near = difflib.get_close_matches(name.lower(), lower, n=1)
-    return f"{', '.join(MODELS)}{f'; did you mean {lower[near[0]]!r}?' if near else ''}"
+    return ", ".join(MODELS) + did_you_mean(name, MODELS)
 
 
 def linear_sizes(names: Iterable[str]) -> list[tuple[int, int]]:

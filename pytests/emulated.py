@@ -16,11 +16,11 @@ from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
-from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_inputs, random_problem, tolerance
 from lowbit.pylib.runtime.boxed import maps_of_x
 from lowbit.pylib.tensor_map import TensorMap
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
 

@@ -13,9 +13,10 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.tables import Entry
 from lowbit.passes.target import parse_target
+from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Failed, kernel_id
-from lowbit.pylib.tune.session import Log, Tuner
+from lowbit.pylib.tune.session import Tuner
 
 HOPPER = parse_target("sm_90a")
 SPEC = MatmulSpec(n=4096, k=4096, weight="u4", group_size=128)

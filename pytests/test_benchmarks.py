@@ -32,8 +32,8 @@ from lowbit.dialect.errors import SpecError
 from lowbit.pylib import MatmulSpec
 from lowbit.pylib.activation import quantize_rows
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import dequantize, random_problem
+from lowbit.pylib.weights.packed import pack
 
 ENVIRONMENT: dict[str, Any] = {
     "gpu": "NVIDIA H200",

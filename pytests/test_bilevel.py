@@ -29,7 +29,7 @@ from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 Q4_K = MatmulSpec(24, 512, "u4", 32, zeros="offset", scale="u6", bilevel=Bilevel(groups=8), out="f32")
 Q6_K = MatmulSpec(24, 512, "i6", 16, scale="i8", bilevel=Bilevel(groups=16), out="f32")

@@ -23,7 +23,7 @@ from lowbit import CheckpointError
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints import unpack
 from lowbit.pylib.checkpoints.checkpoint import open_checkpoint
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
 
 FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
 REFUSED = {

@@ -29,13 +29,14 @@ from lowbit.passes.codegen.host import host_features
 from lowbit.passes.cpu import compile as cpu_compile
 from lowbit.passes.cpu.compile import isa_of
 from lowbit.passes.cpu.decode import ChunkMap, multiplies_bf16
-from lowbit.pylib import matmul, memory_order, reference, team
+from lowbit.pylib import matmul, reference
 from lowbit.pylib.build.host_programs import processor
-from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference.bounds import ROUNDING
-from lowbit.pylib.runtime import cpu
+from lowbit.pylib.runtime import cpu, team
 from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights import memory_order
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 TABLES = {f"lut{b}": tuple(float(v) for v in np.linspace(-3, 4, 1 << b) ** 3) for b in range(1, 9)}
 FORMATS = (*all_names(), *TABLES)

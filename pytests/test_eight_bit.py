@@ -34,9 +34,9 @@ from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.target import parse_target
 from lowbit.pylib.activation import VALUES, in_column_order, quantize_in_torch, quantize_rows
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.packed import pack
 
 HOPPER, ADA, AMPERE = "emulator:sm_90a", "emulator:sm_89", "emulator:sm_80"
 FITTING = [(compute, name) for compute in COMPUTE for name in byte_codes.fitting_names(compute)]

@@ -33,9 +33,9 @@ from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_inputs, random_problem, tolerance
 from lowbit.pylib.runtime.boxed import maps_of_x
+from lowbit.pylib.weights.packed import pack
 
 HOPPER = parse_target("sm_90a")
 FAMILY = EightBitPrefill()

@@ -34,8 +34,8 @@ from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import GPUS, Target, parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_inputs, random_problem, tolerance
+from lowbit.pylib.weights.packed import pack
 
 A100, L40S, HOPPER = (parse_target(name) for name in ("sm_80", "sm_89", "sm_90a"))
 FAMILY = EightBitPrefillMma()

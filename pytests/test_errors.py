@@ -276,7 +276,7 @@ def test_cpu_tensor_for_a_gpu_kernel(monkeypatch: pytest.MonkeyPatch, pipeline: 
 def test_gpu_of_another_architecture(
     monkeypatch: pytest.MonkeyPatch, target: str, capability: tuple[int, int], fits: bool
 ) -> None:
-    from lowbit.pylib.runtime.runtimes import check_device
+    from lowbit.pylib.runtime.gpu import check_device
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")

@@ -15,8 +15,8 @@ from examples.kernel.problem import Problem
 from examples.kernel.run import PAGE, VERSIONS, Row, check, compiled, measure, section, table
 from lowbit.pylib.checkpoints.gguf.architectures import Source
 from lowbit.pylib.matmul import this_machine
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import random_problem
+from lowbit.pylib.weights.packed import pack
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

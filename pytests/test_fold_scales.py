@@ -36,9 +36,9 @@ from lowbit.passes.scheduling.choice import schedule_for, token_tiles
 from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance
 from lowbit.pylib.tune.trial import rounding
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 FORMATS = [name for compute, name in FITTING if compute == "f8e4m3"]
 FOLDED: dict[str, Any] = {"compute": "f8e4m3", "fold_scales": True}

@@ -12,7 +12,7 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M1
 from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.pylib.packed import pack
+from lowbit.pylib.weights.packed import pack
 
 
 def bf16(x: Array) -> Array:

@@ -13,9 +13,9 @@ import torch
 
 import lowbit
 from lowbit.passes.target import GPUS, Target
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import agrees, matmul, random_problem, tolerance
 from lowbit.pylib.tune.trial import rounding
+from lowbit.pylib.weights.packed import pack
 
 # Targets that run on any machine.
 TARGETS = ["cpu", "emulator:sm_90a", "emulator:sm_80"]

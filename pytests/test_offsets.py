@@ -20,7 +20,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.pylib import reference
-from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 Q4_1 = MatmulSpec(n=24, k=96, weight="u4", group_size=32, zeros="offset", scale="f32")
 NVFP4 = MatmulSpec(n=24, k=96, weight="f4e2m1", group_size=16, scale="e4m3", row_scales=True)

@@ -24,9 +24,10 @@ from lowbit.passes.kernels.decode.legality import shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import parse_target
-from lowbit.pylib import outliers, reference
-from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib import reference
 from lowbit.pylib.runtime.cpu import CpuMatmul
+from lowbit.pylib.weights import outliers
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 SPECS = [
     MatmulSpec(40, 208, "u3", 16, zeros="float", outliers=True),

@@ -18,9 +18,10 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.formats.packing import run_of
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib import memory_order, weight_values
-from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.reference import random_problem
+from lowbit.pylib.weights import memory_order
+from lowbit.pylib.weights import values as weight_values
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 INTEGERS = [f"{sign}{bits}" for sign in "ui" for bits in range(1, 9)]
 

@@ -73,7 +73,7 @@ def test_a_run_is_the_smallest(bits: int) -> None:
 def test_places_of_saved_weights(
     bits: int, block: int, register: int, first: int, pieces: list[tuple[int, ...]]
 ) -> None:
-    """The format on disk: whoever changes it has to raise `pylib.packed.FORMAT`."""
+    """The format on disk: whoever changes it has to raise `pylib.weights.packed.FORMAT`."""
     word, number = Packing(bits, 16, 256).place(block, register)
     assert (word, run_of(bits)[number]) == (first, tuple(Piece(*piece) for piece in pieces))
 

@@ -17,8 +17,8 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib import reference
 from lowbit.pylib.nn.linear import LowbitLinear
-from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.tune.timing import random_weight
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 SPEC = MatmulSpec(n=40, k=96, weight="u4", group_size=32, zeros="int", bias=True, permuted=True)
 TARGETS = ["cpu", "emulator:sm_80", "emulator:sm_90a"]

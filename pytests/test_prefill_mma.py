@@ -213,7 +213,7 @@ def test_rows() -> None:
 
 
 def test_weights_of_a_wide_range_are_not_rounded() -> None:
-    """Kernels that scale sums serve any number of rows then (`pylib.value_range`)."""
+    """Kernels that scale sums serve any number of rows then (`pylib.weights.value_range`)."""
     from lowbit.pylib.build.kernels import Artifacts
 
     assert Artifacts(SPEC, A100, None, late_scaling=True).tiles(300) == [64] * 5

@@ -11,7 +11,7 @@ from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.memory_order import pack_codes, unpack_codes
+from lowbit.pylib.weights.memory_order import pack_codes, unpack_codes
 
 TARGET = parse_target("emulator:sm_80")
 

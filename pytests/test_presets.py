@@ -14,7 +14,7 @@ from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints.gguf.file import TYPES
-from lowbit.pylib.packed import pack
+from lowbit.pylib.weights.packed import pack
 
 NAMES = {name.upper() for name in PRESETS}
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "formats.md"

@@ -11,9 +11,9 @@ import torch
 
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.packed import pack
 
 F32 = np.float32
 WEIGHTS = ("u1", "u4", "u8", "i2", "i8", "f4e2m1", "f8e4m3", "f8e5m2", "f8e7m0", "nf4", "fp4_bnb")

@@ -19,8 +19,8 @@ import lowbit
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.pylib import reference
-from lowbit.pylib.packed import PackedWeight, pack
-from lowbit.pylib.saved_weight import WEIGHT_FIELDS
+from lowbit.pylib.weights.packed import PackedWeight, pack
+from lowbit.pylib.weights.saved import WEIGHT_FIELDS
 
 SPECS: list[MatmulSpec] = [
     MatmulSpec(40, 96, "u4", 32, zeros="int", bias=True, out="f32"),

@@ -19,8 +19,8 @@ from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.passes.target import parse_target
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import random_inputs
+from lowbit.pylib.weights.packed import pack
 
 CODES = (*SCALE_CODES, "e4m3", TABLE_CODE)
 SUPERS: tuple[dict[str, Any], ...] = (  # as SpQR, GGUF with 8 and 16 groups, and nested bitsandbytes have it

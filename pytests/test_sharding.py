@@ -11,7 +11,7 @@ import lowbit
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib import reference
-from lowbit.pylib.packed import pack
+from lowbit.pylib.weights.packed import pack
 
 SPECS = [
     MatmulSpec(64, 512, "u4", 64, zeros="int", bias=True, out="f32"),

@@ -32,7 +32,7 @@ from lowbit.pylib import reference
 from lowbit.pylib.integrations.saved import saved_specs
 from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.linear import LowbitLinear
-from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 Q2_K = MatmulSpec.preset("q2_k", 32, 512, out="f32")
 SPQR = MatmulSpec.preset("spqr", 32, 512, out="f32", outliers=False, permuted=False)

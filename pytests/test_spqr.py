@@ -14,7 +14,6 @@ from torch import Tensor
 import lowbit
 from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.pylib.nn.fuse import concatenated
-from lowbit.pylib.packed import pack
 from lowbit.pylib.quantization import gptq
 from lowbit.pylib.quantization import grid as grid_module
 from lowbit.pylib.quantization.gptq import damped, factor, ordered_factor
@@ -22,6 +21,7 @@ from lowbit.pylib.quantization.grid import Grid
 from lowbit.pylib.quantization.spqr import statistics
 from lowbit.pylib.quantization.spqr_search import Group, multiplied
 from lowbit.pylib.quantization.two_levels import coded
+from lowbit.pylib.weights.packed import pack
 
 F64 = torch.float64
 

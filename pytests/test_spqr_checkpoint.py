@@ -19,7 +19,7 @@ import lowbit
 from lowbit import CheckpointError
 from lowbit.pylib import reference
 from lowbit.pylib.checkpoints.formats import spqr
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
 
 FIXTURES = Path(__file__).parent / "fixtures/checkpoints"
 CONFIG = {"quant_method": "spqr", "bits": 3, "beta1": 16, "beta2": 16}

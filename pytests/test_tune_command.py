@@ -20,16 +20,17 @@ from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.cli.main import app
 from lowbit.pylib.model_shapes import linear_sizes
 from lowbit.pylib.tune import check as tune_check
-from lowbit.pylib.tune import presets
 from lowbit.pylib.tune import processes as tune_processes
 from lowbit.pylib.tune import session as tuner
+from lowbit.pylib.tune.presets import preset
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import kernel_id
 from lowbit.pylib.tune.session import LONG
+from lowbit.pylib.tune.work import preset_problems, problems, with_kernels
 
 
 def test_problems() -> None:
-    found = tuner.problems([(64, 192), (64, 256)], ["u4", "f4e2m1"], [128, None], [1, 8], ["bf16"], ["none", "int"])
+    found = problems([(64, 192), (64, 256)], ["u4", "f4e2m1"], [128, None], [1, 8], ["bf16"], ["none", "int"])
     specs = list(dict.fromkeys(p.spec for p in found))
     assert {(s.k, s.weight, s.group_size, s.zeros) for s in specs} == {
         (192, "u4", None, "none"), (192, "u4", None, "int"), (192, "f4e2m1", None, "none"),
@@ -38,31 +39,31 @@ def test_problems() -> None:
     }  # fmt: skip
     assert [p.tile for p in found] == [1, 8] * len(specs) and {s.scale for s in specs} == {"bf16"}
     assert found[0].spec is found[1].spec  # the weights stay on the GPU
-    both = tuner.problems([(64, 256)], ["u4", "u8"], [128], [8], computes=["none", "f8e4m3"])
+    both = problems([(64, 256)], ["u4", "u8"], [128], [8], computes=["none", "f8e4m3"])
     assert [(p.spec.weight, p.spec.compute) for p in both] == [("u4", None), ("u4", "f8e4m3"), ("u8", None)]
-    (folded,) = tuner.problems([(64, 256)], ["u4"], [128], [512], computes=["f8e4m3+fold"])
+    (folded,) = problems([(64, 256)], ["u4"], [128], [512], computes=["f8e4m3+fold"])
     assert folded.spec.compute == "f8e4m3" and folded.spec.folds
     with pytest.raises(SpecError, match=r"'f8e4m3\+half' must be none, f8e4m3, i8 or f8e4m3\+fold"):
-        tuner.problems([(64, 256)], ["u4"], [128], [512], computes=["f8e4m3+half"])
+        problems([(64, 256)], ["u4"], [128], [512], computes=["f8e4m3+half"])
     with pytest.raises(SpecError, match="group_size=96 must divide k=256"):
-        tuner.problems([(64, 256)], ["u4"], [96], [1])
+        problems([(64, 256)], ["u4"], [96], [1])
     with pytest.raises(SpecError, match="tokens=2 must be one of 1, 8"):
-        tuner.problems([(64, 256)], ["u4"], [128], [2])
+        problems([(64, 256)], ["u4"], [128], [2])
 
 
 def test_presets() -> None:
-    work = tuner.preset_problems("decode")
+    work = preset_problems("decode")
     assert {p.key for p in work} <= set(shipped_tables()[0].entries)
     assert work[0].key == Key("u4", 57344, 8192, 128, "none", "f16", "f16", 1)
     for name in ("Llama-2-7B", "Llama-3.1-8B", "Llama-3.1-70B", "Qwen2.5-32B", "Gemma-2-9B"):
         for n, k in linear_sizes([name]):
             assert {p.tile for p in work if p.spec == MatmulSpec(n, k, "u4", 128)} >= {1, 8, 16, 32, 64}
-    prefill, eight_bit = tuner.preset_problems("prefill"), tuner.preset_problems("eight_bit")
+    prefill, eight_bit = preset_problems("prefill"), preset_problems("eight_bit")
     assert max(p.tile for p in prefill) == 8192 and {p.spec.act for p in prefill} == {"f16", "bf16"}
-    assert tuner.with_kernels(prefill, HOPPER) == prefill
-    assert {p.spec.compute for p in eight_bit} == {"f8e4m3", "i8"} and tuner.with_kernels(eight_bit, HOPPER)
+    assert with_kernels(prefill, HOPPER) == prefill
+    assert {p.spec.compute for p in eight_bit} == {"f8e4m3", "i8"} and with_kernels(eight_bit, HOPPER)
     with pytest.raises(SpecError, match="--preset 'encode' must be one of decode, models, prefill, unknown, eight_bit"):
-        presets.preset("encode")
+        preset("encode")
 
 
 def lowbit(*arguments: object):
@@ -165,10 +166,10 @@ def test_first_calls_of_sizes_that_no_table_has(clock: Bench, tmp_path: Path) ->
 
 def test_the_unknown_sizes_are_in_no_table() -> None:
     known = {(key.n, key.k) for table in shipped_tables() for key in table.entries}
-    work = tuner.preset_problems("unknown")
+    work = preset_problems("unknown")
     assert not {(p.spec.n, p.spec.k) for p in work} & known and len({(p.spec.n, p.spec.k) for p in work}) == 10
     kinds = {(p.spec.weight, p.spec.group_size) for p in work}
-    assert kinds == {("u4", 128), ("u4", 32), ("f6e3m2", None)} and tuner.with_kernels(work, HOPPER) == work
+    assert kinds == {("u4", 128), ("u4", 32), ("f6e3m2", None)} and with_kernels(work, HOPPER) == work
 
 
 def test_wrong_use_of_the_command(clock: Bench, tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.tune import search_space
-from lowbit.pylib.tune import session as tuner
+from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import kernel_id
-from lowbit.pylib.tune.session import FINALISTS, LONG, SHORT, Log
+from lowbit.pylib.tune.session import FINALISTS, LONG, SHORT
+from lowbit.pylib.tune.work import with_kernels
 
 FIRST = 20
 
@@ -168,6 +169,6 @@ def test_a_session_leaves_out_tiles_that_have_no_kernels() -> None:
     plain, eight_bit = MatmulSpec(256, 1024, "u4", 128), MatmulSpec(256, 1024, "u4", 128, compute="i8")
     work = [Problem(spec, tile) for spec in (plain, eight_bit) for tile in (1, 8, 512)]
     for target in (parse_target("sm_80"), HOPPER):
-        assert tuner.with_kernels(work, target) == [*work[:3], *work[4:]]
+        assert with_kernels(work, target) == [*work[:3], *work[4:]]
     with pytest.raises(SpecError, match="tokens=1 must be one of 8, 16"):
-        tuner.with_kernels([Problem(eight_bit, 1)], HOPPER)
+        with_kernels([Problem(eight_bit, 1)], HOPPER)

@@ -15,8 +15,8 @@ import lowbit
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.target import parse_target
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.packed import pack
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_problem, tolerance
+from lowbit.pylib.weights.packed import pack
 
 TARGETS = ["cpu", "emulator:sm_80", "emulator:sm_90a"]
 FLOAT_ZEROS = lowbit.MatmulSpec(n=16, k=64, weight="u4", group_size=32, zeros="float", scale="f32")

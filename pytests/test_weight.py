@@ -16,9 +16,9 @@ from lowbit.dialect.weight import Storage, TensorSlot, weight_tensors
 from lowbit.passes.builder import Tile
 from lowbit.passes.kernels.decode.epilogue import Epilogue
 from lowbit.pylib import reference
-from lowbit.pylib.packed import PackedWeight, pack
 from lowbit.pylib.torch_types import stored_type
 from lowbit.pylib.tune.timing import copies, random_weight
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 
 def test_slots() -> None:

@@ -18,8 +18,8 @@ from lowbit.passes.target import parse_target
 from lowbit.pylib import MatmulSpec
 from lowbit.pylib.activation import QuantizedActivation
 from lowbit.pylib.matmul import Matmul, this_machine
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.tune import timing
+from lowbit.pylib.weights.packed import PackedWeight
 
 
 class Lowbit(Peer):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 WEIGHT = dtype("i4")
 GROUP = 128

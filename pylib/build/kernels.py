@@ -34,7 +34,7 @@ class Artifacts:
     use from any thread.
 
     With late_scaling no kernel rounds a weight to the act type, for any number of rows: for weights of a wide range
-    (`pylib.value_range`). Schedules with wgmma round weights, and so do kernels for any number of tokens: these do
+    (`pylib.weights.value_range`). Schedules with wgmma round weights, and so do kernels for any number of tokens: these do
     without both, and without a given schedule as well.
     """
 

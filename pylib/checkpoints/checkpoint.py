@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,14 +13,15 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError, LowbitError
+from lowbit.dialect.fields import did_you_mean
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
-from lowbit.pylib import saved_weight
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_rows, import_weight
 from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles, read_json
 from lowbit.pylib.devices import check_torch_device
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights import saved as saved_weight
+from lowbit.pylib.weights.packed import PackedWeight
 
 VERSION = "1"
 VERSION_KEY = "lowbit"  # in the metadata of our files
@@ -132,8 +132,7 @@ class Checkpoint:
     def _naming_module(self, module: str) -> Iterator[None]:
         """Lets errors start with the file and the name of a module."""
         if module not in self._names:
-            near = difflib.get_close_matches(module, self.modules, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(module, self.modules, cutoff=0.6)
             raise CheckpointError(f"{self.tensors.folder} has no quantized layer {module!r}{hint}")
         with _naming(self.tensors.path(next(iter(self._names[module].values()))), module):
             yield

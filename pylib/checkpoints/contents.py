@@ -20,7 +20,7 @@ from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.nn.fuse import parts_named
 from lowbit.pylib.nn.outlier_rows import OutlierRows
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
 
 ERRORS = "lowbit-errors.json"
 """The file of a checkpoint in which `lowbit quantize` notes the relative error of each layer."""

@@ -13,8 +13,8 @@ from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import Act, MatmulSpec, Scale, Zeros
-from lowbit.pylib.packed import PackedWeight
-from lowbit.pylib.unpacked import UnpackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
+from lowbit.pylib.weights.unpacked import UnpackedWeight
 
 
 @dataclass(frozen=True, eq=False)

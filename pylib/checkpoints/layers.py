@@ -18,7 +18,7 @@ from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, count_of, dense_bia
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
 from lowbit.pylib.nn.plan import naming
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
 
 
 def home(t: Tensor) -> torch.device:

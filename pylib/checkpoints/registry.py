@@ -26,7 +26,7 @@ from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
 from lowbit.pylib.checkpoints.stacked import below
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
 
 FORMATS: dict[str, Format] = {
     "awq": awq.FORMAT,

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from lowbit.passes.kernels.base import KernelSchedule
     from lowbit.passes.scheduling.tables import Entry
     from lowbit.passes.target import Target
+    from lowbit.pylib.tune.log import Log
     from lowbit.pylib.tune.problem import Problem
-    from lowbit.pylib.tune.session import Log, Progress, Tuner
+    from lowbit.pylib.tune.progress import Progress
+    from lowbit.pylib.tune.session import Tuner
 
 Names = Annotated[list[str] | None, typer.Argument(help="Sizes (4096x11008), models, layers (Llama-2-7B/qkv).")]
 GroupSizes = Annotated[
@@ -119,9 +121,9 @@ def _problems(
 ) -> list[Problem]:
     """Returns the matmuls of a preset, then those of sizes, models and layers."""
     from lowbit.pylib.model_shapes import linear_sizes
-    from lowbit.pylib.tune import session as tuner
+    from lowbit.pylib.tune.work import preset_problems, problems
 
-    of_preset = tuner.preset_problems(preset) if preset else []
+    of_preset = preset_problems(preset) if preset else []
     if preset and not names:
         return of_preset
     if not names:
@@ -129,7 +131,7 @@ def _problems(
     groups = [None if size == "row" else _integer("--group-sizes", size) for size in _list(group_sizes)]
     tiles = [_integer("--tokens", tile) for tile in _list(tokens)]
     more = _list(acts), _list(zeros), scale, _list(compute)
-    of_sizes = tuner.problems(linear_sizes(names), _list(weights), groups, tiles, *more)
+    of_sizes = problems(linear_sizes(names), _list(weights), groups, tiles, *more)
     return list(dict.fromkeys([*of_preset, *of_sizes]))
 
 
@@ -140,14 +142,16 @@ def _search(work: list[Problem], limits: Limits, output: Path | None, log: Path 
     from lowbit.pylib.build import cache
     from lowbit.pylib.build import user_tables as schedules
     from lowbit.pylib.tune import session as tuner
+    from lowbit.pylib.tune.log import Log
+    from lowbit.pylib.tune.work import with_kernels
 
     gpu, target = tuner.this_gpu()
-    work = tuner.with_kernels(work, target)
+    work = with_kernels(work, target)
     path = output or schedules.user_file(gpu)
     table = read_table(path) if path.exists() else Table(gpu, target.capability, tuner.MADE, {})
     if table.gpu != gpu:
         raise SpecError(f"{path} is a table for {table.gpu}, but this GPU is {gpu}; name another with -o")
-    measured = tuner.Log(log or path.with_suffix(".jsonl"), gpu)
+    measured = Log(log or path.with_suffix(".jsonl"), gpu)
     version = f"{lowbit.__version__}+{cache.source_fingerprint()[:8]}"
     found = 0
     with TuneProgress() as progress, _tuner(target, measured, limits, progress, version) as search:
@@ -163,13 +167,16 @@ def _check_unknown(work: list[Problem], limits: Limits, output: Path | None) -> 
     """Measure first calls of these matmuls against a search, whose log nobody needs later; with `output`, as JSON."""
     from lowbit.pylib.tune import check as tune_check
     from lowbit.pylib.tune import session as tuner
+    from lowbit.pylib.tune.log import Log
+    from lowbit.pylib.tune.progress import Silent
+    from lowbit.pylib.tune.work import with_kernels
 
     gpu, target = tuner.this_gpu()
-    work = tuner.with_kernels(work, target)
+    work = with_kernels(work, target)
     calls: list[tune_check.FirstCall] = []
     with TemporaryDirectory() as folder:
-        measured = tuner.Log(Path(folder) / "log.jsonl", gpu)
-        with _tuner(target, measured, limits, tuner.Silent()) as search:
+        measured = Log(Path(folder) / "log.jsonl", gpu)
+        with _tuner(target, measured, limits, Silent()) as search:
             for call in tune_check.first_calls_of_unknown(work, search):
                 calls.append(call)
                 print_call(call)

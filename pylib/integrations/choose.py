@@ -6,7 +6,6 @@ kinds that are kept in f32, and names that the user gave. Here they meet the rul
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import did_you_mean
 from lowbit.pylib.integrations.config import LowbitConfig
 from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
@@ -93,6 +93,5 @@ def _check_names(patterns: Sequence[str], names: Sequence[str]) -> None:
     """Raise SpecError for a pattern that matches no module."""
     for pattern in patterns:
         if all(should_convert_module(name, [pattern]) for name in names if name):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(pattern, names, cutoff=0.4)
             raise SpecError(f"modules_to_not_convert: {pattern!r} matches no module{hint}")

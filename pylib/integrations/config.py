@@ -13,6 +13,7 @@ except ImportError as error:
     raise ImportError("LowbitConfig needs transformers 5: pip install 'lowbit[hf]'") from error
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import boolean
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.checkpoints.registry import FORMATS
 from lowbit.pylib.nn.plan import Configs
@@ -62,7 +63,7 @@ class LowbitConfig(QuantizationConfigMixin):
         if isinstance(weight, QuantConfig) and (recipe or group_size != 128):
             raise SpecError(f"weight={weight!r} says all of it; drop the other fields of the recipe")
         others = (modules, modules_to_not_convert, lm_head, embeddings, per_row_if_indivisible, fuse, recipe)
-        if _flag("from_checkpoint", from_checkpoint) and (any(others) or (weight, group_size) != ("u4", 128)):
+        if boolean("from_checkpoint", from_checkpoint) and (any(others) or (weight, group_size) != ("u4", 128)):
             raise SpecError("from_checkpoint=True: the checkpoint says what its layers are; drop all other fields")
         self.quant_method = cast(Any, QUANT_METHOD)
         self.from_checkpoint = from_checkpoint
@@ -71,10 +72,10 @@ class LowbitConfig(QuantizationConfigMixin):
         self.config = weight if isinstance(weight, QuantConfig) else _recipe(weight, group_size, recipe)
         self.modules = dict(modules or {})
         self.modules_to_not_convert = _names(modules_to_not_convert)
-        self.lm_head = _flag("lm_head", lm_head)
-        self.embeddings = _flag("embeddings", embeddings)
-        self.per_row_if_indivisible = _flag("per_row_if_indivisible", per_row_if_indivisible)
-        self.fuse = _flag("fuse", fuse)
+        self.lm_head = boolean("lm_head", lm_head)
+        self.embeddings = boolean("embeddings", embeddings)
+        self.per_row_if_indivisible = boolean("per_row_if_indivisible", per_row_if_indivisible)
+        self.fuse = boolean("fuse", fuse)
         for pattern, config in {"weight": self.config, **self.modules}.items():
             if not (config is None or isinstance(config, QuantConfig)):
                 raise SpecError(f"modules[{pattern!r}]={config!r} must be a QuantConfig, or None for dense modules")
@@ -185,9 +186,3 @@ def _names(given: object) -> list[str] | None:
     ):
         raise SpecError(f"modules_to_not_convert={given!r} must be a list of names of modules")
     return list(given)
-
-
-def _flag(name: str, given: object) -> bool:
-    if given is True or given is False:
-        return given
-    raise SpecError(f"{name}={given!r} must be True or False")

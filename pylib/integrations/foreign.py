@@ -29,7 +29,7 @@ from lowbit.pylib.integrations.on_load import keep_values
 from lowbit.pylib.nn.experts import LISTS, MATRICES, LowbitExperts, dense_bias, dense_weight
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear, may_be_low_bit
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
 
 
 def prefer_lowbit() -> None:

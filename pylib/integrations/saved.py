@@ -22,7 +22,7 @@ from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
-from lowbit.pylib.saved_weight import check_same, read_spec
+from lowbit.pylib.weights.saved import check_same, read_spec
 
 
 def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:

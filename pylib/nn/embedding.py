@@ -17,10 +17,10 @@ from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.rows import Decoder, check_rows, take_rows
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.packed import PackedWeight
 
 
 class LowbitEmbedding(PackedModule):

@@ -22,11 +22,11 @@ from lowbit.dialect.errors import PackError, QuantizeError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib import outliers
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import check_model
 from lowbit.pylib.nn.siblings import Group, rewritten, siblings
-from lowbit.pylib.saved_weight import check_same
+from lowbit.pylib.weights import outliers
+from lowbit.pylib.weights.saved import check_same
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from lowbit.dialect.errors import PackError, QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.packed_module import PackedModule
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import QuantConfig
-from lowbit.pylib.weight_values import as_tensor, to_memory
+from lowbit.pylib.weights.packed import PackedWeight
+from lowbit.pylib.weights.values import as_tensor, to_memory
 
 
 class LowbitLinear(PackedModule, nn.Linear):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
 
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 16

@@ -18,11 +18,11 @@ from torch.compiler import assume_constant_result, is_compiling
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib import saved_weight
 from lowbit.pylib.matmul import Matmul, compile, this_machine
 from lowbit.pylib.nn.dense_weight import DenseWeight
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.torch_types import TORCH, stored_type
+from lowbit.pylib.weights import saved as saved_weight
+from lowbit.pylib.weights.packed import PackedWeight
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 _EXTRA_STATE = "_extra_state"  # torch's name for it in a state dictionary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lowbit.dialect.errors import LowbitError, SpecError
+from lowbit.dialect.fields import did_you_mean
 from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
 from lowbit.pylib.nn.embedding import spec_of_embedding, tied_linears, why_not
 from lowbit.pylib.nn.experts import is_experts, specs_of_experts
@@ -267,8 +267,7 @@ def _check_config(config: object, linears: list[str]) -> None:
         if not (value is None or isinstance(value, QuantConfig)):
             raise SpecError(f"config[{pattern!r}]={value!r} must be a QuantConfig, or None to leave layers dense")
         if not any(fnmatchcase(name, pattern) for name in linears):
-            near = difflib.get_close_matches(pattern, linears, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else _some(linears)
+            hint = did_you_mean(pattern, linears, cutoff=0.6) or _some(linears)
             raise SpecError(f"config[{pattern!r}] matches no linear layer{hint}")
 
 

@@ -20,11 +20,11 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, Piece, run_of
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib.dequantized import in_order_of_x
-from lowbit.pylib.memory_order import RUNS
-from lowbit.pylib.shared_bytes import codes_of
 from lowbit.pylib.torch_types import TORCH, stored_type
-from lowbit.pylib.weight_values import least
+from lowbit.pylib.weights.dequantized import in_order_of_x
+from lowbit.pylib.weights.memory_order import RUNS
+from lowbit.pylib.weights.shared_bytes import codes_of
+from lowbit.pylib.weights.values import least
 
 LANES = 4  # that hold two rows of an mma block, 8 apart
 HALF = ROWS // 2

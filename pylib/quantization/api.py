@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import QuantizeError, SpecError
-from lowbit.pylib.outliers import Outliers, sparse_csr
-from lowbit.pylib.packed import TORCH
 from lowbit.pylib.quantization import hqq, rtn
 from lowbit.pylib.quantization.awq import awq
 from lowbit.pylib.quantization.calibration import Calibration
@@ -22,6 +20,8 @@ from lowbit.pylib.quantization.quantized import QuantizedWeight
 from lowbit.pylib.quantization.signround import signround
 from lowbit.pylib.quantization.spqr import spqr
 from lowbit.pylib.quantization.two_levels import TwoLevels
+from lowbit.pylib.weights.outliers import Outliers, sparse_csr
+from lowbit.pylib.weights.packed import TORCH
 
 
 @torch.no_grad()

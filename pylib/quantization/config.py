@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import boolean, choice
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import ROWS
@@ -88,10 +88,9 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         if self.method is not None:
-            _choice("method", self.method, METHODS)
-        if self.act_order is not True and self.act_order is not False:
-            raise SpecError(f"act_order={self.act_order!r} must be True or False")
-        _choice("clip", self.clip, ("mse", "max"))
+            choice("method", self.method, METHODS)
+        boolean("act_order", self.act_order)
+        choice("clip", self.clip, ("mse", "max"))
         if self.group_size is not None:
             object.__setattr__(self, "group_size", _group_size(self.group_size))
         if self.zeros is None:
@@ -114,8 +113,7 @@ class QuantConfig:
         return "int" if isinstance(self.weight, str) and self.weight.startswith("u") else "none"
 
     def _check_numbers(self) -> None:
-        if self.symmetric is not True and self.symmetric is not False:
-            raise SpecError(f"symmetric={self.symmetric!r} must be True or False")
+        boolean("symmetric", self.symmetric)
         if self.symmetric and self.zeros == "none":
             raise SpecError("symmetric=True needs zeros to keep in the middle; use zeros='int' or 'float', or drop it")
         if isinstance(self.damping, bool) or not isinstance(self.damping, float | int) or not 0 < self.damping <= 1:
@@ -147,8 +145,7 @@ class QuantConfig:
             given = "symmetric=True" if self.symmetric else f"zeros={self.zeros!r}"
             rule = f"method={self.method!r} optimizes float zeros and can't have {given}"
             raise SpecError(f"{rule}; use zeros='float', or 'gptq'")
-        if self.row_scales is not True and self.row_scales is not False:
-            raise SpecError(f"row_scales={self.row_scales!r} must be True or False")
+        boolean("row_scales", self.row_scales)
         usual = self.scale_type == "e4m3" and self.zeros == "none" and self.method in ("rtn", "gptq")
         if self.row_scales and not usual:
             rule = "row_scales=True goes with scale='e4m3', zeros='none' and method='rtn' or 'gptq'"
@@ -244,15 +241,7 @@ class QuantConfig:
     @classmethod
     def preset(cls, name: str) -> QuantConfig:
         """Returns a recipe by its name, such as "fp6_llm" (docs/quantizers.md). Raises SpecError for others."""
-        return PRESETS[_choice("preset", name, tuple(PRESETS))]
-
-
-def _choice(name: str, given: object, allowed: Sequence[str]) -> str:
-    if isinstance(given, str) and given in allowed:
-        return given
-    near = difflib.get_close_matches(given.lower(), allowed, n=1) if isinstance(given, str) else []
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise SpecError(f"{name}={given!r} must be one of {', '.join(map(repr, allowed))}{hint}")
+        return PRESETS[choice("preset", name, tuple(PRESETS))]
 
 
 def _group_size(given: object) -> int:

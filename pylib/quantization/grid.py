@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.pylib.packed import TORCH
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.weights.packed import TORCH
 
 LEAST_SCALE = {"f16": 2.0**-24, "bf16": 2.0**-126, "f32": 2.0**-126, "e8m0": 2.0**-126, "e4m3": 2.0**-9}
 FLAT = 1024  # a scale with float zeros is at least the largest magnitude divided by this: zeros stay small

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import PackError, QuantizeError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.dequantized import in_order_of_x
 from lowbit.pylib.matmul import Matmul
-from lowbit.pylib.outliers import csr_rows, split_csr
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.quantization.grid import Codes, Grid, chunks
-from lowbit.pylib.unpacked import UnpackedWeight
+from lowbit.pylib.weights.dequantized import in_order_of_x
+from lowbit.pylib.weights.outliers import csr_rows, split_csr
+from lowbit.pylib.weights.packed import PackedWeight
+from lowbit.pylib.weights.unpacked import UnpackedWeight
 
 BY_ROW = ("codes", "scales", "zeros", "offsets", "row_scales")
 """The tensors of a quantized weight that have something for every row."""

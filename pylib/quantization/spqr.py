@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.pylib.outliers import Outliers
 from lowbit.pylib.quantization.beams import BLOCK, Beam, settle
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.gptq import corrected, damped, factor, ordered_factor
@@ -33,6 +32,7 @@ from lowbit.pylib.quantization.grid import Codes, Grid
 from lowbit.pylib.quantization.spqr_search import Group, multiplied
 from lowbit.pylib.quantization.two_levels import LEAST, TwoLevels, coded
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.outliers import Outliers
 
 
 class Spqr(NamedTuple):

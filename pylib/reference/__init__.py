@@ -5,7 +5,7 @@
     assert agrees(y, matmul(spec, x, codes, ...), tolerance(spec, x, codes, ...)).all()
 
 With `MatmulSpec.compute`, x is what it is quantized to (`multiplied`): the result is that of x8 times its scales.
-Arguments are torch tensors or NumPy arrays in the form that `pylib.packed.pack` takes them, already rounded
+Arguments are torch tensors or NumPy arrays in the form that `pylib.weights.packed.pack` takes them, already rounded
 to the spec's types. n is that of `codes`, so a few rows of a large weight can be checked by themselves.
 """
 

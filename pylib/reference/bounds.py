@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from lowbit.dialect.formats.byte_codes import LARGEST, SUM_COLUMNS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.folding import with_row_scales, with_table_in_f16
 from lowbit.pylib.reference.definition import (
     F64,
     Array,
@@ -41,6 +40,7 @@ from lowbit.pylib.reference.definition import (
     zero_of,
 )
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.folding import with_row_scales, with_table_in_f16
 
 # Rounding: relative error (2^-precision: half an ulp) and half the least subnormal.
 ROUNDING = {"f16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134), "f32": (2.0**-24, 2.0**-150)}

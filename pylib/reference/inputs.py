@@ -10,9 +10,9 @@ from lowbit.dialect.bilevel import Bilevel, integers_of
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role, TensorSlot
-from lowbit.pylib.outliers import draw
 from lowbit.pylib.reference.definition import F64, decode, zero_of
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.outliers import draw
 
 OUTLIERS = 0.02  # density
 LEAST_SCALE = {"f16": 2.0**-14, "e4m3": 2.0**-6}  # normal numbers; the other types' are out of reach

@@ -14,8 +14,8 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.task import Needs
-from lowbit.pylib import team
 from lowbit.pylib.build.host_programs import Program, load_host_program
+from lowbit.pylib.runtime import team
 from lowbit.pylib.runtime.machine_code import MachineCode
 from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH

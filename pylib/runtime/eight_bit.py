@@ -18,23 +18,14 @@ from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torch
-from lowbit.pylib.folding import with_table_in_f16
+from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu, check_schedule, parts_of_rows
 from lowbit.pylib.runtime.driver import allocate, current_stream
+from lowbit.pylib.runtime.emulated import EmulatorRuntime
+from lowbit.pylib.runtime.gpu import CudaRuntime, Launcher, check_device, is_settled
 from lowbit.pylib.runtime.quantizers import quantizer
-from lowbit.pylib.runtime.runtimes import (
-    CpuRuntime,
-    CudaRuntime,
-    EmulatorRuntime,
-    Launcher,
-    Runtime,
-    Tensors,
-    check_cpu,
-    check_device,
-    check_schedule,
-    is_settled,
-    parts_of_rows,
-)
+from lowbit.pylib.runtime.runtimes import CpuRuntime
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.folding import with_table_in_f16
 
 
 class EightBitRuntime(Runtime, Protocol):

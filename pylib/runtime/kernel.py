@@ -22,8 +22,9 @@ from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE, Param
 from lowbit.passes.target import parse_target
 from lowbit.pylib.build.driver import Program
+from lowbit.pylib.runtime.base import memory_of
 from lowbit.pylib.runtime.driver import Function, current_stream
-from lowbit.pylib.runtime.runtimes import check_device, load_function, memory_of
+from lowbit.pylib.runtime.gpu import check_device, load_function
 from lowbit.pylib.tensor_map import TensorMap
 
 if TYPE_CHECKING:

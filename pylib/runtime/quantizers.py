@@ -17,8 +17,9 @@ from lowbit.passes.kernels.registry import request
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.activation import VALUES, Quantized, quantize_in_torch
 from lowbit.pylib.build.driver import Artifact, load
+from lowbit.pylib.runtime.base import check_cpu, memory_of
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
-from lowbit.pylib.runtime.runtimes import check_cpu, check_device, load_function, memory_of
+from lowbit.pylib.runtime.gpu import check_device, load_function
 from lowbit.pylib.tensor_checks import address_of
 
 _ORDER = ("x", "values", "scales", "sums", "m")

@@ -14,12 +14,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib.activation import quantize_in_torch
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.runtime.driver import current_stream
-from lowbit.pylib.runtime.runtimes import load_matmul
+from lowbit.pylib.runtime.gpu import load_matmul
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing, trial
 from lowbit.pylib.tune.problem import Problem
+from lowbit.pylib.weights.packed import PackedWeight
 
 PERIOD = 127  # rows until a weight repeats itself: the right answer is computed in float64
 LEAST_ROWS = 256  # of x: the token tiles up to here share what is made for a spec

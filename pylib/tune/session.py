@@ -5,37 +5,29 @@ their neighbours, for the best few of them. The best of all are timed at length,
 against the definition before it is recorded. Other processes compile meanwhile, one matmul ahead, and the neighbours
 are compiled while the next matmul's candidates are timed.
 
-Every measurement is a line of a log, so that a session that was interrupted goes on where it stopped. Measurements of
-other sources of the compiler do not count.
+Every measurement is a line of a log (`log.py`), so that a session that was interrupted goes on where it stopped.
+Measurements of other sources of the compiler do not count. What to look for schedules for is in `work.py`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date
-from itertools import product
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
-from lowbit.dialect.errors import SpecError, TargetError
-from lowbit.dialect.formats.byte_codes import products_named
-from lowbit.dialect.spec import MatmulSpec
+from lowbit.dialect.errors import TargetError
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
-from lowbit.passes.scheduling.choice import check_tile, families_for
-from lowbit.passes.scheduling.tables import Entry, Key
+from lowbit.passes.scheduling.tables import Entry
 from lowbit.passes.target import Target, parse_target
-from lowbit.pylib.build import cache
-from lowbit.pylib.model_shapes import linear_sizes
-from lowbit.pylib.tune import presets
+from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Failed
+from lowbit.pylib.tune.progress import Progress
 from lowbit.pylib.tune.search_space import candidates, neighbours
 
 CANDIDATES = 60  # per matmul and token tile
@@ -46,119 +38,6 @@ SHORT, LONG = 3, 11  # replays of a timing
 AHEAD = 1  # matmuls that are being compiled for, beyond the one that is timed
 LEAST_SECONDS = 1.0  # of timing for a matmul, however little time there is
 MADE = "lowbit tune: the fastest of the candidates, in CUDA graphs over 400 MB of weights"
-
-
-def problems(
-    shapes: Iterable[tuple[int, int]],
-    weights: Sequence[str],
-    group_sizes: Sequence[int | None],
-    tiles: Sequence[int],
-    acts: Sequence[str] = ("f16",),
-    zeros: Sequence[str] = ("none",),
-    scale: str | None = None,
-    computes: Sequence[str] = ("none",),
-) -> list[Problem]:
-    """All combinations that are matmuls, the tiles of one weight next to each other. scale: None for that of act.
-    computes: "none" for x as it is, or types of 8 bits, "f8e4m3+fold" with scales folded into weights.
-
-    Raises SpecError if there is none, for the reason that the first has.
-    """
-    for tile in tiles:
-        check_tile(tile)
-    found: list[Problem] = []
-    refused: list[SpecError] = []
-    for (n, k), weight, group, act, zero, compute in product(shapes, weights, group_sizes, acts, zeros, computes):
-        given: dict[str, Any] = {"group_size": group, "act": act, "zeros": zero, "scale": scale or act}
-        given |= products_named(compute)
-        try:
-            spec = MatmulSpec(n, k, weight, **given)
-        except SpecError as error:
-            refused.append(error)
-            continue
-        found += [Problem(spec, tile) for tile in tiles]
-    if refused and not found:
-        raise refused[0]
-    return found
-
-
-def preset_problems(name: str) -> list[Problem]:
-    """All of a preset's matmuls, the most important first."""
-    return [
-        problem
-        for p in presets.preset(name)
-        for problem in problems(
-            linear_sizes(p.shapes), p.weights, p.group_sizes, p.tiles, p.acts, p.zeros, computes=p.computes
-        )
-    ]
-
-
-def with_kernels(work: Iterable[Problem], target: Target) -> list[Problem]:
-    """The problems with a tile that a family has kernels for: not all have all.
-
-    Raises SpecError if there is none, for the reason that the first has.
-    """
-    found: list[Problem] = []
-    refused: list[SpecError] = []
-    for problem in work:
-        try:
-            families_for(problem.spec, problem.tile, target)
-            found.append(problem)
-        except SpecError as error:
-            refused.append(error)
-    if refused and not found:
-        raise refused[0]
-    return found
-
-
-class Log:
-    """Measurements by (matmul, schedule, what was done), each a line of a file: microseconds, 1 or 0 for a check;
-    null, which reads as infinity, for what could not be compiled or run, and why."""
-
-    def __init__(self, path: Path, gpu: str) -> None:
-        self._path = path
-        self._of = {"gpu": gpu, "sources": cache.source_fingerprint()[:16]}
-        self._known: dict[tuple[Key, KernelSchedule, str], float] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        if text and not text.endswith("\n"):  # the process died while it wrote
-            path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
-        for line in text.splitlines():
-            values = json.loads(line)
-            if {name: values[name] for name in self._of} == self._of:
-                known = Key(**values["key"]), schedule_from_dict(values["schedule"]), values["what"]
-                self._known[known] = math.inf if values["value"] is None else values["value"]
-
-    def get(self, key: Key, schedule: KernelSchedule, what: str) -> float | None:
-        return self._known.get((key, schedule, what))
-
-    def add(self, key: Key, schedule: KernelSchedule, what: str, value: float, why: str = "") -> None:
-        self._known[key, schedule, what] = value
-        about = {"key": asdict(key), "schedule": schedule_to_dict(schedule), "what": what}
-        about |= {"value": value if math.isfinite(value) else None} | ({"why": why} if why else {})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self._of | about) + "\n")
-
-
-class Progress(Protocol):
-    """Who wants to know how far it is."""
-
-    def start(self, problems: int) -> None: ...
-
-    def timed(self, problem: Problem, count: int) -> None: ...
-
-    def finished(self, problem: Problem, entry: Entry | None, first: float, timed: int) -> None:
-        """first: microseconds with the rule's schedule"""
-        ...
-
-
-class Silent:
-    """Progress that nobody wants to know."""
-
-    def start(self, problems: int) -> None: ...
-
-    def timed(self, problem: Problem, count: int) -> None: ...
-
-    def finished(self, problem: Problem, entry: Entry | None, first: float, timed: int) -> None: ...
 
 
 class Measures(Protocol):

@@ -22,9 +22,9 @@ import torch
 from lowbit.dialect.bilevel import integers_of
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib import outliers
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.torch_types import TORCH, stored_type
+from lowbit.pylib.weights import outliers
+from lowbit.pylib.weights.packed import PackedWeight
 
 DEFEAT_L2_BYTES = 400e6
 OUTLIERS = 0.01  # density of random ones

@@ -24,12 +24,13 @@ from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of
-from lowbit.pylib import packed, reference
+from lowbit.pylib import reference
 from lowbit.pylib.matmul import Matmul, compile
-from lowbit.pylib.packed import PackedWeight
 from lowbit.pylib.reference.definition import F64
-from lowbit.pylib.runtime.runtimes import check_device
+from lowbit.pylib.runtime.gpu import check_device
 from lowbit.pylib.tune import timing
+from lowbit.pylib.weights import packed
+from lowbit.pylib.weights.packed import PackedWeight
 
 PERIOD, X_PERIOD = 1009, 257  # rows; primes, so that no tile of a kernel repeats
 CPU_REPEATS = 15

@@ -5,7 +5,7 @@ The idea. With narrow codes and one token, decoding to f16 and a tensor core wit
 the bound, not memory. As bytes, codes cost half as much; x takes four of the columns, a limb each
 (`dialect.formats.integer_limbs`).
 
-    for round:                         copies as ever
+    for round:                         copies as in `decode.kernel`
         split x of the step into limbs, in shared memory, every warp for itself
         for group in step:
             p   = codes * limbs       exact sums in integers, f32 once per piece of 128 columns, from zero

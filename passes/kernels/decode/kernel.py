@@ -17,37 +17,40 @@ takes warps_k steps of step_k columns, one per warp (or per warps_n warps, which
         which adds up its part of the rows, or through device memory, where the last to arrive does
     add the bias, convert, store y[t, n]
 
-With wgmma (`Schedule.wgmma`) four warps side by side bring their fragments of the weight as ever, and the instruction
-reads the activations from shared memory by itself. Where a group has no more columns than there are tokens, sums are
-more to scale than weights: then these are scaled, and acc takes the products of all groups of a step in one chain, with
-several row blocks or factors of a step in registers that no step moves (`KernelPlan.sums_in_place`). Else a group's
-product may be begun before the last one's has ended (`Schedule.overlap_groups`).
+With wgmma (`Schedule.wgmma`) four warps side by side load and decode their fragments of the weight in the same way,
+and the instruction reads the activations from shared memory by itself. Where a group has no more columns than there
+are tokens, there are more sums to scale than weights. Then weights are scaled, and acc takes the products of all
+groups of a step in one chain, with several row blocks or factors of a step in registers that no step moves
+(`KernelPlan.sums_in_place`). Else a group's product may begin before the last one's has ended
+(`Schedule.overlap_groups`).
 
-Where a matmul is small (`Schedule.preload_weights`) there is no loop: all units are on their way to registers, and
-all activations to shared memory, before the first is waited for, and blocks of two kernels share a multiprocessor.
-Empty blocks fill up the grid then (`Schedule.min_blocks`), so that none gets two of one kernel.
+A small matmul (`Schedule.preload_weights`) has no loop: all units are on their way to registers, and all activations to
+shared memory, before the first is waited for. Blocks of two kernels share a multiprocessor; empty blocks fill up the
+grid (`Schedule.min_blocks`), so that no multiprocessor gets two blocks of one kernel.
 
-Integer zero points are subtracted as integers are decoded, which takes a subtraction anyway: q - z is exact in f16 and
-bf16. Others touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. But with
-wgmma, where that mma would cost as much as 64 rows, weights are scaled at once, s * q + (- s * z), both rounded to
-the type of x. An offset o goes the same ways: o * sum(x), or s * q + o. Unsigned integers without zeros are multiplied
-as they are stored, in f16, with no subtraction, and so is what has sums of x anyway (`KernelPlan.raw_codes`); with
-`Schedule.raw_codes` others are, too, and all zero points and the offset of signed codes go by sums of x.
+Zeros and offsets:
+
+- Integer zeros are subtracted as codes are decoded, which takes a subtraction anyway; q - z is exact in f16 and bf16.
+- Float zeros touch no weight: s * (q - z) x = s * q x - s * z * sum(x), with sum(x) from one mma with ones. With wgmma
+  that mma would cost as much as 64 rows. So weights are scaled there, s * q + (- s * z), both rounded to the type of x.
+- An offset o goes the same ways: o * sum(x), or s * q + o.
+- Unsigned integers without zeros are multiplied as they are stored, in f16, with no subtraction, and so are formats
+  that have sums of x anyway (`KernelPlan.raw_codes`). With `Schedule.raw_codes` all others are as well; sums of x then
+  correct zero points and the offset of signed codes.
 
 Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of the lines of its
-row blocks (`dialect.formats.outliers`), with x from device memory, and adds the products to its sums. It does so after
-the loop, but for one token before it: what takes long there is to wait for the table of lines, then for lines, then for
-x, and in that time the first weights come. The table and the lines are asked for behind the copies of weights, in front
-of the wait for the kernel before.
+row blocks (`dialect.formats.outliers`) with x from device memory, and adds the products to its sums. It does so after
+the loop. For one token it does so before the loop: the waits for the table of lines, for lines and for x take long, and
+meanwhile the first weights come. The table and the lines are asked for behind the copies of weights, in front of the
+wait for the kernel before.
 
-Where scales are codes, or e4m3, what sums or weights are multiplied by is computed at the head of a step, once for all
-lanes of a warp (`passes.kernels.decode.step_factors`).
+Where scales are codes, or e4m3, a warp computes the factors of sums or weights at the head of a step, once for all its
+lanes (`passes.kernels.decode.step_factors`).
 
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
-zeros [warps_k, row blocks, groups, 16]. Beside the
-stages is the table of a format that has one (`dialect.formats.decode_table`). After the loop all their place is taken
-by partial sums [warps_k, tokens, rows + 4] in f32.
+zeros [warps_k, row blocks, groups, 16]. Beside the stages is the table of a format that has one
+(`dialect.formats.decode_table`). After the loop, partial sums [warps_k, tokens, rows + 4] in f32 take the place of all.
 """
 
 from __future__ import annotations
@@ -350,7 +353,7 @@ class Kernel:
         return self.p.mul(codes, scale)
 
     def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
-        """total + s * product, and (- s * z or o) * (sums of x) where there are zeros or offsets still to be had."""
+        """Returns total + s * product, and (- s * z or o) * (sums of x) where zeros or offsets are still to add."""
         p = self.p
         scale, shift = self._factors(group, sums_of_x is not None)
         total = p.fma(product, scale, total)

@@ -6,7 +6,7 @@ sums: with groups of 16 columns every mma ends one, and all four lanes of a row 
 column i of a product is block i of 16 columns of k: x stands in row i of operand B at block i, and there is 0 elsewhere
 (`load_diagonal`). Eight mma add into one accumulator, and eight sums stand side by side:
 
-    for round:                         copies as ever
+    for round:                         copies as in `decode.kernel`
         for 128 columns in step:
             p   = decode(codes) diagonal(x)^T   [rows, 8], eight mma, from zero
             acc = acc + scale * p               [rows, 8], a scale for every block

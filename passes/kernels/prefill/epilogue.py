@@ -23,7 +23,7 @@ class Epilogue:
         at_a_time, pitch = plan.out_tokens, plan.out_pitch
         shape = (WARPS, ROWS, at_a_time)
         self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))
-        # As many neighbouring rows to a piece as every token's row of y can be cut into.
+        # A piece is as many neighbouring rows as divide every token's row of y.
         self._piece = math.gcd(self.spec.n, self.spec.y.per_vector)
         shape = (-(-self.spec.n // self._piece), self._piece, -1)
         self._y = p.global_view(p["y"], self.spec.out_dtype, shape, (self._piece, 1, self.spec.n), sizes=[p["m"]])

@@ -1,9 +1,9 @@
 """The prepack kernel: codes [n, k] into the order in which the kernels read them (`dialect.formats.packing`).
 
-`pylib.packed.pack` does the same with torch, on any device; this is for programs without it. A block takes 16 rows of
-a few chunks. A lane loads the eight codes that it owns of every 16 x 16 block and shifts them into its words. What a
-padded group or a last, partial chunk has no codes for is the code of 0 in the kernels' arithmetic only by chance: they
-multiply it by an x of 0.
+`pylib.weights.packed.pack` does the same with torch, on any device; this is for programs without it. A block takes 16
+rows of a few chunks. A lane loads the eight codes that it owns of every 16 x 16 block and shifts them into its words.
+
+Padding is filled with zero bits, which need not decode to 0: the kernels multiply padding by x = 0.
 """
 
 from __future__ import annotations

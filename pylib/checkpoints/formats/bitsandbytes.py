@@ -35,9 +35,9 @@ from torch import Tensor
 
 from lowbit.dialect.bilevel import TABLE_CODE
 from lowbit.dialect.errors import CheckpointError
+from lowbit.dialect.fields import MOST
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.presets import nested_blocks
-from lowbit.dialect.spec import MOST
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape

@@ -29,7 +29,7 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
-from lowbit.pylib.outliers import row_offsets
+from lowbit.pylib.weights.outliers import row_offsets
 
 BITS, TILE = 3, ROWS
 SECOND_LEVEL = BITS * (2 + TILE)  # the first bit of its byte

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
-from lowbit.dialect.spec import MOST
+from lowbit.dialect.fields import MOST
 from lowbit.pylib.checkpoints.gguf.file import GgufFile
 
 EMBEDDINGS, OUTPUT = "token_embd.weight", "output.weight"

@@ -18,7 +18,7 @@ from lowbit.pylib.checkpoints.gguf.blocks import BLOCKS, BlockType
 from lowbit.pylib.checkpoints.gguf.container import Entry, read_container
 from lowbit.pylib.checkpoints.gguf.super_blocks import SUPER_BLOCKS
 from lowbit.pylib.checkpoints.imported import Imported
-from lowbit.pylib.packed import PackedWeight
+from lowbit.pylib.weights.packed import PackedWeight
 
 TYPES: dict[int, BlockType] = BLOCKS | SUPER_BLOCKS
 DENSE = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.packed import PackedWeight, pack
+from lowbit.pylib.weights.packed import PackedWeight, pack
 
 
 @dataclass(frozen=True, eq=False, repr=False)

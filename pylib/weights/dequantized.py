@@ -17,11 +17,11 @@ from lowbit.dialect.bilevel import Bilevel, least_code
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib import outliers
-from lowbit.pylib.memory_order import unpack_blocks, unpack_codes, unpack_groups
-from lowbit.pylib.shared_bytes import codes_of
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weight_values import CHECKED, least
+from lowbit.pylib.weights import outliers
+from lowbit.pylib.weights.memory_order import unpack_blocks, unpack_codes, unpack_groups
+from lowbit.pylib.weights.shared_bytes import codes_of
+from lowbit.pylib.weights.values import CHECKED, least
 
 _SCALING = ("group", "padded_row")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.lowering.recipes import exponent
-from lowbit.pylib.dequantized import dequantize, numbers, of_codes
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.dequantized import dequantize, numbers, of_codes
 
 _EXPONENTS = -126, 127  # of scales of rows: the normal numbers of f32
 _SCALED = ("scales", "offsets", "scale_scales", "scale_offsets", "offset_scales", "offset_offsets")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, run_of
-from lowbit.pylib import team
+from lowbit.pylib.runtime import team
 
 SLICE = 1 << 20  # codes per step: the working set stays in cache
 RUNS = 4  # of a chunk

@@ -15,9 +15,9 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Storage, TensorSlot
-from lowbit.pylib import outliers
-from lowbit.pylib.memory_order import pack_blocks, pack_codes, pack_groups, unpack_codes
 from lowbit.pylib.torch_types import TORCH, stored_type
+from lowbit.pylib.weights import outliers
+from lowbit.pylib.weights.memory_order import pack_blocks, pack_codes, pack_groups, unpack_codes
 
 E4M3_OVERFLOW = 464.0  # the tie between 448, the largest, and 480, the first that is not there
 _SHAPES = {"element": "[n, k]", "group": "[n, groups]", "row": "[n]", "padded_row": "[n] or [1]", "column": "[k]"}

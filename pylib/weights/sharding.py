@@ -15,7 +15,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib import outliers
+from lowbit.pylib.weights import outliers
 
 
 def part_of(spec: MatmulSpec, dim: int, index: int, count: int) -> MatmulSpec:

@@ -1,0 +1,99 @@
+"""What runtimes have in common: their interface, and how kernels for tiles of tokens serve any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.target import Target
+from lowbit.pylib.build.choices import KernelChoices
+from lowbit.pylib.build.driver import Artifact
+from lowbit.pylib.build.kernels import Artifacts
+from lowbit.pylib.torch_types import TORCH
+
+Tensors = Sequence[Tensor]
+
+
+def argument_order(spec: MatmulSpec) -> tuple[str, ...]:
+    """Returns the order in which the kernels of a spec are called with their arguments."""
+    x = ("x", "x_scales", "x_sums") if spec.compute else ("x",)
+    return (*x, "y", "m", *(slot.name for slot in spec.tensors))
+
+
+class Runtime(Protocol):
+    """The place where a `Matmul` runs. A tile of None means the kernel that dequantizes."""
+
+    def matmul(self, x: Tensor, weight: Tensors) -> Tensor: ...
+
+    def dequantize(self, weight: Tensors) -> Tensor: ...
+
+    @property
+    def schedule(self) -> KernelSchedule | None: ...
+
+    def kernel(self, m: int) -> Artifact: ...
+
+    def stages(self, m: int) -> dict[str, str]: ...
+
+    def choices(self) -> KernelChoices: ...
+
+
+class GpuRuntime:
+    """The base of runtimes that run PTX, on a GPU or in the emulator."""
+
+    def __init__(
+        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
+    ) -> None:
+        self._spec, self._n, self._k = spec, spec.n, spec.k
+        self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
+        self._names = [slot.name for slot in spec.tensors]
+        self._biases = [i for i, slot in enumerate(spec.tensors) if slot.role == "bias"]
+        self._target = target
+        self._artifacts = Artifacts(spec, target, schedule, late_scaling)
+        self.schedule = self.kernel(1).schedule  # compiles it, so that its errors show here
+        if schedule is not None and not late_scaling:
+            self._artifacts.kernel(schedule.tokens)
+
+    def kernel(self, m: int) -> Artifact:
+        return self._artifacts.kernel(self._artifacts.tile(m))
+
+    def stages(self, m: int) -> dict[str, str]:
+        return self._artifacts.stages(self._artifacts.tile(m))
+
+    def choices(self) -> KernelChoices:
+        return self._artifacts.choices()
+
+    def _bias(self, weight: Tensors) -> Tensor | None:
+        """Returns the bias that the vendor's matmul adds where no kernel of ours does."""
+        return weight[self._biases[0]] if self._biases else None
+
+
+def parts_of_rows(tiles: list[int] | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Each tile with its rows of the tensors."""
+    sizes = [*tiles[:-1], len(tensors[0]) - sum(tiles[:-1])] if tiles else []
+    return zip(tiles or (), *(rows.split(sizes) for rows in tensors))
+
+
+def check_schedule(target: Target, schedule: Schedule | None) -> None:
+    """Raise SpecError for a schedule on a CPU."""
+    if schedule is not None and not target.is_gpu:
+        raise SpecError("schedule= is for GPU targets; the CPU's kernel has no such choices, so drop it")
+
+
+def check_cpu(target: str, *tensors: Tensor) -> None:
+    """Raise TargetError for tensors that are elsewhere."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise TargetError(f"target {target} takes CPU tensors, not {tensor.device}; use .cpu()")
+
+
+def memory_of(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor, shared."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()

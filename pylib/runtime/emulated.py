@@ -1,0 +1,67 @@
+"""Runs a matmul's PTX in the emulator, launch for launch as a GPU does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.dialect.signature import WORKSPACE
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.registry import family_of
+from lowbit.passes.target import Target
+from lowbit.pylib.runtime.base import GpuRuntime, Tensors, check_cpu, memory_of, parts_of_rows
+from lowbit.pylib.runtime.boxed import maps_of_x
+
+if TYPE_CHECKING:
+    from lowbit.pylib.emulator import Emulator
+
+
+class EmulatorRuntime(GpuRuntime):
+    """The GPU's kernels on CPU tensors, PTX instruction by instruction: to test them, not to be fast."""
+
+    def __init__(
+        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
+    ) -> None:
+        super().__init__(spec, target, schedule, late_scaling)
+        self._emulators: dict[int | None, Emulator] = {}
+
+    def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
+        check_cpu(self._target.name, x, weight[0])
+        m = x.numel() // self._k
+        tiles = self._artifacts.tiles(m)
+        if tiles is None:
+            w, bias = self.dequantize(weight), self._bias(weight)
+            y = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float())
+            return y.to(self._out)
+        y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
+        rows = x.reshape(-1, self._k).contiguous()
+        for tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)) if m else ():
+            self._launch(tile, len(part), weight, x=part, y=out)
+        return y
+
+    def dequantize(self, weight: Tensors) -> Tensor:
+        check_cpu(self._target.name, weight[0])
+        w = torch.empty((self._n, self._k), dtype=self._act)
+        self._launch(None, 0, weight, y=w)
+        return w
+
+    def _launch(self, tile: int | None, m: int, weight: Tensors, **tensors: Tensor) -> None:
+        artifact = self._artifacts.kernel(tile)
+        launch, named = artifact.launch, dict(zip(self._names, weight)) | tensors
+        values: dict[str, object] = {name: memory_of(t) for name, t in named.items()}
+        boxes = family_of(artifact.schedule).x_boxes(self._spec, artifact.schedule)
+        values |= maps_of_x(values.get("x"), self._spec, m, boxes)
+        values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
+        self._emulator(tile).run(launch, values)
+
+    def _emulator(self, tile: int | None) -> Emulator:
+        emulator = self._emulators.get(tile)
+        if emulator is None:
+            from lowbit.pylib.emulator import Emulator
+
+            emulator = self._emulators[tile] = Emulator(self._artifacts.kernel(tile).ptx)
+        return emulator

@@ -1,0 +1,44 @@
+"""The log of a tuning session, which a session that was interrupted goes on from."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
+from lowbit.passes.scheduling.tables import Key
+from lowbit.pylib.build import cache
+
+
+class Log:
+    """Measurements by (matmul, schedule, what was done), each a line of a file: microseconds, 1 or 0 for a check;
+    null, which reads as infinity, for what could not be compiled or run, and why."""
+
+    def __init__(self, path: Path, gpu: str) -> None:
+        self._path = path
+        self._of = {"gpu": gpu, "sources": cache.source_fingerprint()[:16]}
+        self._known: dict[tuple[Key, KernelSchedule, str], float] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text and not text.endswith("\n"):  # the process died while it wrote
+            path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
+        for line in text.splitlines():
+            values = json.loads(line)
+            if {name: values[name] for name in self._of} == self._of:
+                known = Key(**values["key"]), schedule_from_dict(values["schedule"]), values["what"]
+                self._known[known] = math.inf if values["value"] is None else values["value"]
+
+    def get(self, key: Key, schedule: KernelSchedule, what: str) -> float | None:
+        """Returns what was measured; None if nothing was."""
+        return self._known.get((key, schedule, what))
+
+    def add(self, key: Key, schedule: KernelSchedule, what: str, value: float, why: str = "") -> None:
+        """Keep a measurement, in the file at once."""
+        self._known[key, schedule, what] = value
+        about = {"key": asdict(key), "schedule": schedule_to_dict(schedule), "what": what}
+        about |= {"value": value if math.isfinite(value) else None} | ({"why": why} if why else {})
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self._of | about) + "\n")
