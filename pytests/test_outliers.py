@@ -21,6 +21,7 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.outliers import ENTRIES, SPAN, table_lines
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.legality import shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
@@ -204,6 +205,24 @@ def test_dequantize_has_no_races(spec: MatmulSpec) -> None:
     w = run_dequantize(kernel, spec, (x, tensors), racecheck=True)
     exact, bound = rounded(spec, tensors)
     assert bool(((w.double() - exact).abs() <= bound).all())
+
+
+DROPPED: list[tuple[str, str, Any]] = [
+    ("one token", "sparse_vector", lambda self, share, words, scratch, x, total: total),
+    ("8 tokens", "sparse_mma", lambda self, share, lines, scratch, x, total: total),
+    ("64 tokens, wgmma", "sparse_mma", lambda self, share, lines, scratch, x, total: total),
+    ("prefill", "scatter_outliers", lambda self, table, buffer, column, cursor: cursor),
+    ("prefill_mma", "scatter_outliers", lambda self, table, buffer, column, cursor: cursor),
+    ("dequantize", "add_outliers", lambda self, *arguments: None),
+]
+
+
+@pytest.mark.parametrize(("kernel", "operation", "without"), DROPPED, ids=[kernel for kernel, *_ in DROPPED])
+def test_outliers_dropped(kernel: str, operation: str, without: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = MatmulSpec(40, 256, "u3", 16, zeros="float", outliers=True, out="f32")
+    problem = reference.random_inputs(spec, TOKENS)
+    monkeypatch.setattr(Program, operation, without)
+    assert not KERNELS[kernel](spec, problem)
 
 
 def test_mutations_are_found() -> None:
