@@ -211,15 +211,26 @@ def cpu(
 
 @app.command()
 def gguf(
-    file: Annotated[Path, typer.Argument(help="A GGUF file.")],
+    files: Annotated[list[Path], typer.Argument(help="GGUF files.")],
     llama_cpp: Annotated[str | None, typer.Option(help="A Python that has llama-cpp-python, to compare with.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 6,
     threads: Annotated[int, typer.Option(min=1, help="Of each.")] = 1,
+    out: Annotated[
+        Path, typer.Option(help="Results; those of the same file and threads are replaced.")
+    ] = Path("gguf.json"),
+    write: Annotated[bool, typer.Option("--write", help="Into docs/cpu.md, between its marks.")] = False,
 ) -> None:
-    """A GGUF model on this machine's CPU: tokens per second, also of llama.cpp."""
-    from benchmarks.gguf import gguf_table
+    """GGUF models on this machine's CPU: tokens per second, also of llama.cpp."""
+    from benchmarks.gguf import BEGIN, END, measure_file, text_of
+    from benchmarks.gguf import write as save
+    from benchmarks.publish import between_marks
 
-    print(gguf_table(file, llama_cpp, rounds, threads))
+    for file in files:
+        text = text_of(save(measure_file(file, llama_cpp, rounds, threads), out))
+    print(text)
+    if write:
+        page = Path("docs/cpu.md")
+        page.write_text(between_marks(page, text, BEGIN, END))
 
 
 @app.command()

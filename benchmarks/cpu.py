@@ -43,7 +43,7 @@ def cpu_table(n: int, k: int, seconds: float, on_step: Callable[[str], None] = l
         ratios = [f"{dense / f16:.2f}", *(f"{t / bf16:.2f}" for t in (dense_bf16, int4, int8))]
         rows.append((str(m), *times, *ratios))
     threads = torch.get_num_threads()
-    where = f"{_processor()}, {threads} thread{'s' * (threads != 1)}; {describe(environment())}"
+    where = f"{processor()}, {threads} thread{'s' * (threads != 1)}; {describe(environment())}"
     return f"{n} x {k}, groups of {GROUP}. {where}\n\n{markdown(_HEADER, rows)}"
 
 
@@ -97,7 +97,7 @@ def _copies(weight: Tensor) -> int:
     return -(-COPIES // weight.nbytes)
 
 
-def _processor() -> str:
+def processor() -> str:
     """Returns the processor's name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -12,38 +12,69 @@ import json
 import math
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import lowbit
+from benchmarks.cpu import processor
+from benchmarks.environment import describe, environment
 from benchmarks.llama_peer import PROMPT, ROOM, STEPS
 from benchmarks.tables import markdown
 from lowbit.pylib.model_speed import attention
 
+BEGIN, END = "<!-- gguf: begin -->", "<!-- gguf: end -->"
+_HEADER = ("file", "threads", "by", f"prompt of {PROMPT}, tokens/s", "decode, tokens/s")
+
 Measure = Callable[[], tuple[float, float]]
 """Returns seconds for the prompt, and for a token after it."""
+Record = Mapping[str, Any]
 
 
-def gguf_table(path: Path, python: str | None, rounds: int, threads: int) -> str:
-    """Returns the tokens per second of a file, as markdown.
+def measure_file(path: Path, python: str | None, rounds: int, threads: int) -> list[Record]:
+    """Returns the tokens per second of a file.
 
     python   the interpreter that has llama-cpp-python; None to measure lowbit alone
     """
     torch.set_num_threads(threads)
     contestants = {"lowbit": ours(path, threads)}
     if python is not None:
-        contestants["llama.cpp"] = theirs(path, threads, python)
+        contestants[_version(python)] = theirs(path, threads, python)
     least = dict.fromkeys(contestants, (math.inf, math.inf))
     for _ in range(rounds):
         for name, measure in contestants.items():
             (prompt, step), found = least[name], measure()
             least[name] = min(prompt, found[0]), min(step, found[1])
-    rows = [(name, f"{PROMPT / prompt:.0f}", f"{1 / step:.0f}") for name, (prompt, step) in least.items()]
-    what = f"{path.name}, {threads} thread{'s' * (threads != 1)}"
-    return markdown((what, f"prompt of {PROMPT}, tokens/s", "decode, tokens/s"), rows)
+    of_file = {"file": path.name, "threads": threads}
+    return [
+        {**of_file, "by": name, "prompt": round(PROMPT / prompt, 1), "decode": round(1 / step, 1)}
+        for name, (prompt, step) in least.items()
+    ]
+
+
+def write(records: Iterable[Record], out: Path) -> dict[str, Any]:
+    """Write results to a file, in place of those of the same models and numbers of threads; returns what it has."""
+
+    def key(record: Record) -> tuple[object, object]:
+        return record["file"], record["threads"]
+
+    new = list(records)
+    old: list[Record] = json.loads(out.read_text())["records"] if out.exists() else []
+    kept = [record for record in old if key(record) not in map(key, new)]
+    found = {"environment": environment() | {"processor": processor()}, "records": [*kept, *new]}
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    """Returns results as a line that says where they were measured, and a table."""
+    where = found["environment"]
+    rows = [
+        (r["file"], str(r["threads"]), r["by"], f"{r['prompt']:.0f}", f"{r['decode']:.0f}") for r in found["records"]
+    ]
+    return f"{where['processor']}; {describe(where)}\n\n{markdown(_HEADER, rows)}"
 
 
 def ours(path: Path, threads: int) -> Measure:
@@ -56,6 +87,7 @@ def ours(path: Path, threads: int) -> Measure:
     cache = StaticCache(config=model.config, max_cache_len=ROOM)
     tokens = torch.arange(100, 100 + PROMPT)[None]
     places = [torch.tensor([[place]]) for place in range(ROOM)]
+    torch.compiler.reset()  # another file's step has no guards, and would be taken for this one's
     compiled = torch.compile(
         model.forward,
         fullgraph=True,
@@ -80,6 +112,12 @@ def ours(path: Path, threads: int) -> Measure:
 
     measure()  # compiles
     return measure
+
+
+def _version(python: str) -> str:
+    """Returns the name of llama.cpp's package with its version."""
+    program = "import importlib.metadata as m; print('llama-cpp-python', m.version('llama-cpp-python'))"
+    return subprocess.run((python, "-c", program), capture_output=True, text=True, check=True).stdout.strip()
 
 
 def theirs(path: Path, threads: int, python: str) -> Measure:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import chain, cpu, first_calls_page, measure, prefill_page, show
+from benchmarks import chain, cpu, first_calls_page, gguf, measure, prefill_page, show
 from benchmarks.__main__ import app
 from benchmarks.cases import PLANS, Case, Plan
 from benchmarks.energy import count_to_tick
@@ -43,6 +43,7 @@ ENVIRONMENT: dict[str, Any] = {
     "sources": "abc",
     "date": "2026-11-21T00:00:00+00:00",
 }
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = Case(Shape("small", 256, 256), "u4")
 SPEEDS = {"lowbit": 1.1, "humming": 1.35, "gemlite": 2.2}  # times as long as the floor
 BITS = {"u8": 8, "f6e3m2": 6, "u5": 5, "u4": 4, "i3": 3, "u2": 2, "i1": 1}
@@ -485,3 +486,23 @@ def test_show_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row[1] == "1 of 1"
     monkeypatch.setattr(show.lowbit.Matmul, "__call__", lambda self, x, w: torch.zeros(len(x), spec.n))
     assert show.find_fault(spec, "cpu", rows=(1, 3)) == "m = 1, 3"
+
+
+def test_page_of_models_on_a_cpu() -> None:
+    """It has the results: a prompt is faster than by llama.cpp, and a token takes at most 1.3 times as long."""
+    found = json.loads((ROOT / "docs/results/gguf.json").read_text())
+    page = ROOT / "docs/cpu.md"
+    assert between_marks(page, gguf.text_of(found), gguf.BEGIN, gguf.END) == page.read_text()
+    by = {(record["file"], record["by"].split()[0]): record for record in found["records"]}
+    assert len(by) == 4
+    for file in {record["file"] for record in found["records"]}:
+        ours, theirs = by[file, "lowbit"], by[file, "llama-cpp-python"]
+        assert ours["prompt"] > theirs["prompt"] and 1.3 * ours["decode"] > theirs["decode"]
+
+
+def test_results_of_a_file_are_replaced(tmp_path: Path) -> None:
+    record = {"file": "a.gguf", "threads": 1, "by": "lowbit", "prompt": 100.0, "decode": 10.0}
+    gguf.write([record, record | {"threads": 2}], tmp_path / "gguf.json")
+    found = gguf.write([record | {"decode": 11.4}], tmp_path / "gguf.json")
+    assert [(r["threads"], r["decode"]) for r in found["records"]] == [(2, 10.0), (1, 11.4)]
+    assert "| a.gguf | 1 | lowbit | 100 | 11 |" in gguf.text_of(found)

@@ -225,6 +225,8 @@ def _without(slot: str) -> Any:
 MUTATIONS = {
     "second level of scales and offsets exchanged": (Q4_K, GroupNumbers, "_of_blocks", _exchanged("offset")),
     "second level of scales and zeros exchanged": (SPQR, GroupNumbers, "_of_blocks", _exchanged("zero")),
+    "codes of scales and zeros exchanged": (SPQR, ScalesZeros, "two_level", lambda right: lambda self, slot, *r: right(
+        self, replace(slot, bit=3 - slot.bit), *r)),
     "second level of the block before": (Q4_K, KernelPlan, "steps_per_block", _twice),
     "offset of scales dropped": (TABLE, ScalesZeros, "two_level", _without("scale_offsets")),
     "table of scales forgotten": (TABLE, Program, "look_up", lambda right: lambda self, places, table: self.cast(

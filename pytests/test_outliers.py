@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from compiled import compile_dequantize, compile_matmul
-from emulated import run_dequantize, run_matmul
+from emulated import Inputs, run_dequantize, run_matmul
+from every_kernel import KERNELS, TOKENS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,6 +21,7 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.outliers import ENTRIES, SPAN, table_lines
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.legality import shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
@@ -97,6 +99,40 @@ def test_lines_hold_every_outlier_once(csr: Tensor) -> None:
     assert outliers.largest(lines, n) == float(csr.values().abs().max() if csr.values().numel() else 0)
 
 
+@given(matrices(), st.integers(0, 9), st.sampled_from(["f16", "bf16"]))
+@settings(max_examples=12, deadline=None)
+def test_any_matrix_is_multiplied_on_the_cpu(csr: Tensor, choice: int, act: Any) -> None:
+    assert KERNELS["cpu"](*with_outliers(csr, choice, act))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(csr=matrices(), choice=st.integers(0, 9), act=st.sampled_from(["f16", "bf16"]))
+@settings(max_examples=25, deadline=None)
+def test_any_matrix_is_multiplied(kernel: str, csr: Tensor, choice: int, act: Any) -> None:
+    assert KERNELS[kernel](*with_outliers(csr, choice, act))
+
+
+def with_outliers(csr: Tensor, choice: int, act: Any) -> tuple[MatmulSpec, Inputs]:
+    """A weight in small or large groups or rows, by choice, with these outliers."""
+    n, k = csr.shape
+    sizes = [None, *(size for size in (16, 20, 25, 64, 128, 1000) if k % size == 0 and size < k)]
+    spec = MatmulSpec(n, k, ("u3", "i4")[choice % 2], sizes[choice % len(sizes)], outliers=True, act=act, out="f32")
+    x, tensors = reference.random_inputs(spec, TOKENS)
+    return spec, (x, tensors | {"outliers": csr})
+
+
+@pytest.mark.parametrize("density", [0.0, 0.002, 0.01, 0.05])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_densities(kernel: str, density: float) -> None:
+    """SpQR's weight, of which up to a twentieth are outliers."""
+    spec = MatmulSpec.preset("spqr", 40, 512, permuted=False, out="f32")
+    x, tensors = reference.random_inputs(spec, TOKENS)
+    tensors["outliers"] = outliers.draw(spec.n, spec.k, density, torch.Generator().manual_seed(1))
+    assert tensors["outliers"].values().numel() == pytest.approx(density * spec.n * spec.k, rel=0.05)
+    assert KERNELS[kernel](spec, (x, tensors))
+
+
 def test_a_word_is_value_column_and_row() -> None:
     """The picture in docs/sparse.md."""
     lines = outliers.to_lines(matrix([2, 18, 17], [5, 4100, 7], [1.5, -2.0, 1.0], 33, 8192))
@@ -170,6 +206,24 @@ def test_dequantize_has_no_races(spec: MatmulSpec) -> None:
     w = run_dequantize(kernel, spec, (x, tensors), racecheck=True)
     exact, bound = rounded(spec, tensors)
     assert bool(((w.double() - exact).abs() <= bound).all())
+
+
+DROPPED: list[tuple[str, str, Any]] = [
+    ("one token", "sparse_vector", lambda self, share, words, scratch, x, total: total),
+    ("8 tokens", "sparse_mma", lambda self, share, lines, scratch, x, total: total),
+    ("64 tokens, wgmma", "sparse_mma", lambda self, share, lines, scratch, x, total: total),
+    ("prefill", "scatter_outliers", lambda self, table, buffer, column, cursor: cursor),
+    ("prefill_mma", "scatter_outliers", lambda self, table, buffer, column, cursor: cursor),
+    ("dequantize", "add_outliers", lambda self, *arguments: None),
+]
+
+
+@pytest.mark.parametrize(("kernel", "operation", "without"), DROPPED, ids=[kernel for kernel, *_ in DROPPED])
+def test_outliers_dropped(kernel: str, operation: str, without: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = MatmulSpec(40, 256, "u3", 16, zeros="float", outliers=True, out="f32")
+    problem = reference.random_inputs(spec, TOKENS)
+    monkeypatch.setattr(Program, operation, without)
+    assert not KERNELS[kernel](spec, problem)
 
 
 def test_mutations_are_found() -> None:

@@ -138,3 +138,33 @@ func.func @load_diagonal_rows(%x: !x) {
   %0 = "lowbit.load_diagonal"(%x) : (!x) -> !lowbit.reg<[8, 32], f16, "local(1, 4).spatial(8, 4).local(1, 2)">
   return
 }
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!halves = !lowbit.shared<[16, 64], f16, [64, 1], 0>
+func.func @add_outliers_to_halves(%outliers: !table, %buffer: !halves, %i: i32) {
+  // expected-error @below {{'lowbit.add_outliers' op element of the buffer: expected f32, got f16}}
+  "lowbit.add_outliers"(%outliers, %buffer, %i, %i) {group = 64 : i64, padded = 64 : i64} : (!table, !halves, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!rows = !lowbit.shared<[8, 64], f32, [64, 1], 0>
+func.func @add_outliers_to_few_rows(%outliers: !table, %buffer: !rows, %i: i32) {
+  // expected-error @below {{'lowbit.add_outliers' op buffer: expected [16, 'columns'], got [8, 64]}}
+  "lowbit.add_outliers"(%outliers, %buffer, %i, %i) {group = 64 : i64, padded = 64 : i64} : (!table, !rows, i32, i32) -> ()
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!buffer = !lowbit.shared<[16, 64], f32, [64, 1], 0>
+func.func @add_outliers_of_groups_beyond_memory(%outliers: !table, %buffer: !buffer, %i: i32) {
+  // expected-error @below {{'lowbit.add_outliers' op group: expected 1..48, got 64}}
+  "lowbit.add_outliers"(%outliers, %buffer, %i, %i) {group = 64 : i64, padded = 48 : i64} : (!table, !buffer, i32, i32) -> ()
+  return
+}
