@@ -35,6 +35,7 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
                 make the places of outliers zero again, write those of the next panel
                 one thread: wait until the panel two before this has left its stage, copy a later panel there
                 load the codes that take the place of these: of the next round, or of the next tile's first
+                compute the next panel's scales and zeros from their codes, if a warp shares them (PanelFactors)
                 wait until the panel before this has been multiplied
                 say so                               signal empty[its stage], once per warp
         add the sums of blocks that have other parts of k
@@ -48,7 +49,7 @@ are no numbers of that type multiply in f32 (`PrefillPlan.scales_in_f32`), or as
 
 What a warp does between the begin of a product and the wait for the one before is hidden behind that one. What it does
 after the wait is hidden behind the product begun last and the other warpgroup's, and if it takes longer, these end
-first. So only fragments are made there; outliers are ready by then.
+first. So only fragments are made there; outliers, and numbers that codes of scales stand for, are ready by then.
 
 One product may be under way while the next one's fragments are decoded, and no more: of three sets of registers that
 take turns, the assembler uses one too early, says so (C7513) and runs products one by one.
@@ -72,6 +73,7 @@ from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.epilogue import Epilogue
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
+from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
@@ -116,6 +118,7 @@ class Kernel:
         p.grid_launch_dependents()
         p.grid_wait()
         self._copy_first_panels(first.token)
+        self._prepare_first_factors()
         if self.exchange:
             self.exchange.meet()
         self.mine = self.order.count()
@@ -173,6 +176,19 @@ class Kernel:
         """Starts to look where the outliers of the next tile are, while sums are stored."""
         if self.outliers:
             registers.outliers = [self.outliers.first(self.next.row_tile)]
+
+    def _prepare_first_factors(self) -> None:
+        """Computes what the first panel of the first round is multiplied by, if a warp shares it."""
+        if self.weight.of_panel:
+            self.weight.factors.use(Scalar.of(0))
+            self.weight.of_panel.fill(0)
+
+    def _prepare_next_factors(self, of_panel: PanelFactors, panel: int, number: Scalar) -> None:
+        """The same for the panel after this one. Behind the last panel of a round come the numbers of the next."""
+        if panel == self.plan.panels - 1:
+            self.weight.factors.await_copies()
+            self.weight.factors.use((number + 1) % 2)
+        of_panel.fill((panel + 1) % self.plan.panels)
 
     def _write_outliers(self, panel: Index, registers: WeightRegisters) -> None:
         """Writes the outliers of a panel, counted in the tile, to where its fragments are read."""
@@ -240,8 +256,11 @@ class Kernel:
             self._go_on_to_outliers_of(index * plan.panels + (panel + 1), registers)
             self._copy_later_panel(index, panel)
             self.weight.load_next_round(registers, panel, *coming)
+            if self.weight.of_panel:
+                self._prepare_next_factors(self.weight.of_panel, panel, number)
             self._release_panel_before(panel)
-        factors.await_copies()
+        if not self.weight.of_panel:
+            factors.await_copies()
         return registers.flat()
 
     def _coming_round(self, index: Scalar) -> tuple[Scalar, Scalar]:
