@@ -3,27 +3,33 @@
 // The outliers of a panel of 64 columns, to the places in shared memory where lanes read fragments.
 !table = !lowbit.global<[3], i32, [1], [1]>
 !buffer = !lowbit.shared<[2, 4, 32, 8], f16, [1024, 256, 8, 1], 0>
-!cursor = !lowbit.reg<[2, 32, 8], i32, "spatial(2, 1, 1).spatial(1, 32, 1).local(1, 1, 8)">
+!cursor = !lowbit.reg<[2, 32, 9], i32, "spatial(2, 1, 1).spatial(1, 32, 1).local(1, 1, 9)">
 // CHECK-LABEL: gpu.func @outliers
 
 // Where the lines of a row block begin and end, and a lane's word of the first. The cursor is in front of it.
 // CHECK-COUNT-3: llvm.load
 
-// A line: a store is under the condition that the word is an outlier of the panel.
-// CHECK:         %[[NEXT:.*]]:{{[0-9]}} = scf.while
+// If nothing of the line is behind the panel, and it was not the last one, the cursor goes on with the next, which is
+// there: all lanes get its head.
+// CHECK:         nvvm.vote.sync any
+// CHECK:         %[[NEXT:.*]]:{{[0-9]}} = scf.if
+// CHECK:           nvvm.shfl.sync idx %{{.*}}, %{{.*}}, %c0_i32
+// CHECK:           arith.andi %{{.*}}, %c4095_i32
+// A store is under the condition that the word is an outlier of the panel.
 // CHECK:           arith.cmpi ult, %{{.*}}, %c64_i32
 // CHECK:           scf.if
 // CHECK:             llvm.store %{{.*}}, %{{.*}} {alignment = 2 : i64} : f16
-// While nothing of the line is behind the panel, and it was not the last one, it goes on.
 // CHECK:           arith.cmpi sge
 // CHECK:           nvvm.vote.sync any
-// CHECK:           scf.condition
-// The next line is there, and all lanes get its head; the one behind it is asked for.
-// CHECK:         } do {
-// CHECK:           nvvm.shfl.sync idx %{{.*}}, %{{.*}}, %c0_i32
-// CHECK:           llvm.load
-// CHECK:           arith.andi %{{.*}}, %c4095_i32
-// CHECK:           scf.yield
+// Of others, which few panels have, each is waited for.
+// CHECK:           scf.while
+// CHECK:             scf.condition
+// CHECK:           } do {
+// CHECK:             llvm.load
+// CHECK:             nvvm.shfl.sync idx
+// The one behind is asked for in any case.
+// CHECK:         arith.minsi
+// CHECK:         llvm.load
 
 // Zeros in the places of two lines at most, or else everywhere: 16 bytes of a lane for each of four fragments.
 // CHECK:         %[[FEW:.*]] = arith.cmpi slt, %[[NEXT]]#{{[0-9]}}, %c3_i32

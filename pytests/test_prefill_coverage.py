@@ -117,6 +117,11 @@ SIZES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
     # Scales that are places in a table, from shared memory and from registers.
     ({"n": 40, "k": 512, **NESTED, "group_size": 16}, PrefillSchedule(32), 40),
     ({"n": 200, "k": 512, **NESTED}, PAIR, 9),
+    # Second levels that a warp shares, in two accesses and in one, without zeros and with offsets.
+    ({"n": 40, "k": 512, "weight": "u3", "group_size": 16, "scale": "u3", "bilevel": Bilevel(16, 1, "f16", True),
+      "outliers": True}, PrefillSchedule(16, 128, 4), 20),
+    ({"n": 40, "k": 512, "weight": "nf4", "group_size": 32, "zeros": "offset", "scale": "u4",
+      "bilevel": Bilevel(16, 1)}, PrefillSchedule(16, 128, 4), 20),
     # Wide panels with outliers, in a tile after the other.
     ({"n": 600, "k": 512, "weight": "u4", "group_size": 64, "outliers": True}, PrefillSchedule(16, 128, 4), 40),
 ]  # fmt: skip
@@ -178,6 +183,9 @@ def test_sums_are_waited_for_before_anything_is_loaded() -> None:
 # -- what must not be left out
 
 SPARSE = MatmulSpec(40, 512, "u4", 64, outliers=True, out="f32")
+SHARED = MatmulSpec(
+    40, 512, "u3", 16, zeros="float", scale="u3", bilevel=Bilevel(16, 1, "f16", True), out="f32"
+)
 CODED = MatmulSpec(40, 512, "u4", 32, zeros="offset", scale="u6", bilevel=Bilevel(groups=8), out="f32")
 
 
@@ -210,6 +218,21 @@ def test_second_level_of_the_next_block() -> None:
     assert not matmul_is_right(y, CODED, inputs, **PREFILL.rounding(CODED, SMALL))
 
 
+def test_scales_as_two_numbers() -> None:
+    """Of scales that f16 has few bits of, as of others, weights lose no more than by being rounded."""
+    assert PrefillPlan(SHARED, SMALL).panel_factors
+    x, tensors = random_inputs(SHARED, 9)
+    for factor in (1.0, 2.0**-6, 2.0**-9):
+        inputs = x, tensors | {"scale_scales": tensors["scale_scales"] * factor}
+        y = run_matmul(compiled(SHARED, SMALL), SHARED, inputs)
+        assert matmul_is_right(y, SHARED, inputs, **PREFILL.rounding(SHARED, SMALL)), factor
+
+
+def test_numbers_of_the_panel_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "_prepare_next_factors", lambda self, of_panel, panel, number: None)
+    assert not mutated(SHARED)
+
+
 def test_races_across_a_cluster_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warp that gives a stage back before its products have read it lets the other block copy into them."""
 
@@ -229,6 +252,6 @@ def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Program, "barrier", lambda self, scope="block", *rest, **others: scope == "warps" or barrier(self, scope)
     )
-    for spec in (SPARSE, CODED):
+    for spec in (SPARSE, CODED, SHARED):
         with pytest.raises(EmulatorError, match=r"race|without a barrier"):
             result(spec, SMALL, random_inputs(spec, 9))

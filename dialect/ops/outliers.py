@@ -200,11 +200,11 @@ class AddOutliersOp(Lowbit.Operation, name="add_outliers"):
         in_range(op.group, "group", 1, in_range(op.padded, "padded", 1))
 
 
-CURSOR = 8  # numbers of a thread; `passes.lowering.outliers` says what they are
+CURSOR = 9  # numbers of a thread; `passes.lowering.outliers` says what they are
 
 
 def _check_cursor(value: Any) -> int:
-    """A cursor is [warps, 32, 8] of i32, eight numbers in each thread; returns the number of warps."""
+    """A cursor is [warps, 32, 9] of i32, nine numbers in each thread; returns the number of warps."""
     reg = Reg.of(value.type)
     layout = spatial(reg.shape[0], 32, 1) * local(1, 1, CURSOR)
     expect(reg.element == "i32" and reg.layout == layout, "cursor", f"i32 in {layout}", value.type)

@@ -1,7 +1,7 @@
 // RUN: %lowbit-opt %s --split-input-file --verify-diagnostics
 
 !table = !lowbit.global<[3, 1], i32, [1, 1], [1, 1]>
-!cursor = !lowbit.reg<[2, 32, 8], i32, "spatial(2, 1, 1).spatial(1, 32, 1).local(1, 1, 8)">
+!cursor = !lowbit.reg<[2, 32, 9], i32, "spatial(2, 1, 1).spatial(1, 32, 1).local(1, 1, 9)">
 "lowbit.program"() ({
 ^bb0(%p: !llvm.ptr<1>, %block: i32):
   %table = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table
@@ -28,7 +28,7 @@
 // The buffer is in the order of fragments.
 !table = !lowbit.global<[3], i32, [1], [1]>
 !buffer = !lowbit.shared<[32, 64], f16, [64, 1], 0>
-!cursor = !lowbit.reg<[2, 32, 8], i32, "spatial(2, 1, 1).spatial(1, 32, 1).local(1, 1, 8)">
+!cursor = !lowbit.reg<[2, 32, 9], i32, "spatial(2, 1, 1).spatial(1, 32, 1).local(1, 1, 9)">
 "lowbit.program"() ({
 ^bb0(%p: !llvm.ptr<1>, %block: i32):
   %table = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table
@@ -44,7 +44,7 @@
 // What was written lies in a buffer of fragments, too.
 !buffer = !lowbit.shared<[1, 4, 32, 8], f16, [1024, 256, 8, 1], 0>
 !table = !lowbit.global<[3], i32, [1], [1]>
-!cursor = !lowbit.reg<[2, 32, 8], i32, "spatial(2, 1, 1).spatial(1, 32, 1).local(1, 1, 8)">
+!cursor = !lowbit.reg<[2, 32, 9], i32, "spatial(2, 1, 1).spatial(1, 32, 1).local(1, 1, 9)">
 "lowbit.program"() ({
 ^bb0(%p: !llvm.ptr<1>, %block: i32):
   %table = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table

@@ -78,7 +78,8 @@ class Share:
         self.warp, self._row_block = warp, arith.divui(rows, emit.constant(ROWS))
         self._block = arith.addi(c.scalars[op.first_block], self._row_block)
         warps = layout.shape[0]
-        self.parts = emit.constant(warps * int_attr(op, "splits"))
+        self._parts = warps * int_attr(op, "splits")
+        self.parts = emit.constant(self._parts)
         self.part = arith.addi(arith.muli(c.scalars[op.part], emit.constant(warps)), warp)
 
     def ends(self, row_block: int) -> tuple[Any, Any]:
@@ -92,12 +93,18 @@ class Share:
         offset = arith.muli(first, emit.constant(WORD, 64))
         return Line(emit.offset_bytes(self.table.base, dynamic=offset), inside)
 
-    def first_lines(self, row_blocks: int, count: int) -> list[Line]:
-        """The first lines of this warp of its row blocks, in device memory."""
+    def load_first(self, row_blocks: int, count: int) -> list[Any]:
+        """Loads this lane's words of the first lines of this warp of its row blocks; of no line 0. Lines of a row block
+        are as far apart as the warps that share them are many, so that their addresses differ by constants."""
         ends = self._all_ends(row_blocks)
-        numbers = [arith.muli(self.parts, emit.constant(i)) for i in range(count)]
-        firsts = [(arith.addi(start, self.part), end) for start, end in pairwise(ends)]
-        return [self.in_memory(arith.addi(first, number), end) for first, end in firsts for number in numbers]
+        lane = arith.extui(emit.integer(64), self._lane)
+        words: list[Any] = []
+        for start, end in pairwise(ends):
+            first = arith.addi(start, self.part)
+            mine = arith.muli(arith.addi(first_word(first), lane), emit.constant(WORD, 64))
+            pointer, lines = emit.offset_bytes(self.table.base, dynamic=mine), arith.subi(end, first)
+            words += [_word_if(pointer, i * self._parts, lines) for i in range(count)]
+        return words
 
     def _all_ends(self, row_blocks: int) -> list[Any]:
         """Where the lines of the first row block begin, and those of each end: none of one beyond the last. One load,
@@ -119,6 +126,13 @@ class Share:
             return add(lines, sums)
 
         return _loop(first, most, arith.muli(self.parts, emit.constant(turns)), sums, some)
+
+
+def _word_if(pointer: Any, line: int, lines: Any) -> Any:
+    """Loads a word so many lines on, or 0 if there are no more than that."""
+    load = f"setp.gt.s32 there, $2, {line}; mov.b32 $0, 0; @there ld.global.b32 $0, [$1+{line * LINE * WORD}];"
+    text, result = f"{{ .reg .pred there; {load} }}", emit.integer()
+    return llvm.inline_asm(result, [pointer, lines], text, "=&r,l,r", asm_dialect=0, has_side_effects=True)
 
 
 class StagedShare(Share):

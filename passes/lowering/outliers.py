@@ -60,23 +60,27 @@ def _add_to(buffer: Place, outlier: Outlier, place: Any) -> None:
 
 # -- outliers of panels
 
+_NO_COLUMN = -1
+
 
 class _Cursor(NamedTuple):
     """How far a warp has come in the lines of its row block.
 
-    word, column   a lane's word of this line, and the column that it names
-    following      its word of the next line
-    line, end      the number of this line, and that behind the last; words of lines that there are not mean nothing
-    last, before   where the lane has written an outlier of the last line of this panel, and of the line before: bytes
-                   from the beginning of the buffer, or -1
-    lines          lines that have been looked at for this panel
+    word, column, place   a lane's word of this line, the column that it names, and where it goes in the buffer, in
+                          bytes; where the word is no outlier, the column is `_NO_COLUMN`
+    following             its word of the next line, if there is one
+    line, last_line       the number of this line, and that of the last
+    last, before          where the lane has written an outlier of the last line of this panel, and of the line before,
+                          or -1
+    lines                 lines that have been looked at for this panel
     """
 
     word: Any
     column: Any
+    place: Any
     following: Any
     line: Any
-    end: Any
+    last_line: Any
     last: Any
     before: Any
     lines: Any
@@ -89,70 +93,91 @@ def _carried(reg: Reg, cursor: _Cursor) -> Fragment:
 @lowers(ops.FirstOutliersOp)
 def first_outliers(op: Any, c: LoweringContext) -> None:
     """The cursor is on an empty line in front of the first."""
-    table, zero = c.places[op.outliers], emit.constant(0)
+    table, zero, one = c.places[op.outliers], emit.constant(0), emit.constant(1)
     warps = c.threads_per_block // _WARP
     start, end = outlier_lines.lines_of(table, arith.addi(c.scalars[op.block], c.thread_digit(warps, _WARP)))
-    following, line = _word_of_lane(table, start, end, c), arith.subi(start, emit.constant(1))
-    c.tiles[op.result] = _carried(Reg.of(op.result.type), _Cursor(zero, zero, following, line, end, zero, zero, zero))
+    cursor = _Cursor(zero, emit.constant(_NO_COLUMN), *[zero] * 7)
+    cursor = cursor._replace(line=arith.subi(start, one), last_line=arith.subi(end, one))
+    c.tiles[op.result] = _carried(Reg.of(op.result.type), _with_following(cursor, table, c))
+
+
+def _with_following(cursor: _Cursor, table: Place, c: LoweringContext) -> _Cursor:
+    """Returns the cursor with its lane's word of the next line on the way, or where there is none, of another."""
+    line = arith.minsi(arith.addi(cursor.line, emit.constant(1)), cursor.last_line)
+    lane = arith.extui(emit.integer(64), c.thread_digit(_WARP))
+    return cursor._replace(following=outlier_lines.word(table, arith.addi(outlier_lines.first_word(line), lane)))
 
 
 @lowers(ops.ScatterOutliersOp)
 def scatter_outliers(op: Any, c: LoweringContext) -> None:
     """Writes what this line has of the buffer's columns. If nothing of it is left for later columns, it goes on with
-    the next line, which has come meanwhile, and asks for the one behind that."""
+    the next line, which has come meanwhile, and with others after it where they are that full.
+
+    Which line is the next is known in the end only, and it is asked for then, even if it is the one that has come: were
+    it asked for where the cursor goes on, the assembler would move it at once to where the other is, and wait for it.
+    """
     c.pending.finish_reads()
-    none = emit.constant(-1)
-    start = _Cursor(*c.tiles[op.cursor].registers("scalar"))
-    start = start._replace(last=none, before=none, lines=emit.constant(0))
-    types = [emit.integer()] * len(start)
-    loop = scf.WhileOp(types, list(start))
-    before, after = (region.blocks.append(*types) for region in loop.regions)
+    none, table = emit.constant(-1), c.places[op.outliers]
+    here = _Cursor(*c.tiles[op.cursor].registers("scalar"))
+    here = here._replace(last=none, before=none, lines=emit.constant(0))
+    here, is_over = _scatter_line(op, c, here)
+    types = [emit.integer()] * len(here)
+    branch = scf.IfOp(is_over, types, has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.YieldOp(list(_scatter_more_lines(op, c, *_scatter_line(op, c, _on_next_line(here, op, c)))))
+    with ir.InsertionPoint(branch.else_block):
+        scf.YieldOp(list(here))
+    here = _with_following(_Cursor(*branch.results), table, c)
+    c.tiles[op.result] = _carried(Reg.of(op.result.type), here)
+
+
+def _scatter_more_lines(op: Any, c: LoweringContext, cursor: _Cursor, is_over: Any) -> _Cursor:
+    """Goes on with line after line, as long as they are over in this panel."""
+    types = [emit.integer()] * len(cursor)
+    loop = scf.WhileOp([*types, emit.integer(1)], [*cursor, is_over])
+    before = loop.regions[0].blocks.append(*types, emit.integer(1))
+    after = loop.regions[1].blocks.append(*types, emit.integer(1))
     with ir.InsertionPoint(before):
-        here = _Cursor(*before.arguments)
-        is_there = emit.below(here.line, here.end)
-        place, some_left = _scatter_line(op, c, here, is_there)
-        here = here._replace(last=place, before=here.last, lines=arith.addi(here.lines, emit.constant(1)))
-        scf.ConditionOp(arith.andi(arith.xori(some_left, emit.constant(1, 1)), is_there), list(here))
+        *_, goes_on = before.arguments
+        scf.ConditionOp(goes_on, list(before.arguments))
     with ir.InsertionPoint(after):
-        scf.YieldOp(list(_on_next_line(_Cursor(*after.arguments), c.places[op.outliers], c)))
-    c.tiles[op.result] = _carried(Reg.of(op.result.type), _Cursor(*loop.results))
+        here = _with_following(_Cursor(*list(after.arguments)[:-1]), c.places[op.outliers], c)
+        here, is_over = _scatter_line(op, c, _on_next_line(here, op, c))
+        scf.YieldOp([*here, is_over])
+    return _Cursor(*list(loop.results)[:-1])
 
 
-def _on_next_line(cursor: _Cursor, table: Place, c: LoweringContext) -> _Cursor:
-    """Returns the cursor on the next line, whose first word, the head, all lanes get."""
-    word, line = cursor.following, arith.addi(cursor.line, emit.constant(1))
-    head = emit.of_lane(0, word)
-    following = _word_of_lane(table, arith.addi(line, emit.constant(1)), cursor.end, c)
-    return cursor._replace(word=word, column=outlier_lines.outlier(word, head).column, following=following, line=line)
+def _on_next_line(cursor: _Cursor, op: Any, c: LoweringContext) -> _Cursor:
+    """Returns the cursor on the next line, with all that its words say: panels that share it have little left to do.
+    All lanes get the first word, the head."""
+    word = cursor.following
+    outlier = outlier_lines.outlier(word, emit.of_lane(0, word))
+    is_outlier = arith.andi(
+        *(arith.cmpi(arith.CmpIPredicate.ne, v, emit.constant(0)) for v in (c.thread_digit(_WARP), word))
+    )
+    place = _place_in_fragments(c.places[op.buffer], outlier.row, outlier.column, c)
+    column = arith.select(is_outlier, outlier.column, emit.constant(_NO_COLUMN))
+    return cursor._replace(word=word, column=column, place=place, line=arith.addi(cursor.line, emit.constant(1)))
 
 
-def _word_of_lane(table: Place, line: Any, end: Any, c: LoweringContext) -> Any:
-    """Loads this lane's word of a line; of one that is not before the end, a word of the table."""
-    first = outlier_lines.first_word(arith.select(emit.below(line, end), line, emit.constant(0)))
-    return outlier_lines.word(table, arith.addi(first, arith.extui(emit.integer(64), c.thread_digit(_WARP))))
-
-
-def _scatter_line(op: Any, c: LoweringContext, cursor: _Cursor, is_there: Any) -> tuple[Any, Any]:
-    """Writes the outliers of a line that are in the buffer; returns where this lane has, and whether others of the line
-    are behind the buffer."""
-    buffer, word = c.places[op.buffer], cursor.word
-    column = arith.subi(cursor.column, c.scalars[op.first_column])
-    lane = c.thread_digit(_WARP)
-    is_outlier = arith.andi(*(arith.cmpi(arith.CmpIPredicate.ne, v, emit.constant(0)) for v in (lane, word)))
-    is_outlier = arith.andi(is_there, is_outlier)
+def _scatter_line(op: Any, c: LoweringContext, cursor: _Cursor) -> tuple[_Cursor, Any]:
+    """Writes the outliers of a line that are in the buffer; returns the cursor that knows where, and whether the warp
+    goes on with the next line."""
+    buffer, first = c.places[op.buffer], c.scalars[op.first_column]
     columns = emit.constant(BLOCK_K * buffer.type.shape[1])
-    inside = arith.andi(is_outlier, arith.cmpi(arith.CmpIPredicate.ult, column, columns))
-    outlier = outlier_lines.outlier(word, emit.constant(0))
-    place = _place_in_fragments(buffer, outlier.row, column, c)
-    when(inside, lambda: _write(buffer, place, outlier.value))
-    behind = arith.andi(is_outlier, arith.cmpi(arith.CmpIPredicate.sge, column, columns))
+    inside = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(cursor.column, first), columns)
+    value = outlier_lines.outlier(cursor.word, emit.constant(0)).value
+    when(inside, lambda: _write(buffer, cursor.place, value))
+    behind = arith.cmpi(arith.CmpIPredicate.sge, cursor.column, arith.addi(first, columns))
     some_left = nvvm.vote_sync(emit.constant(-1), behind, ir.Attribute.parse("#nvvm<vote_sync_kind any>"))
-    return arith.select(inside, place, emit.constant(-1)), some_left
+    is_over = arith.andi(arith.xori(some_left, emit.constant(1, 1)), emit.below(cursor.line, cursor.last_line))
+    last, lines = arith.select(inside, cursor.place, emit.constant(-1)), arith.addi(cursor.lines, emit.constant(1))
+    return cursor._replace(last=last, before=cursor.last, lines=lines), is_over
 
 
 def _place_in_fragments(buffer: Place, row: Any, column: Any, c: LoweringContext) -> Any:
     """Returns where a lane of the warp reads an element as part of a fragment, in bytes: `MMA_M16N8K16_A`, digit by
-    digit."""
+    digit. A buffer begins at a multiple of its columns, which are a power of two."""
     warp = c.thread_digit(c.threads_per_block // _WARP, _WARP)
     digits = (  # of an element's place: where from, divisor, size, stride
         (column, BLOCK_K, buffer.type.shape[1], buffer.type.strides[1]),

@@ -34,10 +34,7 @@ def load_outliers(op: Any, c: LoweringContext) -> None:
     reg = Reg.of(op.result.type)
     lines = reg.shape[2]
     nvvm.bar_warp_sync(emit.constant(-1))
-    share, lane = Share(op, c, reg.layout, ROWS), arith.muli(c.thread_digit(WARP), emit.constant(WORD))
-    mine = arith.extui(emit.integer(64), lane)
-    found = share.first_lines(reg.layout.locals // lines, lines)
-    words = [word for line in found for word in line.words(mine, 1)]
+    words = Share(op, c, reg.layout, ROWS).load_first(reg.layout.locals // lines, lines)
     c.tiles[op.result] = Fragment(reg, "scalar", words.__getitem__)
 
 
@@ -46,8 +43,8 @@ def sparse_vector(op: Any, c: LoweringContext) -> None:
     """Loads all x that the lines of a few row blocks meet, at once. Then, row block by row block, each lane adds up its
     products in shared memory, and those of a row are added to its accumulators.
 
-    The barrier keeps the assembler from moving the wait for the lines in front of copies that are to be started
-    before."""
+    One barrier keeps the assembler from moving the wait for the lines in front of copies that are to be started before,
+    the other from asking for some x later, behind the wait for others."""
     c.pending.finish_reads()
     nvvm.bar_warp_sync(emit.constant(-1))
     total, reg = c.tiles[op.c], Reg.of(op.result.type)
@@ -59,6 +56,7 @@ def sparse_vector(op: Any, c: LoweringContext) -> None:
     for first in range(0, len(rows), at_once):
         some = {row: words[row * count : (row + 1) * count] for row in rows[first : first + at_once]}
         loaded = [lanes.load([lanes.outlier(word) for word in own]) for own in some.values()]
+        nvvm.bar_warp_sync(emit.constant(-1))
         for (row, own), products in zip(some.items(), loaded):
             lanes.clear()
             lanes.add(products)

@@ -99,6 +99,29 @@ class Factors:
 
     # -- to numbers
 
+    def of_groups(self, name: str, first: int, layout: Layout) -> Tile:
+        """Numbers of a tensor in f32, of the groups of a round from `first` on: [warps, groups, 16] in a layout of this
+        shape. All come from shared memory, and rows share their second level."""
+
+        def staged(name: str, layout: Layout) -> Tile:
+            _, groups, rows = layout.shape
+            buffer = self.p.stage(self.staged[name], self._stage)
+            flat = layout.reshape((1, WARPS, groups * rows))
+            return self.p.reshape(self.p.load(buffer, (0, 0, first * rows), flat), layout.shape)
+
+        def second_level(name: str, bilevel: Bilevel) -> Tile:
+            return self.convert.as_f32(staged(name, layout.reduce((2,))), bilevel.scale)
+
+        slot = self.spec.slot(name)
+        return self.convert.two_level(slot, staged(slot.tensor, layout), second_level)
+
+    def in_two(self, scale: Tile) -> tuple[Tile, Tile]:
+        """A scale in f32 as the sum of two numbers of x's type, times the power of two that decoding leaves out."""
+        p, act = self.p, self.spec.act
+        scale = self.convert.with_exponent(scale)
+        high = p.cast(scale, act)
+        return high, p.cast(p.sub(scale, p.cast(high, "f32")), act)
+
     def number(self, name: str, loaded: dict[str, list[Tile]], column: int) -> Tile:
         """Numbers of a tensor [rows, 1] in f32, of the group that a column of a round is in."""
 

@@ -25,16 +25,17 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
     codes, scales, zeros of the first round on their way to registers; the first `ahead` panels of x to shared memory
     for tile of this block:                          GROUP_TILES token tiles by all rows, then the next ones
         clear the sums
+        write the first panel's outliers to shared memory, among zeros
         for round:                                   `step` columns, of this block's part of k
             for panel of `panel_k` columns:
-                write its outliers to shared memory, among zeros
                 for group in panel:
                     a = scale * (decode(codes) - zero) + outliers
                 wait until x is there                signal full[stage]
                 sums += a x^T                        begun, not waited for
-                make the places of outliers zero again
+                make the places of outliers zero again, write those of the next panel
                 one thread: wait until the panel two before this has left its stage, copy a later panel there
                 load the codes that take the place of these: of the next round, or of the next tile's first
+                compute the next panel's scales and zeros from their codes, if a warp shares them (PanelFactors)
                 wait until the panel before this has been multiplied
                 say so                               signal empty[its stage], once per warp
         add the sums of blocks that have other parts of k
@@ -45,6 +46,10 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
 Weights of groups are scaled before they are multiplied, and so rounded to the type of x, as `dequantize` rounds them:
 to scale the sums of every group instead, products would have to be waited for (it took 1.9 times as long). Scales that
 are no numbers of that type multiply in f32 (`PrefillPlan.scales_in_f32`), or as two that are (`scales_in_two`).
+
+What a warp does between the begin of a product and the wait for the one before is hidden behind that one. What it does
+after the wait is hidden behind the product begun last and the other warpgroup's, and if it takes longer, these end
+first. So only fragments are made there; outliers, and numbers that codes of scales stand for, are ready by then.
 
 One product may be under way while the next one's fragments are decoded, and no more: of three sets of registers that
 take turns, the assembler uses one too early, says so (C7513) and runs products one by one.
@@ -68,6 +73,7 @@ from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.epilogue import Epilogue
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
+from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
@@ -112,6 +118,7 @@ class Kernel:
         p.grid_launch_dependents()
         p.grid_wait()
         self._copy_first_panels(first.token)
+        self._prepare_first_factors()
         if self.exchange:
             self.exchange.meet()
         self.mine = self.order.count()
@@ -170,22 +177,33 @@ class Kernel:
         if self.outliers:
             registers.outliers = [self.outliers.first(self.next.row_tile)]
 
-    def _outliers_of_panel(self, index: Scalar, panel: int, registers: WeightRegisters) -> Tile | None:
-        """The outliers of a panel as fragments, where a weight has some."""
-        if not self.outliers:
-            return None
-        column = (index * self.plan.panels + panel) * self.schedule.panel_k
-        outliers, behind = self.outliers.of_panel(column, *registers.outliers)
-        registers.outliers = [behind]
-        return outliers
+    def _prepare_first_factors(self) -> None:
+        """Computes what the first panel of the first round is multiplied by, if a warp shares it."""
+        if self.weight.of_panel:
+            self.weight.factors.use(Scalar.of(0))
+            self.weight.of_panel.fill(0)
+
+    def _prepare_next_factors(self, of_panel: PanelFactors, panel: int, number: Scalar) -> None:
+        """The same for the panel after this one. Behind the last panel of a round come the numbers of the next."""
+        if panel == self.plan.panels - 1:
+            self.weight.factors.await_copies()
+            self.weight.factors.use((number + 1) % 2)
+        of_panel.fill((panel + 1) % self.plan.panels)
+
+    def _write_outliers(self, panel: Index, registers: WeightRegisters) -> None:
+        """Writes the outliers of a panel, counted in the tile, to where its fragments are read."""
+        if self.outliers:
+            column = panel * self.schedule.panel_k
+            registers.outliers = [self.outliers.write(column, *registers.outliers)]
 
     # -- a tile
 
     def _tile(self, carried: list[Tile]) -> list[Tile]:
         """Computes the tile or slice `here`; what the next one's first round begins with."""
-        p, sums = self.p, self.sums[self.tokens]
+        p, sums, registers = self.p, self.sums[self.tokens], self.registers.like(carried)
         p.clear(sums)
-        with p.loop(self.first_round, self.plan.rounds, carried) as loop:
+        self._write_outliers(0, registers)
+        with p.loop(self.first_round, self.plan.rounds, registers.flat()) as loop:
             loop.results = self._round(loop.index, loop.carried)
         self._copy_first_panels_of_slice()
         registers, total = self.registers.like(loop.carried), p.read(sums)
@@ -231,16 +249,18 @@ class Kernel:
         sums = self.sums[self.tokens]
         for panel in range(plan.panels):
             parts = list(parts_of_panel(plan, panel))
-            ready = self._fragments(parts, index, panel, registers)
+            ready = self._fragments(parts, panel, registers)
             x = self._await_panel(index, panel)
             for part, a in zip(parts, ready):
                 self.p.accumulate(a, x, part.start, sums, row=0, held=part is not parts[-1])
-            if self.outliers:
-                self.outliers.erase(*registers.outliers)
+            self._go_on_to_outliers_of(index * plan.panels + (panel + 1), registers)
             self._copy_later_panel(index, panel)
             self.weight.load_next_round(registers, panel, *coming)
+            if self.weight.of_panel:
+                self._prepare_next_factors(self.weight.of_panel, panel, number)
             self._release_panel_before(panel)
-        factors.await_copies()
+        if not self.weight.of_panel:
+            factors.await_copies()
         return registers.flat()
 
     def _coming_round(self, index: Scalar) -> tuple[Scalar, Scalar]:
@@ -248,9 +268,16 @@ class Kernel:
         inside = index + 1 < self.first_round + self.plan.rounds
         return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, self.first_round)
 
-    def _fragments(self, parts: list[Part], index: Scalar, panel: int, registers: WeightRegisters) -> list[Tile]:
+    def _go_on_to_outliers_of(self, panel: Scalar, registers: WeightRegisters) -> None:
+        """Writes the outliers of the next panel, counted in the tile, in place of this one's. Behind the last panel of
+        a tile there are none."""
+        if self.outliers:
+            self.outliers.erase(*registers.outliers)
+            self._write_outliers(panel, registers)
+
+    def _fragments(self, parts: list[Part], panel: int, registers: WeightRegisters) -> list[Tile]:
         """The weights of a panel as they are multiplied, decoded before the panel of x is waited for."""
-        outliers = self._outliers_of_panel(index, panel, registers)
+        outliers = self.outliers.fragments() if self.outliers else None
         ready = [self.weight.fragments(part, panel, registers, outliers) for part in parts]
         for a in ready:
             self.p.materialize(a)

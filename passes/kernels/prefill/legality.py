@@ -94,7 +94,8 @@ def weight_bytes(plan: PrefillPlan) -> int:
     outliers = ROWS_OF_TILE * s.panel_k * spec.x.bytes if spec.outliers else 0
     factors = factors_of(plan)
     staged = sum(2 * WARPS * factors[name].row_block_bytes for name in staged_factors(plan))
-    return table + outliers + staged
+    of_panel = ROWS_OF_TILE * plan.panel_groups * len(plan.panel_factors) * spec.x.bytes
+    return table + outliers + staged + of_panel
 
 
 def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:

@@ -2,7 +2,8 @@
 
 A warp walks the lines of its row block beside the panels. The outliers of a panel are written to shared memory, where
 they stand in the order of fragments among zeros, and are read as if they were a weight: 16 bytes for eight of them. So
-what they cost grows with the weights, hardly with the outliers, and not with the tokens of a tile.
+what they cost grows with the weights, hardly with the outliers, and not with the tokens of a tile. They are written
+while the panel before is multiplied.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.layouts.layout import spatial
-from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.builder import Index, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import WARPS
 
@@ -35,13 +36,16 @@ class Outliers:
         self.p.store(self.p.constant(0.0, self.act, self._lanes), self._buffer, (0, 0, 0, 0))
         self.p.barrier("warps", 1)
 
-    def of_panel(self, column: Scalar, cursor: Tile) -> tuple[Tile, Tile]:
-        """Returns the outliers of the panel that begins at a column, as fragments [rows, panel_k], and the cursor
-        behind them. `erase` comes before the next panel."""
+    def write(self, column: Index, cursor: Tile) -> Tile:
+        """Writes the outliers of the panel that begins at a column; returns the cursor behind them."""
         behind = self.p.scatter_outliers(self._table, self._buffer, column, cursor)
         self.p.barrier("warps", 1)
+        return behind
+
+    def fragments(self) -> Tile:
+        """What is written, as fragments [rows, panel_k]."""
         loaded = self.p.load(self._buffer, (0, 0, 0, 0), self._lanes)
-        return self.p.view(loaded, self.act, self._fragments), behind
+        return self.p.view(loaded, self.act, self._fragments)
 
     def erase(self, cursor: Tile) -> None:
         """Leaves zeros for the next panel, once this one's fragments have been made. cursor: behind this panel."""

@@ -13,6 +13,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
+GROUPS_AT_ONCE = 4  # whose numbers a lane reads at once where a warp computes those of a panel
 OUT_TOKENS = (64, 48, 32, 16)  # tokens that may be turned around in shared memory at a time
 
 
@@ -44,10 +45,12 @@ class PrefillPlan:
 
     steps         columns of a round, from and to
     least_pieces  pieces of a round, at least
+    asynchronous  whether a panel is multiplied while the next one is decoded
     """
 
     steps: ClassVar[tuple[int, int]] = (256, 2048)
     least_pieces: ClassVar[int] = 2
+    asynchronous: ClassVar[bool] = True
 
     spec: MatmulSpec
     schedule: PrefillSchedule
@@ -121,11 +124,38 @@ class PrefillPlan:
     @property
     def scales_in_two(self) -> bool:
         """Whether a scale that is no number of x's type is the sum of two that are: 16 of its bits in bf16, which has
-        the range of f32. So s_high q + s_low q is as good as rounded once, and what is added is rounded before."""
+        the range of f32, or 22 in f16 where a warp computes them. So s_high q + s_low q is as good as rounded once, and
+        what is added is rounded before."""
         spec = self.spec
         rounds_added = not spec.outliers and (spec.zeros != "offset" or spec.bilevel is not None)
         decoded = spec.act == "bf16" and compute_element(spec.dtype, spec.act) == spec.act
-        return self.scales_weights and not self._has_exact_scales and decoded and rounds_added
+        in_bf16 = self.scales_weights and not self._has_exact_scales and decoded and rounds_added
+        return in_bf16 or self._shares_factors
+
+    @property
+    def panel_factors(self) -> tuple[str, ...]:
+        """Numbers that a warp computes once for a panel (`PanelFactors`): a scale as two of x's type, and what is
+        added; none where every lane computes its own."""
+        if not self._shares_factors:
+            return ()
+        return ("high", "low") if self.spec.zeros == "none" else ("high", "low", "added")
+
+    @property
+    def panel_groups(self) -> int:
+        """Groups of a panel, where they are whole; 0 where they are not."""
+        group = self.spec.packing.padded_group
+        return self.schedule.panel_k // group if group and self.schedule.panel_k % group == 0 else 0
+
+    @property
+    def _shares_factors(self) -> bool:
+        """Whether all 16 rows of a row block share the second level of their scales and zeros, f16 numbers of small
+        groups. What a scale lacks as a sum of two f16 numbers is less than half the least subnormal."""
+        spec, bilevel, groups = self.spec, self.spec.bilevel, self.panel_groups
+        if bilevel is None or not self.asynchronous or spec.compute or spec.zeros == "int" or self.scales_rows_early:
+            return False
+        shared = bilevel.rows == ROWS and bilevel.lanes(spec.packing) == bilevel.groups == 1
+        in_f16 = spec.act == bilevel.scale == compute_element(spec.dtype, spec.act) == "f16"
+        return shared and in_f16 and groups > 0 and groups % GROUPS_AT_ONCE == 0
 
     @property
     def _has_exact_scales(self) -> bool:

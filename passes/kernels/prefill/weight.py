@@ -12,6 +12,7 @@ from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.access import Access
 from lowbit.passes.kernels.prefill.factors import Factors
+from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
 from lowbit.passes.kernels.prefill.parts import Part
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import WARPS
@@ -49,6 +50,7 @@ class Weight:
         self.compute = compute_element(plan.spec.dtype, plan.spec.act)
         self.factors = Factors(p, plan)
         self.convert = self.factors.convert
+        self.of_panel = PanelFactors(p, plan, self.factors) if plan.panel_factors else None
         self.a_layout = plan.rows.local(1, plan.piece // BLOCK_K) * MMA_M16N8K16_A
         packing, units = self.packing, self.packing.units
         shape = (packing.chunks, packing.row_blocks, units * 32)
@@ -114,9 +116,11 @@ class Weight:
         numbers = p.slice(numbers, 1, within + part.start, part.width)
         if not plan.scales_weights:
             return numbers
+        sparse = None if outliers is None else p.slice(outliers, 1, part.start, part.width)
+        if self.of_panel:
+            return self._scaled_as_in_panel(self.of_panel, numbers, part, sparse)
         if plan.scales_in_two:
             return self._scaled_in_two(numbers, column, registers)
-        sparse = None if outliers is None else p.slice(outliers, 1, part.start, part.width)
         scaled = self._scaled_in_f32 if plan.scales_in_f32 else self._scaled
         return scaled(numbers, column, registers, sparse)
 
@@ -150,11 +154,19 @@ class Weight:
         p, act = self.p, self.spec.act
         scale = self.factors.number("scales", registers.factors, column)
         added = self._added(scale, column, registers)
-        scale = self.convert.with_exponent(scale)
-        high = p.cast(scale, act)
-        low = p.cast(p.sub(scale, p.cast(high, "f32")), act)
+        high, low = self.factors.in_two(scale)
         rest = p.mul(numbers, low) if added is None else p.fma(numbers, low, p.cast(added, act))
         return p.fma(numbers, high, rest)
+
+    def _scaled_as_in_panel(self, factors: PanelFactors, numbers: Tile, part: Part, sparse: Tile | None) -> Tile:
+        """The same with numbers that the warp has computed for the panel."""
+        p, group = self.p, part.start // part.width
+        low = factors.number("low", group)
+        if "added" in self.plan.panel_factors:
+            rest = p.fma(numbers, low, factors.number("added", group))
+        else:
+            rest = p.mul(numbers, low)
+        return p.fma(numbers, factors.number("high", group), rest if sparse is None else p.add(rest, sparse))
 
     def _scaled_in_f32(self, numbers: Tile, column: int, registers: WeightRegisters, sparse: Tile | None) -> Tile:
         """The same in f32, rounded once."""

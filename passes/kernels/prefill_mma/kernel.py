@@ -106,9 +106,11 @@ class MmaKernel(Kernel):
 
     def _outliers_of_panel(self, index: Scalar, panel: int, registers: WeightRegisters) -> Tile | None:
         """The outliers of a panel as fragments, where a weight has some; their place is for the next panel's again."""
-        outliers = super()._outliers_of_panel(index, panel, registers)
-        if self.outliers:
-            self.outliers.erase(*registers.outliers)
+        if not self.outliers:
+            return None
+        self._write_outliers(index * self.plan.panels + panel, registers)
+        outliers = self.outliers.fragments()
+        self.outliers.erase(*registers.outliers)
         return outliers
 
     # -- x

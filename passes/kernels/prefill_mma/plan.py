@@ -16,6 +16,7 @@ class PrefillMmaPlan(PrefillPlan):
     """Numbers that follow from a spec and a schedule: those of `PrefillPlan`, with other warps and other stages."""
 
     steps: ClassVar[tuple[int, int]] = (128, 2048)
+    asynchronous: ClassVar[bool] = False
 
     schedule: PrefillMmaSchedule
 
