@@ -23,7 +23,7 @@ from benchmarks.cpu import processor
 from benchmarks.environment import describe, environment
 from benchmarks.llama_peer import PROMPT, ROOM, STEPS
 from benchmarks.tables import markdown
-from lowbit.pylib.model_speed import attention
+from lowbit.pylib.model_speed.attention import attention_for
 
 BEGIN, END = "<!-- gguf: begin -->", "<!-- gguf: end -->"
 _HEADER = ("file", "threads", "by", f"prompt of {PROMPT}, tokens/s", "decode, tokens/s")
@@ -82,8 +82,9 @@ def ours(path: Path, threads: int) -> Measure:
     from transformers import StaticCache
 
     clock = time.process_time if threads == 1 else time.perf_counter
-    model = lowbit.from_gguf(path, attn_implementation=attention.register())
+    model = lowbit.from_gguf(path)
     lowbit.fuse_(model)
+    model.config._attn_implementation = attention_for(model.config, 1, ROOM)
     cache = StaticCache(config=model.config, max_cache_len=ROOM)
     tokens = torch.arange(100, 100 + PROMPT)[None]
     places = [torch.tensor([[place]]) for place in range(ROOM)]

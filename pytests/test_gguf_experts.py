@@ -156,6 +156,24 @@ def test_other_stacks(tmp_path: Path) -> None:
         lowbit.load_gguf(path).load_experts("blk.0.ffn_up_exps.weight")
 
 
+def test_scales_of_whole_matrices(tmp_path: Path) -> None:
+    """One for each expert. Where the gate's are all 1, the file has those of the up projection alone."""
+    scales = np.float32([0.5, 1, 0.3, 2])
+
+    def add(tensors: Tensors, _: dict[str, Any]) -> None:
+        tensors["blk.0.ffn_up_exps.scale"] = scales, None
+
+    plain, path = tmp_path / "plain.gguf", tmp_path / "m.gguf"
+    write_model(plain, "qwen3moe", 1)
+    write_model(path, "qwen3moe", 1, change=add)
+    of_file, experts = (lowbit.from_gguf(each).model.layers[0].mlp.experts for each in (plain, path))
+    for expert, scale in enumerate(scales):
+        expected = of_file.gate_up[expert].packed.dequantize()
+        expected[INNER:] *= float(scale)
+        torch.testing.assert_close(experts.gate_up[expert].packed.dequantize(), expected, rtol=1e-6, atol=1e-9)
+    assert not experts.down[0].spec.row_scales
+
+
 def test_what_does_not_fit(tmp_path: Path) -> None:
     def stack(name: str, kind: str, *shape: int) -> Any:
         data = gguf.quants.quantize(np.zeros(shape, np.float32), Kind[kind]), Kind[kind]

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import HIDDEN, INNER, VOCABULARY, Tensors, write_model
+from gguf_files import HIDDEN, INNER, VOCABULARY, Tensors, blocks, write_model
 from torch import Tensor, nn
 
 import lowbit
@@ -101,6 +101,36 @@ def test_dense_tensors_stay_tied(tmp_path: Path) -> None:
     assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
     right = logits(theirs(path))
     assert float((logits(model) - right).abs().max()) < 0.01 * float(right.abs().max())
+
+
+def in_nvfp4(*scales: tuple[str, Any]) -> Any:
+    """Makes a matrix of NVFP4, with these scales of the whole beside it."""
+
+    def change(tensors: Tensors, _: dict[str, Any]) -> None:
+        tensors["blk.0.attn_q.weight"] = (blocks("NVFP4", HIDDEN, HIDDEN), gguf.GGMLQuantizationType.NVFP4)
+        tensors.update({f"blk.0.attn_q.{name}": (np.array(value), None) for name, value in scales})
+
+    return change
+
+
+def test_scales_of_whole_matrices(tmp_path: Path) -> None:
+    """llama.cpp multiplies by them after the matrix; scales of inputs are for inputs in f4."""
+    plain, path = tmp_path / "plain.gguf", tmp_path / "m.gguf"
+    write_model(plain, "qwen3", 1, change=in_nvfp4())
+    write_model(path, "qwen3", 1, change=in_nvfp4(("scale", np.float32([0.3])), ("input_scale", np.float32([7]))))
+    of_file, layer = (lowbit.from_gguf(each).model.layers[0].self_attn.q_proj for each in (plain, path))
+    data = blocks("NVFP4", HIDDEN, HIDDEN)
+    expected = np.float32(0.3) * gguf.quants.dequantize(data, gguf.GGMLQuantizationType.NVFP4)
+    assert layer.spec.row_scales and not of_file.spec.row_scales and layer.packed.nbytes < of_file.packed.nbytes + 2048
+    torch.testing.assert_close(layer.packed.dequantize(), torch.from_numpy(expected), rtol=1e-6, atol=0)
+    assert torch.equal(lowbit.load_gguf(path)["blk.0.attn_q.weight"].dequantize(), of_file.packed.dequantize())
+
+
+@pytest.mark.parametrize("scale", [np.float32([1, 2]), np.float16([1]), np.float32([[1]])])
+def test_scales_that_do_not_fit(scale: Any, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "qwen3", 1, change=in_nvfp4(("scale", scale)))
+    with pytest.raises(CheckpointError, match=r"m.gguf: blk.0.attn_q.scale is float\d\d \[.*\], but must be float32"):
+        lowbit.from_gguf(path)
 
 
 def test_output_layer_of_its_own(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _read(source: Source, dtype: torch.dtype) -> _Contents:
     """Returns the tensors of a file, each in the order and the type that the model has it in."""
     file, contents = source.file, _Contents()
     for name, key in source.names():
-        value = file.load(name, source.order(name))
+        value = file.load(name, source.order(name), source.factors(name))
         if isinstance(value, Tensor):
             contents.add_dense(key, source.dense(name, value).to(dtype))
         elif name == EMBEDDINGS:
@@ -126,8 +126,16 @@ def _read(source: Source, dtype: torch.dtype) -> _Contents:
                 whole = torch.cat([cast(Tensor, file[name]) for name in stacks], 1)
                 contents.add_dense(f"{module}.{matrix}", whole.to(dtype))
             else:
-                contents.add_experts(module, matrix, [file.load_experts(name) for name in stacks])
+                contents.add_experts(module, matrix, _stacks(source, stacks))
     return contents
+
+
+def _stacks(source: Source, names: Sequence[str]) -> list[list[PackedWeight]]:
+    """Returns the matrices of several stacks. Where one of the stacks has factors, all have them."""
+    factors = {name: source.factors(name) for name in names}
+    if any(each is not None for each in factors.values()):
+        factors = {name: torch.ones(source.file.shape(name)[0]) if f is None else f for name, f in factors.items()}
+    return [source.file.load_experts(name, factors[name]) for name in names]
 
 
 def _check_stacks(file: GgufFile, matrices: Mapping[str, Sequence[str]]) -> None:

@@ -5,6 +5,9 @@ tensors (convert_hf_to_gguf.py), which `Source` undoes:
 
     llama    rows of q and k: llama.cpp rotates neighbours, transformers the halves of a head
     gemma3   norms multiply by the weight in the file, by 1 + weight in transformers
+
+Of NVFP4 it writes the scale of the whole matrix beside it, f32 [1], or [experts] of a stack: `blk.0.attn_q.scale` is a
+factor of `blk.0.attn_q.weight`. A matrix without one has 1. `input_scale` is for activations in f4, and is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -130,8 +133,26 @@ class Source:
         for one that is unknown."""
         stacks = {name for matrices in self.experts().values() for names in matrices.values() for name in names}
         for name in self.file:
-            if name != ROPE_FACTORS and name not in stacks:
+            if name != ROPE_FACTORS and name not in stacks and not self._belongs_to_matrix(name):
                 yield name, self._renamed(name)
+
+    def _belongs_to_matrix(self, name: str) -> bool:
+        """Tells whether a tensor is a factor of a matrix of a quantized type, or of its inputs."""
+        path, _, part = name.rpartition(".")
+        weight = f"{path}.weight"
+        return part in ("scale", "input_scale") and weight in self.file and not self.file.is_dense(weight)
+
+    def factors(self, name: str) -> Tensor | None:
+        """Returns by what a matrix of a quantized type is multiplied, or each of a stack: f32 [1] or [experts]; None
+        without."""
+        beside = f"{name.removesuffix('weight')}scale"
+        if beside not in self.file or not self._belongs_to_matrix(beside):
+            return None
+        count = self.file.shape(name)[0] if len(self.file.shape(name)) == 3 else 1
+        if self.file.shape(beside) != (count,) or self.file.type_of(beside) != "float32":
+            found = f"{self.file.type_of(beside)} {list(self.file.shape(beside))}"
+            raise CheckpointError(f"{self.file.path}: {beside} is {found}, but must be float32 [{count}]")
+        return cast(Tensor, self.file[beside])
 
     def experts(self) -> dict[str, dict[str, list[str]]]:
         """Returns what each matrix of the experts of a block is made of, by the name of their module in the model."""

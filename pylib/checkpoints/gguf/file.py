@@ -66,10 +66,11 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         """Returns a tensor. Raises CheckpointError for a type that can't be read, and for a stack of matrices."""
         return self.load(name)
 
-    def load(self, name: str, rows: Tensor | None = None) -> PackedWeight | Tensor:
+    def load(self, name: str, rows: Tensor | None = None, factor: Tensor | None = None) -> PackedWeight | Tensor:
         """Returns a tensor, as `file[name]` does.
 
-        rows   which row of the file comes first, second and so on; None: as they are
+        rows    which row of the file comes first, second and so on; None: as they are
+        factor  f32 [1], by which a matrix of a quantized type is multiplied; None: 1
         """
         entry = self._container.entries[name]
         try:
@@ -77,12 +78,15 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
                 return self._dense(entry) if rows is None else self._dense(entry)[rows]
             if len(entry.shape) != 2:
                 raise CheckpointError(f"shape {list(entry.shape)} is no matrix; load_experts(name) reads stacks")
-            return self._packed(entry, rows)
+            return self._packed(entry, rows, factor)
         except LowbitError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
-    def load_experts(self, name: str) -> list[PackedWeight]:
-        """Returns the matrices of a tensor with three dimensions, of which the first is the expert."""
+    def load_experts(self, name: str, factors: Tensor | None = None) -> list[PackedWeight]:
+        """Returns the matrices of a tensor with three dimensions, of which the first is the expert.
+
+        factors  f32 [experts], by which they are multiplied; None: 1
+        """
         entry = self._container.entries[name]
         try:
             if len(entry.shape) != 3:
@@ -91,7 +95,8 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
                 raise CheckpointError(f"type {self.type_of(name)} is not packed; file[name] is the stack")
             count, size = entry.shape[0], _size(entry) // max(1, entry.shape[0])
             each = [replace(entry, shape=entry.shape[1:], start=entry.start + i * size) for i in range(count)]
-            return [self._packed(expert) for expert in each]
+            split = [None] * count if factors is None else factors.view(count, 1)
+            return [self._packed(expert, factor=factor) for expert, factor in zip(each, split)]
         except LowbitError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
@@ -117,9 +122,10 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         except LowbitError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
-    def _packed(self, entry: Entry, rows: Tensor | None = None) -> PackedWeight:
+    def _packed(self, entry: Entry, rows: Tensor | None = None, factor: Tensor | None = None) -> PackedWeight:
         data = self._bytes(entry).view(entry.shape[0], -1)
-        return _imported(entry, data if rows is None else data[rows.to(data.device)]).pack(self.act)
+        weight = _imported(entry, data if rows is None else data[rows.to(data.device)])
+        return (weight if factor is None else replace(weight, row_scales=factor)).pack(self.act)
 
     def _dense(self, entry: Entry) -> Tensor:
         data = self._bytes(entry)
