@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -216,6 +218,46 @@ def test_matmul_of_a_quantized_weight(config: lowbit.QuantConfig) -> None:
     assert agrees(y, matmul(*given, **others), tolerance(*given, **others)).all()
     expected = x.float() @ result.dequantize().T + bias
     assert torch.allclose(y.float(), expected, atol=0.01 * float(expected.abs().max()))
+
+
+@contextmanager
+def defaults(device: str, kind: torch.dtype) -> Iterator[None]:
+    """Sets torch's defaults, as code does that loads a model in 16 bits or on meta."""
+    torch.set_default_dtype(kind)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+MADE = {name: PRESETS[name] for name in ("hqq4", "mxfp4", "nvfp4", "q3_k", "q4_k", "signround2", "spqr")}
+MADE["beams"] = CONFIG("u3", 64, method="gptq", beams=2)
+
+
+@pytest.mark.parametrize("config", MADE.values(), ids=MADE)
+def test_torchs_defaults_do_not_matter(config: lowbit.QuantConfig) -> None:
+    """New tensors have types and devices that do not depend on what is usual in the program around."""
+    weight, inputs = weight_of(16, 256), inputs_of(64, 256)
+
+    def quantized() -> list[Tensor]:
+        result = lowbit.quantize(weight, replace(config, steps=2), inputs)
+        w = result.pack()
+        return [result.dequantize(), w.dequantize(), *w.tensors]
+
+    expected = quantized()
+    with defaults("meta", torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(expected, quantized(), strict=True))
+
+
+@pytest.mark.parametrize("target", ["cpu", "emulator:sm_80"])
+@pytest.mark.parametrize("compute", [None, "i8"])
+def test_torchs_defaults_do_not_matter_to_a_matmul(compute: Any, target: str) -> None:
+    w = lowbit.quantize(weight_of(16, 128), CONFIG("u4", 128, compute=compute)).pack()
+    x, mm = inputs_of(2, 128).half(), lowbit.compile(w.spec, target)
+    expected = mm(x, w)
+    with defaults("meta", torch.bfloat16):
+        assert torch.equal(mm(x, w), expected)
 
 
 @pytest.mark.parametrize("config", [*PRESETS.values(), CONFIG("lut1", table=(-1, 2))])

@@ -61,7 +61,7 @@ class Loader:
         if old is None or not (here and may_be_low_bit(old)):
             found = "the model has no such layer" if old is None else f"{type(old).__name__} in the model"
             raise CheckpointError(f"{self.checkpoint.tensors.folder}: {name!r} is quantized, but {found}")
-        place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0))
+        place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0, device="cpu"))
         linear = as_linear(old)
         shape = linear.out_features, linear.in_features
         packed = self.checkpoint.load(name, self.act, self.device or home(place), shape)

@@ -70,7 +70,7 @@ def _with_same_scales(parts: Sequence[Imported]) -> Sequence[Imported]:
 
 def _row_scales(part: Imported) -> Tensor:
     """Returns a scale for each row of a weight."""
-    given = torch.ones(1, device=part.codes.device) if part.row_scales is None else part.row_scales
+    given = torch.ones(1, dtype=torch.float32, device=part.codes.device) if part.row_scales is None else part.row_scales
     return given.expand(len(part.codes))
 
 

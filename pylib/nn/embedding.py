@@ -186,7 +186,7 @@ def scale_of(embedding: nn.Embedding) -> float | None:
         if body == SCALED and isinstance(scale, float | int):
             return float(scale)
         if body == SCALED + ROUNDED and isinstance(scale, float | int):
-            return float(torch.tensor(scale, device="cpu").to(embedding.weight.dtype))
+            return float(torch.tensor(scale, dtype=torch.float32, device="cpu").to(embedding.weight.dtype))
     raise SpecError(f"{type(embedding).__name__} is a subclass of nn.Embedding with its own ways")
 
 

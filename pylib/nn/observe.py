@@ -41,7 +41,7 @@ def calibrations(
 
 def usable(data: Calibration) -> Calibration:
     """Returns a calibration; without tokens one in which all columns count alike, and none with another."""
-    return data if data.tokens else Calibration.from_hessian(torch.eye(data.k))
+    return data if data.tokens else Calibration.from_hessian(torch.eye(data.k, dtype=torch.float64, device="cpu"))
 
 
 def _batches(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:

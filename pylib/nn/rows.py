@@ -68,7 +68,7 @@ def _byte_values(spec: MatmulSpec, slot: TensorSlot) -> Tensor:
     if slot.storage != "u8":
         return values
     if slot.code == TABLE_CODE and spec.bilevel:
-        return torch.tensor(spec.bilevel.table, device="cpu")
+        return torch.tensor(spec.bilevel.table, dtype=torch.float32, device="cpu")
     return values + (least_code(slot.code) if slot.code else least(spec))
 
 

@@ -47,9 +47,9 @@ class Beam:
     def __init__(self, rest: Tensor, u: Tensor, grid: Grid, count: int, limit: float = torch.inf) -> None:
         self.rest, self.u, self.grid, self.count, self.limit = rest, u, grid, count, limit
         rows = rest.shape[1]
-        self.costs = torch.full((rows, count), torch.inf, device=rest.device)
+        self.costs = rest.new_full((rows, count), torch.inf)
         self.costs[:, 0] = 0.0
-        self.errors = torch.empty(*rest.shape, count, device=rest.device)
+        self.errors = rest.new_empty(*rest.shape, count)
         self.steps: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def values(self, columns: slice) -> Tensor:

@@ -147,7 +147,8 @@ class Grid:
         if self.config.scale_type == "e8m0" and self.config.clip == "max":
             # MX: 2^(floor(log2 max|w|) - floor(log2 of the largest level)).
             low, high = -_power_below(-low), _power_below(high)
-            below, above = (_power_below(torch.tensor(v)).item() for v in (below, above))
+            ends = torch.tensor([below, above], dtype=torch.float32, device="cpu")
+            below, above = _power_below(ends).tolist()
         reach = torch.zeros_like(high)
         if above > 0:
             reach = torch.maximum(reach, high / above)

@@ -112,7 +112,7 @@ class _Search:
     def __init__(self, weight: Tensor, grid: Grid, importance: Tensor | None) -> None:
         self.grid, self.level = grid, grid.config.bilevel
         self.groups = grid.groups(weight)
-        self.importance = torch.ones(()) if importance is None else importance.view(-1, grid.group_size)
+        self.importance = weight.new_ones(()) if importance is None else importance.view(-1, grid.group_size)
         self.has_offsets = grid.config.zeros == "offset"
         self.kind = TORCH[self.level.scale if self.level else grid.config.scale_type]
         codes = dtype(grid.config.scale_type).values() if self.level else None

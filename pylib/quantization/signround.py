@@ -35,7 +35,7 @@ def _learn(weight: Tensor, grid: Grid, hessian: Tensor) -> Codes:
     best = rounded = rtn(weight, grid)
     ratio = search(weight, grid)[2]
     offsets, a, b = torch.zeros_like(groups), ratio, ratio.clone()
-    least = torch.full((len(weight), 1), torch.inf, device=weight.device)
+    least = weight.new_full((len(weight), 1), torch.inf, dtype=torch.float32)
     for step in range(grid.config.steps):
         variables = [v.requires_grad_() for v in (offsets, a, b)]
         with torch.enable_grad():

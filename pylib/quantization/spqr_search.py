@@ -59,7 +59,7 @@ class Group:
     def _fitted(self) -> tuple[Tensor, Tensor]:
         """Returns the scale and the zero of each row whose range has the least loss."""
         low, high = self.weight.aminmax(dim=1, keepdim=True)
-        middle, ratios = (low + high) / 2, torch.tensor(RATIOS, device=low.device)
+        middle, ratios = (low + high) / 2, low.new_tensor(RATIOS)
         below, above = torch.cartesian_prod(ratios, ratios).unbind(1)
         low, high = middle + (low - middle) * below, middle + (high - middle) * above
         scales = ((high - low) / (self.grid.most - self.grid.least)).clamp(min=LEAST)
@@ -91,7 +91,7 @@ class Group:
         if size > LARGEST:
             errors = self.grid.errors(weight[:, None].expand(-1, scales.shape[1], -1), scales, zeros)
             return errors.div_(self.u.diagonal()).square_().clamp_(max=self.limit).sum(-1)
-        losses, made_up_for = torch.zeros_like(scales), torch.empty(size, *scales.shape, device=weight.device)
+        losses, made_up_for = torch.zeros_like(scales), weight.new_empty(size, *scales.shape)
         for j in range(size):
             value = weight[:, j, None] - (self.u[:j, j] @ made_up_for[:j].flatten(1)).view_as(scales)
             levels = self.grid.nearest((value / scales).add_(zeros))
@@ -113,7 +113,7 @@ class Choice:
     def or_better(self, other: Choice, rows: int) -> Choice:
         """Returns the better of two choices for each block of so many rows."""
         block = torch.arange(len(self.loss), device=self.loss.device) // rows
-        gains = torch.zeros(len(self.scale.scales), device=block.device).index_add_(0, block, self.loss - other.loss)
+        gains = self.loss.new_zeros(len(self.scale.scales)).index_add_(0, block, self.loss - other.loss)
         take = gains > 0
         scale, zero = (
             TwoLevels(

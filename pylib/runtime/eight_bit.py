@@ -99,7 +99,7 @@ class EmulatorEightBit(EmulatorRuntime):
         check_cpu(self._target.name, *x, weight[0])
         values, scales, sums = (t.contiguous() for t in x)
         k = self._k
-        y = torch.empty((*values.shape[:-1], self._n), dtype=self._out)
+        y = torch.empty((*values.shape[:-1], self._n), dtype=self._out, device="cpu")
         m = values.numel() // k
         flat = values.view(m, k), scales.view(-1), sums.view(m, k // SUM_COLUMNS), y.view(m, self._n)
         for tile, *part in parts_of_rows(self._artifacts.tiles(m), *flat) if m else ():

@@ -37,7 +37,7 @@ class EmulatorRuntime(GpuRuntime):
             w, bias = self.dequantize(weight), self._bias(weight)
             y = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float())
             return y.to(self._out)
-        y = torch.empty((*x.shape[:-1], self._n), dtype=self._out)
+        y = torch.empty((*x.shape[:-1], self._n), dtype=self._out, device="cpu")
         rows = x.reshape(-1, self._k).contiguous()
         for tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)) if m else ():
             self._launch(tile, len(part), weight, x=part, y=out)
@@ -45,7 +45,7 @@ class EmulatorRuntime(GpuRuntime):
 
     def dequantize(self, weight: Tensors) -> Tensor:
         check_cpu(self._target.name, weight[0])
-        w = torch.empty((self._n, self._k), dtype=self._act)
+        w = torch.empty((self._n, self._k), dtype=self._act, device="cpu")
         self._launch(None, 0, weight, y=w)
         return w
 

@@ -98,8 +98,9 @@ class EmulatorQuantizer:
         check_cpu(self._target.name, x)
         x = x.contiguous()
         batch, k = x.shape[:-1], x.shape[-1]
-        values = torch.empty(x.shape, dtype=self._values)
-        scales, sums = torch.empty(batch), torch.empty((*batch, k // SUM_COLUMNS))
+        values = torch.empty(x.shape, dtype=self._values, device="cpu")
+        sizes = batch, (*batch, k // SUM_COLUMNS)
+        scales, sums = (torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes)
         if x.numel():
             named = {"x": x, "values": values, "scales": scales, "sums": sums}
             memory = {name: memory_of(t) for name, t in named.items()}

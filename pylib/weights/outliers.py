@@ -32,7 +32,8 @@ def sparse_csr(outliers: Outliers, n: int, k: int) -> Tensor:
     offsets = row_offsets(outliers.rows, n)
     with warnings.catch_warnings():  # torch calls the layout a beta, once per process
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        return torch.sparse_csr_tensor(offsets, outliers.columns, outliers.values, (n, k), check_invariants=False)
+        parts = offsets, outliers.columns, outliers.values
+        return torch.sparse_csr_tensor(*parts, (n, k), device=offsets.device, check_invariants=False)
 
 
 def row_offsets(rows: Tensor, n: int) -> Tensor:
@@ -51,7 +52,7 @@ def csr_rows(matrix: Tensor) -> Tensor:
 def split_csr(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Returns a sparse matrix in parts of so many rows."""
     rows, columns, values = csr_rows(matrix), matrix.col_indices(), matrix.values()
-    ends = matrix.crow_indices()[[0, *torch.tensor(sizes).cumsum(0).tolist()]].tolist()
+    ends = matrix.crow_indices()[[0, *torch.tensor(sizes, device="cpu").cumsum(0).tolist()]].tolist()
     first = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = zip(sizes, first, ends, ends[1:])
     return [
@@ -244,6 +245,6 @@ def draw(n: int, k: int, density: float, generator: torch.Generator, device: tor
     """Returns random outliers N(0, 1) of about this density as a sparse matrix."""
     count = min(round(density * n * k), n * k)
     flat = torch.randint(n * k, (count,), generator=generator, device=device).unique()
-    values = torch.randn(len(flat), generator=generator, device=device).to(torch.float16)
+    values = torch.randn(len(flat), generator=generator, dtype=torch.float32, device=device).to(torch.float16)
     kept = values != 0
     return sparse_csr(Outliers(flat[kept] // k, flat[kept] % k, values[kept]), n, k)

@@ -161,7 +161,7 @@ class Source:
         rows, head = self.file.shape(name)[0], self.config["head_dim"]
         if rows % head or head % 2:
             raise CheckpointError(f"{self.file.path}: {name} has {rows} rows, which are not heads of {head}")
-        return torch.arange(rows).view(-1, head // 2, 2).mT.reshape(-1)
+        return torch.arange(rows, device="cpu").view(-1, head // 2, 2).mT.reshape(-1)
 
     def dense(self, name: str, value: Tensor) -> Tensor:
         """Returns a dense tensor as transformers has it."""
@@ -262,7 +262,7 @@ def _llama3(about: About, base: float) -> dict[str, Any]:
         raise CheckpointError(f"{ROPE_FACTORS} must be a vector of floats")
     factors, half = given.double(), len(given)
     scaling = {"factor": float(factors.max()), **LLAMA3_ROPE}
-    wavelengths = 2 * math.pi * base ** (torch.arange(half).double() / half)
+    wavelengths = 2 * math.pi * base ** (torch.arange(half, dtype=torch.float64, device="cpu") / half)
     turns = LLAMA3_ROPE["original_max_position_embeddings"] / wavelengths
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
