@@ -70,6 +70,20 @@ def test_adapters_that_need_the_dense_weight_are_refused(options: dict[str, Any]
         adapted(**options)
 
 
+def test_adapters_stay_dense() -> None:
+    """Those of a dense model that is quantized afterwards, in its type, too."""
+    options = {"target_modules": ["0"], "r": 32}
+    dense = peft.get_peft_model(
+        nn.Sequential(nn.Linear(64, 64).bfloat16()), peft.LoraConfig(**options), autocast_adapter_dtype=False
+    )
+    report = lowbit.quantize_(dense, QuantConfig("u4", 32), progress=False)
+    assert [row.name.rpartition("0.")[2] for row in report.quantized] == ["base_layer"]
+    assert [row.reason[:29] for row in report.dense] == ["it is of an adapter of PEFT, "] * 2
+    x = torch.randn(3, 64).bfloat16()
+    dense(x).sum().backward()
+    assert dense.base_model.model[0].lora_B["default"].weight.grad.abs().max() > 0
+
+
 def test_dense_models_are_as_ever() -> None:
     model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), peft.LoraConfig(target_modules=["0"], use_dora=True))
     assert type(model.base_model.model[0]).__module__.startswith("peft.")

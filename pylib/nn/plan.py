@@ -27,6 +27,7 @@ Filter = Callable[[str, nn.Module], bool]
 
 EXCLUDED = "filter_fn returned False"
 UNMATCHED = "no pattern of the configuration matches"
+ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that take `weight` out of their linear layers instead of calling them."""
 
@@ -246,11 +247,18 @@ def _reason_of_place(model: nn.Module, module: nn.Module, names: Sequence[str]) 
     parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     if readers := [parent for parent in parents if isinstance(parent, READ_WEIGHTS_THEMSELVES)]:
         return f"{type(readers[0]).__name__} reads its weight itself"
+    if any(_has_adapters(model.get_submodule(".".join(name.split(".")[:-2]))) for name in names):
+        return "it is of an adapter of PEFT, which is trained; quantize the model before, or merge the adapter"
     if module._forward_pre_hooks or module._forward_hooks:
         return "it has hooks, which would be lost; remove them first"
     if "forward" in vars(module):
         return "its forward was replaced, which would be lost, by accelerate say; quantize the model before"
     return ""
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Tells whether a module is a layer of PEFT, which holds its adapters in containers of their own."""
+    return any(f"{cls.__module__}.{cls.__qualname__}" == ADAPTED for cls in type(module).__mro__)
 
 
 # -- configurations by name
