@@ -161,9 +161,9 @@ def test_no_number_of_tokens_is_expected_to_take_less_time_than_fewer(n: int, k:
     longest, before = 0.0, 0
     for tile in token_tiles(spec, HOPPER):
         choice = expected(spec, tile, HOPPER, tables)
-        family, some = family_of(choice.schedule), sorted({before + 1, (before + 1 + tile) // 2, tile})
-        for m in some:
-            time = family.predict(spec, m, choice.schedule, HOPPER) if family.takes_any_tokens else choice.microseconds
+        family, kind = family_of(choice.schedule), spec.for_tokens(tile)
+        for m in sorted({before + 1, (before + 1 + tile) // 2, tile}):
+            time = family.predict(kind, m, choice.schedule, HOPPER) if family.takes_any_tokens else choice.microseconds
             assert time > 0.99 * longest, (m, choice)
             longest = max(longest, time)
         before = tile
