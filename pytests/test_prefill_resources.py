@@ -140,20 +140,18 @@ SAMPLE = list(cases())
 
 
 def most_spilled(kernel: KernelRequest) -> int:
-    """Bytes of a thread that may be spilled: none, but for a few in kernels with mma.sync, which cost nothing
-    (docs/lab-notebook.md, "Without wgmma"), and with wgmma where tiles of the last wave are cut, scales are e4m3 or x
-    has 8 bits (4 to 44 bytes in 8 of this sample, outside of rounds in those that were read). Where products of
-    integers are added to sums in f32, group by group, the assembler begins more of them than it has registers for, in
-    small tiles, too; these numbers are a record."""
+    """Bytes of a thread that may be spilled. With wgmma none, with two exceptions: products of integers that are added
+    to sums in f32 group by group, of which the assembler begins more than it has registers for, in small tiles, too;
+    and folded weights for which no tile has enough registers, since no other kernel multiplies these. With mma.sync a
+    few, which cost nothing (docs/lab-notebook.md, "Without wgmma"). The numbers are a record."""
     spec, mma = kernel.spec, not kernel.target.has_wgmma
     if spec.folds and isinstance(kernel.schedule, EightBitPrefillSchedule) and spills(spec, kernel.schedule):
-        return 256  # no tile has enough registers, and no other kernel multiplies this weight
+        return 256
     if spec.compute and mma and spec.group_size in (32, 64):
         return 192
     if spec.compute == "i8" and spec.group_size:
         return 160
-    crowded = spec.compute or spec.scale == "e4m3" or getattr(kernel.schedule, "last_tokens", 0)
-    return 48 if mma or crowded else 0
+    return 48 if mma else 0
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)

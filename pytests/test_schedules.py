@@ -145,6 +145,30 @@ def test_more_tokens_are_not_expected_to_take_less_time(
         assert family.takes_any_tokens or choice.schedule.tokens >= tile
 
 
+KINDS: list[tuple[int, int, dict[str, Any]]] = [
+    (8192, 8192, {}),
+    (34816, 5120, {"compute": "f8e4m3"}),
+    (6144, 4096, {"compute": "f8e4m3", "fold_scales": True}),
+    (7168, 2048, {"compute": "i8"}),
+]
+
+
+@pytest.mark.parametrize(("n", "k", "choices"), KINDS, ids=str)
+def test_no_number_of_tokens_is_expected_to_take_less_time_than_fewer(n: int, k: int, choices: dict[str, Any]) -> None:
+    """From 1 to 8192 tokens and between token tiles, where a kernel for any number has the tokens that it gets. What
+    was measured may be 1 % apart from what is predicted."""
+    spec, tables = MatmulSpec(n, k, "u4", 128, **choices), [t for t in shipped_tables() if t.capability == 90]
+    longest, before = 0.0, 0
+    for tile in token_tiles(spec, HOPPER):
+        choice = expected(spec, tile, HOPPER, tables)
+        family, kind = family_of(choice.schedule), spec.for_tokens(tile)
+        for m in sorted({before + 1, (before + 1 + tile) // 2, tile}):
+            time = family.predict(kind, m, choice.schedule, HOPPER) if family.takes_any_tokens else choice.microseconds
+            assert time > 0.99 * longest, (m, choice)
+            longest = max(longest, time)
+        before = tile
+
+
 def test_nothing_is_predicted_to_take_less_than_the_least_time() -> None:
     """So a wider tile of which that is longer need not be looked at."""
     for (n, k), weight in product(MODELS, ("u1", "u4", "u8")):

@@ -8,15 +8,19 @@ this: the tensor core adds them up.
 
     for panel of `panel_k` columns:
         a = bytes of the panel's codes, less zeros
+        load codes of a later panel, if the tensor core adds up all columns
         wait until x is there
         for group in panel, part of the tile's tokens:
             product = a x^T                           begun in the registers that are free
             wait until the product before has ended
             sums = sums + scale * that product        beside this one, if there are two sets of registers
+        load codes of a later panel otherwise
     at the end of a tile: times the scale of the token, add the bias, convert, store
 
 A tile of T tokens takes T / 2 registers of a thread for its sums, and T / 2 / parts for each set for products. So codes
-are loaded one or two panels ahead, not a round: there are no registers for more.
+are loaded one or two panels ahead, not a round: there are no registers for more. Where products have no registers of
+their own, codes are loaded before their panel's products begin: they come from the L2 cache while the products of two
+panels are under way, and otherwise while the last product of one is.
 """
 
 from __future__ import annotations
@@ -98,13 +102,16 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
             scales = [self.weight.scale_of(some, registers) for some in columns]
             for a in weights:
                 self.p.materialize(a)
+            if self.plan.loads_early:
+                self.weight.load_later(registers, panel, here, coming)
             x = self._await_panel(index, panel)
             factors = zip(columns, weights, scales, strict=True)
             self.products.begin_panel([Product(a, x, some.start, scale) for some, a, scale in factors])
             self._copy_later_panel(index, panel)
             self._release_panel_before(panel)
             self.products.begin_others()
-            self.weight.load_later(registers, panel, here, coming)
+            if not self.plan.loads_early:
+                self.weight.load_later(registers, panel, here, coming)
             self.products.end_panel()
         self.products.end_round()
         return registers.flat()

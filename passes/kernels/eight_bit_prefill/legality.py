@@ -20,8 +20,10 @@ _SPLIT = 7  # or k is split,
 _CUT = 6  # or tiles are cut,
 _FOLDING = 24  # of these, for weights in f16 that become bytes,
 _ADDED = 16  # for float zeros and offsets,
-_CODED = 24  # and for scales that are codes
-_WIDE = 25  # and for codes of 8 bits with integers that become f32
+_CODED = 24  # for scales that are codes,
+_WIDE = 25  # for codes of 8 bits with integers that become f32,
+_LONG_FLOATS = 2  # for floats of 6 bits and more in groups,
+_BYTES, _MANY_GROUPS = 9, 16  # and for scales of e4m3 of so many groups at a time, and more
 
 
 def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target) -> None:
@@ -70,6 +72,8 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER
     more += _SPLIT * (s.split_k > 1) + _CUT * (s.cluster == 1 and s.last_tokens > 0)
     more += integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
+    more += _LONG_FLOATS * (plan.groups > 0 and spec.dtype.kind == "float" and spec.dtype.bits >= 6)
+    more += _BYTES * (spec.scale == "e4m3" and plan.held_groups >= _MANY_GROUPS)
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS
 
 

@@ -56,6 +56,12 @@ class EightBitPlan(PrefillPlan):
         return self.spec.fold_scales or (self.spec.compute == "i8" and not self.groups)
 
     @property
+    def loads_early(self) -> bool:
+        """Whether codes of a later panel are loaded as soon as those of a panel are decoded, and not behind its last
+        product: there are registers for them then if products have none of their own."""
+        return self.keeps_sums
+
+    @property
     def offset(self) -> int:
         """The number that is subtracted from every code where there are no zeros."""
         return 0 if self.spec.zeros == "int" else int(zero_code(self.spec.dtype))

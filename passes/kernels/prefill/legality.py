@@ -6,7 +6,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.kernels.requirements import fits_async_x
 from lowbit.passes.lowering.recipes import compute_element
@@ -18,7 +18,11 @@ _OUTLIERS = 16  # of these, for the place in the lines of outliers
 _RANGE = 17  # and for floats of so many exponent bits that f16 cannot hold them,
 _ADDED_IN_F32 = 21  # for outliers that are added in f32, where panels have more than 64 columns,
 _CODED_ZEROS = 9  # for zeros that are codes,
-_ZEROS_OF_BYTES = 25  # and for float zeros of e4m3
+_BYTES = 1  # for scales of e4m3,
+_ZEROS_OF_BYTES = 25  # and more of them for float zeros,
+_ROWS_EARLY = 8  # for integer zeros beside scales of rows that multiply weights,
+_CUT = 3  # and for tiles that are cut
+_SHORT_GROUP = 16  # columns of a group up to which some tiles of clusters are not cut
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None:
@@ -101,11 +105,21 @@ def weight_bytes(plan: PrefillPlan) -> int:
 def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums, for two panels' fragments, and for
     what is loaded of a round. It follows what the assembler was seen to do."""
-    plan, coded_zeros = PrefillPlan(spec, s), spec.bilevel is not None and spec.bilevel.zeros
+    plan, short = PrefillPlan(spec, s), spec.group_size is not None and spec.group_size <= _SHORT_GROUP
+    if short and spec.zeros == "float" and s.cluster > 1 and s.last_tokens and s.tokens % OUT_TOKENS[0]:
+        return True  # the assembler takes all registers there are, whatever is counted here
+    counted = s.tokens // 2 + s.panel_k // 2 + loaded_registers(plan) + _registers_on_the_way(plan)
+    return counted + _CUT * (s.last_tokens > 0) > _MOST_REGISTERS
+
+
+def _registers_on_the_way(plan: PrefillPlan) -> int:
+    """Registers for what becomes of codes and numbers on the way to fragments, where that takes more of them."""
+    spec, float_zeros = plan.spec, plan.spec.zeros == "float"
     more = _RANGE * (compute_element(spec.dtype, "f16") != "f16")
-    more += _ZEROS_OF_BYTES * (spec.scale == "e4m3" and spec.zeros == "float")
-    more += _ADDED_IN_F32 * (spec.outliers and plan.scales_in_f32 and s.panel_k > 64) + _CODED_ZEROS * coded_zeros
-    return s.tokens // 2 + s.panel_k // 2 + loaded_registers(plan) + more > _MOST_REGISTERS
+    more += _BYTES * (spec.scale == "e4m3") + _ZEROS_OF_BYTES * (spec.scale == "e4m3" and float_zeros)
+    more += _ADDED_IN_F32 * (spec.outliers and plan.scales_in_f32 and plan.schedule.panel_k > 64)
+    more += _CODED_ZEROS * (spec.bilevel is not None and spec.bilevel.zeros)
+    return more + _ROWS_EARLY * (plan.scales_rows_early and spec.zeros == "int")
 
 
 def loaded_registers(plan: PrefillPlan) -> int:
