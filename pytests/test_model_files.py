@@ -58,6 +58,10 @@ def test_plain_files(plain: Path, tmp_path: Path) -> None:
     compared = rows("inspect", out, "--against", plain)
     assert compared["layers.0.up"]["error"] == pytest.approx(found["layers.0.up"]["error"], rel=1e-3)
     assert "layers.0.up" in lines("inspect", out)
+    for other in (out, CHECKPOINTS / "gptq-4", CHECKPOINTS / "fp8-block"):
+        message = lines("inspect", out, "--against", other, code=1)
+        assert f"{other} has no weight in 16 or 32 bits of any layer of {out}, layers.0.up for one" in message
+    assert "has no weight" in lines("inspect", CHECKPOINTS / "fp8-block", "--against", CHECKPOINTS / "ct-fp8", code=1)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(64, 96)})])}).bfloat16()
     lowbit.load_checkpoint(model, out, ignore=["embed*", "lm_head*", "*norm*", "*odd*"])
     layer = model["layers"][0]["up"]  # type: ignore[index]

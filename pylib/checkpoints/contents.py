@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.dialect.errors import SpecError
+from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from lowbit.pylib.checkpoints.expert_places import PARTS
@@ -34,8 +34,8 @@ def contents(path: str | PathLike[str], against: str | PathLike[str] | None = No
     against   a checkpoint with the same layers as dense weights, from which errors are computed; None: errors are those
               that `lowbit quantize` has noted, if it wrote the checkpoint
 
-    Raises CheckpointError for what is no checkpoint, and for a layer that can't be read; SpecError for a GGUF file with
-    `against`.
+    Raises CheckpointError for what is no checkpoint, for a layer that can't be read, and where `against` has no dense
+    weight of any layer; SpecError for a GGUF file with `against`.
     """
     if Path(path).suffix == ".gguf":
         if against is not None:
@@ -46,6 +46,10 @@ def contents(path: str | PathLike[str], against: str | PathLike[str] | None = No
     noted = checkpoint.tensors.folder / ERRORS
     errors = read_json(noted) if originals is None and noted.exists() else {}
     rows = [_low_bit_row(checkpoint, name, originals, errors) for name in checkpoint.modules]
+    single = [row for row in rows if len(row.shape) == 2]
+    if originals is not None and single and all(row.error is None for row in single):
+        missing = f"{against} has no weight in 16 or 32 bits of any layer of {path}, {single[0].name} for one"
+        raise CheckpointError(f"{missing}; name the dense model that it was made of")
     return QuantizationReport((*rows, *_dense_rows(checkpoint)))
 
 
@@ -122,7 +126,7 @@ def _original_expert(originals: TensorFiles, experts: str, matrix: str, number: 
 def _relative_error(original: Tensor | None, weight: PackedWeight) -> float | None:
     """Returns the error of a weight; None if the original is not its own. Some models, such as GPT-2, have theirs as
     [k, n]: of the original and its transpose the one of this shape is meant, or the nearer one."""
-    if original is None or original.ndim != 2:
+    if original is None or original.ndim != 2 or original.itemsize < 2:  # codes
         return None
     norm, values = float(original.float().norm()), weight.dequantize()
     found = [w.float() for w in (original, original.T) if w.shape == values.shape]
