@@ -237,6 +237,17 @@ def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert hidden.getvalue() == ""
 
 
+def test_codes_are_no_weights(model: Model) -> None:
+    """Layers of libraries that keep codes in nn.Linear, and their scales elsewhere."""
+    for name, kind in (("0", torch.float8_e4m3fn), ("1", torch.int8)):
+        model.body.get_submodule(name).weight = nn.Parameter(torch.ones(128, 128).to(kind), requires_grad=False)
+    report = lowbit.quantize_(model, U4, act="f16")
+    for name, kind in (("0", "float8_e4m3fn"), ("1", "int8")):
+        assert report[f"body.{name}"].reason.startswith(f"its weight is torch.{kind}: codes of a model")
+    with pytest.raises(lowbit.SpecError, match=r"weight is torch.int8: codes of a model"):
+        LowbitLinear.from_linear(model.body[1], U4)
+
+
 def test_layer_that_no_input_reaches(model: Model) -> None:
     del model.hooked, model.attention
     model.unused = nn.Linear(128, 64).half()

@@ -117,6 +117,7 @@ AWQ_NEEDS_FOLDING = (
     "AWQ's column scales belong into the layer before: use lowbit.quantize_ for the whole model, "
     "quantize(...).fold_into(norm) and LowbitLinear.from_packed, or method='gptq'"
 )
+CODES = "codes of a model that is quantized already; lowbit.load_checkpoint imports its files"
 
 
 def spec_of(linear: nn.Linear, config: QuantConfig, act: Act | None) -> MatmulSpec:
@@ -129,11 +130,18 @@ def spec_of(linear: nn.Linear, config: QuantConfig, act: Act | None) -> MatmulSp
     return config.spec(linear.out_features, linear.in_features, act=act or act_of(linear.weight), bias=has_bias)
 
 
+def is_codes(weight: Tensor) -> bool:
+    """Tells whether a weight has no floats of 16 bits or more, and so means nothing without its scales."""
+    return weight.itemsize < 2 or not weight.is_floating_point()
+
+
 def act_of(weight: Tensor) -> Act:
     """Returns the type of inputs that fits the type of a dense weight. Raises SpecError for f32 and others."""
     if weight.dtype is torch.float16:
         return "f16"
     if weight.dtype is torch.bfloat16:
         return "bf16"
+    if is_codes(weight):
+        raise SpecError(f"weight is {weight.dtype}: {CODES}")
     types = f"weight is {weight.dtype}, and kernels take inputs in f16 or bf16"
     raise SpecError(f"{types}; convert the model (model.bfloat16()), or say act='bf16'")

@@ -17,7 +17,7 @@ from lowbit.dialect.fields import did_you_mean
 from lowbit.dialect.spec import MIN_K, Act, MatmulSpec
 from lowbit.pylib.nn.embedding import spec_of_embedding, tied_linears, why_not
 from lowbit.pylib.nn.experts import is_experts, specs_of_experts
-from lowbit.pylib.nn.linear import act_of, spec_of
+from lowbit.pylib.nn.linear import CODES, act_of, is_codes, spec_of
 from lowbit.pylib.nn.linear_like import as_linear, is_linear, is_transposed
 from lowbit.pylib.nn.packed_module import PackedModule, check_model
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
@@ -235,7 +235,10 @@ def _structural_reason(
     if not is_known(module):
         kind = "a subclass of nn.Linear with its own ways" if isinstance(module, nn.Linear) else "no nn.Linear"
         return f"{type(module).__name__} is {kind}"
-    others = [other for other in owners[id(matrix_of(module))] if other is not module]
+    matrix = matrix_of(module)
+    if is_codes(matrix):
+        return f"its weight is {matrix.dtype}: {CODES}"
+    others = [other for other in owners[id(matrix)] if other is not module]
     if others and not (isinstance(module, nn.Embedding) and all(type(other) is nn.Linear for other in others)):
         hint = "; embeddings=True quantizes both" if isinstance(others[0], nn.Embedding) else ""
         return f"its weight is tied to that of {all_names[others[0]][0]}{hint}"
