@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from lowbit.dialect.errors import PackError, SpecError, TargetError
+from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.stages import stages
@@ -193,9 +194,7 @@ class Matmul:
 
     def _of_quantized(self, x: Tensor | QuantizedActivation, w: PackedWeight, x_scale: Tensor | None) -> Tensor:
         """Returns what a call gives for an activation of 8 bits."""
-        compute = self.spec.compute
-        if compute is None:
-            raise SpecError(f"x has 8 bits, but ({self.spec}) multiplies in {self.spec.act}; use a spec with compute=")
+        compute = self._compute()
         if not isinstance(x, QuantizedActivation):
             q = from_values(x, x_scale, compute)
         elif x_scale is None:
@@ -210,6 +209,12 @@ class Matmul:
             return torch.ops.lowbit.matmul.quantized(*q.tensors, list(w.tensors), self.description)
         _check_readable(w)
         return self._runtime_of_quantized.multiply(q.tensors, w.tensors)
+
+    def _compute(self) -> Compute:
+        """Returns the type of activations of 8 bits. Raises SpecError if the spec has none."""
+        if self.spec.compute is None:
+            raise SpecError(f"x has 8 bits, but ({self.spec}) multiplies in {self.spec.act}; use a spec with compute=")
+        return self.spec.compute
 
     def _check_quantized(self, q: QuantizedActivation) -> None:
         """Raise SpecError unless an activation of 8 bits fits the spec."""
@@ -226,9 +231,7 @@ class Matmul:
 
     def untraced_quantized(self, x: Quantized, weight: Sequence[Tensor]) -> Tensor:
         """Returns what a call with an activation of 8 bits returns: for the operator."""
-        if self.spec.compute is None:
-            raise SpecError(f"x has 8 bits, but ({self.spec}) multiplies in {self.spec.act}; use a spec with compute=")
-        self._check_quantized(QuantizedActivation(*x, self.spec.compute))
+        self._check_quantized(QuantizedActivation(*x, self._compute()))
         if not self._seen.has(weight):
             _check_readable(self._as_weight(weight))
         return self._runtime_of_quantized.multiply(x, weight)

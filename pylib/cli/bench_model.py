@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.pylib.cli.machine import checked_device
-from lowbit.pylib.cli.output import Json, show_json
+from lowbit.pylib.cli.output import Json, errors, show_json
 from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
     from lowbit.pylib.model_speed.runner import Step
-
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def bench_model(

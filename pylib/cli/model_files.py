@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.pylib.cli.machine import checked_device
-from lowbit.pylib.cli.output import Json, show_json
+from lowbit.pylib.cli.output import Json, errors, show_json
 from lowbit.pylib.quantization.config import PRESETS, QuantConfig
 
 if TYPE_CHECKING:
     from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
 Source = Annotated[Path, typer.Argument(help="A folder of safetensors files, with or without config.json; or a file.")]
 
 

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+"""Where commands say what goes on or wrong, apart from what they print."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.cli.tune_tables import console, print_call, use_tables, write
+from lowbit.pylib.cli.output import errors
+from lowbit.pylib.cli.tune_tables import print_call, use_tables, write
 
 if TYPE_CHECKING:
     from lowbit.passes.kernels.base import KernelSchedule
@@ -159,8 +160,8 @@ def _search(work: list[Problem], limits: Limits, output: Path | None, log: Path 
             table = table.replaced(entry)
             write(table, path)
             found += 1
-    console.print(f"{found} of {len(work)} matmuls measured", markup=False)
-    console.print(f"wrote {path}: {len(table.entries)} schedules", markup=False)
+    errors.print(f"{found} of {len(work)} matmuls measured", markup=False)
+    errors.print(f"wrote {path}: {len(table.entries)} schedules", markup=False)
 
 
 def _check_unknown(work: list[Problem], limits: Limits, output: Path | None) -> None:
@@ -182,7 +183,7 @@ def _check_unknown(work: list[Problem], limits: Limits, output: Path | None) -> 
                 print_call(call)
                 if output:
                     output.write_text(tune_check.to_text(calls, gpu), encoding="utf-8")
-    console.print(tune_check.summary(calls), markup=False)
+    errors.print(tune_check.summary(calls), markup=False)
 
 
 @contextmanager
@@ -202,7 +203,7 @@ class TuneProgress:
 
     def __init__(self) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bars = Bars(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal)
+        self._bars = Bars(*columns, TextColumn("{task.description}"), console=errors, disable=not errors.is_terminal)
         self._bar = self._bars.add_task("", total=None)
 
     def __enter__(self) -> TuneProgress:
@@ -224,7 +225,7 @@ class TuneProgress:
         if entry:
             gain = f"{first / entry.microseconds:.2f} x the rule's" if math.isfinite(first) else "the rule's fails"
             found = f"{entry.microseconds:.2f} µs ({gain}, best of {timed}) with {brief(entry.schedule)}"
-        console.print(f"{problem}: {found}", markup=False)
+        errors.print(f"{problem}: {found}", markup=False)
 
 
 def brief(s: KernelSchedule) -> str:

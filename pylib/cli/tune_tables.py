@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from lowbit.dialect.errors import SpecError
+from lowbit.pylib.cli.output import errors
 
 if TYPE_CHECKING:
     from lowbit.passes.scheduling.tables import Table
     from lowbit.pylib.tune.check import FirstCall
-
-console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def use_tables(names: list[str], merge: bool, check: bool, stale: bool, jobs: int | None, output: Path | None) -> None:
@@ -38,7 +35,7 @@ def _merge(paths: list[Path], output: Path | None) -> None:
     table = merge([read_table(path) for path in paths])
     path = output or schedules.user_file(table.gpu)
     write(table, path)
-    console.print(f"wrote {path}: {len(table.entries)} schedules for {table.gpu}", markup=False)
+    errors.print(f"wrote {path}: {len(table.entries)} schedules for {table.gpu}", markup=False)
 
 
 def _check(table: Table, jobs: int | None) -> None:
@@ -55,7 +52,7 @@ def _check(table: Table, jobs: int | None) -> None:
         for call in tune_check.first_calls(table, target, stand, compilers.submit):
             calls.append(call)
             print_call(call)
-    console.print(tune_check.summary(calls), markup=False)
+    errors.print(tune_check.summary(calls), markup=False)
 
 
 def _list_stale(table: Table, jobs: int | None) -> None:
@@ -71,8 +68,8 @@ def _list_stale(table: Table, jobs: int | None) -> None:
         found = tune_check.stale(table, compilers.submit)
     for entry in found:
         about = f"{entry.microseconds:.2f} µs, {entry.date}, {entry.version}"
-        console.print(f"{tune_check.problem(entry.key)}: {about}", markup=False)
-    console.print(f"{len(found)} of {len(table.entries)} entries are out of date", markup=False)
+        errors.print(f"{tune_check.problem(entry.key)}: {about}", markup=False)
+    errors.print(f"{len(found)} of {len(table.entries)} entries are out of date", markup=False)
 
 
 def _table(names: list[str]) -> Table:
@@ -98,4 +95,4 @@ def print_call(call: FirstCall) -> None:
     from lowbit.pylib.tune.check import problem
 
     times = f"{call.time:.2f} µs, best known {min(call.time, call.best):.2f}"
-    console.print(f"{call.ratio:.3f}  {problem(call.entry.key)}: {times}", markup=False)
+    errors.print(f"{call.ratio:.3f}  {problem(call.entry.key)}: {times}", markup=False)

@@ -1,0 +1,180 @@
+"""The commands that take a matmul: `lowbit compile | explain | run`. What is slow to import is imported inside."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.stages import Stage, stages
+from lowbit.pylib.cli.output import Json, errors, show, show_json
+from lowbit.pylib.cli.spec_options import ScheduleText, TargetName, Tokens, parse_schedule, takes_spec
+
+if TYPE_CHECKING:
+    from lowbit.pylib.tune.trial import Trial
+
+STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
+
+
+@takes_spec
+def compile_(
+    spec: MatmulSpec,
+    target: TargetName = None,
+    tokens: Tokens = 1,
+    schedule: ScheduleText = None,
+    stop_after: Annotated[str | None, typer.Option(help=STAGES)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write to.")] = None,
+    dump: Annotated[Path | None, typer.Option(help="Folder that gets a file for every stage.")] = None,
+) -> None:
+    """Compile a matmul and print it after any stage: PTX, or assembly for a CPU, unless told otherwise.
+
+    No GPU is needed to compile for one.
+
+    [bold]Examples[/]
+
+      lowbit compile -n 8192 -k 8192 -w u4 -g 128 -t sm_90a > kernel.ptx
+
+      lowbit compile -w f6e3m2 -t sm_80 --stop-after tile
+
+      lowbit compile -w nf4 -g 64 -t sm_90a --stop-after cubin -o kernel.cubin
+
+      lowbit compile -w i3 -t sm_90a --dump stages/
+    """
+    import lowbit
+
+    mm = lowbit.compile(spec, target, parse_schedule(schedule))
+    known = stages(mm.target.is_gpu)
+    stage = stop_after or ("ptx" if mm.target.is_gpu else "asm")
+    if stage not in known:
+        hint = "; for a GPU's, give its target, such as -t sm_90a" if stage in stages(gpu=True) else ""
+        raise SpecError(f"--stop-after={stage} must be one of {', '.join(known)} for target {mm.target}{hint}")
+
+    def read(name: str) -> bytes:
+        if name != "cubin":
+            return mm.ir(name, tokens).encode()
+        return mm.kernel(tokens).cubin or mm.cubin  # which says why there is none
+
+    if dump is not None:
+        _dump(dump, (each for each in known.values() if each.name != "cubin" or mm.target.kind == "cuda"), read)
+        if stop_after is None and output is None:
+            return
+    if output is not None:
+        output.write_bytes(read(stage))
+    elif stage == "cubin":
+        raise SpecError("--stop-after=cubin is machine code; name a file with -o")
+    else:
+        sys.stdout.write(read(stage).decode())
+
+
+def _dump(folder: Path, known: Iterable[Stage], read: Callable[[str], bytes]) -> None:
+    """Write a file for every stage."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in known:
+        (folder / f"matmul.{each.suffix}").write_bytes(read(each.name))
+    errors.print(f"wrote {folder}/matmul.*", markup=False)
+
+
+@takes_spec
+def explain(
+    spec: MatmulSpec,
+    target: TargetName = None,
+    schedule: ScheduleText = None,
+    as_json: Json = False,
+) -> None:
+    """Show which kernels serve which number of rows, and what each is made of. Compiles nothing.
+
+    [bold]Examples[/]
+
+      lowbit explain -n 4096 -k 4096 -w u4 -g 128 -t sm_90a
+
+      lowbit explain -w nf4 -g 64 -t sm_80 --json
+    """
+    from lowbit.passes.target import parse_target
+    from lowbit.pylib.build.kernels import Artifacts
+    from lowbit.pylib.matmul import this_machine
+
+    parsed = parse_target(target or this_machine())
+    if not parsed.is_gpu:
+        raise TargetError(f"target {parsed} has one program for every number of rows; name a GPU such as sm_90a")
+    choices = Artifacts(spec, parsed, parse_schedule(schedule)).choices()
+    if as_json:
+        show_json(choices.to_dict())
+    else:
+        print(choices)
+
+
+@takes_spec
+def run(
+    spec: MatmulSpec,
+    target: TargetName = None,
+    tokens: Tokens = 1,
+    schedule: ScheduleText = None,
+    as_json: Json = False,
+) -> None:
+    """Multiply random data: check the result against float64 and time it.
+
+    [bold]Examples[/]
+
+      lowbit run -n 8192 -k 8192 -w u4 -g 128 --zeros int -m 16
+
+      lowbit run -w f6e3m2 --act bf16 -t cpu --json
+
+      lowbit run -n 64 -k 512 -w i3 -t emulator:sm_90a
+    """
+    from lowbit.pylib.tune.trial import run_trial
+
+    with errors.status("starting") as status:
+        trial = run_trial(spec, tokens, target, parse_schedule(schedule), on_step=status.update)
+    if as_json:
+        show_json(measured(trial))
+    else:
+        show(f"{spec}, m = {trial.m}, on {trial.matmul.target}", report(trial))
+    if not trial.right:
+        errors.print("[bold red]error:[/] the result is wrong")
+        raise typer.Exit(1)
+
+
+def report(trial: Trial) -> dict[str, str]:
+    """Returns what a trial found as text, by name, with rich's markup."""
+    verdict = "[green]right[/]" if trial.right else "[bold red]wrong[/]"
+    worst = f"worst element at {trial.worst:.0%} of what rounding explains"
+    facts = {
+        "result": f"{verdict}: relative error {trial.error:.1e}, {worst}",
+        "ready in": f"{trial.compile_time * 1e3:.0f} ms, compiled or from the cache",
+    }
+    if trial.time is not None:
+        facts["time"] = f"{trial.time * 1e6:.2f} µs"
+        facts["bandwidth"] = f"{trial.bytes / trial.time / 1e9:.3g} GB/s for {trial.bytes / 1e6:.2f} MB"
+        facts["arithmetic"] = f"{trial.flops / trial.time / 1e12:.3g} TFLOP/s"
+    if trial.schedule:
+        facts["schedule"] = escape(str(trial.schedule))
+    return facts
+
+
+def measured(trial: Trial) -> dict[str, Any]:
+    """Returns what a trial found as numbers, by name with the unit; None where there is none, as in the emulator."""
+    return {
+        "spec": trial.matmul.spec.to_dict(),
+        "target": trial.matmul.target.name,
+        "tokens": trial.m,
+        "right": trial.right,
+        "relative_error": _finite(trial.error),
+        "worst_error_of_allowed": _finite(trial.worst),
+        "ready_seconds": trial.compile_time,
+        "call_seconds": trial.time,
+        "call_bytes": trial.bytes,
+        "call_flops": trial.flops,
+        "schedule": trial.schedule and asdict(trial.schedule),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

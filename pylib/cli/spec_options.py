@@ -1,0 +1,98 @@
+"""The options of commands that take a matmul: one for each field of `MatmulSpec`, and those of its kernels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import wraps
+from typing import Annotated, Any, cast
+
+import typer
+
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.registry import schedule_from_dict
+from lowbit.pylib.cli.machine import TARGETS
+
+TargetName = Annotated[str | None, typer.Option("--target", "-t", help=f"{TARGETS}; without it, this machine's.")]
+Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
+ScheduleText = Annotated[
+    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,num_stages=3.")
+]
+
+_SHORT = {"n": "-n", "k": "-k", "weight": "-w", "group_size": "-g"}
+_SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "n": (int, 4096, "Rows of the weight: outputs."),
+    "k": (int, 4096, "Columns of the weight: inputs."),
+    "weight": (str, "u4", "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8."),
+    "group_size": (int | None, None, "Columns that share a scale; 0, or without it: one scale per row."),
+    "zeros": (str, "none", "Zero points: none, int, float or offset."),
+    "scale": (str, "f16", "Type of the scales: f16, bf16, f32, e8m0, e4m3, or codes with --bilevel."),
+    "act": (str, "f16", "Type of x: f16 or bf16."),
+    "out": (str | None, None, "Type of y: f16, bf16 or f32; without it, as x."),
+    "bias": (bool, False, "Add a bias."),
+    "table": (str | None, None, "The values of a lut<b> format, separated by commas."),
+    "row_scales": (bool, False, "Scale every row, too."),
+    "bilevel": (str | None, None, "The second level of scales that are codes, such as rows=1,groups=8,scale=f16."),
+    "permuted": (bool, False, "Columns are in another order than x's."),
+    "outliers": (bool, False, "Add outliers, a sparse matrix in f16."),
+    "compute": (str | None, None, "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x."),
+    "fold_scales": (bool, False, "With f8e4m3: round scaled weights, so that sums stay in the tensor core."),
+}  # fmt: skip
+
+
+def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command with a first parameter `spec` the options that make one."""
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        fields = {name: given.pop(name) for name in _SPEC_OPTIONS}
+        fields["group_size"] = fields["group_size"] or None
+        if fields["table"] is not None:
+            fields["table"] = _numbers(fields["table"])
+        if fields["bilevel"] is not None:
+            from lowbit.passes.opt.options import from_text
+
+            fields["bilevel"] = from_text(Bilevel, fields["bilevel"], "--bilevel")
+        command(spec=MatmulSpec(**fields), **given)
+
+    def parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
+        flags = [f"--{name.replace('_', '-')}", *filter(None, [_SHORT.get(name)])]
+        annotation = Annotated[kind, typer.Option(*flags, help=text, rich_help_panel="Matmul")]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    # Typer reads the signature and the annotations; those of the command itself are strings until resolved.
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    parameters = [parameter(name, *option) for name, option in _SPEC_OPTIONS.items()]
+    parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(v) for v in text.split(","))
+    except ValueError:
+        raise SpecError(f"--table={text} must be numbers separated by commas, such as -1,0,0.5,1") from None
+
+
+@dataclass(frozen=True)
+class _GivenSchedule:
+    """What --schedule says: fields of a schedule, and the family whose schedule it is."""
+
+    family: str = "decode"
+    schedule: Schedule | None = None
+
+
+def parse_schedule(text: str | None) -> Schedule | None:
+    """Returns the schedule that --schedule spells out; None without one."""
+    from lowbit.passes.opt.options import from_text
+
+    if text is None:
+        return None
+    given = from_text(_GivenSchedule, text, "--schedule")
+    return cast(Schedule, schedule_from_dict({"family": given.family} | asdict(given.schedule or Schedule())))
