@@ -150,12 +150,12 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         lowbit.load_gguf(tmp_path / "nowhere")
 
 
+def text(given: str) -> bytes:
+    return struct.pack("<Q", len(given)) + given.encode()
+
+
 def header(tensors: Sequence[tuple[str, int]], alignment: int | str = 32) -> bytes:
     """Returns a file with tensors of 256 columns in Q4_K, which begin at these bytes after the header."""
-
-    def text(given: str) -> bytes:
-        return struct.pack("<Q", len(given)) + given.encode()
-
     kind, value = (4, struct.pack("<I", alignment)) if isinstance(alignment, int) else (8, text(alignment))
     infos = [text(name) + struct.pack("<IQQIQ", 2, 256, 1, 12, start) for name, start in tensors]
     key = text("general.alignment") + struct.pack("<I", kind) + value
@@ -179,6 +179,44 @@ def test_places_that_can_not_be(data: bytes, message: str, tmp_path: Path) -> No
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
         lowbit.load_gguf(path)
+
+
+TERA = 1 << 42
+KEY, CUT = text("key"), "the file ends within its header"
+LIES = {  # what a file of a kilobyte says of itself: tensors, entries of metadata, and what follows
+    "tensors": (TERA, 0, b"", CUT),
+    "metadata": (0, TERA, b"", CUT),
+    "a key": (0, 1, struct.pack("<Q", TERA), CUT),
+    "a string": (0, 1, KEY + struct.pack("<IQ", 8, TERA), CUT),
+    "numbers": (0, 1, KEY + struct.pack("<IIQ", 9, 4, TERA), CUT),
+    "strings": (0, 1, KEY + struct.pack("<IIQ", 9, 8, TERA), CUT),
+    "arrays": (0, 1, KEY + struct.pack("<IIQ", 9, 9, TERA), "metadata of type 9 at byte 51 can't be read"),
+    "floats": (1, 0, text("w") + struct.pack("<IQQIQ", 2, 1 << 21, 1 << 21, 0, 0), "of a file of 1024"),
+    "blocks": (1, 0, text("w") + struct.pack("<IQQIQ", 2, 1 << 40, 1 << 40, 12, 0), "of a file of 1024"),
+    "a stack": (1, 0, text("w") + struct.pack("<IQQQIQ", 3, 256, TERA, TERA, 12, 0), "of a file of 1024"),
+    "a place": (1, 0, text("w") + struct.pack("<IQQIQ", 2, 256, 1, 12, TERA), "of a file of 1024"),
+    "dimensions": (1, 0, text("w") + struct.pack("<I", 1 << 31), "a tensor has 2147483648 dimensions; at most 4"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "entries", "data", "message"), LIES.values(), ids=LIES)
+def test_sizes_that_lie_take_no_memory(tensors: int, entries: int, data: bytes, message: str, tmp_path: Path) -> None:
+    path, used = tmp_path / "file.gguf", _peak()
+    path.write_bytes((b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + data).ljust(1024, b"\0"))
+    with pytest.raises(CheckpointError, match=message):
+        lowbit.load_gguf(path)
+    assert _peak() - used < 16 << 20
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    """It is refused as it is opened, and `lowbit inspect` does not take it for whole."""
+    path = tmp_path / "file.gguf"
+    write(path, {name: (blocks("Q4_K", N, K), Kind.Q4_K) for name in ("a", "b")})
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    for read in (lowbit.load_gguf, contents):
+        with pytest.raises(CheckpointError, match=rf"file.gguf: b: it takes bytes \d+ to {len(data)} of a file of"):
+            read(path)
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -52,6 +52,19 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         self.device = device
         self._container = read_container(path)
         self.metadata: dict[str, Any] = self._container.metadata
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Raise CheckpointError for a file that ends before its tensors do."""
+        stored = len(self._container.data)
+        for name, entry in self._container.entries.items():
+            try:
+                end = entry.start + _size(entry)
+            except CheckpointError:
+                continue  # a type that can't be read, which is an error when the tensor is asked for
+            if end > stored:
+                where = f"bytes {entry.start} to {end} of a file of {stored}"
+                raise CheckpointError(f"{self.path}: {name}: it takes {where}; the file is cut short")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._container.entries)
@@ -132,10 +145,7 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         return data.view(DENSE[entry.kind]).view(entry.shape)
 
     def _bytes(self, entry: Entry) -> Tensor:
-        size, stored = _size(entry), len(self._container.data)
-        if entry.start + size > stored:
-            raise CheckpointError(f"it takes bytes {entry.start} to {entry.start + size} of a file of {stored}")
-        data = self._container.data[entry.start : entry.start + size]
+        data = self._container.data[entry.start : entry.start + _size(entry)]
         return data.to(self.device, copy=entry.kind in DENSE)  # which is not the mapped memory then
 
 
@@ -150,8 +160,8 @@ def _size(entry: Entry) -> int:
         known = ", ".join(kind.name for kind in TYPES.values())
         raise CheckpointError(f"type {entry.kind} of GGUF can't be imported; what can is {known}")
     kind = TYPES[entry.kind]
-    if entry.shape[-1] % kind.columns:
-        raise CheckpointError(f"{entry.shape[-1]} columns are not blocks of {kind.columns} ({kind.name})")
+    if (columns := entry.shape[-1] if entry.shape else 1) % kind.columns:
+        raise CheckpointError(f"{columns} columns are not blocks of {kind.columns} ({kind.name})")
     return count // kind.columns * kind.nbytes
 
 
