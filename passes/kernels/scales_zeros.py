@@ -11,7 +11,8 @@ from lowbit.dialect.formats.raw_codes import raw_exponents
 from lowbit.dialect.ops import raised_power
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.passes.builder import Program, Tile
+from lowbit.passes.builder import Memory, Program, Tile
+from lowbit.passes.kernels.requirements import scale_table
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
 OfBlock = Callable[[str, Bilevel], Tile]
@@ -27,8 +28,20 @@ class ScalesZeros:
         """offset: by how much the codes are too large that are multiplied; raw: whether they are subnormals; power: the
         power of two that decoding leaves out, None: that of decoding to the activation's type."""
         self.p, self.spec, self.offset, self.raw = p, spec, offset, raw
+        self._table: Memory | None = None
         self.multiplied = False  # whether a second level's numbers come with `minus_product` in place of B
         self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act)) if power is None else power
+
+    def alloc_table(self) -> list[Memory]:
+        """The buffer in shared memory of the table in which scales are places, if they are."""
+        if table := scale_table(self.spec):
+            self._table = self.p.alloc_shared("i32", table.shape)
+        return [self._table] if self._table else []
+
+    def fill_table(self) -> None:
+        """Fills this buffer, if there is one, by all threads of the block."""
+        if self._table and (table := scale_table(self.spec)):
+            self.p.fill_table(self._table, table.format, table.element)
 
     @staticmethod
     def element(kind: str) -> str:
@@ -77,8 +90,11 @@ class ScalesZeros:
         """The numbers that codes stand for before they are scaled."""
         if slot.shared:
             return self._raised(slot, tile) - raised_power(slot.bit)
-        table = bilevel.table
-        values = self.p.look_up(tile, dtype(slot.code, table)) if table else self.as_f32(tile, slot.storage)
+        if self._table:
+            return self.p.lookup_bytes(tile, self._table)
+        if bilevel.table:
+            return self.p.look_up(tile, dtype(slot.code, bilevel.table))
+        values = self.as_f32(tile, slot.storage)
         if least := _least(slot):
             values = self.p.add(values, self.p.constant(least, "f32", values.layout))
         return values

@@ -251,7 +251,8 @@ def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     given = 8 * (target.registers_per_sm // (8 * threads))  # in eights, as registers are handed out
     used = min(target.max_registers_per_thread, -(-registers(spec, s) // 8) * 8, given)
     most = s.max_blocks_per_sm
-    by_registers = most if most and KernelPlan(spec, s).limits_registers else target.registers_per_sm // (threads * used)
+    limited = most and KernelPlan(spec, s).limits_registers
+    by_registers = most if limited else target.registers_per_sm // (threads * used)
     fitting = min(shared_room(spec, s, target), target.max_threads_per_sm // threads, by_registers)
     return min(fitting, most or fitting)
 

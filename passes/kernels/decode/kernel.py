@@ -142,6 +142,7 @@ class Kernel:
         if self.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()
+        self.operands.buffers += self.convert.alloc_table()
         self.numbers = GroupNumbers(p, self.plan, self.operands, self.convert)
         self.step_factors = self._step_factors()
         if self.zeros_in_decode and not self.plan.groups:
@@ -180,6 +181,7 @@ class Kernel:
                 operands.copy_codes(step)
                 operands.copy_scales_zeros(step)
                 operands.fill_table()
+                self.convert.fill_table()
                 operands.copy_outliers()
                 p.grid_wait()
                 operands.copy_x(step)
@@ -195,6 +197,7 @@ class Kernel:
         for operands.slot, step in enumerate(steps):
             operands.copy_scales_zeros(step)
         operands.fill_table()
+        self.convert.fill_table()
         operands.copy_outliers()
         outliers = operands.load_outliers()
         p.grid_wait()
