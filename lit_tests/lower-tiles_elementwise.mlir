@@ -57,6 +57,34 @@
 
 // -----
 
+// The same from shared memory, which 64 threads fill with four entries each: 256 places, each once.
+// CHECK-LABEL: gpu.func @from_a_table_in_shared_memory
+// CHECK:         %[[FOUR:.*]] = llvm.load {{.*}} {alignment = 16 : i64} : !llvm.ptr<1> -> i128
+// CHECK-NEXT:    llvm.store %[[FOUR]], {{.*}} {alignment = 16 : i64} : i128, !llvm.ptr<3>
+// CHECK:         gpu.barrier
+// CHECK:         %[[PLACE:.*]] = arith.extui {{.*}} : i8 to i32
+// CHECK:         arith.muli %[[PLACE]], {{.*}}
+// CHECK:         llvm.load {{.*}} {alignment = 4 : i64} : !llvm.ptr<3> -> f32
+!bytes = !lowbit.reg<[8, 4], i8, "spatial(8, 4).replicated(2)">
+!tile = !lowbit.reg<[8, 4], f32, "spatial(8, 4).replicated(2)">
+!view = !lowbit.global<[8, 4], i8, [4, 1], [1, 1]>
+!out = !lowbit.global<[8, 4], f32, [4, 1], [1, 1]>
+!table = !lowbit.shared<[256, 1], i32, [1, 1], 0>
+"lowbit.program"() ({
+^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+  %c0 = arith.constant 0 : i32
+  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
+  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
+  %table = "lowbit.alloc_shared"() : () -> !table
+  "lowbit.fill_table"(%table) {format = #lowbit.format<"lut8", [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]>, element = "f32", exponent = 0} : (!table) -> ()
+  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !bytes
+  %numbers = "lowbit.lookup_bytes"(%a, %table) : (!bytes, !table) -> !tile
+  "lowbit.store"(%numbers, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !out, i32, i32) -> ()
+  "lowbit.return"() : () -> ()
+}) {sym_name = "from_a_table_in_shared_memory", threads = 64, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+
+// -----
+
 // These they have for f32 alone; f16 goes there and back.
 // CHECK-LABEL: gpu.func @by_way_of_f32
 // CHECK:         %[[X:.*]] = arith.extf {{.*}} : f16 to f32

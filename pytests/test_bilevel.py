@@ -229,7 +229,7 @@ MUTATIONS = {
         self, replace(slot, bit=3 - slot.bit), *r)),
     "second level of the block before": (Q4_K, KernelPlan, "steps_per_block", _twice),
     "offset of scales dropped": (TABLE, ScalesZeros, "two_level", _without("scale_offsets")),
-    "table of scales forgotten": (TABLE, Program, "look_up", lambda right: lambda self, places, table: self.cast(
+    "table of scales forgotten": (TABLE, Program, "lookup_bytes", lambda right: lambda self, places, table: self.cast(
         places, "f32", "unsigned")),
     "scale of scales dropped": (Q6_K, ScalesZeros, "two_level", _without("scale_scales")),
     "zero of scales dropped": (SPQR, ScalesZeros, "two_level", _without("scale_zeros")),

@@ -6,6 +6,8 @@ shared memory (without copies, 32 random lanes would take about three and a half
 
 Up to four bits an entry is a pair of 16-bit numbers, and its index the codes of both, the second above the first. With
 more bits, or in f32, an entry is one number, in both halves of the word if it has 16 bits, and its index is the code.
+
+A table for scales, of which there are few, has every entry once: 1 KiB.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ PAIRED_BITS = 4  # the table of pairs takes 32 KiB then; with another bit it wou
 
 @dataclass(frozen=True)
 class DecodeTable:
-    """The table that decodes `format` to `element` ("f16", "bf16" or "f32")."""
+    """The table that decodes `format` to `element` ("f16", "bf16" or "f32"), with every entry `copies` times: once per
+    lane, or once."""
 
     format: DType
     element: str
+    copies: int = BANKS
 
     @property
     def paired(self) -> bool:
@@ -35,12 +39,12 @@ class DecodeTable:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Entries and lanes, of 32-bit words."""
-        return 1 << self.format.bits * (2 if self.paired else 1), BANKS
+        """Entries and copies, of 32-bit words."""
+        return 1 << self.format.bits * (2 if self.paired else 1), self.copies
 
     @property
     def bytes(self) -> int:
-        return self.shape[0] * BANKS * BANK_BYTES
+        return self.shape[0] * self.copies * BANK_BYTES
 
     def codes(self) -> NDArray[np.int64]:
         """The codes that an entry stands for: [entries, 2] if paired, else [entries, 1]."""

@@ -32,6 +32,7 @@ from lowbit.dialect.ops.codes import (
     EncodeBytesOp,
     EncodeFragmentsOp,
     EncodeOp,
+    LookupBytesOp,
     LookupOp,
 )
 from lowbit.dialect.ops.elementwise import (
@@ -170,6 +171,7 @@ __all__ = [
     "LoadMatrixOp",
     "LoadOp",
     "LoadOutliersOp",
+    "LookupBytesOp",
     "LookupOp",
     "LookupPairOp",
     "MaterializeOp",

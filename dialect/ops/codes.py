@@ -14,7 +14,7 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K32_A
 from lowbit.dialect.layouts.layout import local
 from lowbit.dialect.ops.common import check_offset, check_rounding, check_shifted, check_table
 from lowbit.dialect.optional import Choice, Optional
-from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, SharedType
+from lowbit.dialect.types import UNIT, Lowbit, Reg, RegType, Shared, SharedType
 
 BYTES: dict[str, Compute] = {"f8E4M3FN": "f8e4m3", "ui8": "i8", "i8": "i8"}
 """By the type of operand a in the IR, the type in which bytes are multiplied (`dialect.formats.byte_codes`)."""
@@ -103,6 +103,26 @@ class LookupOp(Lowbit.Operation, name="lookup", traits=[ext.Pure]):
         real(b.element, "result")
         expect(a.layout == b.layout, "layout", a.layout, b.layout)
         check_table(op.table, format_, str(b.element))
+
+
+class LookupBytesOp(Lowbit.Operation, name="lookup_bytes", traits=[ext.Pure]):
+    """The numbers (f32) at places, which are bytes (i8), in a table of 256 that `fill_table` has filled with each once.
+
+    The table must not be freed before the numbers have been used.
+    """
+
+    source: ext.Operand[RegType]
+    table: ext.Operand[SharedType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        same_element("i8", a.element, "element of the source")
+        same_element("f32", b.element, "element of the result")
+        expect(a.layout == b.layout, "layout", a.layout, b.layout)
+        expected = Shared("i32", (256, 1), (1, 1))
+        expect(Shared.of(op.table.type) == expected, "table", expected.type, op.table.type)
 
 
 class EncodeOp(Lowbit.Operation, name="encode", traits=[ext.Pure]):

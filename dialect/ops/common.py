@@ -9,6 +9,7 @@ from lowbit.dialect.formats.byte_codes import COMPUTE
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset
+from lowbit.dialect.layouts.shared_memory import BANKS
 from lowbit.dialect.types import Global, GlobalType, Shared, SharedType, read_strings, row_major
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ def check_access(
             expect(tile[dim] <= most, f"size of dim {dim} with boundary none", f"at most {most}", tile[dim])
 
 
-def check_table(buffer: Any, format_: DType, element: str) -> None:
-    """A buffer must be a table that decodes a format to an element."""
+def check_table(buffer: Any, format_: DType, element: str, copies: int = BANKS) -> None:
+    """A buffer must be a table that decodes a format to an element, with so many copies of its entries."""
     expect(format_.kind == "table", "format", "one with a table of values", format_.name)
-    shape = DecodeTable(format_, element).shape
+    shape = DecodeTable(format_, element, copies).shape
     expected = Shared("i32", shape, row_major(shape))
     expect(Shared.of(buffer.type) == expected, f"table from {format_.name} to {element}", expected.type, buffer.type)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import activation, expect, in_range, real, same_element, verifier
+from lowbit.dialect.layouts.shared_memory import BANKS
 from lowbit.dialect.ops.common import BOUNDARIES, I1, I32, check_access, check_table, one
 from lowbit.dialect.optional import Flag, Optional
 from lowbit.dialect.types import (
@@ -140,7 +141,7 @@ def _check_copy(op: Any, source: Global, target: Shared) -> None:
 
 class FillTableOp(Lowbit.Operation, name="fill_table"):
     """Fills a buffer with the table of `dialect.formats.decode_table` that decodes `format` to `element`, times
-    2^-exponent.
+    2^-exponent. A buffer of one column has each of its entries once.
 
     All threads of the block take part, and see the table afterwards. Among the copies of a `pipeline` it is
     done once, while the first of them are under way.
@@ -156,7 +157,8 @@ class FillTableOp(Lowbit.Operation, name="fill_table"):
         element = ir.StringAttr(op.element).value
         real(element, "table")
         in_range(op.exponent, "exponent", -1022, 1023)
-        check_table(op.buffer, read_format(op.format), element)
+        copies = 1 if Shared.of(op.buffer.type).shape[-1] == 1 else BANKS
+        check_table(op.buffer, read_format(op.format), element, copies)
 
 
 class CommitOp(Lowbit.Operation, name="commit"):

@@ -121,6 +121,15 @@ func.func @lookup_table(%codes: !codes, %table: !table) {
 // -----
 
 !table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
+func.func @lookup_bytes(%t: !lowbit.reg<[8, 4], i8, "spatial(8, 4)">, %table: !table) {
+  // expected-error @below {{'lowbit.lookup_bytes' op table: expected !lowbit.shared<[256, 1], i32, [1, 1]}}
+  %0 = "lowbit.lookup_bytes"(%t, %table) : (!lowbit.reg<[8, 4], i8, "spatial(8, 4)">, !table) -> !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
+  return
+}
+
+// -----
+
+!table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 func.func @lookup_numbers(%t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">, %table: !table) {
   // expected-error @below {{'lowbit.lookup' op source: expected codes of a low-bit format, got f16}}
   %0 = "lowbit.lookup"(%t, %table) : (!lowbit.reg<[8, 4], f16, "spatial(8, 4)">, !table) -> !lowbit.reg<[8, 4], f16, "spatial(8, 4)">

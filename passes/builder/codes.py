@@ -62,6 +62,10 @@ class Codes:
         op.format = format_attr(table)
         return Tile(op.result)
 
+    def lookup_bytes(self, places: Tile, table: Memory) -> Tile:
+        """The same from a table in shared memory."""
+        return Tile(ops.LookupBytesOp(places.value, table.value, Reg("f32", places.layout).type).result)
+
     def raise_bits(self, tile: Tile, first: int, bits: int) -> Tile:
         """The unsigned number in some bits of every byte, plus `ops.raised_power` of the first, in f32."""
         return Tile(ops.RaiseBitsOp(tile.value, i64(first), i64(bits), Reg("f32", tile.layout).type).result)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from lowbit.dialect.bilevel import TABLE_CODE
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.decode_table import DecodeTable
+from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
@@ -17,6 +20,14 @@ def can_use_wgmma(spec: MatmulSpec, target: Target) -> bool:
     """Whether a matmul can use wgmma: it needs x in 16-byte pieces, and codes decoded to the type of x."""
     same_type = spec.compute is not None or compute_element(spec.dtype, spec.act) == spec.act
     return target.has_wgmma and same_type and fits_async_x(spec)
+
+
+def scale_table(spec: MatmulSpec) -> DecodeTable | None:
+    """The table in which scales are places, as kernels have it in shared memory; None where they are no places. A load
+    from device memory would come back behind those that its warp has begun before it."""
+    if spec.bilevel is None or spec.bilevel.table is None:
+        return None
+    return DecodeTable(dtype(TABLE_CODE, spec.bilevel.table), "f32", copies=1)
 
 
 def check_compute(spec: MatmulSpec, target: Target) -> None:

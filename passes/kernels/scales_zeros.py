@@ -11,7 +11,8 @@ from lowbit.dialect.formats.raw_codes import raw_exponents
 from lowbit.dialect.ops import raised_power
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.passes.builder import Program, Tile
+from lowbit.passes.builder import Memory, Program, Tile
+from lowbit.passes.kernels.requirements import scale_table
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
 OfBlock = Callable[[str, Bilevel], Tile]
@@ -27,8 +28,20 @@ class ScalesZeros:
         """offset: by how much the codes are too large that are multiplied; raw: whether they are subnormals; power: the
         power of two that decoding leaves out, None: that of decoding to the activation's type."""
         self.p, self.spec, self.offset, self.raw = p, spec, offset, raw
+        self._table: Memory | None = None
         self.multiplied = False  # whether a second level's numbers come with `minus_product` in place of B
         self.exponent = exponent(spec.dtype, compute_element(spec.dtype, spec.act)) if power is None else power
+
+    def alloc_table(self) -> list[Memory]:
+        """The buffer in shared memory of the table in which scales are places, if they are."""
+        if table := scale_table(self.spec):
+            self._table = self.p.alloc_shared("i32", table.shape)
+        return [self._table] if self._table else []
+
+    def fill_table(self) -> None:
+        """Fills this buffer, if there is one, by all threads of the block."""
+        if self._table and (table := scale_table(self.spec)):
+            self.p.fill_table(self._table, table.format, table.element)
 
     @staticmethod
     def element(kind: str) -> str:
@@ -51,10 +64,13 @@ class ScalesZeros:
         """S * (code - B)."""
         if slot.shared and bilevel.scale == "f16":
             return self._scaled_at_once(slot, tile, bilevel, of_block)
-        values = self._codes(slot, tile, bilevel)
         if bilevel.zeros:
-            values = self.p.sub(values, of_block(f"{slot.role}_zeros", bilevel))
-        return self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
+            values = self.p.sub(self._codes(slot, tile, bilevel), of_block(f"{slot.role}_zeros", bilevel))
+            return self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
+        scale = of_block(f"{slot.role}_scales", bilevel)
+        if least := _least(slot):  # a power of two: S * least is exact, and the fma rounds S * (code + least)
+            return self.p.fma(self.as_f32(tile, slot.storage), scale, scale * least)
+        return self.p.mul(self._codes(slot, tile, bilevel), scale)
 
     def _scaled_at_once(self, slot: TensorSlot, tile: Tile, bilevel: Bilevel, of_block: OfBlock) -> Tile:
         """The same by one fma, S * code - S * B or S * (power + code) - S * power. What is subtracted is one number for
@@ -74,9 +90,12 @@ class ScalesZeros:
         """The numbers that codes stand for before they are scaled."""
         if slot.shared:
             return self._raised(slot, tile) - raised_power(slot.bit)
-        table = bilevel.table
-        values = self.p.look_up(tile, dtype(slot.code, table)) if table else self.as_f32(tile, slot.storage)
-        if slot.storage == "u8" and (least := least_code(slot.code)):
+        if self._table:
+            return self.p.lookup_bytes(tile, self._table)
+        if bilevel.table:
+            return self.p.look_up(tile, dtype(slot.code, bilevel.table))
+        values = self.as_f32(tile, slot.storage)
+        if least := _least(slot):
             values = self.p.add(values, self.p.constant(least, "f32", values.layout))
         return values
 
@@ -106,3 +125,8 @@ class ScalesZeros:
         """An offset o, less the scaled number by which the codes are too large that are multiplied."""
         p = self.p
         return p.fma(scale, p.constant(-self.offset, "f32", scale.layout), o) if self.offset else o
+
+
+def _least(slot: TensorSlot) -> int:
+    """Returns the least integer of a slot's codes, which is stored as 0."""
+    return least_code(slot.code) if slot.code and slot.storage == "u8" else 0

@@ -34,10 +34,11 @@ from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import run_of
 from lowbit.dialect.formats.reals import REALS, Real
 from lowbit.dialect.layouts.shared_memory import BANK_BYTES
-from lowbit.dialect.types import read_format
+from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.base import enclosing
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr, when
+from lowbit.passes.lowering.fragment import Fragment
 from lowbit.passes.lowering.recipes import place
 from lowbit.passes.lowering.registry import lowers
 
@@ -48,17 +49,21 @@ _VECTOR = 16  # bytes that it stores at once
 
 @lowers(ops.FillTableOp)
 def fill_table(op: Any, c: LoweringContext) -> None:
-    """Every thread writes 16 bytes, four copies of an entry, at a time."""
+    """Every thread writes 16 bytes, four copies of an entry or four entries, at a time."""
     c.pending.finish_reads()
-    table = DecodeTable(read_format(op.format), text_attr(op, "element"))
+    copies = c.places[op.buffer].type.shape[-1]
+    table = DecodeTable(read_format(op.format), text_attr(op, "element"), copies)
     symbol = constant_table(c.shared_base.owner, table, int_attr(op, "exponent"))
     threads, vectors = c.threads_per_block, table.bytes // _VECTOR
     thread = c.thread_digit(threads)
     per_entry = vectors // table.shape[0]
-    entry = arith.muli(arith.divui(thread, emit.constant(per_entry)), emit.constant(BANK_BYTES))
-    start = emit.offset_bytes(c.places[op.buffer].base, dynamic=arith.muli(thread, emit.constant(_VECTOR)))
+    entry = arith.muli(arith.divui(thread, emit.constant(per_entry)), emit.constant(BANK_BYTES)) if per_entry else None
+    place = arith.muli(thread, emit.constant(_VECTOR))
+    start = emit.offset_bytes(c.places[op.buffer].base, dynamic=place)
 
     def load(first: int) -> Any:
+        if entry is None:
+            return emit.read_constant(symbol, place, 8 * _VECTOR, static=first * _VECTOR)
         word = emit.read_constant(symbol, entry, 32, static=first // per_entry * BANK_BYTES)
         vector = llvm.mlir_undef(ir.VectorType.get([4], emit.integer()))
         for i in range(4):
@@ -77,6 +82,20 @@ def fill_table(op: Any, c: LoweringContext) -> None:
         some = arith.cmpi(arith.CmpIPredicate.ult, thread, emit.constant(rest))
         when(some, lambda: store(load(first), first))
     gpu.barrier()
+
+
+@lowers(ops.LookupBytesOp)
+def lookup_bytes(op: Any, c: LoweringContext) -> None:
+    """Each number by a load, which may meet others in a bank: there are few."""
+    places, table = c.tiles[op.source], c.places[op.table]
+
+    def number(slot: int) -> Any:
+        offset = arith.muli(arith.extui(emit.integer(), places.scalar(slot)), emit.constant(BANK_BYTES))
+        return llvm.load(ir.F32Type.get(), emit.offset_bytes(table.base, dynamic=offset), alignment=BANK_BYTES)
+
+    result = Fragment(Reg.of(op.result.type), "scalar", number)
+    c.pending.computed(result, [places])
+    c.tiles[op.result] = result
 
 
 def lower_lookup_pair(op: Any) -> Any:

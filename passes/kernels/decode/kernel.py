@@ -22,7 +22,8 @@ and the instruction reads the activations from shared memory by itself. Where a 
 are tokens, there are more sums to scale than weights. Then weights are scaled, and acc takes the products of all
 groups of a step in one chain, with several row blocks or factors of a step in registers that no step moves
 (`KernelPlan.sums_in_place`). Else a group's product may begin before the last one's has ended
-(`Schedule.overlap_groups`).
+(`Schedule.overlap_groups`). Without wgmma, weights are scaled where several tokens meet factors of a step: then no
+group has sums of its own.
 
 A small matmul (`Schedule.preload_weights`) has no loop: all units are on their way to registers, and all activations to
 shared memory, before the first is waited for. Blocks of two kernels share a multiprocessor; empty blocks fill up the
@@ -97,7 +98,7 @@ class Kernel:
             self.plan.workspace_bytes,
             s.max_blocks_per_sm,
             (1, s.cluster, 1),
-            fits_blocks=s.spread_k,
+            fits_blocks=plan.limits_registers,
         )
         self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
@@ -141,6 +142,7 @@ class Kernel:
         if self.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()
+        self.operands.buffers += self.convert.alloc_table()
         self.numbers = GroupNumbers(p, self.plan, self.operands, self.convert)
         self.step_factors = self._step_factors()
         if self.zeros_in_decode and not self.plan.groups:
@@ -179,6 +181,7 @@ class Kernel:
                 operands.copy_codes(step)
                 operands.copy_scales_zeros(step)
                 operands.fill_table()
+                self.convert.fill_table()
                 operands.copy_outliers()
                 p.grid_wait()
                 operands.copy_x(step)
@@ -194,6 +197,7 @@ class Kernel:
         for operands.slot, step in enumerate(steps):
             operands.copy_scales_zeros(step)
         operands.fill_table()
+        self.convert.fill_table()
         operands.copy_outliers()
         outliers = operands.load_outliers()
         p.grid_wait()
@@ -243,6 +247,9 @@ class Kernel:
         width = s.step_k // self.parts
         for group in range(self.parts):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
+            if self.plan.rounds_scales:
+                total = p.mma(self._plain_weights(a_group, group), b_group, total)
+                continue
             zero = p.constant(0.0, "f32", self.d_layout)
             if self.plan.defers_offset:
                 zero = p.offset_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)

@@ -20,7 +20,7 @@ from lowbit.passes.kernels.decode.plan import (
     can_use_raw_codes,
 )
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.requirements import can_use_wgmma
+from lowbit.passes.kernels.requirements import can_use_wgmma, scale_table
 from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
@@ -91,11 +91,12 @@ def _rows_of_groups(plan: KernelPlan) -> int:
 
 
 def _bytes_there_once(plan: KernelPlan) -> int:
-    """Limbs of x, and the table of a format that has one."""
+    """Limbs of x, and the tables of a format and of scales that have one."""
     spec, s = plan.spec, plan.schedule
     limbs = s.warps_k * (s.step_k // PIECE) * LIMBS * 4 * ROW * 4 if s.integer_mma else 0
     table = spec.dtype.kind == "table"
-    return limbs + (DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes if table else 0)
+    codes = DecodeTable(spec.dtype, compute_element(spec.dtype, spec.act)).bytes if table else 0
+    return limbs + codes + (scales.bytes if (scales := scale_table(spec)) else 0)
 
 
 def shared_room(spec: MatmulSpec, s: Schedule, target: Target) -> int:

@@ -8,7 +8,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
 from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
-from lowbit.passes.kernels.requirements import fits_async_x
+from lowbit.passes.kernels.requirements import fits_async_x, scale_table
 from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
@@ -91,8 +91,8 @@ def exchanged_bytes(plan: PrefillPlan) -> int:
 
 
 def weight_bytes(plan: PrefillPlan) -> int:
-    """Shared memory of the weight side: the table of a format that has one, outliers, and scales, zeros and offsets
-    that do not go straight to registers."""
+    """Shared memory of the weight side: the tables of a format and of scales that have one, outliers, and scales, zeros
+    and offsets that do not go straight to registers."""
     s, spec = plan.schedule, plan.spec
     compute = compute_element(spec.dtype, spec.act)
     table = DecodeTable(spec.dtype, compute).bytes if spec.dtype.kind == "table" else 0
@@ -100,7 +100,8 @@ def weight_bytes(plan: PrefillPlan) -> int:
     factors = factors_of(plan)
     staged = sum(2 * WARPS * factors[name].row_block_bytes for name in staged_factors(plan))
     of_panel = ROWS_OF_TILE * plan.panel_groups * len(plan.panel_factors) * spec.x.bytes
-    return table + outliers + staged + of_panel
+    scales = scale_table(spec)
+    return table + (scales.bytes if scales else 0) + outliers + staged + of_panel
 
 
 def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:

@@ -63,7 +63,9 @@ class Weight:
         self.table: Memory | None = None
 
     def fill_table(self) -> None:
-        """The table of a format that has one, in shared memory."""
+        """The tables of a format and of scales that have one, in shared memory."""
+        self.factors.convert.alloc_table()
+        self.factors.convert.fill_table()
         t = self.spec.dtype
         if t.kind == "table":
             self.table = self.p.alloc_shared("i32", DecodeTable(t, self.compute).shape)
