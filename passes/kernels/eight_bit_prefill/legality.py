@@ -23,6 +23,7 @@ _ADDED = 16  # for float zeros and offsets,
 _CODED = 24  # for scales that are codes,
 _WIDE = 25  # for codes of 8 bits with integers that become f32,
 _LONG_FLOATS = 2  # for floats of 6 bits and more in groups,
+_SHORT_GROUPS = 12  # for these in groups of 16, if they are folded,
 _BYTES, _MANY_GROUPS = 9, 16  # and for scales of e4m3 of so many groups at a time, and more
 
 
@@ -72,7 +73,7 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER
     more += _SPLIT * (s.split_k > 1) + _CUT * (s.cluster == 1 and s.last_tokens > 0)
     more += integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
-    more += _LONG_FLOATS * (plan.groups > 0 and spec.dtype.kind == "float" and spec.dtype.bits >= 6)
+    more += _LONG_FLOATS * (plan.groups > 0 and _is_long_float(spec))
     more += _BYTES * (spec.scale == "e4m3" and plan.held_groups >= _MANY_GROUPS)
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS
 
@@ -83,4 +84,9 @@ def _folded_registers(plan: EightBitPrefillPlan) -> int:
     numbers = sum(plan.held(factor.count) * (2 if factor.lanes > 1 else 1) for factor in factors)  # of two rows, or all
     loaded = plan.held_pieces * plan.piece_registers + numbers
     more = _FOLDING + _CLUSTER * (plan.schedule.cluster > 1) + _SPLIT * (plan.schedule.split_k > 1)
+    more += _SHORT_GROUPS * (_is_long_float(plan.spec) and plan.spec.packing.padded_group == 16)
     return loaded + more + _ADDED * (plan.spec.zeros in ("float", "offset")) + _CODED * (plan.spec.bilevel is not None)
+
+
+def _is_long_float(spec: MatmulSpec) -> bool:
+    return spec.dtype.kind == "float" and spec.dtype.bits >= 6
