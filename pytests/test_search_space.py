@@ -115,16 +115,6 @@ def test_neighbours(tile: int) -> None:
     assert {"split_k", "cluster"} <= changed or tile == 1  # which has no work for more splits
 
 
-def test_weights_scaled_without_wgmma_are_tried() -> None:
-    """For eight and 16 tokens, with fewer registers to a thread, too."""
-    cases = (("q4_k", 16, True, 4), ("q2_k", 32, False, 4), ("q2_k", 128, False, 2), ("gptq4", 16, False, 2))
-    for name, tile, tried, most in cases:
-        spec = MatmulSpec.preset(name, n=8192, k=8192)
-        every = decode_space.all_schedules(spec, tile, HOPPER, FAMILIES["decode"])
-        assert any(not s.wgmma for s in every) is tried
-        assert max(decode_space.space(spec, tile, HOPPER)["max_blocks_per_sm"]) == most
-
-
 def _enough(s: Schedule) -> int:
     return enough_blocks(KernelPlan(SPEC, s).tiles * s.split_k, HOPPER)
 

@@ -77,7 +77,7 @@ def test_one_token_split(choices: dict[str, Any]) -> None:
         Schedule(16, 1, 4, 1, 256, 2, wgmma=True),
         Schedule(16, 1, 4, 1, 256, 1, wgmma=True, preload_weights=True),
     ],
-    ids=["mma", "wgmma", "preloaded"],
+    ids=["sums", "weights", "preloaded"],
 )
 def test_factors_of_a_step(name: str, schedule: Schedule) -> None:
     assert KernelPlan(SPECS[name], schedule).step_factors
@@ -119,35 +119,6 @@ def test_registers_of_sums_in_place_are_about_as_expected(name: str, tokens: int
     assert abs(registers(SMALL[name], schedule) - used.registers) <= 16
 
 
-SCALED = (Schedule(16, 1, 4, 2, 256, 2), Schedule(8, 2, 2, 1, 256, 2, 2), Schedule(32, 2, 4, 1, 256, 3))
-SCALED_CASES = [(name, SCALED[i % 3]) for i, name in enumerate((*FORMATS, "q4_k bf16", "spqr"))]
-
-
-@pytest.mark.parametrize(("name", "schedule"), SCALED_CASES, ids=lambda v: v if isinstance(v, str) else f"m{v.tokens}")
-def test_weights_scaled_without_wgmma(name: str, schedule: Schedule) -> None:
-    plan = KernelPlan(SMALL[name], schedule)
-    assert plan.rounds_scales and not plan.sums_in_place
-    assert is_right(SMALL[name], schedule, schedule.tokens - 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens", "row_blocks"), [("q3_k", 8, 2), ("q6_k", 16, 1), ("q4_k", 16, 4), ("nvfp4", 32, 2)]
-)
-def test_registers_of_scaled_weights_are_about_as_expected(name: str, tokens: int, row_blocks: int) -> None:
-    """Those of sums of a group beside those of all columns are up to 255, and some spill."""
-    schedule = Schedule(tokens, row_blocks, 4, 1, 256, 2)
-    used = resource_usage(compile_matmul(SMALL[name], HOPPER, schedule).ptx, HOPPER)
-    assert used.spill_stores == 0
-    assert -32 <= used.registers - registers(SMALL[name], schedule) <= 24
-
-
-def test_sums_are_scaled_where_a_group_has_many_columns_for_each_token() -> None:
-    """Then they are less to scale than weights."""
-    plans = [KernelPlan(SPECS["q4_k"], Schedule(tokens, 2, 2, 1, 256, 2)) for tokens in (8, 16)]
-    assert [plan.rounds_scales for plan in plans] == [False, True]
-    assert all(plan.step_factors for plan in plans)
-
-
 def test_one_block_of_rows_keeps_its_loop() -> None:
     """Without factors of a step, few waits do with one block of rows; and many tokens leave no room for small waits."""
     for choices in ({"row_blocks": 1}, {"tokens": 128}):
@@ -187,9 +158,6 @@ def test_registers_are_limited_so_that_the_blocks_asked_for_fit() -> None:
     assert blocks_per_sm(spec, schedule, HOPPER) == 3
     assert ".minnctapersm 3" in compile_matmul(spec, HOPPER, schedule).ptx
     assert ".minnctapersm" not in compile_matmul(spec, HOPPER, replace(schedule, max_blocks_per_sm=0)).ptx
-    for tokens, wgmma in ((16, False), (16, True)):
-        scaled = replace(schedule, tokens=tokens, warps_n=4, warps_k=2, spread_k=False, wgmma=wgmma)
-        assert (".minnctapersm 3" in compile_matmul(SMALL["q4_k"], HOPPER, scaled).ptx) is not wgmma
 
 
 def test_mutations(monkeypatch: pytest.MonkeyPatch) -> None:

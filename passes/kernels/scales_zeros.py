@@ -64,13 +64,10 @@ class ScalesZeros:
         """S * (code - B)."""
         if slot.shared and bilevel.scale == "f16":
             return self._scaled_at_once(slot, tile, bilevel, of_block)
+        values = self._codes(slot, tile, bilevel)
         if bilevel.zeros:
-            values = self.p.sub(self._codes(slot, tile, bilevel), of_block(f"{slot.role}_zeros", bilevel))
-            return self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
-        scale = of_block(f"{slot.role}_scales", bilevel)
-        if least := _least(slot):  # a power of two: S * least is exact, and the fma rounds S * (code + least)
-            return self.p.fma(self.as_f32(tile, slot.storage), scale, scale * least)
-        return self.p.mul(self._codes(slot, tile, bilevel), scale)
+            values = self.p.sub(values, of_block(f"{slot.role}_zeros", bilevel))
+        return self.p.mul(values, of_block(f"{slot.role}_scales", bilevel))
 
     def _scaled_at_once(self, slot: TensorSlot, tile: Tile, bilevel: Bilevel, of_block: OfBlock) -> Tile:
         """The same by one fma, S * code - S * B or S * (power + code) - S * power. What is subtracted is one number for
@@ -95,7 +92,7 @@ class ScalesZeros:
         if bilevel.table:
             return self.p.look_up(tile, dtype(slot.code, bilevel.table))
         values = self.as_f32(tile, slot.storage)
-        if least := _least(slot):
+        if slot.storage == "u8" and (least := least_code(slot.code)):
             values = self.p.add(values, self.p.constant(least, "f32", values.layout))
         return values
 
@@ -125,8 +122,3 @@ class ScalesZeros:
         """An offset o, less the scaled number by which the codes are too large that are multiplied."""
         p = self.p
         return p.fma(scale, p.constant(-self.offset, "f32", scale.layout), o) if self.offset else o
-
-
-def _least(slot: TensorSlot) -> int:
-    """Returns the least integer of a slot's codes, which is stored as 0."""
-    return least_code(slot.code) if slot.code and slot.storage == "u8" else 0

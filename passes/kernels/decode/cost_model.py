@@ -227,8 +227,6 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
         if plan.raw_codes:
             decoding = 24 if spec.packing.bits in (1, 2, 4) else 28
         return decoding + codes + s.tokens // 2 * sums * s.row_blocks
-    if plan.rounds_scales:
-        return 58 + (10 + s.tokens // 2) * s.row_blocks + s.tokens // 4
     if s.integer_mma:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
     if s.preload_weights:
@@ -251,8 +249,7 @@ def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     given = 8 * (target.registers_per_sm // (8 * threads))  # in eights, as registers are handed out
     used = min(target.max_registers_per_thread, -(-registers(spec, s) // 8) * 8, given)
     most = s.max_blocks_per_sm
-    limited = most and KernelPlan(spec, s).limits_registers
-    by_registers = most if limited else target.registers_per_sm // (threads * used)
+    by_registers = most if most and s.spread_k else target.registers_per_sm // (threads * used)
     fitting = min(shared_room(spec, s, target), target.max_threads_per_sm // threads, by_registers)
     return min(fitting, most or fitting)
 

@@ -22,8 +22,7 @@ and the instruction reads the activations from shared memory by itself. Where a 
 are tokens, there are more sums to scale than weights. Then weights are scaled, and acc takes the products of all
 groups of a step in one chain, with several row blocks or factors of a step in registers that no step moves
 (`KernelPlan.sums_in_place`). Else a group's product may begin before the last one's has ended
-(`Schedule.overlap_groups`). Without wgmma, weights are scaled where several tokens meet factors of a step: then no
-group has sums of its own.
+(`Schedule.overlap_groups`).
 
 A small matmul (`Schedule.preload_weights`) has no loop: all units are on their way to registers, and all activations to
 shared memory, before the first is waited for. Blocks of two kernels share a multiprocessor; empty blocks fill up the
@@ -98,7 +97,7 @@ class Kernel:
             self.plan.workspace_bytes,
             s.max_blocks_per_sm,
             (1, s.cluster, 1),
-            fits_blocks=plan.limits_registers,
+            fits_blocks=s.spread_k,
         )
         self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
@@ -247,9 +246,6 @@ class Kernel:
         width = s.step_k // self.parts
         for group in range(self.parts):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
-            if self.plan.rounds_scales:
-                total = p.mma(self._plain_weights(a_group, group), b_group, total)
-                continue
             zero = p.constant(0.0, "f32", self.d_layout)
             if self.plan.defers_offset:
                 zero = p.offset_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)

@@ -136,9 +136,8 @@ class KernelPlan:
         t, s = self.spec.dtype, self.schedule
         if self.spec.compute:
             return False
-        if s.row_blocks == 1 or s.wgmma or s.raw_codes or self.rounds_scales:
-            return False
-        return t.bits <= OFFSET_BITS and can_defer_offset(t, compute_element(t, self.spec.act))
+        narrow = t.bits <= OFFSET_BITS and can_defer_offset(t, compute_element(t, self.spec.act))
+        return narrow and s.row_blocks > 1 and not s.wgmma and not s.raw_codes
 
     @property
     def raw_codes(self) -> bool:
@@ -199,41 +198,26 @@ class KernelPlan:
         codes that have been scaled, so scales must be numbers of x's type for that."""
         zeros = self.spec.zeros
         wanted = zeros == "float" or (zeros == "offset" and self._scales_like_x)
-        return self._may_scale_weights and wanted and self.groups > 0 and self._decodes_values
+        return self.schedule.wgmma and wanted and self.groups > 0 and self._decodes_values
 
     @property
     def rounds_scales(self) -> bool:
         """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
         a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums;
-        and with half the tokens where scales are computed and groups are small, as no product is waited for then, or
-        kept in registers of its own; and what takes float zeros away can scale as well. So it is where there are
-        registers for sums only once, too. Scales must be numbers of x's type."""
+        and with half the tokens where scales are computed and sums stay in place, as no product is waited for then;
+        and what takes float zeros away can scale as well. So it is where there are registers for sums only once, too.
+        Scales must be numbers of x's type."""
         s, group = self.schedule, self.spec.packing.padded_group
         most = s.tokens * (2 if self.computes_scales and self._has_small_groups else 1)
         less = group is not None and (group <= most or self.rounds_zeros or s.tokens > MOST_SCALED)
-        may = self._may_scale_weights and self._scales_like_x and self._decodes_values and not self.spec.compute
-        return may and less
-
-    @property
-    def _may_scale_weights(self) -> bool:
-        """Whether this kind of product lets weights be scaled: that of wgmma does; that of mma where factors of a step
-        are there to scale them with, and a group has at most two columns for each token: with more, sums take fewer
-        instructions."""
-        s, group = self.schedule, self.spec.packing.padded_group or 0
-        small = self._has_small_groups and group <= 2 * s.tokens
-        return s.wgmma or (small and s.tokens > 1 and self.computes_scales and self.groups > 1)
-
-    @property
-    def limits_registers(self) -> bool:
-        """Whether `Schedule.max_blocks_per_sm` limits registers, too, so that so many blocks fit."""
-        return self.schedule.spread_k or (self.rounds_scales and not self.schedule.wgmma)
+        return s.wgmma and less and self._scales_like_x and self._decodes_values and not self.spec.compute
 
     @property
     def sums_in_place(self) -> bool:
         """Whether sums stay in the accumulators of wgmma from the first step to the last: those of small groups, whose
         products are waited for a few at a time. That takes fewer registers, and fewer moves with several row blocks."""
         pays = self.schedule.row_blocks > 1 or bool(self.step_factors)
-        return self.schedule.wgmma and self.rounds_scales and self._has_small_groups and pays
+        return self.rounds_scales and self._has_small_groups and pays
 
     @property
     def _has_small_groups(self) -> bool:
@@ -292,11 +276,6 @@ class KernelPlan:
         """Partial sums of all splits and a counter per tile, where splits add up through device memory."""
         s = self.schedule
         return 0 if s.split_k == s.cluster else self.tiles * (s.split_k * s.rows * s.columns + 1) * 4
-
-
-def scales_without_wgmma(spec: MatmulSpec, tokens: int) -> bool:
-    """Whether kernels without wgmma scale weights, for so many tokens and in steps of several groups."""
-    return tokens <= MOST_IN_PLACE and KernelPlan(spec, Schedule(tokens, 1, 1, 1, 256, 2)).rounds_scales
 
 
 def can_use_raw_codes(spec: MatmulSpec) -> bool:

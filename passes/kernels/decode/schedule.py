@@ -30,9 +30,8 @@ class Schedule(KernelSchedule):
     split_k            blocks that share k and add up their sums
     cluster            of these, blocks that add up through distributed shared memory: 1 or all (sm_90)
     wgmma              use wgmma, which multiplies with four warps and reads x from shared memory (sm_90a)
-    max_blocks_per_sm  at most so many blocks on a multiprocessor at a time; 0: as many as fit. With spread_k, and where
-                       weights are scaled without wgmma, exactly so many, if shared memory has room: a thread takes no
-                       more registers than that leaves
+    max_blocks_per_sm  at most so many blocks on a multiprocessor at a time; 0: as many as fit. With spread_k exactly so
+                       many, if shared memory has room: a thread takes no more registers than that leaves
     preload_weights    load a block's part of the weight to registers, and x to shared memory, before the first product
     min_blocks         fill the grid up to so many blocks with empty ones
     prefetch_limit     rounds of the weight under way until the kernel before has ended; 0: as many as there are stages

@@ -16,7 +16,7 @@ from lowbit.passes.kernels.base import KernelFamily
 from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refill
 from lowbit.passes.kernels.decode.cost_model import predict, spills
 from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, shared_room
-from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes, scales_without_wgmma
+from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.target import Target
@@ -34,7 +34,6 @@ def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Sc
     """Returns the values that each field of a schedule of this type may have, in order."""
     chunk = spec.packing.chunk
     splits = (1, 2, 4, 8) if target.has_clusters else (1, 2, 4)
-    limits_registers = can_spread(spec) if tile == 1 else scales_without_wgmma(spec, tile)
     found: dict[str, tuple[Any, ...]] = {
         "tokens": (1, 8) if tile == 1 else (tile,),
         "row_blocks": (1, 2, 4, 8),
@@ -44,8 +43,8 @@ def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Sc
         "num_stages": (1, 2, 3, 4, 6, 8),  # 1 for preloaded weights, and only for them
         "split_k": splits,
         "cluster": splits if target.has_clusters else (1,),
-        "wgmma": _with_wgmma(spec, tile) if tile >= 8 and can_use_wgmma(spec, target) else (False,),
-        "max_blocks_per_sm": (0, 1, 2, 3, 4) if limits_registers else (0, 1, 2),
+        "wgmma": ((False, True) if tile == 8 else (True,)) if tile >= 8 and can_use_wgmma(spec, target) else (False,),
+        "max_blocks_per_sm": (0, 1, 2),
         "min_blocks": (0, target.multiprocessors, 2 * target.multiprocessors),
         "prefetch_limit": (0, 1, 2),
         "refill": get_args(Refill) if tile >= REFILL_AFTER_MMA // 2 else ("before_mma",),
@@ -57,11 +56,6 @@ def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Sc
     limits = ("tokens", "warps_n", "wgmma", "preload_weights", "raw_codes", "spread_k")
     fixed = limits if kind.integer_mma else ()
     return found | {name: found[name][:1] for name in fixed}
-
-
-def _with_wgmma(spec: MatmulSpec, tile: int) -> tuple[bool, ...]:
-    """Both ways for eight tokens, and for 16 where mma has scaled weights to multiply."""
-    return (False, True) if tile == 8 or (tile == 16 and scales_without_wgmma(spec, tile)) else (True,)
 
 
 def neighbours(spec: MatmulSpec, tile: int, target: Target, around: S, family: KernelFamily[S]) -> list[S]:
