@@ -15,6 +15,9 @@ _IN_COPIES = (*_COPIES, "lowbit.copy_outliers", "lowbit.fill_table", "lowbit.gri
 _IN_CONCURRENT = (*_COPIES, "lowbit.commit", "lowbit.stage", "lowbit.await", "lowbit.arrive")
 
 
+_MOST_STAGES = 4096  # each has a copy of its own in front of the loop
+
+
 class PipelineOp(Lowbit.Operation, name="pipeline", traits=[ir.NoTerminatorTrait]):
     """Copies at the head of a loop (an scf.for), of which several rounds are under way while one computes.
 
@@ -22,7 +25,7 @@ class PipelineOp(Lowbit.Operation, name="pipeline", traits=[ir.NoTerminatorTrait
     computes with them, and after it they may be filled again. `grid_wait` among the copies divides them into those that
     may start before the previous kernel has ended and those that may not, and `fill_table` is done once.
 
-    num_stages       rounds that have a stage of the buffers: one computes while the others are copied
+    num_stages       rounds that have a stage of the buffers: one computes while the others are copied; at most 4096
     prefetch_limit   rounds whose first copies may be under way before `grid_wait`; without it, as many as have a stage
     refill           when a round starts the copies of a later one: "before_mma", in front of what it computes;
                      "after_first_mma", once its first product by wgmma is under way; "per_warp", there too, with
@@ -41,7 +44,7 @@ class PipelineOp(Lowbit.Operation, name="pipeline", traits=[ir.NoTerminatorTrait
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        in_range(op.num_stages, "num_stages", 1)
+        in_range(op.num_stages, "num_stages", 1, _MOST_STAGES)
         if op.prefetch_limit is not None:
             in_range(op.prefetch_limit, "prefetch_limit", 1)
         scope = ir.StringAttr(op.scope).value

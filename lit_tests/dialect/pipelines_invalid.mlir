@@ -5,10 +5,23 @@
 func.func @stages(%n: i32) {
   %c1 = arith.constant 1 : i32
   scf.for %i = %n to %n step %c1 : i32 {
-    // expected-error @below {{'lowbit.pipeline' op num_stages: expected at least 1, got 0}}
+    // expected-error @below {{'lowbit.pipeline' op num_stages: expected 1..4096, got 0}}
     "lowbit.pipeline"() ({
       "lowbit.grid_wait"() : () -> ()
     }) {num_stages = 0, scope = "block", warps = 1} : () -> ()
+  }
+  return
+}
+
+// -----
+
+func.func @more_stages(%n: i32) {
+  %c1 = arith.constant 1 : i32
+  scf.for %i = %n to %n step %c1 : i32 {
+    // expected-error @below {{num_stages: expected 1..4096, got 4294967296}}
+    "lowbit.pipeline"() ({
+      "lowbit.grid_wait"() : () -> ()
+    }) {num_stages = 4294967296, scope = "block", warps = 1} : () -> ()
   }
   return
 }
