@@ -20,7 +20,8 @@ _ADDED_IN_F32 = 21  # for outliers that are added in f32, where panels have more
 _CODED_ZEROS = 9  # for zeros that are codes,
 _BYTES = 1  # for scales of e4m3,
 _ZEROS_OF_BYTES = 25  # and more of them for float zeros,
-_LONG_FLOATS = 17  # for float zeros beside floats of 7 and 8 bits, where panels have more than 64 columns,
+_LONG_FLOATS = 17  # for float zeros beside floats of 8 bits, where panels have more than 64 columns,
+_CUT_FLOATS = 30  # beside floats of 7 bits with scales in f32, where tiles are cut,
 _ROWS_EARLY = 8  # for integer zeros beside scales of rows that multiply weights,
 _CUT = 3  # and for tiles that are cut
 _SHORT_GROUP = 16  # columns of a group up to which some tiles of clusters are not cut
@@ -119,9 +120,11 @@ def _registers_on_the_way(plan: PrefillPlan) -> int:
     spec, float_zeros = plan.spec, plan.spec.zeros == "float"
     more = _RANGE * (compute_element(spec.dtype, "f16") != "f16")
     more += _BYTES * (spec.scale == "e4m3") + _ZEROS_OF_BYTES * (spec.scale == "e4m3" and float_zeros)
-    if plan.schedule.panel_k > 64:
-        more += _ADDED_IN_F32 * (spec.outliers and plan.scales_in_f32)
-        more += _LONG_FLOATS * (float_zeros and spec.dtype.kind == "float" and spec.dtype.bits >= 7)
+    wide, is_float = plan.schedule.panel_k > 64, spec.dtype.kind == "float"
+    more += _ADDED_IN_F32 * (wide and spec.outliers and plan.scales_in_f32)
+    more += _LONG_FLOATS * (wide and float_zeros and is_float and spec.dtype.bits == 8)
+    cut = plan.schedule.last_tokens > 0 and spec.scale == "f32"
+    more += _CUT_FLOATS * (cut and float_zeros and is_float and spec.dtype.bits == 7)
     more += _CODED_ZEROS * (spec.bilevel is not None and spec.bilevel.zeros)
     return more + _ROWS_EARLY * (plan.scales_rows_early and spec.zeros == "int")
 
