@@ -80,6 +80,12 @@ def _check_segments(op: Any) -> None:
     expect(got == expected, name, expected, got)
 
 
+def text(attribute: Any, what: str) -> str:
+    """The text in an attribute."""
+    expect(isinstance(attribute, ir.StringAttr), what, "a string", attribute)
+    return ir.StringAttr(attribute).value
+
+
 def in_range(attribute: Any, what: str, least: int, most: int | None = None) -> int:
     """The number in an attribute, which must be in least..most."""
     expect(isinstance(attribute, ir.IntegerAttr), what, "an integer", attribute)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.checks import expect
+from lowbit.dialect.checks import expect, text
 from lowbit.dialect.formats.byte_codes import COMPUTE
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.dtypes import DType
@@ -71,4 +71,4 @@ def check_offset(offset: str, format_: Any, element: Any) -> None:
 
 def check_rounding(kind: Any) -> None:
     """Numbers are rounded to one of the types in which bytes are multiplied."""
-    expect(ir.StringAttr(kind).value in COMPUTE, "kind", " or ".join(COMPUTE), kind)
+    expect(text(kind, "kind") in COMPUTE, "kind", " or ".join(COMPUTE), kind)

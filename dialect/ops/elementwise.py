@@ -9,7 +9,7 @@ computed as f32 where the GPU has no instruction for them, and rounded then.
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, in_range, real, same_element, verifier
+from lowbit.dialect.checks import expect, in_range, real, same_element, text, verifier
 from lowbit.dialect.ops.common import check_rounding
 from lowbit.dialect.optional import Optional
 from lowbit.dialect.types import CONDITION, FormatAttr, Lowbit, Reg, RegType, read_format
@@ -65,7 +65,7 @@ class CastOp(Lowbit.Operation, name="cast", traits=[ext.Pure]):
     @verifier
     def verify_invariants(op: Any) -> None:
         a, b = Reg.of(op.source.type), Reg.of(op.result.type)
-        kind = ir.StringAttr(op.kind).value
+        kind = text(op.kind, "kind")
         allowed = ("float", "signed", "unsigned", "e4m3", "e8m0", "table")
         expect(kind in allowed, "kind", f"one of {', '.join(allowed)}", kind)
         _check_table(op.format, kind)
@@ -254,7 +254,7 @@ class CompareOp(Lowbit.Operation, name="compare", traits=[ext.Pure]):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        predicate, element = ir.StringAttr(op.predicate).value, Reg.of(op.a.type).element
+        predicate, element = text(op.predicate, "predicate"), Reg.of(op.a.type).element
         expect(predicate in COMPARISONS, "predicate", f"one of {', '.join(COMPARISONS)}", predicate)
         result = Reg.of(op.result.type)
         same_element(CONDITION, result.element, "element of the result")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import activation, expect, in_range, real, same_element, verifier
+from lowbit.dialect.checks import activation, expect, in_range, real, same_element, text, verifier
 from lowbit.dialect.layouts.shared_memory import BANKS
 from lowbit.dialect.ops.common import BOUNDARIES, I1, I32, check_access, check_table, one
 from lowbit.dialect.optional import Flag, Optional
@@ -154,7 +154,7 @@ class FillTableOp(Lowbit.Operation, name="fill_table"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        element = ir.StringAttr(op.element).value
+        element = text(op.element, "element")
         real(element, "table")
         in_range(op.exponent, "exponent", -1022, 1023)
         copies = 1 if Shared.of(op.buffer.type).shape[-1] == 1 else BANKS
@@ -192,7 +192,7 @@ class BarrierOp(Lowbit.Operation, name="barrier"):
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        scope = ir.StringAttr(op.scope).value
+        scope = text(op.scope, "scope")
         allowed = ("warps", "block", "cluster", "cluster_arrive", "cluster_wait")
         expect(scope in allowed, "scope", f"one of {', '.join(allowed)}", repr(scope))
         expect(not op.relaxed or scope == "cluster_arrive", "scope of a relaxed barrier", "cluster_arrive", scope)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import expect, in_range, verifier
+from lowbit.dialect.checks import expect, in_range, text, verifier
 from lowbit.dialect.ops.common import I1
 from lowbit.dialect.optional import Choice, Flag, Optional
 from lowbit.dialect.types import Lowbit
@@ -13,8 +13,6 @@ from lowbit.dialect.types import Lowbit
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
 _IN_COPIES = (*_COPIES, "lowbit.copy_outliers", "lowbit.fill_table", "lowbit.grid_wait")
 _IN_CONCURRENT = (*_COPIES, "lowbit.commit", "lowbit.stage", "lowbit.await", "lowbit.arrive")
-
-
 _MOST_STAGES = 4096  # each has a copy of its own in front of the loop
 
 
@@ -47,7 +45,7 @@ class PipelineOp(Lowbit.Operation, name="pipeline", traits=[ir.NoTerminatorTrait
         in_range(op.num_stages, "num_stages", 1, _MOST_STAGES)
         if op.prefetch_limit is not None:
             in_range(op.prefetch_limit, "prefetch_limit", 1)
-        scope = ir.StringAttr(op.scope).value
+        scope = text(op.scope, "scope")
         expect(scope in ("warps", "block"), "scope", "one of warps, block", repr(scope))
         in_range(op.warps, "warps", 1, 32)
         _check_block(op.copies, "copies")
