@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import chain, cpu, first_calls_page, gguf, measure, prefill_page, show
+from benchmarks import chain, first_calls_page, measure, prefill_page, show
 from benchmarks.__main__ import app
 from benchmarks.cases import PLANS, Case, Plan
 from benchmarks.energy import count_to_tick
@@ -24,7 +24,7 @@ from benchmarks.peers import PEERS, Job
 from benchmarks.peers import peer as peer_module
 from benchmarks.peers.lowbit import decode
 from benchmarks.prepare import prepare
-from benchmarks.publish import BEGIN, END, between_marks, publish
+from benchmarks.publish import BEGIN, END, publish
 from benchmarks.results import Record, Results
 from benchmarks.shapes import Shape, shapes
 from benchmarks.tables import summary, tables
@@ -466,19 +466,6 @@ def test_command_line(tmp_path: Path) -> None:
     assert wrong.exit_code and isinstance(wrong.exception, SpecError)
 
 
-def test_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A row for every number of tokens, between marks of a page."""
-    monkeypatch.setattr(cpu, "COPIES", 1)
-    monkeypatch.setattr(cpu, "TOKENS", (1, 20))
-    table = cpu.cpu_table(64, 256, seconds=0.0)
-    rows = [line.split("|")[1:-1] for line in table.splitlines() if re.match(r"\| \d", line)]
-    assert [int(row[0]) for row in rows] == [1, 20]
-    assert all(len(row) == 7 and all(float(cell) > 0 for cell in row) for row in rows)
-    page = tmp_path / "cpu.md"
-    page.write_text(f"above\n{cpu.BEGIN}\nold\n{cpu.END}\nbelow\n")
-    assert between_marks(page, "new", cpu.BEGIN, cpu.END) == f"above\n{cpu.BEGIN}\nnew\n{cpu.END}\nbelow\n"
-
-
 def test_show_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = MatmulSpec(n=16, k=64, weight="u4")
     assert show.find_fault(spec, "cpu", rows=(1, 3)) is None
@@ -486,23 +473,3 @@ def test_show_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row[1] == "1 of 1"
     monkeypatch.setattr(show.lowbit.Matmul, "__call__", lambda self, x, w: torch.zeros(len(x), spec.n))
     assert show.find_fault(spec, "cpu", rows=(1, 3)) == "m = 1, 3"
-
-
-def test_page_of_models_on_a_cpu() -> None:
-    """It has the results: a prompt is faster than by llama.cpp, and a token takes at most 1.3 times as long."""
-    found = json.loads((ROOT / "docs/results/gguf.json").read_text())
-    page = ROOT / "docs/cpu.md"
-    assert between_marks(page, gguf.text_of(found), gguf.BEGIN, gguf.END) == page.read_text()
-    by = {(record["file"], record["by"].split()[0]): record for record in found["records"]}
-    assert len(by) == 4
-    for file in {record["file"] for record in found["records"]}:
-        ours, theirs = by[file, "lowbit"], by[file, "llama-cpp-python"]
-        assert ours["prompt"] > theirs["prompt"] and 1.3 * ours["decode"] > theirs["decode"]
-
-
-def test_results_of_a_file_are_replaced(tmp_path: Path) -> None:
-    record = {"file": "a.gguf", "threads": 1, "by": "lowbit", "prompt": 100.0, "decode": 10.0}
-    gguf.write([record, record | {"threads": 2}], tmp_path / "gguf.json")
-    found = gguf.write([record | {"decode": 11.4}], tmp_path / "gguf.json")
-    assert [(r["threads"], r["decode"]) for r in found["records"]] == [(2, 10.0), (1, 11.4)]
-    assert "| a.gguf | 1 | lowbit | 100 | 11 |" in gguf.text_of(found)
