@@ -80,9 +80,9 @@ def _check_segments(op: Any) -> None:
     expect(got == expected, name, expected, got)
 
 
-def text(attribute: Any, what: str) -> str:
-    """The text in an attribute."""
-    expect(isinstance(attribute, ir.StringAttr), what, "a string", attribute)
+def text(attribute: Any, what: str, allowed: str = "a string") -> str:
+    """The text in an attribute, which must be a string."""
+    expect(isinstance(attribute, ir.StringAttr), what, allowed, attribute)
     return ir.StringAttr(attribute).value
 
 

@@ -11,7 +11,7 @@ from typing import cast
 
 from lowbit.dialect.bilevel import Bilevel, SuperScale
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.checks import expect
+from lowbit.dialect.checks import expect, text
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec, Scale, Zeros
@@ -65,9 +65,7 @@ def read_scale(attribute: ir.Attribute) -> tuple[str, Bilevel | None, bool]:
 def _read_group_scale(attribute: ir.Attribute) -> tuple[str, Bilevel | None]:
     attribute = attribute.maybe_downcast()
     if not isinstance(attribute, BilevelAttr):
-        allowed = "a string, a #lowbit.bilevel or a #lowbit.scales"
-        expect(isinstance(attribute, ir.StringAttr), "scale", allowed, attribute)
-        return ir.StringAttr(attribute).value, None
+        return text(attribute, "scale", "a string, a #lowbit.bilevel or a #lowbit.scales"), None
     code, scale, block, zeros = attribute.params
     expect(len(read_ints(block)) == 2, "block of a #lowbit.bilevel", "[rows, groups]", block)
     rows, groups = read_ints(block)
@@ -84,9 +82,7 @@ def _read_code(attribute: ir.Attribute) -> tuple[str, tuple[float, ...] | None]:
     if isinstance(attribute, FormatAttr):
         format_ = read_format(attribute)
         return format_.name, format_.table
-    allowed = "a string or a #lowbit.format"
-    expect(isinstance(attribute, ir.StringAttr), "code of a #lowbit.bilevel", allowed, attribute)
-    return ir.StringAttr(attribute).value, None
+    return text(attribute, "code of a #lowbit.bilevel", "a string or a #lowbit.format"), None
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def random_model(
     if torch.device(device).type == "cpu":
         check_memory(model, available_memory())
     model.to_empty(device=device)
-    if not lm_head:
+    if not lm_head:  # a low-bit output layer has a weight of its own
         model.tie_weights()
     for module in model.modules():
         _fill(model, module, torch.device(device))

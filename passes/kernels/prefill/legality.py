@@ -120,11 +120,11 @@ def _registers_on_the_way(plan: PrefillPlan) -> int:
     spec, float_zeros = plan.spec, plan.spec.zeros == "float"
     more = _RANGE * (compute_element(spec.dtype, "f16") != "f16")
     more += _BYTES * (spec.scale == "e4m3") + _ZEROS_OF_BYTES * (spec.scale == "e4m3" and float_zeros)
-    wide, is_float = plan.schedule.panel_k > 64, spec.dtype.kind == "float"
+    wide, cut = plan.schedule.panel_k > 64, plan.schedule.last_tokens > 0
     more += _ADDED_IN_F32 * (wide and spec.outliers and plan.scales_in_f32)
-    more += _LONG_FLOATS * (wide and float_zeros and is_float and spec.dtype.bits == 8)
-    cut = plan.schedule.last_tokens > 0 and spec.scale == "f32"
-    more += _CUT_FLOATS * (cut and float_zeros and is_float and spec.dtype.bits == 7)
+    if float_zeros and spec.dtype.kind == "float":
+        more += _LONG_FLOATS * (wide and spec.dtype.bits == 8)
+        more += _CUT_FLOATS * (cut and spec.dtype.bits == 7 and spec.scale == "f32")
     more += _CODED_ZEROS * (spec.bilevel is not None and spec.bilevel.zeros)
     return more + _ROWS_EARLY * (plan.scales_rows_early and spec.zeros == "int")
 
