@@ -18,15 +18,17 @@ from test_eight_bit import FITTING, Problem, exact, memory, whole_problem
 from torch import Tensor
 
 import lowbit
-from lowbit.dialect.errors import SpecError
+from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
-from lowbit.passes.kernels.eight_bit_prefill import plan, sums, weight
+from lowbit.passes.kernels.eight_bit_prefill import codes, plan, sums, weight
 from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule as Schedule
+from lowbit.passes.kernels.prefill.legality import shared_bytes
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
@@ -96,6 +98,9 @@ CASES: list[tuple[dict[str, Any], Schedule, int]] = [
     ({"weight": "u8", "n": 128, "k": 2304, "group_size": 192, **I8}, Schedule(32, parts=2, banks=2), 20),
     ({"weight": "f8e4m3", "n": 128, "k": 1024, **FP8}, Schedule(32, parts=2, banks=2), 40),
     ({"weight": "f4e2m1", "n": 128, "k": 1088, "group_size": 32, **FP8}, Schedule(64, parts=4, banks=2), 60),
+    # Codes of half a round in shared memory, and of none.
+    ({"weight": "u4", "n": 136, "k": 2048, **I8}, Schedule(128, 256), 20),
+    ({"weight": "i8", "n": 136, "k": 2048, **I8}, Schedule(128, 256), 20),
     # Clusters, of which one block may be beyond the last row.
     ({"weight": "u4", "n": 300, "k": 1024, "group_size": 64, **FP8}, Schedule(32, parts=2, banks=2, cluster=2), 70),
 ]  # fmt: skip
@@ -155,6 +160,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "offset": (plan, "zero_code", lambda right: lambda t: right(t) - 1),
     "scales": (weight.EightBitWeight, "scale_of", lambda right: lambda self, some, held: None),
     "part": (sums.PromotedSums, "_begin", lambda right: lambda self, some, part: right(self, some, 0)),
+    "turn": (codes, "turn", lambda right: lambda number, *others: (right(number, *others)[0], *right(0, *others)[1:])),
 }
 
 
@@ -164,6 +170,14 @@ def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
     spec = MatmulSpec(64, 1024, "i4", 128, compute="f8e4m3", out="f32")
     assert not is_exact(spec, Schedule(32, parts=2, banks=2), 30)
+
+
+def test_codes_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a thread waits for one copy less, the emulator says so."""
+    wait = Program.wait
+    monkeypatch.setattr(Program, "wait", lambda self, pending=0: wait(self, pending + 1))
+    with pytest.raises(EmulatorError, match="has not waited for"):
+        is_exact(MatmulSpec(64, 1024, "i4", 128, compute="f8e4m3", out="f32"), SMALL, 10)
 
 
 # -- plans
@@ -185,6 +199,28 @@ def test_products_cover_every_column(compute: Compute, panel_k: int, group: int)
     assert max(some.width for _, some in found) <= (panel_k if compute == "i8" else 128)
     assert made.pieces % made.held_pieces == 0 and max(1, made.groups) % made.held_groups == 0
     assert made.held_groups >= max(len({some.group for some in made.products(panel)}) for panel in range(made.panels))
+
+
+@pytest.mark.parametrize(
+    ("weight", "schedule", "stages"),
+    [  # of i8, whose sums the tensor core keeps
+        ("u4", Schedule(256), 4),
+        ("i8", Schedule(256), 4),
+        ("u3", Schedule(256), 2),
+        ("i8", Schedule(256, last_tokens=32, cluster=2), 4),
+        ("u4", Schedule(128, 256), 4),
+        ("i8", Schedule(128, 256), 2),
+        ("u4", Schedule(256, split_k=2), 0),
+    ],
+    ids=str,
+)
+def test_codes_wait_in_the_shared_memory_that_is_left(weight: str, schedule: Schedule, stages: int) -> None:
+    spec = MatmulSpec(8192, 8192, weight, compute="i8")
+    made = EightBitPrefillPlan(spec, schedule)
+    assert made.code_stages == stages and (stages == 0 or made.pieces % stages == 0)
+    codes_of_rows = stages * 128 * made.piece * spec.packing.bits // 8
+    found = compiled(spec, schedule).launch.shared_bytes
+    assert found - codes_of_rows <= shared_bytes(made) and found <= HOPPER.max_shared_per_block
 
 
 # -- resources

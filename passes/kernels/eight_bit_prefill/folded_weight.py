@@ -39,7 +39,7 @@ class FoldedWeight(EightBitWeight):
 
     def _as_round(self, registers: WeightRegisters) -> WeightRegisters:
         """Returns the registers by number in the round: numbers that have the same place take turns there."""
-        codes = [registers.codes[piece % self.plan.held_pieces] for piece in range(self.plan.pieces)]
+        codes = [self.codes.of(registers, piece) for piece in range(self.plan.pieces)]
         counts = {name: factor.count for name, factor in self.factors.loaded.items()}
         factors = {name: [held[i % len(held)] for i in range(counts[name])] for name, held in registers.factors.items()}
         return WeightRegisters(codes, factors)

@@ -8,19 +8,20 @@ this: the tensor core adds them up.
 
     for panel of `panel_k` columns:
         a = bytes of the panel's codes, less zeros
-        load codes of a later panel, if the tensor core adds up all columns
+        load codes and scales of later panels, if the tensor core adds up all columns
         wait until x is there
         for group in panel, part of the tile's tokens:
             product = a x^T                           begun in the registers that are free
             wait until the product before has ended
             sums = sums + scale * that product        beside this one, if there are two sets of registers
-        load codes of a later panel otherwise
+        load codes and scales of later panels otherwise
     at the end of a tile: times the scale of the token, add the bias, convert, store
 
-A tile of T tokens takes T / 2 registers of a thread for its sums, and T / 2 / parts for each set for products. So codes
-are loaded one or two panels ahead, not a round: there are no registers for more. Where products have no registers of
-their own, codes are loaded before their panel's products begin: they come from the L2 cache while the products of two
-panels are under way, and otherwise while the last product of one is.
+A tile of T tokens takes T / 2 registers of a thread for its sums, and T / 2 / parts for each set for products. So there
+are none for codes of later panels: they wait in shared memory, a few panels ahead (`eight_bit_prefill.codes`). Blocks
+that split k need that room for sums, and have codes of the next panel in registers. Scales and zeros of later panels
+go to registers, too. Where products have no registers of their own, all of these are loaded before a panel's products
+begin, and otherwise while the last one of a panel is under way.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
         registers, here, coming = self.registers.like(carried), (self.here.row_tile, index), self._coming_round(index)
         for panel in range(self.plan.panels):
             columns = list(self.plan.products(panel))
+            self.weight.read_codes(panel)
             weights = [self.weight.bytes_of(some, panel, registers) for some in columns]
             scales = [self.weight.scale_of(some, registers) for some in columns]
             for a in weights:
@@ -115,6 +117,11 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
             self.products.end_panel()
         self.products.end_round()
         return registers.flat()
+
+    def _leave(self) -> None:
+        super()._leave()
+        if self.plan.code_stages:
+            self.p.wait()
 
 
 def eight_bit_prefill_matmul(spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> ir.Module:

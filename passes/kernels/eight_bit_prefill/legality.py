@@ -68,7 +68,7 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
         return s.tokens // 2 + s.panel_k // 4 + _folded_registers(plan) > _MOST_REGISTERS
     integers, zeros = spec.compute == "i8" and plan.groups > 0, spec.zeros == "int"
     products = 0 if plan.keeps_sums else s.banks * plan.part_tokens // 2
-    loaded = plan.held_pieces * plan.piece_registers + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
+    loaded = _code_registers(plan) + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
     more = _SECOND_BANK * (s.banks > 1) + products // 32
     more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER
     more += _SPLIT * (s.split_k > 1) + _CUT * (s.cluster == 1 and s.last_tokens > 0)
@@ -76,6 +76,13 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     more += _LONG_FLOATS * (plan.groups > 0 and _is_long_float(spec))
     more += _BYTES * (spec.scale == "e4m3" and plan.held_groups >= _MANY_GROUPS)
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS
+
+
+def _code_registers(plan: EightBitPrefillPlan) -> int:
+    """Registers for codes while products are under way: none for those that wait in shared memory, if decoding takes no
+    others instead, as that of integers and short floats does, and blocks that split k do."""
+    leaves = plan.code_stages > 0 and _is_long_float(plan.spec) and plan.schedule.split_k == 1
+    return 0 if leaves else plan.held_pieces * plan.piece_registers
 
 
 def _folded_registers(plan: EightBitPrefillPlan) -> int:

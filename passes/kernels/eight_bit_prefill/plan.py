@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from lowbit.dialect.formats.byte_codes import PROMOTED
 from lowbit.dialect.formats.raw_codes import zero_code
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.prefill.legality import shared_bytes
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
+_CODE_STAGES = (4, 2)  # pieces of codes in shared memory, as many as there is room for
+_SHARED = 227 * 1024  # bytes that a block of sm_90a has
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class EightBitPlan(PrefillPlan):
 
     @property
     def loads_early(self) -> bool:
-        """Whether codes of a later panel are loaded as soon as those of a panel are decoded, and not behind its last
-        product: there are registers for them then if products have none of their own."""
+        """Whether what later panels need is loaded as soon as the codes of a panel are decoded, and not behind its last
+        product: there are registers for it then if products have none of their own."""
         return self.keeps_sums
 
     @property
@@ -77,6 +81,11 @@ class EightBitPlan(PrefillPlan):
         registers = next(registers for tokens, registers in _HELD if self.schedule.tokens <= tokens)
         fitting = (held for held in (4, 2) if held * self.piece_registers <= registers and self.pieces % held == 0)
         return next(fitting, 1)
+
+    @property
+    def code_stages(self) -> int:
+        """Pieces of codes in shared memory; 0 where codes go straight to registers."""
+        return 0
 
     @property
     def piece_registers(self) -> int:
@@ -121,6 +130,13 @@ class EightBitPrefillPlan(EightBitPlan):
     @property
     def part_tokens(self) -> int:
         return self.schedule.tokens // self.schedule.parts
+
+    @property
+    def code_stages(self) -> int:
+        if self.piece > self.schedule.panel_k and not self.keeps_sums:
+            return 0  # half of a piece would take registers beside products
+        of_piece, room = ROWS_OF_TILE * self.piece * self.spec.packing.bits // 8, _SHARED - shared_bytes(self)
+        return next((n for n in _CODE_STAGES if self.pieces % n == 0 and n * of_piece <= room), 0)
 
     def parts_of(self, tokens: int) -> int:
         """Parts that a tile or slice of so many tokens is multiplied in."""

@@ -5,54 +5,58 @@ from __future__ import annotations
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, byte_exponent
 from lowbit.dialect.layouts.fragments import MMA_M16N8K32_A
 from lowbit.passes.builder import Index, Program, Scalar, Tile
+from lowbit.passes.kernels.eight_bit_prefill.codes import Codes, HeldCodes, Round, StagedCodes, turn
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns, EightBitPlan
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-
-Round = tuple[Scalar, Scalar | int]
-"""The number of a tile of rows, and of a round in it."""
 
 
 class EightBitWeight(Weight):
     """Loads and decodes the weight in program `p`.
 
-    A round has more pieces and groups than registers have places, and they take turns: number i has place i modulo the
-    places. What is loaded comes from the L2 cache: device memory would be too late, so a round ahead of its load it is
-    asked to be brought there.
+    codes    what brings codes. Numbers of groups go straight to registers, as `HeldCodes` do: they take turns there,
+             and come from the L2 cache.
     """
 
     plan: EightBitPlan
+    codes: Codes
 
     def __init__(self, p: Program, plan: EightBitPlan) -> None:
         super().__init__(p, plan)
         self.convert = ScalesZeros(p, plan.spec, power=byte_exponent(plan.spec.dtype, plan.spec.byte_type))
         self._bytes_layout = plan.rows.local(1, plan.piece // SUM_COLUMNS) * MMA_M16N8K32_A
+        if plan.code_stages:
+            self.codes = StagedCodes(p, plan, self.codes_at, self._unit_layout)
+        else:
+            self.codes = HeldCodes(plan, self.codes_at)
 
     # -- to registers
 
     def begin_round(self, row_tile: Scalar, index: Index) -> WeightRegisters:
-        """The beginning of a tile's first round, which is number `index`; the rest is brought into the L2 cache."""
+        """The beginning of a tile's first round, which is number `index`; the rest is brought nearer."""
         plan, loaded = self.plan, self.factors.loaded
-        codes = [self.codes_at(row_tile, index, piece).load() for piece in range(plan.held_pieces)]
+        codes = self.codes.begin((row_tile, index))
         factors = {
             name: [self.factors.at(name, row_tile, index, i).load() for i in range(plan.held(factor.count))]
             for name, factor in loaded.items()
         }
-        for piece in range(plan.held_pieces, plan.pieces):
-            self.codes_at(row_tile, index, piece).prefetch()
         for name, factor in loaded.items():
             for i in range(plan.held(factor.count), factor.count):
                 self.factors.at(name, row_tile, index, i).prefetch()
         return WeightRegisters(codes, factors)
+
+    def read_codes(self, panel: int) -> None:
+        """Brings the codes of a panel to registers, if it is the first of its piece."""
+        piece, within = divmod(panel * self.plan.schedule.panel_k, self.plan.piece)
+        if not within:
+            self.codes.read(piece)
 
     def load_later(self, registers: WeightRegisters, panel: int, here: Round, coming: Round) -> None:
         """Starts to load what takes the place of what this panel of the round `here` was the last to need."""
         plan, panel_k = self.plan, self.plan.schedule.panel_k
         piece, within = divmod((panel + 1) * panel_k, plan.piece)
         if not within:
-            place, number, round_ = _turn(piece - 1, plan.held_pieces, plan.pieces, here, coming)
-            registers.codes[place] = self.codes_at(*round_, number).load()
-            self.codes_at(*coming, piece - 1).prefetch()
+            self.codes.bring_later(registers, piece - 1, here, coming)
         ended = [(i, name) for name, factor in self.factors.loaded.items() for i in factor.ended(plan, panel)]
         for i, name in sorted(ended, key=lambda each: each[0] * self.factors.loaded[each[1]].columns):
             self._load_later_factor(registers, name, i, here, coming)
@@ -67,7 +71,7 @@ class EightBitWeight(Weight):
         count = self.factors.loaded[name].count
         if count == 1:
             return
-        place, number, round_ = _turn(i, self.plan.held(count), count, here, coming)
+        place, number, round_ = turn(i, self.plan.held(count), count, here, coming)
         registers.factors[name][place] = self.factors.at(name, *round_, number).load()
         self.factors.at(name, *coming, i).prefetch()
 
@@ -77,7 +81,7 @@ class EightBitWeight(Weight):
         """The weights of a product, as bytes."""
         p, plan, spec = self.p, self.plan, self.spec
         piece, first = divmod(panel * plan.schedule.panel_k, plan.piece)
-        codes = p.view(registers.codes[piece % plan.held_pieces], spec.dtype, self.a_layout)
+        codes = p.view(self.codes.of(registers, piece), spec.dtype, self.a_layout)
         element, zeros = spec.x.operand, None
         if spec.compute == "i8" and not plan.has_signs:
             element = "ui8"
@@ -101,9 +105,3 @@ class EightBitWeight(Weight):
         """Scales [rows, 1] in f32, times the power of two that bytes leave out."""
         scale = self.convert.as_f32(loaded, self.spec.scale)
         return self.convert.with_exponent(self.p.reshape(scale, self.factors.row_layout.shape))
-
-
-def _turn(number: int, held: int, count: int, here: Round, coming: Round) -> tuple[int, int, Round]:
-    """Returns what follows number `number` of the `count` of a round: its place, its number, and its round."""
-    later = number + held
-    return (number % held, later, here) if later < count else (number % held, later - count, coming)
