@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -10,13 +11,22 @@ from known_schedules import HOPPER, SPEC
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.cost_model import predict, registers, spills
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.decode.search_space import all_schedules
 from lowbit.passes.kernels.registry import FAMILIES, family_of
-from lowbit.passes.scheduling.choice import TOKEN_TILES, default_schedule, schedule_for, token_tiles
-from lowbit.passes.target import parse_target
+from lowbit.passes.scheduling.choice import TOKEN_TILES, Chooser, default_schedule, schedule_for
+from lowbit.passes.target import Target, parse_target
+
+
+def rule(spec: MatmulSpec, target: Target) -> Iterator[tuple[int, KernelSchedule]]:
+    """The rule's schedule for each token tile of the decode families that has one."""
+    chooser = Chooser(spec, target)
+    for tile in TOKEN_TILES:
+        if tile in chooser.tiles:
+            yield tile, chooser.predicted(tile).schedule
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90a"])
@@ -24,34 +34,27 @@ def test_the_rule_always_fits(target: str) -> None:
     """Formats of all chunk sizes, groups that are padded, one row block to very many, k of one step to very many."""
     t = parse_target(target)
     weights, groups = ("u1", "u2", "u3", "u4", "i6", "f8e4m3", "u8"), (None, 16, 32, 128, 1000)
-    for weight, group, (n, k), tile in product(
-        weights, groups, ((1, 16), (16, 2000), (4096, 512), (1000, 28000), (131072, 8192)), TOKEN_TILES
-    ):
+    sizes = (1, 16), (16, 2000), (4096, 512), (1000, 28000), (131072, 8192)
+    for weight, group, (n, k) in product(weights, groups, sizes):
         if group and k % group:
             continue
         spec = MatmulSpec(n, k, weight, group_size=group, zeros="float", scale="f32")
-        if tile not in token_tiles(spec, t):
-            continue
-        s = default_schedule(spec, tile, t)
-        family_of(s).check(spec, s, t)
-        if not isinstance(s, Schedule):  # a prefill kernel, for any number of tokens
-            continue
-        plan = KernelPlan(spec, s)
-        assert s.tokens in (tile, max(8, tile)) and (s.warps_k == 1 or plan.steps >= s.warps_k)
-        assert s.split_k == 1 or plan.rounds >= 2
+        for tile, s in rule(spec, t):
+            family_of(s).check(spec, s, t)
+            if not isinstance(s, Schedule):  # a prefill kernel, for any number of tokens
+                continue
+            plan = KernelPlan(spec, s)
+            assert s.tokens in (tile, max(8, tile)) and (s.warps_k == 1 or plan.steps >= s.warps_k)
+            assert s.split_k == 1 or plan.rounds >= 2
 
 
 def test_the_rule_fills_the_multiprocessors() -> None:
-    for n, tile in product((2048, 4096, 6144, 8192, 14336, 57344), TOKEN_TILES):
+    for n, target in product((2048, 4096, 6144, 8192, 14336, 57344), (HOPPER, parse_target("sm_90"))):
         spec = replace(SPEC, n=n, k=8192)
-        for target in (HOPPER, parse_target("sm_90")):
-            if tile not in token_tiles(spec, target):
-                continue
-            s = default_schedule(spec, tile, target)
-            if not isinstance(s, Schedule):  # the prefill kernel has a block for each
-                continue
-            # Half of them were enough to win at 2048 x 5632.
-            assert KernelPlan(spec, s).tiles * s.split_k >= min(0.45 * 132, n / 16), (n, tile)
+        for tile, s in rule(spec, target):
+            if isinstance(s, Schedule):  # a prefill kernel has a block for each
+                # Half of them were enough to win at 2048 x 5632.
+                assert KernelPlan(spec, s).tiles * s.split_k >= min(0.45 * 132, n / 16), (n, tile)
 
 
 def test_clusters_of_four_leave_multiprocessors_out() -> None:

@@ -23,13 +23,11 @@ from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.scheduling import choice as schedule_choice
 from lowbit.passes.scheduling.choice import (
+    Chooser,
     choose,
     default_schedule,
-    expected,
     least_time,
-    predicted,
     schedule_for,
-    token_tiles,
 )
 from lowbit.passes.scheduling.tables import Entry, Key, parse_table, shipped_tables
 from lowbit.passes.target import parse_target
@@ -134,12 +132,12 @@ def test_more_tokens_are_not_expected_to_take_less_time(
     group = group if group is None or k % group == 0 else 32
     spec, t = MatmulSpec(n, k, weight, group_size=group), parse_target(target)
     tables = [each for each in shipped_tables() if each.capability == t.capability]
-    some = [tile for tile in token_tiles(spec, t) if tile <= 128 or tile in (160, 320, 1024)]
-    choices = [expected(spec, tile, t, tables) for tile in some]
+    chooser = Chooser(spec, t)
+    some = [tile for tile in chooser.tiles if tile <= 128 or tile in (160, 320, 1024)]
+    choices = [chooser.expected(tile, tables) for tile in some]
     times = [choice.microseconds for choice in choices]
     assert times == sorted(times) and times[0] > 0.9 * least_time(spec, 1)
     for tile, choice in zip(some, choices):
-        assert choice.schedule == choose(spec, tile, t, tables)
         family = family_of(choice.schedule)
         assert family.allows(spec, choice.schedule, t)
         assert family.takes_any_tokens or choice.schedule.tokens >= tile
@@ -158,9 +156,9 @@ def test_no_number_of_tokens_is_expected_to_take_less_time_than_fewer(n: int, k:
     """From 1 to 8192 tokens and between token tiles, where a kernel for any number has the tokens that it gets. What
     was measured may be 1 % apart from what is predicted."""
     spec, tables = MatmulSpec(n, k, "u4", 128, **choices), [t for t in shipped_tables() if t.capability == 90]
-    longest, before = 0.0, 0
-    for tile in token_tiles(spec, HOPPER):
-        choice = expected(spec, tile, HOPPER, tables)
+    longest, before, chooser = 0.0, 0, Chooser(spec, HOPPER)
+    for tile in chooser.tiles:
+        choice = chooser.expected(tile, tables)
         family, kind = family_of(choice.schedule), spec.for_tokens(tile)
         for m in sorted({before + 1, (before + 1 + tile) // 2, tile}):
             time = family.predict(kind, m, choice.schedule, HOPPER) if family.takes_any_tokens else choice.microseconds
@@ -173,9 +171,9 @@ def test_nothing_is_predicted_to_take_less_than_the_least_time() -> None:
     """So a wider tile of which that is longer need not be looked at."""
     for (n, k), weight in product(MODELS, ("u1", "u4", "u8")):
         spec = MatmulSpec(n, k, weight, group_size=32)
-        for tile in (1, 16, 128, 512, 8192):
-            if tile in token_tiles(spec, HOPPER):
-                assert predicted(spec, tile, HOPPER).microseconds > least_time(spec, tile), (spec, tile)
+        chooser = Chooser(spec, HOPPER)
+        for tile in {1, 16, 128, 512, 8192}.intersection(chooser.tiles):
+            assert chooser.predicted(tile).microseconds > least_time(spec, tile), (spec, tile)
 
 
 def test_the_nearest_neighbour_that_fits() -> None:

@@ -8,8 +8,9 @@ are added. docs/tuning.md says how far this is from the best.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -27,42 +28,6 @@ MOST_DECODED = 128  # tokens up to which kernels of the decode families are the 
 ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
 
 
-def any_token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-    """Returns those of them with a kernel that serves any number of tokens."""
-    return _token_tiles(spec, target, (family for family in FAMILIES.values() if family.takes_any_tokens))
-
-
-def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-    """The token tiles that a matmul has kernels for, of whatever family."""
-    return _token_tiles(spec, target, FAMILIES.values())
-
-
-def _token_tiles(spec: MatmulSpec, target: Target, families: Iterable[KernelFamily[Any]]) -> tuple[int, ...]:
-    found: set[int] = set()
-    for family, kind in product(families, {spec.for_tokens(1), spec}):
-        found |= {tile for tile in family.token_tiles(kind, target) if spec.for_tokens(tile) == kind}
-    return tuple(sorted(found))
-
-
-def schedule_for(
-    spec: MatmulSpec, tile: int, target: Target, gpu: str | None = None, user: Sequence[Table] = ()
-) -> KernelSchedule:
-    """The schedule for up to `tile` tokens (one of `token_tiles`). The same arguments give the same schedule.
-
-    gpu   name of the GPU that will run it, as CUDA spells it; None: any GPU of the target's architecture
-    user  tables that go before the shipped ones where both know a matmul equally well
-    """
-    families_for(spec, tile, target)  # raises where there are none
-    tables = [t for t in (*user, *shipped_tables()) if t.capability == target.capability]
-    tables.sort(key=lambda t: t.gpu != gpu)  # stable: the user's stay first among equals
-    return choose(spec, tile, target, tables)
-
-
-def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> KernelSchedule:
-    """The schedule from these tables, the most trusted first, or by the rule."""
-    return expected(spec, tile, target, tables).schedule
-
-
 @dataclass(frozen=True)
 class Choice:
     """A schedule, and about how many microseconds a launch with all of its tokens takes."""
@@ -71,67 +36,150 @@ class Choice:
     microseconds: float
 
 
-def expected(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice:
-    """Returns the choice for up to `tile` tokens: the tile's own schedule, or a wider tile's that takes less time. A
-    measured schedule gives way only to a measured one."""
-    spec = spec.for_tokens(tile)
-    known = measured(spec, tile, target, tables)
-    best = known or estimated(spec, tile, target, tables)
-    for wider in token_tiles(spec, target):
-        if wider <= tile:
-            continue
-        if least_time(spec, wider) >= best.microseconds:
-            break
-        other = measured(spec, wider, target, tables)
-        if other is None and known is None:
-            other = estimated(spec, wider, target, tables)
-        if other and other.microseconds < best.microseconds:
-            best = other
-    return best
+class Chooser:
+    """Chooses the schedules of one matmul on one target.
 
+    It keeps what it has found out: a choice looks at wider tiles, too. Hold one to choose for several tiles.
+    """
 
-def measured(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice | None:
-    """Returns the entry of the first table that has the very matmul."""
-    for entry in filter(None, (table.entries.get(Key.of(spec, tile)) for table in tables)):
-        if family_of(entry.schedule).suits(spec, entry.schedule, target, spec):
-            return Choice(entry.schedule, entry.microseconds)
-    return None
+    def __init__(self, spec: MatmulSpec, target: Target) -> None:
+        self._spec, self._target = spec, target
+        self._predicted: dict[int, Choice] = {}
 
+    @cached_property
+    def _families(self) -> dict[int, list[KernelFamily[Any]]]:
+        """The families that have a kernel, by token tile."""
+        found: dict[int, list[KernelFamily[Any]]] = {}
+        for family, kind in product(FAMILIES.values(), {self._spec.for_tokens(1), self._spec}):
+            for tile in family.token_tiles(kind, self._target):
+                if self._spec.for_tokens(tile) == kind:
+                    found.setdefault(tile, []).append(family)
+        return found
 
-def estimated(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice:
-    """The rule's schedule, or that of the nearest neighbour. A neighbour's is expected to take what is predicted, times
-    what the prediction was off there; the further apart the two are, the less that counts."""
-    rule = predicted(spec, tile, target)
-    near = None if tile > MOST_DECODED and any_token_tiles(spec, target) else _neighbour(spec, tile, target, tables)
-    return min(near or rule, rule, key=lambda choice: choice.microseconds)
+    @cached_property
+    def tiles(self) -> tuple[int, ...]:
+        """The token tiles that the matmul has kernels for, of whatever family."""
+        return tuple(sorted(self._families))
 
+    @cached_property
+    def any_tiles(self) -> tuple[int, ...]:
+        """Those of them with a kernel that serves any number of tokens."""
+        return tuple(t for t in self.tiles if any(family.takes_any_tokens for family in self._families[t]))
 
-def _neighbour(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> Choice | None:
-    def suits(entry: Entry) -> bool:
-        return family_of(entry.schedule).suits(spec, entry.schedule, target, entry.key.spec)
+    def families(self, tile: int) -> list[KernelFamily[Any]]:
+        """The families that have a kernel for up to `tile` tokens. Raises SpecError where there are none."""
+        check_tile(tile)
+        if tile not in self._families:
+            limits = (family.tile_limit(self._spec, self._target) for family in FAMILIES.values())
+            narrow = tile < min(self.tiles, default=0)
+            check_tile(tile, self.tiles, f" for ({self._spec}) on {self._target}" if narrow else "".join(limits))
+        return self._families[tile]
 
-    entry = nearest(tables, spec, tile, suits)
-    if entry is None:
+    def schedule(self, tile: int, gpu: str | None = None, user: Sequence[Table] = ()) -> KernelSchedule:
+        """Returns what `schedule_for` returns."""
+        self.families(tile)  # raises where there are none
+        tables = [t for t in (*user, *shipped_tables()) if t.capability == self._target.capability]
+        tables.sort(key=lambda t: t.gpu != gpu)  # stable: the user's stay first among equals
+        return self.expected(tile, tables).schedule
+
+    def expected(self, tile: int, tables: Sequence[Table]) -> Choice:
+        """Returns the choice for up to `tile` tokens: the tile's own schedule, or a wider tile's that takes less time.
+
+        A measured schedule gives way only to a measured one.
+        """
+        if self._spec.for_tokens(tile) != self._spec:
+            return self._unfolded.expected(tile, tables)
+        known = self._measured(tile, tables)
+        best = known or self._estimated(tile, tables)
+        for wider in self.tiles:
+            if wider <= tile:
+                continue
+            if least_time(self._spec, wider) >= best.microseconds:
+                break
+            other = self._measured(wider, tables)
+            if other is None and known is None:
+                other = self._estimated(wider, tables)
+            if other and other.microseconds < best.microseconds:
+                best = other
+        return best
+
+    @cached_property
+    def _unfolded(self) -> Chooser:
+        """For few tokens, whose kernels fold no scales."""
+        return Chooser(self._spec.for_tokens(1), self._target)
+
+    def _measured(self, tile: int, tables: Sequence[Table]) -> Choice | None:
+        """Returns the entry of the first table that has the very matmul."""
+        spec = self._spec
+        for entry in filter(None, (table.entries.get(Key.of(spec, tile)) for table in tables)):
+            if family_of(entry.schedule).suits(spec, entry.schedule, self._target, spec):
+                return Choice(entry.schedule, entry.microseconds)
         return None
-    family, s = family_of(entry.schedule), entry.schedule
-    here, there = (family.predict(each, tile, s, target) for each in (spec, entry.key.spec))
-    alike = 1 - Key.of(spec, tile).distance(entry.key) / REACH
-    return Choice(s, here * (entry.microseconds / there) ** alike)
+
+    def _estimated(self, tile: int, tables: Sequence[Table]) -> Choice:
+        """Returns the rule's schedule, or that of the nearest neighbour, whichever is expected to take less time.
+
+        A neighbour's is expected to take what is predicted, times what the prediction was off there; the further apart
+        the two are, the less that counts.
+        """
+        rule = self.predicted(tile)
+        near = None if tile > MOST_DECODED and self.any_tiles else self._neighbour(tile, tables)
+        return min(near or rule, rule, key=lambda choice: choice.microseconds)
+
+    def _neighbour(self, tile: int, tables: Sequence[Table]) -> Choice | None:
+        spec, target = self._spec, self._target
+
+        def suits(entry: Entry) -> bool:
+            return family_of(entry.schedule).suits(spec, entry.schedule, target, entry.key.spec)
+
+        entry = nearest(tables, spec, tile, suits)
+        if entry is None:
+            return None
+        family, s = family_of(entry.schedule), entry.schedule
+        here, there = (family.predict(each, tile, s, target) for each in (spec, entry.key.spec))
+        alike = 1 - Key.of(spec, tile).distance(entry.key) / REACH
+        return Choice(s, here * (entry.microseconds / there) ** alike)
+
+    def predicted(self, tile: int) -> Choice:
+        """Returns the rule's choice for up to `tile` tokens: of all families' candidates that of the least predicted
+        time."""
+        if self._spec.for_tokens(tile) != self._spec:
+            return self._unfolded.predicted(tile)
+        if tile not in self._predicted:
+            spec, target = self._spec, self._target
+            found = [
+                Choice(schedule, family.predict(spec, tile, schedule, target))
+                for family in self.families(tile)
+                for schedule in family.candidates(spec, tile, target)
+            ]
+            self._predicted[tile] = min(found, key=lambda choice: choice.microseconds)
+        return self._predicted[tile]
+
+
+def schedule_for(
+    spec: MatmulSpec, tile: int, target: Target, gpu: str | None = None, user: Sequence[Table] = ()
+) -> KernelSchedule:
+    """The schedule for up to `tile` tokens (one of `Chooser.tiles`). The same arguments give the same schedule.
+
+    gpu   name of the GPU that will run it, as CUDA spells it; None: any GPU of the target's architecture
+    user  tables that go before the shipped ones where both know a matmul equally well
+    """
+    return Chooser(spec, target).schedule(tile, gpu, user)
+
+
+def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> KernelSchedule:
+    """The schedule from these tables, the most trusted first, or by the rule."""
+    return Chooser(spec, target).expected(tile, tables).schedule
 
 
 def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule:
-    """The rule: of the candidates of all families for m up to `tile`, the schedule with the least predicted time."""
-    return predicted(spec, tile, target).schedule
+    """The schedule by the rule, whatever was measured."""
+    return Chooser(spec, target).predicted(tile).schedule
 
 
-def predicted(spec: MatmulSpec, tile: int, target: Target) -> Choice:
-    """The rule's schedule with its predicted time."""
-    found = [
-        Choice(schedule, family.predict(spec, tile, schedule, target))
-        for family in families_for(spec, tile, target)
-        for schedule in family.candidates(spec, tile, target)
-    ]
-    return min(found, key=lambda choice: choice.microseconds)
+def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+    """The token tiles that a matmul has kernels for, of whatever family."""
+    return Chooser(spec, target).tiles
 
 
 def least_time(spec: MatmulSpec, tokens: int) -> float:
@@ -144,17 +192,6 @@ def fixed_schedule(operation: Operation) -> KernelSchedule:
     """The schedule of an operation for which there is one family, which has no free choices."""
     (family,) = (family for family in FAMILIES.values() if family.operation == operation)
     return family.schedule_type()
-
-
-def families_for(spec: MatmulSpec, tile: int, target: Target) -> list[KernelFamily[Any]]:
-    """The families that have a kernel for up to `tile` tokens. Raises SpecError where there are none."""
-    check_tile(tile)
-    spec = spec.for_tokens(tile)
-    found = [family for family in FAMILIES.values() if tile in family.token_tiles(spec, target)]
-    if not found:
-        tiles = token_tiles(spec, target)
-        check_tile(tile, tiles, "".join(family.tile_limit(spec, target) for family in FAMILIES.values()))
-    return found
 
 
 def check_tile(tile: int, tiles: Sequence[int] = ALL_TILES, where: str = "") -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.registry import family_of, request
-from lowbit.passes.scheduling.choice import any_token_tiles, fixed_schedule, schedule_for, token_tiles
+from lowbit.passes.scheduling.choice import Chooser, fixed_schedule
 from lowbit.passes.target import Target
 from lowbit.pylib.build import user_tables
 from lowbit.pylib.build.choices import (
@@ -43,11 +43,11 @@ class Artifacts:
     ) -> None:
         self._spec, self._target = spec, target
         self._schedule = None if late_scaling else schedule
-        self._chosen_for = replace(target, has_wgmma=False) if late_scaling else target
+        self._chooser = Chooser(spec, replace(target, has_wgmma=False) if late_scaling else target)
         # Kernels for any number of tokens round weights.
-        self._any_tiles = () if late_scaling else any_token_tiles(spec, self._chosen_for)
-        rounding = any_token_tiles(spec, self._chosen_for) if late_scaling else ()
-        self._tiles = tuple(tile for tile in token_tiles(spec, self._chosen_for) if tile not in rounding)
+        self._any_tiles = () if late_scaling else self._chooser.any_tiles
+        rounding = self._chooser.any_tiles if late_scaling else ()
+        self._tiles = tuple(tile for tile in self._chooser.tiles if tile not in rounding)
         self._vendor = not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
         self._rows = self._find_rows()
         self._requests: dict[int | None, KernelRequest] = {}
@@ -108,7 +108,7 @@ class Artifacts:
         if self._schedule and self._is_for(self._schedule, tokens):
             return self._schedule
         user = user_tables.user_tables()
-        return schedule_for(self._spec, tokens, self._chosen_for, user_tables.gpu_name(self._target, user), user)
+        return self._chooser.schedule(tokens, user_tables.gpu_name(self._target, user), user)
 
     def _is_for(self, schedule: KernelSchedule, tokens: int) -> bool:
         """Tells whether a schedule is for these tokens: one for folded scales may not fit where none are folded."""

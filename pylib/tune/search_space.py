@@ -11,7 +11,7 @@ from typing import Any
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
-from lowbit.passes.scheduling.choice import default_schedule, families_for, schedule_for
+from lowbit.passes.scheduling.choice import Chooser
 from lowbit.passes.scheduling.tables import Key, shipped_tables
 from lowbit.passes.target import Target
 
@@ -23,11 +23,12 @@ def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[
     with other zeros, groups or act; then the best of every shape; then the rest. In each part, the least predicted
     time comes first.
     """
-    chosen = [default_schedule(spec, tile, target), schedule_for(spec, tile, target)]
+    chooser = Chooser(spec, target)
+    chosen = [chooser.predicted(tile).schedule, chooser.schedule(tile)]
     chosen = list(dict.fromkeys([*chosen, *same_size_entries(spec, tile, target)]))
     predicted = [
         (family.predict(spec, tile, s, target), family, s)
-        for family in families_for(spec, tile, target)
+        for family in chooser.families(tile)
         for s in family.search_space(spec, tile, target)
     ]
     predicted.sort(key=lambda found: found[0])

@@ -23,7 +23,7 @@ from typing import Protocol, cast
 from lowbit.dialect.errors import TargetError
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.scheduling.tables import Entry
-from lowbit.passes.target import Target, parse_target
+from lowbit.passes.target import Target
 from lowbit.pylib.tune.log import Log
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import Failed
@@ -228,11 +228,11 @@ def this_gpu() -> tuple[str, Target]:
     """Name and target of the GPU to tune for. Raises TargetError where there is none."""
     import torch
 
-    from lowbit.pylib.matmul import this_machine
+    from lowbit.pylib.devices import target_named
 
     if not torch.cuda.is_available():
         raise TargetError(
             "lowbit tune measures kernels and needs an NVIDIA GPU; tables from other machines are joined by "
             "lowbit tune --merge A.json B.json"
         )
-    return cast(str, torch.cuda.get_device_name()), parse_target(this_machine())
+    return cast(str, torch.cuda.get_device_name()), target_named(None)

@@ -9,7 +9,7 @@ from typing import Any
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.scheduling.choice import check_tile, families_for
+from lowbit.passes.scheduling.choice import Chooser, check_tile
 from lowbit.passes.target import Target
 from lowbit.pylib.model_shapes import linear_sizes
 from lowbit.pylib.tune import presets
@@ -71,7 +71,7 @@ def with_kernels(work: Iterable[Problem], target: Target) -> list[Problem]:
     refused: list[SpecError] = []
     for problem in work:
         try:
-            families_for(problem.spec, problem.tile, target)
+            Chooser(problem.spec, target).families(problem.tile)
             found.append(problem)
         except SpecError as error:
             refused.append(error)
