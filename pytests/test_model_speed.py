@@ -225,8 +225,11 @@ def test_kernels_have_a_kind() -> None:
 def test_wrong_names_and_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"must be a folder with a config.json.*did you mean 'Llama-3.1-8B'"):
         model_config("llama-3.1-8")
-    with pytest.raises(SpecError, match=r"--batch=1,x must be positive numbers"):
+    with pytest.raises(SpecError, match=r"--batch=1,x must be none or positive numbers"):
         model_steps("1,x", "none", 4)
+    with pytest.raises(SpecError, match="leaves nothing to time"):
+        model_steps("none", "none", 4)
+    assert [step.tokens for step in model_steps("none", "8,16", 4)] == [8, 16]
     with pytest.raises(SpecError, match="u9"):
         quantizations("bf16,u9", 64)
     with pytest.raises(SpecError, match="no file of"):

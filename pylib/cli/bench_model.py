@@ -22,7 +22,7 @@ def bench_model(
     group_size: Annotated[
         int, typer.Option("--group-size", "-g", min=0, help="Columns that share a scale; 0: one scale per row.")
     ] = 128,
-    batch: Annotated[str, typer.Option(help="Sequences that are decoded at once.")] = "1",
+    batch: Annotated[str, typer.Option(help="Sequences that are decoded at once; none for no decoding.")] = "1",
     prefill: Annotated[str, typer.Option(help="Lengths of prompts; none for no prefill.")] = "512",
     context: Annotated[int, typer.Option(min=1, help="Tokens that are in the cache when a token is decoded.")] = 512,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep so many layers of the model.")] = None,
@@ -86,15 +86,20 @@ def _quantization(name: str, group_size: int | None) -> QuantConfig:
 
 
 def model_steps(batch: str, prefill: str, context: int) -> list[Step]:
-    """Returns the steps to time: a token for each number of sequences, and each prompt."""
+    """Returns the steps to time: a token for each number of sequences, and each prompt. Raises SpecError for none."""
     from lowbit.pylib.model_speed.runner import Step
 
-    decode = [Step(size, 1, context) for size in _counts("--batch", batch)]
-    return decode + ([] if prefill == "none" else [Step(1, length) for length in _counts("--prefill", prefill)])
+    steps = [Step(size, 1, context) for size in _counts("--batch", batch)]
+    steps += [Step(1, length) for length in _counts("--prefill", prefill)]
+    if not steps:
+        raise SpecError("--batch none --prefill none leaves nothing to time; give one of them numbers")
+    return steps
 
 
 def _counts(option: str, text: str) -> list[int]:
+    if text == "none":
+        return []
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise SpecError(f"{option}={text} must be positive numbers separated by commas, such as 1,16")
+        raise SpecError(f"{option}={text} must be none or positive numbers separated by commas, such as 1,16")
     return [int(part) for part in parts]
