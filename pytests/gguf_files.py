@@ -112,8 +112,9 @@ def write_model(
     layers: int = 2,
     kinds: Mapping[str, str] = MIXED,
     change: Callable[[Tensors, dict[str, Any]], object] | None = None,
+    padding: int = 0,
 ) -> Path:
-    """Writes a model. change: gets the tensors and the metadata before they are written.
+    """Writes a model. change: gets the tensors and the metadata before they are written; padding: the token of it.
 
     Mixtral is what files call llama, with experts.
     """
@@ -140,10 +141,10 @@ def write_model(
     if change:
         change(tensors, facts)
     writer = gguf.GGUFWriter(path, architecture)
+    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     for key, value in facts.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{architecture}.{key}", value)
-    for key, number in (("bos", 1), ("eos", 2), ("padding", 0)):
+        adders[type(value)](f"{architecture}.{key}", value)
+    for key, number in (("bos", 1), ("eos", 2), ("padding", padding)):
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
     for name, (data, kind) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=kind)

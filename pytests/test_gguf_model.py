@@ -188,6 +188,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"expert_count": 8}, r"llama.expert_used_count is None; it must be a positive number"),
     "part": ({"rope.dimension_count": 32}, r"llama.rope.dimension_count is 32; only 128 can be loaded"),
     "scaling": ({"rope.scaling.type": "longrope"}, r"rope.scaling.type is 'longrope'; only none, linear and yarn"),
+    "several": ({"rope.dimension_count": [128, 64]}, r"dimension_count is \[128  64\]; only one number"),
 }
 
 
@@ -197,6 +198,28 @@ def test_metadata_that_do_not_fit(name: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", layers=1, change=lambda _, facts: facts.update(changed))
     with pytest.raises(CheckpointError, match=rf"m.gguf: .*{message}"):
         lowbit.from_gguf(path)
+
+
+def with_cap(cap: Any, folder: Path) -> Path:
+    change = {"final_logit_softcapping": cap}
+    return write_model(folder / "m.gguf", "gemma3", 1, change=lambda _, facts: facts.update(change))
+
+
+@pytest.mark.parametrize("cap", ["high", float("nan"), -1.0, [30.0, 31.0]], ids=str)
+def test_caps_of_logits_that_are_none(cap: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"m.gguf: gemma3.final_logit_softcapping is .*number"):
+        lowbit.from_gguf(with_cap(cap, tmp_path))
+
+
+@pytest.mark.parametrize(("cap", "expected"), [(0.0, None), (30, 30.0), ([30.0, 30.0], 30.0)], ids=str)
+def test_caps_of_logits(cap: Any, expected: float | None, tmp_path: Path) -> None:
+    assert lowbit.from_gguf(with_cap(cap, tmp_path)).config.final_logit_softcapping == expected
+
+
+def test_special_tokens_without_embeddings(tmp_path: Path) -> None:
+    """A token beyond the vocabulary is none: torch would refuse such a padding token."""
+    config = lowbit.from_gguf(write_model(tmp_path / "m.gguf", layers=1, padding=VOCABULARY)).config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, None)
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:

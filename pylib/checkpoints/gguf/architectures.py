@@ -70,9 +70,12 @@ class About:
     def value(self, key: str) -> Any:
         """Returns a value of the architecture; None without. Of a number for each layer, all the same, the number."""
         found = self.file.metadata.get(f"{self.name}.{key}")
-        if isinstance(found, np.ndarray) and found.size and bool((found == found[0]).all()):
-            return found[0].item()
-        return found
+        if not isinstance(found, np.ndarray):
+            return found
+        if not found.size or (found != found[0]).any():
+            rule = "only one number, the same for all layers, can be loaded"
+            raise CheckpointError(f"{self.name}.{key} is {found}; {rule}")
+        return found[0].item()
 
     def number(self, key: str, default: float | None = None) -> float:
         found = self.value(key)
@@ -249,8 +252,10 @@ def _check_sizes(about: About, hidden: int, rows: int, head: int) -> None:
 
 
 def _special_tokens(about: About) -> dict[str, int]:
+    """Returns those that the model has embeddings of; llama.cpp does without the others, too."""
     found = {field: about.file.metadata.get(f"tokenizer.ggml.{n}_token_id") for n, field in SPECIAL_TOKENS.items()}
-    return {field: number for field, number in found.items() if isinstance(number, int)}
+    vocabulary = about.file.shape(EMBEDDINGS)[0]
+    return {field: number for field, number in found.items() if type(number) is int and 0 <= number < vocabulary}
 
 
 # -- what the architectures do not share
@@ -352,8 +357,14 @@ def _gemma3(about: About) -> dict[str, Any]:
         "layer_types": [sliding if number % pattern else full for number in range(1, blocks + 1)],
         "rope_parameters": {full: every, sliding: local},
         "attention_bias": False,
-        "final_logit_softcapping": about.value("final_logit_softcapping"),
+        "final_logit_softcapping": _softcap(about),
     }
+
+
+def _softcap(about: About) -> float | None:
+    """Returns what logits are kept below by a tanh; None where they are not."""
+    key = "final_logit_softcapping"
+    return None if about.value(key) in (None, 0) else float(about.number(key))
 
 
 _MIXTRAL = Architecture("mixtral", {**BLOCK, **ROUTER}, _mixtral, paired_rows=True)
