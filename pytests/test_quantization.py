@@ -115,6 +115,18 @@ def test_nearest_code_of_every_format(name: str) -> None:
     assert (codes.astype(np.int64) & (t.codes - 1) == t.encode(x)).all()
 
 
+@pytest.mark.parametrize("name", [name for name in all_names() if dtype(name).kind == "float"])
+def test_nearest_level_of_every_float(name: str) -> None:
+    """What the search for ranges rounds to is the level of the code: at every tie, a last place beside it, far out."""
+    grid = Grid(CONFIG(name), 128, CPU)
+    levels = torch.from_numpy(np.unique(dtype(name).values()[np.isfinite(dtype(name).values())])).double()
+    ties = ((levels[1:] + levels[:-1]) / 2).float()
+    beside = [ties.nextafter(torch.tensor(end)) for end in (-1e30, 1e30)]
+    rest = [-0.0, 1e-45, 1e38, -1e38, torch.inf, -torch.inf]
+    x = torch.cat([levels.float(), ties, *beside, levels.float() * 1.01, torch.tensor(rest)])
+    assert torch.equal(grid.nearest(x.clone()), grid.decode(grid.encode(x)))
+
+
 def test_asymmetric_rounding_by_hand() -> None:
     """Of -1 .. 2 in u2: s = 3/3, z = 1, codes 0 .. 3."""
     weight = torch.tensor([[-1.0, 2.0, 0.4, 0.6] * 4])

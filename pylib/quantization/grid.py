@@ -7,6 +7,7 @@ codes are computed: what is quantized here is what a kernel will multiply.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from lowbit.pylib.quantization.config import QuantConfig
 from lowbit.pylib.weights.packed import TORCH
 
 LEAST_SCALE = {"f16": 2.0**-24, "bf16": 2.0**-126, "f32": 2.0**-126, "e8m0": 2.0**-126, "e4m3": 2.0**-9}
+EXPONENT, FRACTION = 0x7F800000, 23  # the exponent's bits of an f32, and how many bits are below
 FLAT = 1024  # a scale with float zeros is at least the largest magnitude divided by this: zeros stay small
 TEMPORARIES = 256 << 20  # bytes that a method may use at a time beyond its result
 CACHED = 16 << 20  # the same on a CPU: a quarter of the time of more, which its caches do not hold
@@ -86,7 +88,22 @@ class Grid:
 
     def nearest(self, x: Tensor) -> Tensor:
         """Returns the levels nearest to x; x may be overwritten."""
-        return x.round_().clamp_(self.least, self.most) if self.integer else self.decode(self.encode(x))
+        if self.integer:
+            return x.round_().clamp_(self.least, self.most)
+        return self._nearest_float(x) if self.config.dtype.mantissa else self.decode(self.encode(x))
+
+    def _nearest_float(self, x: Tensor) -> Tensor:
+        """Returns the levels of a float format with a mantissa that are nearest to x, in place of x.
+
+        Between two powers of two the levels are multiples of a quantum. A sum in f32 whose last bit is a quantum rounds
+        to it, and ties go to the even multiple, which has the even code. On a CPU that takes a tenth of the time of
+        looking x up among the levels.
+        """
+        dtype = self.config.dtype
+        least, most = (127 + power << FRACTION for power in (1 - dtype.bias, math.frexp(self.most)[1] - 1))
+        power = (x.view(torch.int32) & EXPONENT).clamp_(least, most).view(torch.float32)  # not above |x|
+        large = 1.5 * 2.0 ** (FRACTION - dtype.mantissa)  # the last bit of so many powers is the quantum
+        return x.add_(power, alpha=large).sub_(power, alpha=large).clamp_(self.least, self.most)
 
     def two_nearest(self, x: Tensor) -> Tensor:
         """Returns the levels nearest and second nearest to x, in a last dimension."""
