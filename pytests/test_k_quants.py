@@ -144,11 +144,12 @@ def test_what_does_not_go_together(fields: dict[str, Any], message: str) -> None
 def test_sizes_that_blocks_do_not_divide() -> None:
     with pytest.raises(SpecError, match=r"bilevel: groups=8 must divide the 4 groups of a row"):
         lowbit.quantize(weight_of(4, 128), QuantConfig.preset("q4_k"))
-    model = nn.Sequential(nn.Linear(128, 16), nn.Linear(256, 16)).bfloat16()
+    model = nn.Sequential(nn.Linear(128, 16), nn.Linear(80, 16), nn.Linear(256, 16)).bfloat16()
     lowbit.quantize_(model, QuantConfig.preset("q4_k"), per_row_if_indivisible=True)
-    first, second = (layer.spec for layer in model if isinstance(layer, lowbit.LowbitLinear))
-    assert (first.bilevel, first.scale, first.group_size, first.zeros) == (None, "f16", None, "offset")
-    assert second == lowbit.MatmulSpec.preset("q4_k", 16, 256, act="bf16", bias=True)
+    fewer, per_row, whole = (layer.spec for layer in model if isinstance(layer, lowbit.LowbitLinear))
+    assert whole == lowbit.MatmulSpec.preset("q4_k", 16, 256, act="bf16", bias=True)
+    assert whole.bilevel and fewer == replace(whole, k=128, bilevel=replace(whole.bilevel, groups=4))
+    assert (per_row.bilevel, per_row.scale, per_row.group_size, per_row.zeros) == (None, "f16", None, "offset")
 
 
 def test_large_numbers_are_errors() -> None:

@@ -89,6 +89,16 @@ def test_options_quantize_more(model: Model) -> None:
     assert again["body.2"].reason == "quantized before" and not again.quantized
 
 
+def test_groups_of_k_quants_that_do_not_divide() -> None:
+    """Fewer groups share a second level, then none; there is one scale per row where no group of this size fits."""
+    model = nn.Sequential(*[nn.Linear(k, 16, dtype=torch.bfloat16) for k in (256, 128, 96, 80)])
+    lowbit.quantize_(model, QuantConfig.preset("q4_k"), per_row_if_indivisible=True)
+    specs = [layer.spec for layer in model]
+    assert [spec.group_size for spec in specs] == [32, 32, 32, None]
+    assert [spec.bilevel and spec.bilevel.groups for spec in specs] == [8, 4, None, None]
+    assert [spec.scale for spec in specs] == ["u6", "u6", "f16", "f16"]
+
+
 def test_first_pattern_counts(model: Model) -> None:
     chosen = {"body.0": None, "body.*": U4, "lm_head": QuantConfig("i8", None)}
     report = lowbit.quantize_(model, chosen, lambda name, layer: layer.out_features != 100)

@@ -47,8 +47,8 @@ def quantize(
     """Quantize the model in a folder, and save it in another one that transformers and lowbit can load.
 
     Without a config.json, every matrix called *.weight is quantized, but for embeddings and the output layer. Where the
-    group size does not divide the columns of a layer, models of transformers get one scale per row there, and matrices
-    of plain files stay dense.
+    group size does not divide the columns of a layer, models of transformers get one scale per row there (K-quants:
+    smaller blocks of groups, where that suffices), and matrices of plain files stay dense.
 
     [bold]Examples[/]
 
@@ -75,11 +75,11 @@ def inspect(
     plot: Annotated[Path | None, typer.Option(help="Draw the outliers of each row to this SVG or PNG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a checkpoint, lowbit's own or another library's, or in a GGUF file: each layer's format, bytes
-    and error.
+    """Show what is in a checkpoint or a GGUF file: each layer's format, bytes and error.
 
-    The error is that of the weight, relative to its norm. Without --against it is known of what lowbit quantize wrote.
-    Where layers have outliers, a second table shows how dense they are, and how they are spread over the rows.
+    A checkpoint may be lowbit's own or another library's. The error is that of the weight, relative to its norm.
+    Without --against it is known of what lowbit quantize wrote. Where layers have outliers, a second table shows
+    how dense they are, and how they are spread over the rows.
 
     [bold]Examples[/]
 

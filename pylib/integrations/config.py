@@ -37,7 +37,8 @@ class LowbitConfig(QuantizationConfigMixin):
                              or by a regular expression; so do embeddings, tied weights and the output layer, unless:
     lm_head                  quantize the output layer as well, unless its weight is tied
     embeddings               quantize embeddings as well, and tied output layers, which multiply by the same weight
-    per_row_if_indivisible   one scale per row where the group size does not divide k, which is an error otherwise
+    per_row_if_indivisible   one scale per row where the group size does not divide k, which is an error otherwise; of
+                             K-quants, fewer groups share a second level where that suffices
     fuse                     make one layer of those that share their input (`lowbit.fuse_`), after loading
     from_checkpoint          the checkpoint says what each layer is: GPTQ, AWQ, HQQ, bitsandbytes, compressed-tensors,
                              FP8, MXFP4, SpQR and torchao are imported without loss, and run in lowbit's kernels. No

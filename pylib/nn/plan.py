@@ -159,7 +159,7 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
         return replace(planned, config=config, specs=specs_of_module(planned.module, config, act))
     except SpecError as error:
         if wishes.per_row_if_indivisible and config.group_size is not None:
-            return _with_spec(replace(planned, config=_per_row(config)), wishes)
+            return _with_spec(replace(planned, config=_larger_groups(config)), wishes)
         small = _columns(planned.module) < MIN_K
         hint = " (per_row_if_indivisible=True)" if config.group_size is not None and not small else ""
         if wishes.strict and not small:
@@ -167,10 +167,15 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
         return replace(planned, config=None, reason=f"{error}{hint}")
 
 
-def _per_row(config: QuantConfig) -> QuantConfig:
-    """Returns the configuration with one scale per row, which is no code."""
-    scale = config.bilevel.scale if config.bilevel else config.scale_type
-    return replace(config, group_size=None, bilevel=None, scale=scale)
+def _larger_groups(config: QuantConfig) -> QuantConfig:
+    """Returns what to try next where groups do not divide k: one scale per row. Before that, groups keep their size,
+    and fewer of them share a second level: half as many, and at last none."""
+    level = config.bilevel
+    if level is None:
+        return replace(config, group_size=None)
+    if level.groups > 2:
+        return replace(config, bilevel=replace(level, groups=level.groups // 2))
+    return replace(config, bilevel=None, scale=level.scale)
 
 
 def specs_of_module(module: nn.Module, config: QuantConfig, act: Act) -> tuple[MatmulSpec, ...]:

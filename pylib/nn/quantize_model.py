@@ -63,7 +63,8 @@ def quantize_(
     lm_head                  quantize the output layer as well, if its name ends in "lm_head" and its weight is not tied
     embeddings               quantize embeddings as well, which become `LowbitEmbedding`s; a linear layer whose weight
                              is tied to one multiplies by the same packed weight
-    per_row_if_indivisible   one scale per row where the group size does not divide k, which stay dense otherwise
+    per_row_if_indivisible   one scale per row where the group size does not divide k, which stay dense otherwise; of
+                             K-quants, fewer groups share a second level where that suffices
     fuse                     make one layer of those that share their input (`lowbit.fuse_`): fewer, larger matmuls
     progress                 show a bar with time and memory, if standard error is a terminal
 
