@@ -22,7 +22,6 @@ from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M1
 from lowbit.dialect.layouts.layout import local
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.pylib.matmul import this_machine
 from lowbit.pylib.weights.packed import pack
 
 R = 2  # a block computes 16 * R rows of the weight ...
@@ -85,8 +84,7 @@ def program(n: int, k: int) -> ir.Module:
     return p.module
 
 
-def main(n: int, k: int, m: int, target: str) -> None:
-    # For the GPU or for the emulator, whichever the target says.
+def main(n: int, k: int, m: int, target: str | None) -> None:
     kernel = lowbit.compile_program(lambda: program(n, k), target)
 
     rng = np.random.default_rng(0)
@@ -113,6 +111,6 @@ def main(n: int, k: int, m: int, target: str) -> None:
 
 if __name__ == "__main__":
     if torch.cuda.is_available():
-        main(4096, 4096, 13, this_machine())
+        main(4096, 4096, 13, target=None)  # this machine's GPU
     else:
-        main(64, 256, 13, "emulator:sm_80")
+        main(64, 256, 13, target="emulator:sm_80")

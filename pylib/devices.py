@@ -1,10 +1,14 @@
-"""Devices of torch, as users name them."""
+"""Devices of torch as users name them, and the target that kernels for this machine are compiled for."""
 
 from __future__ import annotations
+
+import warnings
+from functools import lru_cache
 
 import torch
 
 from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
 
 KINDS = ("cpu", "cuda")
 
@@ -27,3 +31,38 @@ def check_torch_device(given: torch.device | str | int | None, name: str = "devi
     if device.type == "cuda" and (device.index or 0) >= count:
         found = f"{count} CUDA devices" if count else "no CUDA device"
         raise TargetError(f"{name}{given}: torch finds {found} here; use cpu{' or cuda:0' if count else ''}")
+
+
+def target_named(given: str | None) -> Target:
+    """Returns the target of a name, or this machine's for None. Raises TargetError for an unknown one."""
+    return parse_target(this_machine() if given is None else given)
+
+
+def this_machine() -> str:
+    """The target of torch's current GPU, or "cpu" if there is none.
+
+    A GPU without a target of its own gets that of its nearest predecessor, with a warning. Raises TargetError for a GPU
+    older than all targets.
+    """
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "cpu"
+    gpu = torch.cuda.get_device_properties()
+    capability = 10 * gpu.major + gpu.minor
+    target = target_of_gpu(capability, gpu.shared_memory_per_block_optin)
+    if target is None:
+        raise TargetError(
+            f"this GPU ({gpu.name}) is sm_{capability}, but the kernels need {GPUS[0]} or later; use target='cpu'"
+        )
+    if target.capability != capability:
+        _warn_of_predecessor(gpu.name, capability, target.name)
+    return target.name
+
+
+@lru_cache(maxsize=None)
+def _warn_of_predecessor(gpu: str, capability: int, target: str) -> None:
+    """Say once what a GPU gets that is not in the table of targets."""
+    warnings.warn(
+        f"{gpu} is sm_{capability}, which has no target of its own: kernels are compiled for {target}, and the driver "
+        f"translates them; target={target!r} says so without a warning",
+        stacklevel=4,
+    )

@@ -2,7 +2,7 @@
 
 It takes x, the tensors of a weight in the order of `spec.tensors`, and the matmul: spec, target and schedule as JSON.
 So a graph that holds it can be stored and run by another process, which compiles the matmul when it first meets it.
-`pylib.matmul` gives the operator its implementation with `implement`.
+`pylib.matmul` gives the operators their implementations with `implement`.
 
 The gradient to x is dy W, which `torch.ops.lowbit.input_gradient` computes; the weight's tensors have none. It is an
 operator as well, so that torch.compile can trace the backward pass.
@@ -28,6 +28,7 @@ from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.target import Target
 from lowbit.pylib.activation import VALUES
+from lowbit.pylib.operator_calls import OperatorCalls
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tracing import check_transforms
 
@@ -166,16 +167,29 @@ def _refuse_old_graph(*_: object) -> Tensor:
 
 
 def implement(
-    matmul: Callable[..., Tensor],
-    dequantize: Callable[..., Tensor],
-    input_gradient: Callable[..., Tensor],
-    quantized_matmul: Callable[..., Tensor],
-    quantize: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    calls: Callable[[str], OperatorCalls], quantize: Callable[..., tuple[Tensor, Tensor, Tensor]]
 ) -> None:
-    """Make these functions what the operators run on tensors that have values."""
+    """Give the operators what they run on tensors that have values.
+
+    calls      returns the calls of the matmul that a `kernel` argument describes
+    quantize   what `quantize_activation` runs
+    """
+
+    def matmul(x: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
+        return calls(kernel).matmul(x, weight)
+
+    def quantized(values: Tensor, scales: Tensor, sums: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
+        return calls(kernel).quantized_matmul((values, scales, sums), weight)
+
+    def dequantize(weight: Sequence[Tensor], kernel: str) -> Tensor:
+        return calls(kernel).dequantize(weight)
+
+    def input_gradient(dy: Tensor, weight: Sequence[Tensor], kernel: str) -> Tensor:
+        return calls(kernel).input_gradient(dy, weight)
+
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl("matmul.packed", matmul, device)
-        _LIBRARY.impl("matmul.quantized", quantized_matmul, device)
+        _LIBRARY.impl("matmul.quantized", quantized, device)
         _LIBRARY.impl("quantize_activation", quantize, device)
         _LIBRARY.impl("dequantize", dequantize, device)
         _LIBRARY.impl("input_gradient", input_gradient, device)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import SpecError
-from lowbit.passes.target import parse_target
 from lowbit.pylib.activation import VALUES, QuantizedActivation, check_rows, compute_of, from_values
-from lowbit.pylib.matmul import this_machine
+from lowbit.pylib.devices import target_named
 from lowbit.pylib.runtime.quantizers import quantize_on
 from lowbit.pylib.tracing import is_observed
 
@@ -43,7 +42,7 @@ def quantize_activation(
         raise SpecError(f"x is {x.dtype}; it must be torch.float16, torch.bfloat16, or of 8 bits with scales")
     if x.requires_grad and torch.is_grad_enabled():
         raise SpecError("quantized activations have no gradient; use mm(x, w), which has one, or x.detach()")
-    name = (this_machine() if x.is_cuda else "cpu") if target is None else parse_target(target).name
+    name = "cpu" if target is None and not x.is_cuda else target_named(target).name
     traced = is_observed() or type(x) is not Tensor or x.requires_grad or x.is_neg()
     quantize = torch.ops.lowbit.quantize_activation if traced else quantize_on  # the operator takes some us more
     values, row_scales, sums = quantize(x.detach() if traced else x, chosen, name)

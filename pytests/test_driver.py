@@ -28,7 +28,8 @@ from lowbit.passes.target import parse_target
 from lowbit.pylib.build.choices import find_rows, rows_of_tiles
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.matmul import Matmul, this_machine
+from lowbit.pylib.devices import this_machine
+from lowbit.pylib.matmul import Matmul
 
 __all__ = ["pipeline"]
 
@@ -312,11 +313,11 @@ def test_a_table_written_between_key_and_build_changes_nothing(
     table at any time, and what is stored under a wrong key is served from then on."""
     first, second = (replace(schedule_for(SPEC, 1, parse_target("sm_90a")), warps_k=k) for k in (2, 4))
     chosen = iter((first, second))
-    monkeypatch.setattr("lowbit.pylib.build.kernels.schedule_for", lambda *_: next(chosen, second))
+    monkeypatch.setattr("lowbit.pylib.build.kernels.Chooser.schedule", lambda *_: next(chosen, second))
     artifacts = Artifacts(SPEC, parse_target("sm_90a"), None)
     assert artifacts.kernel(1).schedule == artifacts.request(1).schedule == first
     assert artifacts.stages(1) and artifacts.choices().kernels[1].schedule == first  # nor what is shown of it
     assert [request.schedule for request in pipeline.compiled[:2]] == [first, first]
     for wanted in (first, second):  # another process, with either table
-        monkeypatch.setattr("lowbit.pylib.build.kernels.schedule_for", lambda *_, s=wanted: s)
+        monkeypatch.setattr("lowbit.pylib.build.kernels.Chooser.schedule", lambda *_, s=wanted: s)
         assert Artifacts(SPEC, parse_target("sm_90a"), None).kernel(1).schedule == wanted

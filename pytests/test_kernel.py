@@ -17,9 +17,9 @@ from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.pipeline import CompiledKernel, compile_program, read_launches
 from lowbit.passes.target import parse_target
+from lowbit.pylib.devices import this_machine
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Instruction
-from lowbit.pylib.matmul import this_machine
 from lowbit.pylib.tensor_map import TensorMap
 
 EMULATOR = "emulator:sm_90a"

@@ -58,15 +58,17 @@ def spec_of(weight: str, n: int, k: int, **choices: Any) -> MatmulSpec:
 @pytest.mark.parametrize("act", ["f16", "bf16"])
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_every_code(weight: str, act: str) -> None:
-    """Results in f32, where a code that is off by one is far outside the tolerance."""
+    """Results in f32, where a code that is off by one is far outside the tolerance.
+
+    Each format is decoded on both targets, for one act each, since decoding is the same program on both.
+    """
     chunk = spec_of(weight, 16, 16).packing.chunk
     spec = spec_of(weight, n=25, k=chunk + 32, group_size=None, act=act, out="f32")
     problem = exhaustive_problem(spec, m=5)
     schedule = Schedule(row_blocks=1, warps_k=2, step_k=chunk, num_stages=1)
-    for name in TARGETS:
-        target = parse_target(name)
-        y = run_matmul(compile_matmul(spec, target, schedule), spec, problem)
-        assert matmul_is_right(y, spec, problem), name
+    target = parse_target(TARGETS[(WEIGHTS.index(weight) + (act == "bf16")) % 2])
+    y = run_matmul(compile_matmul(spec, target, schedule), spec, problem)
+    assert matmul_is_right(y, spec, problem)
     w = run_dequantize(compile_dequantize(spec, target), spec, problem)
     assert dequantize_is_right(w, spec, problem)
 

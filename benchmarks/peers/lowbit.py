@@ -17,7 +17,8 @@ from benchmarks.peers.peer import DEVIATION, Call, Job, Layer, Peer, cores, fini
 from lowbit.passes.target import parse_target
 from lowbit.pylib import MatmulSpec
 from lowbit.pylib.activation import QuantizedActivation
-from lowbit.pylib.matmul import Matmul, this_machine
+from lowbit.pylib.devices import this_machine
+from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.tune import timing
 from lowbit.pylib.weights.packed import PackedWeight
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -86,6 +86,8 @@ app.command()(bench_model)
 def info(as_json: Json = False) -> None:
     """Show the GPU, the toolchain, the cache and the targets.
 
+    A report of a problem should have this text in it.
+
     [bold]Examples[/]
 
       lowbit info
@@ -105,6 +107,8 @@ def info(as_json: Json = False) -> None:
 def irdl() -> None:
     """Print the definition of the lowbit dialect in IRDL, MLIR's language for dialects.
 
+    With it, mlir-opt --irdl-file reads the operations on tensors.
+
     [bold]Example[/]
 
       lowbit irdl > lowbit.irdl.mlir
@@ -115,7 +119,7 @@ def irdl() -> None:
 
 
 @app.command(hidden=True)
-def reference(folder: Path) -> None:
+def reference(folder: Annotated[Path, typer.Argument(help="Folder to write to: docs/reference.")]) -> None:
     """Write the generated pages of the documentation into a folder."""
     from lowbit.pylib.cli.reference import write
 

@@ -89,7 +89,9 @@ def explain(
     schedule: ScheduleText = None,
     as_json: Json = False,
 ) -> None:
-    """Show which kernels serve which number of rows, and what each is made of. Compiles nothing.
+    """Show which kernels serve which number of rows, and what each is made of.
+
+    Nothing is compiled.
 
     [bold]Examples[/]
 
@@ -97,11 +99,10 @@ def explain(
 
       lowbit explain -w nf4 -g 64 -t sm_80 --json
     """
-    from lowbit.passes.target import parse_target
     from lowbit.pylib.build.kernels import Artifacts
-    from lowbit.pylib.matmul import this_machine
+    from lowbit.pylib.devices import target_named
 
-    parsed = parse_target(target or this_machine())
+    parsed = target_named(target)
     if not parsed.is_gpu:
         raise TargetError(f"target {parsed} has one program for every number of rows; name a GPU such as sm_90a")
     choices = Artifacts(spec, parsed, parse_schedule(schedule)).choices()
@@ -120,6 +121,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Multiply random data: check the result against float64 and time it.
+
+    The exit code is 1 if the result is wrong. The emulator is not timed.
 
     [bold]Examples[/]
 

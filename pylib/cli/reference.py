@@ -163,15 +163,25 @@ def _private_bases(cls: type) -> list[type]:
 
 
 def _members(cls: type) -> Iterator[str]:
-    """Signature and docstring of the public methods that a class declares itself."""
+    """Signature and docstring of the public methods that a class declares itself, calls included."""
     for name, member in vars(cls).items():
-        if not name.startswith("_") and _documented(member):
+        if _is_public(name) and _is_callable(member) and not _overrides(cls, name):
             yield f"**{name}**\n\n```python\n{_signature(member, name)}\n```"
-            yield from filter(None, [text_of(inspect.getdoc(_function(member)))])
+            yield from filter(None, [text_of(_function(member).__doc__)])
 
 
-def _documented(member: Any) -> bool:
+def _is_public(name: str) -> bool:
+    return name == "__call__" or not name.startswith("_")
+
+
+def _is_callable(member: Any) -> bool:
     return isinstance(member, property | staticmethod | classmethod) or inspect.isfunction(member)
+
+
+def _overrides(cls: type, name: str) -> bool:
+    """Tells whether a class does in its own way what a base has, and says nothing of it."""
+    inherited = any(name in vars(base) for base in cls.__mro__[1:])
+    return inherited and not _function(vars(cls)[name]).__doc__
 
 
 def _function(member: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.compiler import assume_constant_result, is_compiling
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib.matmul import Matmul, compile, this_machine
+from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.nn.dense_weight import DenseWeight
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import saved as saved_weight
@@ -241,7 +241,7 @@ def _matmul_on(spec: MatmulSpec, device: str, index: int | None) -> Matmul:
     if device != "cuda":
         return compile(spec, "cpu")
     with torch.cuda.device(index):
-        return compile(spec, this_machine())
+        return compile(spec)
 
 
 @assume_constant_result

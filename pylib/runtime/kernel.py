@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE, Param
-from lowbit.passes.target import parse_target
 from lowbit.pylib.build.driver import Program
 from lowbit.pylib.runtime.base import memory_of
 from lowbit.pylib.runtime.driver import Function, current_stream
@@ -46,9 +45,9 @@ def compile_program(build: Callable[[], ir.Module], target: str | None = None, o
     can't be made.
     """
     from lowbit.passes.pipeline import compile_program
-    from lowbit.pylib.matmul import this_machine
+    from lowbit.pylib.devices import target_named
 
-    chosen = parse_target(this_machine() if target is None else target)
+    chosen = target_named(target)
     if not chosen.is_gpu:
         why = f"target={target!r}" if target else "target=None without a GPU"
         raise TargetError(f"{why}: tile programs are for GPUs; use a target such as 'emulator:sm_90a' to emulate one")
@@ -67,17 +66,19 @@ def load(compiled: CompiledKernel, overlap: bool = False) -> Kernel:
 
 
 class Kernel:
-    """A loaded kernel; make it with `load`.
-
-    A call takes every parameter by its name: a contiguous tensor for a pointer, an int for an i32, a number for an f32,
-    and for a tensor map a `TensorMap` of a tensor. The grid follows from the arguments and the GPU. Raises SpecError or
-    TargetError for arguments that do not fit, by their names.
-    """
+    """A loaded kernel, as `compile_program` and `load` make it."""
 
     def __init__(self, compiled: CompiledKernel) -> None:
         self.launch, self.target = compiled.launch, compiled.target
 
     def __call__(self, **arguments: Any) -> None:
+        """Runs the kernel. The grid follows from the arguments and the GPU.
+
+        arguments   every parameter by its name: a contiguous tensor for a pointer, an int for an i32, a number for an
+                    f32, and for a tensor map a `TensorMap` of a tensor
+
+        Raises SpecError or TargetError for arguments that do not fit, by their names.
+        """
         self.launch.check_names(arguments)
         for param in self.launch.arguments:
             self._check(param, arguments[param.name])

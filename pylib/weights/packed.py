@@ -269,24 +269,7 @@ def pack(
     outliers: Tensor | Sequence[Tensor | np.ndarray] | None = None,
     **others: Tensor | np.ndarray | None,
 ) -> PackedWeight:
-    """Pack a quantized weight, on the device that its tensors are on.
-
-    codes     integers [n, k]: signed values for i<b> formats, codes 0..2^b-1 for all others
-    scales    floats [n, groups], for group_size=None also [n]; rounded to the spec's scale type
-    zeros     [n, groups]: for "int" integers in lo..lo+spec.zero_span, lo the format's least value; for "float" floats
-    bias      floats [n], rounded to the out type
-    outliers  a torch.sparse_csr tensor [n, k], or (row offsets, columns, values); values are rounded to f16
-    others    by name, where the spec has more: offsets [n, groups], floats; row_scales, floats [n] or one number;
-              with fold_scales=True row_scales may be left out: `pack` chooses powers of two;
-              permutation [k], integers: column j of all of these is for column permutation[j] of x;
-              with bilevel= scales, zeros and offsets are integers of the spec's scale format, or floats for "e4m3", and
-              scale_scales, scale_zeros and scale_offsets, and likewise zero_scales, offset_scales and so on, are floats
-              [n / rows, groups / bilevel.groups], one for each block of them
-
-    Raises PackError for a wrong shape, type or device, a code out of range, a value that is not finite or
-    overflows, an e8m0 scale that is no power of two, outliers outside the weight or twice in one place, and tensors
-    that are missing or not in the spec.
-    """
+    """Packs a quantized weight for a spec. Arguments and errors are those of `lowbit.Matmul.pack`."""
     _check_spec(spec)
     given = {"codes": codes, "scales": scales, "zeros": zeros, "bias": bias, "outliers": outliers, **others}
     slots = {slot.name: slot for slot in spec.given_tensors}

@@ -1,0 +1,79 @@
+"""Whether the arguments of a call fit the spec and each other. Every error says how to mend the call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.dialect.errors import PackError, SpecError, TargetError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.activation import VALUES, QuantizedActivation
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.tracing import check_transforms
+from lowbit.pylib.weights.packed import PackedWeight
+
+
+def check_call(spec: MatmulSpec, x: Tensor, w: PackedWeight) -> None:
+    """Raises SpecError for an x and PackError for a weight that do not fit, TargetError for two devices."""
+    _check_x(spec, x)
+    check_weight(spec, w)
+    _check_devices(x, w)
+
+
+def check_quantized_call(spec: MatmulSpec, x: QuantizedActivation, w: PackedWeight) -> None:
+    """Raises what `check_call` raises, for an activation of 8 bits."""
+    check_weight(spec, w)
+    check_quantized(spec, x)
+    _check_devices(x, w)
+
+
+def check_weight(spec: MatmulSpec, w: PackedWeight) -> None:
+    """Raises PackError unless w is a weight that was packed for an equal spec."""
+    if not isinstance(w, PackedWeight):
+        raise PackError(f"the weight must be a PackedWeight, not {type(w).__name__}; use pack()")
+    if w.spec is not spec and w.spec != spec:
+        raise PackError(f"the weight was packed for ({w.spec}), not for ({spec}); pack it anew")
+
+
+def check_quantized(spec: MatmulSpec, x: QuantizedActivation) -> None:
+    """Raises SpecError unless an activation of 8 bits has the spec's type and columns."""
+    if x.compute != spec.compute:
+        raise SpecError(
+            f"x was quantized to {x.compute!r}, but the spec has compute={spec.compute!r}; quantize it anew"
+        )
+    if x.shape[-1] != spec.k:
+        raise SpecError(f"x must be [..., k={spec.k}], not {list(x.shape)}")
+
+
+def check_readable(w: object) -> None:
+    """Raises PackError if w is a weight whose tensors have no values."""
+    if isinstance(w, PackedWeight) and w.readable_spec is None:
+        what = "on meta" if w.device.type == "meta" else f"of type {type(w.codes).__name__}"
+        raise PackError(f"the weight's tensors are {what}: they have no values; load them, or trace x as well")
+
+
+def check_memory_of_x(x: Tensor) -> None:
+    """Raises SpecError if x is no plain array of numbers."""
+    if x.layout is not torch.strided:
+        raise SpecError(f"x is {x.layout}; use x.to_dense()")
+    check_transforms(x)
+    if not x.data_ptr() and x.numel():
+        raise SpecError("x has no memory that a kernel could read; clone it")
+
+
+def _check_x(spec: MatmulSpec, x: Tensor) -> None:
+    act = TORCH[spec.act]
+    if not isinstance(x, Tensor):
+        fix = "call mm(x, w)" if isinstance(x, PackedWeight) else "use torch.as_tensor(x)"
+        raise SpecError(f"x must be a torch tensor, not {type(x).__name__}; {fix}")
+    if x.dtype is not act and spec.compute and x.dtype is VALUES[spec.compute]:
+        raise SpecError(f"x is {x.dtype} and needs its scales, one per row: mm(x, w, x_scale=...)")
+    if x.dtype is not act:
+        raise SpecError(f"x is {x.dtype}, but act={spec.act!r}; use x.to({act})")
+    if x.ndim == 0 or x.shape[-1] != spec.k:
+        raise SpecError(f"x must be [..., k={spec.k}], not {list(x.shape)}")
+
+
+def _check_devices(x: Tensor | QuantizedActivation, w: PackedWeight) -> None:
+    if x.device != w.device:
+        raise TargetError(f"x is on {x.device}, but the weight is on {w.device}; use w.to({str(x.device)!r})")

@@ -1,0 +1,87 @@
+"""What torch's operators run. A call becomes an operator where torch watches it (`pylib.tracing`).
+
+An operator gets the tensors of a weight as a list, in the order of `spec.tensors`, and not as a `PackedWeight`. Making
+one looks at every tensor, which takes as long as everything else; so tensors that have passed once are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lowbit.dialect.errors import PackError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.target import Target
+from lowbit.pylib.activation import Quantized, QuantizedActivation
+from lowbit.pylib.call_checks import check_call, check_quantized, check_readable
+from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
+from lowbit.pylib.tensor_checks import SeenTensors
+from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.tracing import check_transforms
+from lowbit.pylib.weights import dequantized
+from lowbit.pylib.weights.packed import PackedWeight
+
+
+class OperatorCalls:
+    """The calls of one matmul as operators make them: `x` is as `Matmul` takes it, `weight` the list of tensors."""
+
+    def __init__(self, spec: MatmulSpec, target: Target, runtimes: MatmulRuntimes) -> None:
+        self._spec = spec
+        self._act, self._k = TORCH[spec.act], spec.k
+        self._is_gpu = target.is_gpu
+        self._runtimes = runtimes
+        self._run = runtimes.ordinary.matmul
+        self._seen = SeenTensors()
+
+    def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        """Returns y [..., n]."""
+        if not self._seen.has(weight):
+            return self._first_matmul(x, weight)
+        if x.dtype is not self._act or not x.ndim or x.shape[-1] != self._k or x.get_device() != weight[0].get_device():
+            check_call(self._spec, x, self._as_weight(weight))
+        if forward_ad._current_level >= 0:
+            check_transforms(x)
+        return self._run(x, weight)
+
+    def _first_matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        """The same for a weight that was not seen before, or that is looked at in every call: one of a wide range."""
+        w = self._as_weight(weight)
+        check_readable(w)
+        check_call(self._spec, x, w)
+        check_transforms(x)
+        if not w.wide_range or not self._is_gpu:  # a CPU's program scales sums in any case
+            self._seen.add(weight)
+            return self._run(x, weight)
+        return self._runtimes.wide.matmul(x, weight)
+
+    def quantized_matmul(self, x: Quantized, weight: Sequence[Tensor]) -> Tensor:
+        """Returns y [..., n] of an activation of 8 bits."""
+        check_quantized(self._spec, QuantizedActivation(*x, self._spec.byte_type))
+        if not self._seen.has(weight):
+            check_readable(self._as_weight(weight))
+        return self._runtimes.of_eight_bits.multiply(x, weight)
+
+    def dequantize(self, weight: Sequence[Tensor]) -> Tensor:
+        """Returns W [n, k] in the act type."""
+        if not self._seen.has(weight):
+            check_readable(self._as_weight(weight))
+        return self._runtimes.ordinary.dequantize(weight)
+
+    def input_gradient(self, dy: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        """Returns dx = dy W [..., k] in the act type; sums are in f32 where dy is of another type than x, and for a
+        weight of a wide range."""
+        w = self._as_weight(weight)
+        check_readable(w)
+        if w.wide_range:
+            return (dy.float() @ dequantized.dequantize(self._spec, w, torch.float32)).to(self._act)
+        dense = self._runtimes.ordinary.dequantize(weight)
+        return dy @ dense if dy.dtype is self._act else (dy.float() @ dense.float()).to(self._act)
+
+    def _as_weight(self, weight: Sequence[Tensor]) -> PackedWeight:
+        names = [slot.name for slot in self._spec.tensors]
+        if len(weight) != len(names):
+            raise PackError(f"({self._spec}) takes {len(names)} tensors, {', '.join(names)}, not {len(weight)}")
+        return PackedWeight(self._spec, dict(zip(names, weight)))
