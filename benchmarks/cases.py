@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.shapes import Shape, shapes
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.dialect.spec import MatmulSpec
 
 PLANS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
@@ -16,7 +17,8 @@ PLANS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml")
 
 @dataclass(frozen=True)
 class Case:
-    """A weight W [n, k] in a format, with a scale per `group_size` columns (None: per row)."""
+    """A weight W [n, k] in a format, with a scale per `group_size` columns (None: per row), multiplied in the type
+    `compute`, as command lines name it (None: that of x)."""
 
     shape: Shape
     weight: str
@@ -40,8 +42,9 @@ class Case:
     @property
     def spec(self) -> MatmulSpec:
         """The case as a MatmulSpec with scales of the activations' type. Raises SpecError for what is no format."""
-        choices: dict[str, Any] = {"zeros": self.zeros, "act": self.act, "scale": self.act, "compute": self.compute}
-        return MatmulSpec(n=self.n, k=self.k, weight=self.weight, group_size=self.group_size, **choices)
+        choices: dict[str, Any] = {"zeros": self.zeros, "act": self.act, "scale": self.act}
+        products = products_named(self.compute or "none")
+        return MatmulSpec(n=self.n, k=self.k, weight=self.weight, group_size=self.group_size, **choices, **products)
 
     def __str__(self) -> str:
         group = f"g{self.group_size}" if self.group_size else "per row"
@@ -59,7 +62,7 @@ class Plan:
     m            numbers of tokens
     peers        of `benchmarks.peers.PEERS`; cuBLAS in the type of x is always measured
     group_size   columns per scale; 0: one scale per row
-    compute      types in which x is multiplied, as MatmulSpec names them; "none": as it is
+    compute      types in which x is multiplied, as command lines name them: "none", "i8", "f8e4m3", "f8e4m3+fold"
     eager        whether to time calls from Python, too
     sustained    whether to time, too, what a GPU does that never rests
     energy       numbers of tokens for which to measure what a call takes of it, too

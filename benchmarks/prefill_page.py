@@ -33,7 +33,7 @@ def draw(results: Results, folder: Path) -> dict[Path, str]:
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[Path, str] = {}
     for weight in _of_many_sizes(results):
-        name = "_".join(filter(None, (weight["weight"], weight["act"], weight["compute"])))
+        name = "_".join(filter(None, (weight["weight"], weight["act"], weight["compute"]))).replace("+", "_")
         quantities = {"rate": TERAFLOPS} | ({"energy": TOKENS_PER_JOULE} if _has_energy(results, weight) else {})
         for kind, quantity in quantities.items():
             path = folder / f"prefill_{kind}_{name}.svg"

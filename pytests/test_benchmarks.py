@@ -121,6 +121,10 @@ def test_a_plan_with_products_of_8_bits() -> None:
     assert (str(plain), str(eight_bit)) == ("u4 g128, bf16, 4096 x 4096", "u4 g128, bf16 in f8e4m3, 4096 x 4096")
     takers = {name for name, peer in PEERS.items() if peer.declines(eight_bit, 512) is None}
     assert takers == {"torch", "lowbit", "lowbit+quantize", "torch-fp8", "humming", "fbgemm"}
+    (folded,) = Plan.of({"shapes": ["4096x4096"], "act": "bf16", "compute": ["f8e4m3+fold"]}).cases()
+    assert folded.spec.folds and not eight_bit.spec.folds
+    takers = {name for name, peer in PEERS.items() if peer.declines(folded, 512) is None}
+    assert takers == {"torch", "lowbit", "lowbit+quantize", "torch-fp8"}
     assert PEERS["tinygemm"].declines(eight_bit, 512) == "no products in f8e4m3"
     assert PEERS["lowbit+quantize"].declines(plain, 512) == "products of 8 bits only"
     assert PEERS["fbgemm"].declines(plain, 512) is None and PEERS["torch-fp8"].declines(plain, 512) == "8 bits only"

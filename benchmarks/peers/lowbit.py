@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lowbit
 from benchmarks.cases import Case
-from benchmarks.peers.peer import DEVIATION, Call, Job, Layer, Peer, cores, finish
+from benchmarks.peers.peer import DEVIATION, ROUNDING, Call, Job, Layer, Peer, cores, finish
 from lowbit.passes.target import parse_target
 from lowbit.pylib import MatmulSpec
 from lowbit.pylib.activation import QuantizedActivation
@@ -27,7 +27,7 @@ class Lowbit(Peer):
     """Any spec. With products of 8 bits, quantizing x is not timed."""
 
     name = "lowbit"
-    computes = (None, "f8e4m3", "i8")
+    computes = (None, "f8e4m3", "f8e4m3+fold", "i8")
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         compile_kernels(((case.spec, m) for case, m in jobs), this_machine())
@@ -44,9 +44,9 @@ class Lowbit(Peer):
             label=case.weight if case.zeros == "none" else f"{case.weight}, {case.zeros} zeros",
             call=bind(w),
             clone=lambda: bind(timing.copies(w, 0)[1]),
-            weight=lambda: decode(w),
+            weight=w.folded if spec.folds else lambda: decode(w),
             bytes=w.nbytes,
-            deviation=DEVIATION[case.act],
+            deviation=(ROUNDING if spec.folds else DEVIATION)[case.act],  # kernels for few tokens fold no scales
         )
         return self.encoded(whole, case) if case.compute else whole
 
@@ -60,7 +60,7 @@ class LowbitWithQuantization(Lowbit):
     """The same call on x in f16 or bf16: two kernels, of which the first quantizes x."""
 
     name = "lowbit+quantize"
-    computes = ("f8e4m3", "i8")
+    computes = ("f8e4m3", "f8e4m3+fold", "i8")
 
     def encoded(self, whole: Layer, case: Case) -> Layer:
         def numbers(x: Tensor) -> Tensor:

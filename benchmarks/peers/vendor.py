@@ -18,7 +18,7 @@ class Torch(Peer):
     """cuBLAS on an unquantized weight, f16 or bf16: what all speed-ups refer to, those of products in 8 bits, too."""
 
     name = "torch"
-    computes = (None, "f8e4m3", "i8")
+    computes = (None, "f8e4m3", "f8e4m3+fold", "i8")
 
     def layer(self, case: Case) -> Layer:
         w = random_dense(case)
@@ -37,7 +37,7 @@ class TorchFp8(Peer):
     """cuBLAS on fp8 (e4m3), activations and all, a scale per tensor. Quantizing the activations is not timed."""
 
     name = "torch-fp8"
-    computes = (None, "f8e4m3")
+    computes = (None, "f8e4m3", "f8e4m3+fold")
 
     def lacks(self, case: Case, m: int) -> str | None:
         if case.bits != 8 and not case.compute:
