@@ -210,6 +210,30 @@ def cpu(
 
 
 @app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="A model that `lowbit bench-model` knows.")] = "llama-3.1-8b",
+    recipes: Annotated[str | None, typer.Option(help="Separated by semicolons; default: all.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Quantize so many, and give the time of all.")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    write: Annotated[bool, typer.Option("--write", help="Into docs/quantizers.md, between its marks.")] = False,
+    commit: Commit = None,
+) -> None:
+    """What quantizing a model with random weights takes, by recipe: seconds, and memory above the model."""
+    from benchmarks.environment import describe, environment
+    from benchmarks.publish import between_marks
+    from benchmarks.quantize import BEGIN, END, RECIPES, costs, table
+
+    names = list(RECIPES) if recipes is None else [name.strip() for name in recipes.split(";")]
+    found = table(costs(model, names, layers, device, _log))
+    part = f", {layers} layers, scaled to all" if layers else ""
+    text = f"{model}{part}. {describe(environment(commit))}.\n\n{found}"
+    print(text)
+    if write:
+        page = Path("docs/quantizers.md")
+        page.write_text(between_marks(page, text, BEGIN, END))
+
+
+@app.command()
 def gguf(
     files: Annotated[list[Path], typer.Argument(help="GGUF files.")],
     llama_cpp: Annotated[str | None, typer.Option(help="A Python that has llama-cpp-python, to compare with.")] = None,
