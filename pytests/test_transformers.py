@@ -25,6 +25,7 @@ from lowbit import (
     TiedLinear,
 )
 
+accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -280,6 +281,29 @@ def test_experts_that_are_not_quantized_are_in_the_report(checkpoints: Any) -> N
     assert report["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 192, 64)
     assert report["model.layers.1.mlp.experts"].reason == "config['*'] is None"
     assert model.model.layers[1].mlp.experts is experts
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_weights_that_come_for_a_call(offload_buffers: bool, checkpoints: Any) -> None:
+    """accelerate keeps weights elsewhere, brings a layer's before each call, and may reuse their memory."""
+    model = loaded(checkpoints("llama"), LowbitConfig(U4))
+    expected = logits(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=offload_buffers)
+    assert model.model.layers[1].mlp.down_proj.codes.is_meta is offload_buffers
+    for _ in range(2):
+        assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.gpu
+def test_device_map_of_a_gpu_and_the_cpu(checkpoints: Any) -> None:
+    """Layers that are on the CPU are computed on the GPU, as transformers does with dense ones."""
+    parts = {"model.embed_tokens": 0, "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
+    mixed = loaded(
+        checkpoints("llama"), LowbitConfig(U4), device_map=parts | {"model.layers.0": "cpu", "model.layers.1": 0}
+    )
+    whole = loaded(checkpoints("llama"), LowbitConfig(U4), device_map="cuda")
+    for _ in range(2):
+        torch.testing.assert_close(logits(mixed), logits(whole), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.gpu
