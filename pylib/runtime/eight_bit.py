@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torc
 from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu, check_schedule, parts_of_rows
 from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
-from lowbit.pylib.runtime.gpu import CudaRuntime, Launcher, check_device, is_settled
-from lowbit.pylib.runtime.quantizers import quantizer
+from lowbit.pylib.runtime.gpu import CudaRuntime, Launcher, allocate_rows, check_device, is_settled
+from lowbit.pylib.runtime.quantizers import CudaQuantizer, quantizer
 from lowbit.pylib.runtime.runtimes import CpuRuntime
+from lowbit.pylib.tensor_checks import ALIGNMENT
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.folding import with_table_in_f16
 
@@ -44,45 +45,84 @@ def make_eight_bit_runtime(spec: MatmulSpec, target: Target, schedule: Schedule 
     return CpuEightBit(spec)
 
 
+Launches = list[tuple[Launcher, tuple[int, ...], int]]
+"""Kernels, each with where its rows begin (in bytes of values, scales, sums and y), and with their number."""
+
+
+class Plan(NamedTuple):
+    """What is done for m rows of x on a device, and where values, scales and sums of x lie in one piece of memory.
+
+    scales, sums  where they begin, in bytes; values begin at 0
+    bytes         of all three
+    """
+
+    scales: int
+    sums: int
+    bytes: int
+    launches: Launches
+
+
 class CudaEightBit(CudaRuntime):
     """NVIDIA GPUs: rows are multiplied in launches of token tiles, as many as it takes."""
 
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
         super().__init__(spec, target, schedule)
-        self._quantize = quantizer(spec.k, spec.act, spec.byte_type, target)
-        self._launches: dict[tuple[int, int], list[tuple[Launcher, int, int]]] = {}  # by (device, m)
+        self._quantize = cast(CudaQuantizer, quantizer(spec.k, spec.act, spec.byte_type, target))
+        self._plans: dict[tuple[int, int], Plan] = {}  # by (device, m)
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
-        return self.multiply(self._quantize(x), weight)
+        """Quantizes x and multiplies it, with two allocations: of y, and of all that stands for x."""
+        device = x.get_device()
+        m = x.numel() // self._k
+        scales, sums, size, launches = self._plans.get((device, m)) or self._plan(device, m)
+        if self._several_devices and torch.cuda.current_device() != device:
+            with torch.cuda.device(device):
+                return self.matmul(x, weight)
+        quantized, stream = allocate((size,), (1,), torch.uint8), current_stream(device)
+        values = quantized.data_ptr()
+        addresses = values, values + scales, values + sums
+        self._quantize.write(stream, x, m, addresses)
+        y = allocate_rows(x, m, self._n, self._out)
+        _start(launches, stream, addresses, y.data_ptr(), weight)
+        return y
 
     def multiply(self, x: Quantized, weight: Tensors) -> Tensor:
         values, scales, sums = x
-        device, k, n = values.get_device(), self._k, self._n
-        m = values.numel() // k
-        launches = self._launches.get((device, m))
-        if launches is None:
-            launches = self._launches[device, m] = self._plan(device, m)
+        device = values.get_device()
+        m = values.numel() // self._k
+        *_, launches = self._plans.get((device, m)) or self._plan(device, m)
         if self._several_devices and torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self.multiply(x, weight)
         if not (values.is_contiguous() and scales.is_contiguous() and sums.is_contiguous()):
             values, scales, sums = (t.contiguous() for t in x)
-        y = allocate((m, n), (n, 1), self._out)
-        stream, settled, addresses = current_stream(device), is_settled(weight[0]), [t.data_ptr() for t in weight]
-        first, x_scale, x_sum, out = (t.data_ptr() for t in (values, scales, sums, y))
-        sums_row, y_row = k // SUM_COLUMNS * 4, n * y.element_size()
-        for function, row, count in launches:
-            x_parts = first + row * k, x_scale + row * 4, x_sum + row * sums_row
-            function(stream, settled, *x_parts, out + row * y_row, count, *addresses)
-        return y if values.ndim == 2 else y.view(*values.shape[:-1], n)
+        y = allocate_rows(values, m, self._n, self._out)
+        addresses = values.data_ptr(), scales.data_ptr(), sums.data_ptr()
+        _start(launches, current_stream(device), addresses, y.data_ptr(), weight)
+        return y
 
-    def _plan(self, device: int, m: int) -> list[tuple[Launcher, int, int]]:
-        """The launches for m rows: kernel, first row, number of rows."""
+    def _plan(self, device: int, m: int) -> Plan:
+        """Makes the plan for m rows, and keeps it."""
         check_device(self._target, device)
         tiles = (self._artifacts.tiles(m) or []) if m else []
         firsts = list(accumulate([0, *tiles[:-1]]))  # the last launch has the rows that are left
         ends = [*firsts[1:], m]
-        return [(self._function(device, tile), first, end - first) for tile, first, end in zip(tiles, firsts, ends)]
+        row_bytes = self._k, 4, self._k // SUM_COLUMNS * 4, self._n * self._out.itemsize
+        launches = [
+            (self._function(device, tile), tuple(first * size for size in row_bytes), end - first)
+            for tile, first, end in zip(tiles, firsts, ends)
+        ]
+        values, scales, sums, _ = (-(-m * size // ALIGNMENT) * ALIGNMENT for size in row_bytes)
+        return self._plans.setdefault((device, m), Plan(values, values + scales, values + scales + sums, launches))
+
+
+def _start(launches: Launches, stream: int, quantized: tuple[int, int, int], y: int, weight: Tensors) -> None:
+    """Multiplies the activation whose values, scales and sums lie at these addresses."""
+    settled, tensors = is_settled(weight[0]), [t.data_ptr() for t in weight]
+    values, scales, sums = quantized
+    for function, (of_values, of_scales, of_sums, of_y), count in launches:
+        parts = values + of_values, scales + of_scales, sums + of_sums
+        function(stream, settled, *parts, y + of_y, count, *tensors)
 
 
 class EmulatorEightBit(EmulatorRuntime):

@@ -54,8 +54,7 @@ class CudaRuntime(GpuRuntime):
         if source % 16 or not source or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
             source = address_of(x)
-        n = self._n
-        y = allocate((m, n), (n, 1), self._out) if x.ndim == 2 else allocate(*_batched(x.shape, n), self._out)
+        y = allocate_rows(x, m, self._n, self._out)
         stream, target, codes = current_stream(device), y.data_ptr(), weight[0]
         first = codes.data_ptr()
         settled = getattr(codes, "_lowbit_settled", 0) == first or is_settled(codes)
@@ -113,6 +112,11 @@ class CudaRuntime(GpuRuntime):
                 self._by_tile[device, tile] = function
             self._several_devices = torch.cuda.device_count() > 1
         return function
+
+
+def allocate_rows(x: Tensor, m: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Returns memory on the current device for m rows of n columns, in the shape that the m rows of x have."""
+    return allocate((m, n), (n, 1), dtype) if x.ndim == 2 else allocate(*_batched(x.shape, n), dtype)
 
 
 def _batched(shape: torch.Size, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -19,7 +19,7 @@ from lowbit.pylib.activation import VALUES, Quantized, quantize_in_torch
 from lowbit.pylib.build.driver import Artifact, load
 from lowbit.pylib.runtime.base import check_cpu, memory_of
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
-from lowbit.pylib.runtime.gpu import check_device, load_function
+from lowbit.pylib.runtime.gpu import allocate_rows, check_device, load_function
 from lowbit.pylib.tensor_checks import address_of
 
 _ORDER = ("x", "values", "scales", "sums", "m")
@@ -58,23 +58,28 @@ class CudaQuantizer:
 
     def __call__(self, x: Tensor) -> Quantized:
         device, k = x.get_device(), self._k
-        function = self._functions.get(device) or self._load(device)
+        if device not in self._functions:
+            self._load(device)
         if self._several_devices and torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self(x)
+        m = x.numel() // k
+        values, sums = allocate_rows(x, m, k, self._values), allocate_rows(x, m, k // SUM_COLUMNS, torch.float32)
+        scales = allocate((m,), (1,), torch.float32)
+        self.write(current_stream(device), x, m, (values.data_ptr(), scales.data_ptr(), sums.data_ptr()))
+        if x.ndim != 2:
+            scales = scales.view(x.shape[:-1])
+        return values, scales, sums
+
+    def write(self, stream: int, x: Tensor, m: int, addresses: tuple[int, int, int]) -> None:
+        """Starts the kernel that quantizes the m rows of x, on the current device: where to write values, scales and
+        sums."""
         if not x.is_contiguous() or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
-        m, pieces = x.numel() // k, k // SUM_COLUMNS
-        values = allocate((m, k), (k, 1), self._values)
-        scales = allocate((m,), (1,), torch.float32)
-        sums = allocate((m, pieces), (pieces, 1), torch.float32)
         if m:
-            addresses = address_of(x), values.data_ptr(), scales.data_ptr(), sums.data_ptr()
-            function(current_stream(device), True, *addresses, m)
-        if x.ndim == 2:
-            return values, scales, sums
-        batch = x.shape[:-1]
-        return values.view(x.shape), scales.view(batch), sums.view(*batch, pieces)
+            device = x.get_device()
+            function = self._functions.get(device) or self._load(device)
+            function(stream, True, address_of(x), *addresses, m)
 
     def _load(self, device: int) -> Function:
         check_device(self._target, device)
