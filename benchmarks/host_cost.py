@@ -1,6 +1,7 @@
-"""What a call costs the host: microseconds of wall time per eager `mm(x, w)`, and per layer of a model, at m = 1.
+"""What a call costs the host: microseconds of wall time per eager `mm(x, w)`, and per layer of a model.
 
-    python benchmarks/host_cost.py
+    python benchmarks/host_cost.py            # all
+    python benchmarks/host_cost.py calls      # of matmuls only
 
 The weight is tiny, so that the GPU is never what one waits for. Each figure is the least of several runs of a
 tight loop that ends with a synchronization. Two of them decide how kernels are started: the same launch once by ctypes,
@@ -12,22 +13,25 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
 import lowbit
+from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.pylib.build.kernels import Artifact
-from lowbit.pylib.reference import random_problem
+from lowbit.pylib.reference.inputs import random_inputs
 from lowbit.pylib.runtime.driver import Function, bindings, current_stream
 from lowbit.pylib.runtime.gpu import load_function
 
 CALLS = 2000
 REPEATS = 20
+TOKENS = (1, 256, 1024)
 LAYERS, WIDTH = 16, 512  # of the models
 
 
@@ -74,6 +78,7 @@ def launches(mm: lowbit.Matmul, x: torch.Tensor, w: lowbit.PackedWeight) -> dict
     start_by_bindings(by_bindings, artifact, stream)
     return {
         "a launch, by ctypes": lambda: by_ctypes(stream, True, *arguments),
+        "a launch that overlaps nothing, by ctypes": lambda: by_ctypes(stream, False, *arguments),
         "a launch, by cuda.bindings": lambda: by_bindings(stream, True, *arguments),
     }
 
@@ -103,24 +108,56 @@ def layers(linear: Callable[[], nn.Module]) -> None:
                 print(f"{each:7.2f} us  {type(linear()).__name__} {what}, one of {LAYERS} layers, {how}")
 
 
-def main() -> None:
+def calls() -> dict[str, Callable[[], object]]:
+    """Returns calls by name: of matmuls, of their parts, and of torch's matmul."""
     spec = lowbit.MatmulSpec(n=64, k=256, weight="u4", group_size=128, zeros="int")
     mm = lowbit.compile(spec)
-    x, *weight = random_problem(spec, 1)
-    x, w = x.cuda(), mm.pack(*weight).to("cuda")
-    batched = x[None]
-    dense = mm.dequantize(w)
-    microseconds(lambda: mm(x, w))  # the GPU clocks up
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {spec}")
-    for name, call in {
+    many, weight = random_inputs(spec, max(TOKENS))
+    many, w = many.cuda(), mm.pack(**weight).to("cuda")
+    x, dense = many[:1], mm.dequantize(w)
+    found: dict[str, Callable[[], object]] = {
         "mm(x, w), x [1, k]": lambda: mm(x, w),
-        "mm(x, w), x [1, 1, k]": lambda: mm(batched, w),
+        "mm(x, w), x [1, 1, k]": partial(mm, x[None], w),
         "torch.ops.lowbit.matmul": lambda: torch.ops.lowbit.matmul.packed(x, list(w.tensors), mm.description),
         **launches(mm, x, w),
         "torch.nn.functional.linear, f16": lambda: torch.nn.functional.linear(x, dense),
         "torch.empty": lambda: torch.empty((1, 64), dtype=torch.float16, device="cuda"),
-    }.items():
+    }
+    for m in TOKENS[1:]:
+        found |= {f"mm(x, w), x [{m}, k]": partial(mm, many[:m], w)}
+    for compute in COMPUTE:
+        found |= dict(eight_bit_calls(compute, many))
+    return found
+
+
+def eight_bit_calls(compute: Compute, many: torch.Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yields calls that quantize x or take a quantized one, by name."""
+    spec = lowbit.MatmulSpec(n=64, k=256, weight="u4", group_size=128, compute=compute)
+    mm = lowbit.compile(spec)
+    w = mm.pack(**random_inputs(spec, 1)[1]).to("cuda")
+    for m in TOKENS:
+        x = many[:m]
+        q = lowbit.quantize_activation(x, compute)
+        yield f"mm(x, w) in {compute}, x [{m}, k]", partial(mm, x, w)
+        yield f"mm(x, w) in {compute}, x [1, {m}, k]", partial(mm, x[None], w)
+        yield f"mm(q, w) in {compute}, q [{m}, k]", partial(mm, q, w)
+        yield f"quantize_activation(x, {compute}), x [{m}, k]", partial(lowbit.quantize_activation, x, compute)
+
+
+def main(only_calls: bool) -> None:
+    found = calls()
+    for call in found.values():  # compiles what it needs
+        call()
+    microseconds(next(iter(found.values())))  # the GPU clocks up
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for name, call in found.items():
         print(f"{microseconds(call):7.2f} us  {name}")
+    if not only_calls:
+        models()
+
+
+def models() -> None:
+    """Print what layers of models cost."""
     layers(lambda: nn.Linear(WIDTH, WIDTH, bias=False, device="cuda", dtype=torch.float16))
     config = lowbit.QuantConfig("u4", group_size=128)
     packed = lowbit.LowbitLinear.from_linear(nn.Linear(WIDTH, WIDTH, bias=False).cuda().half(), config)
@@ -128,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] == ["calls"])
