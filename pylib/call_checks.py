@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import PackError, SpecError, TargetError
+from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.activation import VALUES, QuantizedActivation
 from lowbit.pylib.torch_types import TORCH
@@ -17,14 +18,14 @@ def check_call(spec: MatmulSpec, x: Tensor, w: PackedWeight) -> None:
     """Raises SpecError for an x and PackError for a weight that do not fit, TargetError for two devices."""
     _check_x(spec, x)
     check_weight(spec, w)
-    _check_devices(x, w)
+    check_devices(x, w)
 
 
 def check_quantized_call(spec: MatmulSpec, x: QuantizedActivation, w: PackedWeight) -> None:
     """Raises what `check_call` raises, for an activation of 8 bits."""
     check_weight(spec, w)
     check_quantized(spec, x)
-    _check_devices(x, w)
+    check_devices(x, w)
 
 
 def check_weight(spec: MatmulSpec, w: PackedWeight) -> None:
@@ -36,13 +37,17 @@ def check_weight(spec: MatmulSpec, w: PackedWeight) -> None:
 
 
 def check_quantized(spec: MatmulSpec, x: QuantizedActivation) -> None:
-    """Raises SpecError unless an activation of 8 bits has the spec's type and columns."""
+    """Raises SpecError unless an activation of 8 bits has the spec's type and columns, and its parts fit each other."""
     if x.compute != spec.compute:
         raise SpecError(
             f"x was quantized to {x.compute!r}, but the spec has compute={spec.compute!r}; quantize it anew"
         )
-    if x.shape[-1] != spec.k:
+    *rows, k = x.shape or (0,)
+    if k != spec.k:
         raise SpecError(f"x must be [..., k={spec.k}], not {list(x.shape)}")
+    if [*x.scales.shape] != rows or [*x.sums.shape] != [*rows, k // SUM_COLUMNS]:
+        parts = f"values {list(x.shape)}, scales {list(x.scales.shape)} and sums {list(x.sums.shape)}"
+        raise SpecError(f"x has {parts}, which are not of the same rows; quantize it anew")
 
 
 def check_readable(w: object) -> None:
@@ -61,6 +66,12 @@ def check_memory_of_x(x: Tensor) -> None:
         raise SpecError("x has no memory that a kernel could read; clone it")
 
 
+def check_devices(x: Tensor | QuantizedActivation, w: PackedWeight | Tensor) -> None:
+    """Raises TargetError unless x and a weight, or a tensor of it, are on one device."""
+    if x.device != w.device:
+        raise TargetError(f"x is on {x.device}, but the weight is on {w.device}; use w.to({str(x.device)!r})")
+
+
 def _check_x(spec: MatmulSpec, x: Tensor) -> None:
     act = TORCH[spec.act]
     if not isinstance(x, Tensor):
@@ -72,8 +83,3 @@ def _check_x(spec: MatmulSpec, x: Tensor) -> None:
         raise SpecError(f"x is {x.dtype}, but act={spec.act!r}; use x.to({act})")
     if x.ndim == 0 or x.shape[-1] != spec.k:
         raise SpecError(f"x must be [..., k={spec.k}], not {list(x.shape)}")
-
-
-def _check_devices(x: Tensor | QuantizedActivation, w: PackedWeight) -> None:
-    if x.device != w.device:
-        raise TargetError(f"x is on {x.device}, but the weight is on {w.device}; use w.to({str(x.device)!r})")

@@ -32,7 +32,7 @@ from lowbit.pylib.operator_calls import OperatorCalls
 from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
 from lowbit.pylib.runtime.quantizers import quantize_on
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tracing import check_transforms, is_observed
+from lowbit.pylib.tracing import check_transforms, is_observed, sizes_as_numbers
 from lowbit.pylib.weights import packed
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -93,7 +93,7 @@ class Matmul:
         self._arguments = spec, target.name, schedule
         self.description = operator_schema.describe(spec, target, schedule)
         self._runtimes = MatmulRuntimes(spec, target, schedule)
-        self._operator_calls = OperatorCalls(spec, target, self._runtimes)
+        self._operator_calls = OperatorCalls(spec, self._runtimes)
         self._runtime = self._runtimes.ordinary
         self._run = self._runtime.matmul
         self.schedule = self._runtime.schedule
@@ -190,9 +190,11 @@ class Matmul:
             q = x
         else:
             raise SpecError("x is quantized and has its scales; drop x_scale=")
-        check_quantized_call(self.spec, q, w)
         if is_observed() or any(type(t) is not Tensor for t in q.tensors):
+            with sizes_as_numbers():
+                check_quantized_call(self.spec, q, w)
             return torch.ops.lowbit.matmul.quantized(*q.tensors, list(w.tensors), self.description)
+        check_quantized_call(self.spec, q, w)
         check_readable(w)
         return self._runtimes.of_eight_bits.multiply(q.tensors, w.tensors)
 

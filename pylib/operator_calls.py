@@ -14,9 +14,8 @@ from torch.autograd import forward_ad
 
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.target import Target
 from lowbit.pylib.activation import Quantized, QuantizedActivation
-from lowbit.pylib.call_checks import check_call, check_quantized, check_readable
+from lowbit.pylib.call_checks import check_call, check_devices, check_quantized, check_readable
 from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
 from lowbit.pylib.tensor_checks import SeenTensors
 from lowbit.pylib.torch_types import TORCH
@@ -28,13 +27,12 @@ from lowbit.pylib.weights.packed import PackedWeight
 class OperatorCalls:
     """The calls of one matmul as operators make them: `x` is as `Matmul` takes it, `weight` the list of tensors."""
 
-    def __init__(self, spec: MatmulSpec, target: Target, runtimes: MatmulRuntimes) -> None:
+    def __init__(self, spec: MatmulSpec, runtimes: MatmulRuntimes) -> None:
         self._spec = spec
         self._act, self._k = TORCH[spec.act], spec.k
-        self._is_gpu = target.is_gpu
         self._runtimes = runtimes
         self._run = runtimes.ordinary.matmul
-        self._seen = SeenTensors()
+        self._seen = SeenTensors()  # weights that the ordinary runtime multiplies
 
     def matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
         """Returns y [..., n]."""
@@ -48,37 +46,44 @@ class OperatorCalls:
 
     def _first_matmul(self, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
         """The same for a weight that was not seen before, or that is looked at in every call: one of a wide range."""
-        w = self._as_weight(weight)
-        check_readable(w)
+        w = self._readable(weight)
         check_call(self._spec, x, w)
         check_transforms(x)
-        if not w.wide_range or not self._is_gpu:  # a CPU's program scales sums in any case
+        runtime = self._runtimes.wide if w.wide_range else self._runtimes.ordinary
+        if runtime is self._runtimes.ordinary:
             self._seen.add(weight)
-            return self._run(x, weight)
-        return self._runtimes.wide.matmul(x, weight)
+        return runtime.matmul(x, weight)
 
     def quantized_matmul(self, x: Quantized, weight: Sequence[Tensor]) -> Tensor:
         """Returns y [..., n] of an activation of 8 bits."""
-        check_quantized(self._spec, QuantizedActivation(*x, self._spec.byte_type))
         if not self._seen.has(weight):
-            check_readable(self._as_weight(weight))
+            self._readable(weight)
+            self._seen.add(weight)  # whatever its range: one runtime multiplies all of them
+        activation = QuantizedActivation(*x, self._spec.byte_type)
+        check_quantized(self._spec, activation)
+        check_devices(activation, weight[0])
         return self._runtimes.of_eight_bits.multiply(x, weight)
 
     def dequantize(self, weight: Sequence[Tensor]) -> Tensor:
         """Returns W [n, k] in the act type."""
         if not self._seen.has(weight):
-            check_readable(self._as_weight(weight))
+            self._readable(weight)
         return self._runtimes.ordinary.dequantize(weight)
 
     def input_gradient(self, dy: Tensor, weight: Sequence[Tensor]) -> Tensor:
         """Returns dx = dy W [..., k] in the act type; sums are in f32 where dy is of another type than x, and for a
         weight of a wide range."""
-        w = self._as_weight(weight)
-        check_readable(w)
+        w = self._readable(weight)
         if w.wide_range:
             return (dy.float() @ dequantized.dequantize(self._spec, w, torch.float32)).to(self._act)
         dense = self._runtimes.ordinary.dequantize(weight)
         return dy @ dense if dy.dtype is self._act else (dy.float() @ dense.float()).to(self._act)
+
+    def _readable(self, weight: Sequence[Tensor]) -> PackedWeight:
+        """Returns the weight of these tensors. Raises PackError if they do not fit the spec, or have no values."""
+        w = self._as_weight(weight)
+        check_readable(w)
+        return w
 
     def _as_weight(self, weight: Sequence[Tensor]) -> PackedWeight:
         names = [slot.name for slot in self._spec.tensors]

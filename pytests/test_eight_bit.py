@@ -34,7 +34,9 @@ from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.target import parse_target
 from lowbit.pylib.activation import VALUES, in_column_order, quantize_in_torch, quantize_rows
 from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.operator_calls import OperatorCalls
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_problem, tolerance
+from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import pack
 
@@ -414,6 +416,21 @@ def test_under_compile_and_with_a_gradient(target: str) -> None:
     torch.library.opcheck(torch.ops.lowbit.quantize_activation.default, (x, "i8", target))
 
 
+def test_the_operator_refuses_parts_that_do_not_fit(target: str) -> None:
+    """A saved graph calls the operator, with tensors that nothing else has looked at."""
+    x, mm, w = made(SPEC, target)
+    q = lowbit.quantize_activation(x, "i8", target=target)
+    calls = OperatorCalls(SPEC, MatmulRuntimes(SPEC, mm.target, None))
+    for _ in range(2):  # the second time the weight is known
+        assert torch.equal(calls.quantized_matmul(q.tensors, w.tensors), mm(x, w))
+    with pytest.raises(TargetError, match=r"x is on meta, but the weight is on cpu; use w.to\('meta'\)"):
+        calls.quantized_matmul((q.values.to("meta"), q.scales, q.sums), w.tensors)
+    with pytest.raises(SpecError, match="not of the same rows"):
+        calls.quantized_matmul((q.values, q.scales[:2], q.sums), w.tensors)
+    with pytest.raises(PackError, match="takes 3 tensors, codes, scales, zeros, not 2"):
+        calls.quantized_matmul(q.tensors, w.tensors[:2])
+
+
 def test_a_spec_keeps_its_type() -> None:
     spec = lowbit.MatmulSpec(48, 256, "u4", compute=torch.float8_e4m3fn)
     assert spec.compute == "f8e4m3" and lowbit.MatmulSpec.from_dict(spec.to_dict()) == spec
@@ -451,6 +468,7 @@ def test_wrong_calls(target: str) -> None:
     x, mm, w = made(SPEC, target)
     values, scales = quantize_rows(x, "i8")
     q = lowbit.quantize_activation(x, "i8")
+    cut = replace(q, scales=q.scales[:2]), replace(q, sums=q.sums[:, :4])
     calls: list[tuple[type[lowbit.LowbitError], str, Any]] = [
         (SpecError, r"x is torch.int8 and needs its scales, one per row: mm\(x, w, x_scale=", lambda: mm(values, w)),
         (SpecError, r"needs its scales, .* must be f32 \[5\]", lambda: lowbit.quantize_activation(values, "i8")),
@@ -461,6 +479,8 @@ def test_wrong_calls(target: str) -> None:
         (SpecError, "has its scales; drop x_scale=", lambda: mm(q, w, x_scale=scales)),
         (SpecError, "quantized to 'f8e4m3', but", lambda: mm(lowbit.quantize_activation(x, "f8e4m3"), w)),
         (SpecError, r"x must be \[..., k=256\]", lambda: mm(lowbit.quantize_activation(x[:, :64], "i8"), w)),
+        (SpecError, r"values \[5, 256\], scales \[2\] and .* not of the same", lambda: mm(cut[0], w)),
+        (SpecError, r"and sums \[5, 4\], .* not of the same", lambda: mm(cut[1], w)),
         (SpecError, "multiple of 32 up to 65536, not", lambda: lowbit.quantize_activation(x[:, :40], "i8")),
         (SpecError, "compute='i4' must be one of", lambda: lowbit.quantize_activation(x, "i4")),
         (SpecError, "x is torch.float32; it must be", lambda: lowbit.quantize_activation(x.float(), "i8")),
