@@ -197,9 +197,9 @@ class Function:
         overlap   whether it may start before its predecessor ends, if it is a kernel that can
         values    of the arguments, in their order: addresses, numbers, and tensor maps as `TensorMap.encode` makes them
         """
-        if self._workspace_bytes:
-            values = (*values, self._workspace(stream))
         with self._lock:
+            if self._workspace_bytes:
+                values = (*values, self._workspace(stream))
             self._set_arguments(*values)
             config, reference = self._overlapping if overlap else self._ordered
             config.stream = stream
