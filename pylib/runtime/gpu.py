@@ -34,7 +34,7 @@ class CudaRuntime(GpuRuntime):
         self._by_rows: dict[tuple[int, int], Launcher] = {}  # (device, m)
         self._by_tile: dict[tuple[int, int | None], Launcher] = {}  # (device, token tile), the same functions
         self._lock = threading.Lock()
-        self._several_devices = False  # known once a function is loaded
+        self._several_devices = False  # known before a function can be found
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         device = x.get_device()
@@ -106,11 +106,11 @@ class CudaRuntime(GpuRuntime):
         function = self._by_tile.get((device, tile))
         if function is None:
             check_device(self._target, device)
+            self._several_devices = torch.cuda.device_count() > 1
             artifact = self._artifacts.kernel(tile)
             with self._lock:
                 function = self._by_tile.get((device, tile)) or load_matmul(artifact, self._spec, self._target, device)
                 self._by_tile[device, tile] = function
-            self._several_devices = torch.cuda.device_count() > 1
         return function
 
 

@@ -54,7 +54,7 @@ class CudaQuantizer:
         self._k, self._values, self._target, self._artifact = k, VALUES[compute], target, artifact
         self._functions: dict[int, Function] = {}
         self._lock = threading.Lock()
-        self._several_devices = False  # known once a function is loaded
+        self._several_devices = False  # known before a function can be found
 
     def __call__(self, x: Tensor) -> Quantized:
         device, k = x.get_device(), self._k
@@ -83,10 +83,10 @@ class CudaQuantizer:
 
     def _load(self, device: int) -> Function:
         check_device(self._target, device)
+        self._several_devices = torch.cuda.device_count() > 1
         with self._lock:
             found = self._functions.get(device) or load_function(self._artifact, self._target, device, _ORDER)
             self._functions[device] = found
-            self._several_devices = torch.cuda.device_count() > 1
         return found
 
 
