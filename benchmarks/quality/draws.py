@@ -3,13 +3,14 @@
 A model whose columns are put into another order is the same model, if the rows before and the columns after follow. But
 other columns share a scale then, so that every weight is rounded anew. Its perplexity changes with the order: by the
 part of the errors that happens to point along the gradient of the text's loss. The page has mean and standard deviation
-over orders, for rounding to nearest and for GPTQ.
+over orders, for rounding to nearest and for GPTQ, and the difference of the means with a 95 % interval.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,7 @@ from benchmarks.tables import markdown
 
 FILE, PAGE = RESULTS.with_name("draws.json"), RESULTS.parent.parent / "quality.md"
 BEGIN, END = "<!-- draws: begin -->", "<!-- draws: end -->"
-DRAWS = 6
+DRAWS = 24
 WIDTHS = (7, 6, 5)
 METHODS = ("rtn", "gptq")
 
@@ -95,12 +96,27 @@ def table(records: list[Record]) -> str:
     """Returns the page's table: by how many percent the perplexity is above the float model's."""
     rows = []
     for method, name in (("rtn", "RTN"), ("gptq", "GPTQ")):
-        row = [name]
-        for bits in WIDTHS:
-            found = [r["above"] for r in records if (r["bits"], r["method"]) == (bits, method)]
-            row.append(f"{_mean(found):+.3f} ± {_deviation(found):.3f}")
-        rows.append(row)
+        found = [_of_orders(records, bits, method) for bits in WIDTHS]
+        rows.append([name, *(f"{_mean(each):+.3f} ± {_deviation(each):.3f}" for each in found)])
+    cells = [f"{_mean(each):+.3f} ± {interval(each):.3f}" for each in differences(records)]
+    rows.append(["GPTQ less RTN", *cells])
     return markdown(["", *(f"{bits} bits" for bits in WIDTHS)], rows)
+
+
+def differences(records: list[Record]) -> list[list[float]]:
+    """Returns, for each width, by how much GPTQ's perplexity is above that of rounding to nearest, by order."""
+    both = [[_of_orders(records, bits, method) for method in METHODS] for bits in WIDTHS]
+    return [[gptq - rounded for rounded, gptq in zip(*each)] for each in both]
+
+
+def _of_orders(records: list[Record], bits: int, method: str) -> list[float]:
+    """Returns the numbers of a width and a method, by order."""
+    return [r["above"] for r in records if (r["bits"], r["method"]) == (bits, method)]
+
+
+def interval(numbers: list[float]) -> float:
+    """Returns half the width of the 95 % interval of a mean, of two dozen numbers and more."""
+    return 2.07 * _deviation(numbers) / math.sqrt(len(numbers))
 
 
 def _mean(numbers: list[float]) -> float:
