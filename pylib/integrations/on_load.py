@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import QuantizeError
-from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_weight
+from lowbit.pylib.nn.experts import LISTS, LowbitExperts, dense_weight
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import is_transposed
 from lowbit.pylib.nn.packed_module import PackedModule
@@ -69,8 +69,8 @@ def _layers_of(module: PackedModule | LowbitExperts) -> Mapping[str, Mapping[str
     if isinstance(module, PackedModule):
         return {"weight": {"": module}}
     found: dict[str, dict[str, LowbitLinear]] = {}
-    for parameter, (name, experts) in zip(MATRICES, {"gate_up": module.gate_up, "down": module.down}.items()):
-        layers = cast(list[LowbitLinear], list(experts))
+    for parameter, name in LISTS.items():
+        layers = cast(list[LowbitLinear], list(getattr(module, name)))
         found[parameter] = {f"{name}.{expert}.": layer for expert, layer in enumerate(layers)}
         if layers[0].spec.bias:
             found[f"{parameter}_bias"] = found[parameter]

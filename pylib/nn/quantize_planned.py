@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor, nn
 
 from lowbit.pylib.nn.column_scales import ColumnScales
 from lowbit.pylib.nn.embedding import LowbitEmbedding
-from lowbit.pylib.nn.experts import MATRICES, LowbitExperts, dense_bias, dense_weight, is_experts
+from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
+from lowbit.pylib.nn.matrices import matrices_of
 from lowbit.pylib.nn.observe import usable
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import Planned, matrix_of, naming
@@ -31,7 +34,7 @@ def quantized_module(
 ) -> tuple[nn.Module, list[LayerReport]]:
     """Returns the module that takes another's place, and what the report says of it.
 
-    data   for methods that look at inputs: the calibration of each matrix, in the order of `sources_of`
+    data   for methods that look at inputs: the calibration of each matrix, in the order of `matrices_of`
     """
     config = cast(QuantConfig, entry.config)
     if is_experts(entry.module):
@@ -67,25 +70,25 @@ def _quantized_experts(
     entry: Planned, config: QuantConfig, data: Iterator[Calibration], device: torch.device | str | None
 ) -> tuple[nn.Module, list[LayerReport]]:
     """Returns low-bit experts, and a row of the report for each of their two matrices."""
-    dense, layers, rows = entry.module, list[list[LowbitLinear]](), list[LayerReport]()
-    for name, spec in zip(MATRICES, entry.specs):
-        weights, biases = dense_weight(dense, name), dense_bias(dense, name)
-        parts, tokens = list[LowbitLinear](), list[int]()
-        total = Change()
-        for expert, weight in enumerate(weights):
-            bias, calibration = None if biases is None else biases[expert], next(data, None)
+    layers, rows = list[list[LowbitLinear]](), list[LayerReport]()
+    by_parameter = groupby(matrices_of(entry.names[0], entry.module), attrgetter("parameter"))
+    for spec, (parameter, matrices) in zip(entry.specs, by_parameter, strict=True):
+        of_experts, tokens = list[LowbitLinear](), list[int]()
+        total, before = Change(), 0
+        for matrix in matrices:
+            weight, bias, calibration = matrix.weight, matrix.bias, next(data, None)
             if calibration is not None:
                 tokens.append(calibration.tokens)
                 calibration = usable(calibration)
-            with naming(f"{entry.names[0]}: {name}[{expert}]"):
+            with naming(matrix.name):
                 layer, change = quantized_layer(weight, bias, spec, config, calibration, device)
-            parts.append(layer)
+            of_experts.append(layer)
             total += change
-        before = weights.nbytes + (0 if biases is None else biases.nbytes)
-        row = _row(f"{_name(entry)}.{name}", config, parts, total, before)
+            before += weight.nbytes + (0 if bias is None else bias.nbytes)
+        row = _row(f"{_name(entry)}.{parameter}", config, of_experts, total, before)
         rows.append(replace(row, note=_tokens_seen(tokens)))
-        layers.append(parts)
-    return LowbitExperts(dense, *layers), rows
+        layers.append(of_experts)
+    return LowbitExperts(entry.module, *layers), rows
 
 
 def _tokens_seen(tokens: Sequence[int]) -> str:
