@@ -234,6 +234,21 @@ def quantize(
 
 
 @app.command()
+def sanitize(
+    kernels: Annotated[str | None, typer.Option(help="Separated by semicolons; default: all.")] = None,
+    tools: Annotated[str, typer.Option(help="Of compute-sanitizer.")] = "memcheck,racecheck,synccheck",
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 16,
+    seconds: Annotated[float, typer.Option(help="A process may take.")] = 60.0,
+) -> None:
+    """Run a sample of kernels under compute-sanitizer: a table of the errors that each tool finds."""
+    from benchmarks.checked_kernels import CHECKS
+    from benchmarks.sanitize import sanitize as table
+
+    names = list(CHECKS) if kernels is None else [name.strip() for name in kernels.split(";")]
+    print(table(names, tools.split(","), jobs, seconds))
+
+
+@app.command()
 def gguf(
     files: Annotated[list[Path], typer.Argument(help="GGUF files.")],
     llama_cpp: Annotated[str | None, typer.Option(help="A Python that has llama-cpp-python, to compare with.")] = None,
