@@ -245,7 +245,7 @@ def sanitize(
     from benchmarks.sanitize import sanitize as table
 
     names = list(CHECKS) if kernels is None else [name.strip() for name in kernels.split(";")]
-    print(table(names, tools.split(","), jobs, seconds))
+    print(table(names, tools.split(","), jobs, seconds, _log))
 
 
 @app.command()

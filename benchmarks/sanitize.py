@@ -12,45 +12,59 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from benchmarks.checked_kernels import WRONG
 from benchmarks.tables import markdown
 from lowbit.dialect.errors import TargetError
 
+CLEAN = ("right", "0", "0 errors, 0 warnings")
 OUTCOMES = {WRONG: "wrong", 124: "too long", 137: "too long"}
 """Of processes with these exit statuses; the last two are of those that took longer than they may."""
 
 
-def sanitize(names: Sequence[str], tools: Sequence[str], jobs: int, seconds: float) -> str:
-    """Returns a table of kernels by tools: the number of errors, or what went wrong.
+def sanitize(names: Sequence[str], tools: Sequence[str], jobs: int, seconds: float, log: Callable[[str], None]) -> str:
+    """Returns a table of kernels by tools: the number of errors, or what went wrong. `log` hears of each at once.
 
     Raises TargetError where there is no compute-sanitizer.
     """
     if shutil.which("compute-sanitizer") is None:
         raise TargetError("compute-sanitizer is not here; it comes with the CUDA toolkit, whose bin must be in PATH")
+
+    def outcome(work: tuple[str, str | None]) -> str:
+        name, tool = work
+        done = _run(name, tool, seconds)
+        found = _outcome(done, tool)
+        log(f"{name}, {tool or 'alone'}: {found}")
+        if found not in CLEAN:
+            log((done.stdout + done.stderr)[-2000:])
+        return found
+
     with ThreadPoolExecutor(jobs) as pool:
-        alone = list(pool.map(lambda name: _outcome(name, None, seconds), names))  # compiles, too
-        work = [(name, tool) for name in names for tool in tools]
-        found = dict(zip(work, pool.map(lambda each: _outcome(each[0], each[1], seconds), work)))
-    rows = [[name, first, *(found[name, tool] for tool in tools)] for name, first in zip(names, alone)]
+        alone = pool.map(outcome, [(name, None) for name in names])  # compiles, too
+        rows = [[name, first] for name, first in zip(names, alone)]
+        found = pool.map(outcome, [(name, tool) for name in names for tool in tools])
+        rows = [[*row, *islice(found, len(tools))] for row in rows]
     return markdown(["kernel", "numbers", *tools], rows)
 
 
-def _outcome(name: str, tool: str | None, seconds: float) -> str:
-    """Returns what a process says of a kernel: under a tool, how many errors it found."""
+def _run(name: str, tool: str | None, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Runs a kernel in a process, by itself or under a tool."""
     limit = ["timeout", "--kill-after=2", str(seconds)]  # which ends the sanitizer's child, too
     sanitizer = ["compute-sanitizer", "--tool", tool, "--print-limit", "3"] if tool else []
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [*limit, *sanitizer, sys.executable, "-m", "benchmarks.checked_kernels", name]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    said = done.stdout + done.stderr
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def _outcome(done: subprocess.CompletedProcess[str], tool: str | None) -> str:
+    """Returns what a process has found: under a tool, how many errors."""
     if done.returncode in OUTCOMES:
         return OUTCOMES[done.returncode]
+    if tool is None:
+        return f"failed ({done.returncode})" if done.returncode else "right"
+    said = done.stdout + done.stderr
     summary = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((.*)\)", said)
-    if done.returncode or (tool and summary is None):
-        print(f"{name}, {tool}:\n{said[-2000:]}", file=sys.stderr, flush=True)
-    if tool is None or summary is None:
-        return f"failed ({done.returncode})" if done.returncode or tool else "right"
-    return summary[1] or summary[2]
+    return (summary[1] or summary[2]) if summary else f"no report ({done.returncode})"
