@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,41 @@ import pytest
 import torch
 
 import lowbit
-from benchmarks.quality import draws, measure, plans, report, spqr_plans, train
+from benchmarks.quality import (
+    draws,
+    eight_bit,
+    encoder,
+    encoder_layers,
+    measure,
+    plans,
+    report,
+    spqr,
+    spqr_plans,
+    train,
+)
 from benchmarks.quality.model import Shape, Transformer, load, read_safetensors, write_safetensors
+from benchmarks.quality.section import Section
 from benchmarks.quality.tokenizer import train as train_tokenizer
 
 CONFIG: Any = lowbit.QuantConfig
 
 
 def test_page_has_the_tables_of_the_results() -> None:
-    text = report.PAGE.read_text()
-    assert report.page(text, report.read()) == text and report.FIGURE.exists()
+    section = measure.SECTION
+    assert section.with_table(report.tables(section.records())) == section.path.read_text()
+    assert report.FIGURE.exists()
 
 
 def test_figure_of_the_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report.draw(report.read(), tmp_path / "quality.svg")
+    report.draw(measure.SECTION.records(), tmp_path / "quality.svg")
     text = (tmp_path / "quality.svg").read_text()
     assert [line for line in report.COLOURS if f">{line}<" not in text] == []
 
 
 def test_gptq_is_better_than_rounding_at_all_bits() -> None:
     """By divergence at each width; by perplexity from 5 bits down, where it differs."""
-    lines = report.lines(report.read())
+    lines = report.lines(measure.SECTION.records())
     for rounded, gptq in (("RTN", "GPTQ"), ("RTN, float zeros", "GPTQ, float zeros"), ("floats, RTN", "floats, GPTQ")):
         assert lines[rounded].keys() == lines[gptq].keys()
         for bits, record in lines[gptq].items():
@@ -44,7 +56,7 @@ def test_gptq_is_better_than_rounding_at_all_bits() -> None:
 
 def test_gptq_is_not_worse_than_rounding_by_perplexity() -> None:
     """Over orders of the columns: at 6 bits it is better, and at 5 and 7 bits the difference may be chance."""
-    records = json.loads(draws.FILE.read_text())["records"]
+    records = draws.SECTION.records()
     assert len(records) == len(draws.WIDTHS) * len(draws.METHODS) * draws.DRAWS
     more = dict(zip(draws.WIDTHS, draws.differences(records)))
     at_most = {bits: sum(each) / len(each) + draws.interval(each) for bits, each in more.items()}
@@ -52,7 +64,7 @@ def test_gptq_is_not_worse_than_rounding_by_perplexity() -> None:
 
 
 def test_beams_are_better_at_all_bits() -> None:
-    lines = report.lines(report.read())
+    lines = report.lines(measure.SECTION.records())
     assert lines["GPTQ, 8 beams"].keys() == lines["GPTQ"].keys()
     for bits, record in lines["GPTQ, 8 beams"].items():
         assert record["divergence"] < 0.95 * lines["GPTQ"][bits]["divergence"]
@@ -60,7 +72,7 @@ def test_beams_are_better_at_all_bits() -> None:
 
 def test_plans_are_better_than_all_layers_alike() -> None:
     """By divergence than all that are not larger, at every size; by perplexity up to 4.4 bits, where it differs."""
-    records = json.loads(plans.RESULTS.read_text())["records"]
+    records = plans.SECTION.records()
     alike = [record for record in records if "layers" not in record]
     chosen = [record for record in records if len(set(map(str, record.get("layers", {}).values()))) > 1]
     assert len(alike) == 11 and len(chosen) == 13  # without the smallest and the largest, which leave no choice
@@ -72,9 +84,9 @@ def test_plans_are_better_than_all_layers_alike() -> None:
 
 def test_spqr_is_better_than_gptq_with_as_many_bits() -> None:
     """3 bits and 0.8 % outliers beside GPTQ's 3 bits; 3.9 bits in all, with a choice for each layer, beside its 4."""
-    records = json.loads(spqr_plans.FILE.read_text())["records"]
+    records = spqr_plans.SECTION.records()
     by_layer = [r for r in records if r["name"] == "SpQR, bits and thresholds by layer" and r["bits"] < 3.9]
-    found = {record["line"]: record for record in report.read()[1:]}
+    found = {record["line"]: record for record in measure.SECTION.records()[1:]}
     spqr = found["SpQR, act-order, threshold 0.25"]
     pairs = [(record, records[0]) for record in by_layer]
     pairs += [(spqr, found[f"GPTQ u3, groups of {size}"]) for size in (32, 128)]
@@ -83,11 +95,23 @@ def test_spqr_is_better_than_gptq_with_as_many_bits() -> None:
         assert all(better[measure] < other[measure] for measure in ("divergence", "perplexity"))
 
 
-@pytest.mark.parametrize("module", [draws, spqr_plans])
-def test_page_has_the_other_tables(module: Any) -> None:
-    text = module.PAGE.read_text()
-    table = module.table(json.loads(module.FILE.read_text())["records"])
-    assert f"{module.BEGIN}\n{table}\n{module.END}" in text
+@pytest.mark.parametrize("module", [draws, eight_bit, encoder, encoder_layers, plans, spqr, spqr_plans])
+def test_pages_have_the_tables_of_their_records(module: Any) -> None:
+    """Fix: python -m benchmarks.quality.MODULE"""
+    section: Section = module.SECTION
+    assert section.with_table(module.table(section.records())) == section.path.read_text()
+
+
+def test_records_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.quality.section.DOCS", tmp_path)
+    (tmp_path / "results").mkdir()
+    section = Section("new", "mark", page="page.md")
+    section.path.write_text("A page.\n<!-- mark: begin -->\nold\n<!-- mark: end -->\nMore.\n")
+    records = [{"a": 1}, {"a": 2}]
+    assert section.publish(lambda: records, lambda found: str(len(found))) == records
+    assert section.path.read_text() == "A page.\n<!-- mark: begin -->\n2\n<!-- mark: end -->\nMore.\n"
+    assert section.publish(lambda: [{"a": 3}], lambda found: str(found[0])) == records
+    assert "{'a': 1}" in section.path.read_text()
 
 
 def test_intervals() -> None:

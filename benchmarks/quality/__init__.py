@@ -3,4 +3,7 @@
     python -m benchmarks.quality.train KJV.JSONL     trains the model (once: its weights are committed here)
     python -m benchmarks.quality.measure             writes docs/results/quality.json
     python -m benchmarks.quality.report              writes docs/quality.md's table and docs/img/quality.svg
+
+The other programs have a question each, and put a table of their own into a page (`section.py`): `draws`, `eight_bit`,
+`plans`, `spqr` and `spqr_plans` for the small model, `encoder` and `encoder_layers` for a trained sentence encoder.
 """

@@ -9,9 +9,7 @@ over orders, for rounding to nearest and for GPTQ, and the difference of the mea
 from __future__ import annotations
 
 import copy
-import json
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,28 +17,15 @@ import torch
 from torch import Tensor
 
 import lowbit
-from benchmarks.publish import between_marks
-from benchmarks.quality.measure import (
-    CALIBRATION_WINDOWS,
-    GROUP,
-    RESULTS,
-    TEST_WINDOWS,
-    float_inputs,
-    losses,
-    predictions,
-    quantized,
-    windows,
-)
+from benchmarks.quality.measure import GROUP, float_inputs, losses, predictions, quantized, texts
 from benchmarks.quality.model import Block, Transformer, load
+from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 
-FILE, PAGE = RESULTS.with_name("draws.json"), RESULTS.parent.parent / "quality.md"
-BEGIN, END = "<!-- draws: begin -->", "<!-- draws: end -->"
+SECTION = Section("draws", "draws")
 DRAWS = 24
 WIDTHS = (7, 6, 5)
 METHODS = ("rtn", "gptq")
-
-Record = dict[str, Any]
 
 
 @torch.no_grad()
@@ -76,8 +61,7 @@ def _shuffle(block: Block, hidden: Tensor, values: Tensor, inner: Tensor) -> Non
 def measure() -> Iterator[Record]:
     """Yields a record for each width, method and order."""
     model = load()
-    training = windows("calibration.txt", CALIBRATION_WINDOWS, model.shape.context)
-    test = windows("held_out.txt", TEST_WINDOWS, model.shape.context)
+    training, test = texts(model)
     exact = float(losses(predictions(model, test), test).mean())
     for seed in range(DRAWS):
         same = shuffled(model, seed)
@@ -87,9 +71,7 @@ def measure() -> Iterator[Record]:
                 weight: Any = f"u{bits}"
                 worse, _ = quantized(same, lowbit.QuantConfig(weight, GROUP, method=method), training, inputs)  # type: ignore[arg-type]
                 change = float(losses(predictions(worse, test), test).mean()) - exact
-                record = {"bits": bits, "method": method, "seed": seed, "above": round(100 * change, 5)}
-                print(record, file=sys.stderr, flush=True)
-                yield record
+                yield {"bits": bits, "method": method, "seed": seed, "above": round(100 * change, 5)}
 
 
 def table(records: list[Record]) -> str:
@@ -127,13 +109,5 @@ def _deviation(numbers: list[float]) -> float:
     return float(torch.tensor(numbers).std())
 
 
-def main() -> None:
-    """Measure, unless the results are there already, and write the page."""
-    if not FILE.exists():
-        lines = ",\n".join(f"  {json.dumps(record)}" for record in measure())
-        FILE.write_text(f'{{"records": [\n{lines}\n]}}\n')
-    PAGE.write_text(between_marks(PAGE, table(json.loads(FILE.read_text())["records"]), BEGIN, END))
-
-
 if __name__ == "__main__":
-    main()
+    SECTION.publish(measure, table)

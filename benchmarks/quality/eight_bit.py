@@ -8,8 +8,6 @@ kernels for many tokens give the same, but for what tensor cores drop of sums.
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,23 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
-from benchmarks.publish import between_marks
-from benchmarks.quality.measure import (
-    CALIBRATION_WINDOWS,
-    RESULTS,
-    TEST_WINDOWS,
-    float_inputs,
-    layer_names,
-    predictions,
-    quality,
-    windows,
-)
+from benchmarks.quality.measure import float_inputs, layer_names, predictions, quality, texts
 from benchmarks.quality.model import Transformer, load
+from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 from lowbit.pylib.activation import quantize_rows
 
-FILE, PAGE = RESULTS.with_name("eight_bit_quality.json"), RESULTS.parent.parent / "eight-bit.md"
-BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
+SECTION = Section("eight_bit_quality", "quality", page="eight-bit.md")
 GROUP = 128
 WEIGHTS = ("u4", "i4", "u3")
 PRODUCTS: dict[str, dict[str, Any]] = {
@@ -42,8 +30,6 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "f8e4m3": {"compute": "f8e4m3"},
     "f8e4m3, folded": {"compute": "f8e4m3", "fold_scales": True},
 }
-
-Record = dict[str, Any]
 
 
 class Layer(nn.Module):
@@ -86,18 +72,15 @@ def layer_error(found: dict[str, Layer], usual: dict[str, Layer], inputs: dict[s
 def measure() -> Iterator[Record]:
     """Yields a record for each format and type of products."""
     model = load()
-    test = windows("held_out.txt", TEST_WINDOWS, model.shape.context)
-    expected = predictions(model, test)
-    inputs = float_inputs(model, windows("calibration.txt", CALIBRATION_WINDOWS, model.shape.context))
+    training, test = texts(model)
+    expected, inputs = predictions(model, test), float_inputs(model, training)
     for weight in WEIGHTS:
         usual: dict[str, Layer] = {}
         for products, choices in PRODUCTS.items():
             worse, layers = quantized(model, lowbit.QuantConfig(weight, GROUP, method="rtn", **choices))
             usual = usual or layers
             found = quality(expected, predictions(worse, test), test)
-            record = {"weight": weight, "products": products, "error": layer_error(layers, usual, inputs), **found}
-            print(record, file=sys.stderr, flush=True)
-            yield record
+            yield {"weight": weight, "products": products, "error": layer_error(layers, usual, inputs), **found}
 
 
 def table(records: list[Record]) -> str:
@@ -116,13 +99,5 @@ def table(records: list[Record]) -> str:
     return markdown(["weight", "products", "error of a layer", "perplexity", "above f16", "divergence"], rows)
 
 
-def main() -> None:
-    """Measure, unless the results are there already, and write the page."""
-    if not FILE.exists():
-        lines = ",\n".join(f"  {json.dumps(record)}" for record in measure())
-        FILE.write_text(f'{{"records": [\n{lines}\n]}}\n')
-    PAGE.write_text(between_marks(PAGE, table(json.loads(FILE.read_text())["records"]), BEGIN, END))
-
-
 if __name__ == "__main__":
-    main()
+    SECTION.publish(measure, table)

@@ -8,8 +8,6 @@ each pair, on average and at worst. GPTQ sees other verses. Activations are f16.
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowbit
-from benchmarks.publish import between_marks
 from benchmarks.quality.model import HERE
+from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 
-RESULTS = HERE.parent.parent / "docs" / "results" / "encoder.json"
-PAGE = HERE.parent.parent / "docs" / "quality.md"
-BEGIN, END = "<!-- encoder: begin -->", "<!-- encoder: end -->"
+SECTION = Section("encoder", "encoder")
 SENTENCES, CALIBRATION, BATCH = 128, 64, 32
 RECIPES: Mapping[str, tuple[lowbit.QuantConfig, float]] = {
     "u8 per 128": (lowbit.QuantConfig("u8", 128), 0.999),
@@ -96,28 +92,19 @@ def _batches(sentences: Sequence[str]) -> list[Sequence[str]]:
     return [sentences[first : first + BATCH] for first in range(0, len(sentences), BATCH)]
 
 
-def measure() -> list[dict[str, Any]]:
-    """Returns a record for each recipe: its name, and the mean and the least cosine."""
-    encoder, records = Encoder(), list[dict[str, Any]]()
+def measure() -> Iterator[Record]:
+    """Yields a record for each recipe: its name, and the mean and the least cosine."""
+    encoder = Encoder()
     for name, (config, _) in RECIPES.items():
         cosines = encoder.cosines(config)
-        records.append({"recipe": name, "mean": float(cosines.mean()), "least": float(cosines.min())})
-        print(records[-1], file=sys.stderr, flush=True)
-    return records
+        yield {"recipe": name, "mean": float(cosines.mean()), "least": float(cosines.min())}
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     """Returns the page's table."""
     rows = [[record["recipe"], f"{record['mean']:.4f}", f"{record['least']:.4f}"] for record in records]
     return markdown(["", "mean cosine", "least cosine"], rows)
 
 
-def main() -> None:
-    """Measure, and write the records and the page."""
-    records = measure()
-    RESULTS.write_text(json.dumps(records, indent=1) + "\n")
-    PAGE.write_text(between_marks(PAGE, table(records), BEGIN, END))
-
-
 if __name__ == "__main__":
-    main()
+    SECTION.publish(measure, table)

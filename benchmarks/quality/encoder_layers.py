@@ -7,23 +7,20 @@ is the squared error of its output on held-out text, relative to that of GPTQ wi
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lowbit
-from benchmarks.publish import between_marks
 from benchmarks.quality.encoder import Encoder
-from benchmarks.quality.measure import PAPER, RESULTS, SPQR, bits_per_weight
+from benchmarks.quality.measure import PAPER, SPQR, bits_per_weight
+from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 from lowbit.pylib.quantization.calibration import output_errors
 
-FILE, PAGE = RESULTS.with_name("encoder_layers.json"), RESULTS.parent.parent / "quality.md"
-BEGIN, END = "<!-- encoder layers: begin -->", "<!-- encoder layers: end -->"
+SECTION = Section("encoder_layers", "encoder layers")
 LAYERS = [f"encoder.layer.{i}.output.dense" for i in range(6)]
 SENTENCES = {"calibration.txt": 1300, "held_out.txt": 800}  # about 29,000 tokens each
 BASE = lowbit.QuantConfig("u4", 128, method="gptq")
@@ -33,8 +30,6 @@ CONFIGS: Mapping[str, lowbit.QuantConfig] = {
     "0.13": lowbit.QuantConfig(**SPQR, outlier_threshold=0.13, act_order=True),
 }
 """What is measured beside GPTQ, by what the table calls it: the threshold."""
-
-Record = dict[str, Any]
 
 
 def moments(encoder: Encoder, file: str) -> dict[str, lowbit.Calibration]:
@@ -54,9 +49,10 @@ def moments(encoder: Encoder, file: str) -> dict[str, lowbit.Calibration]:
     return found
 
 
-def measure() -> list[Record]:
-    """Returns a record for each layer: kurtosis, and bits per weight and loss with each configuration."""
-    encoder, records = Encoder(), list[Record]()
+@torch.no_grad()
+def measure() -> Iterator[Record]:
+    """Yields a record for each layer: kurtosis, and bits per weight and loss with each configuration."""
+    encoder = Encoder()
     known, others = (moments(encoder, file) for file in SENTENCES)
     for name in LAYERS:
         layer = encoder.model.get_submodule(name)
@@ -67,9 +63,7 @@ def measure() -> list[Record]:
             found = lowbit.quantize(weight, config, known[name])
             loss = float(output_errors(found.dequantize() - weight, hessian).double().sum())
             record[label] = {"bits": round(bits_per_weight(found), 3), "loss": loss}
-        records.append(record)
-        print(record, file=sys.stderr, flush=True)
-    return records
+        yield record
 
 
 def table(records: list[Record]) -> str:
@@ -87,13 +81,5 @@ def _relative(record: Record, label: str) -> str:
     return f"{record[label]['loss'] / record['GPTQ']['loss']:.2f}"
 
 
-@torch.no_grad()
-def main() -> None:
-    """Measure, unless the results are there already, and write the page."""
-    if not FILE.exists():
-        FILE.write_text(json.dumps(measure(), indent=1) + "\n")
-    PAGE.write_text(between_marks(PAGE, table(json.loads(FILE.read_text())), BEGIN, END))
-
-
 if __name__ == "__main__":
-    main()
+    SECTION.publish(measure, table)

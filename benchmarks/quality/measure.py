@@ -27,11 +27,13 @@ from torch.nn import functional
 
 import lowbit
 from benchmarks.quality.model import HERE, Transformer, load
+from benchmarks.quality.section import Section
 from benchmarks.quality.tokenizer import Tokenizer
 
-RESULTS = HERE.parent.parent / "docs" / "results" / "quality.json"
+SECTION = Section("quality", "quality")  # which `benchmarks.quality.report` writes
 GROUP = 64
 CALIBRATION_WINDOWS, TEST_WINDOWS = 24, 96  # of `Shape.context` tokens each
+PROBES = 8  # windows on which the model is run for each layer, to see what that layer adds to the divergence
 STAGES = (("attention.q", "attention.k", "attention.v"), ("attention.o",), ("ffn.gate", "ffn.up"), ("ffn.down",))
 RESAMPLES = 4000
 CALIBRATED = ("gptq", "awq", "signround", "spqr")
@@ -92,6 +94,18 @@ def windows(name: str, count: int, context: int) -> Tensor:
     tokenizer = Tokenizer(tuple((a, b) for a, b in merges))
     tokens = torch.tensor(tokenizer.encode((HERE / name).read_text()))
     return tokens[: count * context + 1].unfold(0, context + 1, context)
+
+
+def texts(model: Transformer) -> tuple[Tensor, Tensor]:
+    """Returns the windows on which a model is calibrated, and those by which it is judged."""
+    parts = ("calibration.txt", CALIBRATION_WINDOWS), ("held_out.txt", TEST_WINDOWS)
+    training, test = (windows(name, count, model.shape.context) for name, count in parts)
+    return training, test
+
+
+def probes(training: Tensor) -> list[Tensor]:
+    """Returns the inputs of the model with which `lowbit.sensitivity` looks at each layer: few of the windows."""
+    return [window[None, :-1] for window in training[:PROBES]]
 
 
 @torch.no_grad()
@@ -207,9 +221,7 @@ def bits_per_weight(quantized: lowbit.QuantizedWeight) -> float:
 def measure(model: Transformer, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
     """Yields a record for each configuration, the float model first; those that are known are not measured again."""
     before = {(record["line"], _config_of(record)): record for record in known if "config" in record}
-    context = model.shape.context
-    training = windows("calibration.txt", CALIBRATION_WINDOWS, context)
-    test = windows("held_out.txt", TEST_WINDOWS, context)
+    training, test = texts(model)
     expected, inputs = predictions(model, test), float_inputs(model, training)
     yield {"line": "f16", "bits": 16, "bits_per_weight": 16.0, **quality(expected, expected, test)}
     for line, config in configs():
@@ -234,7 +246,7 @@ def _config_of(record: Mapping[str, Any]) -> lowbit.QuantConfig:
     return lowbit.QuantConfig.from_dict(record["config"])
 
 
-def main(file: Path = RESULTS) -> None:
+def main(file: Path = SECTION.file) -> None:
     """Measure what the file does not have yet, and write it after each record; without a file, everything."""
     model, records = load(), list[dict[str, Any]]()
     known = json.loads(file.read_text())["records"] if file.exists() else []

@@ -8,46 +8,27 @@ and divergence are those of the held-out text.
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import lowbit
-from benchmarks.quality.measure import (
-    CALIBRATION_WINDOWS,
-    TEST_WINDOWS,
-    float_inputs,
-    predictions,
-    quality,
-    quantized,
-    windows,
-)
-from benchmarks.quality.model import HERE, load
+from benchmarks.quality.measure import float_inputs, predictions, probes, quality, quantized, texts
+from benchmarks.quality.model import load
+from benchmarks.quality.section import DOCS, Record, Section
 from lowbit.pylib.nn.sensitivity import CANDIDATES
 
-RESULTS = HERE.parent.parent / "docs" / "results" / "plans.json"
-PAGE, FIGURE = RESULTS.parent.parent / "quality.md", RESULTS.parent.parent / "img" / "plans.svg"
-BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
-PROBES = 8  # windows on which the model is run for each layer
+SECTION, FIGURE = Section("plans", "plans"), DOCS / "img" / "plans.svg"
 BITS = (2.5, 3.0, 3.5, 4.0)
 PER_ROW = tuple(lowbit.QuantConfig(weight, None, method="gptq") for weight in ("u3", "u4"))
 """No candidates, but also what all layers alike could be."""
-
-Record = dict[str, Any]
 
 
 def measure() -> Iterator[Record]:
     """Yields a record for each candidate, and for each plan: one of the size of each candidate, and some between."""
     model = load()
-    context = model.shape.context
-    training = windows("calibration.txt", CALIBRATION_WINDOWS, context)
-    test = windows("held_out.txt", TEST_WINDOWS, context)
+    training, test = texts(model)
     expected, inputs = predictions(model, test), float_inputs(model, training)
-    tokens = [window[None, :-1] for window in training[:PROBES]]
-    found = lowbit.sensitivity(model, calibration=tokens, act="f16")
+    found = lowbit.sensitivity(model, calibration=probes(training), act="f16")
     size = {name: {choice.config: choice.bytes for choice in choices} for name, choices in found.choices.items()}
     for name in size:
         layer = model.get_submodule(name)
@@ -59,7 +40,6 @@ def measure() -> Iterator[Record]:
         bits = 8 * _bytes(size, configs) / found.weights
         record = {"name": _name(configs, bits), "bits": round(bits, 3)}
         record |= quality(expected, predictions(worse, test), test)
-        print(record, file=sys.stderr, flush=True)
         layers = {layer: config.to_dict() for layer, config in configs.items()}
         yield {**record, **({"layers": layers} if isinstance(configs, lowbit.QuantPlan) else {})}
 
@@ -106,20 +86,5 @@ def draw(records: list[Record], file: Path) -> None:
         figure.savefig(file, metadata={"Date": None})
 
 
-def page(text: str, records: list[Record]) -> str:
-    """Returns the text of the page with its table replaced."""
-    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table(records)}\n{END}", text, flags=re.DOTALL)
-
-
-def main() -> None:
-    """Measure, unless the results are there already, and write page and figure."""
-    if not RESULTS.exists():
-        lines = ",\n".join(f"  {json.dumps(record)}" for record in measure())
-        RESULTS.write_text(f'{{"records": [\n{lines}\n]}}\n')
-    records = json.loads(RESULTS.read_text())["records"]
-    PAGE.write_text(page(PAGE.read_text(), records))
-    draw(records, FIGURE)
-
-
 if __name__ == "__main__":
-    main()
+    draw(SECTION.publish(measure, table), FIGURE)

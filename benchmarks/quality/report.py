@@ -5,18 +5,13 @@ The figure needs matplotlib (the extra `bench`).
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.quality.measure import RESULTS
+from benchmarks.quality.measure import SECTION
+from benchmarks.quality.section import DOCS, Record
 
-Record = dict[str, Any]
-DOCS = RESULTS.parent.parent
-PAGE, FIGURE = DOCS / "quality.md", DOCS / "img" / "quality.svg"
-BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
+FIGURE = DOCS / "img" / "quality.svg"
 BITS = "bits per weight, scales and zeros included"
 COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
     "RTN, min/max": "#8A8A8A",
@@ -29,11 +24,6 @@ COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
     "floats, RTN": "#CC79A7",
     "floats, GPTQ": "#009E73",
 }
-
-
-def read(file: Path = RESULTS) -> list[Record]:
-    """Returns the records of a file of results, the float model first."""
-    return json.loads(file.read_text())["records"]
 
 
 def lines(records: list[Record]) -> dict[str, dict[int, Record]]:
@@ -90,11 +80,6 @@ def _single(records: list[Record]) -> str:
     return "\n".join(rows)
 
 
-def page(text: str, records: list[Record]) -> str:
-    """Returns the text of the page with its tables replaced."""
-    return re.sub(f"{BEGIN}.*{END}", f"{BEGIN}\n{tables(records)}\n{END}", text, flags=re.DOTALL)
-
-
 def draw(records: list[Record], file: Path) -> None:
     """Write the figure: perplexity and divergence against bits per weight, a line for each method."""
     import matplotlib as mpl
@@ -119,8 +104,8 @@ def draw(records: list[Record], file: Path) -> None:
 
 def main() -> None:
     """Write the page and the figure."""
-    records = read()
-    PAGE.write_text(page(PAGE.read_text(), records))
+    records = SECTION.records()
+    SECTION.path.write_text(SECTION.with_table(tables(records)))
     draw(records, FIGURE)
 
 

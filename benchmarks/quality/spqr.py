@@ -8,36 +8,21 @@ distribution, more where some stick out), and how much of GPTQ's divergence come
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 import lowbit
-from benchmarks.publish import between_marks
-from benchmarks.quality.measure import (
-    CALIBRATION_WINDOWS,
-    PAPER,
-    RESULTS,
-    SPQR,
-    STAGES,
-    TEST_WINDOWS,
-    bits_per_weight,
-    float_inputs,
-    windows,
-)
+from benchmarks.quality.measure import PAPER, SPQR, STAGES, bits_per_weight, float_inputs, probes, texts
 from benchmarks.quality.model import Transformer, load
+from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 from lowbit.pylib.quantization.calibration import output_errors
 
-FILE, PAGE = RESULTS.with_name("spqr.json"), RESULTS.parent.parent / "quality.md"
-BEGIN, END = "<!-- spqr: begin -->", "<!-- spqr: end -->"
+SECTION = Section("spqr", "spqr")
 KINDS = [name for stage in STAGES for name in stage]
-PROBES = 8  # windows on which the share of each layer is measured
 BASE = lowbit.QuantConfig("u4", 128, method="gptq")
 CONFIGS: Mapping[str, lowbit.QuantConfig] = {
     "SpQR of the paper, threshold 0.35": lowbit.QuantConfig(**PAPER, outlier_threshold=0.35),
@@ -48,23 +33,20 @@ CONFIGS: Mapping[str, lowbit.QuantConfig] = {
     "RTN u4, groups of 128": lowbit.QuantConfig("u4", 128),
 }
 
-Row = dict[str, Any]
 
-
-def measure() -> list[Row]:
-    """Returns a row for each line of the table: its name, bits per weight or None, and a number for each kind."""
+@torch.no_grad()
+def measure() -> Iterator[Record]:
+    """Yields a record for each line of the table: its name, bits per weight or None, and a number for each kind."""
     model = load()
-    known = [float_inputs(model, windows(name, count, model.shape.context))
-             for name, count in (("calibration.txt", CALIBRATION_WINDOWS), ("held_out.txt", TEST_WINDOWS))]  # fmt: skip
-    base = _losses(model, BASE, *known)[1]
-    rows: list[Row] = [{"name": "kurtosis of the weights", "bits": None, "kinds": _by_kind(_kurtoses(model))}]
-    rows.append({"name": "share of GPTQ's divergence", "bits": None, "kinds": _shares(model)})
+    training, test = texts(model)
+    inputs = float_inputs(model, training), float_inputs(model, test)
+    yield {"name": "kurtosis of the weights", "bits": None, "kinds": _by_kind(_kurtoses(model))}
+    yield {"name": "share of GPTQ's divergence", "bits": None, "kinds": _shares(model, training)}
+    base = _losses(model, BASE, *inputs)[1]
     for name, config in CONFIGS.items():
-        bits, losses = _losses(model, config, *known)
+        bits, losses = _losses(model, config, *inputs)
         relative = {layer: losses[layer] / base[layer] for layer in base}
-        rows.append({"name": name, "bits": round(bits, 3), "kinds": _by_kind(relative)})
-        print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+        yield {"name": name, "bits": round(bits, 3), "kinds": _by_kind(relative)}
 
 
 def _losses(
@@ -90,10 +72,9 @@ def _kurtoses(model: Transformer) -> dict[str, float]:
     return {name: float((w**4).mean() / (w**2).mean() ** 2) for name, w in layers.items()}
 
 
-def _shares(model: Transformer) -> dict[str, float]:
+def _shares(model: Transformer, training: Tensor) -> dict[str, float]:
     """Returns which part of the divergence comes from each kind of layer, if all of them have GPTQ with 4 bits."""
-    tokens = [window[None, :-1] for window in windows("calibration.txt", PROBES, model.shape.context)]
-    found = lowbit.sensitivity(model, [BASE], calibration=tokens, act="f16").choices
+    found = lowbit.sensitivity(model, [BASE], calibration=probes(training), act="f16").choices
     total = sum(choices[0].divergence for choices in found.values())
     return {
         kind: sum(choices[0].divergence for name, choices in found.items() if name.endswith(kind)) / total
@@ -107,23 +88,14 @@ def _by_kind(values: Mapping[str, float]) -> dict[str, float]:
     return {kind: math.exp(sum(logs) / len(logs)) for kind, logs in found.items()}
 
 
-def table(rows: list[Row]) -> str:
+def table(records: list[Record]) -> str:
     """Returns the page's table."""
     lines = []
-    for row in rows:
-        bits = "" if row["bits"] is None else f"{row['bits']:.2f}"
-        lines.append([row["name"], bits, *(f"{value:.2f}" for value in row["kinds"].values())])
+    for record in records:
+        bits = "" if record["bits"] is None else f"{record['bits']:.2f}"
+        lines.append([record["name"], bits, *(f"{value:.2f}" for value in record["kinds"].values())])
     return markdown(["", "bits per weight", *(kind.rpartition(".")[2] for kind in KINDS)], lines)
 
 
-@torch.no_grad()
-def main() -> None:
-    """Measure, unless the results are there already, and write the page."""
-    if not FILE.exists():
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in measure())
-        FILE.write_text(f'{{"rows": [\n{lines}\n]}}\n')
-    PAGE.write_text(between_marks(PAGE, table(json.loads(FILE.read_text())["rows"]), BEGIN, END))
-
-
 if __name__ == "__main__":
-    main()
+    SECTION.publish(measure, table)

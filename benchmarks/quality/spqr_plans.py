@@ -8,37 +8,19 @@ and those in memory.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import lowbit
-from benchmarks.publish import between_marks
-from benchmarks.quality.measure import (
-    CALIBRATION_WINDOWS,
-    RESULTS,
-    SPQR,
-    TEST_WINDOWS,
-    float_inputs,
-    outliers,
-    predictions,
-    quality,
-    quantized,
-    windows,
-)
+from benchmarks.quality.measure import SPQR, float_inputs, outliers, predictions, probes, quality, quantized, texts
 from benchmarks.quality.model import load
+from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
 from lowbit.pylib.nn.bit_allocation import Sensitivity
 
-FILE, PAGE = RESULTS.with_name("spqr_plans.json"), RESULTS.parent.parent / "quality.md"
-BEGIN, END = "<!-- spqr plans: begin -->", "<!-- spqr plans: end -->"
-PROBES = 8  # windows on which the model is run for each layer
+SECTION = Section("spqr_plans", "spqr plans")
 SIZES = (0.35, 0.25)  # plans have the size of 3 bits with one of these thresholds
 BASE = lowbit.QuantConfig("u4", 128, method="gptq")
-
-Record = dict[str, Any]
 
 
 def spqr(weight: str, threshold: float | None) -> lowbit.QuantConfig:
@@ -53,18 +35,13 @@ CANDIDATES = [spqr("u2", None), *THRESHOLDS, spqr("u4", None), spqr("u4", 0.25)]
 def measure() -> Iterator[Record]:
     """Yields a record for GPTQ with 4 bits, and for each size one for a common threshold and one for each plan."""
     model = load()
-    training, test = (
-        windows(name, count, model.shape.context)
-        for name, count in (("calibration.txt", CALIBRATION_WINDOWS), ("held_out.txt", TEST_WINDOWS))
-    )
+    training, test = texts(model)
     expected, inputs = predictions(model, test), float_inputs(model, training)
-    tokens = [window[None, :-1] for window in training[:PROBES]]
-    found = lowbit.sensitivity(model, candidates=[BASE, *CANDIDATES], calibration=tokens, act="f16")
+    found = lowbit.sensitivity(model, candidates=[BASE, *CANDIDATES], calibration=probes(training), act="f16")
     for name, configs in cases(found):
         worse, bits = quantized(model, configs, training, inputs)
         record = {"name": name, "bits": round(bits, 3), "memory": round(8 * _bytes(found, configs) / found.weights, 3)}
         record |= quality(expected, predictions(worse, test), test)
-        print(record, file=sys.stderr, flush=True)
         yield {**record, "layers": {layer: _form(config) for layer, config in configs.items()}}
 
 
@@ -99,13 +76,5 @@ def table(records: list[Record]) -> str:
     return markdown(["", "bits per weight", "in memory", "perplexity", "divergence, thousandths"], rows)
 
 
-def main() -> None:
-    """Measure, unless the results are there already, and write the page."""
-    if not FILE.exists():
-        lines = ",\n".join(f"  {json.dumps(record)}" for record in measure())
-        FILE.write_text(f'{{"records": [\n{lines}\n]}}\n')
-    PAGE.write_text(between_marks(PAGE, table(json.loads(FILE.read_text())["records"]), BEGIN, END))
-
-
 if __name__ == "__main__":
-    main()
+    SECTION.publish(measure, table)
