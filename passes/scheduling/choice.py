@@ -63,7 +63,7 @@ class Chooser:
 
     @cached_property
     def any_tiles(self) -> tuple[int, ...]:
-        """Those of them with a kernel that serves any number of tokens."""
+        """The token tiles with a kernel that serves any number of tokens."""
         return tuple(t for t in self.tiles if any(family.takes_any_tokens for family in self._families[t]))
 
     def families(self, tile: int) -> list[KernelFamily[Any]]:
@@ -105,7 +105,7 @@ class Chooser:
 
     @cached_property
     def _unfolded(self) -> Chooser:
-        """For few tokens, whose kernels fold no scales."""
+        """Chooses for few tokens, whose kernels fold no scales."""
         return Chooser(self._spec.for_tokens(1), self._target)
 
     def _measured(self, tile: int, tables: Sequence[Table]) -> Choice | None:

@@ -44,10 +44,9 @@ class Artifacts:
         self._spec, self._target = spec, target
         self._schedule = None if late_scaling else schedule
         self._chooser = Chooser(spec, replace(target, has_wgmma=False) if late_scaling else target)
-        # Kernels for any number of tokens round weights.
-        self._any_tiles = () if late_scaling else self._chooser.any_tiles
-        rounding = self._chooser.any_tiles if late_scaling else ()
-        self._tiles = tuple(tile for tile in self._chooser.tiles if tile not in rounding)
+        rounding = self._chooser.any_tiles  # kernels for any number of tokens round weights
+        self._any_tiles = () if late_scaling else rounding
+        self._tiles = tuple(tile for tile in self._chooser.tiles if not (late_scaling and tile in rounding))
         self._vendor = not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
         self._rows = self._find_rows()
         self._requests: dict[int | None, KernelRequest] = {}
@@ -77,45 +76,45 @@ class Artifacts:
         kernels = {tile: self.request(tile) for tile in (*self._tiles, None)}
         return KernelChoices(self._spec, self._target, self._rows, kernels)
 
-    def request(self, tokens: int | None) -> KernelRequest:
-        """Returns the request for the kernel of up to `tokens` tokens. Raises SpecError for a schedule that does not fit."""
+    def request(self, tile: int | None) -> KernelRequest:
+        """Returns the request for the kernel of up to `tile` tokens. Raises SpecError for a schedule that does not fit."""
         with self._lock:
-            found = self._requests.get(tokens)
+            found = self._requests.get(tile)
             if found is None:
-                found = self._requests[tokens] = request(self._spec_for(tokens), self._target, self._choose(tokens))
+                found = self._requests[tile] = request(self._spec_for(tile), self._target, self._choose(tile))
         return found
 
-    def kernel(self, tokens: int | None) -> Artifact:
-        """The kernel for up to `tokens` tokens. Raises TargetError if a tool to compile it is missing."""
-        kernel = self._kernels.get(tokens)
+    def kernel(self, tile: int | None) -> Artifact:
+        """The kernel for up to `tile` tokens. Raises TargetError if a tool to compile it is missing."""
+        kernel = self._kernels.get(tile)
         if kernel is None:
             with self._lock:
-                kernel = self._kernels.get(tokens) or load(self.request(tokens), self._name(tokens))
-                self._kernels[tokens] = kernel
+                kernel = self._kernels.get(tile) or load(self.request(tile), self._name(tile))
+                self._kernels[tile] = kernel
         return kernel
 
-    def stages(self, tokens: int | None) -> dict[str, str]:
+    def stages(self, tile: int | None) -> dict[str, str]:
         """The IR of a kernel after each stage; compiles it afresh."""
-        return compile_stages(self.request(tokens))
+        return compile_stages(self.request(tile))
 
-    def _spec_for(self, tokens: int | None) -> MatmulSpec:
-        return self._spec if tokens is None else self._spec.for_tokens(tokens)
+    def _spec_for(self, tile: int | None) -> MatmulSpec:
+        return self._spec if tile is None else self._spec.for_tokens(tile)
 
-    def _choose(self, tokens: int | None) -> KernelSchedule:
-        """The user's schedule where it is meant for these tokens, else that of a table or the rule."""
-        if tokens is None:
+    def _choose(self, tile: int | None) -> KernelSchedule:
+        """The user's schedule where it is meant for this token tile, else that of a table or the rule."""
+        if tile is None:
             return fixed_schedule("dequantize")
-        if self._schedule and self._is_for(self._schedule, tokens):
+        if self._schedule and self._is_for(self._schedule, tile):
             return self._schedule
         user = user_tables.user_tables()
-        return self._chooser.schedule(tokens, user_tables.gpu_name(self._target, user), user)
+        return self._chooser.schedule(tile, user_tables.gpu_name(self._target, user), user)
 
-    def _is_for(self, schedule: KernelSchedule, tokens: int) -> bool:
-        """Tells whether a schedule is for these tokens: one for folded scales may not fit where none are folded."""
-        family, spec = family_of(schedule), self._spec_for(tokens)
+    def _is_for(self, schedule: KernelSchedule, tile: int) -> bool:
+        """Tells whether a schedule is for this token tile: one for folded scales may not fit where none are folded."""
+        family, spec = family_of(schedule), self._spec_for(tile)
         fits = spec == self._spec or family.allows(spec, schedule, self._target)
-        return family.serves(schedule, tokens) and fits
+        return family.serves(schedule, tile) and fits
 
-    def _name(self, tokens: int | None) -> str:
+    def _name(self, tile: int | None) -> str:
         spec = self._spec
-        return f"{spec.weight}_{spec.n}x{spec.k}_{self._target.arch}_{kernel_name(tokens)}"
+        return f"{spec.weight}_{spec.n}x{spec.k}_{self._target.arch}_{kernel_name(tile)}"
