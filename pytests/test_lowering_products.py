@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from tile_programs import Array, numbers, run
 
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.formats.raw_codes import deferred_offset
+from lowbit.dialect.formats.reals import F16
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
@@ -99,23 +103,41 @@ def test_load_matrix_on_several_warps(m: int) -> None:
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-@pytest.mark.parametrize("k_blocks", [1, 3, 16])
-def test_load_diagonal(k_blocks: int, element: str) -> None:
-    """Row i has the columns of blocks i, i + 8, .. of 16, and zeros: of two warps, each with a buffer of its own."""
-    k = 16 * k_blocks
-    x = in_element(numbers(2, k), element)
-    y, rows = np.ones((2, 8, k), x.dtype), spatial(2, 1, 1) * local(1, 1, k_blocks) * spatial(1, 1, 16).replicated(2)
+def test_diagonal(element: str) -> None:
+    """Row i has its blocks of 16 columns at i, i + 8, .. and zeros elsewhere: of two warps, each with its own."""
+    x, blocks = numbers(2, 8, 32), local(1, 1, 2) * MMA_M16N8K16_B_NK.unsqueeze(0)
+    y = np.ones((2, 8, 256), in_element(x, element).dtype)
 
     def body(p: Program) -> None:
-        buffer = p.alloc_shared(element, (2, 1, k), (k + 8, k + 8, 1))
-        p.store(p.load(p.global_view(p["x"], element, (2, 1, k)), (0, 0, 0), rows), buffer, (0, 0, 0))
-        p.barrier()
-        layout = spatial(2, 1, 1) * local(1, 1, k_blocks) * MMA_M16N8K16_B_NK.unsqueeze(0)
-        p.store(p.load_diagonal(buffer, layout), p.global_view(p["y"], element, y.shape), (0, 0, 0))
+        rows = p.load(p.global_view(p["x"], element, x.shape), (0, 0, 0), spatial(2, 1, 1) * blocks)
+        wide = p.diagonal(rows, spatial(2, 1, 1) * local(1, 1, 8) * blocks)
+        p.store(wide, p.global_view(p["y"], element, y.shape), (0, 0, 0))
 
-    run(body, threads=64, x=x, y=y)
-    kept = np.arange(k) // 16 % 8 == np.arange(8)[:, None]
-    np.testing.assert_array_equal(y, np.where(kept, x[:, None], 0))
+    run(body, threads=64, x=in_element(x, element), y=y)
+    there = in_element(x, element).reshape(2, 8, 2, 1, 16)
+    expected = np.where(np.eye(8, dtype=bool)[:, None, :, None], there, 0)
+    np.testing.assert_array_equal(y, expected.reshape(y.shape))
+
+
+@pytest.mark.parametrize(("weight", "start"), [("u2", 0), ("i3", 128), ("u4", 0)])
+def test_offset_sums_by_block(weight: str, start: int) -> None:
+    """Minus what decoding with a deferred offset adds to the numbers of each block, times x and summed."""
+    x, y, t = numbers(8, 32), np.zeros((16, 8), np.float32), dtype(weight)
+
+    def body(p: Program) -> None:
+        rows = p.load(p.global_view(p["x"], "f16", x.shape), (0, 0), local(1, 2) * MMA_M16N8K16_B_NK)
+        sums = p.offset_sums(rows, t, start, MMA_M16N8_D, by_block=True)
+        p.store(sums, p.global_view(p["y"], "f32", y.shape), (0, 0))
+
+    run(body, x=in_element(x, "f16"), y=y)
+    packing = Packing(t.bits, 16, 1)
+    for row, column, half in itertools.product(range(8), range(2), range(2)):
+        block = (start // 16 + 8 * column + row) % (packing.chunk // 16)
+        for lower in range(2):
+            offset = deferred_offset(t, F16, packing.place(block, lower + 2 * half)[1])
+            columns = slice(16 * column + 8 * half, 16 * column + 8 * half + 8)
+            y[8 * lower : 8 * lower + 8, row] += offset * x[row, columns].astype(np.float32).sum()
+    np.testing.assert_array_equal(y, 0)
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16"])

@@ -15,12 +15,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, registers
-from lowbit.passes.kernels.decode.kernel import Kernel
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.decode.spread import _SpreadKernel
 from lowbit.passes.kernels.decode.step_factors import StepFactors
+from lowbit.passes.lowering import mma
 from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 
@@ -36,6 +36,10 @@ SPECS = {
     "padded": MatmulSpec(40, 800, "u4", 50, zeros="float"),
     "q4_k": MatmulSpec.preset("q4_k", n=40, k=768),
     "q6_k": MatmulSpec.preset("q6_k", n=40, k=768),
+    "q3_k": MatmulSpec.preset("q3_k", n=40, k=768),
+    "q2_k": MatmulSpec.preset("q2_k", n=40, k=768),
+    "q8_0": MatmulSpec.preset("q8_0", n=40, k=768),
+    "mxfp4": MatmulSpec.preset("mxfp4", n=40, k=768),
     "nvfp4": MatmulSpec.preset("nvfp4", n=40, k=768),
     "spqr": SPQR,
 }
@@ -56,11 +60,20 @@ def test_one_token(spec: MatmulSpec) -> None:
     assert is_right(spec, ONE, 1)
 
 
+@pytest.mark.parametrize("name", ["float zeros", "int zeros", "offsets", "signed", "q2_k", "q3_k", "q6_k", "spqr"])
+def test_one_token_in_bf16(name: str) -> None:
+    """Offsets of codes differ between blocks of 16 columns, for codes of 2, 3 and 6 bits."""
+    spec = replace(SPECS[name], act="bf16", out="f32")
+    spec = replace(spec, scale="bf16") if spec.scale == "f16" and not spec.bilevel else spec
+    assert KernelPlan(spec, ONE).defers_offset
+    assert is_right(spec, replace(ONE, row_blocks=2), 1)
+
+
 @pytest.mark.parametrize(
     "choices",
     [
         {"row_blocks": 2, "warps_n": 2, "warps_k": 1, "split_k": 2},
-        {"num_stages": 1, "raw_codes": True},
+        {"num_stages": 1},
         {"split_k": 2, "cluster": 2},
     ],
     ids=str,
@@ -178,7 +191,7 @@ def test_mutations(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(KernelPlan, "scale_power", KernelPlan.exponent)
         assert not holds_over_all_scales(MatmulSpec(64, 256, "f4e2m1", 16, scale="e4m3", out="f32"))
     with monkeypatch.context() as patch:
-        patch.setattr(_SpreadKernel, "_fragments_of_x", Kernel._fragments_of_x)
+        patch.setattr(mma._Rows, "kept", lambda self, pair, rows: pair)
         assert not is_right(spec, ONE, 1)
 
 

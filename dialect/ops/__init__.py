@@ -103,7 +103,7 @@ from lowbit.dialect.ops.sends import SendOp
 from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp, QuantizedMatmulOp, QuantizeOp
 from lowbit.dialect.ops.tiles import (
     ConstantOp,
-    LoadDiagonalOp,
+    DiagonalOp,
     LoadMatrixOp,
     LoadOp,
     MaterializeOp,
@@ -150,6 +150,7 @@ __all__ = [
     "DecodePairOp",
     "DecodeShiftedPairOp",
     "DequantizeOp",
+    "DiagonalOp",
     "DivOp",
     "EncodeBytesOp",
     "EncodeFragmentsOp",
@@ -167,7 +168,6 @@ __all__ = [
     "LastArrivalOp",
     "LimbMmaOp",
     "LimbSumsOp",
-    "LoadDiagonalOp",
     "LoadMatrixOp",
     "LoadOp",
     "LoadOutliersOp",

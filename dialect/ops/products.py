@@ -161,12 +161,15 @@ class OffsetSumsOp(Lowbit.Operation, name="offset_sums", traits=[ext.Pure]):
     deferred offsets.
 
     The offsets of a 16 x 16 block of `format` depend on its place in a chunk (`dialect.formats.packing`) and repeat
-    down the rows; `start` is the column of the packed weight, modulo the chunk, that column 0 of b meets.
+    down the rows; `start` is the column of the packed weight, modulo the chunk, that column 0 of b meets. With
+    `by_block`, b has eight rows, as the source of `diagonal` has them: row i meets blocks i, i + 8, .. of 16 columns
+    from there on.
     """
 
     source: ext.Operand[RegType]
     format: FormatAttr
     start: ir.IntegerAttr
+    by_block = Flag()
     result: ext.Result[RegType]
 
     @verifier
@@ -178,3 +181,4 @@ class OffsetSumsOp(Lowbit.Operation, name="offset_sums", traits=[ext.Pure]):
         expect([*d.shape[:-2], d.shape[-1]] == [*batch, n], "result", f"{[*batch, 'm', n]}", list(d.shape))
         start = int(ir.IntegerAttr(op.start).value)
         expect(start >= 0 and start % 16 == 0, "start", "a multiple of 16", start)
+        expect(not op.by_block or n == 8, "rows of the source", 8, n)

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
-from lowbit.dialect.checks import activation, expect, fragments, in_range, real, same_element, verifier, within_warp
+from lowbit.dialect.checks import (
+    activation,
+    expect,
+    fragments,
+    in_range,
+    real,
+    same_element,
+    same_warps,
+    verifier,
+    within_warp,
+)
 from lowbit.dialect.elements import OPERANDS
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
@@ -60,34 +70,6 @@ class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
         aligned = last == 1 and all(stride % vector == 0 for stride in outer)
         expect(aligned, "strides", f"multiples of {vector} (16 bytes) and 1 for the last dim", list(source.strides))
         fragments(tile.layout, MMA_B_NK[bits], "result")
-
-
-class LoadDiagonalOp(Lowbit.Operation, name="load_diagonal"):
-    """One row x of columns [.., 1, k] as B fragments [.., 8, k] that keep blocks of 16 columns apart: row i has x in
-    blocks i, i + 8, i + 16 .. and 0 elsewhere.
-
-    A product with it has in column i what these blocks of k add to the sum.
-    """
-
-    source: ext.Operand[SharedType]
-    result: ext.Result[RegType]
-
-    @verifier
-    def verify_invariants(op: Any) -> None:
-        source, tile = Shared.of(op.source.type), Reg.of(op.result.type)
-        same_element(source.element, tile.element, "element of the tile")
-        activation(tile.element, "element")
-        expect(len(source.shape) >= 2, "rank of the buffer", "at least 2", len(source.shape))
-        *batch, columns = source.shape
-        expect(batch[-1] == 1, "rows of the buffer", 1, batch[-1])
-        shape = [*batch[:-1], 8, columns]
-        expect(list(tile.shape) == shape, "shape of the tile", shape, tile.shape)
-        expect(source.swizzle == 0, "swizzle", "none", source.swizzle)
-        *outer, last = source.strides
-        aligned = last == 1 and all(stride % 2 == 0 for stride in outer)
-        expect(aligned, "strides", "multiples of 2 and 1 for the last dim", list(source.strides))
-        blocks = fragments(tile.layout, MMA_M16N8K16_B_NK, "result")
-        within_warp(blocks, tile.layout.rank - 1, "columns of the result")
 
 
 class StoreOp(Lowbit.Operation, name="store"):
@@ -204,6 +186,30 @@ class ReshapeOp(Lowbit.Operation, name="reshape", traits=[ext.Pure]):
         same_element(a.element, b.element, "element")
         layout = a.layout.reshape(b.shape)
         expect(b.layout == layout, "layout", layout, b.layout)
+
+
+class DiagonalOp(Lowbit.Operation, name="diagonal", traits=[ext.Pure]):
+    """Blocks of 16 columns that stand below one another [.., 8, k / 8], in eight rows, side by side and apart
+    [.., 8, k]: row i of the result has its blocks at i, i + 8, i + 16 .. and 0 elsewhere. Both are B fragments.
+
+    A product with the result has in column i what the blocks of row i add to the sum.
+    """
+
+    source: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        a, b = Reg.of(op.source.type), Reg.of(op.result.type)
+        activation(a.element, "element of the source")
+        same_element(a.element, b.element, "element")
+        from_, to = (fragments(t.layout, MMA_M16N8K16_B_NK, what) for t, what in ((a, "source"), (b, "result")))
+        *batch, rows, columns = a.shape
+        expect(rows == 8, "rows of the source", 8, rows)
+        expect(list(b.shape) == [*batch, 8, 8 * columns], "result", [*batch, 8, 8 * columns], list(b.shape))
+        for blocks, what in ((from_, "columns of the source"), (to, "columns of the result")):
+            within_warp(blocks, len(a.shape) - 1, what)
+        same_warps(from_.reduce((-1,)), to.reduce((-1,)), "the source")
 
 
 class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):

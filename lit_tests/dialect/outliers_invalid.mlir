@@ -132,15 +132,6 @@ func.func @sparse_mma_scratch(%outliers: !table, %lines: !lines, %scratch: !scra
 
 // -----
 
-!x = !lowbit.shared<[2, 32], f16, [40, 1], 0>
-func.func @load_diagonal_rows(%x: !x) {
-  // expected-error @below {{'lowbit.load_diagonal' op rows of the buffer: expected 1, got 2}}
-  %0 = "lowbit.load_diagonal"(%x) : (!x) -> !lowbit.reg<[8, 32], f16, "local(1, 4).spatial(8, 4).local(1, 2)">
-  return
-}
-
-// -----
-
 !table = !lowbit.global<[5], i32, [1], [1]>
 !halves = !lowbit.shared<[16, 64], f16, [64, 1], 0>
 func.func @add_outliers_to_halves(%outliers: !table, %buffer: !halves, %i: i32) {

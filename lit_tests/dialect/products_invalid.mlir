@@ -148,3 +148,13 @@ func.func @sums_layout(%b: !b) {
   %0 = "lowbit.row_sums"(%b) : (!b) -> !lowbit.reg<[1, 8], f32, "spatial(1, 8).replicated(4)">
   return
 }
+
+// -----
+
+!b = !lowbit.reg<[16, 16], f16, "local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @offsets_by_block(%b: !b) {
+  // expected-error @below {{'lowbit.offset_sums' op rows of the source: expected 8, got 16}}
+  %0 = "lowbit.offset_sums"(%b) {format = #lowbit.format<"u2", []>, start = 0, by_block}
+    : (!b) -> !lowbit.reg<[16, 16], f32, "local(1, 2).local(2, 1).spatial(8, 4).local(1, 2)">
+  return
+}

@@ -245,3 +245,21 @@ func.func @view_scattered(%t: !lowbit.reg<[2, 32], vector<4xi32>, "spatial(2, 32
     -> !lowbit.reg<[16, 128], #lowbit.format<"u4", []>, "local(1, 4).spatial(1, 2).column_local(2, 2).spatial(8, 4).local(1, 2)">
   return
 }
+
+// -----
+
+!rows = !lowbit.reg<[16, 16], f16, "local(2, 2).spatial(8, 4).local(1, 2)">
+func.func @diagonal_rows(%rows: !rows) {
+  // expected-error @below {{'lowbit.diagonal' op rows of the source: expected 8, got 16}}
+  %0 = "lowbit.diagonal"(%rows) : (!rows) -> !lowbit.reg<[16, 128], f16, "local(2, 16).spatial(8, 4).local(1, 2)">
+  return
+}
+
+// -----
+
+!rows = !lowbit.reg<[8, 16], f16, "local(1, 2).spatial(8, 4).local(1, 2)">
+func.func @diagonal_columns(%rows: !rows) {
+  // expected-error @below {{'lowbit.diagonal' op result: expected [8, 128], got [8, 64]}}
+  %0 = "lowbit.diagonal"(%rows) : (!rows) -> !lowbit.reg<[8, 64], f16, "local(1, 8).spatial(8, 4).local(1, 2)">
+  return
+}

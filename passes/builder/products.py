@@ -19,9 +19,12 @@ class Products:
     def row_sums(self, tile: Tile, layout: Layout) -> Tile:
         return Tile(ops.RowSumsOp(tile.value, Reg("f32", layout).type).result)
 
-    def offset_sums(self, tile: Tile, format: DType, start: int, layout: Layout) -> Tile:
-        """Returns what an accumulator starts from when its weights were decoded with a deferred offset."""
-        return Tile(ops.OffsetSumsOp(tile.value, format_attr(format), i64(start), Reg("f32", layout).type).result)
+    def offset_sums(self, tile: Tile, format: DType, start: int, layout: Layout, by_block: bool = False) -> Tile:
+        """Returns what an accumulator starts from when its weights were decoded with a deferred offset. by_block: the
+        rows of the tile are blocks of columns, as those of the source of `diagonal`."""
+        op = ops.OffsetSumsOp(tile.value, format_attr(format), i64(start), Reg("f32", layout).type)
+        op.by_block = by_block
+        return Tile(op.result)
 
     def warpgroup_mma(self, a: Tile, b: Memory, start: int, c: Tile, overlap: bool = False) -> Tile:
         """c + a b^T, with columns start .. of b [.., k / 64, n, 64] in shared memory. overlap: the product before may

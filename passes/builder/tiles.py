@@ -24,10 +24,6 @@ class Tiles:
     def load_matrix(self, source: Memory, rows: Index, layout: Layout) -> Tile:
         return Tile(ops.LoadMatrixOp(source.value, as_i32(rows), Reg(source.type.element, layout).type).result)
 
-    def load_diagonal(self, source: Memory, layout: Layout) -> Tile:
-        """One row [.., 1, k] as fragments [.., 8, k] that have, in row i, the columns of blocks of 16 i, i + 8, ..."""
-        return Tile(ops.LoadDiagonalOp(source.value, Reg(source.type.element, layout).type).result)
-
     def store(
         self, value: Tile, target: Memory, offsets: Sequence[Index], boundary: Sequence[str] | None = None
     ) -> None:
@@ -55,6 +51,11 @@ class Tiles:
     def reshape(self, tile: Tile, shape: tuple[int, ...]) -> Tile:
         reg = Reg(tile.reg.element, tile.layout.reshape(shape))
         return Tile(ops.ReshapeOp(tile.value, reg.type).result)
+
+    def diagonal(self, tile: Tile, layout: Layout) -> Tile:
+        """Rows of blocks of 16 columns [.., 8, k / 8] side by side [.., 8, k]: row i has blocks i, i + 8, .. and 0
+        elsewhere."""
+        return Tile(ops.DiagonalOp(tile.value, Reg(tile.reg.element, layout).type).result)
 
     def materialize(self, tile: Tile) -> None:
         """Compute a tile here, not where it is first used."""

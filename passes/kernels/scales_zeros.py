@@ -102,13 +102,15 @@ class ScalesZeros:
 
     def with_exponent(self, scale: Tile, sign: int = 1) -> Tile:
         """The scale times the power of two that decoding left out; with sign -1, divided by it."""
-        p = self.p
-        if self.raw:
-            upper, lower = raw_exponents(self.spec.dtype)
-            return p.mul(scale, p.constant(2.0 ** (sign * upper), "f32", scale.layout, 2.0 ** (sign * lower)))
-        if self.exponent == 0:
+        upper, lower = (2.0 ** (sign * e) for e in self.exponents)
+        if upper == lower == 1.0:
             return scale
-        return p.mul(scale, p.constant(2.0 ** (sign * self.exponent), "f32", scale.layout))
+        return self.p.mul(scale, self.p.constant(upper, "f32", scale.layout, lower if lower != upper else None))
+
+    @property
+    def exponents(self) -> tuple[int, int]:
+        """The power of two that decoding left out, in the first eight rows of a block of 16 and in the others."""
+        return raw_exponents(self.spec.dtype) if self.raw else (self.exponent, self.exponent)
 
     def minus_zero(self, stored: Tile) -> Tile:
         """-z, and minus the offset; integer zeros are stored from the format's least value up."""

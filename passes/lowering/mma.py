@@ -9,9 +9,10 @@ from typing import Any
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.elements import ELEMENTS, OPERANDS, Element
+from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, Packing
 from lowbit.dialect.formats.raw_codes import deferred_offset
-from lowbit.dialect.formats.reals import REALS
+from lowbit.dialect.formats.reals import REALS, Real
 from lowbit.dialect.layouts.fragments import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Reg, read_format
@@ -102,17 +103,9 @@ def row_sums(op: Any, c: LoweringContext) -> None:
 @lowers(ops.OffsetSumsOp)
 def offset_sums(op: Any, c: LoweringContext) -> None:
     """Minus the deferred offsets times b^T: one fragment of offsets serves all row blocks."""
-    b, format_, start = c.tiles[op.source], read_format(op.format), int_attr(op, "start")
-    result, real = Reg.of(op.result.type), REALS[str(b.reg.element)]
-    vector = ir.VectorType.get([2], ir.Type.parse(real.name))
-    packing = Packing(format_.bits, ROWS, 1)
-
-    def offsets(k: int) -> list[Any]:
-        block = (start // BLOCK_K + k) % (packing.chunk // BLOCK_K)
-        numbers = [packing.place(block, register)[1] for register in range(4)]
-        return [emit.real(-deferred_offset(format_, real, number), vector) for number in numbers]
-
-    totals = _sums(b, offsets)
+    b, start, result = c.tiles[op.source], int_attr(op, "start") // BLOCK_K, Reg.of(op.result.type)
+    offsets = _Offsets(read_format(op.format), REALS[str(b.reg.element)])
+    totals = _sums_by_block(b, start, offsets, _Rows(c)) if op.by_block else _sums(b, lambda k: offsets.of(start + k))
     places = fragment_blocks(result.layout, MMA_M16N8_D)
     c.tiles[op.result] = Fragment(result, "scalar", lambda i: totals[places[i // 4][1]][i % 4])
 
@@ -127,6 +120,38 @@ def _sums(b: Fragment, a: Callable[[int], list[Any]]) -> dict[int, list[Any]]:
         pairs = [b.pair(2 * j + r) for r in range(2)]
         totals[column] = mma_sync(registers, pairs, totals.get(column, [zero] * 4), x)
     return totals
+
+
+class _Offsets:
+    """Minus the deferred offsets of blocks of 16 columns."""
+
+    def __init__(self, format_: DType, real: Real) -> None:
+        self._format, self._real, self._packing = format_, real, Packing(format_.bits, ROWS, 1)
+
+    def of(self, block: int) -> list[Any]:
+        """The registers of an A fragment."""
+        vector = ir.VectorType.get([2], ir.Type.parse(self._real.name))
+        return [emit.real(-offset, vector) for offset in self.numbers(block)]
+
+    def numbers(self, block: int) -> tuple[float, ...]:
+        place = block % (self._packing.chunk // BLOCK_K)
+        registers = (self._packing.place(place, register)[1] for register in range(4))
+        return tuple(deferred_offset(self._format, self._real, register) for register in registers)
+
+
+def _sums_by_block(b: Fragment, start: int, offsets: _Offsets, rows: _Rows) -> dict[int, list[Any]]:
+    """Accumulators where row i of fragment k of b is block start + 8 k + i: a product for all rows with the same
+    offsets."""
+    x, total = ELEMENTS[str(b.reg.element)], [emit.real(0.0, ir.F32Type.get())] * 4
+    for j, (_, k) in enumerate(fragment_blocks(b.reg.layout, MMA_M16N8K16_B_NK)):
+        alike: dict[tuple[float, ...], list[int]] = {}
+        for row in range(8):
+            alike.setdefault(offsets.numbers(start + 8 * k + row), []).append(row)
+        for same in alike.values():
+            kept = sum(1 << row for row in same)
+            pairs = [rows.kept(b.pair(2 * j + r), kept) for r in range(2)]
+            total = mma_sync(offsets.of(start + 8 * k + same[0]), pairs, total, x)
+    return {0: total}
 
 
 @lowers(ops.LoadMatrixOp)
@@ -145,37 +170,37 @@ def load_matrix(op: Any, c: LoweringContext) -> None:
     c.tiles[op.result] = fragment
 
 
-@lowers(ops.LoadDiagonalOp)
-def load_diagonal(op: Any, c: LoweringContext) -> None:
-    """Every lane loads its columns of the one block of eight that its row of b has, and zeros the others."""
-    reg, place = Reg.of(op.result.type), c.places[op.source]
-    blocks = fragment_blocks(reg.layout, MMA_M16N8K16_B_NK)
-    row, quad = c.thread_digit(8, 4), c.thread_digit(4)
-    word = ir.VectorType.get([2], ir.Type.parse(str(reg.element)))
-    first = arith.remui(row, emit.constant(min(8, len(blocks))))
-    columns = arith.addi(arith.muli(first, emit.constant(BLOCK_K)), arith.muli(quad, emit.constant(2)))
-    base = emit.offset_bytes(place.base, dynamic=arith.muli(columns, emit.constant(2)))
-    for dim, start in _starts_of_warp(c.threads, reg.layout, MMA_M16N8K16_B_NK).items():
-        base = emit.offset_bytes(base, dynamic=arith.muli(start, emit.constant(2 * place.type.strides[dim])))
-    loaded: dict[int, Any] = {}
-    here: dict[int, Any] = {}
+@lowers(ops.DiagonalOp)
+def diagonal(op: Any, c: LoweringContext) -> None:
+    """Of eight fragments of the result, each has one row of a fragment of the source."""
+    source, reg = c.tiles[op.source], Reg.of(op.result.type)
+    source_at = {k: j for j, (_, k) in enumerate(fragment_blocks(source.reg.layout, MMA_M16N8K16_B_NK))}
+    blocks = [k for _, k in fragment_blocks(reg.layout, MMA_M16N8K16_B_NK)]
+    rows = _Rows(c)
 
     def register(i: int) -> Any:
-        block, half = blocks[i // 2][1], i % 2
-        column = block // 8 * 8 * BLOCK_K + half * 8
-        if column not in loaded:
-            loaded[column] = llvm.load(word, emit.offset_bytes(base, static=2 * column), alignment=4)
-        if block % 8 not in here:
-            same = arith.cmpi(arith.CmpIPredicate.eq, row, emit.constant(block % 8))
-            here[block % 8] = arith.extui(emit.integer(), same)
-        # By 1 or 0 and not a selection, which takes the pipe that decoding takes. LLVM would make a selection of it.
-        bits = emit.bitcast(emit.integer(), loaded[column])
-        text, operands = "mul.lo.s32 $0, $1, $2;", [bits, here[block % 8]]
-        return emit.bitcast(word, llvm.inline_asm(emit.integer(), operands, text, "=r,r,r", asm_dialect=0))
+        block = blocks[i // 2]
+        return rows.kept(source.pair(2 * source_at[block // 8] + i % 2), 1 << block % 8)
 
-    fragment = Fragment(reg, "pair", register)
-    c.pending.add_read(fragment)
-    c.tiles[op.result] = fragment
+    c.tiles[op.result] = Fragment(reg, "pair", register)
+
+
+class _Rows:
+    """Some rows of a B fragment, and 0 in place of the others. Rows are the bits of a number."""
+
+    def __init__(self, c: LoweringContext) -> None:
+        self._row = c.thread_digit(8, 4)
+        self._factors: dict[int, Any] = {}
+
+    def kept(self, pair: Any, rows: int) -> Any:
+        if rows == 0xFF:
+            return pair
+        if rows not in self._factors:
+            here = arith.shrui(emit.constant(rows), self._row)
+            self._factors[rows] = arith.andi(here, emit.constant(1))
+        # By 1 or 0 and not a selection, which takes the pipe that decoding takes. LLVM would make a selection of it.
+        text, operands = "mul.lo.s32 $0, $1, $2;", [emit.bitcast(emit.integer(), pair), self._factors[rows]]
+        return emit.bitcast(pair.type, llvm.inline_asm(emit.integer(), operands, text, "=r,r,r", asm_dialect=0))
 
 
 class _MatrixLoads:

@@ -180,7 +180,9 @@ class _Launch:
         """Clocks of the tensor core."""
         s, spec = self.schedule, self.spec
         mma = s.mma_columns / 4
-        if not s.wgmma and (
+        if s.spread_k:
+            mma *= 1 + self.plan.sums_x / (COLUMNS * s.row_blocks)  # one more for eight blocks of k, and all row blocks
+        elif not s.wgmma and (
             spec.zeros in ("float", "offset") or (spec.zeros == "int" and spec.packing.bits <= OFFSET_BITS)
         ):
             mma *= 1 + 1 / s.row_blocks  # sums of x: one more for all row blocks

@@ -246,13 +246,17 @@ class Kernel:
         width = s.step_k // self.parts
         for group in range(self.parts):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
-            zero = p.constant(0.0, "f32", self.d_layout)
-            if self.plan.defers_offset:
-                zero = p.offset_sums(b_group, self.spec.dtype, group * width % self.packing.chunk, self.d_layout)
-            product = p.mma(a_group, b_group, zero)
-            sums = p.row_sums(b_group, self.sum_layout) if self.zeros_in_sums else None
+            product, sums = self._product_and_sums(a_group, b_group, group * width)
             total = self._add_scaled(total, product, group, sums)
         return [total]
+
+    def _product_and_sums(self, a: Tile, b: Tile, start: int) -> tuple[Tile, Tile | None]:
+        """Returns the product of weights and x, columns `start` .. of a step, and the sums of x if they are needed."""
+        p = self.p
+        first = p.constant(0.0, "f32", self.d_layout)
+        if self.plan.defers_offset:
+            first = p.offset_sums(b, self.spec.dtype, start % self.packing.chunk, self.d_layout)
+        return p.mma(a, b, first), p.row_sums(b, self.sum_layout) if self.zeros_in_sums else None
 
     def _fragments_of_x(self) -> Tile:
         """Returns the step's activations as the operand that codes are multiplied by."""

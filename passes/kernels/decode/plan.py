@@ -136,8 +136,10 @@ class KernelPlan:
         t, s = self.spec.dtype, self.schedule
         if self.spec.compute:
             return False
-        narrow = t.bits <= OFFSET_BITS and can_defer_offset(t, compute_element(t, self.spec.act))
-        return narrow and s.row_blocks > 1 and not s.wgmma and not s.raw_codes
+        able = can_defer_offset(t, compute_element(t, self.spec.act))
+        if s.spread_k:  # two or three mma for eight fragments of x
+            return able and not can_use_raw_codes(self.spec)
+        return able and t.bits <= OFFSET_BITS and s.row_blocks > 1 and not s.wgmma and not s.raw_codes
 
     @property
     def raw_codes(self) -> bool:
@@ -146,6 +148,8 @@ class KernelPlan:
         s, spec = self.schedule, self.spec
         if spec.compute:
             return True
+        if s.spread_k:  # one mma adds up x of eight blocks
+            return can_use_raw_codes(spec)
         if s.raw_codes or s.integer_mma or not can_use_raw_codes(spec) or self.defers_offset or self.rounds_scales:
             return s.raw_codes
         if spec.zeros in ("float", "offset"):
@@ -168,6 +172,11 @@ class KernelPlan:
         """Whether zeros and offsets, that of codes included, are made up for by sums of x."""
         elsewhere = self.zeros_in_decode or self.rounds_zeros
         return (self.spec.zeros != "none" or self.stored_offset > 0) and not elsewhere
+
+    @property
+    def sums_x(self) -> bool:
+        """Whether x is added up, for zeros and offsets, or for those of codes."""
+        return self.zeros_in_sums or self.defers_offset
 
     @property
     def computes_scales(self) -> bool:

@@ -35,7 +35,8 @@ class Schedule(KernelSchedule):
     preload_weights    load a block's part of the weight to registers, and x to shared memory, before the first product
     min_blocks         fill the grid up to so many blocks with empty ones
     prefetch_limit     rounds of the weight under way until the kernel before has ended; 0: as many as there are stages
-    raw_codes          skip the subtraction for signed codes and zero points as well; sums of x correct the result
+    raw_codes          skip the subtraction for signed codes and zero points as well; sums of x correct the result. With
+                       spread_k that is always so
     refill             when a round starts the copies of a later one: before its products, after its first product has
                        begun (wgmma), or as each warp gets there, without a barrier per round (wgmma)
     overlap_groups     begin the product of a group before that of the last group has ended (wgmma)
