@@ -42,7 +42,7 @@ CUT = PrefillSchedule(32, last_tokens=16)
 def waves(spec: MatmulSpec, schedule: PrefillSchedule, m: int, blocks: int = SM_COUNT) -> tuple[int, int]:
     """Full waves, and the tokens of the tiles or slices of one that is not full."""
     found = PrefillPlan(spec, schedule).waves(m, blocks // schedule.cluster)
-    return found.full, found.last if found.busy else 0
+    return found.full, found.last.tokens if found.busy else 0
 
 
 def is_right(spec: MatmulSpec, schedule: PrefillSchedule, m: int) -> bool:

@@ -96,7 +96,7 @@ def test_activations_of_8_bits(choices: dict[str, Any], schedule: dict[str, int]
 SPEC = MatmulSpec(300, 1024, "u4", group_size=128)
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "nothing added": (Exchange, "_plus_received", lambda self, own, token: own),
-    "shares in one order": (Kernel, "_boxes_of_tokens", lambda self, tokens: [(0, 0), (tokens, tokens)]),
+    "shares in one order": (Kernel, "_boxes_of_tokens", lambda self, tokens, blocks: [(0, 0), (tokens, tokens)]),
     "first tokens": (Kernel, "_first_stored", lambda self: self.here.token),
 }
 

@@ -11,6 +11,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, margin, waves_of
+from lowbit.passes.kernels.prefill.plan import TileShape
 from lowbit.passes.target import Target
 
 _LAUNCH = 1.9  # microseconds of a launch that the one before does not hide
@@ -32,14 +33,14 @@ def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: T
     plan = EightBitPrefillPlan(spec, s)
     waves = waves_of(plan, tokens, target)
     sharing = _MULTICAST if s.cluster > 1 and waves.count > 1 and s.tokens > _NARROW else 1.0
-    tiles = waves.full * _tile(plan, s.tokens, sharing) + (waves.busy > 0) * _tile(plan, waves.last, sharing)
+    tiles = waves.full * _tile(plan, plan.whole, sharing) + (waves.busy > 0) * _tile(plan, waves.last, sharing)
     return max(_LAUNCH + late(s, target) + tiles, spec.bytes / _MEMORY) * margin(s)
 
 
-def _tile(plan: EightBitPrefillPlan, tokens: int, sharing: float) -> float:
-    """Microseconds of a tile or slice of so many tokens; sharing: what the time of its rounds is multiplied by."""
-    end = _END_PER_TOKEN * tokens / plan.schedule.split_k + exchange(plan, _EXCHANGE)
-    return plan.rounds * _round(plan, tokens) * sharing + end
+def _tile(plan: EightBitPrefillPlan, shape: TileShape, sharing: float) -> float:
+    """Microseconds of a tile or slice; sharing: what the time of its rounds is multiplied by."""
+    end = _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE)
+    return shape.rounds * _round(plan, shape.tokens) * sharing + end
 
 
 def _round(plan: EightBitPrefillPlan, tokens: int) -> float:

@@ -85,10 +85,10 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
         return PromotedSums(p, layout, parts, self.spec.x.sums, plan.schedule.banks)
 
     def _tile(self, carried: list[Tile]) -> list[Tile]:
-        p, plan = self.p, self.plan
-        self.products = self.products_of[self.tokens]
+        p = self.p
+        self.products = self.products_of[self.shape.tokens]
         self.products.begin_tile()
-        with p.loop(self.first_round, plan.rounds, carried) as loop:
+        with p.loop(self.first_round, self.shape.rounds, carried) as loop:
             loop.results = self._round(loop.index, loop.carried)
         self._copy_first_panels_of_slice()
         for part, total in enumerate(self._of_all_columns(self.products.end_tile())):

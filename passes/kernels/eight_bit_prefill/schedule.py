@@ -37,10 +37,9 @@ class EightBitPrefillSchedule(PrefillSchedule):
         if self.tokens % (16 * self.parts):
             raise SpecError(f"schedule: parts={self.parts} must cut tokens={self.tokens} into multiples of 16")
 
-    @property
-    def slice_sizes(self) -> tuple[int, ...]:
-        """The values of `last_tokens` besides 0: no more than the tokens of a product."""
-        return tuple(n for n in super().slice_sizes if n <= self.tokens // self.parts)
+    def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
+        """Returns the values of `last_tokens` besides 0: no more than the tokens of a product."""
+        return tuple(n for n in super().slice_sizes(last_split_k) if n <= self.tokens // self.parts)
 
     @property
     def _whole(self) -> str:

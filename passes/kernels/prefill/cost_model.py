@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.legality import exchanged_bytes
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, Waves
+from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape, Waves
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.target import Target
 
@@ -34,7 +34,7 @@ def predict(spec: MatmulSpec, tokens: int, s: PrefillSchedule, target: Target) -
     plan = PrefillPlan(spec, s)
     waves = waves_of(plan, tokens, target)
     pace = _pace(s, waves)
-    tiles = waves.full * _tile(plan, s.tokens, pace) + (waves.busy > 0) * _tile(plan, waves.last, pace)
+    tiles = waves.full * _tile(plan, plan.whole, pace) + (waves.busy > 0) * _tile(plan, waves.last, pace)
     return max(_LAUNCH + late(s, target) + tiles, spec.bytes / _MEMORY) * margin(s)
 
 
@@ -45,10 +45,10 @@ def _pace(s: PrefillSchedule, waves: Waves) -> float:
     return 1.0 if waves.full else 1 - _IDLE * (1 - waves.busy)
 
 
-def _tile(plan: PrefillPlan, tokens: int, pace: float) -> float:
-    """Microseconds of a tile or slice of so many tokens; pace: what the time of its panels is multiplied by."""
-    panels = plan.rounds * plan.panels * _panel(plan, tokens) * pace
-    return panels + _END_PER_TOKEN * tokens / plan.schedule.split_k + exchange(plan, _EXCHANGE)
+def _tile(plan: PrefillPlan, shape: TileShape, pace: float) -> float:
+    """Microseconds of a tile or slice; pace: what the time of its panels is multiplied by."""
+    panels = shape.rounds * plan.panels * _panel(plan, shape.tokens) * pace
+    return panels + _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE)
 
 
 def _panel(plan: PrefillPlan, tokens: int) -> float:
@@ -74,9 +74,9 @@ def margin(s: PrefillSchedule) -> float:
     return _MARGIN if s.last_tokens else 1.0
 
 
-def exchange(plan: PrefillPlan, first: float) -> float:
+def exchange(shape: TileShape, first: float) -> float:
     """Microseconds of a tile until the sums of blocks that split k are added up; first: until the first are there."""
-    return first + exchanged_bytes(plan) / _SENT if plan.schedule.split_k > 1 else 0.0
+    return first + exchanged_bytes(shape) / _SENT if shape.split_k > 1 else 0.0
 
 
 def clusters(s: PrefillSchedule, target: Target) -> int:

@@ -1,5 +1,5 @@
-"""Schedules that cut the tiles of an incomplete last wave (`PrefillSchedule.last_tokens`), for families of persistent
-blocks."""
+"""Schedules that cut the tiles of an incomplete last wave (`PrefillSchedule.last_tokens`, `last_split_k`), for families
+of persistent blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.cost_model import waves_of
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, Waves
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.target import Target
 
@@ -18,14 +18,17 @@ S = TypeVar("S", bound=PrefillSchedule)
 
 
 def with_cuts(spec: MatmulSpec, tokens: int, schedules: Iterable[S], target: Target) -> Iterator[S]:
-    """Yields every schedule and, where an incomplete wave of its tiles follows others, the one that cuts these into the
-    smallest slices that fit one wave. Where it is the only wave, smaller tiles do the same."""
+    """Yields every schedule and, where an incomplete wave of its tiles follows others, those that cut these into the
+    smallest slices that fit one wave: for one block each, and for blocks of a cluster that split their k. Where it is
+    the only wave, smaller tiles do the same."""
     for s in schedules:
         yield s
-        cuts = (replace(s, last_tokens=last) for last in s.slice_sizes)
-        yield from islice((c for c in cuts if _is_cut(waves_of(PrefillPlan(spec, c), tokens, target), c)), 1)
+        for split in sorted({1, s.cluster}):
+            cuts = (replace(s, last_tokens=last, last_split_k=split) for last in s.slice_sizes(split))
+            yield from islice((c for c in cuts if _is_cut(PrefillPlan(spec, c), tokens, target)), 1)
 
 
-def _is_cut(waves: Waves, s: PrefillSchedule) -> bool:
+def _is_cut(plan: PrefillPlan, tokens: int, target: Target) -> bool:
     """Whether the last of several waves has slices."""
-    return waves.full > 0 and waves.busy > 0 and waves.last == s.last_tokens
+    waves = waves_of(plan, tokens, target)
+    return waves.full > 0 and waves.busy > 0 and waves.last == plan.slice

@@ -1,4 +1,4 @@
-"""The end of a tile whose k is split over the blocks of a cluster: they add up their sums.
+"""The end of a tile or a slice whose k is split over the blocks of a cluster: they add up their sums.
 
 Each block stores a share of the tile's tokens. It has its own share first among its tokens, then that of the next rank
 (`Kernel._boxes_of_tokens`): so what a block keeps is in the same registers in all of them. It sends the other shares'
@@ -18,30 +18,26 @@ from collections.abc import Sequence
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import local
 from lowbit.passes.builder import Program, Scalar, Tile
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.plan import TileShape
 from lowbit.passes.kernels.prefill.schedule import WARPS
 
 _COLUMN = 8  # tokens, of which a thread has four sums: 16 bytes
+_THREADS = 32 * WARPS
 
 
 class Exchange:
-    """Adds up the sums of the blocks of a cluster in program `p`. rank: the number of this block in it."""
+    """Adds up the sums of the blocks of a cluster in program `p`. shape: what they split; rank: the number of this
+    block in the cluster. Blocks have to know that the signals of the others are there."""
 
-    def __init__(self, p: Program, plan: PrefillPlan, rank: Scalar) -> None:
-        self.p, self.rank, self.blocks, self.share = p, rank, plan.schedule.split_k, plan.share
-        self.threads = plan.schedule.threads
+    def __init__(self, p: Program, shape: TileShape, rank: Scalar) -> None:
+        self.p, self.rank, self.blocks, self.share = p, rank, shape.split_k, shape.share
         self._places = (self.blocks - 1) * self.share // _COLUMN
-        self._buffer = p.alloc_shared("f32", (self._places, self.threads, 4))
+        self._buffer = p.alloc_shared("f32", (self._places, _THREADS, 4))
         self._received, self._read = p.signals(1, 1, groups=WARPS), p.signals(1, WARPS * self.blocks)
-        p.barrier("cluster_arrive", relaxed=True)
-
-    def meet(self) -> None:
-        """Waits until the signals of all blocks are there."""
-        self.p.barrier("cluster_wait")
 
     def add_up(self, parts: Sequence[Tile], number: Scalar) -> list[Tile]:
         """Returns the sums over all blocks of this block's share of the tokens, cut like `parts`, its own sums of all
-        tokens in order. number: that of the tile, counted in the block."""
+        tokens in order. number: how many tiles or slices were added up before."""
         p = self.p
         cut = [piece for part in parts for piece in self._cut(part)]
         own = len(cut) // self.blocks
@@ -57,7 +53,7 @@ class Exchange:
         return total
 
     def leave(self, tiles: Scalar) -> None:
-        """Nobody leaves before all have read what came last, which they say here. tiles: how many this block had."""
+        """Nobody leaves before all have read what came last, which they say here. tiles: how many were added up."""
         self._await_read(tiles)
 
     def _await_read(self, number: Scalar) -> None:
@@ -71,7 +67,7 @@ class Exchange:
 
     def _flat(self, sums: Tile) -> Tile:
         """The registers of sums [rows, tokens] in their order: [tokens / 8, threads, 4]."""
-        layout = local(sums.shape[1] // _COLUMN, 1, 1).spatial(1, self.threads, 1).local(1, 1, 4)
+        layout = local(sums.shape[1] // _COLUMN, 1, 1).spatial(1, _THREADS, 1).local(1, 1, 4)
         return self.p.view(sums, "f32", layout)
 
     def _plus_received(self, own: Tile, token: int) -> Tile:

@@ -18,7 +18,7 @@ the tensor core must never wait, and nothing may be moved twice that could be mo
   multiprocessors. At the end of a tile they add up sums (`prefill.exchange`) and store a share of the tokens each.
 - Tiles of an incomplete last wave may be cut along tokens into slices (`prefill.tile_order`). The same stages and
   registers serve them: the pipeline goes on from the last whole tile to the slice, whose panels are copied by boxes of
-  fewer tokens and read from the first rows of a stage.
+  fewer tokens and read from the first rows of a stage. Blocks of a cluster may share a slice and split its k.
 
 Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in registers:
 
@@ -41,7 +41,7 @@ Loop nest. A block has 128 rows and `tokens` tokens at a time, whose sums are in
         add the sums of blocks that have other parts of k
         if this block's slice comes next: copy its first panels of x
         scale rows, add the bias, convert; turn around in shared memory, store y[t, n] in 16-byte pieces
-    this block's slice of a cut tile, if it has one, in the same way with `last_tokens` tokens
+    this block's slice of a cut tile, if it has one, in the same way with `last_tokens` tokens and its part of k
 
 Weights of groups are scaled before they are multiplied, and so rounded to the type of x, as `dequantize` rounds them:
 to scale the sums of every group instead, products would have to be waited for (it took 1.9 times as long). Scales that
@@ -75,7 +75,7 @@ from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
 from lowbit.passes.kernels.prefill.tile_order import Position, TileOrder
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
@@ -106,12 +106,10 @@ class Kernel:
         self._make_weight()
         block, blocks = p.block_id(0), p.block_count(0)
         self.rank = p.block_id(1) if s.cluster_blocks > 1 else Scalar.of(0)
-        self.exchange = Exchange(p, plan, self.rank) if s.split_k > 1 else None
-        self.first_round: Index = self.rank * plan.rounds if s.split_k > 1 else 0
-        if s.cluster > 1:
-            p.barrier("cluster")  # the signals of all blocks are there
-        self.order, self.tokens = TileOrder(plan, p["m"], block, blocks, self.rank), s.tokens
-        first = self.order.first()
+        self.exchange = Exchange(p, plan.split, self.rank) if plan.split else None
+        self._announce_signals()
+        self.order = TileOrder(plan, p["m"], block, blocks, self.rank)
+        first, self.first_round = self.order.first(), self._first_round_if(self.order.has_whole)
         self._load_first(first.row_tile)
         self.weight.fill_table()
         self._begin_outliers(first.row_tile)
@@ -119,28 +117,34 @@ class Kernel:
         p.grid_wait()
         self._copy_first_panels(first.token)
         self._prepare_first_factors()
-        if self.exchange:
-            self.exchange.meet()
+        if s.split_k > 1:
+            p.barrier("cluster_wait")
         self.mine = self.order.count()
         with p.loop(0, self.mine, self.registers.flat()) as loop:
             self._begin(loop.index)
             loop.results = self._tile(loop.carried)
-        if s.last_tokens:
-            self._compute_slice(loop.carried)
+        if plan.slice:
+            self._compute_slice(plan.slice, loop.carried)
         self._leave()
 
-    def _compute_slice(self, carried: list[Tile]) -> None:
+    def _announce_signals(self) -> None:
+        """Blocks of a cluster say that their signals are there. Those that share x wait for one another at once."""
+        if self.schedule.cluster > 1:
+            self.p.barrier("cluster")
+        elif self.exchange:
+            self.p.barrier("cluster_arrive", relaxed=True)
+
+    def _compute_slice(self, slice_: TileShape, carried: list[Tile]) -> None:
         """Computes this block's slice of a cut tile, if it has one."""
-        self.tokens = self.schedule.last_tokens
         with self.p.when(self.order.has_slice):
-            self._begin_slice()
+            self._begin_slice(slice_)
             self._tile(carried)
 
     def _leave(self) -> None:
-        """Nobody leaves while another copies x to it, or arrives at its signals."""
+        """Nobody leaves while another copies x to it, sends it sums, or arrives at its signals."""
         if self.schedule.cluster > 1:
             self.p.barrier("cluster")
-        if self.exchange:
+        elif self.exchange:
             self.exchange.leave(self.mine)
 
     def _begin_outliers(self, row_tile: Scalar) -> None:
@@ -200,10 +204,10 @@ class Kernel:
 
     def _tile(self, carried: list[Tile]) -> list[Tile]:
         """Computes the tile or slice `here`; what the next one's first round begins with."""
-        p, sums, registers = self.p, self.sums[self.tokens], self.registers.like(carried)
+        p, sums, registers = self.p, self.sums[self.shape.tokens], self.registers.like(carried)
         p.clear(sums)
         self._write_outliers(0, registers)
-        with p.loop(self.first_round, self.plan.rounds, registers.flat()) as loop:
+        with p.loop(self.first_round, self.shape.rounds, registers.flat()) as loop:
             loop.results = self._round(loop.index, loop.carried)
         self._copy_first_panels_of_slice()
         registers, total = self.registers.like(loop.carried), p.read(sums)
@@ -213,16 +217,28 @@ class Kernel:
 
     def _begin(self, number: Scalar) -> None:
         """Notes where the whole tile of this number, counted in the block, is, and the next one."""
-        self.number, tile = number, self.order.tile(number)
-        self.here, self.next = self.order.position(tile), self.order.after(tile)
+        self.shape, self.number, tile = self.plan.whole, number, self.order.tile(number)
+        self.here, self.next = self.order.whole_at(tile), self.order.after(tile)
         self.has_next = number + 1 < self.mine
+        self.first_round, self.next_round = self._first_round(self.shape), self._first_round_if(self.has_next)
         self.rounds_before = number * self.plan.rounds - self.first_round
 
-    def _begin_slice(self) -> None:
+    def _begin_slice(self, slice_: TileShape) -> None:
         """Notes where this block's slice is. Nothing comes after it."""
-        tile = self.next = self.order.cut()
-        self.here, self.has_next = Position(tile.row_tile, tile.token + self.order.slice_token), Scalar.of(0) < 0
-        self.rounds_before = self.mine * self.plan.rounds
+        self.shape, self.number, tile = slice_, Scalar.of(0), self.order.cut()
+        self.next, self.here = tile, Position(tile.row_tile, tile.token + self.order.slice_token)
+        self.has_next = Scalar.of(0) < 0
+        self.first_round = self.next_round = self._first_round(slice_)
+        self.rounds_before = self.mine * self.plan.rounds - self.first_round
+
+    def _first_round(self, shape: TileShape) -> Index:
+        """The first round of a tile or slice that this block has."""
+        return self.rank * shape.rounds if shape.split_k > 1 else 0
+
+    def _first_round_if(self, whole: Scalar) -> Index:
+        """The first round of a whole tile if a condition holds, of this block's slice otherwise."""
+        of_whole, slice_ = self._first_round(self.plan.whole), self.plan.slice
+        return whole.select(of_whole, self._first_round(slice_)) if slice_ and slice_.split_k > 1 else of_whole
 
     def _end(self, total: Tile) -> None:
         """Scales sums of whole rows, and stores them."""
@@ -234,11 +250,11 @@ class Kernel:
 
     def _of_all_columns(self, parts: Iterable[Tile]) -> Iterable[Tile]:
         """Sums of all columns for the tokens that this block stores, cut like its own sums of the tile."""
-        return self.exchange.add_up(list(parts), self.number) if self.exchange else parts
+        return self.exchange.add_up(list(parts), self.number) if self.exchange and self.shape.split_k > 1 else parts
 
     def _first_stored(self) -> Scalar:
         """The first token of the tile that this block stores."""
-        return self.here.token + self.rank * self.plan.share if self.exchange else self.here.token
+        return self.here.token + self.rank * self.shape.share if self.shape.split_k > 1 else self.here.token
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
@@ -246,7 +262,7 @@ class Kernel:
         coming, factors, number = self._coming_round(index), self.weight.factors, self.rounds_before + index
         factors.copy(*coming, (number + 1) % 2)
         factors.use(number % 2)
-        sums = self.sums[self.tokens]
+        sums = self.sums[self.shape.tokens]
         for panel in range(plan.panels):
             parts = list(parts_of_panel(plan, panel))
             ready = self._fragments(parts, panel, registers)
@@ -265,8 +281,8 @@ class Kernel:
 
     def _coming_round(self, index: Scalar) -> tuple[Scalar, Scalar]:
         """The round after this one, or the next tile's first: its tile of rows, and its number."""
-        inside = index + 1 < self.first_round + self.plan.rounds
-        return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, self.first_round)
+        inside = index + 1 < self.first_round + self.shape.rounds
+        return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, self.next_round)
 
     def _go_on_to_outliers_of(self, panel: Scalar, registers: WeightRegisters) -> None:
         """Writes the outliers of the next panel, counted in the tile, in place of this one's. Behind the last panel of
@@ -305,40 +321,40 @@ class Kernel:
 
     def _copy_first_panels(self, token: Scalar) -> None:
         """Copies the panels of the first tile that are under way when the first is multiplied."""
-        has_whole = self.order.has_whole
+        has_whole, slice_ = self.order.has_whole, self.plan.slice
         with self.p.one_thread(has_whole):
-            self._copy_ahead(self.tokens, token)
-        if self.schedule.last_tokens:
+            self._copy_ahead(self.plan.whole, token)
+        if slice_:
             with self.p.one_thread(self.order.slice_unless(has_whole)):
-                self._copy_ahead(self.schedule.last_tokens, token + self.order.slice_token)
+                self._copy_ahead(slice_, token + self.order.slice_token)
         self.weight.factors.await_copies()
 
     def _copy_first_panels_of_slice(self) -> None:
         """Copies those of this block's slice if it comes next. Products are waited for first: with anything else
         between the last one and its wait, the assembler may read sums too early."""
-        p, last_tokens = self.p, self.schedule.last_tokens
-        if last_tokens in (0, self.tokens):
+        p, slice_ = self.p, self.plan.slice
+        if slice_ in (None, self.shape):
             return
         p.await_products(0)
         with p.one_thread(self.order.slice_unless(self.has_next)):
             self._await_free_stages()
-            self._copy_ahead(last_tokens, self.next.token + self.order.slice_token)
+            self._copy_ahead(slice_, self.next.token + self.order.slice_token)
 
     def _await_free_stages(self) -> None:
         """Waits until warps have left the stages that the first panels are copied to, the last of these last."""
         ahead = self.plan.ahead
         self.p.await_signal(self.empty, ahead - 1, (self._use(self.plan.rounds, ahead) + 1) % 2)
 
-    def _copy_ahead(self, tokens: int, token: Scalar) -> None:
-        """Copies the first panels of a tile or slice of so many tokens."""
+    def _copy_ahead(self, shape: TileShape, token: Scalar) -> None:
+        """Copies the first panels of a tile or slice."""
         for panel in range(self.plan.ahead):
-            self._copy_panel_of(tokens, panel, token, self.first_round * self.plan.panels + panel)
+            self._copy_panel_of(shape, panel, token, self._first_round(shape) * self.plan.panels + panel)
 
     def _later_panel(self, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
         """The panel that is copied while this one is multiplied: whether it is of this tile, or else of the next; its
         first token; and its number in the tile."""
         plan = self.plan
-        coming, per_tile = index * plan.panels + (panel + plan.ahead), plan.rounds * plan.panels
+        coming, per_tile = index * plan.panels + (panel + plan.ahead), self.shape.rounds * plan.panels
         inside = coming < self.first_round * plan.panels + per_tile
         token, column = inside.select(self.here.token, self.next.token), inside.select(coming, coming - per_tile)
         return inside, token, column
@@ -350,21 +366,22 @@ class Kernel:
         with p.one_thread(inside | self.has_next):
             stage = (panel + plan.ahead) % self.schedule.num_stages
             p.await_signal(self.empty, stage, (self._use(index, panel + plan.ahead + 1) + 1) % 2)
-            self._copy_panel_of(self.tokens, stage, token, column)
+            self._copy_panel_of(self.shape, stage, token, column)
 
-    def _copy_panel_of(self, tokens: int, stage: int, token: Scalar, panel: Index) -> None:
-        """Starts to copy a panel of x, counted in a tile or slice of so many tokens."""
-        p, s, name = self.p, self.schedule, self.plan.x_of[tokens]
-        p.expect(self.full, stage, tokens * s.panel_k * self.spec.x.bytes)
+    def _copy_panel_of(self, shape: TileShape, stage: int, token: Scalar, panel: Index) -> None:
+        """Starts to copy a panel of x, counted in a tile or slice."""
+        p, s, name = self.p, self.schedule, self.plan.x_of[shape.tokens]
+        p.expect(self.full, stage, shape.tokens * s.panel_k * self.spec.x.bytes)
         of_box, width = self.plan.boxes[name]
-        for box, (source, row) in product(range(s.panel_k // width), self._boxes_of_tokens(of_box)):
+        copies = s.cluster if shape.split_k == 1 else 1
+        for box, (source, row) in product(range(s.panel_k // width), self._boxes_of_tokens(of_box, shape.split_k)):
             where, to = (panel * s.panel_k + box * width, token + source), box * s.tokens + row
-            p.copy_box(p[name], p.stage(self.x, stage), self.full, stage, where, to, s.cluster)
+            p.copy_box(p[name], p.stage(self.x, stage), self.full, stage, where, to, copies)
 
-    def _boxes_of_tokens(self, tokens: int) -> list[tuple[Index, Index]]:
+    def _boxes_of_tokens(self, tokens: int, blocks: int) -> list[tuple[Index, Index]]:
         """The boxes of so many tokens that this block copies: the first token of each in the tile, and its row in the
-        stage. Blocks that share x copy a box each; those that split k copy all, their own share first."""
-        blocks = self.schedule.split_k
+        stage. Blocks that share x copy a box each; those that split k copy all, their own share first. blocks: how many
+        split k."""
         if blocks == 1:
             return [(self.rank * tokens, self.rank * tokens)]
         return [((self.rank + turn) % blocks * tokens, turn * tokens) for turn in range(blocks)]

@@ -6,7 +6,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
-from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan
+from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.kernels.requirements import fits_async_x, scale_table
 from lowbit.passes.lowering.recipes import compute_element
@@ -46,13 +46,14 @@ def check_plan(plan: PrefillPlan, needed: int, target: Target) -> None:
 def check_split(plan: PrefillPlan) -> None:
     """Raises SpecError where blocks cannot split k."""
     s = plan.schedule
-    if s.split_k == 1:
+    if plan.split is None:
         return
-    split = f"schedule: split_k={s.split_k}"
-    if s.cluster > 1:
+    field = "split_k" if s.split_k > 1 else "last_split_k"
+    split = f"schedule: {field}={plan.split.split_k}"
+    if s.split_k > 1 and s.cluster > 1:
         raise SpecError(f"{split} needs cluster=1, got {s.cluster}: blocks of a cluster share x or split k")
     if plan.spec.outliers:
-        raise SpecError(f"{split} does not fit outliers, which are found from the first column on; take split_k=1")
+        raise SpecError(f"{split} does not fit outliers, which are found from the first column on; take {field}=1")
 
 
 def check_shared(plan: PrefillPlan, needed: int, target: Target) -> None:
@@ -82,13 +83,13 @@ def shared_bytes(plan: PrefillPlan) -> int:
     stages = s.num_stages * s.tokens * s.panel_k * spec.x.bytes
     signals = 2 * (-(-8 * s.num_stages // 128) * 128)
     out = WARPS * plan.out_tokens * plan.out_pitch * spec.y.bytes
-    exchange = exchanged_bytes(plan) + 2 * 128 if s.split_k > 1 else 0  # two kinds of signals
+    exchange = exchanged_bytes(plan.split) + 2 * 128 if plan.split else 0  # two kinds of signals
     return stages + signals + out + exchange + weight_bytes(plan)
 
 
-def exchanged_bytes(plan: PrefillPlan) -> int:
+def exchanged_bytes(shape: TileShape) -> int:
     """Bytes of sums that a block gets from others that split k with it, and sends to them."""
-    return 4 * ROWS_OF_TILE * plan.share * (plan.schedule.split_k - 1)
+    return 4 * ROWS_OF_TILE * shape.share * (shape.split_k - 1)
 
 
 def weight_bytes(plan: PrefillPlan) -> int:

@@ -18,16 +18,35 @@ OUT_TOKENS = (64, 48, 32, 16)  # tokens that may be turned around in shared memo
 
 
 @dataclass(frozen=True)
+class TileShape:
+    """How much a block computes at a time: of a whole tile, or of a slice of one that is cut.
+
+    tokens   of all blocks that have it
+    split_k  blocks that have the same one and a part of k each
+    rounds   those of a block
+    """
+
+    tokens: int
+    split_k: int
+    rounds: int
+
+    @property
+    def share(self) -> int:
+        """Tokens that a block stores."""
+        return self.tokens // self.split_k
+
+
+@dataclass(frozen=True)
 class Waves:
     """The waves of a launch.
 
     full  those in which every block has a tile
-    last  tokens of the tiles, or slices, of one in which some have none
+    last  the tiles, or slices, of one in which some have none
     busy  the part of the blocks that have one then; 0 if there is no such wave
     """
 
     full: int
-    last: int
+    last: TileShape
     busy: float
 
     @property
@@ -86,16 +105,41 @@ class PrefillPlan:
         return self.step // self.schedule.panel_k
 
     @property
+    def whole(self) -> TileShape:
+        """What a block has of a whole tile."""
+        return self._shape(self.schedule.tokens, self.schedule.split_k)
+
+    @property
+    def slice(self) -> TileShape | None:
+        """What a block has of a slice, if tiles are cut."""
+        s = self.schedule
+        return self._shape(s.last_tokens, s.last_split_k) if s.last_tokens else None
+
+    @property
+    def shapes(self) -> tuple[TileShape, ...]:
+        """Those of whole tiles and of slices."""
+        return (self.whole, self.slice) if self.slice else (self.whole,)
+
+    @property
+    def split(self) -> TileShape | None:
+        """The one of these that blocks split k of, if they do."""
+        return next((shape for shape in self.shapes if shape.split_k > 1), None)
+
+    def _shape(self, tokens: int, split_k: int) -> TileShape:
+        """There are two rounds at least, of which x and the weight may have less: of one round, the assembler orders
+        products and the sums' first values wrongly, and says so (C7514). Blocks that split k have as many each, some of
+        them perhaps beyond the last column, where x is zero."""
+        return TileShape(tokens, split_k, max(2, -(-self.spec.packing.padded_k // (self.step * split_k))))
+
+    @property
     def rounds(self) -> int:
-        """Rounds of a tile that a block has. There are two at least, of which x and the weight may have less: of one
-        round, the assembler orders products and the sums' first values wrongly, and says so (C7514). Blocks that split
-        k have as many each, some of them perhaps beyond the last column, where x is zero."""
-        return max(2, -(-self.spec.packing.padded_k // (self.step * self.schedule.split_k)))
+        """Rounds of a whole tile that a block has."""
+        return self.whole.rounds
 
     @property
     def all_rounds(self) -> int:
-        """Rounds of a tile, of all blocks that split k."""
-        return self.rounds * self.schedule.split_k
+        """Rounds that the columns of the weight are counted in, of all blocks that split k."""
+        return max(shape.rounds * shape.split_k for shape in self.shapes)
 
     @property
     def covers_columns(self) -> bool:
@@ -196,12 +240,17 @@ class PrefillPlan:
     def waves(self, tokens: int, blocks: int) -> Waves:
         """The waves of a launch for so many tokens; blocks: clusters, where there are some. `TileOrder` has the same
         arithmetic."""
-        s = self.schedule
         full, left = divmod(self.tiles(tokens), blocks)
-        slices = left * s.tokens // (s.last_tokens or s.tokens)
-        if s.last_tokens and slices <= blocks:
-            return Waves(full, s.last_tokens, slices / blocks)
-        return Waves(full, s.tokens, left / blocks)
+        if self.slice and left * self.slices <= blocks:
+            return Waves(full, self.slice, left * self.slices / blocks)
+        return Waves(full, self.whole, left / blocks)
+
+    @property
+    def slices(self) -> int:
+        """Slices that a tile is cut into, or a pair for clusters of two: of a pair's rows if blocks of the cluster have
+        the same rows of the weight each, of the rows of one of them if they split k."""
+        s = self.schedule
+        return s.tokens * s.last_split_k // s.last_tokens
 
     @property
     def covers_rows(self) -> bool:
@@ -210,9 +259,8 @@ class PrefillPlan:
 
     @property
     def tile_tokens(self) -> tuple[int, ...]:
-        """Tokens of a tile, and of a slice if tiles are cut."""
-        s = self.schedule
-        return (s.tokens, s.last_tokens) if s.last_tokens else (s.tokens,)
+        """Tokens of a tile, and of a slice if tiles are cut and these have fewer."""
+        return tuple(dict.fromkeys(shape.tokens for shape in self.shapes))
 
     @property
     def x_of(self) -> dict[int, str]:
@@ -249,11 +297,6 @@ class PrefillPlan:
         return self.schedule.num_stages - 2
 
     @property
-    def share(self) -> int:
-        """Tokens of a tile that a block stores."""
-        return self.schedule.tokens // self.schedule.split_k
-
-    @property
     def part_tokens(self) -> int:
         """Tokens of a product."""
         return self.schedule.tokens
@@ -261,7 +304,7 @@ class PrefillPlan:
     @property
     def out_tokens(self) -> int:
         """Tokens that are turned around in shared memory at a time, at most."""
-        return next(n for n in OUT_TOKENS if min(self.part_tokens, self.share) % n == 0)
+        return next(n for n in OUT_TOKENS if min(self.part_tokens, self.whole.share) % n == 0)
 
     def out_tokens_of(self, tokens: int) -> int:
         """Returns how many tokens of a tile's sums are transposed at a time."""

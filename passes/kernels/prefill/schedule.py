@@ -27,6 +27,8 @@ class PrefillSchedule(KernelSchedule):
                   multiples of 16: 1, 2 or 4
     last_tokens   tokens of the slices that tiles of an incomplete last wave are cut into, if all slices fit one wave: a
                   multiple of 16 that divides `tokens`; 0: no tiles are cut
+    last_split_k  blocks that have the same slice and a part of k each, and store equal shares of its tokens, which are
+                  multiples of 16: 1, or as many as a cluster has. With more than 1, a slice may have all `tokens`
     """
 
     allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {
@@ -35,7 +37,8 @@ class PrefillSchedule(KernelSchedule):
         "num_stages": (4, 8),
         "cluster": (1, 2),
         "split_k": (1, 2, 4),
-        "last_tokens": tuple(range(0, 129, 16)),
+        "last_tokens": tuple(range(0, 257, 16)),
+        "last_split_k": (1, 2),
     }
 
     tokens: int = 256
@@ -44,6 +47,7 @@ class PrefillSchedule(KernelSchedule):
     cluster: int = 1
     split_k: int = 1
     last_tokens: int = 0
+    last_split_k: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,16 +57,25 @@ class PrefillSchedule(KernelSchedule):
                 raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for {type(self).__name__}")
         if self.tokens % (16 * self.split_k):
             raise SpecError(f"schedule: split_k={self.split_k} must cut tokens={self.tokens} into multiples of 16")
-        if self.last_tokens not in (0, *self.slice_sizes):
-            words = ", ".join(map(str, (0, *self.slice_sizes)))
-            raise SpecError(f"schedule: last_tokens={self.last_tokens} must be one of {words} for {self._whole}")
+        self._check_slices()
 
-    @property
-    def slice_sizes(self) -> tuple[int, ...]:
-        """The values of `last_tokens` besides 0, the smallest first. Blocks that split k have no slices: they have one
-        tile each."""
-        sizes = self.allowed["last_tokens"] if self.split_k == 1 else ()
-        return tuple(n for n in sizes if n and self.tokens % n == 0 and n < self.tokens)
+    def _check_slices(self) -> None:
+        """Raises SpecError where slices do not fit the tile or the cluster."""
+        if self.last_split_k not in (1, self.cluster) or (self.last_split_k > 1 and not self.last_tokens):
+            given = f"cluster={self.cluster} and last_tokens={self.last_tokens}"
+            raise SpecError(f"schedule: last_split_k={self.last_split_k} needs as many blocks and slices, got {given}")
+        sizes = (0, *self.slice_sizes(self.last_split_k))
+        if self.last_tokens not in sizes:
+            words, split = ", ".join(map(str, sizes)), f" and last_split_k={self.last_split_k}"
+            whole = self._whole + split * (self.last_split_k > 1)
+            raise SpecError(f"schedule: last_tokens={self.last_tokens} must be one of {words} for {whole}")
+
+    def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
+        """Returns the values of `last_tokens` besides 0, the smallest first, if so many blocks split a slice's k. Tiles
+        whose k is split have no slices: blocks have one tile each."""
+        sizes = self.allowed["last_tokens"][1:] if self.split_k == 1 else ()
+        most = self.tokens if last_split_k > 1 else self.tokens // 2
+        return tuple(n for n in sizes if self.tokens % n == 0 and n <= most and n % (16 * last_split_k) == 0)
 
     @property
     def _whole(self) -> str:

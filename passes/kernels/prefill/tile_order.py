@@ -5,7 +5,8 @@ side, go through all rows before the next ones do: so the L2 cache serves what b
 
 A last wave with few tiles would take as long as a full one. With `PrefillSchedule.last_tokens` its tiles are cut along
 tokens into slices, of which every block has one at most, after its whole tiles. If there would be more slices than
-blocks, no tile is cut.
+blocks, no tile is cut. With `last_split_k`, the blocks of a cluster have not a slice of their own rows each, but the
+same slice of the rows of one of them, and a part of k each.
 """
 
 from __future__ import annotations
@@ -35,18 +36,21 @@ class TileOrder:
 
     def __init__(self, plan: PrefillPlan, tokens: Scalar, block: Scalar, blocks: Scalar, rank: Scalar) -> None:
         self.plan, self.schedule, self.block, self.blocks, self.rank = plan, plan.schedule, block, blocks, rank
+        self._own_row = rank if plan.schedule.split_k == 1 else Scalar.of(0)
         self.token_tiles = (tokens + (plan.schedule.tokens - 1)) // plan.schedule.tokens
         self.tiles = self.whole = self.token_tiles * plan.row_tiles
         if self.schedule.last_tokens:
             self._cut()
 
     def _cut(self) -> None:
-        """Notes how many tiles are whole, of which tile this block has a slice, if it has one, and from which token of
-        the tile on. `PrefillPlan.waves` has the same arithmetic."""
-        left, slices = self.tiles % self.blocks, self.schedule.tokens // self.schedule.last_tokens
+        """Notes how many tiles are whole, of which tile this block has a slice, if it has one, of which rows of a pair,
+        and from which token of the tile on. `PrefillPlan.waves` has the same arithmetic."""
+        s, left, slices = self.schedule, self.tiles % self.blocks, self.plan.slices
         self.whole = (self.blocks < left * slices).select(self.tiles, self.tiles - left)
         self.cut_tile = self.whole + self.block // slices
-        self.slice_token = self.block % slices * self.schedule.last_tokens
+        of_rows = s.tokens // s.last_tokens
+        self.slice_token = self.block % of_rows * s.last_tokens
+        self.slice_row = self.block % slices // of_rows if s.last_split_k > 1 else self._own_row
 
     @property
     def has_whole(self) -> Scalar:
@@ -80,18 +84,27 @@ class TileOrder:
 
     def cut(self) -> Position:
         """Where the tile is that the block has a slice of."""
-        return self.position(self.cut_tile)
+        return self._position(self.cut_tile, self.slice_row)
 
     def _whole_or_cut(self, tile: Scalar) -> Position:
         """Where this tile of the block is if it is whole, or else the one that the block has a slice of."""
-        return self.position((tile < self.whole).select(tile, self.cut_tile) if self.schedule.last_tokens else tile)
+        if not self.schedule.last_tokens:
+            return self.whole_at(tile)
+        is_whole, row = tile < self.whole, self._own_row
+        if self.schedule.last_split_k > 1:
+            row = is_whole.select(row, self.slice_row)
+        return self._position(is_whole.select(tile, self.cut_tile), row)
 
-    def position(self, tile: Scalar) -> Position:
-        """Where a tile is, and for one beyond the last where the last is."""
+    def whole_at(self, tile: Scalar) -> Position:
+        """Where a whole tile of this block is."""
+        return self._position(tile, self._own_row)
+
+    def _position(self, tile: Scalar, row: Scalar) -> Position:
+        """Where a tile is, and for one beyond the last where the last is; row: the tile of rows of those of a cluster
+        that is meant."""
         s, per_group = self.schedule, GROUP_TILES * self.plan.row_tiles
         tile = tile.min(self.tiles - 1)
         group, within = tile // per_group, tile % per_group
         side_by_side = (self.token_tiles - group * GROUP_TILES).min(GROUP_TILES)
         token_tile = group * GROUP_TILES + within % side_by_side
-        row_tile = within // side_by_side * s.cluster
-        return Position(row_tile + self.rank if s.split_k == 1 else row_tile, token_tile * s.tokens)
+        return Position(within // side_by_side * s.cluster + row, token_tile * s.tokens)

@@ -20,6 +20,7 @@ class PrefillMmaSchedule(PrefillSchedule):
     cluster       1
     split_k       1
     last_tokens   0
+    last_split_k  1
     row_blocks    blocks of 16 rows of a warp, 1 or 2; of the eight warps, so many share the tokens of a tile
     """
 
@@ -30,6 +31,7 @@ class PrefillMmaSchedule(PrefillSchedule):
         "cluster": (1,),
         "split_k": (1,),
         "last_tokens": (0,),
+        "last_split_k": (1,),
         "row_blocks": (1, 2),
     }
 
