@@ -62,8 +62,8 @@ CASES: list[tuple[dict[str, Any], PrefillSchedule, int, tuple[int, int]]] = [
     ({"weight": "f6e3m2", "n": 516, "k": 520, "group_size": None, "out": "f32"}, PrefillSchedule(96, 128, last_tokens=48), 70, (1, 48)),  # noqa: E501
     ({"weight": "u3", "n": 600, "k": 512, "group_size": 16, "zeros": "float", "outliers": True}, CUT, 32, (1, 16)),
     ({"weight": "u4", "n": 520, "k": 512, "group_size": 32, **CODED}, PrefillSchedule(32, 64, 8, last_tokens=16), 20, (1, 16)),  # noqa: E501
-    # Only slices, and no slices, since there would be too many or nothing is left over.
-    ({"weight": "i4", "n": 128, "k": 512, "group_size": 128, "act": "bf16"}, PrefillSchedule(64, last_tokens=16), 40, (0, 16)),  # noqa: E501
+    # No slices, since nothing comes before them, there would be too many, or nothing is left over.
+    ({"weight": "i4", "n": 128, "k": 512, "group_size": 128, "act": "bf16"}, PrefillSchedule(64, last_tokens=16), 40, (0, 64)),  # noqa: E501
     ({"weight": "u4", "n": 300, "k": 264, "group_size": None}, CUT, 30, (0, 32)),
     ({"weight": "u4", "n": 300, "k": 264, "group_size": None}, CUT, 120, (3, 0)),
     # Clusters, of which one block may be beyond the last row.
@@ -86,7 +86,7 @@ BYTES: list[tuple[dict[str, Any], EightBitPrefillSchedule, int, tuple[int, int]]
     ({"weight": "u4", "n": 520, "k": 1024, "group_size": 128, "zeros": "int", **FP8}, EightBitPrefillSchedule(64, parts=2, last_tokens=16), 50, (1, 16)),  # noqa: E501
     ({"weight": "i3", "n": 600, "k": 1024, "group_size": 64, **I8}, EightBitPrefillSchedule(32, banks=2, last_tokens=16), 20, (1, 16)),  # noqa: E501
     ({"weight": "f4e2m1", "n": 600, "k": 1088, "group_size": 32, **FP8}, EightBitPrefillSchedule(64, parts=2, cluster=2, last_tokens=32), 60, (1, 32)),  # noqa: E501
-    ({"weight": "f8e4m3", "n": 128, "k": 1024, **FP8}, EightBitPrefillSchedule(32, 256, last_tokens=16), 40, (0, 16)),
+    ({"weight": "f8e4m3", "n": 128, "k": 1024, **FP8}, EightBitPrefillSchedule(32, 256, last_tokens=16), 40, (0, 32)),
 ]  # fmt: skip
 
 
@@ -225,5 +225,6 @@ def test_no_spills(choices: dict[str, Any], m: int) -> None:
     kernel = compile_kernel(request(spec, HOPPER, best))
     used = resource_usage(kernel.ptx, HOPPER)
     assert (used.spill_stores, used.spill_loads, used.stack, used.serialized) == (0, 0, 0, False), best
-    whole = compile_kernel(request(spec, HOPPER, replace(best, last_tokens=0)))
-    assert kernel.launch.shared_bytes == whole.launch.shared_bytes
+    if best.last_split_k == 1:
+        whole = compile_kernel(request(spec, HOPPER, replace(best, last_tokens=0)))
+        assert kernel.launch.shared_bytes == whole.launch.shared_bytes

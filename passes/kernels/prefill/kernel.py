@@ -109,7 +109,7 @@ class Kernel:
         self.exchange = Exchange(p, plan.split, self.rank) if plan.split else None
         self._announce_signals()
         self.order = TileOrder(plan, p["m"], block, blocks, self.rank)
-        first, self.first_round = self.order.first(), self._first_round_if(self.order.has_whole)
+        first, self.first_round = self.order.first(), self._first_round(plan.whole)
         self._load_first(first.row_tile)
         self.weight.fill_table()
         self._begin_outliers(first.row_tile)
@@ -220,7 +220,7 @@ class Kernel:
         self.shape, self.number, tile = self.plan.whole, number, self.order.tile(number)
         self.here, self.next = self.order.whole_at(tile), self.order.after(tile)
         self.has_next = number + 1 < self.mine
-        self.first_round, self.next_round = self._first_round(self.shape), self._first_round_if(self.has_next)
+        self.next_round = self._first_round_of_next()
         self.rounds_before = number * self.plan.rounds - self.first_round
 
     def _begin_slice(self, slice_: TileShape) -> None:
@@ -235,10 +235,12 @@ class Kernel:
         """The first round of a tile or slice that this block has."""
         return self.rank * shape.rounds if shape.split_k > 1 else 0
 
-    def _first_round_if(self, whole: Scalar) -> Index:
-        """The first round of a whole tile if a condition holds, of this block's slice otherwise."""
-        of_whole, slice_ = self._first_round(self.plan.whole), self.plan.slice
-        return whole.select(of_whole, self._first_round(slice_)) if slice_ and slice_.split_k > 1 else of_whole
+    def _first_round_of_next(self) -> Index:
+        """The first round of the next whole tile, if there is one, or else of this block's slice."""
+        slice_ = self.plan.slice
+        if slice_ and slice_.split_k > 1:
+            return self.has_next.select(self.first_round, self._first_round(slice_))
+        return self.first_round
 
     def _end(self, total: Tile) -> None:
         """Scales sums of whole rows, and stores them."""
@@ -321,12 +323,8 @@ class Kernel:
 
     def _copy_first_panels(self, token: Scalar) -> None:
         """Copies the panels of the first tile that are under way when the first is multiplied."""
-        has_whole, slice_ = self.order.has_whole, self.plan.slice
-        with self.p.one_thread(has_whole):
+        with self.p.one_thread(self.order.has_tile):
             self._copy_ahead(self.plan.whole, token)
-        if slice_:
-            with self.p.one_thread(self.order.slice_unless(has_whole)):
-                self._copy_ahead(slice_, token + self.order.slice_token)
         self.weight.factors.await_copies()
 
     def _copy_first_panels_of_slice(self) -> None:

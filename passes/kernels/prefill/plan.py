@@ -241,7 +241,7 @@ class PrefillPlan:
         """The waves of a launch for so many tokens; blocks: clusters, where there are some. `TileOrder` has the same
         arithmetic."""
         full, left = divmod(self.tiles(tokens), blocks)
-        if self.slice and left * self.slices <= blocks:
+        if self.slice and full and left * self.slices <= blocks:
             return Waves(full, self.slice, left * self.slices / blocks)
         return Waves(full, self.whole, left / blocks)
 

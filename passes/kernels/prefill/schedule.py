@@ -66,9 +66,8 @@ class PrefillSchedule(KernelSchedule):
             raise SpecError(f"schedule: last_split_k={self.last_split_k} needs as many blocks and slices, got {given}")
         sizes = (0, *self.slice_sizes(self.last_split_k))
         if self.last_tokens not in sizes:
-            words, split = ", ".join(map(str, sizes)), f" and last_split_k={self.last_split_k}"
-            whole = self._whole + split * (self.last_split_k > 1)
-            raise SpecError(f"schedule: last_tokens={self.last_tokens} must be one of {words} for {whole}")
+            words = ", ".join(map(str, sizes))
+            raise SpecError(f"schedule: last_tokens={self.last_tokens} must be one of {words} for {self._whole}")
 
     def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
         """Returns the values of `last_tokens` besides 0, the smallest first, if so many blocks split a slice's k. Tiles
@@ -80,7 +79,8 @@ class PrefillSchedule(KernelSchedule):
     @property
     def _whole(self) -> str:
         """The name of what is cut into slices, for messages."""
-        return f"tokens={self.tokens}" + f" and split_k={self.split_k}" * (self.split_k > 1)
+        split, last = f" and split_k={self.split_k}", f" and last_split_k={self.last_split_k}"
+        return f"tokens={self.tokens}" + split * (self.split_k > 1) + last * (self.last_split_k > 1)
 
     @property
     def threads(self) -> int:

@@ -5,8 +5,8 @@ side, go through all rows before the next ones do: so the L2 cache serves what b
 
 A last wave with few tiles would take as long as a full one. With `PrefillSchedule.last_tokens` its tiles are cut along
 tokens into slices, of which every block has one at most, after its whole tiles. If there would be more slices than
-blocks, no tile is cut. With `last_split_k`, the blocks of a cluster have not a slice of their own rows each, but the
-same slice of the rows of one of them, and a part of k each.
+blocks, or if the last wave is the only one, no tile is cut. With `last_split_k`, the blocks of a cluster have not a
+slice of their own rows each, but the same slice of the rows of one of them, and a part of k each.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ class TileOrder:
         """Notes how many tiles are whole, of which tile this block has a slice, if it has one, of which rows of a pair,
         and from which token of the tile on. `PrefillPlan.waves` has the same arithmetic."""
         s, left, slices = self.schedule, self.tiles % self.blocks, self.plan.slices
-        self.whole = (self.blocks < left * slices).select(self.tiles, self.tiles - left)
+        not_cut = (self.blocks < left * slices) | (self.tiles < self.blocks)
+        self.whole = not_cut.select(self.tiles, self.tiles - left)
         self.cut_tile = self.whole + self.block // slices
         of_rows = s.tokens // s.last_tokens
         self.slice_token = self.block % of_rows * s.last_tokens
         self.slice_row = self.block % slices // of_rows if s.last_split_k > 1 else self._own_row
 
     @property
-    def has_whole(self) -> Scalar:
-        """Whether the block has a whole tile."""
-        return self.block < self.whole
+    def has_tile(self) -> Scalar:
+        """Whether the block has a tile. It is a whole one: only blocks that have one may have a slice."""
+        return self.block < self.tiles
 
     @property
     def has_slice(self) -> Scalar:
@@ -75,25 +76,22 @@ class TileOrder:
         return self.block + number * self.blocks
 
     def first(self) -> Position:
-        """Where the first tile of the block is, which may be the one that it has a slice of."""
-        return self._whole_or_cut(self.block)
+        """Where the first tile of the block is."""
+        return self.whole_at(self.block)
 
     def after(self, tile: Scalar) -> Position:
         """Where the tile is that the block computes after this one, which may be the one that it has a slice of."""
-        return self._whole_or_cut(tile + self.blocks)
-
-    def cut(self) -> Position:
-        """Where the tile is that the block has a slice of."""
-        return self._position(self.cut_tile, self.slice_row)
-
-    def _whole_or_cut(self, tile: Scalar) -> Position:
-        """Where this tile of the block is if it is whole, or else the one that the block has a slice of."""
+        tile = tile + self.blocks
         if not self.schedule.last_tokens:
             return self.whole_at(tile)
         is_whole, row = tile < self.whole, self._own_row
         if self.schedule.last_split_k > 1:
             row = is_whole.select(row, self.slice_row)
         return self._position(is_whole.select(tile, self.cut_tile), row)
+
+    def cut(self) -> Position:
+        """Where the tile is that the block has a slice of."""
+        return self._position(self.cut_tile, self.slice_row)
 
     def whole_at(self, tile: Scalar) -> Position:
         """Where a whole tile of this block is."""
