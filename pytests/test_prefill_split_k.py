@@ -113,7 +113,7 @@ def test_sums_that_come_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EmulatorError, match=r"race|exits"):
         is_right(SPEC, TWO, 70)
     monkeypatch.undo()
-    monkeypatch.setattr(Exchange, "meet", lambda self: None)
+    monkeypatch.setattr(Kernel, "_await_signals", lambda self: None)
     with pytest.raises(EmulatorError, match="before any cluster barrier: it may not have started"):
         is_right(SPEC, TWO, 70)
 

@@ -117,8 +117,7 @@ class Kernel:
         p.grid_wait()
         self._copy_first_panels(first.token)
         self._prepare_first_factors()
-        if s.split_k > 1:
-            p.barrier("cluster_wait")
+        self._await_signals()
         self.mine = self.order.count()
         with p.loop(0, self.mine, self.registers.flat()) as loop:
             self._begin(loop.index)
@@ -133,6 +132,11 @@ class Kernel:
             self.p.barrier("cluster")
         elif self.exchange:
             self.p.barrier("cluster_arrive", relaxed=True)
+
+    def _await_signals(self) -> None:
+        """Waits until the signals of all blocks are there."""
+        if self.schedule.split_k > 1:
+            self.p.barrier("cluster_wait")
 
     def _compute_slice(self, slice_: TileShape, carried: list[Tile]) -> None:
         """Computes this block's slice of a cut tile, if it has one."""

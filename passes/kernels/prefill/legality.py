@@ -23,7 +23,8 @@ _ZEROS_OF_BYTES = 25  # and more of them for float zeros,
 _LONG_FLOATS = 17  # for float zeros beside floats of 8 bits, where panels have more than 64 columns,
 _CUT_FLOATS = 30  # beside floats of 7 bits with scales in f32, where tiles are cut,
 _ROWS_EARLY = 8  # for integer zeros beside scales of rows that multiply weights,
-_CUT = 3  # and for tiles that are cut
+_CUT = 3  # and for tiles that are cut,
+_LAST_SPLIT = 22  # more of them if k of slices is split
 _SHORT_GROUP = 16  # columns of a group up to which some tiles of clusters are not cut
 
 
@@ -113,7 +114,7 @@ def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:
     if short and spec.zeros == "float" and s.cluster > 1 and s.last_tokens and s.tokens % OUT_TOKENS[0]:
         return True  # the assembler takes all registers there are, whatever is counted here
     counted = s.tokens // 2 + s.panel_k // 2 + loaded_registers(plan) + _registers_on_the_way(plan)
-    return counted + _CUT * (s.last_tokens > 0) > _MOST_REGISTERS
+    return counted + _CUT * (s.last_tokens > 0) + _LAST_SPLIT * (s.last_split_k > 1) > _MOST_REGISTERS
 
 
 def _registers_on_the_way(plan: PrefillPlan) -> int:
