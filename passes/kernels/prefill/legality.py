@@ -6,7 +6,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
-from lowbit.passes.kernels.prefill.plan import OUT_TOKENS, PrefillPlan, TileShape
+from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.kernels.requirements import fits_async_x, scale_table
 from lowbit.passes.lowering.recipes import compute_element
@@ -25,7 +25,7 @@ _CUT_FLOATS = 30  # beside floats of 7 bits with scales in f32, where tiles are 
 _ROWS_EARLY = 8  # for integer zeros beside scales of rows that multiply weights,
 _CUT = 3  # and for tiles that are cut,
 _LAST_SPLIT = 22  # more of them if k of slices is split
-_SHORT_GROUP = 16  # columns of a group up to which some tiles of clusters are not cut
+_SHORT_GROUP = 16  # columns of a group up to which tiles of clusters are not cut beside what is added to weights
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None:
@@ -111,7 +111,7 @@ def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums, for two panels' fragments, and for
     what is loaded of a round. It follows what the assembler was seen to do."""
     plan, short = PrefillPlan(spec, s), spec.group_size is not None and spec.group_size <= _SHORT_GROUP
-    if short and spec.zeros == "float" and s.cluster > 1 and s.last_tokens and s.tokens % OUT_TOKENS[0]:
+    if short and spec.zeros in ("float", "offset") and s.cluster > 1 and s.last_tokens:
         return True  # the assembler takes all registers there are, whatever is counted here
     counted = s.tokens // 2 + s.panel_k // 2 + loaded_registers(plan) + _registers_on_the_way(plan)
     return counted + _CUT * (s.last_tokens > 0) + _LAST_SPLIT * (s.last_split_k > 1) > _MOST_REGISTERS
