@@ -108,8 +108,9 @@ class Kernel:
         self.rank = p.block_id(1) if s.cluster_blocks > 1 else Scalar.of(0)
         self.exchange = Exchange(p, plan.split, self.rank) if plan.split else None
         self._announce_signals()
+        self.first_round = self._first_round(plan.whole)
         self.order = TileOrder(plan, p["m"], block, blocks, self.rank)
-        first, self.first_round = self.order.first(), self._first_round(plan.whole)
+        first = self.order.first()
         self._load_first(first.row_tile)
         self.weight.fill_table()
         self._begin_outliers(first.row_tile)
