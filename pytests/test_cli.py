@@ -64,6 +64,15 @@ def test_run_of_a_weight_with_everything():
     assert "right" in lowbit("run", *shape, *levels, *others).output
 
 
+@pytest.mark.parametrize("name", ["q4_k", "nvfp4", "spqr"])
+def test_a_weight_by_its_name(name: str):
+    """Options replace what the name stands for, where they are given."""
+    shape = ("-n", "48", "-k", "512", "-w", name, "--target", "cpu")
+    for options, others in (((), {}), (("--bias", "--act", "bf16"), {"bias": True, "act": "bf16"})):
+        read = json.loads(lowbit("run", *shape, *options, "--json").output)
+        assert MatmulSpec.from_dict(read["spec"]) == MatmulSpec.preset(name, 48, 512, **others) and read["right"]
+
+
 def test_targets_in_help_exist():
     names = [name for name in TARGETS.replace(" or ", " ").split(", ") if "<" not in name]
     assert len(names) == 10 and all(parse_target(name).name == name for name in names)
@@ -81,7 +90,7 @@ def test_targets_in_help_exist():
         ((*SMALL, "--target", "sm_80", "--stop-after", "vector"), "must be one of lowbit, tile, gpu, llvm"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "cubin"), "name a file with -o"),
         ((*SMALL, "--target", "sm_80", "-o", "/nowhere/x.ptx"), "error: /nowhere/x.ptx: No such file or directory"),
-        (("-w", "mxfp4"), "weight='mxfp4': use weight='f4e2m1', group_size=32, scale='e8m0'"),
+        (("-w", "mxfp4", "-k", "500"), "group_size=32 must divide k=500"),
     ],
 )
 def test_errors_are_one_line(arguments, message):

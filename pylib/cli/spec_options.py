@@ -12,6 +12,8 @@ import typer
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import schedule_from_dict
@@ -23,11 +25,12 @@ ScheduleText = Annotated[
     str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,num_stages=3.")
 ]
 
+_SHAPE = ("n", "k", "weight")
 _SHORT = {"n": "-n", "k": "-k", "weight": "-w", "group_size": "-g"}
 _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "n": (int, 4096, "Rows of the weight: outputs."),
     "k": (int, 4096, "Columns of the weight: inputs."),
-    "weight": (str, "u4", "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8."),
+    "weight": (str, "u4", "Format: u1..u8, i1..i8, f<bits>e<x>m<y>, nf4, fp4_bnb, lut1..lut8; or q4_k, nvfp4 ..."),
     "group_size": (int | None, None, "Columns that share a scale; 0, or without it: one scale per row."),
     "zeros": (str, "none", "Zero points: none, int, float or offset."),
     "scale": (str, "f16", "Type of the scales: f16, bf16, f32, e8m0, e4m3, or codes with --bilevel."),
@@ -57,7 +60,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
             from lowbit.passes.opt.options import from_text
 
             fields["bilevel"] = from_text(Bilevel, fields["bilevel"], "--bilevel")
-        command(spec=MatmulSpec(**fields), **given)
+        command(spec=_spec(fields), **given)
 
     def parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
         flags = [f"--{name.replace('_', '-')}", *filter(None, [_SHORT.get(name)])]
@@ -71,6 +74,17 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options
+
+
+def _spec(fields: dict[str, Any]) -> MatmulSpec:
+    """Returns the spec that options spell out, or one that has a name: options that differ from their defaults replace
+    what it says."""
+    weight = fields["weight"]
+    if weight not in PRESETS or weight in all_names():
+        return MatmulSpec(**fields)
+    default = {name: value for name, (_, value, _) in _SPEC_OPTIONS.items()}
+    others = {name: value for name, value in fields.items() if name not in _SHAPE and value != default[name]}
+    return MatmulSpec.preset(weight, fields["n"], fields["k"], **others)
 
 
 def _numbers(text: str) -> tuple[float, ...]:
