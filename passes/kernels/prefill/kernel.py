@@ -344,9 +344,9 @@ class Kernel:
             self._copy_ahead(slice_, self.next.token + self.order.slice_token)
 
     def _await_free_stages(self) -> None:
-        """Waits until warps have left the stages that the first panels are copied to, the last of these last."""
-        ahead = self.plan.ahead
-        self.p.await_signal(self.empty, ahead - 1, (self._use(self.plan.rounds, ahead) + 1) % 2)
+        """Waits until warps have left the stages that the first panels are copied to."""
+        for stage in range(self.plan.ahead):
+            self.p.await_signal(self.empty, stage, (self._use(self.plan.rounds, stage + 1) + 1) % 2)
 
     def _copy_ahead(self, shape: TileShape, token: Scalar) -> None:
         """Copies the first panels of a tile or slice."""
