@@ -75,8 +75,8 @@ def _u4(tokens: int, schedule: KernelSchedule | None = None, **others: Any) -> C
     return Case(MatmulSpec(**{"weight": "u4", "group_size": 128, **SIZES, **others}), tokens, schedule)
 
 
-def _preset(name: str, tokens: int, schedule: KernelSchedule | None = None, **others: Any) -> Case:
-    return Case(MatmulSpec.preset(name, **{**SIZES, **others}), tokens, schedule)
+def _preset(name: str, tokens: int) -> Case:
+    return Case(MatmulSpec.preset(name, **SIZES, permuted=False), tokens)  # x is in the order of the codes
 
 
 CASES: Mapping[str, Case] = MappingProxyType(

@@ -38,6 +38,15 @@ def target_named(given: str | None) -> Target:
     return parse_target(this_machine() if given is None else given)
 
 
+@lru_cache(maxsize=None)
+def target_at(device: int) -> str:
+    """Returns the target for tensors of a GPU, or of the CPU for -1. It is kept, since torch takes long to say it."""
+    if device < 0:
+        return "cpu"
+    with torch.cuda.device(device):
+        return this_machine()
+
+
 def this_machine() -> str:
     """The target of torch's current GPU, or "cpu" if there is none.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import SpecError
 from lowbit.pylib.activation import VALUES, QuantizedActivation, check_rows, compute_of, from_values
-from lowbit.pylib.devices import target_named
+from lowbit.pylib.devices import target_at, target_named, this_machine
 from lowbit.pylib.runtime.quantizers import quantize_on
 from lowbit.pylib.tracing import is_observed
 
@@ -42,8 +42,15 @@ def quantize_activation(
         raise SpecError(f"x is {x.dtype}; it must be torch.float16, torch.bfloat16, or of 8 bits with scales")
     if x.requires_grad and torch.is_grad_enabled():
         raise SpecError("quantized activations have no gradient; use mm(x, w), which has one, or x.detach()")
-    name = "cpu" if target is None and not x.is_cuda else target_named(target).name
     traced = is_observed() or type(x) is not Tensor or x.requires_grad or x.is_neg()
+    name = _target(x, traced) if target is None else target_named(target).name
     quantize = torch.ops.lowbit.quantize_activation if traced else quantize_on  # the operator takes some us more
     values, row_scales, sums = quantize(x.detach() if traced else x, chosen, name)
     return QuantizedActivation(values, row_scales, sums, chosen)
+
+
+def _target(x: Tensor, traced: bool) -> str:
+    """Returns the target for an x: that of its GPU, or of the current one where torch traces."""
+    if traced:
+        return this_machine() if x.is_cuda else "cpu"
+    return target_at(x.get_device())

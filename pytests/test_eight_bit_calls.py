@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit.passes.target import parse_target
+from lowbit.pylib import devices
 from lowbit.pylib.activation import quantize_in_torch
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference import random_problem
@@ -125,3 +128,25 @@ def test_an_activation_for_several_matmuls_is_quantized_once(kernels: Kernels) -
             torch.testing.assert_close(mm(q, w), expected(given))
         assert [name for name, *_ in kernels.launches].count("quantize") == 1
         kernels.launches.clear()
+
+
+def test_the_target_is_that_of_the_gpu_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for once for each GPU."""
+    asked: list[int] = []
+    device = SimpleNamespace(index=-1)
+
+    @contextmanager
+    def on(index: int) -> Iterator[None]:
+        device.index = index
+        yield
+
+    def named() -> str:
+        asked.append(device.index)
+        return ("sm_80", "sm_90a")[device.index]
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(devices, "this_machine", named)
+    devices.target_at.cache_clear()
+    found = [devices.target_at(index) for index in (1, 0, 1, -1, 0)]
+    devices.target_at.cache_clear()
+    assert found == ["sm_90a", "sm_80", "sm_90a", "cpu", "sm_80"] and asked == [1, 0]

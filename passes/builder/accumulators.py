@@ -17,6 +17,7 @@ class Accumulators:
         return Tile(ops.AccumulatorOp(Reg(element, layout).type).result)
 
     def clear(self, sums: Tile) -> None:
+        """Sets sums to zero. No product may be under way."""
         ops.ClearAccumulatorOp(sums.value)
 
     def accumulate(
@@ -43,6 +44,7 @@ class Accumulators:
         op.more, op.held, op.fresh = more, held, fresh
 
     def await_products(self, pending: int) -> None:
+        """Waits until at most the last `pending` products are under way, 0 to 7."""
         ops.AwaitProductsOp(i64(pending))
 
     def add_scaled(self, product: Tile, scale: Tile | None, sums: Tile, pending: int = 0) -> None:

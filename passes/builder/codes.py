@@ -43,9 +43,12 @@ class Codes:
         return Tile(ops.EncodeFragmentsOp([part.value for part in parts], Reg("f8E4M3FN", layout).type).result)
 
     def lookup(self, codes: Tile, table: Memory, element: str) -> Tile:
+        """Returns the number of each code, from the table that `fill_table` made for the same format and element. Do
+        not free the table before the numbers are used."""
         return Tile(ops.LookupOp(codes.value, table.value, Reg(element, codes.layout).type).result)
 
     def encode(self, numbers: Tile, format: DType) -> Tile:
+        """Returns codes, given as numbers in i8, packed as they lie in memory: `view` shows them as units."""
         return Tile(ops.EncodeOp(numbers.value, Reg(format, numbers.layout).type).result)
 
     def cast(self, tile: Tile, element: str, kind: str = "float") -> Tile:

@@ -24,9 +24,11 @@ class Control:
     """Operations for control flow: the number of the block, loops and conditions."""
 
     def block_id(self, axis: int) -> Scalar:
+        """Returns the index of this block along axis 0, 1 or 2 of the grid."""
         return Scalar(ops.BlockIdOp(i64(axis)).result)
 
     def block_count(self, axis: int) -> Scalar:
+        """Returns the number of blocks along axis 0, 1 or 2 of the grid."""
         return Scalar(ops.BlockCountOp(i64(axis)).result)
 
     @contextmanager
@@ -79,7 +81,9 @@ class Control:
             yield
 
     def grid_wait(self) -> None:
+        """Waits until the kernel before this one in the stream has ended: what it wrote can be read from here on."""
         ops.GridWaitOp()
 
     def grid_launch_dependents(self) -> None:
+        """Lets the next kernel in the stream start its blocks as soon as there is room, beside this one."""
         ops.GridLaunchOp()

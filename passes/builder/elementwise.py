@@ -10,12 +10,15 @@ class Elementwise:
     """Arithmetic, comparisons and functions of each element."""
 
     def add(self, a: Operand, b: Operand) -> Tile:
+        """a + b, rounded to nearest even."""
         return elementwise(ops.AddOp, a, b)
 
     def sub(self, a: Operand, b: Operand) -> Tile:
+        """a - b, rounded to nearest even."""
         return elementwise(ops.SubOp, a, b)
 
     def mul(self, a: Operand, b: Operand) -> Tile:
+        """a * b, rounded to nearest even."""
         return elementwise(ops.MulOp, a, b)
 
     def div(self, a: Operand, b: Operand) -> Tile:
@@ -35,9 +38,11 @@ class Elementwise:
         return elementwise(ops.FmaOp, a, b, c)
 
     def neg(self, a: Tile) -> Tile:
+        """-a."""
         return elementwise(ops.NegOp, a)
 
     def abs(self, a: Tile) -> Tile:
+        """|a|."""
         return elementwise(ops.AbsOp, a)
 
     def reciprocal(self, a: Tile) -> Tile:
@@ -53,6 +58,7 @@ class Elementwise:
         return elementwise(ops.TanhOp, a)
 
     def sqrt(self, a: Tile) -> Tile:
+        """The square root of a, rounded to nearest even."""
         return elementwise(ops.SqrtOp, a)
 
     def compare(self, a: Operand, predicate: str, b: Operand) -> Tile:

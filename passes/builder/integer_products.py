@@ -25,6 +25,8 @@ class IntegerProducts:
         return Tile(ops.LimbMmaOp(a.value, limbs.value, unit.value, *place, Reg("f32", layout).type).result)
 
     def limb_sums(self, limbs: Memory, unit: Tile, format: DType, start: int, columns: int, layout: Layout) -> Tile:
+        """Returns the sums of x over columns start .. start + columns, [warps, 1, 2] in f32: what `limb_mma` gives for
+        a row of ones."""
         about = format_attr(format), i64(start), i64(columns)
         return Tile(ops.LimbSumsOp(limbs.value, unit.value, *about, Reg("f32", layout).type).result)
 

@@ -31,10 +31,15 @@ class MemoryAccess:
     def alloc_shared(
         self, element: Element, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, swizzle: int = 0
     ) -> Memory:
+        """Returns a buffer in shared memory, dense by default, for the rest of the program or until `free_shared`.
+
+        strides: in elements. swizzle: 128 for rows of 128 bytes in the order in which wgmma reads them, else 0.
+        """
         type_ = Shared(element, shape, strides or row_major(shape), swizzle)
         return Memory(ops.AllocSharedOp(type_.type).result, type_)
 
     def free_shared(self, *buffers: Memory) -> None:
+        """Gives buffers back: what is allocated later may take their place. Put a barrier before it."""
         for buffer in buffers:
             ops.FreeSharedOp(buffer.value)
 
@@ -55,6 +60,8 @@ class MemoryAccess:
         ops.SendOp(tile.value, target.value, as_i32(rank), signals.value, as_i32(index), indices(offsets))
 
     def fill_table(self, buffer: Memory, format: DType, element: str, exponent: int = 0) -> None:
+        """Fills a buffer, `DecodeTable(format, element).shape` in i32, with the numbers of the codes of a format, as
+        `element` and times 2^-exponent. All threads of the block take part, and may `lookup` afterwards."""
         ops.FillTableOp(buffer.value, format_attr(format), text(element), i64(exponent))
 
     def copy_async(
@@ -66,6 +73,14 @@ class MemoryAccess:
         boundary: Sequence[str] | None = None,
         limit: Sequence[int] = (),
     ) -> None:
+        """Starts to copy source[offsets + index] to target[index] for each element of a tile with this layout; `commit`
+        and `wait` tell when it is there.
+
+        source: device memory. boundary: for each dim what is read beyond its end: nothing is there ("none", the
+        default), the last element ("clamp"), zero ("zero"), or no copy takes place ("skip"). limit: [c0, c1, .., end],
+        by which elements are zero where c0 * (offsets + index)_0 + c1 * .. is `end` or more: the end of a dim that the
+        view cuts in two.
+        """
         ops.CopyAsyncOp(
             source.value,
             target.value,
@@ -84,6 +99,12 @@ class MemoryAccess:
         group: int,
         padded: int,
     ) -> None:
+        """Copies rows of x, f16 or bf16, to shared memory, where every `group` columns take `padded` and the rest is
+        zero.
+
+        source: [rows, k] in device memory; offsets: row and step. No row is read beyond the last. It is no copy that
+        `commit` and `wait` know of: other threads see it after a barrier. For sizes that no copy of 16 bytes fits.
+        """
         ops.CopyPaddedOp(
             source.value,
             target.value,

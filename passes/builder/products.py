@@ -14,9 +14,16 @@ class Products:
     """mma and wgmma, and sums of the rows of their operands."""
 
     def mma(self, a: Tile, b: Tile, c: Tile) -> Tile:
+        """Returns c + a b^T by mma.sync: a [.., m, k], b [.., n, k] and c [.., m, n], each laid out as its fragment.
+
+        a and b are both f16, bf16 or f8E4M3FN; or a is f32 and b f16 or bf16, which multiplies as tf32; or a is i8 or
+        ui8 and b i8. c is f32, of integers i32.
+        """
         return Tile(ops.MmaOp(a.value, b.value, c.value, c.reg.type).result)
 
     def row_sums(self, tile: Tile, layout: Layout) -> Tile:
+        """Returns the sums of b [.., n, k] over k as [.., 1, n] in f32, laid out as a row of an accumulator: a product
+        of ones and b."""
         return Tile(ops.RowSumsOp(tile.value, Reg("f32", layout).type).result)
 
     def offset_sums(self, tile: Tile, format: DType, start: int, layout: Layout, by_block: bool = False) -> Tile:
@@ -34,4 +41,6 @@ class Products:
         return Tile(op.result)
 
     def warpgroup_row_sums(self, b: Memory, start: int, columns: int, layout: Layout) -> Tile:
+        """Returns the same sums of columns start .. start + columns of b, which `warpgroup_mma` reads from shared
+        memory."""
         return Tile(ops.WarpgroupRowSumsOp(b.value, i64(start), i64(columns), Reg("f32", layout).type).result)

@@ -11,9 +11,11 @@ class Synchronization:
     """Operations that order threads: they wait for copies, for each other, and for mbarriers (`signals`)."""
 
     def commit(self) -> None:
+        """Makes one group of the copies that were started by `copy_async` since the last `commit`."""
         ops.CommitOp()
 
     def wait(self, pending: int = 0) -> None:
+        """Waits until at most the last `pending` groups of this thread's copies are under way."""
         ops.WaitOp(i64(pending))
 
     def barrier(self, scope: str = "block", warps: int = 1, async_proxy: bool = False, relaxed: bool = False) -> None:
@@ -46,4 +48,9 @@ class Synchronization:
         ops.AwaitOp(signals.value, as_i32(index), as_i32(parity))
 
     def last_arrival(self, counters: Memory, index: Index, count: int) -> Scalar:
+        """Tells whether this block is the last of `count` that come here with the same counter: it then sees what the
+        others wrote to device memory.
+
+        counters: i32 in device memory, zero before the launch, and again after it. All threads must come here.
+        """
         return Scalar(ops.LastArrivalOp(counters.value, as_i32(index), i64(count)).result)

@@ -18,15 +18,29 @@ class Tiles:
     def load(
         self, source: Memory, offsets: Sequence[Index], layout: Layout, boundary: Sequence[str] | None = None
     ) -> Tile:
+        """Returns source[offsets + index] for each element of a tile with this layout.
+
+        source: device or shared memory, with as many dims. boundary: for each dim what is read beyond its end: nothing
+        is there ("none", the default), the last element ("clamp"), or zero ("zero").
+        """
         words = boundary_of(boundary, layout)
         return Tile(ops.LoadOp(source.value, indices(offsets), words, Reg(source.type.element, layout).type).result)
 
     def load_matrix(self, source: Memory, rows: Index, layout: Layout) -> Tile:
+        """Returns operand b of `mma` [.., n, k], of a buffer of 16-bit or 8-bit elements, by ldmatrix.
+
+        rows: how many rows there are; those beyond are read as the last of these.
+        """
         return Tile(ops.LoadMatrixOp(source.value, as_i32(rows), Reg(source.type.element, layout).type).result)
 
     def store(
         self, value: Tile, target: Memory, offsets: Sequence[Index], boundary: Sequence[str] | None = None
     ) -> None:
+        """Writes target[offsets + index] = value, to device or shared memory.
+
+        boundary: for each dim whether all of the tile is within its end ("none", the default), or elements beyond are
+        left out ("skip"). Of several threads that hold an element, the first writes it.
+        """
         words = boundary_of(boundary, value.layout)
         ops.StoreOp(value.value, target.value, indices(offsets), words)
 
@@ -42,13 +56,21 @@ class Tiles:
         return Tile(ops.SplatOp(value.value, Reg(element, layout).type).result)
 
     def view(self, tile: Tile, element: Element, layout: Layout) -> Tile:
+        """Returns the same registers as a tile of another type and layout: the bits of each thread stay where they are.
+
+        It makes codes of units of packed words, and units of codes; otherwise the element is the same.
+        """
         return Tile(ops.ViewOp(tile.value, Reg(element, layout).type).result)
 
     def slice(self, tile: Tile, dim: int, start: int, size: int) -> Tile:
+        """Returns elements start .. start + size of a dim. Raises LayoutError where these are not slots of every
+        thread."""
         layout, _ = tile.layout.restrict(dim, start, size)
         return Tile(ops.SliceOp(tile.value, i64(dim), i64(start), Reg(tile.reg.element, layout).type).result)
 
     def reshape(self, tile: Tile, shape: tuple[int, ...]) -> Tile:
+        """Returns the elements in row-major order as a tile of another shape; nothing moves. Raises LayoutError where
+        the layout can't be cut so."""
         reg = Reg(tile.reg.element, tile.layout.reshape(shape))
         return Tile(ops.ReshapeOp(tile.value, reg.type).result)
 
