@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FunctionType
 
 import lowbit
+from lowbit.passes.builder import Program
 
 
 def test_dir_has_the_public_names_alone() -> None:
@@ -27,6 +28,12 @@ def test_every_public_name_has_a_docstring() -> None:
                 described[f"{name}.{key}"] = function
     assert [name for name, value in described.items() if not inspect.getdoc(value)] == []
     assert len(described) > 2 * len(public)
+
+
+def test_every_operation_of_the_builder_has_a_docstring() -> None:
+    methods = {name: getattr(Program, name) for name in dir(Program) if not name.startswith("_")}
+    assert [name for name, method in methods.items() if not method.__doc__] == []
+    assert len(methods) > 80
 
 
 def test_all_names_can_be_taken_without_transformers(repo: Path) -> None:
