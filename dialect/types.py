@@ -15,7 +15,6 @@ which raises `Mismatch` or the error of what it is made of (`LayoutError`, `Spec
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
@@ -24,6 +23,7 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.dtypes import DType, dtype
 from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.layouts.parse import parse_layout
 from lowbit.dialect.layouts.shared_memory import Swizzle
 from lowbit.dialect.signature import PARAM_TYPES, Grid, ParamKind, parse_grid
 
@@ -242,12 +242,7 @@ class Reg:
 
 def read_layout(attribute: ir.Attribute) -> Layout:
     """The layout that an attribute writes. Raises LayoutError."""
-    return _parse_layout(ir.StringAttr(attribute).value)
-
-
-@lru_cache(maxsize=4096)
-def _parse_layout(text: str) -> Layout:
-    return Layout.parse(text)
+    return parse_layout(ir.StringAttr(attribute).value)
 
 
 def _reg(type_: ir.Type) -> Reg:

@@ -17,14 +17,12 @@ Source of the method: Tilus (Ding et al., 2025), section 4 and appendix A.
 
 from __future__ import annotations
 
-import ast
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise, product
+from itertools import product
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,29 +239,11 @@ class Layout:
         Raises LayoutError when the sizes differ or a mode would straddle the new dims.
         """
         shape = tuple(shape)
-        impossible = LayoutError(f"cannot reshape ({self}) of shape {self.shape} to {shape}")
-        old, new = radix.row_major(self.shape), radix.row_major(shape)
-        if old[0] != new[0] or any(n < 1 for n in shape):
-            raise impossible
-
-        def renumbered(modes: list[Mode]) -> list[Mode]:
-            parts: list[Mode] = []
-            for mode in radix.merge(
-                m if m.dim < 0 else Mode(m.size, 0, m.stride * old[m.dim + 1]) for m in modes
-            ):
-                if mode.dim < 0:
-                    parts.append(mode)
-                    continue
-                low, high = mode.stride, mode.stride * mode.size
-                cuts = [high, *(cut for cut in dict.fromkeys(new) if low < cut < high), low]
-                for upper, lower in pairwise(cuts):
-                    dim = next(d for d in range(len(shape)) if new[d + 1] <= lower < new[d])
-                    if upper % lower or lower % new[dim + 1]:
-                        raise impossible
-                    parts.append(Mode(upper // lower, dim, lower // new[dim + 1]))
-            return parts
-
-        return _assemble(shape, renumbered(self._spatial), renumbered(self._local))
+        try:
+            spatial, local = (radix.reshaped(modes, self.shape, shape) for modes in (self._spatial, self._local))
+        except LayoutError:
+            raise LayoutError(f"cannot reshape ({self}) of shape {self.shape} to {shape}") from None
+        return _assemble(shape, spatial, local)
 
     def unsqueeze(self, dim: int) -> Layout:
         """A new dim of size 1 before dim `dim`; dim == rank: at the end."""
@@ -364,16 +344,6 @@ class Layout:
             f"local={self.local_modes})"
         )
 
-    @staticmethod
-    def parse(text: str) -> Layout:
-        """The layout that `text` writes: str(layout), or any product of atoms joined with dots."""
-        try:
-            return _evaluate(ast.parse(text.strip(), mode="eval").body)
-        except LayoutError:
-            raise
-        except (SyntaxError, ValueError, TypeError, KeyError):
-            raise LayoutError(f"cannot read {text!r} as a layout like 'local(2, 1).spatial(8, 4)'") from None
-
 
 # Constructors
 
@@ -403,9 +373,6 @@ def replicated(threads: int, rank: int) -> Layout:
     return Layout((1,) * rank, (), (-threads,), ())
 
 
-_ATOMS = {make.__name__: make for make in (local, spatial, column_local, column_spatial, replicated)}
-
-
 def _assemble(shape: tuple[int, ...], spatial: Sequence[Mode], local: Sequence[Mode]) -> Layout:
     """The layout with these digits; LayoutError when their strides do not tile the shape."""
     return _assembled(shape, tuple(spatial), tuple(local))
@@ -426,19 +393,3 @@ def _slots(shape: tuple[int, ...], source: tuple[Mode, ...], target: tuple[Mode,
     held = {tuple(index): slot for slot, index in enumerate(radix.coords(list(source), len(shape)).tolist())}
     wanted = np.minimum(radix.coords(list(target), len(shape)), np.array(shape, dtype=np.int64) - 1)
     return tuple(held[tuple(index)] for index in wanted.tolist())
-
-
-def _evaluate(node: ast.expr) -> Layout:
-    if not isinstance(node, ast.Call):
-        raise LayoutError(f"a layout is written as calls joined with dots, not {ast.unparse(node)!r}")
-    args: list[Any] = [ast.literal_eval(arg) for arg in node.args]
-    named: dict[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    match node.func:
-        case ast.Name("layout"):
-            return Layout(named["shape"], named["modes"], named["spatial"], named["local"])
-        case ast.Name(name) if name in _ATOMS:
-            return _ATOMS[name](*args, **named)
-        case ast.Attribute(outer, name) if name in _ATOMS:
-            return getattr(_evaluate(outer), name)(*args)
-        case _:
-            raise LayoutError(f"no layout {ast.unparse(node.func)!r}; there are layout, {', '.join(_ATOMS)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -103,6 +103,28 @@ def cut(modes: list[Mode], size: int) -> tuple[list[Mode], list[Mode]]:
         minor.insert(0, last._replace(size=part))
         size //= part
     return major, minor
+
+
+def reshaped(modes: Iterable[Mode], old: tuple[int, ...], new: tuple[int, ...]) -> list[Mode]:
+    """Returns the modes of a tile of shape `old` as modes of the same elements, row-major, in shape `new`. Raises
+    LayoutError when sizes differ or a mode would straddle the new dims."""
+    before, after = row_major(old), row_major(new)
+    impossible = LayoutError(f"modes of shape {old} do not fit shape {new}")
+    if before[0] != after[0] or any(n < 1 for n in new):
+        raise impossible
+    parts: list[Mode] = []
+    for mode in merge(m if m.dim < 0 else Mode(m.size, 0, m.stride * before[m.dim + 1]) for m in modes):
+        if mode.dim < 0:
+            parts.append(mode)
+            continue
+        low, high = mode.stride, mode.stride * mode.size
+        cuts = [high, *(cut for cut in dict.fromkeys(after) if low < cut < high), low]
+        for upper, lower in pairwise(cuts):
+            dim = next(d for d in range(len(new)) if after[d + 1] <= lower < after[d])
+            if upper % lower or lower % after[dim + 1]:
+                raise impossible
+            parts.append(Mode(upper // lower, dim, lower // after[dim + 1]))
+    return parts
 
 
 def divisors(modes: list[Mode]) -> list[int]:

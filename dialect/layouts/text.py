@@ -1,4 +1,4 @@
-"""Layouts written as products of atoms, such as `local(2, 1).spatial(8, 4)`. `Layout.parse` reads them."""
+"""Layouts written as products of atoms, such as `local(2, 1).spatial(8, 4)`; `dialect.layouts.parse` reads them."""
 
 from __future__ import annotations
 

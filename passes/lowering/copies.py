@@ -9,10 +9,10 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
-from lowbit.dialect.types import read_ints, read_strings
+from lowbit.dialect.types import read_ints, read_layout, read_strings
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Access, Place
-from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr, when
+from lowbit.passes.lowering.context import LoweringContext, int_attr, when
 from lowbit.passes.lowering.registry import lowers
 
 
@@ -34,7 +34,7 @@ def _whole(place: Place, layout: Layout, c: LoweringContext) -> Access:
 
 @lowers(ops.CopyAsyncOp)
 def copy_async(op: Any, c: LoweringContext) -> None:
-    layout = Layout.parse(text_attr(op, "layout"))
+    layout = read_layout(op.layout)
     boundary, limit = read_strings(op.boundary), read_ints(op.limit)
     source = Access(c.threads, c.places[op.source], layout, c.offsets(op), boundary, limit)
     target = _whole(c.places[op.target], layout, c)
@@ -60,7 +60,7 @@ def copy_async(op: Any, c: LoweringContext) -> None:
 @lowers(ops.CopyPaddedOp)
 def copy_padded(op: Any, c: LoweringContext) -> None:
     """Target dims are [steps, rows, columns]; a step's columns follow those of the step before."""
-    layout = Layout.parse(text_attr(op, "layout"))
+    layout = read_layout(op.layout)
     source = _PaddedRows(c.places[op.source], int_attr(op, "group"), int_attr(op, "padded"))
     target = _whole(c.places[op.target], layout, c)
     row_offset, step_offset = c.offsets(op)

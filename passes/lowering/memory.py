@@ -9,10 +9,10 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
-from lowbit.dialect.types import UNIT, Global, Reg, Shared, element_bits, read_strings
+from lowbit.dialect.types import UNIT, Global, Reg, Shared, element_bits, read_layout, read_strings
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Access, Place
-from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, text_attr, when
+from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, when
 from lowbit.passes.lowering.fragment import Fragment
 from lowbit.passes.lowering.registry import lowers
 
@@ -117,7 +117,7 @@ def _load_or_zero(type_: Any, address: Any, alignment: int, inside: Any | None) 
 
 @lowers(ops.PrefetchOp)
 def prefetch(op: Any, c: LoweringContext) -> None:
-    source = access(c.places[op.source], Layout.parse(text_attr(op, "layout")), op, c)
+    source = access(c.places[op.source], read_layout(op.layout), op, c)
     for slot in range(0, source.layout.locals, source.vector_length(max(1, 16 // source.bytes))):
         text, address = "prefetch.global.L2 [$0];", source.address(slot)
         llvm.inline_asm(None, [address], text, "l", has_side_effects=True, asm_dialect=0)

@@ -16,8 +16,9 @@ from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
 from lowbit.dialect.formats.outliers import LINE
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.types import read_layout
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr
+from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.outlier_lines import WORD, Outlier, first_word, lines_of, outlier_of, word
 from lowbit.passes.lowering.registry import lowers
 
@@ -196,7 +197,7 @@ def if_any(words: Sequence[Any], sums: Sums, action: Callable[[], Sums]) -> Sums
 @lowers(ops.CopyOutliersOp)
 def copy_outliers(op: Any, c: LoweringContext) -> None:
     """A lane copies a piece of 16 bytes of every fourth line; zeros where there is no line."""
-    layout = Layout.parse(text_attr(op, "layout"))
+    layout = read_layout(op.layout)
     share = StagedShare(op, c, layout, ROWS)
     _, row_blocks, lines, _ = layout.restrict(1, 0, layout.shape[1])[0].shape
     own = row_blocks // max(1, _warps_along(layout, 1))
