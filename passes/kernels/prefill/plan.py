@@ -64,11 +64,14 @@ class PrefillPlan:
 
     steps         columns of a round, from and to
     least_pieces  pieces of a round, at least
+    least_rounds  rounds of a tile, at least, of which x and the weight may have less: of one round, the assembler
+                  orders products and the sums' first values wrongly, and says so (C7514)
     asynchronous  whether a panel is multiplied while the next one is decoded
     """
 
     steps: ClassVar[tuple[int, int]] = (256, 2048)
     least_pieces: ClassVar[int] = 2
+    least_rounds: ClassVar[int] = 2
     asynchronous: ClassVar[bool] = True
 
     spec: MatmulSpec
@@ -126,10 +129,9 @@ class PrefillPlan:
         return next((shape for shape in self.shapes if shape.split_k > 1), None)
 
     def _shape(self, tokens: int, split_k: int) -> TileShape:
-        """There are two rounds at least, of which x and the weight may have less: of one round, the assembler orders
-        products and the sums' first values wrongly, and says so (C7514). Blocks that split k have as many each, some of
-        them perhaps beyond the last column, where x is zero."""
-        return TileShape(tokens, split_k, max(2, -(-self.spec.packing.padded_k // (self.step * split_k))))
+        """Blocks that split k have as many rounds each, some perhaps beyond the last column, where x is zero."""
+        rounds = -(-self.spec.packing.padded_k // (self.step * split_k))
+        return TileShape(tokens, split_k, max(self.least_rounds, rounds))
 
     @property
     def rounds(self) -> int:

@@ -17,6 +17,7 @@ class PrefillMmaPlan(PrefillPlan):
 
     steps: ClassVar[tuple[int, int]] = (128, 2048)
     asynchronous: ClassVar[bool] = False
+    least_rounds: ClassVar[int] = 1
 
     schedule: PrefillMmaSchedule
 
@@ -25,11 +26,6 @@ class PrefillMmaPlan(PrefillPlan):
         """The layout of a tile's row blocks over warps. Warps that differ in tokens alone have the same."""
         along_rows, along_tokens = self.schedule.warps
         return spatial(along_rows, 1).replicated(along_tokens).local(self.schedule.row_blocks, 1)
-
-    @property
-    def rounds(self) -> int:
-        """Rounds of a tile."""
-        return -(-self.spec.packing.padded_k // self.step)
 
     @property
     def warp_tokens(self) -> int:
