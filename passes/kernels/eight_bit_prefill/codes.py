@@ -69,7 +69,9 @@ class HeldCodes:
 class StagedCodes:
     """Codes in shared memory, which come straight from device memory, up to a round ahead. A thread copies what it
     reads itself: it waits for its own copies, and for no other thread. So registers have codes only while these are
-    decoded."""
+    decoded: those of one piece at a time, the one that was read last."""
+
+    _read: Tile
 
     def __init__(self, p: Program, plan: EightBitPlan, codes_at: CodesAt, layout: Layout) -> None:
         """layout: how the units of a piece lie in the registers of a warp."""
