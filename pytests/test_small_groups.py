@@ -132,6 +132,16 @@ def test_registers_of_sums_in_place_are_about_as_expected(name: str, tokens: int
     assert abs(registers(SMALL[name], schedule) - used.registers) <= 16
 
 
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q8_0", "nvfp4", "spqr"])
+def test_registers_of_one_token_are_about_as_expected(name: str) -> None:
+    spec = replace(SPECS[name], n=8192, k=8192)
+    for row_blocks in (1, 2):
+        schedule = Schedule(1, row_blocks, 1, 8, 256, 2, spread_k=True)
+        used = resource_usage(compile_matmul(spec, HOPPER, schedule).ptx, HOPPER)
+        assert used.spill_stores == 0
+        assert abs(registers(spec, schedule) - used.registers) <= 20
+
+
 def test_one_block_of_rows_keeps_its_loop() -> None:
     """Without factors of a step, few waits do with one block of rows; and many tokens leave no room for small waits."""
     for choices in ({"row_blocks": 1}, {"tokens": 128}):

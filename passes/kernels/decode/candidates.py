@@ -176,5 +176,7 @@ def _shaped(
             shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
             refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
             s = kind(*shape, wgmma, most, refill=refill, spread_k=spread_k)
+            if spread_k and num_stages > KernelPlan(spec, s).rounds:  # a tenth to a third slower than two stages
+                continue
             if not spills(spec, s, target) and family.allows(spec, s, target):
                 yield s

@@ -100,6 +100,7 @@ WIDE = 0.92  # times as long, for more than 64 tokens without clusters of four: 
 WIDE_BYTES = 1.17  # and for activations of 8 bits, to tiles of 128
 SCALED = 2.5  # clocks to decode 256 weights that factors of a step scale, and to scale them,
 SCALED_WARPS = 18.0  # and the warps on a multiprocessor that hide their latency
+LONE = 1.18  # times as long where blocks start and end alone on a multiprocessor, wave after wave (`spread_k`)
 SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
@@ -164,6 +165,8 @@ class _Launch:
         warps = SCALED_WARPS if self.in_place else costs.warps
         arithmetic = spec.n * spec.k / 256 / self.processors * self.clocks() / CLOCK / min(1.0, self.waves)
         arithmetic *= math.hypot(1.0, warps / (max(1.0, self.side_by_side) * s.threads / 32))
+        if s.spread_k and self.fitting == 1 and self.waves > 1:
+            arithmetic *= LONE
         if s.warps_n > 1 and self.tile > 1:
             arithmetic *= costs.barrier * (costs.per_warp if s.refill == "per_warp" else 1.0)
         return arithmetic
@@ -231,6 +234,8 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
         return decoding + codes + s.tokens // 2 * sums * s.row_blocks
     if s.integer_mma:
         return 24 + s.step_k // 5 + 12 * s.row_blocks
+    if s.spread_k:
+        return 66 + 16 * s.row_blocks + (18 if plan.shares_blocks else 0)
     if s.preload_weights:
         return 42 + plan.preloaded_words + s.columns // 2 * s.row_blocks
     products = s.columns // 2 * s.row_blocks if spec.compute else 0  # beside the sums
