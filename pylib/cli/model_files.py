@@ -125,7 +125,7 @@ def _show(report: QuantizationReport, as_json: bool) -> None:
     if as_json:
         show_json([_row(row) for row in report])
         return
-    print(report)
+    print(str(report).replace("lm_head=True", "--lm-head").replace("embeddings=True", "--embeddings"))
     if report.outliers:
         from lowbit.pylib.nn.outlier_rows import table
 
