@@ -18,7 +18,7 @@ _MORE = 8  # for zeros, or integers that become f32,
 _CLUSTER = 3  # for the other block of a cluster, with which x is shared
 _SPLIT = 7  # or k is split,
 _CUT = 6  # or tiles are cut,
-_LAST_SPLIT = 16  # or k of slices is split,
+_LAST_SPLIT, _IN_GROUPS = 16, 3  # or that of slices, fewer where no group is longer than a panel,
 _FOLDING = 24  # of these, for weights in f16 that become bytes,
 _ADDED = 16  # for float zeros and offsets,
 _CODED = 24  # for scales that are codes,
@@ -72,16 +72,18 @@ def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     loaded = _code_registers(plan) + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
     more = _SECOND_BANK * (s.banks > 1) + products // 32
     more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER
-    more += _split_registers(s) + _CUT * (s.cluster == 1 and s.last_tokens > 0)
+    more += _split_registers(plan) + _CUT * (s.cluster == 1 and s.last_tokens > 0)
     more += integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
     more += _LONG_FLOATS * (plan.groups > 0 and _is_long_float(spec))
     more += _BYTES * (spec.scale == "e4m3" and plan.held_groups >= _MANY_GROUPS)
     return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS
 
 
-def _split_registers(s: EightBitPrefillSchedule) -> int:
+def _split_registers(plan: EightBitPrefillPlan) -> int:
     """Registers for the part of k that a block has of a tile or a slice."""
-    return _SPLIT * (s.split_k > 1) + _LAST_SPLIT * (s.last_split_k > 1)
+    s, group = plan.schedule, plan.spec.packing.padded_group
+    last = _IN_GROUPS if group and group <= s.panel_k and not plan.spec.folds else _LAST_SPLIT
+    return _SPLIT * (s.split_k > 1) + last * (s.last_split_k > 1)
 
 
 def _code_registers(plan: EightBitPrefillPlan) -> int:
@@ -96,7 +98,7 @@ def _folded_registers(plan: EightBitPrefillPlan) -> int:
     factors = factors_of(plan).values()
     numbers = sum(plan.held(factor.count) * (2 if factor.lanes > 1 else 1) for factor in factors)  # of two rows, or all
     loaded = plan.held_pieces * plan.piece_registers + numbers
-    more = _FOLDING + _CLUSTER * (plan.schedule.cluster > 1) + _split_registers(plan.schedule)
+    more = _FOLDING + _CLUSTER * (plan.schedule.cluster > 1) + _split_registers(plan)
     more += _SHORT_GROUPS * (_is_long_float(plan.spec) and plan.spec.packing.padded_group == 16)
     return loaded + more + _ADDED * (plan.spec.zeros in ("float", "offset")) + _CODED * (plan.spec.bilevel is not None)
 
