@@ -294,16 +294,19 @@ def test_weights_that_come_for_a_call(offload_buffers: bool, checkpoints: Any) -
         assert torch.equal(model(TOKENS).logits.float(), expected)
 
 
-@pytest.mark.gpu
-def test_device_map_of_a_gpu_and_the_cpu(checkpoints: Any) -> None:
-    """Layers that are on the CPU are computed on the GPU, as transformers does with dense ones."""
-    parts = {"model.embed_tokens": 0, "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
-    mixed = loaded(
-        checkpoints("llama"), LowbitConfig(U4), device_map=parts | {"model.layers.0": "cpu", "model.layers.1": 0}
-    )
-    whole = loaded(checkpoints("llama"), LowbitConfig(U4), device_map="cuda")
-    for _ in range(2):
-        torch.testing.assert_close(logits(mixed), logits(whole), rtol=0.02, atol=0.02)
+@pytest.mark.parametrize("main", [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_device_map_of_several_devices(main: torch.device, name: str, checkpoints: Any, tmp_path: Path) -> None:
+    """Layers that are on "cpu" come to the main device for each call, which here may be the CPU by another name."""
+    parts = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.1"], main)
+    places = {**parts, "model.layers.0": "cpu"}
+    whole = loaded(checkpoints(name), LowbitConfig(U4), device_map={"": main})
+    whole.save_pretrained(tmp_path)
+    quantized = loaded(checkpoints(name), LowbitConfig(U4), device_map=places)
+    for model in (quantized, loaded(tmp_path, device_map=places)):
+        for _ in range(2):
+            found = model(TOKENS.to(main)).logits.float()
+            torch.testing.assert_close(found, whole(TOKENS.to(main)).logits.float(), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.gpu

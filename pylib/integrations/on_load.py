@@ -43,7 +43,7 @@ class Target:
     pending: bool = True
 
     def forget(self) -> None:
-        """Drop the dense parameter."""
+        """Drop the dense parameter: accelerate would move it to the device of the layer."""
         del self.holder._buffers[self.parameter]
         if isinstance(self.holder, PackedModule):
             self.holder._parameters[self.parameter] = None

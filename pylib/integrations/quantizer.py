@@ -182,6 +182,7 @@ class LowbitQuantizer(HfQuantizer):
             if self.error is None:
                 with naming(name.removesuffix(".weight")):
                     quantize_into(target, value)
+                target.forget()
         except LowbitError as error:
             self.error = error
         return target.keys
@@ -213,7 +214,6 @@ class LowbitQuantizer(HfQuantizer):
         for name, target in self.targets.items():
             if target.pending:
                 raise QuantizeError(f"{name}: the checkpoint has no such tensor")
-            target.forget()
         if self.config.fuse and not self.pre_quantized:
             self.fused = fuse_(model)
         self.targets.clear()
