@@ -75,18 +75,20 @@ def test_headings_that_are_linked_exist(page: Path) -> None:
 
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _headings(page)}
+
+
+def _headings(page: Path) -> list[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return re.findall(r"^#+ (.*)$", text, re.MULTILINE)
 
 
 def test_headings_that_comments_name_exist() -> None:
-    """A comment refers to an experiment as (docs/lab-notebook.md, "Its heading")."""
-    headings = re.findall(r"^### (.*)$", (ROOT / "docs/lab-notebook.md").read_text(), re.MULTILINE)
+    """A comment refers to an experiment as (docs/lab-notebook/page.md, "Its heading")."""
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     texts = [" ".join(file.read_text().replace("#", " ").split()) for file in files if file != Path(__file__)]
-    named = [name for text in texts for name in re.findall(r'docs/lab-notebook\.md, "([^"]+)"', text)]
-    assert named and [name for name in named if name not in headings] == []
+    named = [name for text in texts for name in re.findall(r'(docs/lab-notebook/[\w-]+\.md), "([^"]+)"', text)]
+    assert named and [name for name in named if name[1] not in _headings(ROOT / name[0])] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

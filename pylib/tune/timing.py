@@ -4,9 +4,9 @@ Calls are captured into a CUDA graph that walks over enough copies of the weight
 is replayed; host time is not in it. Microseconds are per call: median and spread of the replays.
 
 A GPU that has been at work is slower than one that has rested. An H200 keeps its full clocks for 40 milliseconds of
-work after a pause of 100 and is at the pace that its power cap leaves after 250 (docs/lab-notebook.md, "Rested and
-sustained"). `graph_time` begins with a rest, so that it does not matter what ran before, and is short or rests again;
-`sustained_time` begins with work.
+work after a pause of 100 and is at the pace that its power cap leaves after 250
+(docs/lab-notebook/where-time-goes.md, "Rested and sustained"). `graph_time` begins with a rest, so that it does not
+matter what ran before, and is short or rests again; `sustained_time` begins with work.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 No GPU of these architectures was at hand: times follow from how many instructions a tile takes, counted in machine
 code, and from the rates in NVIDIA's architecture whitepapers and data sheets. What they leave open, `_SUSTAINED` and
-`_PER_PANEL`, is fitted to kernels for sm_90 on an H200 (docs/lab-notebook.md, "Without wgmma"). The predictions serve
-to compare schedules, and to say from how many tokens on the vendor's matmul is likely to be the faster way.
+`_PER_PANEL`, is fitted to kernels for sm_90 on an H200 (docs/lab-notebook/persistent-blocks.md, "Without wgmma"). The
+predictions serve to compare schedules, and to say from how many tokens on the vendor's matmul is likely to be the
+faster way.
 """
 
 from __future__ import annotations
