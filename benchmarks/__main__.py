@@ -109,14 +109,14 @@ def publish(file: File, root: Annotated[Path, typer.Option(help="The repository.
 
 @app.command()
 def publish_prefill(
-    file: Annotated[Path, typer.Argument(help="What `run prefill` has written.")],
+    files: Annotated[list[Path], typer.Argument(help="What `run prefill` has written, the latest first.")],
     root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
     """Write what many tokens take into README.md and docs/benchmarks.md, between their marks, and draw figures."""
     from benchmarks.prefill_page import publish as write
     from benchmarks.results import Results
 
-    for path in write(Results.read(file), root):
+    for path in write([Results.read(file) for file in files], root):
         print(path)
 
 

@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.environment import describe
 from benchmarks.plots import TERAFLOPS, TOKENS_PER_JOULE, save, sweep
 from benchmarks.publish import between_marks
 from benchmarks.results import Record, Results
-from benchmarks.tables import find, markdown, methods, notes, plain_sizes, title, token_table, tokens_of, weights_of
+from benchmarks.tables import (
+    WEIGHT,
+    find,
+    markdown,
+    methods,
+    notes,
+    plain_sizes,
+    title,
+    token_table,
+    tokens_of,
+    weights_of,
+)
 
 BEGIN, END = "<!-- prefill: begin -->", "<!-- prefill: end -->"
 README_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 LEAST_SIZES = 2  # a weight of one size is a row among others
 
 
-def publish(results: Results, root: Path) -> list[Path]:
-    """Write both pages and the figures; returns the files. Raises SpecError for a page without the marks."""
-    figures = draw(results, root / "docs" / "img")
-    images = [f"![{text}](img/{path.name})" for path, text in figures.items()]
+def publish(runs: Sequence[Results], root: Path) -> list[Path]:
+    """Write both pages and the figures, run by run, the latest first; returns the files.
+
+    A weight that a run has measured on several sizes is left out of the later ones in this order. Raises SpecError for a
+    page without the marks.
+    """
+    runs = each_weight_once(runs)
+    figures: list[Path] = []
+    texts: list[str] = []
+    for results in runs:
+        drawn = draw(results, root / "docs" / "img")
+        figures += drawn
+        texts += [*(f"![{text}](img/{path.name})" for path, text in drawn.items()), page(results)]
     pages = {
-        root / "README.md": readme(results),
-        root / "docs" / "benchmarks.md": "\n\n".join([*images, page(results)]),
+        root / "README.md": "\n\n".join(map(readme, runs)),
+        root / "docs" / "benchmarks.md": "\n\n".join(texts),
     }
     for path, text in pages.items():
         path.write_text(between_marks(path, text, BEGIN, END))
     return [*pages, *figures]
+
+
+def each_weight_once(runs: Sequence[Results]) -> list[Results]:
+    """Returns the runs, each without the weights that a run before it has measured on several sizes."""
+    known: list[Record] = []
+    found: list[Results] = []
+    for results in runs:
+        rest = Results(None, results.environment)
+        rest.measurements = [r for r in results.measurements if {name: r.get(name) for name in WEIGHT} not in known]
+        known += _of_many_sizes(rest)
+        found.append(rest)
+    return found
 
 
 def draw(results: Results, folder: Path) -> dict[Path, str]:

@@ -334,7 +334,9 @@ def test_tables_of_the_readme_are_those_of_the_results() -> None:
     root = Path(__file__).resolve().parent.parent
     text = (root / "README.md").read_text()
     assert summary(_latest(root, "h200")) in text
-    assert prefill_page.readme(_latest(root, "prefill-h200")) in text
+    runs = [Results.read(path) for path in sorted((root / "docs/results").glob("prefill-h200-*.json"), reverse=True)]
+    for results in prefill_page.each_weight_once(runs):
+        assert prefill_page.readme(results) in text
 
 
 def _latest(root: Path, name: str) -> Results:
@@ -387,6 +389,12 @@ def test_prefill_tables() -> None:
     assert "- humming, u4: not installed" in text
     for table in text.split("\n\n"):
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) <= 1
+
+
+def test_weights_of_an_earlier_run_are_left_out() -> None:
+    first, second = prefill_page.each_weight_once([prefill_results(), prefill_results()])
+    assert len(first.measurements) == len(prefill_results().measurements)
+    assert {r["weight"] for r in second.measurements} == {None, "nf4"}  # one size is no table
 
 
 def test_publish_prefill(tmp_path: Path) -> None:
