@@ -30,8 +30,8 @@ LEAST_SIZES = 2  # a weight of one size is a row among others
 def publish(runs: Sequence[Results], root: Path) -> list[Path]:
     """Write both pages and the figures, run by run, the latest first; returns the files.
 
-    A weight that a run has measured on several sizes is left out of the later ones in this order. Raises SpecError for a
-    page without the marks.
+    A weight that a run has measured on several sizes is left out of those that follow. Raises SpecError for a page
+    without the marks.
     """
     runs = each_weight_once(runs)
     figures: list[Path] = []
