@@ -196,7 +196,7 @@ def cpu(
     import torch
 
     from benchmarks.cpu import BEGIN, END, cpu_table
-    from benchmarks.publish import between_marks
+    from benchmarks.publish import write_between_marks
     from lowbit.pylib.model_shapes import linear_sizes
 
     if threads:
@@ -205,8 +205,7 @@ def cpu(
     table = cpu_table(n, k, seconds, _log)
     print(table)
     if write:
-        page = Path("docs/cpu.md")
-        page.write_text(between_marks(page, table, BEGIN, END))
+        write_between_marks(Path("docs/cpu.md"), table, BEGIN, END)
 
 
 @app.command()
@@ -220,7 +219,7 @@ def quantize(
 ) -> None:
     """What quantizing a model with random weights takes, by recipe: seconds, and memory above the model."""
     from benchmarks.environment import describe, environment
-    from benchmarks.publish import between_marks
+    from benchmarks.publish import write_between_marks
     from benchmarks.quantize import BEGIN, END, RECIPES, costs, table
 
     names = list(RECIPES) if recipes is None else [name.strip() for name in recipes.split(";")]
@@ -229,8 +228,7 @@ def quantize(
     text = f"{model}{part}. {describe(environment(commit))}.\n\n{found}"
     print(text)
     if write:
-        page = Path("docs/quantizers.md")
-        page.write_text(between_marks(page, text, BEGIN, END))
+        write_between_marks(Path("docs/quantizers.md"), text, BEGIN, END)
 
 
 @app.command()
@@ -262,14 +260,13 @@ def gguf(
     """GGUF models on this machine's CPU: tokens per second, also of llama.cpp."""
     from benchmarks.gguf import BEGIN, END, measure_file, text_of
     from benchmarks.gguf import write as save
-    from benchmarks.publish import between_marks
+    from benchmarks.publish import write_between_marks
 
     for file in files:
         text = text_of(save(measure_file(file, llama_cpp, rounds, threads), out))
     print(text)
     if write:
-        page = Path("docs/cpu.md")
-        page.write_text(between_marks(page, text, BEGIN, END))
+        write_between_marks(Path("docs/cpu.md"), text, BEGIN, END)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.publish import between_marks
+from benchmarks.publish import write_between_marks
 from benchmarks.tables import markdown
 from lowbit.dialect.errors import SpecError
 from lowbit.pylib.tune.check import GOOD
@@ -20,7 +20,7 @@ Call = Mapping[str, Any]
 def publish(results: Path, root: Path) -> list[Path]:
     """Write docs/tuning.md; returns it. Raises SpecError for a file that holds no first calls."""
     page = root / "docs" / "tuning.md"
-    page.write_text(between_marks(page, text_of(results), BEGIN, END))
+    write_between_marks(page, text_of(results), BEGIN, END)
     return [page]
 
 

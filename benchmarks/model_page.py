@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.environment import describe
 from benchmarks.models import read
 from benchmarks.plots import GREY, compact, style
-from benchmarks.publish import between_marks
+from benchmarks.publish import write_between_marks
 from benchmarks.tables import markdown
 from lowbit.pylib.model_speed.measure import Measurement
 from lowbit.pylib.model_speed.runner import Step
@@ -36,7 +36,7 @@ def publish(results: Sequence[Path], root: Path) -> list[Path]:
             draw(name, measured, where, figure)
             figures.append(figure)
             parts += _about(name, measured, figure)
-    page.write_text(between_marks(page, "\n\n".join(parts), BEGIN, END))
+    write_between_marks(page, "\n\n".join(parts), BEGIN, END)
     return [page, *figures]
 
 

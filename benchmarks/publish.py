@@ -27,13 +27,18 @@ def publish(results: Results, root: Path) -> list[Path]:
         root / "docs" / "benchmarks.md": [*_images(figures, root / "docs"), tables(results)],
     }
     for page, parts in pages.items():
-        page.write_text(between_marks(page, "\n\n".join(parts)))
+        write_between_marks(page, "\n\n".join(parts))
     return [*pages, *figures]
 
 
 def _images(figures: Sequence[Path], folder: Path) -> list[str]:
     """Returns figures as markdown, for a page in `folder`."""
     return [f"![{TEXTS[f.stem.partition('_')[0]]}]({f.relative_to(folder).as_posix()})" for f in figures]
+
+
+def write_between_marks(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Write `text` in place of what stands between a page's marks. Raises SpecError for a page without them."""
+    path.write_text(between_marks(path, text, begin, end))
 
 
 def between_marks(path: Path, text: str, begin: str = BEGIN, end: str = END) -> str:

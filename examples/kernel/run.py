@@ -107,6 +107,6 @@ def section() -> str:
 
 def publish() -> None:
     """Writes docs/kernel.md anew from the published results."""
-    from benchmarks.publish import between_marks
+    from benchmarks.publish import write_between_marks
 
-    PAGE.write_text(between_marks(PAGE, section()))
+    write_between_marks(PAGE, section())
