@@ -7,10 +7,9 @@ from pathlib import Path
 
 from benchmarks.environment import describe
 from benchmarks.plots import TERAFLOPS, TOKENS_PER_JOULE, save, sweep
-from benchmarks.publish import between_marks
+from benchmarks.publish import write_between_marks
 from benchmarks.results import Record, Results
 from benchmarks.tables import (
-    WEIGHT,
     find,
     markdown,
     methods,
@@ -19,6 +18,7 @@ from benchmarks.tables import (
     title,
     token_table,
     tokens_of,
+    weight_of,
     weights_of,
 )
 
@@ -45,7 +45,7 @@ def publish(runs: Sequence[Results], root: Path) -> list[Path]:
         root / "docs" / "benchmarks.md": "\n\n".join(texts),
     }
     for path, text in pages.items():
-        path.write_text(between_marks(path, text, BEGIN, END))
+        write_between_marks(path, text, BEGIN, END)
     return [*pages, *figures]
 
 
@@ -55,7 +55,7 @@ def each_weight_once(runs: Sequence[Results]) -> list[Results]:
     found: list[Results] = []
     for results in runs:
         rest = Results(None, results.environment)
-        rest.measurements = [r for r in results.measurements if {name: r.get(name) for name in WEIGHT} not in known]
+        rest.measurements = [r for r in results.measurements if weight_of(r) not in known]
         known += _of_many_sizes(rest)
         found.append(rest)
     return found

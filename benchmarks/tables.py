@@ -87,12 +87,13 @@ def variants(results: Results, weight: Record) -> list[Record]:
 
 def weights_of(results: Results) -> list[Record]:
     """Returns the weights that were measured, apart from sizes, numbers of tokens and methods, in order."""
-    found = [
-        {name: r.get(name) for name in WEIGHT}
-        for r in results.measurements
-        if r["weight"] and r["peer"] != "peak"
-    ]
+    found = [weight_of(r) for r in results.measurements if r["weight"] and r["peer"] != "peak"]
     return [weight for i, weight in enumerate(found) if weight not in found[:i]]
+
+
+def weight_of(record: Record) -> Record:
+    """Returns what a record says of its weight, but for its size."""
+    return {name: record.get(name) for name in WEIGHT}
 
 
 def by_bits(weights: Iterable[Record]) -> list[Record]:
