@@ -13,9 +13,9 @@ import emulated
 import pytest
 import test_eight_bit_prefill as eight_bit
 import torch
-from emulated import matmul_is_right, run_matmul
+from emulated import run_matmul
 from test_prefill import HOPPER, PREFILL, compiled
-from test_prefill_cuts import CODED, FP8, I8, chosen, waves
+from test_prefill_cuts import CODED, FP8, I8, chosen, is_right, waves
 
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
@@ -30,7 +30,7 @@ from lowbit.passes.kernels.prefill.tile_order import TileOrder
 from lowbit.passes.kernels.registry import request, schedule_from_dict, schedule_to_dict
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.pylib.emulator import launch
-from lowbit.pylib.reference import random_inputs, random_problem
+from lowbit.pylib.reference import random_problem
 
 
 def split(tokens: int, last_tokens: int, **choices: Any) -> PrefillSchedule:
@@ -41,12 +41,6 @@ def split(tokens: int, last_tokens: int, **choices: Any) -> PrefillSchedule:
 def eight_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (emulated, launch):
         monkeypatch.setattr(module, "SM_COUNT", 8)
-
-
-def is_right(spec: MatmulSpec, schedule: PrefillSchedule, m: int) -> bool:
-    inputs = random_inputs(spec, m, seed=m)
-    y = run_matmul(compiled(spec, schedule), spec, inputs, racecheck=True)
-    return matmul_is_right(y, spec, inputs, **PREFILL.rounding(spec, schedule))
 
 
 # -- numbers
