@@ -57,6 +57,8 @@ class MatmulSpec:
     fold_scales whether kernels for many tokens round scaled weights to the type of products, "f8e4m3", so that sums
                 stay in the tensor core for all columns: weights of any format then. One with groups has row_scales,
                 which `pack` chooses
+    compute_from  rows of x from which on they are quantized for `compute`; a call with fewer rows multiplies in act,
+                which is faster for the few tokens of decoding
     out         type of y and of the bias; None: as act
     bias        whether bias[n] is added
     table       the 2^b values of weight="lut<b>": a sequence, array or tensor, kept as a tuple of floats
@@ -87,6 +89,7 @@ class MatmulSpec:
     bilevel: Bilevel | None = None
     compute: Compute | None = None
     fold_scales: bool = False
+    compute_from: int = 1
 
     def __post_init__(self) -> None:
         normal = dict[str, object](
@@ -104,6 +107,7 @@ class MatmulSpec:
             bilevel=None if self.bilevel is None else Bilevel.read(self.bilevel),
             compute=None if self.compute is None else _compute(self.compute),
             fold_scales=boolean("fold_scales", self.fold_scales),
+            compute_from=integer("compute_from", self.compute_from, 1),
         )
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -115,6 +119,8 @@ class MatmulSpec:
             self._check_compute(self.compute)
         elif self.fold_scales:
             raise SpecError("fold_scales=True needs compute='f8e4m3'; use both, or fold_scales=False")
+        elif self.compute_from > 1:
+            raise SpecError(f"compute_from={self.compute_from} needs compute='f8e4m3' or 'i8'; name one, or drop it")
         if self.folds:
             object.__setattr__(self, "row_scales", True)
 
@@ -219,6 +225,22 @@ class MatmulSpec:
     def for_tokens(self, m: int) -> MatmulSpec:
         """This matmul as it is computed for up to m tokens: without folded scales where weights are not rounded."""
         return replace(self, fold_scales=False) if self.folds and not self.rounds_weights(m) else self
+
+    def for_rows(self, m: int) -> MatmulSpec:
+        """This matmul as a call with m rows in the act type computes it: without `compute` below `compute_from`."""
+        if self.compute_from == 1:
+            return self
+        return self.in_eight_bits if m >= self.compute_from else self.in_act
+
+    @cached_property
+    def in_eight_bits(self) -> MatmulSpec:
+        """This matmul with any number of rows in 8 bits."""
+        return replace(self, compute_from=1)
+
+    @cached_property
+    def in_act(self) -> MatmulSpec:
+        """This matmul with any number of rows in the act type: its weight has the same tensors."""
+        return replace(self, compute=None, fold_scales=False, compute_from=1)
 
     @property
     def y(self) -> Element:
@@ -339,6 +361,7 @@ class MatmulSpec:
         scale = self.scale if self.bilevel is None else f"{self.scale} * {self.bilevel.scale}"
         compute = f" in {self.compute}" if self.compute else ""
         compute += ", folded" if self.fold_scales else ""
+        compute += f", from {self.compute_from} rows on" if self.compute_from > 1 else ""
         weight = f"{self.weight}[{self.n}, {self.k}] {scale} scale per {group}{zeros}{others}{outliers}"
         return f"{weight}: {self.act}{compute} -> {self.out_dtype}{bias}"
 

@@ -16,6 +16,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.activation import Quantized, QuantizedActivation
 from lowbit.pylib.call_checks import check_call, check_devices, check_quantized, check_readable
+from lowbit.pylib.runtime.base import Runtime
 from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
 from lowbit.pylib.tensor_checks import SeenTensors
 from lowbit.pylib.torch_types import TORCH
@@ -49,16 +50,20 @@ class OperatorCalls:
         w = self._readable(weight)
         check_call(self._spec, x, w)
         check_transforms(x)
+        return self._runtime_of(w, weight).matmul(x, weight)
+
+    def _runtime_of(self, w: PackedWeight, weight: Sequence[Tensor]) -> Runtime:
+        """Returns the runtime that multiplies a weight by x in the act type, and notes the weight if it is the ordinary
+        one."""
         runtime = self._runtimes.wide if w.wide_range else self._runtimes.ordinary
         if runtime is self._runtimes.ordinary:
             self._seen.add(weight)
-        return runtime.matmul(x, weight)
+        return runtime
 
     def quantized_matmul(self, x: Quantized, weight: Sequence[Tensor]) -> Tensor:
         """Returns y [..., n] of an activation of 8 bits."""
         if not self._seen.has(weight):
-            self._readable(weight)
-            self._seen.add(weight)  # whatever its range: one runtime multiplies all of them
+            self._runtime_of(self._readable(weight), weight)
         activation = QuantizedActivation(*x, self._spec.byte_type)
         check_quantized(self._spec, activation)
         check_devices(activation, weight[0])

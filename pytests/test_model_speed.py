@@ -208,9 +208,11 @@ def test_models_share_the_memory_in_turn() -> None:
 
 
 def test_activations_of_8_bits_are_measured() -> None:
-    (quantization,) = quantizations("u4:f8e4m3", 64)
+    (quantization,) = quantizations("u4:f8e4m3@65", 64)
     (found,) = measure(model_config("tiny", 1), [quantization], [Step(1, 8)], EAGER)
-    assert found.name == "u4 per 64, x in f8e4m3"
+    assert found.name == "u4 per 64, x in f8e4m3@65"
+    with pytest.raises(SpecError, match="'u4:i8@many' must end in a number of tokens, such as u4:i8@65"):
+        quantizations("u4:i8@many", 64)
     with pytest.raises(SpecError, match="compute='f9' must be one of"):
         quantizations("u4:f9", 64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lowbit.dialect.spec import MatmulSpec
@@ -87,15 +87,19 @@ class KernelChoices:
 
     rows     every number of rows, from 1 on, in ranges
     kernels  by token tile; under None the one that dequantizes
+    few      those of the rows before the first, where `MatmulSpec.compute_from` says that these are multiplied otherwise
     """
 
     spec: MatmulSpec
     target: Target
     rows: tuple[Rows, ...]
     kernels: Mapping[int | None, KernelRequest]
+    few: KernelChoices | None = None
 
     def launches(self, m: int) -> tuple[KernelRequest, ...]:
         """The kernels that are launched for m rows, in order."""
+        if self.few and m < self.rows[0].first:
+            return self.few.launches(m)
         tiles = find_rows(self.rows, m).tiles
         return tuple(self.kernels[tile] for tile in tiles or (None,))
 
@@ -109,10 +113,34 @@ class KernelChoices:
             {"first": each.first, "last": each.last, "launches": [kernel_name(tile) for tile in each.tiles or (None,)]}
             for each in self.rows
         ]
-        return {"spec": asdict(self.spec), "target": self.target.name, "kernels": kernels, "rows": rows}
+        few = {"few": self.few.to_dict()} if self.few else {}
+        return {"spec": asdict(self.spec), "target": self.target.name, "kernels": kernels, "rows": rows, **few}
+
+    def after(self, few: KernelChoices, spec: MatmulSpec) -> KernelChoices:
+        """Returns the choices of a spec with `compute_from` of these, for all of its rows in 8 bits, and of those for all
+        of its rows in the act type."""
+        first = spec.compute_from
+        return replace(self._of_rows(first, None), spec=spec, few=few._of_rows(1, first - 1))
+
+    def _of_rows(self, first: int, last: int | None) -> KernelChoices:
+        """Returns these choices for the rows first to last (None: without end) alone."""
+        rows = []
+        for each in self.rows:
+            ends = [end for end in (each.last, last) if end is not None]
+            part = Rows(max(first, each.first), min(ends, default=None), each.tiles)
+            if part.last is None or part.first <= part.last:
+                rows.append(part)
+        used = {None, *(tile for each in rows for tile in each.tiles)}
+        kernels = {tile: kernel for tile, kernel in self.kernels.items() if tile in used}
+        return replace(self, rows=tuple(rows), kernels=kernels)
 
     def __repr__(self) -> str:
-        lines = [f"{self.spec}, on {self.target}", "", "rows         launches"]
+        parts = [part for part in (self.few, self) if part]
+        return "\n\n".join([f"{self.spec}, on {self.target}", *(part._tables() for part in parts)])
+
+    def _tables(self) -> str:
+        """Rows with their launches, and kernels with their schedules."""
+        lines = ["rows         launches"]
         for each in self.rows:
             launches = ", ".join(kernel_name(tile) for tile in each.tiles)
             lines.append(f"{each!s:<12} {launches or 'dequantize, then a matmul of torch'}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
@@ -24,6 +25,23 @@ from lowbit.pylib.build.choices import (
     rows_of_tiles,
 )
 from lowbit.pylib.build.driver import Artifact, compile_stages, load
+
+S = TypeVar("S", bound=KernelSchedule)
+
+
+def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None = None) -> KernelChoices:
+    """Returns which kernels serve how many rows. Nothing is compiled."""
+    if spec.compute_from == 1:
+        return Artifacts(spec, target, schedule).choices()
+    few_schedule, schedule = schedules_by_rows(spec, schedule)
+    few = Artifacts(spec.in_act, target, few_schedule).choices()
+    return Artifacts(spec.in_eight_bits, target, schedule).choices().after(few, spec)
+
+
+def schedules_by_rows(spec: MatmulSpec, schedule: S | None) -> tuple[S | None, S | None]:
+    """Returns a user's schedule, or None, for calls in the act type, and for those in 8 bits: its tokens say for which."""
+    tokens = getattr(schedule, "tokens", 1)
+    return (schedule, None) if spec.for_rows(tokens).compute is None else (None, schedule)
 
 
 class Artifacts:

@@ -38,7 +38,8 @@ def bench_model(
     """Time a language model with random weights: tokens per second of decoding and prefill, low-bit against bf16.
 
     The model's code is that of transformers, with a static cache, torch.compile and, on a GPU, a CUDA graph. A format
-    such as u4:f8e4m3 quantizes activations to 8 bits and multiplies in that type; u4:f8e4m3+fold folds scales, too.
+    such as u4:f8e4m3 quantizes activations to 8 bits and multiplies in that type; u4:f8e4m3+fold folds scales, too, and
+    u4:f8e4m3@65 does so from 65 tokens on.
 
     [bold]Examples[/]
 
@@ -75,14 +76,18 @@ def quantizations(weights: str, group_size: int) -> list[QuantConfig | None]:
     """Returns what formats, separated by commas, stand for; None for bf16, which stays dense.
 
     After a colon stands the type in which a format is multiplied: "u4:f8e4m3", or "u4:f8e4m3+fold" with scales folded
-    into weights.
+    into weights. "u4:f8e4m3@65" multiplies so from 65 tokens on.
     """
     return [None if name == "bf16" else _quantization(name, group_size or None) for name in weights.split(",")]
 
 
 def _quantization(name: str, group_size: int | None) -> QuantConfig:
     weight, _, products = name.partition(":")
-    return QuantConfig(weight, group_size, method="rtn", **products_named(products or "none"))
+    products, at, first = products.partition("@")
+    if at and not first.isdecimal():
+        raise SpecError(f"{name!r} must end in a number of tokens, such as {weight}:{products}@65")
+    fields = products_named(products or "none")
+    return QuantConfig(weight, group_size, method="rtn", compute_from=int(first) if at else 1, **fields)
 
 
 def model_steps(batch: str, prefill: str, context: int) -> list[Step]:

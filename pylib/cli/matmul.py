@@ -99,13 +99,13 @@ def explain(
 
       lowbit explain -w nf4 -g 64 -t sm_80 --json
     """
-    from lowbit.pylib.build.kernels import Artifacts
+    from lowbit.pylib.build.kernels import kernel_choices
     from lowbit.pylib.devices import target_named
 
     parsed = target_named(target)
     if not parsed.is_gpu:
         raise TargetError(f"target {parsed} has one program for every number of rows; name a GPU such as sm_90a")
-    choices = Artifacts(spec, parsed, parse_schedule(schedule)).choices()
+    choices = kernel_choices(spec, parsed, parse_schedule(schedule))
     if as_json:
         show_json(choices.to_dict())
     else:

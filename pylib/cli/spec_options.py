@@ -43,6 +43,7 @@ _SPEC_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "permuted": (bool, False, "Columns are in another order than x's."),
     "outliers": (bool, False, "Add outliers, a sparse matrix in f16."),
     "compute": (str | None, None, "Multiply in 8 bits: f8e4m3 or i8; without it, in the type of x."),
+    "compute_from": (int, 1, "Rows of x from which on they are quantized; fewer are multiplied in the type of x."),
     "fold_scales": (bool, False, "With f8e4m3: round scaled weights, so that sums stay in the tensor core."),
 }  # fmt: skip
 

@@ -50,7 +50,8 @@ class Measurement:
     batch, tokens, context   as in `Step`
     seconds           of a step
     split             seconds by kind of kernel, if asked for
-    compute           type in which low-bit layers multiply, with "+fold" if scales are folded; None: bf16
+    compute           type in which low-bit layers multiply, with "+fold" if scales are folded, and "@65" if they do so
+                      from 65 tokens on; None: bf16
     library           another library that the low-bit layers are of; "" for lowbit
     compiled          whether torch.compile was used; it can't take the models of some other libraries
     dense             linear layers that stay in bf16, since no group divides their k
@@ -112,7 +113,10 @@ def format_name(quantization: QuantConfig | None) -> str:
 
 def _products(quantization: QuantConfig) -> str | None:
     """Returns what `Measurement.compute` is for a format."""
-    return products_name(quantization.compute, quantization.fold_scales) if quantization.compute else None
+    if quantization.compute is None:
+        return None
+    first = f"@{quantization.compute_from}" if quantization.compute_from > 1 else ""
+    return products_name(quantization.compute, quantization.fold_scales) + first
 
 
 def measure(

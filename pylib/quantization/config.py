@@ -53,6 +53,7 @@ class QuantConfig:
     compute     type in which layers multiply codes and x, as in `MatmulSpec`: "f8e4m3" or "i8"; None: that of x. The
                 weight is rounded in the same way
     fold_scales with compute="f8e4m3": round scaled weights again where many tokens are multiplied, as in `MatmulSpec`
+    compute_from  with compute: multiply fewer tokens in the type of x, as in `MatmulSpec`
 
     Of SpQR:
 
@@ -85,6 +86,7 @@ class QuantConfig:
     row_scales: bool = False
     beams: int = 1
     fold_scales: bool = False
+    compute_from: int = 1
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -214,7 +216,7 @@ class QuantConfig:
             scale = f"u{self.scale_bits}" if self.second_level else scale
             others = {"outliers": self.outlier_threshold is not None, "permuted": self.act_order, **others}
         usual = {"table": self.table, "compute": self.compute, "row_scales": self.row_scales}
-        usual["fold_scales"] = self.fold_scales
+        usual |= {"fold_scales": self.fold_scales, "compute_from": self.compute_from}
         others = {**usual, "bilevel": self.second_level, **others}
         return MatmulSpec(n, k, self.weight, self.group_size, zeros, scale, **others)
 

@@ -72,6 +72,7 @@ def tolerance(
     folded          the kernel rounds weights as `MatmulSpec.fold_scales` allows it, and adds up all columns in the
                     tensor core: `_folding_error`
     """
+    spec = spec.for_rows(len(x))
     y = matmul(spec, x, codes, scales, zeros, bias, **others)
     scale, zero, offset = scale_of(spec, scales, others), zero_of(spec, zeros, others), offset_of(spec, others)
     sparse = np.abs(outliers_of(others, len(codes), spec.k))

@@ -36,9 +36,10 @@ def dequantize(
 
 def multiplied(spec: MatmulSpec, x: Array) -> F64:
     """x [m, k] as it is multiplied: with `MatmulSpec.compute`, its values of 8 bits times their scales."""
-    if spec.compute is None:
+    compute = spec.for_rows(len(x)).compute
+    if compute is None:
         return f64(x)
-    values, scales = quantize_rows(torch.as_tensor(x), spec.compute)
+    values, scales = quantize_rows(torch.as_tensor(x), compute)
     with np.errstate(invalid="ignore"):
         return f64(values) * f64(scales)[:, None]
 

@@ -158,11 +158,11 @@ class CpuEightBit(CpuRuntime):
     def __init__(self, spec: MatmulSpec) -> None:
         from lowbit.pylib.runtime.cpu import CpuMatmul
 
-        super().__init__(replace(spec, compute=None, fold_scales=False))
+        super().__init__(spec.in_act)
         self._compute: Compute = spec.byte_type
         self._out_type = TORCH[spec.out_dtype]
         inner = replace(with_table_in_f16(spec), act="f16", out="f32", bias=False)
-        exact = replace(spec, compute=None, fold_scales=False, act="f16", out="f32", bias=False)
+        exact = replace(spec.in_act, act="f16", out="f32", bias=False)
         self._outer = spec
         self._exact = self._folded = CpuMatmul(exact, knobs.cpu(), knobs.num_threads())
         if spec.folds:

@@ -1,14 +1,17 @@
-"""The runtimes of one matmul: that of most weights, and that of weights with values beyond the range of x's type."""
+"""The runtimes of one matmul: that of most weights, that of weights with values beyond the range of x's type, and that
+of activations of 8 bits."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import cast
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
+from lowbit.pylib.build.kernels import schedules_by_rows
 from lowbit.pylib.runtime.base import Runtime
+from lowbit.pylib.runtime.by_rows import RuntimeByRows
 from lowbit.pylib.runtime.eight_bit import EightBitRuntime, make_eight_bit_runtime
 from lowbit.pylib.runtime.runtimes import make_runtime
 
@@ -22,19 +25,30 @@ class MatmulRuntimes:
     ordinary: Runtime
 
     def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
-        make = make_eight_bit_runtime if spec.compute else make_runtime
-        self.ordinary = make(spec, target, schedule)
-        self._arguments = spec, target, schedule
+        self._spec, self._target = spec, target
+        self._few_schedule, many_schedule = schedules_by_rows(spec, schedule)
+        self._eight_bits: EightBitRuntime | None = None
+        if spec.compute:
+            self._eight_bits = make_eight_bit_runtime(spec.in_eight_bits, target, many_schedule)
+        self.ordinary = self._make(late_scaling=False)
 
     @cached_property
     def wide(self) -> Runtime:
-        """Of weights with other values: kernels scale sums. A CPU's program does so in any case."""
-        spec, target, schedule = self._arguments
-        if not target.is_gpu or spec.compute:
-            return self.ordinary
-        return make_runtime(spec, target, schedule, late_scaling=True)
+        """Of weights with other values: kernels scale sums. A CPU's program does so in any case, and so do products of
+        8 bits."""
+        scales_sums = not self._target.is_gpu or self._spec.for_rows(1).compute is not None
+        return self.ordinary if scales_sums else self._make(late_scaling=True)
 
     @property
     def of_eight_bits(self) -> EightBitRuntime:
-        """The ordinary one of a spec with `compute`."""
-        return cast(EightBitRuntime, self.ordinary)
+        """Of a spec with `compute`, for any number of rows. Raises SpecError for others."""
+        if self._eight_bits is None:
+            raise SpecError(f"({self._spec}) has no activations of 8 bits; it needs compute='f8e4m3' or 'i8'")
+        return self._eight_bits
+
+    def _make(self, late_scaling: bool) -> Runtime:
+        spec = self._spec.for_rows(1)
+        if spec.compute:
+            return self.of_eight_bits
+        few = make_runtime(spec, self._target, self._few_schedule, late_scaling=late_scaling)
+        return RuntimeByRows(self._spec, few, self._eight_bits) if self._eight_bits else few

@@ -148,10 +148,11 @@ def run_trial(
 
 def rounding(mm: Matmul, m: int) -> dict[str, bool]:
     """Returns what the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it."""
+    spec = mm.spec.for_rows(m)
     if not mm.target.is_gpu:
-        return {"folded": mm.spec.rounds_weights(m)}
+        return {"folded": spec.rounds_weights(m)}
     schedule = mm.kernel(m).schedule
-    return family_of(schedule).rounding(mm.spec, schedule)
+    return family_of(schedule).rounding(spec, schedule)
 
 
 def _repeated(spec: MatmulSpec, slot: TensorSlot, t: Tensor, rows: Tensor) -> Tensor:

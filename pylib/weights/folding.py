@@ -82,7 +82,7 @@ def with_table_in_f16(spec: MatmulSpec) -> MatmulSpec:
 def folded(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns the weight [n, k] in f32 as kernels for many tokens multiply it: without the scale of its row, rounded to
     f16 and then to f8e4m3, to nearest even and to 448 at most; times the scale of the row."""
-    plain = replace(with_table_in_f16(spec), compute=None, fold_scales=False, row_scales=False)
+    plain = replace(with_table_in_f16(spec).in_act, row_scales=False)
     largest = LARGEST["f8e4m3"]
     near = dequantize(plain, tensors, torch.float16).float().clamp(-largest, largest).to(TORCH["e4m3"])
     return near.float() * numbers(spec, "row_scales", tensors)
