@@ -53,7 +53,7 @@ class Case:
         if self.schedule is not None:
             return request(self.spec, target, self.schedule)
         artifacts = Artifacts(self.spec, target, None)
-        return artifacts.request(artifacts.tile(self.tokens))
+        return artifacts.request(artifacts.token_tile(self.tokens))
 
     def is_right(self, target: Target) -> bool:
         """Multiplies on the GPU, and tells whether the result agrees with the definition."""

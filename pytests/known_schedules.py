@@ -24,8 +24,8 @@ def table(*entries: Entry, gpu: str = "NVIDIA H200") -> Table:
     return Table(gpu, 90, "by hand", {}).with_entries(entries)
 
 
-def chosen(spec: MatmulSpec, *tables: Table, tile: int = 16, gpu: str | None = None) -> Schedule:
-    return schedule_for(spec, tile, HOPPER, gpu, tables)
+def chosen(spec: MatmulSpec, *tables: Table, token_tile: int = 16, gpu: str | None = None) -> Schedule:
+    return schedule_for(spec, token_tile, HOPPER, gpu, tables)
 
 
 NEAR = {

@@ -41,7 +41,7 @@ class Bench:
 
     @staticmethod
     def truth(problem: Problem, s: Schedule) -> float:
-        return 1 + sum(map(ord, f"{s}{problem.tile}")) * 7919 % 1000
+        return 1 + sum(map(ord, f"{s}{problem.token_tile}")) * 7919 % 1000
 
     def time(self, problem: Problem, schedule: Schedule, replays: int) -> float:
         if len(self.timed) >= self.dies_after:

@@ -52,25 +52,25 @@ def test_token_tiles(target: str, n: int) -> None:
     """The least tile that holds m, by its definition, and the widest up to three times."""
     artifacts = Artifacts(replace(NO_PIECES, n=n), parse_target(target), None)
     narrow = [tile for tile in TOKEN_TILES if tile <= 64]
-    assert [artifacts.tiles(m) for m in narrow] == [[tile] for tile in narrow]
-    assert [artifacts.tiles(m + 1) for m in narrow[:-1]] == [[tile] for tile in narrow[1:]]
-    assert artifacts.tiles(0) == [1] and artifacts.tile(0) == 1
-    assert artifacts.tiles(192) == [64, 64, 64] and artifacts.tiles(193) is None
-    assert artifacts.tiles(133) == [64, 64, 8] and artifacts.tile(4096) is None
+    assert [artifacts.token_tiles(m) for m in narrow] == [[tile] for tile in narrow]
+    assert [artifacts.token_tiles(m + 1) for m in narrow[:-1]] == [[tile] for tile in narrow[1:]]
+    assert artifacts.token_tiles(0) == [1] and artifacts.token_tile(0) == 1
+    assert artifacts.token_tiles(192) == [64, 64, 64] and artifacts.token_tiles(193) is None
+    assert artifacts.token_tiles(133) == [64, 64, 8] and artifacts.token_tile(4096) is None
 
 
 @pytest.mark.parametrize("weight", ["u4", "f6e3m2", "u3"])
 def test_one_launch_serves_any_number_of_rows_up_to_8192(weight: str) -> None:
     """Where the prefill family has kernels: from 129 rows on it is always one of these."""
     artifacts = Artifacts(replace(SPEC, weight=weight, n=8192, k=4096), parse_target("sm_90a"), None)
-    found = {m: artifacts.tiles(m) for m in (64, 65, 128, 129, 192, 193, 257, 1000, 4096, 4097)}
+    found = {m: artifacts.token_tiles(m) for m in (64, 65, 128, 129, 192, 193, 257, 1000, 4096, 4097)}
     tiles = (64, 128, 128, 160, 192, 256, 320, 1024, 4096, 6144)
-    assert found == {m: [tile] for m, tile in zip(found, tiles)} and artifacts.tiles(8193) is None
+    assert found == {m: [tile] for m, tile in zip(found, tiles)} and artifacts.token_tiles(8193) is None
     wide = [artifacts.request(tile).family for tile in (192, 384, 1024, 4096)]
     assert wide == ["prefill"] * 4
     rows = artifacts.choices().rows
     assert rows[0].first == 1 and [a.last for a in rows[:-1]] == [b.first - 1 for b in rows[1:]]
-    assert (rows[-1].first, rows[-1].last, rows[-1].tiles) == (8193, None, ())
+    assert (rows[-1].first, rows[-1].last, rows[-1].token_tiles) == (8193, None, ())
 
 
 def launches(tiles: tuple[int, ...], m: int) -> list[int]:
@@ -87,10 +87,10 @@ def test_the_table_of_rows_is_complete(widest: int) -> None:
     """Ranges follow one another without a gap, and each row's launches are those that it would get by itself."""
     tiles = tuple(tile for tile in TOKEN_TILES if tile <= widest)
     rows = rows_of_tiles(tiles)
-    assert rows[0].first == 1 and rows[-1].last is None and rows[-1].tiles == ()
+    assert rows[0].first == 1 and rows[-1].last is None and rows[-1].token_tiles == ()
     assert [a.last for a in rows[:-1]] == [b.first - 1 for b in rows[1:]]
     for m in range(300):
-        assert list(find_rows(rows, m).tiles) == launches(tiles, m), m
+        assert list(find_rows(rows, m).token_tiles) == launches(tiles, m), m
 
 
 def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:

@@ -441,7 +441,7 @@ def test_a_spec_keeps_its_type() -> None:
 def test_more_rows_take_launches_of_the_widest_tile() -> None:
     """Where no kernel serves any number of rows."""
     choices = lowbit.compile(lowbit.MatmulSpec(256, 1024, "u8", 128, zeros="int", compute="i8"), ADA).choices
-    assert [rows.tiles for rows in choices.rows] == [(8,), (16,), (32,), (64,), (64,)]
+    assert [rows.token_tiles for rows in choices.rows] == [(8,), (16,), (32,), (64,), (64,)]
 
 
 WRONG_SPECS: list[tuple[str, dict[str, Any]]] = [

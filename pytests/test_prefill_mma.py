@@ -199,7 +199,7 @@ def test_up_to_where_it_is_predicted_to_win(target: Target) -> None:
 def test_rows() -> None:
     """Up to 128 rows by launches of the decode kernels, then by one launch."""
     rows = rows_of_any_tokens((1, 8, 16, 32, 64, 160, 256), (160, 256))
-    found = {m: find_rows(rows, m).tiles for m in (64, 65, 100, 128, 129, 161, 256, 257)}
+    found = {m: find_rows(rows, m).token_tiles for m in (64, 65, 100, 128, 129, 161, 256, 257)}
     assert found == {
         64: (64,),
         65: (64, 1),
@@ -216,4 +216,4 @@ def test_weights_of_a_wide_range_are_not_rounded() -> None:
     """Kernels that scale sums serve any number of rows then (`pylib.weights.value_range`)."""
     from lowbit.pylib.build.kernels import Artifacts
 
-    assert Artifacts(SPEC, A100, None, late_scaling=True).tiles(300) == [64] * 5
+    assert Artifacts(SPEC, A100, None, late_scaling=True).token_tiles(300) == [64] * 5

@@ -25,7 +25,7 @@ def rule(spec: MatmulSpec, target: Target) -> Iterator[tuple[int, KernelSchedule
     """The rule's schedule for each token tile of the decode families that has one."""
     chooser = Chooser(spec, target)
     for tile in TOKEN_TILES:
-        if tile in chooser.tiles:
+        if tile in chooser.token_tiles:
             yield tile, chooser.predicted(tile).schedule
 
 

@@ -99,7 +99,7 @@ def test_preloaded_weights_are_for_as_many_blocks() -> None:
 
 def test_another_token_tile_is_no_neighbour() -> None:
     slow = table(entry(SPEC, ODD, 500.0))
-    assert chosen(SPEC, slow) == ODD and chosen(SPEC, slow, tile=8) not in (ODD, replace(ODD, tokens=8))
+    assert chosen(SPEC, slow) == ODD and chosen(SPEC, slow, token_tile=8) not in (ODD, replace(ODD, tokens=8))
 
 
 def test_a_neighbour_that_is_expected_to_be_slower_is_not_taken() -> None:
@@ -115,9 +115,9 @@ def test_a_wider_tile_is_taken_where_it_is_faster() -> None:
     eight, sixteen = replace(ODD, tokens=8), ODD
     for times, schedule in (((3.0, 2.0), sixteen), ((2.0, 3.0), eight)):
         known = table(*(entry(SPEC, s, us) for s, us in zip((eight, sixteen), times)))
-        assert chosen(SPEC, known, tile=8) == schedule and chosen(SPEC, known) == sixteen
-    assert chosen(SPEC, table(entry(SPEC, sixteen, 0.5)), tile=1) == sixteen
-    assert chosen(SPEC, table(entry(SPEC, eight, 500.0)), tile=8) == eight  # measured, however slow
+        assert chosen(SPEC, known, token_tile=8) == schedule and chosen(SPEC, known) == sixteen
+    assert chosen(SPEC, table(entry(SPEC, sixteen, 0.5)), token_tile=1) == sixteen
+    assert chosen(SPEC, table(entry(SPEC, eight, 500.0)), token_tile=8) == eight  # measured, however slow
 
 
 MODELS = [(5120, 17408), (24576, 4096), (34816, 5120), (7168, 2048), (1000, 4160)]
@@ -133,7 +133,7 @@ def test_more_tokens_are_not_expected_to_take_less_time(
     spec, t = MatmulSpec(n, k, weight, group_size=group), parse_target(target)
     tables = [each for each in shipped_tables() if each.capability == t.capability]
     chooser = Chooser(spec, t)
-    some = [tile for tile in chooser.tiles if tile <= 128 or tile in (160, 320, 1024)]
+    some = [tile for tile in chooser.token_tiles if tile <= 128 or tile in (160, 320, 1024)]
     choices = [chooser.expected(tile, tables) for tile in some]
     times = [choice.microseconds for choice in choices]
     assert times == sorted(times) and times[0] > 0.9 * least_time(spec, 1)
@@ -157,7 +157,7 @@ def test_no_number_of_tokens_is_expected_to_take_less_time_than_fewer(n: int, k:
     was measured may be 1 % apart from what is predicted."""
     spec, tables = MatmulSpec(n, k, "u4", 128, **choices), [t for t in shipped_tables() if t.capability == 90]
     longest, before, chooser = 0.0, 0, Chooser(spec, HOPPER)
-    for tile in chooser.tiles:
+    for tile in chooser.token_tiles:
         choice = chooser.expected(tile, tables)
         family, kind = family_of(choice.schedule), spec.for_tokens(tile)
         for m in sorted({before + 1, (before + 1 + tile) // 2, tile}):
@@ -172,7 +172,7 @@ def test_nothing_is_predicted_to_take_less_than_the_least_time() -> None:
     for (n, k), weight in product(MODELS, ("u1", "u4", "u8")):
         spec = MatmulSpec(n, k, weight, group_size=32)
         chooser = Chooser(spec, HOPPER)
-        for tile in {1, 16, 128, 512, 8192}.intersection(chooser.tiles):
+        for tile in {1, 16, 128, 512, 8192}.intersection(chooser.token_tiles):
             assert chooser.predicted(tile).microseconds > least_time(spec, tile), (spec, tile)
 
 

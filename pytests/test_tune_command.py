@@ -37,7 +37,7 @@ def test_problems() -> None:
         (256, "u4", None, "none"), (256, "u4", None, "int"), (256, "f4e2m1", None, "none"),
         (256, "u4", 128, "none"), (256, "u4", 128, "int"), (256, "f4e2m1", 128, "none"),
     }  # fmt: skip
-    assert [p.tile for p in found] == [1, 8] * len(specs) and {s.scale for s in specs} == {"bf16"}
+    assert [p.token_tile for p in found] == [1, 8] * len(specs) and {s.scale for s in specs} == {"bf16"}
     assert found[0].spec is found[1].spec  # the weights stay on the GPU
     both = problems([(64, 256)], ["u4", "u8"], [128], [8], computes=["none", "f8e4m3"])
     assert [(p.spec.weight, p.spec.compute) for p in both] == [("u4", None), ("u4", "f8e4m3"), ("u8", None)]
@@ -57,9 +57,9 @@ def test_presets() -> None:
     assert work[0].key == Key("u4", 57344, 8192, 128, "none", "f16", "f16", 1)
     for name in ("Llama-2-7B", "Llama-3.1-8B", "Llama-3.1-70B", "Qwen2.5-32B", "Gemma-2-9B"):
         for n, k in linear_sizes([name]):
-            assert {p.tile for p in work if p.spec == MatmulSpec(n, k, "u4", 128)} >= {1, 8, 16, 32, 64}
+            assert {p.token_tile for p in work if p.spec == MatmulSpec(n, k, "u4", 128)} >= {1, 8, 16, 32, 64}
     prefill, eight_bit = preset_problems("prefill"), preset_problems("eight_bit")
-    assert max(p.tile for p in prefill) == 8192 and {p.spec.act for p in prefill} == {"f16", "bf16"}
+    assert max(p.token_tile for p in prefill) == 8192 and {p.spec.act for p in prefill} == {"f16", "bf16"}
     assert with_kernels(prefill, HOPPER) == prefill
     assert {p.spec.compute for p in eight_bit} == {"f8e4m3", "i8"} and with_kernels(eight_bit, HOPPER)
     with pytest.raises(SpecError, match="--preset 'encode' must be one of decode, models, prefill, unknown, eight_bit"):

@@ -35,7 +35,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def first_pass(problem: Problem) -> list[Schedule]:
-    return search_space.candidates(problem.spec, problem.tile, HOPPER, FIRST)
+    return search_space.candidates(problem.spec, problem.token_tile, HOPPER, FIRST)
 
 
 def fastest(problem: Problem, schedules: Sequence[Schedule]) -> list[Schedule]:
@@ -49,11 +49,11 @@ def test_two_passes_then_the_best_at_length(bench: Bench) -> None:
         short, long = bench.measured(p, SHORT), bench.measured(p, LONG)
         assert short[:FIRST] == first_pass(p) and len(short) == len(set(short)) == COUNT
         parents = fastest(p, short[:FIRST])[:3]
-        near = [s for parent in parents for s in search_space.neighbours(p.spec, p.tile, HOPPER, parent)]
+        near = [s for parent in parents for s in search_space.neighbours(p.spec, p.token_tile, HOPPER, parent)]
         assert short[FIRST:] == [s for s in dict.fromkeys(near) if s not in short[:FIRST]][: COUNT - FIRST]
         assert long == fastest(p, short)[:FINALISTS] and entry.schedule == long[0]
         assert entry.microseconds == Bench.truth(p, long[0]) and entry.kernel == kernel_id(f"{p} {long[0]}")
-    rule = [Bench.truth(p, default_schedule(p.spec, p.tile, HOPPER)) for p in WORK]
+    rule = [Bench.truth(p, default_schedule(p.spec, p.token_tile, HOPPER)) for p in WORK]
     assert bench.finished == [(p, e, first, COUNT) for p, e, first in zip(WORK, found, rule)]
 
 

@@ -112,7 +112,7 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
         def function(stream: int, overlap: bool, *addresses: int) -> None:
             kept = stand._of(problem)
             x, (y, m, *tensors) = addresses[: len(kept.x)], addresses[len(kept.x) :]
-            assert overlap and m == problem.tile and [*x] == [t.data_ptr() for t in kept.x]
+            assert overlap and m == problem.token_tile and [*x] == [t.data_ptr() for t in kept.x]
             assert len(kept.x) == (3 if problem.spec.compute else 1) and len(kept.x[0]) >= m
             assert any([*tensors] == [t.data_ptr() for t in w.tensors] for w in weights())
             right = torch.from_numpy(np.resize(kept.data.expected, (m, 64)))
@@ -150,7 +150,7 @@ def test_the_stand_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, t
     assert len(made) == 1
     spec = problem.spec
     for problem in (Problem(spec, 512), Problem(replace(spec, compute="i8"), 16)):
-        schedule = default_schedule(problem.spec, problem.tile, HOPPER)
+        schedule = default_schedule(problem.spec, problem.token_tile, HOPPER)
         assert stand.time(problem, schedule, SHORT) == 3.0 and stand.check(problem, schedule)
     problem = Problem(spec, 32)
     schedule = default_schedule(problem.spec, 32, HOPPER)

@@ -161,7 +161,7 @@ def test_no_kernel_rounds_weights(spec: lowbit.MatmulSpec) -> None:
     given = lowbit.Schedule(tokens=64, row_blocks=1, warps_n=4, warps_k=1, step_k=64, wgmma=True)
     artifacts = Artifacts(spec, parse_target("emulator:sm_90a"), given, late_scaling=True)
     for m in (1, 8, 40, 64, 65, 5000):
-        tiles = artifacts.tiles(m)
+        tiles = artifacts.token_tiles(m)
         assert tiles is not None and sum(tiles) >= m > sum(tiles[:-1])
         for tile in tiles:
             schedule = artifacts.request(tile).schedule

@@ -58,19 +58,19 @@ class KernelFamily(ABC, Generic[S]):
         """The token tiles (most tokens of a launch) that the family has kernels for; none where x plays no part."""
         return ()
 
-    def tile_limit(self, spec: MatmulSpec, target: Target) -> str:
+    def token_tile_limit(self, spec: MatmulSpec, target: Target) -> str:
         """Why `token_tiles` has no wider one: the end of an error's message."""
         return ""
 
-    def serves(self, schedule: S, tokens: int) -> bool:
+    def serves(self, schedule: S, token_tile: int) -> bool:
         """Whether a schedule that a user gives is meant for a token tile."""
         return False
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[S]:
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[S]:
         """The few schedules from which the rule takes the one with the least predicted time."""
         return [self.schedule_type()]
 
-    def predict(self, spec: MatmulSpec, tokens: int, schedule: S, target: Target) -> float:
+    def predict(self, spec: MatmulSpec, token_tile: int, schedule: S, target: Target) -> float:
         """About how many microseconds a launch takes: for comparing schedules. inf where the schedule cannot run."""
         return 0.0
 
@@ -78,19 +78,19 @@ class KernelFamily(ABC, Generic[S]):
         """Whether a schedule may be expected to do for `spec` what it did where it was measured."""
         return spec == measured
 
-    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[S]:
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[S]:
         """The schedules that the first pass of the tuner orders by prediction and times."""
-        return self.candidates(spec, tokens, target)
+        return self.candidates(spec, token_tile, target)
 
-    def neighbours(self, spec: MatmulSpec, tokens: int, target: Target, around: S) -> Sequence[S]:
+    def neighbours(self, spec: MatmulSpec, token_tile: int, target: Target, around: S) -> Sequence[S]:
         """The schedules that the second pass of the tuner tries next to a good one, the most promising first: those of
         the search space that differ in one choice."""
 
         def differs_in_one(schedule: S) -> bool:
             return sum(getattr(schedule, f.name) != getattr(around, f.name) for f in fields(schedule)) == 1
 
-        near = [s for s in self.search_space(spec, tokens, target) if differs_in_one(s)]
-        return sorted(near, key=lambda s: self.predict(spec, tokens, s, target))
+        near = [s for s in self.search_space(spec, token_tile, target) if differs_in_one(s)]
+        return sorted(near, key=lambda s: self.predict(spec, token_tile, s, target))
 
     def shape(self, schedule: S) -> tuple[object, ...]:
         """Returns the choices that matter most for the time: the tuner times every shape once before any twice."""

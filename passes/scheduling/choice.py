@@ -2,8 +2,8 @@
 
 `schedule_for` takes what was measured for the very same matmul. Otherwise it takes what it expects to be faster: what
 was measured for a matmul like it (`passes.scheduling.tables`), or the least predicted of the candidates of all families
-(the rule). A tile that holds more tokens is taken where that takes less time, so that time does not fall when tokens
-are added. docs/tuning.md says how far this is from the best.
+(the rule). A wider token tile is taken where that takes less time, so that time does not fall when tokens are added.
+docs/tuning.md says how far this is from the best.
 """
 
 from __future__ import annotations
@@ -51,48 +51,50 @@ class Chooser:
         """The families that have a kernel, by token tile."""
         found: dict[int, list[KernelFamily[Any]]] = {}
         for family, kind in product(FAMILIES.values(), {self._spec.for_tokens(1), self._spec}):
-            for tile in family.token_tiles(kind, self._target):
-                if self._spec.for_tokens(tile) == kind:
-                    found.setdefault(tile, []).append(family)
+            for token_tile in family.token_tiles(kind, self._target):
+                if self._spec.for_tokens(token_tile) == kind:
+                    found.setdefault(token_tile, []).append(family)
         return found
 
     @cached_property
-    def tiles(self) -> tuple[int, ...]:
+    def token_tiles(self) -> tuple[int, ...]:
         """The token tiles that the matmul has kernels for, of whatever family."""
         return tuple(sorted(self._families))
 
     @cached_property
     def any_tiles(self) -> tuple[int, ...]:
         """The token tiles with a kernel that serves any number of tokens."""
-        return tuple(t for t in self.tiles if any(family.takes_any_tokens for family in self._families[t]))
+        return tuple(t for t in self.token_tiles if any(family.takes_any_tokens for family in self._families[t]))
 
-    def families(self, tile: int) -> list[KernelFamily[Any]]:
-        """The families that have a kernel for up to `tile` tokens. Raises SpecError where there are none."""
-        check_tile(tile)
-        if tile not in self._families:
-            limits = (family.tile_limit(self._spec, self._target) for family in FAMILIES.values())
-            narrow = tile < min(self.tiles, default=0)
-            check_tile(tile, self.tiles, f" for ({self._spec}) on {self._target}" if narrow else "".join(limits))
-        return self._families[tile]
+    def families(self, token_tile: int) -> list[KernelFamily[Any]]:
+        """The families that have a kernel for up to `token_tile` tokens. Raises SpecError where there are none."""
+        check_token_tile(token_tile)
+        if token_tile not in self._families:
+            limits = (family.token_tile_limit(self._spec, self._target) for family in FAMILIES.values())
+            narrow = token_tile < min(self.token_tiles, default=0)
+            where = f" for ({self._spec}) on {self._target}" if narrow else "".join(limits)
+            check_token_tile(token_tile, self.token_tiles, where)
+        return self._families[token_tile]
 
-    def schedule(self, tile: int, gpu: str | None = None, user: Sequence[Table] = ()) -> KernelSchedule:
+    def schedule(self, token_tile: int, gpu: str | None = None, user: Sequence[Table] = ()) -> KernelSchedule:
         """Returns what `schedule_for` returns."""
-        self.families(tile)  # raises where there are none
+        self.families(token_tile)  # raises where there are none
         tables = [t for t in (*user, *shipped_tables()) if t.capability == self._target.capability]
         tables.sort(key=lambda t: t.gpu != gpu)  # stable: the user's stay first among equals
-        return self.expected(tile, tables).schedule
+        return self.expected(token_tile, tables).schedule
 
-    def expected(self, tile: int, tables: Sequence[Table]) -> Choice:
-        """Returns the choice for up to `tile` tokens: the tile's own schedule, or a wider tile's that takes less time.
+    def expected(self, token_tile: int, tables: Sequence[Table]) -> Choice:
+        """Returns the choice for up to `token_tile` tokens: its own schedule, or that of a wider token tile where
+        that takes less time.
 
         A measured schedule gives way only to a measured one.
         """
-        if self._spec.for_tokens(tile) != self._spec:
-            return self._unfolded.expected(tile, tables)
-        known = self._measured(tile, tables)
-        best = known or self._estimated(tile, tables)
-        for wider in self.tiles:
-            if wider <= tile:
+        if self._spec.for_tokens(token_tile) != self._spec:
+            return self._unfolded.expected(token_tile, tables)
+        known = self._measured(token_tile, tables)
+        best = known or self._estimated(token_tile, tables)
+        for wider in self.token_tiles:
+            if wider <= token_tile:
                 continue
             if least_time(self._spec, wider) >= best.microseconds:
                 break
@@ -108,78 +110,79 @@ class Chooser:
         """Chooses for few tokens, whose kernels fold no scales."""
         return Chooser(self._spec.for_tokens(1), self._target)
 
-    def _measured(self, tile: int, tables: Sequence[Table]) -> Choice | None:
+    def _measured(self, token_tile: int, tables: Sequence[Table]) -> Choice | None:
         """Returns the entry of the first table that has the very matmul."""
         spec = self._spec
-        for entry in filter(None, (table.entries.get(Key.of(spec, tile)) for table in tables)):
+        for entry in filter(None, (table.entries.get(Key.of(spec, token_tile)) for table in tables)):
             if family_of(entry.schedule).suits(spec, entry.schedule, self._target, spec):
                 return Choice(entry.schedule, entry.microseconds)
         return None
 
-    def _estimated(self, tile: int, tables: Sequence[Table]) -> Choice:
+    def _estimated(self, token_tile: int, tables: Sequence[Table]) -> Choice:
         """Returns the rule's schedule, or that of the nearest neighbour, whichever is expected to take less time.
 
         A neighbour's is expected to take what is predicted, times what the prediction was off there; the further apart
         the two are, the less that counts.
         """
-        rule = self.predicted(tile)
-        near = None if tile > MOST_DECODED and self.any_tiles else self._neighbour(tile, tables)
+        rule = self.predicted(token_tile)
+        near = None if token_tile > MOST_DECODED and self.any_tiles else self._neighbour(token_tile, tables)
         return min(near or rule, rule, key=lambda choice: choice.microseconds)
 
-    def _neighbour(self, tile: int, tables: Sequence[Table]) -> Choice | None:
+    def _neighbour(self, token_tile: int, tables: Sequence[Table]) -> Choice | None:
         spec, target = self._spec, self._target
 
         def suits(entry: Entry) -> bool:
             return family_of(entry.schedule).suits(spec, entry.schedule, target, entry.key.spec)
 
-        entry = nearest(tables, spec, tile, suits)
+        entry = nearest(tables, spec, token_tile, suits)
         if entry is None:
             return None
         family, s = family_of(entry.schedule), entry.schedule
-        here, there = (family.predict(each, tile, s, target) for each in (spec, entry.key.spec))
-        alike = 1 - Key.of(spec, tile).distance(entry.key) / REACH
+        here, there = (family.predict(each, token_tile, s, target) for each in (spec, entry.key.spec))
+        alike = 1 - Key.of(spec, token_tile).distance(entry.key) / REACH
         return Choice(s, here * (entry.microseconds / there) ** alike)
 
-    def predicted(self, tile: int) -> Choice:
-        """Returns the rule's choice for up to `tile` tokens: of all families' candidates that of the least predicted
-        time."""
-        if self._spec.for_tokens(tile) != self._spec:
-            return self._unfolded.predicted(tile)
-        if tile not in self._predicted:
+    def predicted(self, token_tile: int) -> Choice:
+        """Returns the rule's choice for up to `token_tile` tokens: of all families' candidates that of the least
+        predicted time."""
+        if self._spec.for_tokens(token_tile) != self._spec:
+            return self._unfolded.predicted(token_tile)
+        if token_tile not in self._predicted:
             spec, target = self._spec, self._target
             found = [
-                Choice(schedule, family.predict(spec, tile, schedule, target))
-                for family in self.families(tile)
-                for schedule in family.candidates(spec, tile, target)
+                Choice(schedule, family.predict(spec, token_tile, schedule, target))
+                for family in self.families(token_tile)
+                for schedule in family.candidates(spec, token_tile, target)
             ]
-            self._predicted[tile] = min(found, key=lambda choice: choice.microseconds)
-        return self._predicted[tile]
+            self._predicted[token_tile] = min(found, key=lambda choice: choice.microseconds)
+        return self._predicted[token_tile]
 
 
 def schedule_for(
-    spec: MatmulSpec, tile: int, target: Target, gpu: str | None = None, user: Sequence[Table] = ()
+    spec: MatmulSpec, token_tile: int, target: Target, gpu: str | None = None, user: Sequence[Table] = ()
 ) -> KernelSchedule:
-    """The schedule for up to `tile` tokens (one of `Chooser.tiles`). The same arguments give the same schedule.
+    """The schedule for up to `token_tile` tokens (one of `Chooser.token_tiles`). The same arguments give the same
+    schedule.
 
     gpu   name of the GPU that will run it, as CUDA spells it; None: any GPU of the target's architecture
     user  tables that go before the shipped ones where both know a matmul equally well
     """
-    return Chooser(spec, target).schedule(tile, gpu, user)
+    return Chooser(spec, target).schedule(token_tile, gpu, user)
 
 
-def choose(spec: MatmulSpec, tile: int, target: Target, tables: Sequence[Table]) -> KernelSchedule:
+def choose(spec: MatmulSpec, token_tile: int, target: Target, tables: Sequence[Table]) -> KernelSchedule:
     """The schedule from these tables, the most trusted first, or by the rule."""
-    return Chooser(spec, target).expected(tile, tables).schedule
+    return Chooser(spec, target).expected(token_tile, tables).schedule
 
 
-def default_schedule(spec: MatmulSpec, tile: int, target: Target) -> KernelSchedule:
+def default_schedule(spec: MatmulSpec, token_tile: int, target: Target) -> KernelSchedule:
     """The schedule by the rule, whatever was measured."""
-    return Chooser(spec, target).predicted(tile).schedule
+    return Chooser(spec, target).predicted(token_tile).schedule
 
 
 def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     """The token tiles that a matmul has kernels for, of whatever family."""
-    return Chooser(spec, target).tiles
+    return Chooser(spec, target).token_tiles
 
 
 def least_time(spec: MatmulSpec, tokens: int) -> float:
@@ -194,7 +197,7 @@ def fixed_schedule(operation: Operation) -> KernelSchedule:
     return family.schedule_type()
 
 
-def check_tile(tile: int, tiles: Sequence[int] = ALL_TILES, where: str = "") -> None:
-    """Raises SpecError unless there is a kernel for up to `tile` tokens; `where` ends its message."""
-    if tile not in tiles:
-        raise SpecError(f"tokens={tile} must be one of {', '.join(map(str, tiles))}{where}")
+def check_token_tile(token_tile: int, tiles: Sequence[int] = ALL_TILES, where: str = "") -> None:
+    """Raises SpecError unless there is a kernel for up to `token_tile` tokens; `where` ends its message."""
+    if token_tile not in tiles:
+        raise SpecError(f"tokens={token_tile} must be one of {', '.join(map(str, tiles))}{where}")

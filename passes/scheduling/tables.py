@@ -68,9 +68,9 @@ class Key:
             object.__setattr__(self, "bilevel", Bilevel.read(self.bilevel))
 
     @staticmethod
-    def of(spec: MatmulSpec, tile: int) -> Key:
+    def of(spec: MatmulSpec, token_tile: int) -> Key:
         about = (getattr(spec, name) for name in _OF_SPEC)
-        return Key(spec.weight, spec.n, spec.k, tokens=tile, **dict(zip(_OF_SPEC, about)))
+        return Key(spec.weight, spec.n, spec.k, tokens=token_tile, **dict(zip(_OF_SPEC, about)))
 
     @property
     def spec(self) -> MatmulSpec:
@@ -247,10 +247,10 @@ def shipped_tables() -> tuple[Table, ...]:
     return tuple(map(read_table, sorted((Path(__file__).parent / "data").glob("*.json"))))
 
 
-def nearest(tables: Sequence[Table], spec: MatmulSpec, tile: int, fits: Callable[[Entry], bool]) -> Entry | None:
+def nearest(tables: Sequence[Table], spec: MatmulSpec, token_tile: int, fits: Callable[[Entry], bool]) -> Entry | None:
     """The nearest neighbour of a matmul that `fits`, at a distance of up to `REACH`; of equals, that in the first
     table."""
-    key = Key.of(spec, tile)
+    key = Key.of(spec, token_tile)
     near = [(key.distance(e.key), e) for table in tables for e in table.kinds.get(key.kind, ())]
     for distance, entry in sorted(near, key=lambda pair: pair[0]):
         if distance > REACH:

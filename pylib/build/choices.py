@@ -19,13 +19,13 @@ _MOST_LAUNCHED = 192  # rows, beyond which to write the weight out is faster tha
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `first` to `last` (None: without end) of x, and the token tiles of their launches in order. Without tiles the
+    """Rows `first` to `last` (None: without end) of x, and the token tiles of their launches in order. Without any the
     dequantize kernel writes the weight out and the vendor's matmul multiplies, which for so many rows is bound by
     arithmetic, not by reading the weight."""
 
     first: int
     last: int | None
-    tiles: tuple[int, ...]
+    token_tiles: tuple[int, ...]
 
     def __str__(self) -> str:
         if self.last is None:
@@ -34,7 +34,7 @@ class Rows:
 
 
 def rows_of_tiles(tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule where no kernel serves any number of rows: the least tile that holds m rows. More rows take launches of
+    """The rule where no kernel serves any number of rows: the least token tile that holds m rows. More rows take launches of
     the widest, of which the last may be of a lesser one: up to 192 rows, as measured on an H200 without wgmma
     (docs/lab-notebook/wide-tiles.md, "More than 256 tokens")."""
     return _ranges(_launches(tiles, _MOST_LAUNCHED))
@@ -42,9 +42,9 @@ def rows_of_tiles(tiles: Sequence[int]) -> tuple[Rows, ...]:
 
 def _launches(tiles: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
     """The launches of each range of rows, by its last row, for up to `most` rows."""
-    widest, ends = tiles[-1], {tile: (tile,) for tile in tiles}
+    widest, ends = tiles[-1], {token_tile: (token_tile,) for token_tile in tiles}
     for whole in range(1, -(-most // widest)):
-        ends |= {whole * widest + tile: (*(widest,) * whole, tile) for tile in tiles}
+        ends |= {whole * widest + token_tile: (*(widest,) * whole, token_tile) for token_tile in tiles}
     return {end: launches for end, launches in ends.items() if end <= most}
 
 
@@ -58,27 +58,27 @@ def _ranges(launches: Mapping[int, tuple[int, ...]], beyond: Sequence[int] = ())
 def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int], vendor: bool = True) -> tuple[Rows, ...]:
     """The rule where a kernel serves any number of rows: one launch.
 
-    Up to MOST_DECODED rows the least tile that holds them serves, or two launches where there is none so wide. Above,
+    Up to MOST_DECODED rows the least token tile that holds them serves, or two launches where there is none so wide. Above,
     schedules are chosen for the numbers of tokens in `any_tiles`, and the least of these that is not below m serves.
     Beyond the last, the weight is written out for the vendor's matmul: on Hopper since power is the bound, and it needs
     less energy; elsewhere since its kernels are predicted to be faster by more than writing takes. Without the vendor's
     matmul, the last serves all.
     """
-    decoded = [tile for tile in tiles if tile <= MOST_DECODED]
-    more = {tile: (tile,) for tile in any_tiles if tile > MOST_DECODED}
+    decoded = [token_tile for token_tile in tiles if token_tile <= MOST_DECODED]
+    more = {token_tile: (token_tile,) for token_tile in any_tiles if token_tile > MOST_DECODED}
     return _ranges(_launches(decoded, MOST_DECODED) | more, () if vendor else any_tiles[-1:])
 
 
 def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule where weights must not be rounded, or x has 8 bits: the least tile that holds m rows. More rows take as
-    many launches of the widest tile as they need."""
-    firsts = [1, *(tile + 1 for tile in tiles)]
+    """The rule where weights must not be rounded, or x has 8 bits: the least token tile that holds m rows. More rows take as
+    many launches of the widest token tile as they need."""
+    firsts = [1, *(token_tile + 1 for token_tile in tiles)]
     return (*(Rows(a, b, (b,)) for a, b in zip(firsts, tiles)), Rows(firsts[-1], None, (tiles[-1],)))
 
 
-def kernel_name(tile: int | None) -> str:
+def kernel_name(token_tile: int | None) -> str:
     """Returns the name of a kernel among those of its matmul: "m8" for up to eight tokens."""
-    return "dequantize" if tile is None else f"m{tile}"
+    return "dequantize" if token_tile is None else f"m{token_tile}"
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,17 @@ class KernelChoices:
         """The kernels that are launched for m rows, in order."""
         if self.few and m < self.rows[0].first:
             return self.few.launches(m)
-        tiles = find_rows(self.rows, m).tiles
-        return tuple(self.kernels[tile] for tile in tiles or (None,))
+        tiles = find_rows(self.rows, m).token_tiles
+        return tuple(self.kernels[token_tile] for token_tile in tiles or (None,))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the choices in terms of JSON: `kernels` by name, and for ranges of rows the names of the launches."""
         kernels = {
-            kernel_name(tile): {"tokens": tile, "schedule": schedule_to_dict(kernel.schedule)}
-            for tile, kernel in self.kernels.items()
+            kernel_name(token_tile): {"tokens": token_tile, "schedule": schedule_to_dict(kernel.schedule)}
+            for token_tile, kernel in self.kernels.items()
         }
         rows = [
-            {"first": each.first, "last": each.last, "launches": [kernel_name(tile) for tile in each.tiles or (None,)]}
+            {"first": each.first, "last": each.last, "launches": [kernel_name(token_tile) for token_tile in each.token_tiles or (None,)]}
             for each in self.rows
         ]
         few = {"few": self.few.to_dict()} if self.few else {}
@@ -127,11 +127,11 @@ class KernelChoices:
         rows = []
         for each in self.rows:
             ends = [end for end in (each.last, last) if end is not None]
-            part = Rows(max(first, each.first), min(ends, default=None), each.tiles)
+            part = Rows(max(first, each.first), min(ends, default=None), each.token_tiles)
             if part.last is None or part.first <= part.last:
                 rows.append(part)
-        used = {None, *(tile for each in rows for tile in each.tiles)}
-        kernels = {tile: kernel for tile, kernel in self.kernels.items() if tile in used}
+        used = {None, *(token_tile for each in rows for token_tile in each.token_tiles)}
+        kernels = {token_tile: kernel for token_tile, kernel in self.kernels.items() if token_tile in used}
         return replace(self, rows=tuple(rows), kernels=kernels)
 
     def __repr__(self) -> str:
@@ -142,14 +142,14 @@ class KernelChoices:
         """Rows with their launches, and kernels with their schedules."""
         lines = ["rows         launches"]
         for each in self.rows:
-            launches = ", ".join(kernel_name(tile) for tile in each.tiles)
+            launches = ", ".join(kernel_name(token_tile) for token_tile in each.token_tiles)
             lines.append(f"{each!s:<12} {launches or 'dequantize, then a matmul of torch'}")
         width = max(len(kernel.family) for kernel in self.kernels.values())
         lines += ["", f"kernel       {'family':<{width}}  schedule"]
-        for tile, kernel in self.kernels.items():
+        for token_tile, kernel in self.kernels.items():
             choices = {name: value for name, value in spelled_out(kernel.schedule).items() if name != "family"}
             text = ", ".join(f"{name}={value}" for name, value in choices.items()) or "no choices"
-            lines.append(f"{kernel_name(tile):<12} {kernel.family:<{width}}  {text}")
+            lines.append(f"{kernel_name(token_tile):<12} {kernel.family:<{width}}  {text}")
         return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ class Artifacts:
     """The kernels of (spec, target): per token tile, and the one that dequantizes, which stands under None.
 
     What a kernel is made of is decided once, when it is first asked for: a table that `lowbit tune` writes later does
-    not change it. A `schedule` is taken for the tokens it names (8 are for one, too); other tiles choose their own. Safe to
+    not change it. A `schedule` is taken for the tokens it names (8 are for one, too); other token tiles choose their own. Safe to
     use from any thread.
 
     With late_scaling no kernel rounds a weight to the act type, for any number of rows: for weights of a wide range
@@ -64,7 +64,7 @@ class Artifacts:
         self._chooser = Chooser(spec, replace(target, has_wgmma=False) if late_scaling else target)
         rounding = self._chooser.any_tiles  # kernels for any number of tokens round weights
         self._any_tiles = () if late_scaling else rounding
-        self._tiles = tuple(tile for tile in self._chooser.tiles if not (late_scaling and tile in rounding))
+        self._token_tiles = tuple(token_tile for token_tile in self._chooser.token_tiles if not (late_scaling and token_tile in rounding))
         self._vendor = not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
         self._rows = self._find_rows()
         self._requests: dict[int | None, KernelRequest] = {}
@@ -73,66 +73,66 @@ class Artifacts:
 
     def _find_rows(self) -> tuple[Rows, ...]:
         if self._any_tiles:
-            return rows_of_any_tokens(self._tiles, self._any_tiles, self._vendor)
-        return rows_of_tiles(self._tiles) if self._vendor else rows_of_launches(self._tiles)
+            return rows_of_any_tokens(self._token_tiles, self._any_tiles, self._vendor)
+        return rows_of_tiles(self._token_tiles) if self._vendor else rows_of_launches(self._token_tiles)
 
-    def tiles(self, m: int) -> list[int] | None:
+    def token_tiles(self, m: int) -> list[int] | None:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's
         matmul. `pylib.build.choices` has the rules."""
         found = find_rows(self._rows, m)
-        repeats = found.last is None and not self._any_tiles  # one launch after another, of the widest tile
-        launches = -(-m // found.tiles[-1]) if repeats and found.tiles else 1
-        return list(found.tiles) * launches or None
+        repeats = found.last is None and not self._any_tiles  # one launch after another, of the widest token tile
+        launches = -(-m // found.token_tiles[-1]) if repeats and found.token_tiles else 1
+        return list(found.token_tiles) * launches or None
 
-    def tile(self, m: int) -> int | None:
+    def token_tile(self, m: int) -> int | None:
         """Returns the token tile of the first launch for m rows; None for the dequantize kernel."""
-        tiles = self.tiles(m)
+        tiles = self.token_tiles(m)
         return tiles[0] if tiles else None
 
     def choices(self) -> KernelChoices:
         """Returns which kernels serve how many rows, all of them decided now."""
-        kernels = {tile: self.request(tile) for tile in (*self._tiles, None)}
+        kernels = {token_tile: self.request(token_tile) for token_tile in (*self._token_tiles, None)}
         return KernelChoices(self._spec, self._target, self._rows, kernels)
 
-    def request(self, tile: int | None) -> KernelRequest:
-        """Returns the request for the kernel of up to `tile` tokens. Raises SpecError for a schedule that does not fit."""
+    def request(self, token_tile: int | None) -> KernelRequest:
+        """Returns the request for the kernel of up to `token_tile` tokens. Raises SpecError for a schedule that does not fit."""
         with self._lock:
-            found = self._requests.get(tile)
+            found = self._requests.get(token_tile)
             if found is None:
-                found = self._requests[tile] = request(self._spec_for(tile), self._target, self._choose(tile))
+                found = self._requests[token_tile] = request(self._spec_for(token_tile), self._target, self._choose(token_tile))
         return found
 
-    def kernel(self, tile: int | None) -> Artifact:
-        """The kernel for up to `tile` tokens. Raises TargetError if a tool to compile it is missing."""
-        kernel = self._kernels.get(tile)
+    def kernel(self, token_tile: int | None) -> Artifact:
+        """The kernel for up to `token_tile` tokens. Raises TargetError if a tool to compile it is missing."""
+        kernel = self._kernels.get(token_tile)
         if kernel is None:
             with self._lock:
-                kernel = self._kernels.get(tile) or load(self.request(tile), self._name(tile))
-                self._kernels[tile] = kernel
+                kernel = self._kernels.get(token_tile) or load(self.request(token_tile), self._name(token_tile))
+                self._kernels[token_tile] = kernel
         return kernel
 
-    def stages(self, tile: int | None) -> dict[str, str]:
+    def stages(self, token_tile: int | None) -> dict[str, str]:
         """The IR of a kernel after each stage; compiles it afresh."""
-        return compile_stages(self.request(tile))
+        return compile_stages(self.request(token_tile))
 
-    def _spec_for(self, tile: int | None) -> MatmulSpec:
-        return self._spec if tile is None else self._spec.for_tokens(tile)
+    def _spec_for(self, token_tile: int | None) -> MatmulSpec:
+        return self._spec if token_tile is None else self._spec.for_tokens(token_tile)
 
-    def _choose(self, tile: int | None) -> KernelSchedule:
+    def _choose(self, token_tile: int | None) -> KernelSchedule:
         """The user's schedule where it is meant for this token tile, else that of a table or the rule."""
-        if tile is None:
+        if token_tile is None:
             return fixed_schedule("dequantize")
-        if self._schedule and self._is_for(self._schedule, tile):
+        if self._schedule and self._is_for(self._schedule, token_tile):
             return self._schedule
         user = user_tables.user_tables()
-        return self._chooser.schedule(tile, user_tables.gpu_name(self._target, user), user)
+        return self._chooser.schedule(token_tile, user_tables.gpu_name(self._target, user), user)
 
-    def _is_for(self, schedule: KernelSchedule, tile: int) -> bool:
+    def _is_for(self, schedule: KernelSchedule, token_tile: int) -> bool:
         """Tells whether a schedule is for this token tile: one for folded scales may not fit where none are folded."""
-        family, spec = family_of(schedule), self._spec_for(tile)
+        family, spec = family_of(schedule), self._spec_for(token_tile)
         fits = spec == self._spec or family.allows(spec, schedule, self._target)
-        return family.serves(schedule, tile) and fits
+        return family.serves(schedule, token_tile) and fits
 
-    def _name(self, tile: int | None) -> str:
+    def _name(self, token_tile: int | None) -> str:
         spec = self._spec
-        return f"{spec.weight}_{spec.n}x{spec.k}_{self._target.arch}_{kernel_name(tile)}"
+        return f"{spec.weight}_{spec.n}x{spec.k}_{self._target.arch}_{kernel_name(token_tile)}"

@@ -1,4 +1,4 @@
-"""What runtimes have in common: their interface, and how kernels for tiles of tokens serve any number of rows."""
+"""What runtimes have in common: their interface, and how kernels for token tiles serve any number of rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def argument_order(spec: MatmulSpec) -> tuple[str, ...]:
 
 
 class Runtime(Protocol):
-    """The place where a `Matmul` runs. A tile of None means the kernel that dequantizes."""
+    """The place where a `Matmul` runs. A token tile of None means the kernel that dequantizes."""
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor: ...
 
@@ -62,10 +62,10 @@ class GpuRuntime:
             self._artifacts.kernel(schedule.tokens)
 
     def kernel(self, m: int) -> Artifact:
-        return self._artifacts.kernel(self._artifacts.tile(m))
+        return self._artifacts.kernel(self._artifacts.token_tile(m))
 
     def stages(self, m: int) -> dict[str, str]:
-        return self._artifacts.stages(self._artifacts.tile(m))
+        return self._artifacts.stages(self._artifacts.token_tile(m))
 
     def choices(self) -> KernelChoices:
         return self._artifacts.choices()
@@ -76,7 +76,7 @@ class GpuRuntime:
 
 
 def parts_of_rows(tiles: list[int] | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Each tile with its rows of the tensors."""
+    """Each token tile with its rows of the tensors."""
     sizes = [*tiles[:-1], len(tensors[0]) - sum(tiles[:-1])] if tiles else []
     return zip(tiles or (), *(rows.split(sizes) for rows in tensors))
 

@@ -104,13 +104,13 @@ class CudaEightBit(CudaRuntime):
     def _plan(self, device: int, m: int) -> Plan:
         """Makes the plan for m rows, and keeps it."""
         check_device(self._target, device)
-        tiles = (self._artifacts.tiles(m) or []) if m else []
+        tiles = (self._artifacts.token_tiles(m) or []) if m else []
         firsts = list(accumulate([0, *tiles[:-1]]))  # the last launch has the rows that are left
         ends = [*firsts[1:], m]
         row_bytes = self._k, 4, self._k // SUM_COLUMNS * 4, self._n * self._out.itemsize
         launches = [
-            (self._function(device, tile), tuple(first * size for size in row_bytes), end - first)
-            for tile, first, end in zip(tiles, firsts, ends)
+            (self._function(device, token_tile), tuple(first * size for size in row_bytes), end - first)
+            for token_tile, first, end in zip(tiles, firsts, ends)
         ]
         values, scales, sums, _ = (-(-m * size // ALIGNMENT) * ALIGNMENT for size in row_bytes)
         return self._plans.setdefault((device, m), Plan(values, values + scales, values + scales + sums, launches))
@@ -142,9 +142,9 @@ class EmulatorEightBit(EmulatorRuntime):
         y = torch.empty((*values.shape[:-1], self._n), dtype=self._out, device="cpu")
         m = values.numel() // k
         flat = values.view(m, k), scales.view(-1), sums.view(m, k // SUM_COLUMNS), y.view(m, self._n)
-        for tile, *part in parts_of_rows(self._artifacts.tiles(m), *flat) if m else ():
+        for token_tile, *part in parts_of_rows(self._artifacts.token_tiles(m), *flat) if m else ():
             named = dict(zip(("x", "x_scales", "x_sums", "y"), part))
-            self._launch(tile, len(part[0]), weight, **named)
+            self._launch(token_tile, len(part[0]), weight, **named)
         return y
 
 

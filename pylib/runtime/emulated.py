@@ -32,15 +32,15 @@ class EmulatorRuntime(GpuRuntime):
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         check_cpu(self._target.name, x, weight[0])
         m = x.numel() // self._k
-        tiles = self._artifacts.tiles(m)
+        tiles = self._artifacts.token_tiles(m)
         if tiles is None:
             w, bias = self.dequantize(weight), self._bias(weight)
             y = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float())
             return y.to(self._out)
         y = torch.empty((*x.shape[:-1], self._n), dtype=self._out, device="cpu")
         rows = x.reshape(-1, self._k).contiguous()
-        for tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)) if m else ():
-            self._launch(tile, len(part), weight, x=part, y=out)
+        for token_tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)) if m else ():
+            self._launch(token_tile, len(part), weight, x=part, y=out)
         return y
 
     def dequantize(self, weight: Tensors) -> Tensor:
@@ -49,19 +49,19 @@ class EmulatorRuntime(GpuRuntime):
         self._launch(None, 0, weight, y=w)
         return w
 
-    def _launch(self, tile: int | None, m: int, weight: Tensors, **tensors: Tensor) -> None:
-        artifact = self._artifacts.kernel(tile)
+    def _launch(self, token_tile: int | None, m: int, weight: Tensors, **tensors: Tensor) -> None:
+        artifact = self._artifacts.kernel(token_tile)
         launch, named = artifact.launch, dict(zip(self._names, weight)) | tensors
         values: dict[str, object] = {name: memory_of(t) for name, t in named.items()}
         boxes = family_of(artifact.schedule).x_boxes(self._spec, artifact.schedule)
         values |= maps_of_x(values.get("x"), self._spec, m, boxes)
         values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
-        self._emulator(tile).run(launch, values)
+        self._emulator(token_tile).run(launch, values)
 
-    def _emulator(self, tile: int | None) -> Emulator:
-        emulator = self._emulators.get(tile)
+    def _emulator(self, token_tile: int | None) -> Emulator:
+        emulator = self._emulators.get(token_tile)
         if emulator is None:
             from lowbit.pylib.emulator import Emulator
 
-            emulator = self._emulators[tile] = Emulator(self._artifacts.kernel(tile).ptx)
+            emulator = self._emulators[token_tile] = Emulator(self._artifacts.kernel(token_tile).ptx)
         return emulator

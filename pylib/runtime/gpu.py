@@ -32,7 +32,7 @@ class CudaRuntime(GpuRuntime):
     ) -> None:
         super().__init__(spec, target, schedule, late_scaling)
         self._by_rows: dict[tuple[int, int], Launcher] = {}  # (device, m)
-        self._by_tile: dict[tuple[int, int | None], Launcher] = {}  # (device, token tile), the same functions
+        self._by_token_tile: dict[tuple[int, int | None], Launcher] = {}  # (device, token tile), the same functions
         self._lock = threading.Lock()
         self._several_devices = False  # known before a function can be found
 
@@ -41,7 +41,7 @@ class CudaRuntime(GpuRuntime):
         m = x.numel() // self._k
         function = self._by_rows.get((device, m))
         if function is None:
-            tiles = self._artifacts.tiles(m)
+            tiles = self._artifacts.token_tiles(m)
             if tiles is None or m == 0:
                 return self._vendor_matmul(x, weight)
             if len(tiles) > 1:
@@ -67,7 +67,7 @@ class CudaRuntime(GpuRuntime):
         return y
 
     def _in_tiles(self, tiles: list[int], x: Tensor, weight: Tensors) -> Tensor:
-        """A launch for every tile of rows of x; the first brings the weight, or much of it, into the L2 cache."""
+        """A launch for every token tile of rows of x; the first brings the weight, or much of it, into the L2 cache."""
         device = x.get_device()
         y = x.new_empty((*x.shape[:-1], self._n), dtype=self._out)
         rows = x.reshape(-1, self._k)
@@ -75,8 +75,8 @@ class CudaRuntime(GpuRuntime):
             rows = rows.clone(memory_format=torch.contiguous_format)
         addresses = tuple(map(_address, weight))
         with torch.cuda.device(device):
-            for tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)):
-                function = self._function(device, tile)
+            for token_tile, part, out in parts_of_rows(tiles, rows, y.view(-1, self._n)):
+                function = self._function(device, token_tile)
                 stream, settled = current_stream(device), is_settled(weight[0])
                 function(stream, settled, part.data_ptr(), out.data_ptr(), len(part), *addresses)
         return y
@@ -101,16 +101,17 @@ class CudaRuntime(GpuRuntime):
         y = y if bias is None else y.add_(bias)
         return y.to(self._out).view(*x.shape[:-1], self._n)
 
-    def _function(self, device: int, tile: int | None) -> Launcher:
-        """The kernel for `tile` tokens, loaded on `device`."""
-        function = self._by_tile.get((device, tile))
+    def _function(self, device: int, token_tile: int | None) -> Launcher:
+        """The kernel for `token_tile` tokens, loaded on `device`."""
+        function = self._by_token_tile.get((device, token_tile))
         if function is None:
             check_device(self._target, device)
             self._several_devices = torch.cuda.device_count() > 1
-            artifact = self._artifacts.kernel(tile)
+            artifact = self._artifacts.kernel(token_tile)
             with self._lock:
-                function = self._by_tile.get((device, tile)) or load_matmul(artifact, self._spec, self._target, device)
-                self._by_tile[device, tile] = function
+                function = self._by_token_tile.get((device, token_tile))
+                function = function or load_matmul(artifact, self._spec, self._target, device)
+                self._by_token_tile[device, token_tile] = function
         return function
 
 

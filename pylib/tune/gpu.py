@@ -54,7 +54,7 @@ class Stand:
         if replays <= FEW:
             return timing.graph_time(calls, replays, least_us=1000.0, rest_seconds=0.0).median
         rested = timing.graph_time(calls, replays).median
-        return rested if problem.tile < HOT_TOKENS else (rested + timing.sustained_time(calls).median) / 2
+        return rested if problem.token_tile < HOT_TOKENS else (rested + timing.sustained_time(calls).median) / 2
 
     def check(self, problem: Problem, schedule: KernelSchedule) -> bool:
         """Whether all outputs are right, of a launch that had the GPU to itself and of one among others."""
@@ -70,7 +70,7 @@ class Stand:
 
     def _of(self, problem: Problem) -> Weights:
         """The weights of a spec, made where they are not there, or not with so many rows of x."""
-        spec, rows = problem.spec, max(problem.tile, LEAST_ROWS)
+        spec, rows = problem.spec, max(problem.token_tile, LEAST_ROWS)
         if spec not in self._weights or len(self._weights[spec].data.x) < rows:
             while len(self._weights) >= KEPT:
                 self._weights.popitem(last=False)
@@ -85,14 +85,14 @@ class Stand:
 
     def _kernel(self, problem: Problem, schedule: KernelSchedule) -> tuple[Callable[[PackedWeight], None], Tensor]:
         """A launch on a weight, and the tensor that it writes."""
-        spec, tile = problem.spec, problem.tile
+        spec, token_tile = problem.spec, problem.token_tile
         artifact = problem.kernel(schedule, self._target)
         function = load_matmul(artifact, spec, self._target, self._device)
         x = self._of(problem).x
-        y = torch.empty((tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
+        y = torch.empty((token_tile, spec.n), dtype=TORCH[spec.out_dtype], device="cuda")
 
         def call(w: PackedWeight) -> None:
             weight = map(Tensor.data_ptr, w.tensors)
-            function(current_stream(self._device), True, *map(Tensor.data_ptr, x), y.data_ptr(), tile, *weight)
+            function(current_stream(self._device), True, *map(Tensor.data_ptr, x), y.data_ptr(), token_tile, *weight)
 
         return call, y

@@ -17,18 +17,18 @@ class Problem:
     """A matmul and a token tile, for which a session looks for the fastest schedule."""
 
     spec: MatmulSpec
-    tile: int
+    token_tile: int
 
     @property
     def key(self) -> Key:
         """The key of the problem in a table of schedules."""
-        return Key.of(self.spec, self.tile)
+        return Key.of(self.spec, self.token_tile)
 
     def kernel(self, schedule: KernelSchedule, target: Target) -> Artifact:
         """The kernel with a schedule, which may be one for more tokens. Raises SpecError where it does not fit."""
         spec = self.spec
-        name = f"{spec.weight}_{spec.n}x{spec.k}_{target.arch}_m{self.tile}"
+        name = f"{spec.weight}_{spec.n}x{spec.k}_{target.arch}_m{self.token_tile}"
         return load(request(spec, target, schedule), name)
 
     def __str__(self) -> str:
-        return f"{self.spec}, m = {self.tile}"
+        return f"{self.spec}, m = {self.token_tile}"

@@ -16,20 +16,20 @@ from lowbit.passes.scheduling.tables import Key, shipped_tables
 from lowbit.passes.target import Target
 
 
-def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[KernelSchedule]:
-    """Returns at most `count` schedules for m up to `tile`.
+def candidates(spec: MatmulSpec, token_tile: int, target: Target, count: int) -> list[KernelSchedule]:
+    """Returns at most `count` schedules for m up to `token_tile`.
 
     First come those that are chosen without a search, by the rule and from the tables, and the best for this size
     with other zeros, groups or act; then the best of every shape; then the rest. In each part, the least predicted
     time comes first.
     """
     chooser = Chooser(spec, target)
-    chosen = [chooser.predicted(tile).schedule, chooser.schedule(tile)]
-    chosen = list(dict.fromkeys([*chosen, *same_size_entries(spec, tile, target)]))
+    chosen = [chooser.predicted(token_tile).schedule, chooser.schedule(token_tile)]
+    chosen = list(dict.fromkeys([*chosen, *same_size_entries(spec, token_tile, target)]))
     predicted = [
-        (family.predict(spec, tile, s, target), family, s)
-        for family in chooser.families(tile)
-        for s in family.search_space(spec, tile, target)
+        (family.predict(spec, token_tile, s, target), family, s)
+        for family in chooser.families(token_tile)
+        for s in family.search_space(spec, token_tile, target)
     ]
     predicted.sort(key=lambda found: found[0])
     shapes: dict[Any, KernelSchedule] = {}
@@ -39,17 +39,17 @@ def candidates(spec: MatmulSpec, tile: int, target: Target, count: int) -> list[
     return list(every)[: max(count, len(chosen))]
 
 
-def same_size_entries(spec: MatmulSpec, tile: int, target: Target) -> list[KernelSchedule]:
+def same_size_entries(spec: MatmulSpec, token_tile: int, target: Target) -> list[KernelSchedule]:
     """The schedules that the shipped tables have for the same format and size and that are allowed here."""
 
     def about(key: Key) -> tuple[object, ...]:
         return key.weight, key.n, key.k, key.tokens, key.compute
 
     entries = [e for t in shipped_tables() if t.capability == target.capability for e in t.entries.values()]
-    same = [e for e in entries if about(e.key) == about(Key.of(spec, tile))]
+    same = [e for e in entries if about(e.key) == about(Key.of(spec, token_tile))]
     return [e.schedule for e in same if family_of(e.schedule).allows(spec, e.schedule, target)]
 
 
-def neighbours(spec: MatmulSpec, tile: int, target: Target, around: KernelSchedule) -> list[KernelSchedule]:
+def neighbours(spec: MatmulSpec, token_tile: int, target: Target, around: KernelSchedule) -> list[KernelSchedule]:
     """The schedules that differ from another in one choice, the most promising first."""
-    return list(family_of(around).neighbours(spec, tile, target, around))
+    return list(family_of(around).neighbours(spec, token_tile, target, around))

@@ -122,7 +122,7 @@ class Tuner:
             yield from self._finish(last)
 
     def _first_pass(self, p: Problem) -> list[KernelSchedule]:
-        return candidates(p.spec, p.tile, self.target, math.ceil(self.candidates * FIRST_PASS))
+        return candidates(p.spec, p.token_tile, self.target, math.ceil(self.candidates * FIRST_PASS))
 
     def _begin(self, problem: Problem, schedules: Sequence[KernelSchedule]) -> Search:
         search = Search(problem, {})
@@ -131,7 +131,7 @@ class Tuner:
 
     def _begin_second_pass(self, search: Search) -> None:
         p = search.problem
-        near = [s for parent in search.best(PARENTS) for s in neighbours(p.spec, p.tile, self.target, parent)]
+        near = [s for parent in search.best(PARENTS) for s in neighbours(p.spec, p.token_tile, self.target, parent)]
         new = [s for s in dict.fromkeys(near) if s not in search.times]
         self._compile(search, new[: max(0, self.candidates - len(search.times))])
 

@@ -9,7 +9,7 @@ from typing import Any
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.scheduling.choice import Chooser, check_tile
+from lowbit.passes.scheduling.choice import Chooser, check_token_tile
 from lowbit.passes.target import Target
 from lowbit.pylib.model_shapes import linear_sizes
 from lowbit.pylib.tune import presets
@@ -33,8 +33,8 @@ def problems(
 
     Raises SpecError if there is none, for the reason that the first has.
     """
-    for tile in tiles:
-        check_tile(tile)
+    for token_tile in tiles:
+        check_token_tile(token_tile)
     found: list[Problem] = []
     refused: list[SpecError] = []
     for (n, k), weight, group, act, zero, compute in product(shapes, weights, group_sizes, acts, zeros, computes):
@@ -45,7 +45,7 @@ def problems(
         except SpecError as error:
             refused.append(error)
             continue
-        found += [Problem(spec, tile) for tile in tiles]
+        found += [Problem(spec, token_tile) for token_tile in tiles]
     if refused and not found:
         raise refused[0]
     return found
@@ -63,7 +63,7 @@ def preset_problems(name: str) -> list[Problem]:
 
 
 def with_kernels(work: Iterable[Problem], target: Target) -> list[Problem]:
-    """Returns the problems with a tile that a family has kernels for: not all have all.
+    """Returns the problems with a token tile that a family has kernels for: not all have all.
 
     Raises SpecError if there is none, for the reason that the first has.
     """
@@ -71,7 +71,7 @@ def with_kernels(work: Iterable[Problem], target: Target) -> list[Problem]:
     refused: list[SpecError] = []
     for problem in work:
         try:
-            Chooser(problem.spec, target).families(problem.tile)
+            Chooser(problem.spec, target).families(problem.token_tile)
             found.append(problem)
         except SpecError as error:
             refused.append(error)

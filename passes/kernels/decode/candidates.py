@@ -39,7 +39,7 @@ def token_tiles(spec: MatmulSpec, target: Target) -> tuple[int, ...]:
     return TOKEN_TILES if widest.sums_once else TOKEN_TILES[:-1]
 
 
-def tile_limit(spec: MatmulSpec, target: Target) -> str:
+def token_tile_limit(spec: MatmulSpec, target: Target) -> str:
     """Why `token_tiles` ends where it does: the end of an error's message."""
     why = "whose x is not in whole 16-byte pieces" if target.has_wgmma else "which has no wgmma"
     why = "whose outliers are added by the dequantize kernel then" if spec.outliers else why
@@ -77,7 +77,7 @@ _WGMMA = (
 )
 _ONE_TOKEN = ((1, 1, 3), (1, 1, 4), (1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (2, 2, 4), (4, 1, 4), (4, 1, 16))
 _INTEGER = ((1, 1, 16), (2, 1, 8), (2, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (8, 1, 4), (8, 1, 8))
-_TOKENS = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))  # without wgmma
+_WITHOUT_WGMMA = ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 4), (8, 2, 2), (2, 4, 2), (2, 4, 4), (4, 4, 2))
 _SPREAD = (
     *((1, 1, 4), (1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 4), (2, 1, 8)),
     *((2, 1, 16), (2, 2, 4), (2, 2, 8), (4, 1, 4), (4, 1, 8), (4, 1, 16)),
@@ -85,46 +85,48 @@ _SPREAD = (
 _LEAST = ((1, 1, 4), (1, 1, 2), (1, 1, 1))  # where k has few steps, or a block little room
 
 
-# By tokens: the weights, per multiprocessor, up to which preloading a matrix is faster (u4 on an H200).
+# By token tile: the weights, per multiprocessor, up to which preloading a matrix is faster (u4 on an H200).
 _SMALL = {8: 128 << 10, 16: 128 << 10, 32: 72 << 10, 64: 72 << 10}
 
 
-def preloaded_schedule(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[Schedule]) -> Schedule | None:
+def preloaded_schedule(
+    spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[Schedule]
+) -> Schedule | None:
     """All of the weight on its way at once, in blocks that leave room for those of the next kernel. None where the
     matrix is too large for that, or does not come out even."""
     processors = target.multiprocessors
     if spec.outliers or spec.bilevel:  # whose lines and numbers take a stage or more of shared memory themselves
         return None
-    if not can_use_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(tile, 0) * processors:
+    if not can_use_wgmma(spec, target) or spec.n * spec.k > _SMALL.get(token_tile, 0) * processors:
         return None
     tiles = -(-spec.n // 64)
     wide = next((s for s in (1, 2, 4) if spec.k <= 4096 * s), 0)  # splits, of blocks of 16 warps
     narrow = next((s for s in (1, 2, 4) if spec.k <= 1536 * s and tiles * s >= 64), 0)  # of four
-    shapes = [(4, wide)] if tile <= 16 and 32 <= tiles * wide <= 96 else []
+    shapes = [(4, wide)] if token_tile <= 16 and 32 <= tiles * wide <= 96 else []
     shapes += [(1, narrow)] if 64 <= tiles * narrow <= processors else []
     for (warps_k, split_k), step in itertools.product(shapes, (256, 128)):
-        choice = (tile, 1, 4, warps_k, step, 1, split_k, split_k, True)
+        choice = (token_tile, 1, 4, warps_k, step, 1, split_k, split_k, True)
         s = Schedule(*choice, preload_weights=True, min_blocks=processors)
         if family.allows(spec, s, target) and not spills(spec, s, target):
             return s
     return None
 
 
-def streaming_schedules(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
+def streaming_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
     """Some dozens of a family's schedules with a copy pipeline that are allowed: few enough to predict them all in
     about two milliseconds. Never empty."""
-    if tile > 1 and can_use_wgmma(spec, target):
+    if token_tile > 1 and can_use_wgmma(spec, target):
         # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
-        shapes = [shape for shape in _WGMMA if tile <= 64 or shape[2] != 3]
-        found = list(_shaped(family, spec, target, shapes, tile, wgmma=True))
-    elif tile > 1:
-        found = list(_shaped(family, spec, target, _TOKENS, tile))
+        shapes = [shape for shape in _WGMMA if token_tile <= 64 or shape[2] != 3]
+        found = list(_shaped(family, spec, target, shapes, token_tile, wgmma=True))
+    elif token_tile > 1:
+        found = list(_shaped(family, spec, target, _WITHOUT_WGMMA, token_tile))
     elif _has_small_groups(spec):
         found = list(_shaped(family, spec, target, _SPREAD, 1, spread_k=True))
     else:
-        # A tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
+        # A token tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
         found = list(_shaped(family, spec, target, _ONE_TOKEN, 8))
-    return found or _least_schedules(spec, tile, target, family)
+    return found or _least_schedules(spec, token_tile, target, family)
 
 
 def _has_small_groups(spec: MatmulSpec) -> bool:
@@ -132,12 +134,12 @@ def _has_small_groups(spec: MatmulSpec) -> bool:
     return can_spread(spec) and (spec.packing.padded_group or 0) <= SMALL_GROUP
 
 
-def _least_schedules(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
+def _least_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
     """Small schedules, for matmuls that are too short for two rounds of any other."""
     chunk, kind = spec.packing.chunk, family.schedule_type
-    if tile > max(_PLAIN_TILES):
-        return [kind(tile, 1, 4, 1, math.lcm(chunk, spec.x.per_panel), num_stages=1, wgmma=True)]
-    least = [kind(tile, *shape, chunk, 2) for shape in _LEAST]
+    if token_tile > max(_PLAIN_TILES):
+        return [kind(token_tile, 1, 4, 1, math.lcm(chunk, spec.x.per_panel), num_stages=1, wgmma=True)]
+    least = [kind(token_tile, *shape, chunk, 2) for shape in _LEAST]
     fitting = [s for s in least if family.allows(spec, s, target)]
     return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
 

@@ -104,19 +104,19 @@ LONE = 1.18  # times as long where blocks start and end alone on a multiprocesso
 SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
-def predict(spec: MatmulSpec, tile: int, s: Schedule, target: Target) -> float:
+def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> float:
     """About how many microseconds a call takes, inf where there is no room for a block: good for comparing schedules,
     not for more."""
     fitting = blocks_per_sm(spec, s, target)
     if not fitting:
         return math.inf
-    launch = _Launch(spec, tile, s, target, fitting)
-    return (launch.work() + launch.ends()) * _correction(spec, tile, s)
+    launch = _Launch(spec, token_tile, s, target, fitting)
+    return (launch.work() + launch.ends()) * _correction(spec, token_tile, s)
 
 
-def _correction(spec: MatmulSpec, tile: int, s: Schedule) -> float:
+def _correction(spec: MatmulSpec, token_tile: int, s: Schedule) -> float:
     """A factor for more than 64 tokens, with which times are comparable to those of the prefill kernels."""
-    if tile <= 64 or not s.wgmma:
+    if token_tile <= 64 or not s.wgmma:
         return 1.0
     return WIDE_BYTES if spec.compute else WIDE if s.cluster <= 2 else 1.0
 
@@ -124,15 +124,15 @@ def _correction(spec: MatmulSpec, tile: int, s: Schedule) -> float:
 class _Launch:
     """The predicted time of a launch, part by part, in microseconds. Blocks that run at the same time are a wave."""
 
-    def __init__(self, spec: MatmulSpec, tile: int, s: Schedule, target: Target, fitting: int) -> None:
+    def __init__(self, spec: MatmulSpec, token_tile: int, s: Schedule, target: Target, fitting: int) -> None:
         """fitting: blocks that a multiprocessor has room for."""
-        self.spec, self.tile, self.schedule, self.fitting = spec, tile, s, fitting
+        self.spec, self.token_tile, self.schedule, self.fitting = spec, token_tile, s, fitting
         self.costs = WGMMA if s.wgmma else INTEGER if s.integer_mma else MMA
         self.plan, self.processors = KernelPlan(spec, s), target.multiprocessors
         self.waves = self.plan.tiles * s.split_k / (self.processors * (REACH if s.cluster > 2 else 1.0))
         self.side_by_side = min(fitting, self.waves)
         self.in_place = self.plan.sums_in_place and bool(self.plan.step_factors)
-        self.x = self.plan.tiles * tile * spec.k * spec.x.bytes / self.costs.l2
+        self.x = self.plan.tiles * token_tile * spec.k * spec.x.bytes / self.costs.l2
 
     def work(self) -> float:
         """The time from the first round of the first block to the last round of the last one."""
@@ -153,7 +153,7 @@ class _Launch:
         ahead = rounds if s.preload_weights else min(rounds, max(s.num_stages - 1, 0.5))
         in_flight = self.side_by_side * s.rows * s.warps_k * s.step_k * self.spec.packing.bits / 8 * ahead
         memory = self.spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / in_flight)
-        return memory + (costs.x * self.x if self.tile <= 32 else 0.0)
+        return memory + (costs.x * self.x if self.token_tile <= 32 else 0.0)
 
     def cache(self) -> float:
         """The weight, and x once for every block, from the L2 cache."""
@@ -167,7 +167,7 @@ class _Launch:
         arithmetic *= math.hypot(1.0, warps / (max(1.0, self.side_by_side) * s.threads / 32))
         if s.spread_k and self.fitting == 1 and self.waves > 1:
             arithmetic *= LONE
-        if s.warps_n > 1 and self.tile > 1:
+        if s.warps_n > 1 and self.token_tile > 1:
             arithmetic *= costs.barrier * (costs.per_warp if s.refill == "per_warp" else 1.0)
         return arithmetic
 

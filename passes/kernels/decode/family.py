@@ -24,11 +24,11 @@ class StreamingFamily(KernelFamily[S]):
 
     operation: ClassVar[Operation] = "matmul"
 
-    def serves(self, schedule: S, tokens: int) -> bool:
-        return schedule.tokens in (tokens, max(8, tokens))  # a tile of eight is for one token, too
+    def serves(self, schedule: S, token_tile: int) -> bool:
+        return schedule.tokens in (token_tile, max(8, token_tile))  # a tile of eight is for one token, too
 
-    def predict(self, spec: MatmulSpec, tokens: int, schedule: S, target: Target) -> float:
-        return cost_model.predict(spec, tokens, schedule, target)
+    def predict(self, spec: MatmulSpec, token_tile: int, schedule: S, target: Target) -> float:
+        return cost_model.predict(spec, token_tile, schedule, target)
 
     def check(self, spec: MatmulSpec, schedule: S, target: Target) -> None:
         if spec.compute and self.operation == "matmul":
@@ -39,8 +39,8 @@ class StreamingFamily(KernelFamily[S]):
         alike = spec.compute == measured.compute and self.allows(spec, schedule, target)
         return alike and candidates.suits(spec, schedule, target, measured)
 
-    def neighbours(self, spec: MatmulSpec, tokens: int, target: Target, around: S) -> Sequence[S]:
-        return search_space.neighbours(spec, tokens, target, around, self)
+    def neighbours(self, spec: MatmulSpec, token_tile: int, target: Target, around: S) -> Sequence[S]:
+        return search_space.neighbours(spec, token_tile, target, around, self)
 
     def shape(self, schedule: S) -> tuple[object, ...]:
         return tuple(getattr(schedule, name) for name in search_space.SHAPE)
@@ -58,15 +58,15 @@ class Decode(StreamingFamily[Schedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         return () if spec.compute else candidates.token_tiles(spec, target)
 
-    def tile_limit(self, spec: MatmulSpec, target: Target) -> str:
-        return candidates.tile_limit(spec, target)
+    def token_tile_limit(self, spec: MatmulSpec, target: Target) -> str:
+        return candidates.token_tile_limit(spec, target)
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[Schedule]:
-        preloaded = candidates.preloaded_schedule(spec, tokens, target, self)
-        return [preloaded] if preloaded else candidates.streaming_schedules(spec, tokens, target, self)
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Schedule]:
+        preloaded = candidates.preloaded_schedule(spec, token_tile, target, self)
+        return [preloaded] if preloaded else candidates.streaming_schedules(spec, token_tile, target, self)
 
-    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[Schedule]:
-        return search_space.all_schedules(spec, tokens, target, self)
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Schedule]:
+        return search_space.all_schedules(spec, token_tile, target, self)
 
     def build(self, spec: MatmulSpec, schedule: Schedule) -> ir.Module:
         from lowbit.passes.kernels.decode.kernel import decode_matmul
@@ -84,11 +84,11 @@ class DecodeInteger(StreamingFamily[IntegerSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         return (1,) if legality.has_integer_mma(spec) and not spec.compute else ()
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[IntegerSchedule]:
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[IntegerSchedule]:
         return candidates.integer_schedules(spec, target, self)
 
-    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[IntegerSchedule]:
-        return search_space.all_schedules(spec, tokens, target, self)
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[IntegerSchedule]:
+        return search_space.all_schedules(spec, token_tile, target, self)
 
     def build(self, spec: MatmulSpec, schedule: IntegerSchedule) -> ir.Module:
         from lowbit.passes.kernels.decode.integer import decode_matmul_integer

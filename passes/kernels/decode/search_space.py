@@ -30,12 +30,15 @@ MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
 
-def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Schedule) -> dict[str, tuple[Any, ...]]:
+def space(
+    spec: MatmulSpec, token_tile: int, target: Target, kind: type[Schedule] = Schedule
+) -> dict[str, tuple[Any, ...]]:
     """Returns the values that each field of a schedule of this type may have, in order."""
     chunk = spec.packing.chunk
     splits = (1, 2, 4, 8) if target.has_clusters else (1, 2, 4)
+    may_use_wgmma = token_tile >= 8 and can_use_wgmma(spec, target)
     found: dict[str, tuple[Any, ...]] = {
-        "tokens": (1, 8) if tile == 1 else (tile,),
+        "tokens": (1, 8) if token_tile == 1 else (token_tile,),
         "row_blocks": (1, 2, 4, 8),
         "warps_n": (1, 2, 4, 8, 16),
         "warps_k": (1, 2, 3, 4, 5, 6, 8, 16),
@@ -43,22 +46,22 @@ def space(spec: MatmulSpec, tile: int, target: Target, kind: type[Schedule] = Sc
         "num_stages": (1, 2, 3, 4, 6, 8),  # 1 for preloaded weights, and only for them
         "split_k": splits,
         "cluster": splits if target.has_clusters else (1,),
-        "wgmma": ((False, True) if tile == 8 else (True,)) if tile >= 8 and can_use_wgmma(spec, target) else (False,),
+        "wgmma": ((False, True) if token_tile == 8 else (True,)) if may_use_wgmma else (False,),
         "max_blocks_per_sm": (0, 1, 2),
         "min_blocks": (0, target.multiprocessors, 2 * target.multiprocessors),
         "prefetch_limit": (0, 1, 2),
-        "refill": get_args(Refill) if tile >= REFILL_AFTER_MMA // 2 else ("before_mma",),
+        "refill": get_args(Refill) if token_tile >= REFILL_AFTER_MMA // 2 else ("before_mma",),
         "preload_weights": (False, True),
-        "overlap_groups": (False, True) if tile >= 8 and can_use_wgmma(spec, target) else (False,),
+        "overlap_groups": (False, True) if may_use_wgmma else (False,),
         "raw_codes": (False, True) if can_use_raw_codes(spec) else (False,),
-        "spread_k": (False, True) if tile == 1 and can_spread(spec) else (False,),
+        "spread_k": (False, True) if token_tile == 1 and can_spread(spec) else (False,),
     }
     limits = ("tokens", "warps_n", "wgmma", "preload_weights", "raw_codes", "spread_k")
     fixed = limits if kind.integer_mma else ()
     return found | {name: found[name][:1] for name in fixed}
 
 
-def neighbours(spec: MatmulSpec, tile: int, target: Target, around: S, family: KernelFamily[S]) -> list[S]:
+def neighbours(spec: MatmulSpec, token_tile: int, target: Target, around: S, family: KernelFamily[S]) -> list[S]:
     """The family's schedules one step of one field away from another, or any in a field of `SECOND`, the most promising
     first. A field of `SECOND` that is as in the first pass follows the others, as it did there."""
 
@@ -73,20 +76,20 @@ def neighbours(spec: MatmulSpec, tile: int, target: Target, around: S, family: K
     first = _completed(kind, {name: value for name, value in fields.items() if name not in SECOND}, spec, target)
     fields = {name: value for name, value in fields.items() if name not in SECOND or value != getattr(first, name)}
     found: list[S | None] = []
-    for name, values in space(spec, tile, target, kind).items():
+    for name, values in space(spec, token_tile, target, kind).items():
         now = getattr(around, name)
         near = [v for v in values if v < now][-1:] + [v for v in values if v > now][:1]
         found += [_schedule(family, fields | {name: v}, spec, target) for v in (values if name in SECOND else near)]
     kernels = {limited(around): around}
     for s in filter(None, found):
         kernels.setdefault(limited(s), s)
-    return sorted(list(kernels.values())[1:], key=lambda s: predict(spec, tile, s, target))
+    return sorted(list(kernels.values())[1:], key=lambda s: predict(spec, token_tile, s, target))
 
 
-def all_schedules(spec: MatmulSpec, tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
+def all_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
     """Every schedule of a family's first pass that is allowed, gives every warp two steps or more of work, and leaves
     no more than half of the multiprocessors idle if another does not."""
-    every_field = space(spec, tile, target, family.schedule_type)
+    every_field = space(spec, token_tile, target, family.schedule_type)
     fields = {name: values for name, values in every_field.items() if name not in SECOND}
     choices = (dict(zip(fields, values)) for values in itertools.product(*fields.values()))
     every = (_schedule(family, choice, spec, target) for choice in choices)

@@ -33,13 +33,13 @@ class EightBit(StreamingFamily[EightBitSchedule]):
         tiles = candidates.token_tiles(spec, target) if spec.multiplies_codes else ()
         return tuple(tile for tile in tiles if tile > 1)  # eight are for one, too
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitSchedule]:
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitSchedule]:
         check_compute(spec, target)
-        found = candidates.streaming_schedules(spec, tokens, target, self)
+        found = candidates.streaming_schedules(spec, token_tile, target, self)
         return [replace(s, overlap_groups=True) if _has_room_to_overlap(spec, s) else s for s in found]
 
-    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitSchedule]:
-        return search_space.all_schedules(spec, tokens, target, self)
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitSchedule]:
+        return search_space.all_schedules(spec, token_tile, target, self)
 
     def check(self, spec: MatmulSpec, schedule: EightBitSchedule, target: Target) -> None:
         check_compute(spec, target)

@@ -43,32 +43,32 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         return served_tiles(spec) if spec.compute and self.candidates(spec, TOKEN_TILES[0], target) else ()
 
-    def serves(self, schedule: EightBitPrefillSchedule, tokens: int) -> bool:
-        return tokens in TOKEN_TILES
+    def serves(self, schedule: EightBitPrefillSchedule, token_tile: int) -> bool:
+        return token_tile in TOKEN_TILES
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
         """Returns for every tile the first of `_PRODUCTS` with registers enough, and wide panels for few tokens.
 
         Scaled weights get narrow panels where these would spill, and a small tile in any case: no other kernel has
         them.
         """
         found: list[EightBitPrefillSchedule] = []
-        for kind in kinds(_TOKENS, spec, tokens, target):
+        for kind in kinds(_TOKENS, spec, token_tile, target):
             panels = [_NARROW] if kind[0] > 64 else [_WIDE, _NARROW] if spec.folds else [_WIDE]
             fitting = (s for s in _schedules(*kind, panels) if self._fits(spec, s, target))
             found += islice(fitting, 1)
         found = [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
-        found = [s for s in with_cuts(spec, tokens, found, target) if self._fits(spec, s, target)]
+        found = [s for s in with_cuts(spec, token_tile, found, target) if self._fits(spec, s, target)]
         if spec.folds and not found:
             found = [s for s in _schedules(_TOKENS[0], 1, 1, [_NARROW]) if self.allows(spec, s, target)]
         return found
 
-    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        every = (s for kind in kinds(_TOKENS, spec, tokens, target) for s in _schedules(*kind, _PANELS))
-        return [s for s in with_cuts(spec, tokens, every, target) if self._fits(spec, s, target)]
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
+        every = (s for kind in kinds(_TOKENS, spec, token_tile, target) for s in _schedules(*kind, _PANELS))
+        return [s for s in with_cuts(spec, token_tile, every, target) if self._fits(spec, s, target)]
 
-    def predict(self, spec: MatmulSpec, tokens: int, schedule: EightBitPrefillSchedule, target: Target) -> float:
-        return cost_model.predict(spec, tokens, schedule, target)
+    def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitPrefillSchedule, target: Target) -> float:
+        return cost_model.predict(spec, token_tile, schedule, target)
 
     def suits(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target, measured: MatmulSpec) -> bool:
         """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""

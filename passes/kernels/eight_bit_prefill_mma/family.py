@@ -33,21 +33,21 @@ class EightBitPrefillMma(KernelFamily[EightBitPrefillMmaSchedule]):
         serves = spec.compute and not target.has_wgmma and self.candidates(spec, TOKEN_TILES[0], target)
         return served_tiles(spec, MOST_UNFOLDED + 1) if serves else ()
 
-    def serves(self, schedule: EightBitPrefillMmaSchedule, tokens: int) -> bool:
-        return tokens in TOKEN_TILES
+    def serves(self, schedule: EightBitPrefillMmaSchedule, token_tile: int) -> bool:
+        return token_tile in TOKEN_TILES
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillMmaSchedule]:
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillMmaSchedule]:
         """Returns for every tile and its warps the first of _PANELS that fits."""
         found: list[EightBitPrefillMmaSchedule] = []
         for of_tile in _schedules_by_tile():
             found += islice((s for s in of_tile if self._fits(spec, s, target)), 1)
         return found
 
-    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[EightBitPrefillMmaSchedule]:
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillMmaSchedule]:
         return [s for of_tile in _schedules_by_tile() for s in of_tile if self._fits(spec, s, target)]
 
-    def predict(self, spec: MatmulSpec, tokens: int, schedule: EightBitPrefillMmaSchedule, target: Target) -> float:
-        return cost_model.predict(spec, tokens, schedule, target)
+    def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitPrefillMmaSchedule, target: Target) -> float:
+        return cost_model.predict(spec, token_tile, schedule, target)
 
     def suits(
         self, spec: MatmulSpec, schedule: EightBitPrefillMmaSchedule, target: Target, measured: MatmulSpec

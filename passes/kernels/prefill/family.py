@@ -34,25 +34,25 @@ class Prefill(KernelFamily[PrefillSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         return TOKEN_TILES if any(self._widest(spec, target, tile, 1, 1) for tile in _TOKENS) else ()
 
-    def serves(self, schedule: PrefillSchedule, tokens: int) -> bool:
-        return tokens in TOKEN_TILES
+    def serves(self, schedule: PrefillSchedule, token_tile: int) -> bool:
+        return token_tile in TOKEN_TILES
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
-        found = [s for kind in kinds(_TOKENS, spec, tokens, target) if (s := self._widest(spec, target, *kind))]
-        return [s for s in with_cuts(spec, tokens, found, target) if self._fits(spec, s, target)]
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
+        found = [s for kind in kinds(_TOKENS, spec, token_tile, target) if (s := self._widest(spec, target, *kind))]
+        return [s for s in with_cuts(spec, token_tile, found, target) if self._fits(spec, s, target)]
 
-    def predict(self, spec: MatmulSpec, tokens: int, schedule: PrefillSchedule, target: Target) -> float:
-        return cost_model.predict(spec, tokens, schedule, target)
+    def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillSchedule, target: Target) -> float:
+        return cost_model.predict(spec, token_tile, schedule, target)
 
     def suits(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target, measured: MatmulSpec) -> bool:
         """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""
         same_size = (spec.n, spec.k) == (measured.n, measured.k)
         return same_size and self.allows(spec, schedule, target)
 
-    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillSchedule]:
-        choices = product(kinds(_TOKENS, spec, tokens, target), (64, 128, 256), (4, 8))
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
+        choices = product(kinds(_TOKENS, spec, token_tile, target), (64, 128, 256), (4, 8))
         every = (PrefillSchedule(tile, panel_k, stages, *blocks) for (tile, *blocks), panel_k, stages in choices)
-        return [s for s in with_cuts(spec, tokens, every, target) if self._fits(spec, s, target)]
+        return [s for s in with_cuts(spec, token_tile, every, target) if self._fits(spec, s, target)]
 
     def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
         return schedule.tokens, schedule.cluster, schedule.split_k, schedule.last_tokens > 0

@@ -38,24 +38,24 @@ class PrefillMma(KernelFamily[PrefillMmaSchedule]):
         found = self.candidates(spec, TOKEN_TILES[0], target)
         return _worthwhile(spec, target, tuple(found)) if found else ()
 
-    def serves(self, schedule: PrefillMmaSchedule, tokens: int) -> bool:
-        return tokens in TOKEN_TILES
+    def serves(self, schedule: PrefillMmaSchedule, token_tile: int) -> bool:
+        return token_tile in TOKEN_TILES
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillMmaSchedule]:
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillMmaSchedule]:
         """Returns for every tile and its warps the first of _PANELS that fits."""
         found: list[PrefillMmaSchedule] = []
         for of_tile in _schedules_by_tile():
             found += islice((s for s in of_tile if self._fits(spec, s, target)), 1)
         return found
 
-    def search_space(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[PrefillMmaSchedule]:
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillMmaSchedule]:
         return [s for of_tile in _schedules_by_tile() for s in of_tile if self._fits(spec, s, target)]
 
     def _fits(self, spec: MatmulSpec, schedule: PrefillMmaSchedule, target: Target) -> bool:
         return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
 
-    def predict(self, spec: MatmulSpec, tokens: int, schedule: PrefillMmaSchedule, target: Target) -> float:
-        return cost_model.predict(spec, tokens, schedule, target)
+    def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillMmaSchedule, target: Target) -> float:
+        return cost_model.predict(spec, token_tile, schedule, target)
 
     def suits(self, spec: MatmulSpec, schedule: PrefillMmaSchedule, target: Target, measured: MatmulSpec) -> bool:
         """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""

@@ -40,7 +40,7 @@ class Quantize(KernelFamily[QuantizeSchedule]):
     operation: ClassVar[Operation] = "quantize"
     schedule_type = QuantizeSchedule
 
-    def candidates(self, spec: MatmulSpec, tokens: int, target: Target) -> Sequence[QuantizeSchedule]:
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[QuantizeSchedule]:
         return [default_schedule(spec)]
 
     def check(self, spec: MatmulSpec, schedule: QuantizeSchedule, target: Target) -> None:
