@@ -29,7 +29,7 @@ from benchmarks.peers.peer import Call
 from benchmarks.prepare import prepare
 from benchmarks.results import Record, Results
 from benchmarks.shapes import Shape
-from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import choice
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tune import timing
 
@@ -98,9 +98,7 @@ def _run_plan(plan: Plan, peers: Sequence[Peer], to: Run) -> None:
 
 
 def _peer(name: str) -> Peer:
-    if name not in PEERS:
-        raise SpecError(f"peer {name!r} must be one of {', '.join(PEERS)}")
-    return PEERS[name]
+    return PEERS[choice("peer", name, tuple(PEERS))]
 
 
 def _key(peer: str, case: Case, m: int) -> Record:

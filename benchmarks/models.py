@@ -19,6 +19,7 @@ from torch import nn
 from benchmarks.environment import environment
 from benchmarks.peers import MODEL_PEERS
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import choice
 from lowbit.pylib.model_speed.config import model_config
 from lowbit.pylib.model_speed.measure import (
     Measurement,
@@ -89,7 +90,7 @@ def jobs_of(
     Raises SpecError for a peer that is unknown or not installed.
     """
     for name in peers:
-        if missing := MODEL_PEERS[name].missing() if name in MODEL_PEERS else f"must be of {', '.join(MODEL_PEERS)}":
+        if missing := MODEL_PEERS[choice("peer", name, tuple(MODEL_PEERS))].missing():
             raise SpecError(f"peer {name!r}: {missing}")
     jobs = [Job(model, layers, quantization, steps, options) for quantization in formats]
     if with_lm_head:

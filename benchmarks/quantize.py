@@ -17,7 +17,7 @@ from torch import nn
 
 import lowbit
 from benchmarks.tables import markdown
-from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import choice
 from lowbit.pylib.model_speed.config import model_config
 from lowbit.pylib.model_speed.random_model import random_model
 from lowbit.pylib.quantization.config import CALIBRATED
@@ -52,8 +52,8 @@ def costs(
 
     Raises SpecError for a recipe or model that is unknown.
     """
-    if unknown := [name for name in recipes if name not in RECIPES]:
-        raise SpecError(f"recipe {unknown[0]!r} must be of: {'; '.join(RECIPES)}")
+    for name in recipes:
+        choice("recipe", name, tuple(RECIPES))
     total = model_config(model).num_hidden_layers
     found = []
     for name in recipes:

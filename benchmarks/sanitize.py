@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from benchmarks.checked_kernels import WRONG
+from benchmarks.checked_kernels import CHECKS, WRONG
 from benchmarks.tables import markdown
 from lowbit.dialect.errors import TargetError
+from lowbit.dialect.fields import choice
 
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")  # of compute-sanitizer
 CLEAN = ("right", "0", "0 errors, 0 warnings")
 OUTCOMES = {WRONG: "wrong", 124: "too long", 137: "too long"}
 """Of processes with these exit statuses; the last two are of those that took longer than they may."""
@@ -28,8 +30,12 @@ OUTCOMES = {WRONG: "wrong", 124: "too long", 137: "too long"}
 def sanitize(names: Sequence[str], tools: Sequence[str], jobs: int, seconds: float, log: Callable[[str], None]) -> str:
     """Returns a table of kernels by tools: the number of errors, or what went wrong. `log` hears of each at once.
 
-    Raises TargetError where there is no compute-sanitizer.
+    Raises SpecError for an unknown kernel or tool, and TargetError where there is no compute-sanitizer.
     """
+    for name in names:
+        choice("--kernels", name, tuple(CHECKS))
+    for tool in tools:
+        choice("--tools", tool, TOOLS)
     if shutil.which("compute-sanitizer") is None:
         raise TargetError("compute-sanitizer is not here; it comes with the CUDA toolkit, whose bin must be in PATH")
 

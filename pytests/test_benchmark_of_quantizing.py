@@ -31,7 +31,7 @@ def test_a_part_of_the_layers_stands_for_all(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(quantize, "_quantize", lambda model, config: (model.config.num_hidden_layers * 1.5, 0.25))
     found = [quantize.costs("tiny", ["u4 per 128"], layers, "cpu", print)[0] for layers in (None, 1)]
     assert found == [quantize.Cost("u4 per 128", 3.0, 0.25)] * 2
-    with pytest.raises(SpecError, match="recipe 'u9' must be of: u4 per 128"):
+    with pytest.raises(SpecError, match="recipe='u9' must be one of 'u4 per 128"):
         quantize.costs("tiny", ["u9"], None, "cpu", print)
 
 

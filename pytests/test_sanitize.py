@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks import checked_kernels
 from benchmarks.__main__ import app
 from benchmarks.sanitize import sanitize
-from lowbit import TargetError
+from lowbit import SpecError, TargetError
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
@@ -105,3 +105,10 @@ def test_without_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(TargetError, match="compute-sanitizer is not here"):
         sanitize(["prefill"], ["memcheck"], 1, 1.0, print)
+
+
+def test_unknown_kernels_and_tools_are_refused_before_any_runs() -> None:
+    with pytest.raises(SpecError, match=r"--kernels='prefil, nf4' must be one of .* did you mean 'prefill, nf4'"):
+        sanitize(["prefill", "prefil, nf4"], ["memcheck"], 1, 1.0, print)
+    with pytest.raises(SpecError, match=r"--tools='memchek' must be one of 'memcheck', .* did you mean 'memcheck'"):
+        sanitize(["prefill"], ["memchek"], 1, 1.0, print)
