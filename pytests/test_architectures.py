@@ -245,7 +245,7 @@ def test_a_model_without_low_bit_layers_is_saved_as_a_dense_one(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "layer", "reason"),
     [
-        ("gpt-2", "lm_head", "its weight is tied to an embedding; embeddings=True quantizes both"),
+        ("gpt-2", "lm_head", "its weight is tied to an embedding; embeddings=True quantizes it"),
         ("gpt-neox", "lm_head", "the output layer; lm_head=True quantizes it"),
         ("gpt-neox", "gpt_neox.layers.1.mlp.dense_h_to_4h", "modules_to_not_convert"),
         ("t5", "encoder.block.0.layer.1.DenseReluDense.wo", "transformers converts none of a kind that is kept in f32"),

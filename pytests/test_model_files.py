@@ -86,6 +86,7 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
     assert all(0 < row["error"] < 0.2 for row in low_bit.values())
     assert found["model.layers.0.mlp.down_proj"]["reason"] == "config['*.down_proj'] is None"
+    assert found["lm_head"]["option"] == "lm_head" and found["model.embed_tokens"]["option"] == "embeddings"
     shown = lines(*given[:-1], tmp_path / "shown")
     assert "--lm-head quantizes it" in shown and "--embeddings quantizes it" in shown  # as the command has them
     assert (out / "tokenizer.txt").read_text() == "beside the weights"

@@ -30,6 +30,7 @@ from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.quantize_layer import quantized_layer
+from lowbit.pylib.nn.reason import Reason
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
@@ -136,9 +137,14 @@ def _by_transformers(
     _copy_others(path, target)
     on_step("comparing")
     report = contents(target, against=path)
-    names, reasons = Names(model, [row.name for row in report]), model.hf_quantizer.stays_dense
-    rows = [replace(row, reason=row.reason and reasons.get(names.module(row.name), row.reason)) for row in report]
-    return QuantizationReport(tuple(rows), model.hf_quantizer.fused)
+    quantizer, names = model.hf_quantizer, Names(model, [row.name for row in report])
+    rows = [_with_reason(row, quantizer.reasons.get(names.module(row.name))) for row in report]
+    return QuantizationReport(tuple(rows), quantizer.fused)
+
+
+def _with_reason(row: LayerReport, reason: Reason | None) -> LayerReport:
+    """Returns a row of what is in a file; that of a dense layer with the reason, where one is known."""
+    return replace(row, reason=reason.text, option=reason.option) if row.reason and reason else row
 
 
 def _copy_others(path: Path, target: Path) -> None:

@@ -108,7 +108,7 @@ def _recipe(weight: str, options: Mapping[str, Any]) -> QuantConfig:
     given = {name: value for name, value in options.items() if value is not None}
     if weight in PRESETS and weight not in all_names():
         if given:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            names = ", ".join(map(_as_option, given))
             raise SpecError(f"--weight {weight} is a whole recipe; drop {names}, or name a format such as u4")
         return QuantConfig.preset(weight)
     return QuantConfig(weight, given.pop("group_size", 128) or None, **given)
@@ -125,11 +125,16 @@ def _show(report: QuantizationReport, as_json: bool) -> None:
     if as_json:
         show_json([_row(row) for row in report])
         return
-    print(str(report).replace("lm_head=True", "--lm-head").replace("embeddings=True", "--embeddings"))
+    print(report.table(_as_option))
     if report.outliers:
         from lowbit.pylib.nn.outlier_rows import table
 
         print(f"\n{table(report.outliers)}")
+
+
+def _as_option(argument: str) -> str:
+    """Returns how the command line spells an argument of `lowbit.quantize_`."""
+    return f"--{argument.replace('_', '-')}"
 
 
 def _row(row: LayerReport) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, is_known
+from lowbit.pylib.nn.reason import Reason
 
 
 def wishes(config: LowbitConfig, model: Any, kept: Iterable[str]) -> Wishes:
@@ -51,18 +52,18 @@ def wishes(config: LowbitConfig, model: Any, kept: Iterable[str]) -> Wishes:
     )
 
 
-def reason(config: LowbitConfig, model: Any, entry: Planned) -> str:
+def reason_in_config(config: LowbitConfig, model: Any, entry: Planned) -> Reason:
     """Returns why a module stays dense, in terms of a LowbitConfig."""
     if entry.reason != EXCLUDED:
         return entry.reason
     name, skipped = entry.names[0], config.modules_to_not_convert or []
     if not should_convert_module(name, skipped):
-        return "modules_to_not_convert"
+        return Reason("modules_to_not_convert")
     if any(f"{name}.weight" in pair for pair in model.all_tied_weights_keys.items()):
-        return "its weight is tied to an embedding; embeddings=True quantizes both"
+        return Reason("its weight is tied to an embedding", option="embeddings")
     if model.get_output_embeddings() is entry.module:
-        return "the output layer; lm_head=True quantizes it"
-    return "transformers converts none of a kind that is kept in f32, nor the last module"
+        return Reason("the output layer", option="lm_head")
+    return Reason("transformers converts none of a kind that is kept in f32, nor the last module")
 
 
 def mostly_dense(modules: Sequence[Planned]) -> str:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from lowbit.dialect.errors import CheckpointError, LowbitError, QuantizeError, SpecError
 from lowbit.pylib.checkpoints.checkpoint import Checkpoint
-from lowbit.pylib.integrations.choose import empty_module, mostly_dense, reason, wishes
+from lowbit.pylib.integrations.choose import empty_module, mostly_dense, reason_in_config, wishes
 from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
 from lowbit.pylib.integrations.dequantize import dequantize_model
 from lowbit.pylib.integrations.foreign import (
@@ -52,6 +52,7 @@ from lowbit.pylib.integrations.saved import (
 )
 from lowbit.pylib.nn.fuse import FusedLayers, fuse_, place_fused
 from lowbit.pylib.nn.plan import naming, plan
+from lowbit.pylib.nn.reason import Reason
 from lowbit.pylib.nn.replace import replace_planned
 
 logger = logging.get_logger(__name__)
@@ -62,7 +63,7 @@ class LowbitQuantizer(HfQuantizer):
 
     targets        the dense parameters to quantize by their names, while a dense checkpoint is loaded
     foreign        the tensors of another library's layers, while its checkpoint is loaded
-    stays_dense    why modules stay dense, by their names, as `lowbit.quantize_` reports it
+    reasons        why modules stay dense, by their names, as `lowbit.quantize_` reports it
     fused          what became of layers that share their input, if `fuse=True` was asked for
     """
 
@@ -70,7 +71,7 @@ class LowbitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.config = quantization_config
         self.targets: dict[str, Target] = {}
-        self.stays_dense: dict[str, str] = {}
+        self.reasons: dict[str, Reason] = {}
         self.fused: tuple[FusedLayers, ...] = ()
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
@@ -84,6 +85,11 @@ class LowbitQuantizer(HfQuantizer):
                     "from_checkpoint=True: the checkpoint is dense, or its config.json names a library that "
                     "transformers does not know; say how to quantize a dense one, as LowbitConfig('u4', 128) does"
                 )
+
+    @property
+    def stays_dense(self) -> dict[str, str]:
+        """Why modules stay dense, by their names, in the words of a Python caller."""
+        return {name: str(reason) for name, reason in self.reasons.items()}
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Raise SpecError for devices where a low-bit weight can't be."""
@@ -133,7 +139,8 @@ class LowbitQuantizer(HfQuantizer):
         kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
         modules = plan(model, wishes(self.config, model, kept))
         planned = [entry for entry in modules if entry.config is not None]
-        self.stays_dense = {entry.names[0]: reason(self.config, model, entry) for entry in modules if entry.reason}
+        dense = [entry for entry in modules if entry.reason]
+        self.reasons = {entry.names[0]: reason_in_config(self.config, model, entry) for entry in dense}
         if warning := mostly_dense(modules):
             logger.warning_once(warning)
         if not planned:

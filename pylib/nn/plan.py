@@ -20,13 +20,14 @@ from lowbit.pylib.nn.experts import is_experts, specs_of_experts
 from lowbit.pylib.nn.linear import CODES, act_of, is_codes, spec_of
 from lowbit.pylib.nn.linear_like import as_linear, is_linear, is_transposed
 from lowbit.pylib.nn.packed_module import PackedModule, check_model
+from lowbit.pylib.nn.reason import NO_REASON, Reason
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
 Configs = QuantConfig | Mapping[str, QuantConfig | None]
 Filter = Callable[[str, nn.Module], bool]
 
-EXCLUDED = "filter_fn returned False"
-UNMATCHED = "no pattern of the configuration matches"
+EXCLUDED = Reason("filter_fn returned False")
+UNMATCHED = Reason("no pattern of the configuration matches")
 ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that take `weight` out of their linear layers instead of calling them."""
@@ -52,7 +53,7 @@ class Planned:
     names    all names by which the model holds the module
     config   how to quantize it; None to leave it dense
     specs    what it computes then: one of a linear layer or an embedding, two of experts
-    reason   why it stays dense
+    reason   why it stays dense; false if it does not
     tied     of an embedding that is quantized: the linear layers that share its table, by all of their names
     """
 
@@ -60,7 +61,7 @@ class Planned:
     module: nn.Module
     config: QuantConfig | None = None
     specs: tuple[MatmulSpec, ...] = ()
-    reason: str = ""
+    reason: Reason = NO_REASON
     tied: Mapping[str, nn.Linear] = field(default_factory=dict)
 
 
@@ -98,7 +99,7 @@ def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
     return _merged(planned, embeddings)
 
 
-def _planned(module: nn.Module, names: tuple[str, ...], reason: str, wishes: Wishes) -> Planned:
+def _planned(module: nn.Module, names: tuple[str, ...], reason: Reason, wishes: Wishes) -> Planned:
     name = names[0]
     config, why = _config_for(name, wishes.config)
     reason = reason or _wish_against(name, module, wishes)
@@ -108,16 +109,16 @@ def _planned(module: nn.Module, names: tuple[str, ...], reason: str, wishes: Wis
         return _with_spec(Planned(names, module, config), wishes)
 
 
-def _wish_against(name: str, module: nn.Module, wishes: Wishes) -> str:
-    """Returns why the caller wants a module to stay dense, or ""."""
+def _wish_against(name: str, module: nn.Module, wishes: Wishes) -> Reason:
+    """Returns why the caller wants a module to stay dense; false if he does not."""
     by_name = _is_literal(name, wishes.config)
     if isinstance(module, nn.Embedding) and not (wishes.embeddings or by_name):
-        return "an embedding; embeddings=True quantizes it"
+        return Reason("an embedding", option="embeddings")
     if wishes.filter_fn is not None and not wishes.filter_fn(name, module):
         return EXCLUDED
     if _is_lm_head(name) and not (wishes.lm_head or by_name):
-        return "the output layer; lm_head=True quantizes it"
-    return ""
+        return Reason("the output layer", option="lm_head")
+    return NO_REASON
 
 
 def _is_quantized_embedding(entry: Planned) -> bool:
@@ -132,9 +133,9 @@ def _with_tied(model: nn.Module, entry: Planned, wishes: Wishes) -> Planned:
         if wishes.filter_fn is not None and not wishes.filter_fn(name, linear):
             why = EXCLUDED
         why = _reason_of_place(model, linear, [name]) or why
-        if why not in ("", UNMATCHED):
+        if why and why != UNMATCHED:
             reason = f"its weight is tied to that of {name}, which stays dense: {why}"
-            return replace(entry, config=None, specs=(), reason=reason)
+            return replace(entry, config=None, specs=(), reason=Reason(reason))
     return replace(entry, tied=tied)
 
 
@@ -150,7 +151,7 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
     config = cast(QuantConfig, planned.config)
     if config.method in CALIBRATED and isinstance(planned.module, nn.Embedding):
         reason = f"{config.method} can't look at the inputs of an embedding; use 'hqq'"
-        return replace(planned, config=None, reason=reason)
+        return replace(planned, config=None, reason=Reason(reason))
     if config.method == "awq" and is_experts(planned.module):
         config = replace(config, method="rtn")  # the router reads the output of the norm, too: no scales can be there
     act = wishes.act or act_of(matrix_of(planned.module))
@@ -161,10 +162,11 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
         if wishes.per_row_if_indivisible and config.group_size is not None:
             return _with_spec(replace(planned, config=_larger_groups(config)), wishes)
         small = _columns(planned.module) < MIN_K
-        hint = " (per_row_if_indivisible=True)" if config.group_size is not None and not small else ""
+        option = "per_row_if_indivisible" if config.group_size is not None and not small else ""
+        reason = Reason(str(error), option)
         if wishes.strict and not small:
-            raise SpecError(f"{error}{hint}") from None
-        return replace(planned, config=None, reason=f"{error}{hint}")
+            raise SpecError(str(reason)) from None
+        return replace(planned, config=None, reason=reason)
 
 
 def _larger_groups(config: QuantConfig) -> QuantConfig:
@@ -209,8 +211,8 @@ def _is_lm_head(name: str) -> bool:
     return name.rpartition(".")[2] == "lm_head"
 
 
-def _structural_reasons(model: nn.Module, modules: Mapping[nn.Module, list[str]]) -> dict[nn.Module, str]:
-    """Returns for each module why it can't be quantized, or "" if it can."""
+def _structural_reasons(model: nn.Module, modules: Mapping[nn.Module, list[str]]) -> dict[nn.Module, Reason]:
+    """Returns for each module why it can't be quantized; false if it can."""
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
         for parameter in module.parameters(recurse=False):
@@ -218,11 +220,11 @@ def _structural_reasons(model: nn.Module, modules: Mapping[nn.Module, list[str]]
     return {module: _structural_reason(model, module, names, owners, modules) for module, names in modules.items()}
 
 
-def _more_precise(modules: Collection[nn.Module]) -> dict[nn.Module, str]:
+def _more_precise(modules: Collection[nn.Module]) -> dict[nn.Module, Reason]:
     """Returns why modules stay dense that have f32 weights beside others of 16 bits, as some routers do."""
     types = {module: matrix_of(module).dtype for module in modules}
     half = next((dtype for dtype in types.values() if dtype in (torch.float16, torch.bfloat16)), None)
-    reason = f"its weight is f32, and others are {half}: the model keeps it so; act= of quantize_ overrides that"
+    reason = Reason(f"its weight is f32, and others are {half}: the model keeps it so; a given act overrides that")
     return {module: reason for module, dtype in types.items() if half and dtype is torch.float32}
 
 
@@ -232,36 +234,36 @@ def _structural_reason(
     names: list[str],
     owners: Mapping[int, list[nn.Module]],
     all_names: Mapping[nn.Module, list[str]],
-) -> str:
+) -> Reason:
     if isinstance(module, PackedModule):
-        return "quantized before"
+        return Reason("quantized before")
     if isinstance(module, nn.Embedding) and (reason := why_not(module)):
-        return reason
+        return Reason(reason)
     if not is_known(module):
         kind = "a subclass of nn.Linear with its own ways" if isinstance(module, nn.Linear) else "no nn.Linear"
-        return f"{type(module).__name__} is {kind}"
+        return Reason(f"{type(module).__name__} is {kind}")
     matrix = matrix_of(module)
     if is_codes(matrix):
-        return f"its weight is {matrix.dtype}: {CODES}"
+        return Reason(f"its weight is {matrix.dtype}: {CODES}")
     others = [other for other in owners[id(matrix)] if other is not module]
     if others and not (isinstance(module, nn.Embedding) and all(type(other) is nn.Linear for other in others)):
-        hint = "; embeddings=True quantizes both" if isinstance(others[0], nn.Embedding) else ""
-        return f"its weight is tied to that of {all_names[others[0]][0]}{hint}"
+        option = "embeddings" if isinstance(others[0], nn.Embedding) else ""
+        return Reason(f"its weight is tied to that of {all_names[others[0]][0]}", option)
     return _reason_of_place(model, module, names)
 
 
-def _reason_of_place(model: nn.Module, module: nn.Module, names: Sequence[str]) -> str:
-    """Returns why a module can't be replaced by another where it is, or ""."""
+def _reason_of_place(model: nn.Module, module: nn.Module, names: Sequence[str]) -> Reason:
+    """Returns why a module can't be replaced by another where it is; false if it can."""
     parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     if readers := [parent for parent in parents if isinstance(parent, READ_WEIGHTS_THEMSELVES)]:
-        return f"{type(readers[0]).__name__} reads its weight itself"
+        return Reason(f"{type(readers[0]).__name__} reads its weight itself")
     if any(_has_adapters(model.get_submodule(".".join(name.split(".")[:-2]))) for name in names):
-        return "it is of an adapter of PEFT, which is trained; quantize the model before, or merge the adapter"
+        return Reason("it is of an adapter of PEFT, which is trained; quantize the model before, or merge the adapter")
     if module._forward_pre_hooks or module._forward_hooks:
-        return "it has hooks, which would be lost; remove them first"
+        return Reason("it has hooks, which would be lost; remove them first")
     if "forward" in vars(module):
-        return "its forward was replaced, which would be lost, by accelerate say; quantize the model before"
-    return ""
+        return Reason("its forward was replaced, which would be lost, by accelerate say; quantize the model before")
+    return NO_REASON
 
 
 def _has_adapters(module: nn.Module) -> bool:
@@ -293,13 +295,13 @@ def _some(names: list[str]) -> str:
     return f"; the layers are {', '.join(map(repr, names[:5]))}{more}" if names else "; the model has none"
 
 
-def _config_for(name: str, config: Configs) -> tuple[QuantConfig | None, str]:
+def _config_for(name: str, config: Configs) -> tuple[QuantConfig | None, Reason]:
     """Returns the configuration of the first pattern that matches a name; or None, and why."""
     if isinstance(config, QuantConfig):
-        return config, ""
+        return config, NO_REASON
     for pattern, value in config.items():
         if fnmatchcase(name, pattern):
-            return value, f"config[{pattern!r}] is None" if value is None else ""
+            return value, Reason(f"config[{pattern!r}] is None" if value is None else "")
     return None, UNMATCHED
 
 

@@ -108,13 +108,15 @@ def _row(name: str, config: QuantConfig, layers: Sequence[PackedModule], change:
 
 
 def dense_row(entry: Planned) -> LayerReport:
-    size = _bytes(entry.module)
+    """Returns what the report says of a module that stays dense."""
     if isinstance(entry.module, PackedModule):
         spec = entry.module.spec
-        return LayerReport(_name(entry), (spec.n, spec.k), spec.weight, size, size, reason=entry.reason)
-    matrix = matrix_of(entry.module)
-    form = str(matrix.dtype).removeprefix("torch.")
-    return LayerReport(_name(entry), tuple(matrix.shape), form, size, size, reason=entry.reason)
+        shape, form = (spec.n, spec.k), spec.weight
+    else:
+        matrix = matrix_of(entry.module)
+        shape, form = tuple(matrix.shape), str(matrix.dtype).removeprefix("torch.")
+    size, why = _bytes(entry.module), entry.reason
+    return LayerReport(_name(entry), shape, form, size, size, reason=why.text, option=why.option)
 
 
 def _name(entry: Planned) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lowbit.pylib.nn.fuse import FusedLayers
 from lowbit.pylib.nn.outlier_rows import OutlierRows
+from lowbit.pylib.nn.reason import Reason, as_argument
 
 HEADER = ("name", "shape", "format", "KB before", "KB after", "error")
 
@@ -23,6 +24,7 @@ class LayerReport:
     error         norm of the weight's change relative to the norm of the weight; None if it stayed dense, or in a
                   file whose original is not known
     reason        why it stayed dense; "" if it was quantized
+    option        the argument of `lowbit.quantize_` that would have it quantized; "" if there is none
     note          of AWQ: the norm that the column scales were folded into, or why there are none; of experts: how many
                   tokens of the calibration they got; "" for others
     outliers      how many outliers each row has, as `lowbit inspect` finds them; None for weights without
@@ -35,16 +37,19 @@ class LayerReport:
     bytes_after: int
     error: float | None = None
     reason: str = ""
+    option: str = ""
     note: str = ""
     outliers: OutlierRows | None = None
 
-    def cells(self) -> tuple[str, ...]:
-        """Returns the cells of this row of the table."""
+    def cells(self, spelling: Callable[[str], str]) -> tuple[str, ...]:
+        """Returns the cells of this row of the table, the option as `spelling` writes it."""
         shape = " x ".join(map(str, self.shape))
         sizes = (f"{self.bytes_before / 1e3:.1f}", f"{self.bytes_after / 1e3:.1f}")
         error = "" if self.error is None else f"{self.error:.4f}"
         result = f"{error}  {self.note}".strip()
-        return self.name, shape, self.format, *sizes, f"dense: {self.reason}" if self.reason else result
+        if self.reason:
+            result = f"dense: {Reason(self.reason, self.option).spelled(spelling)}"
+        return self.name, shape, self.format, *sizes, result
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,11 @@ class QuantizationReport:
         return tuple(row for row in self.rows if row.reason)
 
     def __str__(self) -> str:
-        cells = [HEADER, *(row.cells() for row in self.rows)]
+        return self.table(as_argument)
+
+    def table(self, spelling: Callable[[str], str]) -> str:
+        """Returns all rows and the sums of their bytes as text, options as `spelling` writes them."""
+        cells = [HEADER, *(row.cells(spelling) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells)]
         table = ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in cells]
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
