@@ -40,7 +40,8 @@ def target_named(given: str | None) -> Target:
 
 @lru_cache(maxsize=None)
 def target_at(device: int) -> str:
-    """Returns the target for tensors of a GPU, or of the CPU for -1. It is kept, since torch takes long to say it."""
+    """Returns the target for tensors of the GPU with a number, or of the CPU for -1 (as `Tensor.get_device` says it).
+    It is kept, since torch takes long to say it."""
     if device < 0:
         return "cpu"
     with torch.cuda.device(device):

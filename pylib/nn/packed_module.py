@@ -18,6 +18,7 @@ from torch.compiler import assume_constant_result, is_compiling
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.dialect.weight import TensorSlot
+from lowbit.pylib.devices import target_at
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.nn.dense_weight import DenseWeight
 from lowbit.pylib.torch_types import TORCH, stored_type
@@ -83,7 +84,7 @@ class PackedModule(nn.Module):
         device = self.codes.device
         last = self._last_matmul
         if last is None or last[0] != device:
-            last = self._last_matmul = device, _matmul_on(self.spec, device.type, device.index)
+            last = self._last_matmul = device, compile(self.spec, target_at(_index(device)))
         return last[1]
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -113,9 +114,8 @@ class PackedModule(nn.Module):
 
     def _operands(self) -> tuple[list[Tensor], str]:
         """Returns what a graph holds of the weight and the matmul: tensors, and the matmul as text."""
-        device = self.codes.device
         tensors = [getattr(self, name) for name in self._slots]
-        return tensors, _description(self._spec_text, device.type, device.index)
+        return tensors, _description(self._spec_text, _index(self.codes.device))
 
     def check(self) -> None:
         """Check buffers that were set one by one as those of a file are checked, and lay them out for kernels.
@@ -236,15 +236,12 @@ def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     return buffer if moved is as_bytes else moved.view(buffer.dtype)
 
 
-def _matmul_on(spec: MatmulSpec, device: str, index: int | None) -> Matmul:
-    """Returns the matmul for tensors on a device."""
-    if device != "cuda":
-        return compile(spec, "cpu")
-    with torch.cuda.device(index):
-        return compile(spec)
+def _index(device: torch.device) -> int:
+    """Returns the number of a GPU as `target_at` takes it; -1 for what is none."""
+    return device.index if device.type == "cuda" else -1
 
 
 @assume_constant_result
-def _description(spec: str, device: str, index: int | None) -> str:
+def _description(spec: str, device: int) -> str:
     """Returns the matmul of a spec, given as JSON, as text: a constant to torch.compile."""
-    return _matmul_on(MatmulSpec.from_dict(json.loads(spec)), device, index).description
+    return compile(MatmulSpec.from_dict(json.loads(spec)), target_at(device)).description
