@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from emulator_kernel import HEADER, kernel, run
@@ -187,6 +190,22 @@ def test_module_variables() -> None:
         np.testing.assert_array_equal(out, [5 + launch, *np.tile([1, 2, 2**32 - 1, 2**32 - 4], 8)[1:]])
     with pytest.raises(EmulatorError, match=r"a store to \.const"):
         run("st.const.b32 [table], 1;", module=module)
+
+
+def test_launches_from_many_threads_are_one_after_another() -> None:
+    """Or some would read a counter in global memory before others have written it back."""
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        body = "mov.u64 %rd1, count; ld.global.b32 %r0, [%rd1]; add.u32 %r0, %r0, 1; st.global.b32 [%rd1], %r0;"
+        body += "ld.param.u64 %rd0, [p0]; st.global.b32 [%rd0], %r0;"
+        emulator = Emulator(kernel(body, ["u64"], module=".global .align 4 .b32 count;\n"))
+        outs = [np.zeros(1, np.uint32) for _ in range(64)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda out: emulator.launch("k", block=1, args=[out]), outs))
+    finally:
+        sys.setswitchinterval(old)
+    assert sorted(int(out[0]) for out in outs) == list(range(1, 65))
 
 
 def test_generic_addresses() -> None:

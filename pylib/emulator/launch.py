@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from lowbit.pylib.emulator.text.ptx import Kernel, Param, Variable
 from lowbit.pylib.tensor_map import ALIGN, SIZE, TensorMap
 
 Dim3 = int | Sequence[int]
+Index = tuple[int, int, int]
 
 MAX_THREADS, MAX_SHARED = 1024, 232448
 SM_COUNT = 4
@@ -72,12 +74,13 @@ class Emulator:
     Raises EmulatorError, with the line of the PTX, for anything in it that is not understood, and `launch`
     for anything a kernel does that PTX leaves undefined (see the package's docstring).
 
-    After a launch, `stats` says what was executed.
+    After a launch, `stats` says what was executed. Safe to call from any thread: launches wait for one another.
     """
 
     def __init__(self, ptx: str) -> None:
         self.module = parse(ptx)
         self.stats = Stats()
+        self._lock = threading.Lock()
         kernels = self.module.kernels.values()
         variables = itertools.chain(self.module.variables, *(kernel.variables for kernel in kernels))
         self._globals = {v.name: _contents(v).copy() for v in variables if v.space == "global"}
@@ -120,14 +123,19 @@ class Emulator:
         cluster = _cluster_shape(kernel, extent)
         if len(args) != len(kernel.params):
             raise EmulatorError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
-        machines = self._prepare(kernel, _Config(shape, extent, cluster, shared_bytes, racecheck, max_steps), args)
+        config = _Config(shape, extent, cluster, shared_bytes, racecheck, max_steps)
         every = (xyz[::-1] for xyz in itertools.product(*(range(n) for n in reversed(extent))))
         order = [_dim3(index, "block index", least=0) for index in (every if blocks is None else blocks)]
+        with self._lock:  # launches share .global variables
+            self._run(self._prepare(kernel, config, args), _clusters(order, cluster), cluster)
+
+    def _run(self, machines: list[Block], clusters: Iterable[list[Index]], shape: Index) -> None:
+        """Run the clusters of a grid one after the other, on the machines of one."""
         device = machines[0].device
         try:
             with np.errstate(all="ignore"):
-                for indices in _clusters(order, cluster):
-                    run_cluster([machines[_rank(index, cluster)] for index in indices], indices)
+                for indices in clusters:
+                    run_cluster([machines[_rank(index, shape)] for index in indices], indices)
         finally:
             device.copy_back()
             counts = sum((machine.opcode_counts() for machine in machines), Counter[str]())
@@ -174,9 +182,9 @@ class Emulator:
 class _Config:
     """How a kernel is launched: blocks of so many threads, a grid of blocks, clusters of blocks."""
 
-    block: tuple[int, int, int] = (WARP, 1, 1)
-    grid: tuple[int, int, int] = (1, 1, 1)
-    cluster: tuple[int, int, int] = (1, 1, 1)
+    block: Index = (WARP, 1, 1)
+    grid: Index = (1, 1, 1)
+    cluster: Index = (1, 1, 1)
     shared_bytes: int = 0
     racecheck: bool = False
     max_steps: int = 1
@@ -206,7 +214,7 @@ def _contents(variable: Variable) -> Array:
     return np.frombuffer(variable.data.ljust(variable.size or 0, b"\0"), np.uint8)
 
 
-def _dim3(value: Dim3, what: str, least: int = 1) -> tuple[int, int, int]:
+def _dim3(value: Dim3, what: str, least: int = 1) -> Index:
     values = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
     if not 1 <= len(values) <= 3 or min(values) < least:
         raise EmulatorError(f"{what}={value} must be one to three numbers, each at least {least}")
@@ -214,7 +222,7 @@ def _dim3(value: Dim3, what: str, least: int = 1) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _check_shape(kernel: Kernel, shape: tuple[int, int, int], shared_bytes: int) -> None:
+def _check_shape(kernel: Kernel, shape: Index, shared_bytes: int) -> None:
     threads = shape[0] * shape[1] * shape[2]
     if kernel.reqntid is not None and shape != (*kernel.reqntid, 1, 1)[:3]:
         raise EmulatorError(f"block={shape} must be {kernel.reqntid}, which {kernel.name} requires (.reqntid)")
@@ -226,7 +234,7 @@ def _check_shape(kernel: Kernel, shape: tuple[int, int, int], shared_bytes: int)
         raise EmulatorError(f"shared_bytes={shared_bytes} must be 0 to {MAX_SHARED}")
 
 
-def _cluster_shape(kernel: Kernel, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+def _cluster_shape(kernel: Kernel, grid: Index) -> Index:
     if kernel.cluster is None:
         if kernel.explicit_cluster:
             raise EmulatorError(f"{kernel.name} is .explicitcluster and does not say its size: add .reqnctapercluster")
@@ -239,17 +247,17 @@ def _cluster_shape(kernel: Kernel, grid: tuple[int, int, int]) -> tuple[int, int
     return shape
 
 
-def _rank(index: tuple[int, int, int], shape: tuple[int, int, int]) -> int:
+def _rank(index: Index, shape: Index) -> int:
     x, y, z = (i % n for i, n in zip(index, shape))
     return x + shape[0] * (y + shape[1] * z)
 
 
-def _clusters(order: list[tuple[int, int, int]], shape: tuple[int, int, int]) -> Iterable[list[tuple[int, int, int]]]:
+def _clusters(order: list[Index], shape: Index) -> Iterable[list[Index]]:
     """The blocks in `order` by cluster."""
     size = int(np.prod(shape))
     if size == 1:
         return [[index] for index in order]
-    clusters: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+    clusters: dict[tuple[int, ...], list[Index]] = {}
     for index in order:
         clusters.setdefault(tuple(i // n for i, n in zip(index, shape)), []).append(index)
     for at, members in clusters.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
 
 class EmulatorRuntime(GpuRuntime):
-    """The GPU's kernels on CPU tensors, PTX instruction by instruction: to test them, not to be fast."""
+    """The GPU's kernels on CPU tensors, PTX instruction by instruction: to test them, not to be fast. Safe to call from
+    any thread."""
 
     def __init__(
         self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
     ) -> None:
         super().__init__(spec, target, schedule, late_scaling)
         self._emulators: dict[int | None, Emulator] = {}
+        self._lock = threading.Lock()
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         check_cpu(self._target.name, x, weight[0])
@@ -59,9 +62,9 @@ class EmulatorRuntime(GpuRuntime):
         self._emulator(token_tile).run(launch, values)
 
     def _emulator(self, token_tile: int | None) -> Emulator:
-        emulator = self._emulators.get(token_tile)
-        if emulator is None:
-            from lowbit.pylib.emulator import Emulator
+        from lowbit.pylib.emulator import Emulator
 
-            emulator = self._emulators[token_tile] = Emulator(self._artifacts.kernel(token_tile).ptx)
+        with self._lock:
+            emulator = self._emulators.get(token_tile) or Emulator(self._artifacts.kernel(token_tile).ptx)
+            self._emulators[token_tile] = emulator
         return emulator
