@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.registry import family_of
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.launch import Launch
-from lowbit.passes.pipeline import CompiledKernel
+from lowbit.passes.pipeline import CompiledKernel, compile_kernel
+from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_inputs, random_problem, tolerance
@@ -22,6 +24,7 @@ from lowbit.pylib.tensor_map import TensorMap
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight, pack
 
+HOPPER = parse_target("sm_90a")
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
 
 
@@ -123,3 +126,12 @@ def dequantize_is_right(w: Tensor, spec: MatmulSpec, problem: Problem | Inputs) 
     expected = np.where(np.isinf(in_type), in_type, expected)
     bound = tolerance(spec, identity, **weight, dequantized=True)
     return bool(agrees(w.T, expected.T, bound).all())
+
+
+def is_right(
+    spec: MatmulSpec, schedule: KernelSchedule, m: int, target: Target = HOPPER, *, racecheck: bool = True
+) -> bool:
+    """Whether the kernel with a schedule multiplies m random tokens right."""
+    inputs = random_inputs(spec, m, seed=m)
+    y = run_matmul(compile_kernel(request(spec, target, schedule)), spec, inputs, racecheck=racecheck)
+    return matmul_is_right(y, spec, inputs, **family_of(schedule).rounding(spec, schedule))

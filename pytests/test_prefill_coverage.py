@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import Inputs, matmul_is_right, run_matmul
+from emulated import HOPPER, Inputs, is_right, matmul_is_right, run_matmul
 
 import lowbit
 from lowbit.dialect.bilevel import Bilevel
@@ -26,10 +26,8 @@ from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
-from lowbit.passes.target import parse_target
 from lowbit.pylib.reference import matmul, random_inputs
 
-HOPPER = parse_target("sm_90a")
 PREFILL = Prefill()
 SMALL, PAIR = PrefillSchedule(16), PrefillSchedule(16, cluster=2)
 
@@ -56,12 +54,6 @@ def result(spec: MatmulSpec, schedule: PrefillSchedule, inputs: Inputs) -> torch
     return run_matmul(compiled(spec, schedule), spec, inputs, racecheck=True)
 
 
-def is_right(spec: MatmulSpec, schedule: PrefillSchedule = SMALL, m: int = 9) -> bool:
-    inputs = random_inputs(spec, m, seed=m)
-    y = result(spec, schedule, inputs)
-    return matmul_is_right(y, spec, inputs, **PREFILL.rounding(spec, schedule))
-
-
 def spec_of(weight: str, zeros: str, scales: dict[str, Any], **others: Any) -> MatmulSpec:
     """A spec of two rounds, or the nearest one that there is: integer zeros are for integers."""
     integers = weight[0] in "ui"
@@ -79,7 +71,7 @@ def varied(i: int, weight: str) -> MatmulSpec:
 
 @pytest.mark.parametrize("spec", [varied(i, weight) for i, weight in enumerate(all_names())], ids=str)
 def test_every_format(spec: MatmulSpec) -> None:
-    assert is_right(spec)
+    assert is_right(spec, SMALL, 9)
 
 
 @pytest.mark.parametrize("weight", ["u4", "u8", "f6e3m2"])
@@ -101,7 +93,7 @@ def test_scales_of_more_bits_than_bf16(weight: str, scale: Scale) -> None:
 def test_every_format_zeros_and_scale(weight: str) -> None:
     for zeros, scales, sparse in product(ZEROS, SCALES, (False, True)):
         spec = spec_of(weight, zeros, scales, group_size=32, outliers=sparse)
-        assert is_right(spec), spec
+        assert is_right(spec, SMALL, 9), spec
 
 
 SIZES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [

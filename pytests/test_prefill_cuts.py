@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import test_eight_bit_prefill as eight_bit
-from emulated import Inputs, matmul_is_right, run_matmul
+from emulated import HOPPER, is_right
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import EmulatorError, SpecError
@@ -28,13 +28,10 @@ from lowbit.passes.kernels.prefill.tile_order import TileOrder
 from lowbit.passes.kernels.registry import family_of, request, schedule_from_dict, schedule_to_dict
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling.choice import default_schedule
-from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator.launch import SM_COUNT
-from lowbit.pylib.reference import random_inputs
 from lowbit.pylib.runtime.boxed import BoxedFunction
 from lowbit.pylib.tensor_map import TensorMap
 
-HOPPER = parse_target("sm_90a")
 PREFILL, EIGHT_BIT = Prefill(), EightBitPrefill()
 CUT = PrefillSchedule(32, last_tokens=16)
 
@@ -43,12 +40,6 @@ def waves(spec: MatmulSpec, schedule: PrefillSchedule, m: int, blocks: int = SM_
     """Full waves, and the tokens of the tiles or slices of one that is not full."""
     found = PrefillPlan(spec, schedule).waves(m, blocks // schedule.cluster)
     return found.full, found.last.tokens if found.busy else 0
-
-
-def is_right(spec: MatmulSpec, schedule: PrefillSchedule, m: int) -> bool:
-    inputs: Inputs = random_inputs(spec, m, seed=m)
-    y = run_matmul(compile_kernel(request(spec, HOPPER, schedule)), spec, inputs, racecheck=True)
-    return matmul_is_right(y, spec, inputs, **PREFILL.rounding(spec, schedule))
 
 
 # -- numbers

@@ -13,9 +13,9 @@ import emulated
 import pytest
 import test_eight_bit_prefill as eight_bit
 import torch
-from emulated import run_matmul
-from test_prefill import HOPPER, PREFILL, compiled
-from test_prefill_cuts import CODED, FP8, I8, chosen, is_right, waves
+from emulated import HOPPER, is_right, run_matmul
+from test_prefill import PREFILL, compiled
+from test_prefill_cuts import CODED, FP8, I8, chosen, waves
 
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec

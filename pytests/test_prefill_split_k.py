@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import matmul_is_right, run_matmul
+from emulated import HOPPER, is_right, run_matmul
 from test_eight_bit_prefill import is_exact
-from test_prefill import HOPPER, PREFILL, compiled
+from test_prefill import compiled
 from test_prefill_resources import FITTING, FORMATS, NUMBERS, SCALES, most_spilled, spec_of, spec_of_bytes
 
 from lowbit.dialect.bilevel import Bilevel
@@ -31,15 +31,9 @@ from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import FAMILIES, request
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling.choice import default_schedule
-from lowbit.pylib.reference import random_inputs, random_problem
+from lowbit.pylib.reference import random_problem
 
 TWO, FOUR = PrefillSchedule(32, split_k=2), PrefillSchedule(64, split_k=4)
-
-
-def is_right(spec: MatmulSpec, schedule: PrefillSchedule, m: int) -> bool:
-    inputs = random_inputs(spec, m, seed=m)
-    y = run_matmul(compiled(spec, schedule), spec, inputs, racecheck=True)
-    return matmul_is_right(y, spec, inputs, **PREFILL.rounding(spec, schedule))
 
 
 CASES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
