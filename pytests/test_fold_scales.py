@@ -288,6 +288,15 @@ def test_formats_that_no_other_kernel_multiplies(spec: MatmulSpec, target: str) 
         assert rounding(mm, m)["folded"]
 
 
+@pytest.mark.parametrize("n", [1, 16, 40])
+def test_rows_that_share_a_second_level_may_be_cut(n: int) -> None:
+    """The last block has as many rows as are left."""
+    spec = MatmulSpec.preset("spqr", n, 64, permuted=False, outliers=False, **FOLDED)
+    _, tensors = random_inputs(spec, 1)
+    w = pack(spec, **tensors).dequantize().numpy()
+    np.testing.assert_allclose(w, reference.dequantize(spec, **tensors), rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["q4_k", "nvfp4"])
 def test_other_formats_with_mma_sync(name: str) -> None:
     spec = MatmulSpec.preset(name, 24, 512, out="f32", **FOLDED)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.spec import MatmulSpec
@@ -30,7 +31,8 @@ def with_row_scales(spec: MatmulSpec, values: Mapping[str, Tensor]) -> dict[str,
     """
     exponent = _exponents(_largest(spec, values))
     height = spec.bilevel.rows if spec.bilevel else 1
-    exponent = exponent.view(-1, height).amax(1, keepdim=True).repeat_interleave(height, 0)
+    blocks = pad(exponent, (0, 0, 0, -spec.n % height), value=_EXPONENTS[0]).view(-1, height)
+    exponent = blocks.amax(1, keepdim=True).repeat_interleave(height, 0)[: spec.n]
     scaled = {name: values[name] for name in _SCALED if name in values and not spec.slot(name).code}
     result = {**values}
     for name, given in scaled.items():
