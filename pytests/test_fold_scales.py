@@ -297,6 +297,12 @@ def test_rows_that_share_a_second_level_may_be_cut(n: int) -> None:
     np.testing.assert_allclose(w, reference.dequantize(spec, **tensors), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("weight", ["u4", "nf4"])
+def test_gpus_without_the_type_are_refused(weight: str) -> None:
+    with pytest.raises(SpecError, match="compute='f8e4m3' needs sm_89 or later, the target is emulator:sm_86; use"):
+        lowbit.compile(MatmulSpec(24, 256, weight, 64, **FOLDED), "emulator:sm_86")
+
+
 @pytest.mark.parametrize("name", ["q4_k", "nvfp4"])
 def test_other_formats_with_mma_sync(name: str) -> None:
     spec = MatmulSpec.preset(name, 24, 512, out="f32", **FOLDED)

@@ -12,6 +12,7 @@ from typing import TypeVar
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.registry import family_of, request
+from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.scheduling.choice import Chooser, fixed_schedule
 from lowbit.passes.target import Target
 from lowbit.pylib.build import user_tables
@@ -59,6 +60,8 @@ class Artifacts:
     def __init__(
         self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, late_scaling: bool = False
     ) -> None:
+        if spec.compute:
+            check_compute(spec, target)
         self._spec, self._target = spec, target
         self._schedule = None if late_scaling else schedule
         self._chooser = Chooser(spec, replace(target, has_wgmma=False) if late_scaling else target)
