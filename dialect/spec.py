@@ -143,6 +143,9 @@ class MatmulSpec:
         if self.group_size and not (self.multiplies_codes or byte_codes.fits_rounds(self.group_size)):
             rule = "a divisor of 1536 or 2048, or a multiple of 512"
             raise SpecError(f"{given} needs group_size={self.group_size} to be {rule}; use one, or compute=None")
+        if self.folds and self.scale in ("e8m0", "e4m3") and "bf16" in (self.zero_kind, self.offset_kind):
+            what = f"fold_scales=True with scale={self.scale!r} and zeros={self.zeros!r}"
+            raise SpecError(f"{what} needs act='f16', in which kernels read such zeros; or scale='bf16' or 'f32'")
 
     def _misfit_of_codes(self, compute: Compute) -> str:
         """Returns why codes less zeros cannot be multiplied as bytes whose products are scaled, and what to use; "" if

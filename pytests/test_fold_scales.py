@@ -409,6 +409,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weight": "u8", "zeros": "int", "group_size": 160, "k": 800}, "group_size=160 to be a divisor of 1536 or"),
     ({"outliers": True}, "has no outliers=True"),
     ({"fold_scales": 1}, "fold_scales=1 must be True or False"),
+    (
+        {"act": "bf16", "scale": "e4m3", "zeros": "float"},
+        "fold_scales=True with scale='e4m3' and zeros='float' needs act='f16', in which kernels read such zeros; or sc",
+    ),
+    ({"act": "bf16", "scale": "e8m0", "zeros": "offset"}, "scale='e8m0' and zeros='offset' needs act='f16'"),
 ]
 
 

@@ -77,10 +77,11 @@ def spec_of_bytes(compute: Any, weight: str, i: int, j: int) -> MatmulSpec:
 
 
 def folded_spec(weight: str, i: int, j: int) -> MatmulSpec:
-    """The same with scales that are folded into weights."""
+    """The same with scales that are folded into weights, for which zeros beside scales of 8 bits have to be in f16."""
     spec = spec_of(weight, i, j)
     group = spec.group_size or 128
-    return replace(spec, group_size=group, outliers=False, compute="f8e4m3", fold_scales=True)
+    act = "f16" if spec.scale in ("e8m0", "e4m3") and spec.zeros in ("float", "offset") else spec.act
+    return replace(spec, group_size=group, act=act, outliers=False, compute="f8e4m3", fold_scales=True)
 
 
 @dataclass(frozen=True)
