@@ -86,6 +86,9 @@ class LoadOutliersOp(Lowbit.Operation, name="load_outliers"):
         in_range(op.splits, "splits", 1)
 
 
+INDEX_ENDS = 2  # numbers of an index that are the same for all lanes
+
+
 def _check_words(value: Any) -> list[int]:
     """Words of lines, one for each lane; returns the number of warps that have different ones, and of row blocks."""
     reg = Reg.of(value.type)
@@ -145,6 +148,103 @@ class SparseMmaOp(Lowbit.Operation, name="sparse_mma"):
         c, lines = _check_products(op, warps, row_blocks), Shared.of(op.scratch.type).shape[1]
         words = scratch_words(str(Global.of(op.x.type).element), c.shape[2])
         _check_scratch(op, "i32", (c.layout.threads // 32, lines, words))
+
+
+class IndexOutliersOp(Lowbit.Operation, name="index_outliers"):
+    """Where the outliers of each warp's row blocks from `first_block` on are: [warps, row blocks, numbers, 32] of i32.
+
+    The first number is the first line of the row block and the second the line behind its last, for all lanes; each
+    other number is the first column of a line, a line for each lane. In front of a loop with a `pipeline` it is made
+    behind the first copies that are started there.
+    """
+
+    outliers: ext.Operand[GlobalType]
+    first_block: ext.Operand[I32]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        _check_table(op.outliers)
+        _check_words(op.result)
+        expect(Reg.of(op.result.type).shape[2] > INDEX_ENDS, "numbers of the index", "at least 3", op.result.type)
+
+
+class FindOutliersOp(Lowbit.Operation, name="find_outliers"):
+    """The first lines with outliers of a step, from the index of row blocks: [warps, row blocks, 1 + lines, 32] of i32.
+    The first number is that of the first line, and each other is a lane's word of a line; zeros where there is none.
+
+    The steps of all warps begin at `column` and are `columns` wide, side by side.
+    """
+
+    outliers: ext.Operand[GlobalType]
+    index: ext.Operand[RegType]
+    column: ext.Operand[I32]
+    columns: ir.IntegerAttr
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        _check_table(op.outliers)
+        expect(_check_words(op.index) == _check_words(op.result), "index", "of the same warps", op.index.type)
+        in_range(op.columns, "columns", 1)
+
+
+class TransposeOp(Lowbit.Operation, name="transpose"):
+    """target[w, t / 8, c, t mod 8] = source[w, c / 64, t, c mod 64]: tokens side by side, from a step's activations as
+    wgmma reads them. Tokens from `rows` on are written as the last before it. The warps that share a step share the
+    work: all of them meet at barriers, before and after."""
+
+    source: ext.Operand[SharedType]
+    target: ext.Operand[SharedType]
+    rows: ext.Operand[I32]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source, target = Shared.of(op.source.type), Shared.of(op.target.type)
+        activation(source.element, "element of the source")
+        panels = len(source.shape) == 4 and source.shape[3] == 64 and source.swizzle == 128
+        expect(panels and source.shape[2] % 8 == 0, "source", "[warps, panels, tokens, 64], swizzled", op.source.type)
+        warps, count, tokens, width = source.shape
+        shape = (warps, tokens // 8, count * width, 8)
+        same = target.element == source.element and target.shape == shape and target.strides == row_major(shape)
+        expect(same, "target", f"{list(shape)} of {source.element}, dense", op.target.type)
+
+
+class SparseStepOp(Lowbit.Operation, name="sparse_step"):
+    """c + S x^T for the outliers S of a step: `words` has the first lines of them, from `find_outliers`, and the lines
+    behind them are read where they lie. x is in shared memory, as `transpose` writes it; c [warps, rows, tokens] is an
+    accumulator of mma.
+
+    Products are exact. In `scratch` [warps of the block, lines, words] each warp has so many lines at a time as operand
+    A; it is all zeros before and after.
+    """
+
+    outliers: ext.Operand[GlobalType]
+    index: ext.Operand[RegType]
+    words: ext.Operand[RegType]
+    scratch: ext.Operand[SharedType]
+    x: ext.Operand[SharedType]
+    column: ext.Operand[I32]
+    c: ext.Operand[RegType]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        x, c, d = Shared.of(op.x.type), Reg.of(op.c.type), Reg.of(op.result.type)
+        _check_table(op.outliers)
+        activation(x.element, "element of x")
+        expect(c == d, "result", c, d)
+        accumulator(c.element, x.element, "element of c")
+        expect(len(c.shape) == 3, "c", "[warps, rows, tokens]", list(c.shape))
+        fragments(c.layout, MMA_M16N8_D, "c")
+        expected = [c.shape[0], c.shape[1] // ROWS]
+        for name, words in (("index", op.index), ("words", op.words)):
+            expect(_check_words(words) == expected, f"warps and row blocks of {name}", expected, words.type)
+        dense = len(x.shape) == 4 and x.strides == row_major(x.shape) and x.shape[2] & (x.shape[2] - 1) == 0
+        tokens = x.shape[0] == c.shape[0] and 8 * x.shape[1] == c.shape[2] and x.shape[3] == 8
+        expect(dense and tokens, "x", "[warps, tokens / 8, columns, 8], dense, columns a power of two", op.x.type)
+        lines = Shared.of(op.scratch.type).shape[1]
+        _check_scratch(op, "i32", (c.layout.threads // 32, lines, scratch_words(str(x.element), 0)))
 
 
 class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):

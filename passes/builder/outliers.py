@@ -41,6 +41,31 @@ class Outliers:
         32]; warps need `scratch` meanwhile."""
         return self._sparse_products(ops.SparseMmaOp, share, lines.value, scratch, x, total)
 
+    def index_outliers(self, share: OutlierShare, layout: Layout) -> Tile:
+        """Where the outliers of each warp's row blocks are: [warps, row blocks, numbers, 32]."""
+        reg = Reg("i32", layout)
+        return Tile(ops.IndexOutliersOp(share.table.value, share.first_block.value, reg.type).result)
+
+    def find_outliers(
+        self, outliers: Memory, index: Tile, column: Scalar, columns: int, layout: Layout
+    ) -> Tile:
+        """The first lines of every warp's step, `columns` wide, of steps that begin at `column`."""
+        reg = Reg("i32", layout)
+        found = ops.FindOutliersOp(outliers.value, index.value, column.value, i64(columns), reg.type)
+        return Tile(found.result)
+
+    def transpose(self, source: Memory, target: Memory, rows: Index) -> None:
+        """Writes the activations of a step, of so many tokens, with tokens side by side; barriers come before and
+        after."""
+        ops.TransposeOp(source.value, target.value, as_i32(rows))
+
+    def sparse_step(
+        self, outliers: Memory, index: Tile, words: Tile, scratch: Memory, x: Memory, column: Scalar, total: Tile
+    ) -> Tile:
+        """total + S x^T for the outliers of every warp's step, the first lines of which are `words`."""
+        memory = outliers.value, index.value, words.value, scratch.value, x.value
+        return Tile(ops.SparseStepOp(*memory, column.value, total.value, total.reg.type).result)
+
     def load_outliers(self, share: OutlierShare, layout: Layout) -> Tile:
         """The words of the share's first lines, cut once more among warps, a word for each lane."""
         reg = Reg("i32", layout)

@@ -37,6 +37,7 @@ from lowbit.passes.lowering import (
     registers,
     sends,
     sparse_mma,
+    sparse_step,
     sparse_vector,
     tables,
     wgmma,
@@ -50,7 +51,7 @@ from lowbit.passes.target import Target, parse_target
 _RULES = (
     *(accumulators, barriers, boxes, byte_numbers, codes, control, copies, elementwise),
     *(integer_mma, memory, mma, outlier_share, outliers, registers),
-    *(sends, sparse_mma, sparse_vector, tables, wgmma),
+    *(sends, sparse_mma, sparse_step, sparse_vector, tables, wgmma),
 )
 """The files with rules, which register them when they are imported."""
 

@@ -64,24 +64,32 @@ Add = Callable[[list[list[Line]], Sums], Sums]
 """Adds lines: of each turn one of each row block."""
 
 
+def place_of_warp(c: LoweringContext, layout: Layout, unit: int) -> tuple[Any, Any]:
+    """Returns the index along dim 0 of a layout [warps, rows, ..] and the first row block that this warp has.
+
+    unit: rows of dim 1 for each of its indices
+    """
+    warp, rows = emit.constant(0), emit.constant(0)
+    for size, divisor, dim, stride in layout.thread_digits():
+        if divisor >= WARP and dim in (0, 1):
+            digit = c.threads.digit(size, divisor, layout.threads)
+            digit = arith.muli(digit, emit.constant(stride * (unit if dim else 1)))
+            warp, rows = (warp, arith.addi(rows, digit)) if dim else (arith.addi(warp, digit), rows)
+    return warp, arith.divui(rows, emit.constant(ROWS))
+
+
 class Share:
     """The lines of a warp, whose rows and part are those that it has in a layout [warps, rows, ..]."""
 
     def __init__(self, op: Any, c: LoweringContext, layout: Layout, unit: int) -> None:
         """unit: rows of dim 1 of the layout for each of its indices."""
         self.table, self._lane = c.places[op.outliers], c.thread_digit(WARP)
-        warp, rows = emit.constant(0), emit.constant(0)
-        for size, divisor, dim, stride in layout.thread_digits():
-            if divisor >= WARP and dim in (0, 1):
-                digit = c.threads.digit(size, divisor, layout.threads)
-                digit = arith.muli(digit, emit.constant(stride * (unit if dim else 1)))
-                warp, rows = (warp, arith.addi(rows, digit)) if dim else (arith.addi(warp, digit), rows)
-        self.warp, self._row_block = warp, arith.divui(rows, emit.constant(ROWS))
+        self.warp, self._row_block = place_of_warp(c, layout, unit)
         self._block = arith.addi(c.scalars[op.first_block], self._row_block)
         warps = layout.shape[0]
         self._parts = warps * int_attr(op, "splits")
         self.parts = emit.constant(self._parts)
-        self.part = arith.addi(arith.muli(c.scalars[op.part], emit.constant(warps)), warp)
+        self.part = arith.addi(arith.muli(c.scalars[op.part], emit.constant(warps)), self.warp)
 
     def ends(self, row_block: int) -> tuple[Any, Any]:
         """Loads where the lines of one of the warp's row blocks begin and end."""
@@ -104,7 +112,7 @@ class Share:
             first = arith.addi(start, self.part)
             mine = arith.muli(arith.addi(first_word(first), lane), emit.constant(WORD, 64))
             pointer, lines = emit.offset_bytes(self.table.base, dynamic=mine), arith.subi(end, first)
-            words += [_word_if(pointer, i * self._parts, lines) for i in range(count)]
+            words += [word_if(pointer, i * self._parts, lines) for i in range(count)]
         return words
 
     def _all_ends(self, row_blocks: int) -> list[Any]:
@@ -129,9 +137,9 @@ class Share:
         return _loop(first, most, arith.muli(self.parts, emit.constant(turns)), sums, some)
 
 
-def _word_if(pointer: Any, line: int, lines: Any) -> Any:
-    """Loads a word so many lines on, or 0 if there are no more than that."""
-    load = f"setp.gt.s32 there, $2, {line}; mov.b32 $0, 0; @there ld.global.b32 $0, [$1+{line * LINE * WORD}];"
+def word_if(pointer: Any, line: int, lines: Any, otherwise: int = 0) -> Any:
+    """Loads a word so many lines on, or another number if there are no more than that."""
+    load = f"setp.gt.s32 there, $2, {line}; mov.b32 $0, {otherwise}; @there ld.global.b32 $0, [$1+{line * LINE * WORD}];"
     text, result = f"{{ .reg .pred there; {load} }}", emit.integer()
     return llvm.inline_asm(result, [pointer, lines], text, "=&r,l,r", asm_dialect=0, has_side_effects=True)
 

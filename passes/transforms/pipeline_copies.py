@@ -9,7 +9,7 @@ next. A loop of fewer rounds than S has a stage for each of them, and starts all
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
 is nothing to do but wait, tables are filled (`lowbit.fill_table`) and outliers asked for (`lowbit.copy_outliers`, or in
-front of the loop `lowbit.load_outliers`), once. Outliers that are loaded in front of the loop are multiplied
+front of the loop `lowbit.load_outliers` and `lowbit.index_outliers`), once. Outliers that are loaded in front of the loop are multiplied
 (`lowbit.sparse_vector`) behind all copies that are started there. With a `prefetch_limit` no more than that many rounds
 of the first are under way at a time, so that the kernel before need not queue behind them for its activations.
 
@@ -40,7 +40,7 @@ from lowbit.passes.transforms.stage_signals import Signals
 
 _COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
 _ONCE = ("lowbit.fill_table", "lowbit.copy_outliers")
-_BEFORE_WAIT, _BEHIND_COPIES = "lowbit.load_outliers", "lowbit.sparse_vector"
+_BEFORE_WAIT, _BEHIND_COPIES = ("lowbit.load_outliers", "lowbit.index_outliers"), ("lowbit.sparse_vector",)
 
 
 @dataclass(frozen=True)
@@ -264,10 +264,10 @@ class _Staged:
             self.signals.has_copied(slot)
 
 
-def _in_front(loop: Any, name: str) -> list[Any]:
-    """Operations of a name in the block of a loop, in front of it."""
+def _in_front(loop: Any, names: tuple[str, ...]) -> list[Any]:
+    """Operations of some names in the block of a loop, in front of it."""
     block = list(loop.block.operations)
-    return [inner for inner in block[: block.index(loop.opview)] if inner.operation.name == name]
+    return [inner for inner in block[: block.index(loop.opview)] if inner.operation.name in names]
 
 
 def _computed_late(loop: Any) -> list[Any]:

@@ -97,7 +97,7 @@ class Kernel:
             self.plan.workspace_bytes,
             s.max_blocks_per_sm,
             (1, s.cluster, 1),
-            fits_blocks=s.spread_k,
+            fits_blocks=s.spread_k or plan.outliers_in_steps,
         )
         self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
@@ -174,6 +174,9 @@ class Kernel:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
         p, s, operands = self.p, self.schedule, self.operands
         carried = self._first_sums(carried, operands.load_outliers())
+        if self.plan.outliers_in_steps:
+            self.index = operands.index_outliers()
+            carried = [*carried, p.constant(0.0, "f32", self.d_layout)]
         with p.loop(0, self.plan.rounds, carried) as loop:
             with p.pipeline(s.num_stages, s.prefetch_limit, s.refill, "warps", s.warps_n, async_proxy=s.wgmma):
                 step = self._first_step(loop.index)
@@ -184,8 +187,24 @@ class Kernel:
                 operands.copy_outliers()
                 p.grid_wait()
                 operands.copy_x(step)
-            loop.results = self._step(loop.carried, operands.copied_codes)
-        return loop.carried
+            loop.results = self._step_with_outliers(loop.index, loop.carried)
+        if not self.plan.outliers_in_steps:
+            return loop.carried
+        *carried, self.sparse = loop.carried
+        return carried
+
+    def _step_with_outliers(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
+        """One step of every warp in a round, with its outliers if they are multiplied step by step: their lines are
+        asked for in front of the step's products and multiplied behind them."""
+        operands = self.operands
+        if not self.plan.outliers_in_steps:
+            return self._step(carried, operands.copied_codes)
+        *carried, sparse = carried
+        column = self._first_step(index) * self.schedule.step_k
+        lines = operands.find_outliers(self.index, column)
+        self.p.transpose(operands.x_buffer, operands.transposed, self.p["m"])
+        carried = self._step(carried, operands.copied_codes)
+        return [*carried, operands.add_outliers(self.index, lines, column, sparse)]
 
     def _preloaded(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, with everything on its way at once: the codes to registers, so that blocks of two kernels have
@@ -272,7 +291,7 @@ class Kernel:
         if spec.outliers and spec.row_scales:
             total = p.mul(total, self._row_scale_or_zero("row_scales"))
         if self.sparse is not None:
-            return p.add(total, p.reduce(self.sparse, 2))
+            return p.add(total, self.sparse if self.plan.outliers_in_steps else p.reduce(self.sparse, 2))
         if not spec.outliers or self.plan.spreads_outliers:
             return total
         p.barrier()

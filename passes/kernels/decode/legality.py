@@ -39,6 +39,8 @@ def _shared_bytes(plan: KernelPlan) -> int:
     lines = s.warps_k * plan.row_blocks * plan.staged_lines * LINE * 4 if spec.outliers else 0
     if plan.spreads_outliers:
         lines, scratch = 0 if plan.sums_in_stage else scratch, 0
+    if plan.outliers_in_steps:
+        lines, scratch = scratch + _padded(s.warps_k * s.tokens * s.step_k * spec.x.bytes), 0
     signals = _padded(16 * slots * s.warps_k) if s.refill == "per_warp" else 0
     loop = lines + signals + (0 if s.preload_weights else _padded(slots * _codes_bytes(plan)))
     loop = -(-loop // 1024) * 1024 if s.wgmma else loop  # x is swizzled

@@ -8,7 +8,8 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.outliers import LINE
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import spatial
+from lowbit.dialect.layouts.layout import Layout, spatial
+from lowbit.dialect.ops import INDEX_ENDS
 from lowbit.dialect.types import UNIT
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Memory, OutlierShare, Program, Scalar, Tile
@@ -27,6 +28,7 @@ class Operands:
     second_level  the same for scales, zeros and offsets that are codes: [row blocks, blocks of groups x lanes]
     table         of a format that has one
     outliers      those of this block, of a weight that has any
+    transposed    of such a weight, where outliers are multiplied step by step: x of a step with tokens side by side
     outlier_buffer  their first lines; for one token, whose lines are loaded to registers, sums of lanes
     """
 
@@ -69,7 +71,9 @@ class Operands:
         p, s, plan = self.p, self.schedule, self.plan
         table = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
         warps = spatial(s.warps_k, s.warps_n, 1, 1)
-        if plan.spreads_outliers:
+        if plan.outliers_in_steps:
+            self._view_steps()
+        elif plan.spreads_outliers:
             self.line_layout = warps.local(1, s.row_blocks, plan.loaded_lines, 1).spatial(1, 1, 1, LINE)
             if plan.sums_in_stage:
                 self.outlier_buffer = self.codes_buffer
@@ -82,6 +86,22 @@ class Operands:
             # The first buffer, as it is needed longer than all others.
             self.outlier_buffer = p.alloc_shared("i32", self.line_layout.shape)
         self.outliers = OutlierShare(table, self.first_block, p.block_id(1), s.split_k)
+
+    def _view_steps(self) -> None:
+        """Room for outliers as operand A, all zeros, and for x of a step with tokens side by side."""
+        p, s, plan = self.p, self.schedule, self.plan
+        own = spatial(s.warps_k, s.warps_n, 1, 1)
+
+        def of_lanes(numbers: int) -> Layout:
+            return own.local(1, s.row_blocks, numbers, 1).spatial(1, 1, 1, LINE)
+
+        self.index_layout, self.words_layout = of_lanes(INDEX_ENDS + plan.indexed_lines), of_lanes(1 + plan.step_lines)
+        element, shape = plan.outlier_scratch
+        self.outlier_buffer = p.alloc_shared(element, shape)
+        self.transposed = p.alloc_shared(self.spec.act, (s.warps_k, s.tokens // 8, s.step_k, 8))
+        self.buffers += [self.outlier_buffer, self.transposed]
+        of_warp = spatial(shape[0], 1, 1).local(1, shape[1], shape[2] // 32).spatial(1, 1, 32)
+        p.store(p.constant(0, element, of_warp), self.outlier_buffer, (0, 0, 0))
 
     def _view_x(self) -> None:
         p, s, act, k, panel = self.p, self.schedule, self.spec.x.operand, self.spec.k, self.spec.x.per_panel
@@ -186,9 +206,23 @@ class Operands:
             t = self.spec.dtype
             self.p.fill_table(self.table, t, self._compute, exponent(t, self._compute))
 
+    def index_outliers(self) -> Tile:
+        """Where the lines of this block's rows are."""
+        return self.p.index_outliers(self.outliers, self.index_layout)
+
+    def find_outliers(self, index: Tile, column: Scalar) -> Tile:
+        """The lines of the steps that begin at a column, which come while the steps are multiplied."""
+        return self.p.find_outliers(self.outliers.table, index, column, self.schedule.step_k, self.words_layout)
+
+    def add_outliers(self, index: Tile, words: Tile, column: Scalar, total: Tile) -> Tile:
+        """Returns a total and the products of these lines."""
+        p, x = self.p, self.transposed
+        p.barrier("warps", self.schedule.warps_n)
+        return p.sparse_step(self.outliers.table, index, words, self.outlier_buffer, x, column, total)
+
     def copy_outliers(self) -> None:
         """The first lines of each row block, to shared memory; not for one token."""
-        if self.spec.outliers and not self.plan.spreads_outliers:
+        if self.spec.outliers and not (self.plan.spreads_outliers or self.plan.outliers_in_steps):
             self.p.copy_outliers(self.outliers, self.outlier_buffer, self.line_layout)
 
     def load_outliers(self) -> Tile | None:

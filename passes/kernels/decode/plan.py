@@ -16,8 +16,10 @@ from lowbit.passes.kernels.requirements import fits_async_x
 from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponent
 
 COLUMNS = 8  # of a product of mma
+LINES_OF_A = 2  # lines of outliers of a step that a warp has as operands at a time
 SPREAD = COLUMNS * 16  # columns of k that `Schedule.spread_k` has in one accumulator
 IN_PLACE, MOST_IN_PLACE = 32, 64  # columns of a group and tokens up to which sums of scaled weights stay in place
+MOST_IN_STEPS = 16  # tokens up to which outliers meet the x that a step has in shared memory
 MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
 
 
@@ -85,6 +87,25 @@ class KernelPlan:
         return self.schedule.tokens == 1
 
     @property
+    def outliers_in_steps(self) -> bool:
+        """Whether outliers are multiplied step by step, with the x that a step has in shared memory, in place of after
+        the loop, with x from the cache. Barriers of every round keep apart who writes this x and who reads it."""
+        s = self.schedule
+        few = s.wgmma and s.tokens <= MOST_IN_STEPS
+        return self.spec.outliers and few and not s.preload_weights and s.refill != "per_warp"
+
+    @property
+    def indexed_lines(self) -> int:
+        """Lines of a row block of which a lane has the first column, a lane each: at most four times 32."""
+        lines = self._usual_lines * self.schedule.warps_k * self.schedule.split_k
+        return min(4, math.ceil(lines / 32))
+
+    @property
+    def step_lines(self) -> int:
+        """Lines of a row block and step that are loaded before they are needed: one more than outliers fill."""
+        return math.ceil(ROWS * self.schedule.step_k / 80 / ENTRIES) + 1
+
+    @property
     def sums_in_stage(self) -> bool:
         """Whether sums of lanes for outliers have room where codes go of a later round, of one token: each warp in the
         part that it copies to itself."""
@@ -99,6 +120,8 @@ class KernelPlan:
         warps = s.threads // 32
         if self.spreads_outliers:
             return "f32", (warps, ROWS, 32)
+        if self.outliers_in_steps:
+            return "i32", (warps, LINES_OF_A, scratch_words(self.spec.act, 0))
         return "i32", (warps, lines_at_once(s.tokens), scratch_words(self.spec.act, s.tokens))
 
     @property
