@@ -80,3 +80,42 @@
   }
   "lowbit.return"() : () -> ()
 }) {sym_name = "one", threads = 32, grid = [1, 1, 1], params = ["outliers", "x", "n"], workspace = 0} : () -> ()
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
+!words = !lowbit.reg<[1, 1, 4, 32], i32, "local(1, 1, 4, 1).spatial(1, 1, 1, 32)">
+!x = !lowbit.global<[16, 1024], f16, [1024, 1], [1, 1]>
+!buffer = !lowbit.shared<[1, 1024], f16, [1024, 1], 0>
+
+// The index of outliers that are multiplied step by step is made behind the first copies of weights, and used in every
+// round.
+// CHECK-LABEL: "lowbit.program"
+// CHECK:         "lowbit.copy_async"
+// CHECK:         %[[INDEX:.*]] = "lowbit.index_outliers"
+// CHECK-NEXT:    "lowbit.grid_wait"
+// CHECK:         "lowbit.copy_async"
+// CHECK:         scf.for
+// CHECK:           "lowbit.find_outliers"(%{{.*}}, %[[INDEX]],
+"lowbit.program"() ({
+^bb0(%o: !llvm.ptr<1>, %p: !llvm.ptr<1>, %n: i32):
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  %table = "lowbit.global_view"(%o) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table
+  %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
+  %weights = "lowbit.alloc_shared"() : () -> !buffer
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %index = "lowbit.index_outliers"(%table, %c0) : (!table, i32) -> !index
+  scf.for %i = %c0 to %n step %c1 : i32 {
+    "lowbit.pipeline"() ({
+      "lowbit.copy_async"(%x, %weights, %i, %c0) {layout = "spatial(1, 32).local(1, 32)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+      "lowbit.grid_wait"() : () -> ()
+      "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 32)", boundary = ["none", "none"],
+        limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+    }) {num_stages = 2, scope = "block", warps = 1} : () -> ()
+    %words = "lowbit.find_outliers"(%table, %index, %i) {columns = 1024 : i64} : (!table, !index, i32) -> !words
+  }
+  "lowbit.return"() : () -> ()
+}) {sym_name = "steps", threads = 32, grid = [1, 1, 1], params = ["outliers", "x", "n"], workspace = 0} : () -> ()

@@ -19,7 +19,7 @@ COLUMNS = 8  # of a product of mma
 LINES_OF_A = 2  # lines of outliers of a step that a warp has as operands at a time
 SPREAD = COLUMNS * 16  # columns of k that `Schedule.spread_k` has in one accumulator
 IN_PLACE, MOST_IN_PLACE = 32, 64  # columns of a group and tokens up to which sums of scaled weights stay in place
-MOST_IN_STEPS = 16  # tokens up to which outliers meet the x that a step has in shared memory
+MOST_IN_STEPS = 64  # tokens up to which outliers meet the x that a step has in shared memory
 MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
 
 

@@ -1,0 +1,145 @@
+"""Outliers that are multiplied step by step, with the activations that a step has in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from compiled import compile_matmul
+from emulated import run_matmul
+from torch import Tensor
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.builder import Program
+from lowbit.passes.kernels.decode.legality import shared_bytes
+from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.target import parse_target
+from lowbit.pylib import reference
+from lowbit.pylib.weights import outliers
+from lowbit.pylib.weights.packed import pack
+
+HOPPER = parse_target("sm_90a")
+SPEC = MatmulSpec(40, 1024, "u3", 16, zeros="float", outliers=True, out="f32")  # row blocks of 16, 16 and 8 rows
+SCHEDULE = Schedule(16, 1, 4, 2, 256, 2, wgmma=True)  # steps of 256 columns
+
+
+def places(kind: str) -> Tensor:
+    """Where the outliers are: a mask like the weight."""
+    row, column = torch.meshgrid(torch.arange(SPEC.n), torch.arange(SPEC.k), indexing="ij")
+    there = {
+        "one in each column": row == column * 7 % SPEC.n,
+        "ends of steps": (column % 256 == 0) | (column % 256 == 255),  # a line ends within a column
+        "a full row": row == 17,
+        "one step": (column >= 512) & (column < 530),  # ten lines of a step, and none of the others
+        "everywhere": row >= 0,  # 529 lines of a row block: more than lanes have the first columns of
+        "last row block": (row >= 32) & (column % 5 == 0),
+        "the last": (row == SPEC.n - 1) & (column == SPEC.k - 1),
+    }
+    return there[kind]
+
+
+def given(spec: MatmulSpec, tokens: int, there: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Activations and a weight with outliers in some places, no two of which are alike for any token."""
+    x, tensors = reference.random_inputs(spec, tokens)
+    values = torch.rand(there.shape, generator=torch.Generator().manual_seed(2)) + 1
+    return x, tensors | {"outliers": (values.half().float() * there).to_sparse_csr()}
+
+
+def is_right(spec: MatmulSpec, schedule: Schedule, problem: tuple[Tensor, dict[str, Tensor]]) -> bool:
+    """Multiplies in the emulator, which looks for races."""
+    plan, (x, tensors) = KernelPlan(spec, schedule), problem
+    assert plan.outliers_in_steps
+    kernel = compile_matmul(spec, HOPPER, schedule)
+    assert kernel.launch.shared_bytes == shared_bytes(spec, schedule)
+    y = run_matmul(kernel, spec, problem, racecheck=True)
+    bound = reference.tolerance(spec, x, **tensors, **plan.rounding)
+    return bool(reference.agrees(y, reference.matmul(spec, x, **tensors), bound).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 13, 16])
+def test_numbers_of_tokens(tokens: int) -> None:
+    assert is_right(SPEC, SCHEDULE, given(SPEC, tokens, places("one in each column")))
+
+
+@pytest.mark.parametrize("act", ["f16", "bf16"])
+@pytest.mark.parametrize(
+    "kind",
+    ["one in each column", "ends of steps", "a full row", "one step", "everywhere", "last row block", "the last"],
+)
+def test_outliers_anywhere_in_lines(kind: str, act: Any) -> None:
+    spec = replace(SPEC, act=act)
+    assert is_right(spec, SCHEDULE, given(spec, 5, places(kind)))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(8, 2, 4, 1, 256, 2, wgmma=True),
+        Schedule(8, 1, 4, 2, 256, 1, split_k=2, cluster=2, wgmma=True),
+        Schedule(16, 1, 4, 1, 256, 3, split_k=2, wgmma=True),
+        Schedule(16, 1, 8, 2, 256, 2, wgmma=True, refill="after_first_mma"),
+    ],
+    ids=["two row blocks", "cluster", "splits", "eight warps"],
+)
+def test_every_way_to_split_the_work(schedule: Schedule) -> None:
+    assert is_right(SPEC, schedule, given(SPEC, schedule.tokens - 1, places("one in each column")))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MatmulSpec.preset("spqr", 40, 1024, permuted=False, out="f32"),
+        MatmulSpec(40, 1000, "u4", None, outliers=True, out="f32"),  # a step beyond k
+        MatmulSpec(40, 1024, "i4", 32, scale="e4m3", row_scales=True, outliers=True, out="f32"),
+        MatmulSpec(40, 1024, "nf4", 128, outliers=True, out="f32"),
+    ],
+    ids=["spqr", "rows", "row scales", "table"],
+)
+def test_formats(spec: MatmulSpec) -> None:
+    assert is_right(spec, SCHEDULE, given(spec, 3, places("one in each column")[:, : spec.k]))
+
+
+def test_more_lines_than_lanes_have() -> None:
+    """What `test_outliers_anywhere_in_lines` is about: every way that a kernel has to come to a line."""
+    plan = KernelPlan(SPEC, SCHEDULE)
+    lines = {kind: _lines(kind) for kind in ("one in each column", "one step", "everywhere")}
+    assert lines["one in each column"] < 32 * plan.indexed_lines < lines["everywhere"]
+    assert plan.step_lines < lines["one step"]
+
+
+def _lines(kind: str) -> int:
+    """Lines of the first row block."""
+    packed = pack(SPEC, **given(SPEC, 1, places(kind))[1])
+    return int(packed["outliers"].view(-1)[:2].diff())
+
+
+WITHOUT: dict[str, Any] = {
+    "sparse_step": lambda self, table, index, words, scratch, x, column, total: total,
+    "transpose": lambda self, source, target, rows: self.store(
+        self.constant(0.0, "f16", _of_buffer(target)), target, (0, 0, 0, 0)
+    ),
+}
+
+
+def _of_buffer(target: Any) -> Any:
+    from lowbit.dialect.layouts.layout import spatial
+
+    warps, blocks, columns, _ = target.type.shape
+    return spatial(warps, 1, 4, 1).local(1, blocks, columns // 128, 8).spatial(1, 1, 32, 1)
+
+
+@pytest.mark.parametrize("operation", WITHOUT)
+def test_a_part_left_out(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Program, operation, WITHOUT[operation])
+    assert not is_right(SPEC, SCHEDULE, given(SPEC, 3, places("one in each column")))
+
+
+def test_lines_are_drawn_alike() -> None:
+    """One outlier in a hundred weights, as SpQR has them, of several row blocks and steps."""
+    spec = replace(SPEC, n=200, k=4096)
+    x, tensors = reference.random_inputs(spec, 16)
+    tensors["outliers"] = outliers.draw(spec.n, spec.k, 0.01, torch.Generator().manual_seed(1))
+    assert is_right(spec, SCHEDULE, (x, tensors))
