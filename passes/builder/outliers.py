@@ -46,13 +46,9 @@ class Outliers:
         reg = Reg("i32", layout)
         return Tile(ops.IndexOutliersOp(share.table.value, share.first_block.value, reg.type).result)
 
-    def find_outliers(
-        self, outliers: Memory, index: Tile, column: Scalar, columns: int, layout: Layout
-    ) -> Tile:
-        """The first lines of every warp's step, `columns` wide, of steps that begin at `column`."""
-        reg = Reg("i32", layout)
-        found = ops.FindOutliersOp(outliers.value, index.value, column.value, i64(columns), reg.type)
-        return Tile(found.result)
+    def copy_lines(self, outliers: Memory, index: Tile, lines: Memory, column: Scalar, columns: int) -> None:
+        """Starts to copy the first lines of every warp's step, `columns` wide, of steps that begin at `column`."""
+        ops.CopyLinesOp(outliers.value, index.value, lines.value, column.value, i64(columns))
 
     def transpose(self, source: Memory, target: Memory, rows: Index) -> None:
         """Writes the activations of a step, of so many tokens, with tokens side by side; barriers come before and
@@ -60,10 +56,10 @@ class Outliers:
         ops.TransposeOp(source.value, target.value, as_i32(rows))
 
     def sparse_step(
-        self, outliers: Memory, index: Tile, words: Tile, scratch: Memory, x: Memory, column: Scalar, total: Tile
+        self, outliers: Memory, index: Tile, lines: Memory, x: Memory, column: Scalar, total: Tile
     ) -> Tile:
-        """total + S x^T for the outliers of every warp's step, the first lines of which are `words`."""
-        memory = outliers.value, index.value, words.value, scratch.value, x.value
+        """total + S x^T for the outliers of every warp's step, the first lines of which are in a buffer."""
+        memory = outliers.value, index.value, lines.value, x.value
         return Tile(ops.SparseStepOp(*memory, column.value, total.value, total.reg.type).result)
 
     def load_outliers(self, share: OutlierShare, layout: Layout) -> Tile:

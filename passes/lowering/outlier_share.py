@@ -139,7 +139,8 @@ class Share:
 
 def word_if(pointer: Any, line: int, lines: Any, otherwise: int = 0) -> Any:
     """Loads a word so many lines on, or another number if there are no more than that."""
-    load = f"setp.gt.s32 there, $2, {line}; mov.b32 $0, {otherwise}; @there ld.global.b32 $0, [$1+{line * LINE * WORD}];"
+    test = f"setp.gt.s32 there, $2, {line}; mov.b32 $0, {otherwise};"
+    load = f"{test} @there ld.global.b32 $0, [$1+{line * LINE * WORD}];"
     text, result = f"{{ .reg .pred there; {load} }}", emit.integer()
     return llvm.inline_asm(result, [pointer, lines], text, "=&r,l,r", asm_dialect=0, has_side_effects=True)
 

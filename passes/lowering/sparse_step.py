@@ -1,4 +1,4 @@
-"""The rules of `index_outliers`, `find_outliers`, `transpose` and `sparse_step`: products of several tokens with the
+"""The rules of `index_outliers`, `copy_lines`, `transpose` and `sparse_step`: products of several tokens with the
 outliers of a step, by mma, with the activations that the step has in shared memory.
 
 Lines are sorted by column, and so are their first columns. A warp keeps those of its row blocks in registers, a line to
@@ -11,26 +11,30 @@ row that its word names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
-from lowbit.dialect.formats.outliers import LINE
+from lowbit.dialect.elements import ELEMENTS
+from lowbit.dialect.formats.outliers import LINE, ROW_BITS, SPAN, scratch_terms
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
+from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place
 from lowbit.passes.lowering.context import LoweringContext, int_attr, when
 from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
-from lowbit.passes.lowering.mma import ldmatrix
-from lowbit.passes.lowering.outlier_lines import WORD, Outlier, first_word, lines_of, outlier_of, word
-from lowbit.passes.lowering.outlier_share import WARP, Sums, place_of_warp, word_if
+from lowbit.passes.lowering.mma import ldmatrix, mma_sync
+from lowbit.passes.lowering.outlier_lines import WORD, first_word, lines_of, word
+from lowbit.passes.lowering.outlier_share import PIECE, WARP, Sums, place_of_warp, word_if
 from lowbit.passes.lowering.registry import lowers
-from lowbit.passes.lowering.sparse_mma import MATRIX_ROW, SparseOperand
 
-_NO_COLUMN = (1 << 31) - 1  # of lanes without a line
+_NO_COLUMN = (1 << 30) - 1  # of lanes without a line: more than any
+_PER_COPY = WARP * PIECE // LINE  # lines that a warp copies at a time
+_USUAL = 2  # lines that outliers of a step are in at least, if there are as many as usual
+_MATRIX_ROW = 16  # bytes of a row that ldmatrix loads
 _ROW_BYTES = 128  # of a token in a panel of activations
 
 
@@ -71,24 +75,44 @@ def index_outliers(op: Any, c: LoweringContext) -> None:
     c.tiles[op.result] = Fragment(reg, "scalar", numbers.__getitem__)
 
 
-@lowers(ops.FindOutliersOp)
-def find_outliers(op: Any, c: LoweringContext) -> None:
-    """The last line that begins in front of the step, as its outliers may reach into it, and those after it."""
-    reg, table, lane = Reg.of(op.result.type), c.places[op.outliers], c.thread_digit(WARP)
-    column = _first_column(op, c, reg, int_attr(op, "columns"))
-    numbers: list[Any] = []
-    for index in _indexes(c.tiles[op.index]):
-        before = _lines_before(index, column, table, lane)
-        line = arith.addi(index.start, arith.maxsi(arith.subi(before, emit.constant(1)), emit.constant(0)))
-        mine = arith.muli(arith.addi(first_word(line), arith.extui(emit.integer(64), lane)), emit.constant(WORD, 64))
-        pointer, lines = emit.offset_bytes(table.base, dynamic=mine), arith.subi(index.end, line)
-        numbers += [line, *(word_if(pointer, i, lines) for i in range(reg.shape[2] - 1))]
-    c.tiles[op.result] = Fragment(reg, "scalar", numbers.__getitem__)
+@lowers(ops.CopyLinesOp)
+def copy_lines(op: Any, c: LoweringContext) -> None:
+    """A lane copies a piece of 16 bytes of every fourth line; zeros where there is no line."""
+    index, target = c.tiles[op.index], c.places[op.target]
+    lane, lines = c.thread_digit(WARP), target.type.shape[2]
+    column = _first_column(op, c, index.reg.layout, int_attr(op, "columns"))
+    own, table = _own_lines(c, target, index.reg.layout, ROWS), c.places[op.outliers]
+    piece = arith.muli(lane, emit.constant(PIECE * WORD))
+    for row, numbers in enumerate(_indexes(index)):
+        line = _first_line(numbers, column, table, lane)
+        mine = arith.addi(line, arith.divui(lane, emit.constant(LINE // PIECE)))
+        offset = arith.muli(first_word(line), emit.constant(WORD, 64))
+        from_ = emit.offset_bytes(table.base, dynamic=arith.addi(offset, arith.extui(emit.integer(64), piece)))
+        to = emit.offset_bytes(own, dynamic=piece, static=row * lines * LINE * WORD)
+        for first in range(0, lines, _PER_COPY):
+            static, there = first * LINE * WORD, emit.below(arith.addi(mine, emit.constant(first)), numbers.end)
+            taken = arith.select(there, emit.constant(PIECE * WORD), emit.constant(0))
+            places = emit.offset_bytes(to, static=static), emit.offset_bytes(from_, static=static)
+            nvvm.cp_async_shared_global(*places, PIECE * WORD, nvvm.LoadCacheModifierKind.CG, cp_size=taken)
 
 
-def _first_column(op: Any, c: LoweringContext, reg: Reg, columns: int) -> Any:
+def _own_lines(c: LoweringContext, lines: Place, layout: Layout, unit: int) -> Any:
+    """Where the lines of this warp's first row block are in a buffer."""
+    warp, row_block = place_of_warp(c, layout, unit)
+    place = arith.muli(warp, emit.constant(WORD * lines.type.strides[0]))
+    place = arith.addi(place, arith.muli(row_block, emit.constant(WORD * lines.type.strides[1])))
+    return emit.offset_bytes(lines.base, dynamic=place)
+
+
+def _first_line(index: _Index, column: Any, table: Place, lane: Any) -> Any:
+    """Returns the last line that begins in front of a column, as its outliers may reach beyond it."""
+    before = _lines_before(index, column, table, lane)
+    return arith.addi(index.start, arith.maxsi(arith.subi(before, emit.constant(1)), emit.constant(0)))
+
+
+def _first_column(op: Any, c: LoweringContext, layout: Layout, columns: int) -> Any:
     """Returns the first column of this warp's step."""
-    warp, _ = place_of_warp(c, reg.layout, ROWS)
+    warp, _ = place_of_warp(c, layout, ROWS)
     return arith.addi(c.scalars[op.column], arith.muli(warp, emit.constant(columns)))
 
 
@@ -109,13 +133,10 @@ def _lines_before(index: _Index, column: Any, table: Place, lane: Any) -> Any:
     return loop.results[0]
 
 
-def _vote(condition: Any, kind: str) -> Any:
-    return nvvm.vote_sync(emit.constant(-1), condition, ir.Attribute.parse(f"#nvvm<vote_sync_kind {kind}>"))
-
-
 def _lanes(condition: Any) -> Any:
     """Counts the lanes of a warp of which something is true."""
-    return emit.intrinsic("llvm.ctpop", _vote(condition, "ballot"))
+    kind = ir.Attribute.parse("#nvvm<vote_sync_kind ballot>")
+    return emit.intrinsic("llvm.ctpop", nvvm.vote_sync(emit.constant(-1), condition, kind))
 
 
 @lowers(ops.TransposeOp)
@@ -141,9 +162,11 @@ class _Transposition:
         """last: of the tokens."""
         warps, self._panels, self._tokens, _ = source.type.shape
         self._source, self._target, self._last = source.base, target.base, last
-        slab = arith.muli(c.thread_digit(warps, c.threads_per_block // warps), emit.constant(self._panel * self._panels))
-        self._row, self._matrix, self._slab = c.thread_digit(8), c.thread_digit(4, 8), slab
-        self._words = arith.addi(slab, arith.muli(c.thread_digit(WARP), emit.constant(WORD)))
+        step = c.thread_digit(warps, c.threads_per_block // warps)
+        self._row, self._matrix = c.thread_digit(8), c.thread_digit(4, 8)
+        self._slab = arith.muli(step, emit.constant(self._panel * self._panels))
+        words = arith.muli(step, emit.constant(2 * target.type.strides[0]))
+        self._words = arith.addi(words, arith.muli(c.thread_digit(WARP), emit.constant(WORD)))
 
     @property
     def _panel(self) -> int:
@@ -152,10 +175,10 @@ class _Transposition:
 
     def move(self, block: int, half: Any, more: int) -> None:
         """Half a panel so many halves on, an even number."""
-        to = arith.addi(self._words, arith.muli(half, emit.constant(WARP * MATRIX_ROW)))
+        to = arith.addi(self._words, arith.muli(half, emit.constant(WARP * _MATRIX_ROW)))
         from_ = emit.offset_bytes(self._source, dynamic=self._place(block, half), static=more // 2 * self._panel)
         for i, two in enumerate(ldmatrix(from_, 4, True)):
-            static = (block * self._panels * 64 + more * WARP + 8 * i) * MATRIX_ROW
+            static = (block * (self._panels * 64 + ops.SPARE) + more * WARP + 8 * i) * _MATRIX_ROW
             llvm.store(two, emit.offset_bytes(self._target, dynamic=to, static=static), alignment=WORD)
 
     def _place(self, block: int, half: Any) -> Any:
@@ -164,23 +187,23 @@ class _Transposition:
         matrix = arith.addi(self._matrix, arith.muli(arith.remui(half, emit.constant(2)), emit.constant(4)))
         chunk = arith.xori(matrix, arith.remui(token, emit.constant(8)))
         at = arith.addi(self._slab, arith.muli(token, emit.constant(_ROW_BYTES)))
-        at = arith.addi(at, arith.muli(chunk, emit.constant(MATRIX_ROW)))
+        at = arith.addi(at, arith.muli(chunk, emit.constant(_MATRIX_ROW)))
         return arith.addi(at, arith.muli(arith.divui(half, emit.constant(2)), emit.constant(self._panel)))
 
 
 @lowers(ops.SparseStepOp)
 def sparse_step(op: Any, c: LoweringContext) -> None:
-    """The lines that have been loaded, as many at a time as `scratch` has room for, and any after them one by one."""
+    """The lines that have been copied, and any after them."""
     c.pending.finish_reads()
+    nvvm.bar_warp_sync(emit.constant(-1))
     total, reg = c.tiles[op.c], Reg.of(op.result.type)
     registers = total.registers("scalar")
     at = {place: i for i, place in enumerate(fragment_blocks(reg.layout, MMA_M16N8_D))}
     rows, columns = (sorted({place[d] for place in at}) for d in range(2))
     products = _StepProducts(op, c, reg)
-    indexes, words = _indexes(c.tiles[op.index]), _of_rows(c.tiles[op.words])
-    for row in rows:
+    for row, index in zip(rows, _indexes(c.tiles[op.index])):
         slots = [4 * at[row, column] + j for column in columns for j in range(4)]
-        sums = products.add(indexes[row], words[row], [registers[slot] for slot in slots])
+        sums = products.add(row, index, [registers[slot] for slot in slots])
         for slot, value in zip(slots, sums):
             registers[slot] = value
     c.tiles[op.result] = Fragment(reg, "scalar", registers.__getitem__)
@@ -190,87 +213,133 @@ class _StepProducts:
     """Products of the lines of a step: what does not change from row block to row block."""
 
     def __init__(self, op: Any, c: LoweringContext, reg: Reg) -> None:
-        x, scratch = c.places[op.x], c.places[op.scratch]
-        warps, self._blocks, self._columns, _ = x.type.shape
-        self._table, self._lane, self._at_once = c.places[op.outliers], c.thread_digit(WARP), scratch.type.shape[1]
-        self._a = SparseOperand(c, scratch, str(x.type.element))
+        x = c.places[op.x]
+        _, self._blocks, stored, _ = x.type.shape
+        self._columns, self._block_bytes = stored - ops.SPARE, stored * _MATRIX_ROW
+        self._table, self._lane, self._lines = c.places[op.outliers], c.thread_digit(WARP), c.places[op.lines]
+        self._own = _own_lines(c, self._lines, reg.layout, 1)
+        self._element = str(x.type.element)
         warp, _ = place_of_warp(c, reg.layout, 1)
         self._x = emit.offset_bytes(x.base, dynamic=arith.muli(warp, emit.constant(x.type.strides[0] * 2)))
-        self._first = _first_column(op, c, reg, self._columns)
+        self._first = arith.addi(c.scalars[op.column], arith.muli(warp, emit.constant(self._columns)))
+        self._limit = arith.addi(self._first, emit.constant(self._columns))
+        is_head = arith.cmpi(arith.CmpIPredicate.eq, self._lane, emit.constant(0))
+        self._from = arith.select(is_head, emit.constant(_NO_COLUMN), arith.subi(emit.constant(0), self._first))
+        self._pairs = arith.muli(c.thread_digit(4), emit.constant(2 * WORD))
+        row = c.thread_digit(8, 4)
+        self._rows = [arith.muli(arith.addi(row, emit.constant(8 * i)), emit.constant(0x10001)) for i in range(2)]
 
-    def add(self, index: _Index, numbers: Sequence[Any], sums: Sums) -> Sums:
-        """Adds the products of a row block, if it has any. numbers: those of `find_outliers`.
+    def add(self, row: int, index: _Index, sums: Sums) -> Sums:
+        """Adds the products of a row block."""
+        count = self._lines.type.shape[2]
+        own = emit.offset_bytes(self._own, static=row * count * LINE * WORD)
 
-        The condition keeps the assembler from moving the wait for the words in front of the step's products."""
-        first, *words = numbers
+        def from_line(number: int, sums: Sums) -> Sums:
+            """Adds lines from one on, if it has outliers of the step: the usual number of lines unasked."""
+            if number == count:
+                return self._walk(index, sums)
+            line = emit.offset_bytes(own, static=number * LINE * WORD)
+            if number < _USUAL:
+                return from_line(number + 1, self._add_line(line, sums))
+            head, first = _load(line, 2)
+            there = arith.cmpi(arith.CmpIPredicate.ne, first, emit.constant(0))
+            begins = arith.andi(there, emit.below(head, self._limit))
+            return _if(begins, sums, lambda: from_line(number + 1, self._add_line(line, sums)))
 
-        def add_all() -> Sums:
-            result = sums
-            for i in range(0, len(words), self._at_once):
-                result = self._add_some(words[i : i + self._at_once], result)
-            return self._add_others(arith.addi(first, emit.constant(len(words))), index.end, words[-1], result)
+        return from_line(0, sums)
 
-        return _if(emit.below(first, index.end), sums, add_all)
-
-    def _add_some(self, words: Sequence[Any], sums: Sums) -> Sums:
-        """Adds lines, if any outlier of them is of this step."""
-        lines = [outlier_of(word, emit.of_lane(0, word), self._lane) for word in words]
-        places = [arith.subi(line.column, self._first) for line in lines]
-        inside = [arith.cmpi(arith.CmpIPredicate.ult, place, emit.constant(self._columns)) for place in places]
-        there = [arith.cmpi(arith.CmpIPredicate.ugt, word, emit.constant((1 << 16) - 1)) for word in words]
-        mine = [arith.andi(*pair) for pair in zip(inside, there)]
-        some = mine[0]
-        for other in mine[1:]:
-            some = arith.ori(some, other)
-        return _if(_vote(some, "any"), sums, lambda: self._multiply(list(zip(lines, places, inside)), sums))
-
-    def _multiply(self, lines: Sequence[tuple[Outlier, Any, Any]], sums: Sums) -> Sums:
-        zero = emit.real(0.0, ir.F32Type.get())
-        for number, (line, _, inside) in enumerate(lines):
-            self._a.write(number, line.row, arith.select(inside, line.value, zero))
-        nvvm.bar_warp_sync(emit.constant(-1))
-        for number, (_, place, _) in enumerate(lines):
-            sums = self._a.multiply(number, self._fragments_of_x(place), sums)
-        nvvm.bar_warp_sync(emit.constant(-1))
-        for number, (line, _, _) in enumerate(lines):
-            self._a.erase(number, line.row)
-        nvvm.bar_warp_sync(emit.constant(-1))
-        return sums
-
-    def _fragments_of_x(self, place: Any) -> Iterator[list[Any]]:
-        """Operand B of 32 words for each eight tokens. An outlier of no column of the step is 0, whatever it meets."""
-        row = arith.muli(emit.mask(place, self._columns - 1), emit.constant(MATRIX_ROW))
-        mine = emit.offset_bytes(self._x, dynamic=row)
+    def _add_line(self, line: Any, sums: Sums) -> Sums:
+        """Adds a line: as it is sorted, its words are 32 columns of operand A, and x at their columns are B."""
+        mine = emit.offset_bytes(line, dynamic=arith.muli(self._lane, emit.constant(WORD)))
+        (word,), (head,) = _load(mine, 1), _load(line, 1)
+        beyond = emit.mask(emit.shift_right(word, ROW_BITS), SPAN - 1)
+        column = arith.addi(arith.addi(head, self._from), beyond)
+        place = arith.minui(column, emit.constant(self._columns))
+        x = emit.offset_bytes(self._x, dynamic=arith.muli(place, emit.constant(_MATRIX_ROW)))
+        pairs = emit.offset_bytes(line, dynamic=self._pairs)
+        a = [self._operand(_load(emit.offset_bytes(pairs, static=8 * WORD * i), 2)) for i in range(4)]
+        result = list(sums)
         for block in range(self._blocks):
-            yield ldmatrix(emit.offset_bytes(mine, static=block * self._columns * MATRIX_ROW), 4, True)
+            b = self._bits(ldmatrix(emit.offset_bytes(x, static=block * self._block_bytes), 4, True))
+            at = slice(4 * block, 4 * block + 4)
+            for term in range(scratch_terms(self._element)):
+                for half in range(2):
+                    (low, low_8), (high, high_8) = (a[2 * half + i][term] for i in range(2))
+                    registers = self._bits([low, low_8, high, high_8])
+                    result[at] = mma_sync(registers, b[2 * half : 2 * half + 2], result[at], ELEMENTS[self._element])
+        return result
 
-    def _add_others(self, line: Any, end: Any, last: Any, sums: Sums) -> Sums:
-        """Adds lines in memory from `line` on, as long as they begin in the step, if the line before does."""
-        limit = arith.addi(self._first, emit.constant(self._columns))
-        there = arith.cmpi(arith.CmpIPredicate.ne, emit.of_lane(1, last), emit.constant(0))
-        goes_on = arith.andi(there, emit.below(emit.of_lane(0, last), limit))
-        return _if(goes_on, sums, lambda: self._walk(line, end, limit, sums))
+    def _bits(self, words: Sequence[Any]) -> list[Any]:
+        pair = ir.VectorType.get([2], ir.Type.parse(self._element))
+        return [emit.bitcast(pair, word) for word in words]
 
-    def _walk(self, line: Any, end: Any, limit: Any, sums: Sums) -> Sums:
+    def _operand(self, words: Sequence[Any]) -> list[list[Any]]:
+        """Two words as registers of operand A: of each term those for this lane's two rows, g and g + 8, where a value
+        is 0 but in the row that its word names."""
+        values = emit.permute_bytes(*words, 0x7632)
+        rows = emit.mask(emit.permute_bytes(*words, 0x5410), 0xF000F)
+        here = [_equal_halves(rows, row) for row in self._rows]
+        return [[arith.andi(term, mask) for mask in here] for term in self._terms(values)]
+
+    def _terms(self, values: Any) -> list[Any]:
+        """Two values as numbers of x's type, or as two whose sums they are."""
+        if self._element == "f16":
+            return [values]
+        halves, f32 = emit.bitcast(ir.VectorType.get([2], ir.F16Type.get()), values), ir.F32Type.get()
+        left = [arith.extf(f32, emit.element(halves, i)) for i in range(2)]
+        found: list[Any] = []
+        for _ in range(2):
+            rounded = [arith.truncf(ir.BF16Type.get(), value) for value in left]
+            found.append(emit.bitcast(emit.integer(), emit.pair(*rounded)))
+            left = [arith.subf(value, arith.extf(f32, r)) for value, r in zip(left, rounded)]
+        return found
+
+    def _walk(self, index: _Index, sums: Sums) -> Sums:
+        """Adds the lines behind those that have been copied, as long as they begin in the step. Each takes the place
+        of the last line."""
+        count = self._lines.type.shape[2]
+        first = arith.addi(_first_line(index, self._first, self._table, self._lane), emit.constant(count))
         types = [emit.integer(), *(value.type for value in sums)]
-        loop = scf.WhileOp([*types, emit.integer()], [line, *sums])
+        loop = scf.WhileOp([*types, emit.integer()], [first, *sums])
         before = loop.regions[0].blocks.append(*types)
         after = loop.regions[1].blocks.append(*types, emit.integer())
         with ir.InsertionPoint(before):
-            number, *carried = before.arguments
-            found = self._load(number, end)
-            begins = emit.below(emit.of_lane(0, found), limit)
-            scf.ConditionOp(arith.andi(emit.below(number, end), begins), [number, *carried, found])
+            line, *carried = before.arguments
+            word = self._word(line, index.end)
+            begins = emit.below(emit.of_lane(0, word), self._limit)
+            scf.ConditionOp(arith.andi(emit.below(line, index.end), begins), [line, *carried, word])
         with ir.InsertionPoint(after):
-            number, *carried, found = after.arguments
-            scf.YieldOp([arith.addi(number, emit.constant(1)), *self._add_some([found], list(carried))])
+            line, *carried, word = after.arguments
+            scf.YieldOp([arith.addi(line, emit.constant(1)), *self._add_word(word, list(carried))])
         return list(loop.results)[1:-1]
 
-    def _load(self, line: Any, end: Any) -> Any:
+    def _add_word(self, word: Any, sums: Sums) -> Sums:
+        """Adds a line of which each lane has a word."""
+        place = emit.offset_bytes(self._own, dynamic=arith.muli(self._lane, emit.constant(WORD)))
+        nvvm.bar_warp_sync(emit.constant(-1))
+        llvm.store(word, place, alignment=WORD)
+        nvvm.bar_warp_sync(emit.constant(-1))
+        return self._add_line(self._own, sums)
+
+    def _word(self, line: Any, end: Any) -> Any:
         """This lane's word of a line, or 0 behind the last."""
         lane = arith.extui(emit.integer(64), self._lane)
         mine = arith.muli(arith.addi(first_word(line), lane), emit.constant(WORD, 64))
         return word_if(emit.offset_bytes(self._table.base, dynamic=mine), 0, arith.subi(end, line))
+
+
+def _load(place: Any, count: int) -> list[Any]:
+    """Loads words from shared memory."""
+    if count == 1:
+        return [llvm.load(emit.integer(), place, alignment=WORD)]
+    found = llvm.load(ir.VectorType.get([count], emit.integer()), place, alignment=WORD * count)
+    return [emit.element(found, i) for i in range(count)]
+
+
+def _equal_halves(a: Any, b: Any) -> Any:
+    """All ones in each half in which two registers agree: small numbers, compared as subnormals of f16."""
+    text = "set.eq.u32.f16x2 $0, $1, $2;"
+    return llvm.inline_asm(emit.integer(), [a, b], text, "=r,r,r", asm_dialect=0)
 
 
 def _if(condition: Any, sums: Sums, action: Callable[[], Sums]) -> Sums:

@@ -9,9 +9,13 @@ next. A loop of fewer rounds than S has a stage for each of them, and starts all
 `lowbit.grid_wait` among the copies divides them into those that may start before the previous kernel has ended
 (weights) and those that may not; in front of the loop, all of the first come before the wait. In between, where there
 is nothing to do but wait, tables are filled (`lowbit.fill_table`) and outliers asked for (`lowbit.copy_outliers`, or in
-front of the loop `lowbit.load_outliers` and `lowbit.index_outliers`), once. Outliers that are loaded in front of the loop are multiplied
-(`lowbit.sparse_vector`) behind all copies that are started there. With a `prefetch_limit` no more than that many rounds
-of the first are under way at a time, so that the kernel before need not queue behind them for its activations.
+front of the loop `lowbit.load_outliers` and `lowbit.index_outliers`), once. Outliers that are loaded in front of the
+loop are multiplied (`lowbit.sparse_vector`) behind all copies that are started there. With a `prefetch_limit` no more
+than that many rounds of the first are under way at a time, so that the kernel before need not queue behind them for its
+activations.
+
+Lines of outliers (`lowbit.copy_lines`) are copied behind all else of a round, in a group of their own: where they are,
+it takes an answer from memory to know, and it is the end of a round that needs them (`lowbit.sparse_step`).
 
 With `refill = "after_first_mma"` a round starts the copies of round i+S-1 not in front of what it computes but once its
 first product by wgmma is under way: with wide tiles of activations a warp takes long to ask for its copies, and the
@@ -38,7 +42,8 @@ from lowbit.passes.lowering.addressing import known
 from lowbit.passes.lowering.context import when
 from lowbit.passes.transforms.stage_signals import Signals
 
-_COPIES = ("lowbit.copy_async", "lowbit.copy_padded")
+_APART = "lowbit.copy_lines"
+_COPIES = ("lowbit.copy_async", "lowbit.copy_padded", _APART)
 _ONCE = ("lowbit.fill_table", "lowbit.copy_outliers")
 _BEFORE_WAIT, _BEHIND_COPIES = ("lowbit.load_outliers", "lowbit.index_outliers"), ("lowbit.sparse_vector",)
 
@@ -96,7 +101,9 @@ class _Staged:
         self.lower, self.upper, _, *self.initial = self.loop.operation.operands
         copies = list(op.copies.blocks[0].operations)
         self.once = [inner for inner in copies if inner.operation.name in _ONCE]
-        self.copies = [inner for inner in copies if inner not in self.once]
+        self.apart = [inner for inner in copies if inner.operation.name == _APART]
+        self.copies = [inner for inner in copies if inner not in self.once and inner not in self.apart]
+        self.groups = 2 if self.apart else 1
         self.once += _in_front(self.loop.operation, _BEFORE_WAIT)
         self.scalars = [inner for inner in copies if inner.operation.name.startswith("arith.")]
         _, *self.compute, self.end = self.loop.body.operations
@@ -128,7 +135,7 @@ class _Staged:
     def _widen_buffers(self) -> dict[Any, Any]:
         """Buffers that the loop fills, and ones with a leading dim of stages in their place."""
         result: dict[Any, Any] = {}
-        for op in self.copies:
+        for op in [*self.copies, *self.apart]:
             if op.operation.name not in _COPIES or op.target in result:
                 continue
             buffer = op.target.owner.opview
@@ -189,6 +196,9 @@ class _Staged:
             if after_wait or self.signals:
                 self._start([*self.scalars, *after_wait], slot, index, last=True)
             ops.CommitOp()
+            if self.apart:
+                self._start([*self.scalars, *self.apart], slot, index)
+                ops.CommitOp()
 
     def _take_free_stage(self, op: Any) -> None:
         """Gives an operation in front of the loop that stage of a buffer to which no copy has been started."""
@@ -214,7 +224,7 @@ class _Staged:
     def _round(self, index: Any, values: dict[Any, Any]) -> None:
         """Writes one round; `values` has what the loop carries, and grows by what is computed."""
         if not self.signals:
-            _wait(self.ahead - 1)
+            _wait(self.groups * self.ahead - 1)
             _barrier(self.op, self.op.async_proxy)
         done = arith.subi(index, self.lower)
         if self.signals:
@@ -225,7 +235,10 @@ class _Staged:
         self._clone(self.compute[: self.refill_at], values)
         if self.refill_at > 0:
             self._refill(index, done)
-        self._clone(self.compute[self.refill_at :], values)
+        for inner in self.compute[self.refill_at :]:
+            if self.apart and inner.operation.name == "lowbit.sparse_step":
+                _wait(2 * self.ahead)
+            self._clone([inner], values)
         if self.signals:
             self.signals.has_read(done)
 
@@ -243,6 +256,10 @@ class _Staged:
             condition = self._is_round(arith.addi(index, ahead))
             self._beside_product(condition, lambda: self._start_later_round(index, done, ahead))
         ops.CommitOp()  # of nothing, if need be: waiting counts rounds
+        if self.apart:
+            if self.refills:
+                when(condition, lambda: self._start_apart(index, done, ahead))
+            ops.CommitOp()
 
     def _beside_product(self, condition: Any, action: Callable[[], None]) -> None:
         """Writes what is done on a condition; after the first product of a round, beside it."""
@@ -252,6 +269,10 @@ class _Staged:
                 action()
             return
         when(condition, action)
+
+    def _start_apart(self, index: Any, done: Any, ahead: Any) -> None:
+        slot = arith.remui(arith.addi(done, ahead), emit.constant(self.slots))
+        self._clone([*self.scalars, *self.apart], self._staged(slot, arith.addi(index, ahead)))
 
     def _start_later_round(self, index: Any, done: Any, ahead: Any) -> None:
         coming = arith.addi(done, ahead)

@@ -187,6 +187,8 @@ class Kernel:
                 operands.copy_outliers()
                 p.grid_wait()
                 operands.copy_x(step)
+                if self.plan.outliers_in_steps:
+                    operands.copy_lines(self.index, step * s.step_k)
             loop.results = self._step_with_outliers(loop.index, loop.carried)
         if not self.plan.outliers_in_steps:
             return loop.carried
@@ -194,17 +196,16 @@ class Kernel:
         return carried
 
     def _step_with_outliers(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
-        """One step of every warp in a round, with its outliers if they are multiplied step by step: their lines are
-        asked for in front of the step's products and multiplied behind them."""
+        """One step of every warp in a round, with its outliers behind its products if they are multiplied step by
+        step."""
         operands = self.operands
         if not self.plan.outliers_in_steps:
             return self._step(carried, operands.copied_codes)
         *carried, sparse = carried
         column = self._first_step(index) * self.schedule.step_k
-        lines = operands.find_outliers(self.index, column)
         self.p.transpose(operands.x_buffer, operands.transposed, self.p["m"])
         carried = self._step(carried, operands.copied_codes)
-        return [*carried, operands.add_outliers(self.index, lines, column, sparse)]
+        return [*carried, operands.add_outliers(self.index, column, sparse)]
 
     def _preloaded(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, with everything on its way at once: the codes to registers, so that blocks of two kernels have

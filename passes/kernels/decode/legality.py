@@ -11,6 +11,7 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.integer_limbs import LIMBS, PIECE, ROW, takes
 from lowbit.dialect.formats.outliers import LINE
+from lowbit.dialect.ops import SPARE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import (
     MOST_SCALED,
@@ -40,7 +41,8 @@ def _shared_bytes(plan: KernelPlan) -> int:
     if plan.spreads_outliers:
         lines, scratch = 0 if plan.sums_in_stage else scratch, 0
     if plan.outliers_in_steps:
-        lines, scratch = scratch + _padded(s.warps_k * s.tokens * s.step_k * spec.x.bytes), 0
+        lines, scratch = _padded(s.warps_k * s.tokens * (s.step_k + SPARE) * spec.x.bytes), 0
+        lines += _padded(slots * s.warps_k * plan.row_blocks * plan.step_lines * LINE * 4)
     signals = _padded(16 * slots * s.warps_k) if s.refill == "per_warp" else 0
     loop = lines + signals + (0 if s.preload_weights else _padded(slots * _codes_bytes(plan)))
     loop = -(-loop // 1024) * 1024 if s.wgmma else loop  # x is swizzled

@@ -8,8 +8,8 @@ from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.outliers import LINE
 from lowbit.dialect.formats.packing import ROWS
-from lowbit.dialect.layouts.layout import Layout, spatial
-from lowbit.dialect.ops import INDEX_ENDS
+from lowbit.dialect.layouts.layout import spatial
+from lowbit.dialect.ops import INDEX_ENDS, SPARE
 from lowbit.dialect.types import UNIT
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Memory, OutlierShare, Program, Scalar, Tile
@@ -88,20 +88,17 @@ class Operands:
         self.outliers = OutlierShare(table, self.first_block, p.block_id(1), s.split_k)
 
     def _view_steps(self) -> None:
-        """Room for outliers as operand A, all zeros, and for x of a step with tokens side by side."""
+        """Room for the first lines of a step, and for its x with tokens side by side, in front of columns of zeros."""
         p, s, plan = self.p, self.schedule, self.plan
-        own = spatial(s.warps_k, s.warps_n, 1, 1)
-
-        def of_lanes(numbers: int) -> Layout:
-            return own.local(1, s.row_blocks, numbers, 1).spatial(1, 1, 1, LINE)
-
-        self.index_layout, self.words_layout = of_lanes(INDEX_ENDS + plan.indexed_lines), of_lanes(1 + plan.step_lines)
-        element, shape = plan.outlier_scratch
-        self.outlier_buffer = p.alloc_shared(element, shape)
-        self.transposed = p.alloc_shared(self.spec.act, (s.warps_k, s.tokens // 8, s.step_k, 8))
-        self.buffers += [self.outlier_buffer, self.transposed]
-        of_warp = spatial(shape[0], 1, 1).local(1, shape[1], shape[2] // 32).spatial(1, 1, 32)
-        p.store(p.constant(0, element, of_warp), self.outlier_buffer, (0, 0, 0))
+        own, numbers = spatial(s.warps_k, s.warps_n, 1, 1), INDEX_ENDS + plan.indexed_lines
+        self.index_layout = own.local(1, s.row_blocks, numbers, 1).spatial(1, 1, 1, LINE)
+        blocks = s.tokens // 8
+        self.lines = p.alloc_shared("i32", (s.warps_k, plan.row_blocks, plan.step_lines, LINE))
+        self.transposed = p.alloc_shared(self.spec.act, (s.warps_k, blocks, s.step_k + SPARE, 8))
+        self.buffers += [self.lines, self.transposed]
+        zeros = spatial(s.warps_k, 1, 1, 1).replicated(s.warps_n).local(1, blocks, 1, 1).spatial(1, 1, SPARE, 4)
+        tile = p.constant(0.0, self.spec.act, zeros.local(1, 1, 1, 2))
+        p.store(tile, self.transposed, (0, 0, s.step_k, 0))
 
     def _view_x(self) -> None:
         p, s, act, k, panel = self.p, self.schedule, self.spec.x.operand, self.spec.k, self.spec.x.per_panel
@@ -210,15 +207,14 @@ class Operands:
         """Where the lines of this block's rows are."""
         return self.p.index_outliers(self.outliers, self.index_layout)
 
-    def find_outliers(self, index: Tile, column: Scalar) -> Tile:
-        """The lines of the steps that begin at a column, which come while the steps are multiplied."""
-        return self.p.find_outliers(self.outliers.table, index, column, self.schedule.step_k, self.words_layout)
+    def copy_lines(self, index: Tile, column: Scalar) -> None:
+        """The lines of the steps that begin at a column."""
+        self.p.copy_lines(self.outliers.table, index, self.lines, column, self.schedule.step_k)
 
-    def add_outliers(self, index: Tile, words: Tile, column: Scalar, total: Tile) -> Tile:
+    def add_outliers(self, index: Tile, column: Scalar, total: Tile) -> Tile:
         """Returns a total and the products of these lines."""
-        p, x = self.p, self.transposed
-        p.barrier("warps", self.schedule.warps_n)
-        return p.sparse_step(self.outliers.table, index, words, self.outlier_buffer, x, column, total)
+        self.p.barrier("warps", self.schedule.warps_n)
+        return self.p.sparse_step(self.outliers.table, index, self.lines, self.transposed, column, total)
 
     def copy_outliers(self) -> None:
         """The first lines of each row block, to shared memory; not for one token."""

@@ -16,7 +16,6 @@ from lowbit.passes.kernels.requirements import fits_async_x
 from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponent
 
 COLUMNS = 8  # of a product of mma
-LINES_OF_A = 2  # lines of outliers of a step that a warp has as operands at a time
 SPREAD = COLUMNS * 16  # columns of k that `Schedule.spread_k` has in one accumulator
 IN_PLACE, MOST_IN_PLACE = 32, 64  # columns of a group and tokens up to which sums of scaled weights stay in place
 MOST_IN_STEPS = 64  # tokens up to which outliers meet the x that a step has in shared memory
@@ -102,8 +101,9 @@ class KernelPlan:
 
     @property
     def step_lines(self) -> int:
-        """Lines of a row block and step that are loaded before they are needed: one more than outliers fill."""
-        return math.ceil(ROWS * self.schedule.step_k / 80 / ENTRIES) + 1
+        """Lines of a row block and step that are copied before they are needed: one more than outliers fill, at least,
+        and as many as a warp copies at a time."""
+        return 4 * math.ceil((math.ceil(ROWS * self.schedule.step_k / 80 / ENTRIES) + 1) / 4)
 
     @property
     def sums_in_stage(self) -> bool:
@@ -120,8 +120,6 @@ class KernelPlan:
         warps = s.threads // 32
         if self.spreads_outliers:
             return "f32", (warps, ROWS, 32)
-        if self.outliers_in_steps:
-            return "i32", (warps, LINES_OF_A, scratch_words(self.spec.act, 0))
         return "i32", (warps, lines_at_once(s.tokens), scratch_words(self.spec.act, s.tokens))
 
     @property

@@ -91,16 +91,23 @@ def _setp(op: Op) -> Step:
 
 @instruction("set")
 def _set(op: Op) -> Step:
-    """All ones (integer result) or 1.0 (float result) where the comparison holds, else 0."""
+    """All ones (an integer; of packed types each half of it) or 1.0 (a float) where the comparison holds, else 0."""
     if len(op.modifiers) < 2 or op.modifiers[-2] not in ("u32", "s32", "f32"):
         raise Unsupported("set gives .u32, .s32 or .f32")
     target = op.modifiers.pop(-2)
     dest = op.dest(target)
     compare, packed = _comparison(op)
     if packed:
-        raise Unsupported("set of packed types")
+        if target == "f32":
+            raise Unsupported("set of packed types gives .u32 or .s32")
+        return lambda mask: dest.write(_halves(compare()).view(dest.view.dtype), mask)
     true = np.array(1.0 if target == "f32" else -1).astype(dest.view.dtype)
     return lambda mask: dest.write(np.where(compare(), true, dest.view.dtype.type(0)), mask)
+
+
+def _halves(holds: Array) -> Array:
+    """Words of 16 bits each of two results."""
+    return (holds * np.array([0xFFFF, 0xFFFF << 16], np.uint32)).sum(axis=-1, dtype=np.uint32)
 
 
 @instruction("selp")
