@@ -85,19 +85,30 @@
 
 !table = !lowbit.global<[5], i32, [1], [1]>
 !index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
-!words = !lowbit.reg<[1, 1, 4, 32], i32, "local(1, 1, 4, 1).spatial(1, 1, 1, 32)">
+!lines = !lowbit.shared<[1, 1, 4, 32], i32, [128, 128, 32, 1], 0>
 !x = !lowbit.global<[16, 1024], f16, [1024, 1], [1, 1]>
 !buffer = !lowbit.shared<[1, 1024], f16, [1024, 1], 0>
+!turned = !lowbit.shared<[1, 1, 72, 8], f16, [576, 576, 8, 1], 0>
+!d = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
 
-// The index of outliers that are multiplied step by step is made behind the first copies of weights, and used in every
-// round.
+// Lines of a round are copied behind all else of it, in a group of their own, for which only their product waits: of
+// four groups that have been started by then, two are of the next round. The index is made once, in front of the loop.
 // CHECK-LABEL: "lowbit.program"
 // CHECK:         "lowbit.copy_async"
 // CHECK:         %[[INDEX:.*]] = "lowbit.index_outliers"
 // CHECK-NEXT:    "lowbit.grid_wait"
 // CHECK:         "lowbit.copy_async"
+// CHECK:         "lowbit.commit"
+// CHECK:         "lowbit.copy_lines"(%{{.*}}, %[[INDEX]],
+// CHECK:         "lowbit.commit"
 // CHECK:         scf.for
-// CHECK:           "lowbit.find_outliers"(%{{.*}}, %[[INDEX]],
+// CHECK:           "lowbit.wait"() {{.*}}pending = 1
+// CHECK:           "lowbit.copy_async"
+// CHECK:           "lowbit.commit"
+// CHECK:           "lowbit.copy_lines"(%{{.*}}, %[[INDEX]],
+// CHECK:           "lowbit.commit"
+// CHECK:           "lowbit.wait"() {{.*}}pending = 2
+// CHECK-NEXT:      "lowbit.sparse_step"(%{{.*}}, %[[INDEX]],
 "lowbit.program"() ({
 ^bb0(%o: !llvm.ptr<1>, %p: !llvm.ptr<1>, %n: i32):
   %c0 = arith.constant 0 : i32
@@ -106,16 +117,22 @@
   %x = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
   %weights = "lowbit.alloc_shared"() : () -> !buffer
   %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %lines = "lowbit.alloc_shared"() : () -> !lines
+  %turned = "lowbit.alloc_shared"() : () -> !turned
+  %zero = "lowbit.constant"() {value = 0.0 : f64} : () -> !d
   %index = "lowbit.index_outliers"(%table, %c0) : (!table, i32) -> !index
-  scf.for %i = %c0 to %n step %c1 : i32 {
+  %total = scf.for %i = %c0 to %n step %c1 iter_args(%c = %zero) -> (!d) : i32 {
     "lowbit.pipeline"() ({
       "lowbit.copy_async"(%x, %weights, %i, %c0) {layout = "spatial(1, 32).local(1, 32)", boundary = ["none", "none"],
         limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
       "lowbit.grid_wait"() : () -> ()
       "lowbit.copy_async"(%x, %buffer, %i, %c0) {layout = "spatial(1, 32).local(1, 32)", boundary = ["none", "none"],
         limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !buffer, i32, i32) -> ()
+      "lowbit.copy_lines"(%table, %index, %lines, %i) {columns = 64 : i64} : (!table, !index, !lines, i32) -> ()
     }) {num_stages = 2, scope = "block", warps = 1} : () -> ()
-    %words = "lowbit.find_outliers"(%table, %index, %i) {columns = 1024 : i64} : (!table, !index, i32) -> !words
+    %d = "lowbit.sparse_step"(%table, %index, %lines, %turned, %i, %c)
+      : (!table, !index, !lines, !turned, i32, !d) -> !d
+    scf.yield %d : !d
   }
   "lowbit.return"() : () -> ()
 }) {sym_name = "steps", threads = 32, grid = [1, 1, 1], params = ["outliers", "x", "n"], workspace = 0} : () -> ()

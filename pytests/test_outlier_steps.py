@@ -12,10 +12,10 @@ from compiled import compile_matmul
 from emulated import run_matmul
 from torch import Tensor
 
-from lowbit.dialect.errors import EmulatorError
+from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.decode.legality import shared_bytes
+from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import parse_target
@@ -25,7 +25,7 @@ from lowbit.pylib.weights.packed import pack
 
 HOPPER = parse_target("sm_90a")
 SPEC = MatmulSpec(40, 1024, "u3", 16, zeros="float", outliers=True, out="f32")  # row blocks of 16, 16 and 8 rows
-SCHEDULE = Schedule(16, 1, 4, 2, 256, 2, wgmma=True)  # steps of 256 columns
+SCHEDULE = Schedule(16, 1, 4, 2, 256, 2, wgmma=True, outliers_by_step=True)  # steps of 256 columns
 
 
 def places(kind: str) -> Tensor:
@@ -53,7 +53,6 @@ def given(spec: MatmulSpec, tokens: int, there: Tensor) -> tuple[Tensor, dict[st
 def is_right(spec: MatmulSpec, schedule: Schedule, problem: tuple[Tensor, dict[str, Tensor]]) -> bool:
     """Multiplies in the emulator, which looks for races."""
     plan, (x, tensors) = KernelPlan(spec, schedule), problem
-    assert plan.outliers_in_steps
     kernel = compile_matmul(spec, HOPPER, schedule)
     assert kernel.launch.shared_bytes <= shared_bytes(spec, schedule)
     y = run_matmul(kernel, spec, problem, racecheck=True)
@@ -80,12 +79,13 @@ def test_outliers_anywhere_in_lines(kind: str, act: Any) -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        Schedule(8, 2, 4, 1, 256, 2, wgmma=True),
-        Schedule(8, 1, 4, 2, 256, 1, split_k=2, cluster=2, wgmma=True),
-        Schedule(16, 1, 4, 1, 256, 3, split_k=2, wgmma=True),
-        Schedule(16, 1, 8, 2, 256, 2, wgmma=True, refill="after_first_mma"),
+        replace(SCHEDULE, tokens=8, row_blocks=2, warps_k=1),
+        replace(SCHEDULE, tokens=8, num_stages=1, split_k=2, cluster=2),
+        replace(SCHEDULE, num_stages=3, warps_k=1, split_k=2),
+        replace(SCHEDULE, warps_n=8, refill="after_first_mma"),
+        replace(SCHEDULE, tokens=64, warps_k=1),
     ],
-    ids=["two row blocks", "cluster", "splits", "eight warps"],
+    ids=["two row blocks", "cluster", "splits", "eight warps", "64 tokens"],
 )
 def test_every_way_to_split_the_work(schedule: Schedule) -> None:
     assert is_right(SPEC, schedule, given(SPEC, schedule.tokens - 1, places("one in each column")))
@@ -131,6 +131,16 @@ def test_a_part_left_out(operation: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Program, operation, WITHOUT[operation])
     with suppress(EmulatorError):  # shared memory that was never written
         assert not is_right(SPEC, SCHEDULE, given(SPEC, 3, places("one in each column")))
+
+
+def test_weights_without_outliers_are_refused() -> None:
+    with pytest.raises(SpecError, match="outliers_by_step=True is for weights with outliers"):
+        check_schedule(replace(SPEC, outliers=False), SCHEDULE, HOPPER)
+
+
+def test_copies_of_few_rounds_at_a_time() -> None:
+    schedule = replace(SCHEDULE, num_stages=4, prefetch_limit=1, warps_k=1)
+    assert is_right(SPEC, schedule, given(SPEC, 2, places("one in each column")))
 
 
 def test_lines_are_drawn_alike() -> None:

@@ -165,6 +165,7 @@ def test_products_and_weights(spec: MatmulSpec, target: str) -> None:
         ("sm_90a", Schedule(16, row_blocks=1, warps_n=2, warps_k=2, step_k=64, num_stages=2, split_k=2, cluster=2)),
         ("sm_90a", Schedule(64, row_blocks=1, warps_n=4, warps_k=1, step_k=64, num_stages=2, wgmma=True)),
         ("sm_90a", Schedule(32, row_blocks=1, warps_n=4, warps_k=2, step_k=64, num_stages=2, wgmma=True)),
+        ("sm_90a", Schedule(32, 1, 4, 2, 64, 2, wgmma=True, outliers_by_step=True)),
     ],
 )
 def test_every_way_to_split_the_work_counts_each_outlier_once(arch: str, schedule: Schedule) -> None:

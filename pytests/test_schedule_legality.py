@@ -103,6 +103,8 @@ UNFIT: list[tuple[str, dict[str, Any]]] = [
     (r"refill='per_warp' needs .* prefetch_limit=1 to be 0", PER_WARP | {"prefetch_limit": 1}),
     (r"refill='per_warp' needs num_stages=1 to be at least 2", PER_WARP | {"num_stages": 1}),
     (r"prefetch_limit=-1 must be at least 0", {"prefetch_limit": -1}),
+    (r"outliers_by_step=True needs wgmma=True.* got False", {"outliers_by_step": True}),
+    (r"outliers_by_step=True .* got True, False, 'per_warp'", PER_WARP | {"outliers_by_step": True}),
 ]
 
 

@@ -189,8 +189,8 @@ class CopyLinesOp(Lowbit.Operation, name="copy_lines"):
         _check_table(op.outliers)
         lines = _check_lines(op.target)
         expect(lines.shape[2] % 4 == 0, "lines of the target", "a multiple of 4", lines.shape[2])
-        _, row_blocks = _check_words(op.index)
-        expect(lines.shape[1] == row_blocks, "row blocks of the target", row_blocks, lines.shape[1])
+        expected, found = _check_words(op.index), list(lines.shape[:2])
+        expect(found == expected, "warps and row blocks of the target", expected, found)
         in_range(op.columns, "columns", 1)
 
 
@@ -241,8 +241,8 @@ class SparseStepOp(Lowbit.Operation, name="sparse_step"):
         expect(len(c.shape) == 3, "c", "[warps, rows, tokens]", list(c.shape))
         fragments(c.layout, MMA_M16N8_D, "c")
         expected = [c.shape[0], c.shape[1] // ROWS]
-        expect(list(_check_lines(op.lines).shape[:2]) == expected, "warps and row blocks", expected, op.lines.type)
-        _check_words(op.index)
+        for name, found in (("lines", _check_lines(op.lines).shape[:2]), ("index", _check_words(op.index))):
+            expect(list(found) == expected, f"warps and row blocks of the {name}", expected, list(found))
         dense = len(x.shape) == 4 and x.strides == row_major(x.shape) and x.shape[2] > SPARE
         tokens = x.shape[0] == c.shape[0] and 8 * x.shape[1] == c.shape[2] and x.shape[3] == 8
         expect(dense and tokens, "x", "[warps, tokens / 8, columns + 8, 8], dense", op.x.type)

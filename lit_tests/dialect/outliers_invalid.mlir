@@ -175,19 +175,30 @@ func.func @index_of_ends(%outliers: !table, %i: i32) {
 
 !table = !lowbit.global<[5], i32, [1], [1]>
 !index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
-!words = !lowbit.reg<[1, 2, 3, 32], i32, "local(1, 2, 3, 1).spatial(1, 1, 1, 32)">
-func.func @find_outliers_of_others(%outliers: !table, %index: !index, %i: i32) {
-  // expected-error @below {{'lowbit.find_outliers' op index: expected of the same warps}}
-  %0 = "lowbit.find_outliers"(%outliers, %index, %i) {columns = 64 : i64} : (!table, !index, i32) -> !words
+!lines = !lowbit.shared<[1, 1, 3, 32], i32, [96, 96, 32, 1], 0>
+func.func @copy_three_lines(%outliers: !table, %index: !index, %lines: !lines, %i: i32) {
+  // expected-error @below {{'lowbit.copy_lines' op lines of the target: expected a multiple of 4, got 3}}
+  "lowbit.copy_lines"(%outliers, %index, %lines, %i) {columns = 64 : i64} : (!table, !index, !lines, i32) -> ()
+  return
+}
+
+// -----
+
+!table = !lowbit.global<[5], i32, [1], [1]>
+!index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
+!lines = !lowbit.shared<[1, 2, 4, 32], i32, [256, 128, 32, 1], 0>
+func.func @copy_lines_of_others(%outliers: !table, %index: !index, %lines: !lines, %i: i32) {
+  // expected-error @below {{'lowbit.copy_lines' op warps and row blocks of the target: expected [1, 1], got [1, 2]}}
+  "lowbit.copy_lines"(%outliers, %index, %lines, %i) {columns = 64 : i64} : (!table, !index, !lines, i32) -> ()
   return
 }
 
 // -----
 
 !source = !lowbit.shared<[1, 1, 8, 64], f16, [512, 512, 64, 1], 128>
-!target = !lowbit.shared<[1, 1, 32, 8], f16, [256, 256, 8, 1], 0>
-func.func @transpose_half(%source: !source, %target: !target, %m: i32) {
-  // expected-error @below {{'lowbit.transpose' op target: expected [1, 1, 64, 8] of f16, dense}}
+!target = !lowbit.shared<[1, 1, 64, 8], f16, [512, 512, 8, 1], 0>
+func.func @transpose_without_zeros(%source: !source, %target: !target, %m: i32) {
+  // expected-error @below {{'lowbit.transpose' op target: expected [1, 1, 72, 8] of f16, dense}}
   "lowbit.transpose"(%source, %target, %m) : (!source, !target, i32) -> ()
   return
 }
@@ -195,7 +206,7 @@ func.func @transpose_half(%source: !source, %target: !target, %m: i32) {
 // -----
 
 !source = !lowbit.shared<[1, 1, 8, 64], f16, [512, 512, 64, 1], 0>
-!target = !lowbit.shared<[1, 1, 64, 8], f16, [512, 512, 8, 1], 0>
+!target = !lowbit.shared<[1, 1, 72, 8], f16, [576, 576, 8, 1], 0>
 func.func @transpose_rows(%source: !source, %target: !target, %m: i32) {
   // expected-error @below {{'lowbit.transpose' op source: expected [warps, panels, tokens, 64], swizzled}}
   "lowbit.transpose"(%source, %target, %m) : (!source, !target, i32) -> ()
@@ -204,29 +215,26 @@ func.func @transpose_rows(%source: !source, %target: !target, %m: i32) {
 
 // -----
 
-// A place in the buffer of x is the last bits of a column.
 !table = !lowbit.global<[5], i32, [1], [1]>
-!words = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
-!scratch = !lowbit.shared<[1, 2, 320], i32, [640, 320, 1], 0>
-!x = !lowbit.shared<[1, 1, 96, 8], f16, [768, 768, 8, 1], 0>
-!d = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
-func.func @sparse_step_columns(%outliers: !table, %words: !words, %scratch: !scratch, %x: !x, %i: i32, %d: !d) {
-  // expected-error @below {{'lowbit.sparse_step' op x: expected [warps, tokens / 8, columns, 8], dense, columns a power of two}}
-  %0 = "lowbit.sparse_step"(%outliers, %words, %words, %scratch, %x, %i, %d)
-    : (!table, !words, !words, !scratch, !x, i32, !d) -> !d
+!index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
+!lines = !lowbit.shared<[1, 1, 4, 32], i32, [128, 128, 32, 1], 0>
+!x = !lowbit.shared<[1, 1, 72, 8], f16, [576, 576, 8, 1], 0>
+!d = !lowbit.reg<[1, 16, 16], f32, "local(1, 1, 2).local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
+func.func @sparse_step_tokens(%outliers: !table, %index: !index, %lines: !lines, %x: !x, %i: i32, %d: !d) {
+  // expected-error @below {{'lowbit.sparse_step' op x: expected [warps, tokens / 8, columns + 8, 8], dense}}
+  %0 = "lowbit.sparse_step"(%outliers, %index, %lines, %x, %i, %d) : (!table, !index, !lines, !x, i32, !d) -> !d
   return
 }
 
 // -----
 
 !table = !lowbit.global<[5], i32, [1], [1]>
-!words = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
-!scratch = !lowbit.shared<[1, 2, 448], i32, [896, 448, 1], 0>
-!x = !lowbit.shared<[1, 1, 64, 8], f16, [512, 512, 8, 1], 0>
+!index = !lowbit.reg<[1, 1, 3, 32], i32, "local(1, 1, 3, 1).spatial(1, 1, 1, 32)">
+!lines = !lowbit.shared<[1, 2, 4, 32], i32, [256, 128, 32, 1], 0>
+!x = !lowbit.shared<[1, 1, 72, 8], f16, [576, 576, 8, 1], 0>
 !d = !lowbit.reg<[1, 16, 8], f32, "local(1, 2, 1).spatial(1, 8, 4).local(1, 1, 2)">
-func.func @sparse_step_scratch(%outliers: !table, %words: !words, %scratch: !scratch, %x: !x, %i: i32, %d: !d) {
-  // expected-error @below {{'lowbit.sparse_step' op scratch: expected [1, 2, 320] of i32, dense}}
-  %0 = "lowbit.sparse_step"(%outliers, %words, %words, %scratch, %x, %i, %d)
-    : (!table, !words, !words, !scratch, !x, i32, !d) -> !d
+func.func @sparse_step_lines(%outliers: !table, %index: !index, %lines: !lines, %x: !x, %i: i32, %d: !d) {
+  // expected-error @below {{'lowbit.sparse_step' op warps and row blocks of the lines: expected [1, 1], got [1, 2]}}
+  %0 = "lowbit.sparse_step"(%outliers, %index, %lines, %x, %i, %d) : (!table, !index, !lines, !x, i32, !d) -> !d
   return
 }

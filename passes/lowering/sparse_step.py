@@ -276,8 +276,9 @@ class _StepProducts:
     def _operand(self, words: Sequence[Any]) -> list[list[Any]]:
         """Two words as registers of operand A: of each term those for this lane's two rows, g and g + 8, where a value
         is 0 but in the row that its word names."""
-        values = emit.permute_bytes(*words, 0x7632)
-        rows = emit.mask(emit.permute_bytes(*words, 0x5410), 0xF000F)
+        first, second = words
+        values = emit.permute_bytes(first, second, 0x7632)
+        rows = emit.mask(emit.permute_bytes(first, second, 0x5410), 0xF000F)
         here = [_equal_halves(rows, row) for row in self._rows]
         return [[arith.andi(term, mask) for mask in here] for term in self._terms(values)]
 

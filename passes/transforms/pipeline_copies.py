@@ -251,14 +251,13 @@ class _Staged:
 
     def _refill(self, index: Any, done: Any) -> None:
         """Starts the copies of the round that is `ahead` of this one, if there is one."""
+        ahead = emit.constant(self.ahead)
+        condition = self._is_round(arith.addi(index, ahead)) if self.refills else emit.constant(0, 1)
         if self.refills:
-            ahead = emit.constant(self.ahead)
-            condition = self._is_round(arith.addi(index, ahead))
             self._beside_product(condition, lambda: self._start_later_round(index, done, ahead))
         ops.CommitOp()  # of nothing, if need be: waiting counts rounds
         if self.apart:
-            if self.refills:
-                when(condition, lambda: self._start_apart(index, done, ahead))
+            when(condition, lambda: self._start_apart(index, done, ahead))
             ops.CommitOp()
 
     def _beside_product(self, condition: Any, action: Callable[[], None]) -> None:

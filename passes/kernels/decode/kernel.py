@@ -97,7 +97,7 @@ class Kernel:
             self.plan.workspace_bytes,
             s.max_blocks_per_sm,
             (1, s.cluster, 1),
-            fits_blocks=s.spread_k or plan.outliers_in_steps,
+            fits_blocks=s.spread_k or s.outliers_by_step,
         )
         self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
         # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
@@ -174,7 +174,7 @@ class Kernel:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
         p, s, operands = self.p, self.schedule, self.operands
         carried = self._first_sums(carried, operands.load_outliers())
-        if self.plan.outliers_in_steps:
+        if self.schedule.outliers_by_step:
             self.index = operands.index_outliers()
             carried = [*carried, p.constant(0.0, "f32", self.d_layout)]
         with p.loop(0, self.plan.rounds, carried) as loop:
@@ -187,10 +187,10 @@ class Kernel:
                 operands.copy_outliers()
                 p.grid_wait()
                 operands.copy_x(step)
-                if self.plan.outliers_in_steps:
+                if self.schedule.outliers_by_step:
                     operands.copy_lines(self.index, step * s.step_k)
             loop.results = self._step_with_outliers(loop.index, loop.carried)
-        if not self.plan.outliers_in_steps:
+        if not self.schedule.outliers_by_step:
             return loop.carried
         *carried, self.sparse = loop.carried
         return carried
@@ -199,7 +199,7 @@ class Kernel:
         """One step of every warp in a round, with its outliers behind its products if they are multiplied step by
         step."""
         operands = self.operands
-        if not self.plan.outliers_in_steps:
+        if not self.schedule.outliers_by_step:
             return self._step(carried, operands.copied_codes)
         *carried, sparse = carried
         column = self._first_step(index) * self.schedule.step_k
@@ -292,7 +292,7 @@ class Kernel:
         if spec.outliers and spec.row_scales:
             total = p.mul(total, self._row_scale_or_zero("row_scales"))
         if self.sparse is not None:
-            return p.add(total, self.sparse if self.plan.outliers_in_steps else p.reduce(self.sparse, 2))
+            return p.add(total, self.sparse if self.schedule.outliers_by_step else p.reduce(self.sparse, 2))
         if not spec.outliers or self.plan.spreads_outliers:
             return total
         p.barrier()

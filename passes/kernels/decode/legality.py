@@ -40,7 +40,7 @@ def _shared_bytes(plan: KernelPlan) -> int:
     lines = s.warps_k * plan.row_blocks * plan.staged_lines * LINE * 4 if spec.outliers else 0
     if plan.spreads_outliers:
         lines, scratch = 0 if plan.sums_in_stage else scratch, 0
-    if plan.outliers_in_steps:
+    if s.outliers_by_step:
         lines, scratch = _padded(s.warps_k * s.tokens * (s.step_k + SPARE) * spec.x.bytes), 0
         lines += _padded(slots * s.warps_k * plan.row_blocks * plan.step_lines * LINE * 4)
     signals = _padded(16 * slots * s.warps_k) if s.refill == "per_warp" else 0
@@ -137,6 +137,8 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
             "schedule: overlap_groups=True is for sums that are scaled group by group; "
             f"{spec} needs overlap_groups=False"
         )
+    if s.outliers_by_step and not spec.outliers:
+        raise SpecError(f"schedule: outliers_by_step=True is for weights with outliers; {spec} needs False")
     if s.cluster > 1 and not target.has_clusters:
         raise SpecError(f"schedule: cluster={s.cluster} needs clusters, which {target} does not have; take cluster=1")
     needed = _shared_bytes(plan)

@@ -71,7 +71,7 @@ class Operands:
         p, s, plan = self.p, self.schedule, self.plan
         table = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
         warps = spatial(s.warps_k, s.warps_n, 1, 1)
-        if plan.outliers_in_steps:
+        if s.outliers_by_step:
             self._view_steps()
         elif plan.spreads_outliers:
             self.line_layout = warps.local(1, s.row_blocks, plan.loaded_lines, 1).spatial(1, 1, 1, LINE)
@@ -218,7 +218,7 @@ class Operands:
 
     def copy_outliers(self) -> None:
         """The first lines of each row block, to shared memory; not for one token."""
-        if self.spec.outliers and not (self.plan.spreads_outliers or self.plan.outliers_in_steps):
+        if self.spec.outliers and not (self.plan.spreads_outliers or self.schedule.outliers_by_step):
             self.p.copy_outliers(self.outliers, self.outlier_buffer, self.line_layout)
 
     def load_outliers(self) -> Tile | None:

@@ -18,7 +18,6 @@ from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponen
 COLUMNS = 8  # of a product of mma
 SPREAD = COLUMNS * 16  # columns of k that `Schedule.spread_k` has in one accumulator
 IN_PLACE, MOST_IN_PLACE = 32, 64  # columns of a group and tokens up to which sums of scaled weights stay in place
-MOST_IN_STEPS = 64  # tokens up to which outliers meet the x that a step has in shared memory
 MOST_SCALED = 128  # tokens for which a thread has registers for a group's sums beside all of k's
 
 
@@ -84,14 +83,6 @@ class KernelPlan:
     def spreads_outliers(self) -> bool:
         """Whether products with outliers are spread over the eight columns that one token has."""
         return self.schedule.tokens == 1
-
-    @property
-    def outliers_in_steps(self) -> bool:
-        """Whether outliers are multiplied step by step, with the x that a step has in shared memory, in place of after
-        the loop, with x from the cache. Barriers of every round keep apart who writes this x and who reads it."""
-        s = self.schedule
-        few = s.wgmma and s.tokens <= MOST_IN_STEPS
-        return self.spec.outliers and few and not s.preload_weights and s.refill != "per_warp"
 
     @property
     def indexed_lines(self) -> int:

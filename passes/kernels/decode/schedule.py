@@ -30,8 +30,9 @@ class Schedule(KernelSchedule):
     split_k            blocks that share k and add up their sums
     cluster            of these, blocks that add up through distributed shared memory: 1 or all (sm_90)
     wgmma              use wgmma, which multiplies with four warps and reads x from shared memory (sm_90a)
-    max_blocks_per_sm  at most so many blocks on a multiprocessor at a time; 0: as many as fit. With spread_k exactly so
-                       many, if shared memory has room: a thread takes no more registers than that leaves
+    max_blocks_per_sm  at most so many blocks on a multiprocessor at a time; 0: as many as fit. With spread_k or
+                       outliers_by_step exactly so many, if shared memory has room: a thread takes no more registers
+                       than that leaves
     preload_weights    load a block's part of the weight to registers, and x to shared memory, before the first product
     min_blocks         fill the grid up to so many blocks with empty ones
     prefetch_limit     rounds of the weight under way until the kernel before has ended; 0: as many as there are stages
@@ -42,6 +43,8 @@ class Schedule(KernelSchedule):
     overlap_groups     begin the product of a group before that of the last group has ended (wgmma)
     spread_k           give the eight columns of a product to eight blocks of 16 columns of k (one token), so that each
                        lane scales the sums of groups of its own
+    outliers_by_step   multiply outliers in the step that has their x in shared memory, and not after the loop with x
+                       from device memory (wgmma)
     """
 
     integer_mma: ClassVar[bool] = False
@@ -64,6 +67,7 @@ class Schedule(KernelSchedule):
     refill: Refill = "before_mma"
     overlap_groups: bool = False
     spread_k: bool = False
+    outliers_by_step: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -183,6 +187,11 @@ _RULES: tuple[tuple[str, str, Callable[[Schedule], bool]], ...] = (
         "needs num_stages={s.num_stages} to be at least 2 and prefetch_limit={s.prefetch_limit} to be 0",
         lambda s: s.refill != "per_warp" or (s.num_stages >= 2 and s.prefetch_limit == 0),
     ),
+    (
+        "outliers_by_step=True",
+        "needs wgmma=True, preload_weights=False, another refill; got {s.wgmma}, {s.preload_weights}, {s.refill!r}",
+        lambda s: not s.outliers_by_step or (s.wgmma and not s.preload_weights and s.refill != "per_warp"),
+    ),
 )
 
 # Fields of version 0.1, whose choices were all integers.
@@ -198,7 +207,7 @@ _RENAMED = {
     "late": "refill",
     "overlap": "overlap_groups",
 }
-_CHOICES = ("wgmma", "integer_mma", "preload_weights", "raw_codes", "overlap_groups", "spread_k")
+_CHOICES = ("wgmma", "integer_mma", "preload_weights", "raw_codes", "overlap_groups", "spread_k", "outliers_by_step")
 
 
 def _modern(name: str, value: Any) -> tuple[str, Any]:

@@ -25,7 +25,10 @@ S = TypeVar("S", bound=Schedule)
 
 SHAPE = ("row_blocks", "warps_n", "warps_k", "split_k", "wgmma", "preload_weights", "spread_k")
 # Only the second pass varies these; in the first they follow.
-SECOND = ("cluster", "max_blocks_per_sm", "min_blocks", "prefetch_limit", "refill", "overlap_groups", "raw_codes")
+SECOND = (
+    *("cluster", "max_blocks_per_sm", "min_blocks", "prefetch_limit"),
+    *("refill", "overlap_groups", "raw_codes", "outliers_by_step"),
+)
 MOST_WARPS = 16  # of a block
 MOST_ACCUMULATORS = 16  # row blocks times blocks of 8 tokens, per warp: more would spill
 
@@ -54,6 +57,7 @@ def space(
         "preload_weights": (False, True),
         "overlap_groups": (False, True) if may_use_wgmma else (False,),
         "raw_codes": (False, True) if can_use_raw_codes(spec) else (False,),
+        "outliers_by_step": (False, True) if may_use_wgmma and spec.outliers else (False,),
         "spread_k": (False, True) if token_tile == 1 and can_spread(spec) else (False,),
     }
     limits = ("tokens", "warps_n", "wgmma", "preload_weights", "raw_codes", "spread_k")
