@@ -34,6 +34,8 @@ def table_lines(n: int) -> int:
 
 
 LANE_SUMS = 4 * ROWS * LINE  # bytes of a warp in which each lane has a sum for each row, in f32
+INDEX_ENDS = 2  # numbers of an index of lines that are the same for all lanes
+SPARE = 8  # columns of zeros behind those of a step, where outliers are multiplied step by step
 A_ROW = 80  # bytes of a row of operand A in a warp's shared memory: 32 numbers, and 16 to spread rows over banks
 
 

@@ -77,8 +77,6 @@ from lowbit.dialect.ops.memory import (
 )
 from lowbit.dialect.ops.outliers import (
     CURSOR,
-    INDEX_ENDS,
-    SPARE,
     AddOutliersOp,
     CopyLinesOp,
     CopyOutliersOp,
@@ -126,9 +124,7 @@ __all__ = [
     "BYTES",
     "COMPARISONS",
     "CURSOR",
-    "INDEX_ENDS",
     "MOST_BLOCKS",
-    "SPARE",
     "AbsOp",
     "AccumulateOp",
     "AccumulatorOp",

@@ -17,7 +17,7 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import accumulator, activation, expect, fragments, in_range, verifier
-from lowbit.dialect.formats.outliers import LANE_SUMS, LINE, scratch_words
+from lowbit.dialect.formats.outliers import INDEX_ENDS, LANE_SUMS, LINE, SPARE, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import local, spatial
@@ -84,10 +84,6 @@ class LoadOutliersOp(Lowbit.Operation, name="load_outliers"):
         _check_table(op.outliers)
         _check_words(op.result)
         in_range(op.splits, "splits", 1)
-
-
-SPARE = 8  # columns of zeros behind those of a step
-INDEX_ENDS = 2  # numbers of an index that are the same for all lanes
 
 
 def _check_words(value: Any) -> list[int]:

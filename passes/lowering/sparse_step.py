@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
 from lowbit.dialect.elements import ELEMENTS
-from lowbit.dialect.formats.outliers import LINE, ROW_BITS, SPAN, scratch_terms
+from lowbit.dialect.formats.outliers import INDEX_ENDS, LINE, ROW_BITS, SPAN, SPARE, scratch_terms
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.layouts.layout import Layout
@@ -70,7 +70,7 @@ def index_outliers(op: Any, c: LoweringContext) -> None:
         mine = arith.addi(start, lane)
         pointer = emit.offset_bytes(table.base, dynamic=arith.muli(first_word(mine), emit.constant(WORD, 64)))
         lines = arith.subi(end, mine)
-        heads = [word_if(pointer, i * WARP, lines, _NO_COLUMN) for i in range(count - ops.INDEX_ENDS)]
+        heads = [word_if(pointer, i * WARP, lines, _NO_COLUMN) for i in range(count - INDEX_ENDS)]
         numbers += [start, end, *heads]
     c.tiles[op.result] = Fragment(reg, "scalar", numbers.__getitem__)
 
@@ -178,7 +178,7 @@ class _Transposition:
         to = arith.addi(self._words, arith.muli(half, emit.constant(WARP * _MATRIX_ROW)))
         from_ = emit.offset_bytes(self._source, dynamic=self._place(block, half), static=more // 2 * self._panel)
         for i, two in enumerate(ldmatrix(from_, 4, True)):
-            static = (block * (self._panels * 64 + ops.SPARE) + more * WARP + 8 * i) * _MATRIX_ROW
+            static = (block * (self._panels * 64 + SPARE) + more * WARP + 8 * i) * _MATRIX_ROW
             llvm.store(two, emit.offset_bytes(self._target, dynamic=to, static=static), alignment=WORD)
 
     def _place(self, block: int, half: Any) -> Any:
@@ -215,7 +215,7 @@ class _StepProducts:
     def __init__(self, op: Any, c: LoweringContext, reg: Reg) -> None:
         x = c.places[op.x]
         _, self._blocks, stored, _ = x.type.shape
-        self._columns, self._block_bytes = stored - ops.SPARE, stored * _MATRIX_ROW
+        self._columns, self._block_bytes = stored - SPARE, stored * _MATRIX_ROW
         self._table, self._lane, self._lines = c.places[op.outliers], c.thread_digit(WARP), c.places[op.lines]
         self._own = _own_lines(c, self._lines, reg.layout, 1)
         self._element = str(x.type.element)

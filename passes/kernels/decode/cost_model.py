@@ -224,7 +224,8 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
     plan = KernelPlan(spec, s)
     if s.wgmma:
         if plan.sums_in_place and plan.step_factors:
-            return 84 + s.tokens // 2 * s.row_blocks
+            sums = s.tokens // 2 * s.row_blocks  # and those of outliers by steps, with what finds them
+            return 84 + sums + (27 + sums if s.outliers_by_step else 0)
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
         loaded = min(s.step_k, max(128, spec.group_size or s.step_k))  # columns; those of a group one after another
         codes = plan.preloaded_words + 4 if s.preload_weights else loaded // 4

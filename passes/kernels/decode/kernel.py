@@ -42,7 +42,8 @@ Outliers, numbers in f16 that are added to single weights, are few. Each warp mu
 row blocks (`dialect.formats.outliers`) with x from device memory, and adds the products to its sums. It does so after
 the loop. For one token it does so before the loop: the waits for the table of lines, for lines and for x take long, and
 meanwhile the first weights come. The table and the lines are asked for behind the copies of weights, in front of the
-wait for the kernel before.
+wait for the kernel before. With `Schedule.outliers_by_step` those of a step are multiplied behind its products, with
+the x that the step has in shared memory.
 
 Where scales are codes, or e4m3, a warp computes the factors of sums or weights at the head of a step, once for all its
 lanes (`passes.kernels.decode.step_factors`).
@@ -50,7 +51,9 @@ lanes (`passes.kernels.decode.step_factors`).
 Shared memory, per stage: weight units [warps_k, row blocks, units x lanes] of 16 bytes; activations [warps_k, tokens,
 step_k + 8] (the 8 spread ldmatrix over all banks), or swizzled [warps_k, step_k / 64, tokens, 64] for wgmma; scales and
 zeros [warps_k, row blocks, groups, 16]. Beside the stages is the table of a format that has one
-(`dialect.formats.decode_table`). After the loop, partial sums [warps_k, tokens, rows + 4] in f32 take the place of all.
+(`dialect.formats.decode_table`), or, with outliers by step, x of the step [warps_k, tokens / 8, step_k + 8, 8] with
+tokens side by side and 8 columns of zeros. After the loop, partial sums [warps_k, tokens, rows + 4] in f32 take the
+place of all.
 """
 
 from __future__ import annotations

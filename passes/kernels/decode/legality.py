@@ -10,8 +10,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.integer_limbs import LIMBS, PIECE, ROW, takes
-from lowbit.dialect.formats.outliers import LINE
-from lowbit.dialect.ops import SPARE
+from lowbit.dialect.formats.outliers import LINE, SPARE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import (
     MOST_SCALED,

@@ -6,10 +6,9 @@ import math
 
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.decode_table import DecodeTable
-from lowbit.dialect.formats.outliers import LINE
+from lowbit.dialect.formats.outliers import INDEX_ENDS, LINE, SPARE
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import spatial
-from lowbit.dialect.ops import INDEX_ENDS, SPARE
 from lowbit.dialect.types import UNIT
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Memory, OutlierShare, Program, Scalar, Tile
