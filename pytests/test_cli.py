@@ -195,3 +195,9 @@ def test_opt_as_a_process(repo: Path):
     ir = f"func.func @f() -> i32 {{{body}}}"
     done = subprocess.run(command, input=ir, capture_output=True, text=True, cwd=repo, check=True)
     assert "arith.constant 2" in done.stdout and "addi" not in done.stdout
+
+
+def test_a_terminal_of_plain_ascii(repo: Path):
+    command = [sys.executable, "-m", "lowbit.pylib.cli.main", "run", *SMALL, "--target", "cpu"]
+    done = subprocess.run(command, capture_output=True, cwd=repo, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and b" ?s" in done.stdout and not done.stderr
