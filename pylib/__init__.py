@@ -110,6 +110,7 @@ __all__ = [
     "quantize_activation",
     "save_checkpoint",
     "sensitivity",
+    "set_compute_",
 ]
 if find_spec("transformers") is None:  # so that `from lowbit import *` and help(lowbit) work without it
     __all__.remove("LowbitConfig")
@@ -150,6 +151,7 @@ _NEEDS_TORCH = {
     "quantize_activation": "quantize_activation",
     "save_checkpoint": "checkpoints.model",
     "sensitivity": "nn.sensitivity",
+    "set_compute_": "nn.set_compute",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -31,6 +32,13 @@ def check_torch_device(given: torch.device | str | int | None, name: str = "devi
     if device.type == "cuda" and (device.index or 0) >= count:
         found = f"{count} CUDA devices" if count else "no CUDA device"
         raise TargetError(f"{name}{given}: torch finds {found} here; use cpu{' or cuda:0' if count else ''}")
+
+
+def available_memory() -> int:
+    """Returns how many bytes a process may take before the system swaps or ends it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(kilobytes)
 
 
 def target_named(given: str | None) -> Target:

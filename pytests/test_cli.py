@@ -170,6 +170,13 @@ def test_stages_of_a_gpu_name_the_target():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("size", [("-n", 1 << 30, "-k", 1 << 14), ("-n", 16, "-k", 1 << 30), ("-m", 1 << 40)])
+def test_run_of_more_than_fits_the_memory(size):
+    """At this size the system would end the process."""
+    result = lowbit("run", "-n", 16, "-k", 32, "-t", "cpu", *size)
+    assert result.exit_code == 1 and "GB of memory are free; try less" in result.stderr
+
+
 def test_run_without_a_gpu():
     result = lowbit("run", *SMALL, "--target", "sm_80")
     assert result.exit_code == 1 and "torch finds no CUDA device here; use target='cpu'" in result.stderr
@@ -195,3 +202,9 @@ def test_opt_as_a_process(repo: Path):
     ir = f"func.func @f() -> i32 {{{body}}}"
     done = subprocess.run(command, input=ir, capture_output=True, text=True, cwd=repo, check=True)
     assert "arith.constant 2" in done.stdout and "addi" not in done.stdout
+
+
+def test_a_terminal_of_plain_ascii(repo: Path):
+    command = [sys.executable, "-m", "lowbit.pylib.cli.main", "run", *SMALL, "--target", "cpu"]
+    done = subprocess.run(command, capture_output=True, cwd=repo, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and b" ?s" in done.stdout and not done.stderr

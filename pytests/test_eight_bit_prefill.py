@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_eight_bit import FITTING, Problem, exact, memory, whole_problem
+from eight_bit_problems import FITTING, Problem, exact, memory, whole_problem
 from torch import Tensor
 
 import lowbit

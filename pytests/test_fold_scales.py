@@ -16,9 +16,9 @@ import test_eight_bit_prefill as wgmma
 import test_eight_bit_prefill_mma as mma_sync
 import test_prefill_resources as resources
 import torch
+from eight_bit_problems import FITTING, Problem, whole_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_eight_bit import FITTING, Problem, whole_problem
 from torch import Tensor
 
 import lowbit

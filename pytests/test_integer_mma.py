@@ -11,7 +11,7 @@ import pytest
 import torch
 from compiled import compile_matmul
 from emulated import Problem, matmul_is_right, run_matmul
-from test_kernels import covering
+from kernel_cases import covering
 from test_mutations import without_barrier
 
 import lowbit

@@ -45,6 +45,16 @@ def plain(tmp_path: Path) -> Path:
     return tmp_path / "plain.safetensors"
 
 
+def test_products_in_8_bits(plain: Path, tmp_path: Path) -> None:
+    given = ("--compute", "f8e4m3", "--fold-scales", "--compute-from", 65)
+    for weight, out in (("u4", tmp_path / "u4"), ("nvfp4", tmp_path / "nvfp4")):
+        group = ("-g", 32) if weight == "u4" else ()
+        rows("quantize", plain, "-w", weight, *group, *given, "--out", out)
+        spec = lowbit.open_checkpoint(out).load("layers.0.up").spec
+        assert (spec.compute, spec.fold_scales, spec.compute_from) == ("f8e4m3", True, 65)
+    assert "did you mean 'i8'" in lines("quantize", plain, "--compute", "f8", "--out", tmp_path / "none", code=1)
+
+
 def test_plain_files(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "low"
     found = rows("quantize", plain, "-w", "u4", "-g", 32, "--out", out)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from test_eight_bit import FITTING
+from eight_bit_problems import FITTING
 from test_recipes import table
 
 from lowbit.dialect.bilevel import Bilevel

@@ -72,3 +72,11 @@ def check_offset(offset: str, format_: Any, element: Any) -> None:
 def check_rounding(kind: Any) -> None:
     """Numbers are rounded to one of the types in which bytes are multiplied."""
     expect(text(kind, "kind") in COMPUTE, "kind", " or ".join(COMPUTE), kind)
+
+
+def constant_of(value: Any) -> int | None:
+    """Returns the number of an arith.constant; None for any other value."""
+    owner = value.owner
+    if isinstance(owner, ir.Block) or owner.opview.operation.name != "arith.constant":
+        return None
+    return int(ir.IntegerAttr(owner.opview.operation.attributes["value"]).value)

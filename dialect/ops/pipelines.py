@@ -6,7 +6,7 @@ from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
 from lowbit.dialect.checks import expect, in_range, text, verifier
-from lowbit.dialect.ops.common import I1
+from lowbit.dialect.ops.common import I1, constant_of
 from lowbit.dialect.optional import Choice, Flag, Optional
 from lowbit.dialect.types import Lowbit
 
@@ -55,7 +55,7 @@ class PipelineOp(Lowbit.Operation, name="pipeline", traits=[ir.NoTerminatorTrait
         _check_copies(op.copies.blocks[0].operations)
         loop = op.operation.parent
         expect(loop.name == "scf.for", "parent", "scf.for", loop.name)
-        step = _constant(loop.operands[2])
+        step = constant_of(loop.operands[2])
         expect(step == 1, "step of the loop", "the constant 1", "no constant" if step is None else step)
         names = [inner.operation.name for inner in loop.regions[0].blocks[0].operations]
         expect(names.index("lowbit.pipeline") == 0, "place", "the head of the loop", f"behind {names[0]}")
@@ -90,14 +90,6 @@ def _check_block(region: Any, name: str) -> None:
     expect(len(region.blocks) == 1, name, "one block", len(region.blocks))
     arguments = region.blocks[0].arguments
     expect(len(arguments) == 0, f"arguments of {name}", "none", len(arguments))
-
-
-def _constant(value: Any) -> int | None:
-    """The number of an arith.constant, None for any other value."""
-    owner = value.owner
-    if isinstance(owner, ir.Block) or owner.opview.operation.name != "arith.constant":
-        return None
-    return int(ir.IntegerAttr(owner.opview.operation.attributes["value"]).value)
 
 
 def _check_names(operations: Any, region: str, allowed: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.ops.common import constant_of
 from lowbit.dialect.types import SWIZZLE_128, Global, Shared, element_bits
 from lowbit.passes.lowering import emit
 
@@ -60,14 +61,6 @@ def replica_digits(layout: Layout) -> list[tuple[int, int]]:
             found.append((size, divisor))
         divisor *= size
     return found
-
-
-def known(value: Any) -> int | None:
-    """The number behind an SSA value that is a constant."""
-    owner = value.owner
-    if isinstance(owner, ir.Block) or owner.opview.operation.name != "arith.constant":
-        return None
-    return int(ir.IntegerAttr(owner.opview.operation.attributes["value"]).value)
 
 
 class Access:
@@ -121,7 +114,7 @@ class Access:
                 if d == dim:
                     digit = self._threads.digit(size, divisor, self.layout.threads)
                     part = arith.muli(digit, emit.constant(stride)) if stride > 1 else digit
-                    x = part if known(x) == 0 else arith.addi(x, part)
+                    x = part if constant_of(x) == 0 else arith.addi(x, part)
             return x
 
         return self._once(("start", dim), make)
@@ -148,7 +141,7 @@ class Access:
         """The address of slot coordinates 0 along the linear dims."""
         pointer = self.place.base
         for dim, stride in enumerate(self.place.type.strides):
-            if self._linear(dim) and stride and known(self._start(dim)) != 0:
+            if self._linear(dim) and stride and constant_of(self._start(dim)) != 0:
                 pointer = emit.offset_bytes(pointer, dynamic=self._scaled(self._start(dim), stride))
         return pointer
 
@@ -171,7 +164,7 @@ class Access:
         def make() -> Any:
             offset = emit.constant(static)
             for dim, stride in enumerate(self.place.type.strides):
-                if stride and known(self._start(dim)) != 0:
+                if stride and constant_of(self._start(dim)) != 0:
                     offset = arith.addi(offset, self._scaled(self._start(dim), stride))
             s = SWIZZLE_128
             moved = emit.mask(emit.shift_right(offset, s.shift), s.mask)
@@ -274,7 +267,7 @@ class Access:
                 return False
             if dim not in moved and strides[dim] % length and self.layout.shape[dim] > 1:
                 return False
-            offset = known(self._offsets[dim])
+            offset = constant_of(self._offsets[dim])
             if strides[dim] % length and (offset is None or offset % length):
                 return False
         return all(d.stride * int(strides[d.dim]) % length == 0 for d in self.layout.thread_digits())
@@ -283,7 +276,7 @@ class Access:
         """Whether a vector along this dim is inside or outside as one."""
         if self._divisors[dim] > 1 or self._boundary[dim] == "clamp":
             return False
-        size = known(self.place.sizes[dim])
+        size = constant_of(self.place.sizes[dim])
         if self._boundary[dim] in ("zero", "skip") and (size is None or size % length):
             return False
         return not self._limit or (self._limit[dim] == 1 and self._limit[-1] % length == 0)

@@ -15,9 +15,10 @@ from lowbit.dialect.formats.raw_codes import deferred_offset
 from lowbit.dialect.formats.reals import REALS, Real
 from lowbit.dialect.layouts.fragments import MMA_A, MMA_B_NK, MMA_M16N8_D, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout
+from lowbit.dialect.ops.common import constant_of
 from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.addressing import Place, ThreadIndex, known
+from lowbit.passes.lowering.addressing import Place, ThreadIndex
 from lowbit.passes.lowering.context import LoweringContext, int_attr
 from lowbit.passes.lowering.fragment import Block, Fragment, fragment_blocks
 from lowbit.passes.lowering.registry import lowers
@@ -225,7 +226,7 @@ class _MatrixLoads:
             self._base = emit.offset_bytes(self._base, dynamic=step)
         half = arith.remui(matrix, emit.constant(2))  # of the columns of the fragment
         self._other = arith.divui(matrix, emit.constant(2))  # which of two fragments
-        self._last = None if (known(rows) or 0) >= layout.shape[-2] else arith.subi(rows, emit.constant(1))
+        self._last = None if (constant_of(rows) or 0) >= layout.shape[-2] else arith.subi(rows, emit.constant(1))
         if self._last is not None and layout.rank - 2 in starts:
             self._last = arith.subi(self._last, starts[layout.rank - 2])  # counted from the warp's first row
         self._row_bytes = strides[-2] * element.bytes

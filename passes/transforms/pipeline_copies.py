@@ -35,10 +35,10 @@ from typing import Any, ClassVar
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import arith, ir, scf
+from lowbit.dialect.ops.common import constant_of
 from lowbit.dialect.types import Shared
 from lowbit.passes.base import at, each_op
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.addressing import known
 from lowbit.passes.lowering.context import when
 from lowbit.passes.transforms.stage_signals import Signals
 
@@ -124,13 +124,13 @@ class _Staged:
     def _rounds(self) -> int:
         """How many are sure to come: all where the bounds are constants, or lower and lower + constant; else none."""
         lower, upper = self.lower, self.upper
-        first, end = known(lower), known(upper)
+        first, end = constant_of(lower), constant_of(upper)
         if first is not None and end is not None:
             return max(end - first, 0)
         owner: Any = upper.owner
         if isinstance(owner, ir.Block) or owner.name != "arith.addi" or owner.operands[0] != lower:
             return 0
-        return max(known(owner.operands[1]) or 0, 0)
+        return max(constant_of(owner.operands[1]) or 0, 0)
 
     def _widen_buffers(self) -> dict[Any, Any]:
         """Buffers that the loop fills, and ones with a leading dim of stages in their place."""

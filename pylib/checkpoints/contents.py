@@ -136,8 +136,5 @@ def _relative_error(original: Tensor | None, weight: PackedWeight) -> float | No
 def _dense_rows(checkpoint: Checkpoint) -> Iterator[LayerReport]:
     """Yields a row for each matrix that is not quantized."""
     for name in checkpoint.dense:
-        shape = checkpoint.tensors.shape(name)
-        if len(shape) > 1:
-            t = checkpoint.tensors[name]
-            form = str(t.dtype).removeprefix("torch.")
-            yield LayerReport(name.removesuffix(".weight"), shape, form, t.nbytes, t.nbytes, reason=DENSE)
+        if len(checkpoint.tensors.shape(name)) > 1:
+            yield LayerReport.of_dense(name.removesuffix(".weight"), checkpoint.tensors[name], DENSE)

@@ -21,6 +21,7 @@ from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
 from lowbit.pylib.devices import check_torch_device
 from lowbit.pylib.nn.embedding import TiedLinear
 from lowbit.pylib.nn.packed_module import check_model
+from lowbit.pylib.torch_types import type_name
 
 SHARD_BYTES = 5_000_000_000
 
@@ -184,7 +185,7 @@ def _read(checkpoint: Checkpoint, name: str, old: Tensor, device: torch.device |
     """Returns a tensor of the files for the place of one of the model."""
     t = checkpoint.tensors[name]
     if t.shape != old.shape or t.is_floating_point() != old.is_floating_point():
-        given, needed = (f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (t, old))
+        given, needed = (f"{type_name(x.dtype)} {list(x.shape)}" for x in (t, old))
         raise CheckpointError(f"{checkpoint.tensors.path(name)}: {name} is {given}, but {needed} in the model")
     moved = t.to(device or home(old))
     return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved

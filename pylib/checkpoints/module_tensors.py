@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError
+from lowbit.pylib.torch_types import type_name
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LONGEST_JSON = 1 << 16  # bytes of JSON in a tensor
@@ -42,7 +43,7 @@ class ModuleTensors:
             raise CheckpointError(f"{name} is missing; there are {', '.join(sorted(self.tensors)) or 'no tensors'}")
         t, allowed = self.tensors[name], (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         if t.dtype not in allowed or t.ndim != ndim:
-            kinds = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
+            kinds = " or ".join(map(type_name, allowed))
             raise CheckpointError(f"{name} must be {kinds} with {ndim} dimensions, not {t.dtype} {list(t.shape)}")
         if not t.numel() and not may_be_empty:
             raise CheckpointError(f"{name} is empty: {list(t.shape)}")

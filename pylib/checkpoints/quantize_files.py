@@ -30,6 +30,7 @@ from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.quantize_layer import quantized_layer
+from lowbit.pylib.nn.quantize_planned import low_bit_row
 from lowbit.pylib.nn.reason import Reason
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
@@ -192,9 +193,7 @@ def _by_names(path: Path, target: Path, request: Request, on_step: Callable[[str
             rows.append(_quantize(model, tensors, module, request))
             biases.add(f"{module}.bias")
         elif reason:
-            t = tensors[name]
-            form = str(t.dtype).removeprefix("torch.")
-            rows.append(LayerReport(module, tuple(t.shape), form, t.nbytes, t.nbytes, reason=reason))
+            rows.append(LayerReport.of_dense(module, tensors[name], reason))
     low_bit = {row.name for row in rows if not row.reason}
     for name in tensors:
         if name.removesuffix(".weight") not in low_bit and name not in biases:
@@ -239,10 +238,8 @@ def _quantize(model: nn.Module, tensors: TensorFiles, module: str, request: Requ
         layer, change = quantized_layer(weight, bias, spec, request.config.multiplied_in(act), device=request.device)
     parent, _, leaf = module.rpartition(".")
     _submodule(model, parent).add_module(leaf, layer)
-    columns = "row" if spec.group_size is None else str(spec.group_size)
-    form = f"{spec.weight} per {columns}, {request.config.method}"
     before = weight.nbytes + (0 if bias is None else bias.nbytes)
-    return LayerReport(module, (spec.n, spec.k), form, before, layer.packed.nbytes, change.relative)
+    return low_bit_row(module, request.config, [layer], change, before)
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

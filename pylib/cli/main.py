@@ -7,6 +7,7 @@ each field of `MatmulSpec`. What is slow to import is imported inside the comman
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,7 +129,10 @@ def reference(folder: Annotated[Path, typer.Argument(help="Folder to write to: d
 
 
 def main() -> None:
-    """The entry point of the `lowbit` script."""
+    """The entry point of the `lowbit` script. A terminal without µ or … gets a question mark in their place."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()
 
 

@@ -36,6 +36,11 @@ def quantize(
     method: Annotated[str | None, typer.Option(help="rtn or hqq; without it, what suits the format.")] = None,
     zeros: Annotated[str | None, typer.Option(help="none, int, float or offset; without it, the method's.")] = None,
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it f16 or bf16, as the layer.")] = None,
+    compute: Annotated[
+        str | None, typer.Option(help="Multiply in 8 bits: f8e4m3 or i8; without it, in the type of inputs.")
+    ] = None,
+    compute_from: Annotated[int, typer.Option(help="Tokens from which on that is done.")] = 1,
+    fold_scales: Annotated[bool, typer.Option("--fold-scales", help="With f8e4m3: round scaled weights, too.")] = False,
     skip: Annotated[list[str] | None, typer.Option(help="Modules that stay dense; * stands for any text.")] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantize the output layer, too.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize embeddings, too, tied or not.")] = False,
@@ -56,11 +61,14 @@ def quantize(
 
       lowbit quantize llama/ -w q4_k --out llama-q4k/
 
+      lowbit quantize llama/ -w u4 --compute f8e4m3 --compute-from 65 --fold-scales --out llama-u4-f8/
+
       lowbit quantize model.safetensors -w f6e3m2 -g 0 --out model-f6/ --skip "*.router"
     """
     from lowbit.pylib.checkpoints.quantize_files import Request, quantize_folder
 
     config = _recipe(weight, {"group_size": group_size, "method": method, "zeros": zeros, "scale": scale})
+    config = replace(config, compute=compute, compute_from=compute_from, fold_scales=fold_scales)
     request = Request(config, skip or (), lm_head, embeddings, fuse, _act(act), checked_device(device))
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # which is for transformers, too

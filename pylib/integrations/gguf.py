@@ -31,6 +31,7 @@ from lowbit.pylib.nn.experts import LISTS
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
+from lowbit.pylib.torch_types import type_name
 from lowbit.pylib.weights.packed import PackedWeight
 
 ACTS: Mapping[torch.dtype, Act] = {torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -53,7 +54,7 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
     dtype = _dtype(arguments.pop("torch_dtype", dtype))
     source = read_source(load_gguf(path, ACTS[dtype]))
     contents = _read(source, dtype)
-    fields = {**source.config, "dtype": str(dtype).removeprefix("torch.")}
+    fields = {**source.config, "dtype": type_name(dtype)}
     config = AutoConfig.for_model(source.architecture.model_type, **fields)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
@@ -68,7 +69,7 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
 
 def _dtype(given: object) -> torch.dtype:
     """Returns a type of activations that is given as transformers takes it, by its name too."""
-    found = next((dtype for dtype in ACTS if given in (dtype, str(dtype), str(dtype).removeprefix("torch."))), None)
+    found = next((dtype for dtype in ACTS if given in (dtype, str(dtype), type_name(dtype))), None)
     if found is None:
         raise SpecError(f"dtype={given} must be torch.float16 or torch.bfloat16, in which kernels take inputs")
     return found

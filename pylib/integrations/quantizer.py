@@ -44,6 +44,7 @@ from lowbit.pylib.integrations.saved import (
     compare,
     fit_lengths,
     low_bit_layers,
+    multiply_as_saved,
     place_saved,
     saved_specs,
     start_no_fused,
@@ -155,6 +156,7 @@ class LowbitQuantizer(HfQuantizer):
                 self.targets |= attach_dense(entry, module)
         if self.pre_quantized and files:
             place_fused(model, saved)
+            multiply_as_saved(model, saved)
             compare(model, saved)
             fit_lengths(model, files)
 

@@ -22,7 +22,7 @@ from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import may_be_low_bit
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import naming
-from lowbit.pylib.weights.saved import check_same, read_spec
+from lowbit.pylib.weights.saved import check_same, read_spec, with_products_of
 
 
 def saved_specs(model: nn.Module, files: Sequence[str]) -> dict[str, MatmulSpec]:
@@ -59,6 +59,16 @@ def _check_codes_are_joined(name: str, spec: MatmulSpec, keys: Collection[str]) 
             f"{name}: an earlier version saved {names} apart; load the folder with lowbit.load_checkpoint, "
             "and save the model again"
         )
+
+
+def multiply_as_saved(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:
+    """Makes the empty linear layers of a model multiply in the types that their weights were saved for, as config.json
+    says what they were quantized for (`lowbit.set_compute_`)."""
+    for name, layer in list(low_bit_layers(model)):
+        if isinstance(layer, LowbitLinear) and name in saved:
+            spec = with_products_of(saved[name], layer.spec)
+            if spec != layer.spec:
+                model.set_submodule(name, LowbitLinear.empty(spec, layer.codes.device))
 
 
 def compare(model: nn.Module, saved: Mapping[str, MatmulSpec]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from lowbit.dialect.errors import SpecError
+from lowbit.pylib.devices import available_memory
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts, specs_of_experts
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear, spec_of
@@ -67,13 +67,6 @@ def check_memory(model: nn.Module, available: int) -> None:
     if needed > available:
         sizes = f"the model takes {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB of memory are free"
         raise SpecError(f"{sizes}; keep fewer layers of it (--layers), or leave bf16 out")
-
-
-def available_memory() -> int:
-    """Returns how many bytes a process may take before the system swaps or ends it."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return 1024 * int(kilobytes)
 
 
 def _taken_out(model: nn.Module, lm_head: bool) -> dict[str, nn.Linear]:

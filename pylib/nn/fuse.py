@@ -26,7 +26,7 @@ from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import check_model
 from lowbit.pylib.nn.siblings import Group, rewritten, siblings
 from lowbit.pylib.weights import outliers
-from lowbit.pylib.weights.saved import check_same
+from lowbit.pylib.weights.saved import check_same, with_products_of
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _check_parts(spec: MatmulSpec, parts: Mapping[str, nn.Linear]) -> None:
     rows = sum(part.out_features for part in parts.values())
     for name, part in parts.items():
         if isinstance(part, LowbitLinear):
-            check_same(spec, replace(part.spec, n=rows))
+            check_same(spec, with_products_of(spec, replace(part.spec, n=rows)))
         elif (spec.n, spec.k) != (rows, part.in_features):
             raise PackError(f"{name} is one of {len(parts)} layers that make {rows} x {part.in_features}, not {spec}")
 

@@ -101,13 +101,16 @@ class LowbitLinear(PackedModule, nn.Linear):
             linear.bias = nn.Parameter(cast(Tensor, self.bias).to(linear.weight.dtype))
         return linear
 
+    def hold(self, packed: PackedWeight) -> None:
+        """Take another packed weight in place of this layer's; `in_features` and `out_features` stay as they are."""
+        self._hold(packed.spec, packed)
+
     def split_(self, dim: int, index: int, count: int) -> None:
         """Keep one of several parts of the weight, as `PackedWeight.shard` cuts it, for tensor parallelism.
 
         `in_features` and `out_features` stay those of the whole layer.
         """
-        part = self.packed.shard(dim, index, count)
-        self._hold(part.spec, part)
+        self.hold(self.packed.shard(dim, index, count))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.spec}"

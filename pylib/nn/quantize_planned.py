@@ -24,6 +24,7 @@ from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
 from lowbit.pylib.nn.report import LayerReport
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.torch_types import type_name
 
 
 def quantized_module(
@@ -51,7 +52,7 @@ def quantized_module(
         parts = linear.weight, linear.bias, entry.specs[0], rounding, inputs, device, scales, rows
         layer, change = quantized_layer(*parts)
     note = columns.notes.get(entry.names[0], "")
-    row = _row(_name(entry), config, [layer], change, _bytes(linear))
+    row = low_bit_row(_name(entry), config, [layer], change, _bytes(linear))
     return layer.train(linear.training), [replace(row, note=note)]
 
 
@@ -63,7 +64,7 @@ def _quantized_embedding(
         layer, change = quantized_layer(dense.weight, None, entry.specs[0], config, None, device)
     embedding = LowbitEmbedding.from_packed(layer.packed).in_place_of(dense)
     name = " = ".join((*entry.names, *entry.tied))
-    return embedding, [_row(name, config, [embedding], change, _bytes(dense))]
+    return embedding, [low_bit_row(name, config, [embedding], change, _bytes(dense))]
 
 
 def _quantized_experts(
@@ -85,7 +86,7 @@ def _quantized_experts(
             of_experts.append(layer)
             total += change
             before += weight.nbytes + (0 if bias is None else bias.nbytes)
-        row = _row(f"{_name(entry)}.{parameter}", config, of_experts, total, before)
+        row = low_bit_row(f"{_name(entry)}.{parameter}", config, of_experts, total, before)
         rows.append(replace(row, note=_tokens_seen(tokens)))
         layers.append(of_experts)
     return LowbitExperts(entry.module, *layers), rows
@@ -99,7 +100,10 @@ def _tokens_seen(tokens: Sequence[int]) -> str:
     return f"experts got {min(tokens)} to {max(tokens)} tokens{unseen}"
 
 
-def _row(name: str, config: QuantConfig, layers: Sequence[PackedModule], change: Change, before: int) -> LayerReport:
+def low_bit_row(
+    name: str, config: QuantConfig, layers: Sequence[PackedModule], change: Change, before: int
+) -> LayerReport:
+    """Returns what the report says of a low-bit layer, or of the same layer of all experts, of `before` bytes."""
     spec = layers[0].spec
     columns = "row" if spec.group_size is None else str(spec.group_size)
     form = f"{spec.weight} per {columns}, {config.method}"
@@ -114,7 +118,7 @@ def dense_row(entry: Planned) -> LayerReport:
         shape, form = (spec.n, spec.k), spec.weight
     else:
         matrix = matrix_of(entry.module)
-        shape, form = tuple(matrix.shape), str(matrix.dtype).removeprefix("torch.")
+        shape, form = tuple(matrix.shape), type_name(matrix.dtype)
     size, why = _bytes(entry.module), entry.reason
     return LayerReport(_name(entry), shape, form, size, size, reason=why.text, option=why.option)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lowbit.pylib.nn.fuse import FusedLayers
 from lowbit.pylib.nn.outlier_rows import OutlierRows
 from lowbit.pylib.nn.reason import Reason, as_argument
+from lowbit.pylib.torch_types import type_name
 
 HEADER = ("name", "shape", "format", "KB before", "KB after", "error")
 
@@ -40,6 +43,11 @@ class LayerReport:
     option: str = ""
     note: str = ""
     outliers: OutlierRows | None = None
+
+    @classmethod
+    def of_dense(cls, name: str, weight: Tensor, reason: str) -> LayerReport:
+        """Returns what is said of a weight that stays as it is."""
+        return cls(name, tuple(weight.shape), type_name(weight.dtype), weight.nbytes, weight.nbytes, reason=reason)
 
     def cells(self, spelling: Callable[[str], str]) -> tuple[str, ...]:
         """Returns the cells of this row of the table, the option as `spelling` writes it."""

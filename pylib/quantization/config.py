@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import lcm
 from typing import Any, Literal
 
 from lowbit.dialect.bilevel import SCALE_CODES, Bilevel
@@ -100,7 +101,7 @@ class QuantConfig:
         if self.bilevel is not None:
             object.__setattr__(self, "bilevel", Bilevel.read(self.bilevel))
         # The spec of the smallest weight checks format, table, zeros and scale, in the words that `compile` uses.
-        least = self.group_size or (SUM_COLUMNS if self.compute else MIN_K)
+        least = lcm(self.group_size or MIN_K, SUM_COLUMNS if self.compute else 1)
         spec = self.spec(1, least * (self.bilevel.groups if self.bilevel else 1))
         object.__setattr__(self, "table", spec.table)
         self._check_numbers()

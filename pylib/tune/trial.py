@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.pylib import reference
+from lowbit.pylib.devices import available_memory, target_named
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.reference.definition import F64
 from lowbit.pylib.runtime.gpu import check_device
@@ -114,7 +116,11 @@ def run_trial(
     schedule: Schedule | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Trial:
-    """Compile, pack random data, multiply, check, time; `on_step` hears of each. Raises as `compile` does."""
+    """Compile, pack random data, multiply, check, time; `on_step` hears of each.
+
+    Raises as `compile` does, and SpecError for data beyond this machine's memory.
+    """
+    _check_memory(spec, m, target)
     on_step("compiling")
     start = time.perf_counter()
     mm = compile(spec, target, schedule)
@@ -144,6 +150,17 @@ def run_trial(
         time=None if mm.target.kind == "emulator" else time_call(mm, data.x, data.weight),
         bytes=data.weight.nbytes + data.x.nbytes + y.nbytes,
     )
+
+
+def _check_memory(spec: MatmulSpec, m: int, target: str | None) -> None:
+    """Raises SpecError where random data do not fit the host's memory, and the system would end the process: what
+    repeats in f64, in several forms, and codes, x and y, which lie on the GPU for one."""
+    needed, free = 40 * min(spec.n, PERIOD) * spec.k, available_memory()
+    if target_named(target).kind != "cuda":
+        needed += spec.n * spec.k + 2 * m * (spec.n + spec.k)
+    if needed > free:
+        sizes = f"n={spec.n}, k={spec.k} and m={m} take at least {needed / 1e9:.1f} GB"
+        raise SpecError(f"{sizes}, and {free / 1e9:.1f} GB of memory are free; try less")
 
 
 def rounding(mm: Matmul, m: int) -> dict[str, bool]:

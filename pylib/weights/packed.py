@@ -7,6 +7,7 @@ all others the codes 0 .. 2^b-1 (unpacked as uint8). In memory signed codes are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from lowbit.dialect.errors import PackError
+from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.pylib.tensor_checks import check_memory, check_slot, is_plain
 from lowbit.pylib.torch_types import TORCH
@@ -231,6 +233,28 @@ class PackedWeight(Mapping[str, Tensor]):
         """Returns the weight [n, k] in f32 with the numbers that a spec with `fold_scales` allows kernels to multiply:
         those of groups are rounded to f16 and then to f8e4m3, before the scales of rows multiply them."""
         return folding.folded(self.spec, self) if self.spec.folds else self.dequantize()
+
+    def with_compute(
+        self, compute: Compute | None, *, compute_from: int = 1, fold_scales: bool = False
+    ) -> PackedWeight:
+        """Returns the same weight for matmuls of a spec with these fields, which `MatmulSpec` explains. It shares its
+        tensors with this one, but for scales and offsets from which `fold_scales` takes a power of two.
+
+        Raises SpecError where the weight can't be multiplied so, and PackError if it has no values to look at.
+        """
+        spec = replace(self.spec, compute=compute, compute_from=compute_from, fold_scales=fold_scales)
+        if not spec.folds or self.spec.folds:
+            return PackedWeight(interned(spec), self)
+        if self.readable_spec is None:
+            raise PackError("the weight has no values, from which fold_scales takes a power of two; load them first")
+        kept = ("codes", "bias")
+        given = {slot.name: self.unpack_tensor(slot.name) for slot in self.spec.given_tensors if slot.role not in kept}
+        values = folding.with_row_scales(spec, given)
+        separate = {
+            slot.name: self[slot.name] if slot.role in kept else to_memory(spec, slot, values[slot.name])
+            for slot in spec.given_tensors
+        }
+        return PackedWeight(interned(spec), shared_bytes.join(spec, separate))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors for torch.save or safetensors: those of `spec.tensors`, and "spec", JSON as uint8, from which

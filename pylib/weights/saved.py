@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -28,8 +28,11 @@ SEPARATE_CODES = 3  # the format that has a tensor for each of `MatmulSpec.given
 WITHOUT_TYPES = 2  # the one before, whose "spec" does not say act and out
 SPEC = "spec"
 LONGEST_SPEC = 1 << 16  # bytes; a table of 256 numbers takes 6 KiB
-WEIGHT_FIELDS = tuple(f.name for f in fields(MatmulSpec) if f.name not in ("act", "out"))
-"""The fields of a spec that a weight was packed with. It can be loaded for another act or out if its tensors fit."""
+_OF_PRODUCTS = ("compute", "compute_from", "fold_scales", "row_scales")
+_OF_CALLS = ("act", "out", "compute", "compute_from")
+WEIGHT_FIELDS = tuple(f.name for f in fields(MatmulSpec) if f.name not in _OF_CALLS)
+"""The fields of a spec that a weight was packed with. It can be loaded for other types of x, y and products if its
+tensors fit."""
 
 
 def write_spec(spec: MatmulSpec) -> Tensor:
@@ -92,6 +95,13 @@ def read_spec(saved: Tensor) -> MatmulSpec:
 def check_spec(saved: Tensor, wanted: MatmulSpec) -> None:
     """Raise PackError unless what `write_spec` wrote is of a weight that can be loaded for a spec."""
     _for(wanted, _read_json(saved))
+
+
+def with_products_of(saved: MatmulSpec, wanted: MatmulSpec) -> MatmulSpec:
+    """Returns a spec with what a saved one says of products (`lowbit.set_compute_`), where that fits it."""
+    with suppress(SpecError):
+        return replace(wanted, **{name: getattr(saved, name) for name in _OF_PRODUCTS})
+    return wanted
 
 
 def check_same(saved: MatmulSpec, wanted: MatmulSpec) -> None:

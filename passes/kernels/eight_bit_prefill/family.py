@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.base import Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES as FEW_TILES
 from lowbit.passes.kernels.eight_bit_prefill import cost_model, legality
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill.cuts import with_cuts
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.prefill.family import kinds
@@ -32,19 +33,16 @@ _NARROW, _WIDE = (128, 4), (256, 4)  # columns and stages of panels
 _PANELS = (_NARROW, _WIDE, (128, 8), (256, 8))
 
 
-class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
+class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
     """Codes become bytes and are multiplied by wgmma of 8-bit types, tile after tile."""
 
     name: ClassVar[str] = "eight_bit_prefill"
     operation: ClassVar[Operation] = "quantized_matmul"
     schedule_type = EightBitPrefillSchedule
-    takes_any_tokens: ClassVar[bool] = True
+    chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         return served_tiles(spec) if spec.compute and self.candidates(spec, TOKEN_TILES[0], target) else ()
-
-    def serves(self, schedule: EightBitPrefillSchedule, token_tile: int) -> bool:
-        return token_tile in TOKEN_TILES
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
         """Returns for every tile the first of `_PRODUCTS` with registers enough, and wide panels for few tokens.
@@ -55,25 +53,20 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
         found: list[EightBitPrefillSchedule] = []
         for kind in kinds(_TOKENS, spec, token_tile, target):
             panels = [_NARROW] if kind[0] > 64 else [_WIDE, _NARROW] if spec.folds else [_WIDE]
-            fitting = (s for s in _schedules(*kind, panels) if self._fits(spec, s, target))
+            fitting = (s for s in _schedules(*kind, panels) if self.fits(spec, s, target))
             found += islice(fitting, 1)
         found = [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
-        found = [s for s in with_cuts(spec, token_tile, found, target) if self._fits(spec, s, target)]
+        found = [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
         if spec.folds and not found:
             found = [s for s in _schedules(_TOKENS[0], 1, 1, [_NARROW]) if self.allows(spec, s, target)]
         return found
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
         every = (s for kind in kinds(_TOKENS, spec, token_tile, target) for s in _schedules(*kind, _PANELS))
-        return [s for s in with_cuts(spec, token_tile, every, target) if self._fits(spec, s, target)]
+        return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitPrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
-
-    def suits(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target, measured: MatmulSpec) -> bool:
-        """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""
-        same = (spec.n, spec.k, spec.compute) == (measured.n, measured.k, measured.compute)
-        return same and self.allows(spec, schedule, target)
 
     def shape(self, schedule: EightBitPrefillSchedule) -> tuple[object, ...]:
         return schedule.tokens, schedule.parts, schedule.cluster, schedule.split_k, schedule.last_tokens > 0
@@ -92,8 +85,8 @@ class EightBitPrefill(KernelFamily[EightBitPrefillSchedule]):
 
         return eight_bit_prefill_matmul(spec, schedule)
 
-    def _fits(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target) -> bool:
-        return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
+    def spills(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule) -> bool:
+        return legality.spills(spec, schedule)
 
 
 def served_tiles(spec: MatmulSpec, least: int = PREFILL_TILES[0]) -> tuple[int, ...]:

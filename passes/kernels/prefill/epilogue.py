@@ -7,6 +7,7 @@ its part around in shared memory of its own, some tokens at a time; no warp wait
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import spatial
@@ -15,11 +16,40 @@ from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
 
 
-class Epilogue:
-    """Stores tiles of y in program `p`."""
+class Epilogue(ABC):
+    """Makes numbers of y from sums in program `p`; derived classes store them, each in its own way."""
 
     def __init__(self, p: Program, plan: PrefillPlan) -> None:
-        self.p, self.plan, self.spec, self.schedule = p, plan, plan.spec, plan.schedule
+        self.p, self.plan, self.spec = p, plan, plan.spec
+
+    @abstractmethod
+    def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
+        """Adds the bias to sums [rows, tokens], converts and stores them."""
+
+    def numbers(self, total: Tile, row_tile: Scalar) -> Tile:
+        """Adds the bias to sums [rows, tokens], and converts them to y's type."""
+        p = self.p
+        if self.spec.bias:
+            total = p.add(total, p.cast(self.per_row("bias", self.spec.out_dtype, total, row_tile), "f32"))
+        return p.cast(total, self.spec.out_dtype)
+
+    def per_row(self, name: str, element: str, total: Tile, row_tile: Scalar) -> Tile:
+        """Reads a number for every row of sums from the tensor of this name."""
+        p = self.p
+        view = p.global_view(p[name], element, (self.spec.n, 1))
+        boundary = (self.outside("clamp"), "none")
+        return p.load(view, (row_tile * ROWS_OF_TILE, 0), total.layout.reduce((1,)), boundary)
+
+    def outside(self, word: str) -> str:
+        """Returns the boundary of rows: `word` where some tile ends beyond the last row."""
+        return word if self.spec.n % (ROWS_OF_TILE * self.plan.schedule.cluster) else "none"
+
+
+class StagedEpilogue(Epilogue):
+    """Stores y by way of shared memory."""
+
+    def __init__(self, p: Program, plan: PrefillPlan) -> None:
+        super().__init__(p, plan)
         at_a_time, pitch = plan.out_tokens, plan.out_pitch
         shape = (WARPS, ROWS, at_a_time)
         self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))
@@ -29,11 +59,7 @@ class Epilogue:
         self._y = p.global_view(p["y"], self.spec.out_dtype, shape, (self._piece, 1, self.spec.n), sizes=[p["m"]])
 
     def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
-        """Adds the bias to sums [rows, tokens], converts and stores them."""
-        p = self.p
-        if self.spec.bias:
-            total = p.add(total, p.cast(self.per_row("bias", self.spec.out_dtype, total, row_tile), "f32"))
-        total = p.cast(total, self.spec.out_dtype)
+        p, total = self.p, self.numbers(total, row_tile)
         at_a_time = self.plan.out_tokens_of(total.shape[1])
         for first in range(0, total.shape[1], at_a_time):
             part = p.slice(total, 1, first, at_a_time)
@@ -41,17 +67,6 @@ class Epilogue:
             p.barrier("warps", 1)
             self._store_part(row_tile, token + first, at_a_time)
             p.barrier("warps", 1)
-
-    def per_row(self, name: str, element: str, total: Tile, row_tile: Scalar) -> Tile:
-        """A number for every row of sums, from the tensor of this name."""
-        p = self.p
-        view = p.global_view(p[name], element, (self.spec.n, 1))
-        boundary = (self._outside("clamp"), "none")
-        return p.load(view, (row_tile * ROWS_OF_TILE, 0), total.layout.reduce((1,)), boundary)
-
-    def _outside(self, word: str) -> str:
-        """The boundary of rows: where some tile ends beyond the last row, this one."""
-        return word if self.spec.n % (ROWS_OF_TILE * self.schedule.cluster) else "none"
 
     def _store_part(self, row_tile: Scalar, token: Scalar, tokens: int) -> None:
         """Some tokens from shared memory to y, in pieces of neighbouring rows."""
@@ -62,5 +77,5 @@ class Epilogue:
         layout = layout.spatial(1, 1, 32 // lanes).spatial(1, lanes, 1).local(1, piece, 1)
         turned = p.load(self._turned, (0, 0, 0), layout)
         pieces = ROWS_OF_TILE // piece
-        boundary = (self._outside("skip"), "none", "skip")
+        boundary = (self.outside("skip"), "none", "skip")
         p.store(p.reshape(turned, (pieces, piece, tokens)), self._y, (row_tile * pieces, 0, token), boundary)

@@ -7,7 +7,8 @@ from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.base import Operation
+from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill import cost_model, legality
 from lowbit.passes.kernels.prefill.cuts import with_cuts
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
@@ -23,36 +24,28 @@ differ."""
 _TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
 
 
-class Prefill(KernelFamily[PrefillSchedule]):
+class Prefill(PersistentFamily[PrefillSchedule]):
     """Codes are decoded to the activation's type and multiplied by wgmma, tile after tile."""
 
     name: ClassVar[str] = "prefill"
     operation: ClassVar[Operation] = "matmul"
     schedule_type = PrefillSchedule
-    takes_any_tokens: ClassVar[bool] = True
+    chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         return TOKEN_TILES if any(self._widest(spec, target, tile, 1, 1) for tile in _TOKENS) else ()
 
-    def serves(self, schedule: PrefillSchedule, token_tile: int) -> bool:
-        return token_tile in TOKEN_TILES
-
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
         found = [s for kind in kinds(_TOKENS, spec, token_tile, target) if (s := self._widest(spec, target, *kind))]
-        return [s for s in with_cuts(spec, token_tile, found, target) if self._fits(spec, s, target)]
+        return [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
 
-    def suits(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target, measured: MatmulSpec) -> bool:
-        """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""
-        same_size = (spec.n, spec.k) == (measured.n, measured.k)
-        return same_size and self.allows(spec, schedule, target)
-
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
         choices = product(kinds(_TOKENS, spec, token_tile, target), (64, 128, 256), (4, 8))
         every = (PrefillSchedule(tile, panel_k, stages, *blocks) for (tile, *blocks), panel_k, stages in choices)
-        return [s for s in with_cuts(spec, token_tile, every, target) if self._fits(spec, s, target)]
+        return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
 
     def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
         return schedule.tokens, schedule.cluster, schedule.split_k, schedule.last_tokens > 0
@@ -71,8 +64,8 @@ class Prefill(KernelFamily[PrefillSchedule]):
 
         return prefill_matmul(spec, schedule)
 
-    def _fits(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target) -> bool:
-        return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
+    def spills(self, spec: MatmulSpec, schedule: PrefillSchedule) -> bool:
+        return legality.spills(spec, schedule)
 
     def _widest(
         self, spec: MatmulSpec, target: Target, tokens: int, cluster: int, split_k: int
@@ -81,7 +74,7 @@ class Prefill(KernelFamily[PrefillSchedule]):
         since what a panel takes besides its products is the same for all; first those whose rounds fit the groups."""
         panels = [PrefillSchedule(tokens, panel_k, 4, cluster, split_k) for panel_k in (256, 128, 64)]
         panels.sort(key=lambda s: not PrefillPlan(spec, s).divides_groups)
-        fitting = (s for s in panels if self._fits(spec, s, target))
+        fitting = (s for s in panels if self.fits(spec, s, target))
         return next(fitting, None) if spec.n > ROWS_OF_TILE * (cluster - 1) else None
 
 

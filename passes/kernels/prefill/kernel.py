@@ -70,7 +70,7 @@ from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
-from lowbit.passes.kernels.prefill.epilogue import Epilogue
+from lowbit.passes.kernels.prefill.epilogue import StagedEpilogue
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
@@ -164,7 +164,7 @@ class Kernel:
         p, s, width = self.p, self.schedule, self.spec.x.per_panel
         self.x = p.alloc_shared(self.spec.x.operand, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
         self.full, self.empty = p.signals(s.num_stages, 1), p.signals(s.num_stages, WARPS * s.cluster)
-        self.epilogue = Epilogue(p, self.plan)
+        self.epilogue = StagedEpilogue(p, self.plan)
         self._make_sums()
 
     def _make_sums(self) -> None:

@@ -6,33 +6,19 @@ sector of the L2 cache takes, of a tile whose products take a hundred times as l
 
 from __future__ import annotations
 
-from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.kernels.prefill.epilogue import Epilogue
+from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 
 
-class Epilogue:
-    """Stores tiles of y in program `p`."""
+class DirectEpilogue(Epilogue):
+    """Stores y from registers."""
 
-    def __init__(self, p: Program, spec: MatmulSpec) -> None:
-        self.p, self.spec = p, spec
-        self._y = p.global_view(p["y"], spec.out_dtype, (spec.n, -1), (1, spec.n), sizes=[p["m"]])
+    def __init__(self, p: Program, plan: PrefillPlan) -> None:
+        super().__init__(p, plan)
+        self._y = p.global_view(p["y"], self.spec.out_dtype, (self.spec.n, -1), (1, self.spec.n), sizes=[p["m"]])
 
     def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
-        """Adds the bias to sums [rows, tokens], converts and stores them."""
-        p = self.p
-        if self.spec.bias:
-            total = p.add(total, p.cast(self.per_row("bias", self.spec.out_dtype, total, row_tile), "f32"))
-        y = p.cast(total, self.spec.out_dtype)
-        p.store(y, self._y, (row_tile * ROWS_OF_TILE, token), (self._outside("skip"), "skip"))
-
-    def per_row(self, name: str, element: str, total: Tile, row_tile: Scalar) -> Tile:
-        """A number for every row of sums, from the tensor of this name."""
-        p = self.p
-        view = p.global_view(p[name], element, (self.spec.n, 1))
-        boundary = (self._outside("clamp"), "none")
-        return p.load(view, (row_tile * ROWS_OF_TILE, 0), total.layout.reduce((1,)), boundary)
-
-    def _outside(self, word: str) -> str:
-        """The boundary of rows: where the last tile ends beyond the last row, this one."""
-        return word if self.spec.n % ROWS_OF_TILE else "none"
+        boundary = (self.outside("skip"), "skip")
+        self.p.store(self.numbers(total, row_tile), self._y, (row_tile * ROWS_OF_TILE, token), boundary)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice, product
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.base import Operation
+from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.prefill_mma import cost_model, legality
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
@@ -21,16 +22,47 @@ if TYPE_CHECKING:
 TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
 """Numbers of tokens that a schedule is chosen for: above those that a few launches of the decode kernel hold."""
 _NO_TEMPORARY = 1.1  # times as long a launch may take that needs no memory for the weight as numbers
-_PANELS = ((64, 4), (128, 2), (64, 2), (128, 4))  # columns and stages, the most promising first
 
 
-class PrefillMma(KernelFamily[PrefillMmaSchedule]):
+M = TypeVar("M", bound=PrefillMmaSchedule)
+
+
+class PersistentMmaFamily(PersistentFamily[M]):
+    """The base of families that multiply by mma.sync.
+
+    panels   columns and stages of panels, the most promising first
+    """
+
+    panels: ClassVar[tuple[tuple[int, int], ...]]
+
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[M]:
+        """Returns for every tile and its warps the first of `panels` that fits."""
+        found: list[M] = []
+        for of_tile in self._schedules_by_tile():
+            found += islice((s for s in of_tile if self.fits(spec, s, target)), 1)
+        return found
+
+    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[M]:
+        return [s for of_tile in self._schedules_by_tile() for s in of_tile if self.fits(spec, s, target)]
+
+    def shape(self, schedule: M) -> tuple[object, ...]:
+        return schedule.tokens, schedule.row_blocks
+
+    def _schedules_by_tile(self) -> Iterator[list[M]]:
+        """All that the tuner may try, those of one tile together; `legality` leaves out what does not fit."""
+        kind = self.schedule_type
+        for tokens, row_blocks in product(kind.allowed["tokens"], kind.allowed["row_blocks"]):
+            yield [kind(tokens, *panel, row_blocks=row_blocks) for panel in self.panels]
+
+
+class PrefillMma(PersistentMmaFamily[PrefillMmaSchedule]):
     """Codes are decoded to the activation's type and multiplied by mma.sync, tile after tile."""
 
     name: ClassVar[str] = "prefill_mma"
     operation: ClassVar[Operation] = "matmul"
     schedule_type = PrefillMmaSchedule
-    takes_any_tokens: ClassVar[bool] = True
+    panels: ClassVar[tuple[tuple[int, int], ...]] = ((64, 4), (128, 2), (64, 2), (128, 4))
+    chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         """Those up to the last for which the vendor's matmul, of a weight that is written out, is not predicted to be
@@ -38,32 +70,11 @@ class PrefillMma(KernelFamily[PrefillMmaSchedule]):
         found = self.candidates(spec, TOKEN_TILES[0], target)
         return _worthwhile(spec, target, tuple(found)) if found else ()
 
-    def serves(self, schedule: PrefillMmaSchedule, token_tile: int) -> bool:
-        return token_tile in TOKEN_TILES
-
-    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillMmaSchedule]:
-        """Returns for every tile and its warps the first of _PANELS that fits."""
-        found: list[PrefillMmaSchedule] = []
-        for of_tile in _schedules_by_tile():
-            found += islice((s for s in of_tile if self._fits(spec, s, target)), 1)
-        return found
-
-    def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillMmaSchedule]:
-        return [s for of_tile in _schedules_by_tile() for s in of_tile if self._fits(spec, s, target)]
-
-    def _fits(self, spec: MatmulSpec, schedule: PrefillMmaSchedule, target: Target) -> bool:
-        return self.allows(spec, schedule, target) and not legality.spills(spec, schedule)
+    def spills(self, spec: MatmulSpec, schedule: PrefillMmaSchedule) -> bool:
+        return legality.spills(spec, schedule)
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillMmaSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
-
-    def suits(self, spec: MatmulSpec, schedule: PrefillMmaSchedule, target: Target, measured: MatmulSpec) -> bool:
-        """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""
-        same_size = (spec.n, spec.k) == (measured.n, measured.k)
-        return same_size and self.allows(spec, schedule, target)
-
-    def shape(self, schedule: PrefillMmaSchedule) -> tuple[object, ...]:
-        return schedule.tokens, schedule.row_blocks
 
     def check(self, spec: MatmulSpec, schedule: PrefillMmaSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
@@ -75,13 +86,6 @@ class PrefillMma(KernelFamily[PrefillMmaSchedule]):
         from lowbit.passes.kernels.prefill_mma.kernel import prefill_mma_matmul
 
         return prefill_mma_matmul(spec, schedule)
-
-
-def _schedules_by_tile() -> Iterator[list[PrefillMmaSchedule]]:
-    """All that the tuner may try, those of one tile together; `legality` leaves out what does not fit."""
-    allowed = PrefillMmaSchedule.allowed
-    for tokens, row_blocks in product(allowed["tokens"], allowed["row_blocks"]):
-        yield [PrefillMmaSchedule(tokens, *panel, row_blocks=row_blocks) for panel in _PANELS]
 
 
 @lru_cache(maxsize=1024)

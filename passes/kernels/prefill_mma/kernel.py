@@ -43,7 +43,7 @@ from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
-from lowbit.passes.kernels.prefill_mma.epilogue import Epilogue
+from lowbit.passes.kernels.prefill_mma.epilogue import DirectEpilogue
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 
@@ -67,7 +67,7 @@ class MmaKernel(Kernel):
         self._allocate_stages()
         panels = -(-spec.k // s.panel_k)
         self.x = p.global_view(p["x"], spec.x.operand, (panels, -1, s.panel_k), (s.panel_k, spec.k, 1), sizes=[p["m"]])
-        self.epilogue = Epilogue(p, spec)
+        self.epilogue = DirectEpilogue(p, self.plan)
 
     def _allocate_stages(self) -> None:
         """Shared memory for x."""

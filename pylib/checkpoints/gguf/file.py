@@ -18,6 +18,7 @@ from lowbit.pylib.checkpoints.gguf.blocks import BLOCKS, BlockType
 from lowbit.pylib.checkpoints.gguf.container import Entry, read_container
 from lowbit.pylib.checkpoints.gguf.super_blocks import SUPER_BLOCKS
 from lowbit.pylib.checkpoints.imported import Imported
+from lowbit.pylib.torch_types import type_name
 from lowbit.pylib.weights.packed import PackedWeight
 
 TYPES: dict[int, BlockType] = BLOCKS | SUPER_BLOCKS
@@ -118,7 +119,7 @@ class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
         kind = self._container.entries[name].kind
         if kind in TYPES:
             return TYPES[kind].name
-        return str(DENSE[kind]).removeprefix("torch.") if kind in DENSE else f"type {kind}"
+        return type_name(DENSE[kind]) if kind in DENSE else f"type {kind}"
 
     def is_dense(self, name: str) -> bool:
         """Tells whether a tensor has floats or integers, and is not packed."""

@@ -1,0 +1,39 @@
+"""What the families for many tokens have in common: one launch of persistent blocks serves any number of tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, TypeVar
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelFamily
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.target import Target
+
+S = TypeVar("S", bound=PrefillSchedule)
+
+
+class PersistentFamily(KernelFamily[S]):
+    """The base of these families.
+
+    chosen_for   the token tiles that a schedule is chosen for
+    """
+
+    takes_any_tokens: ClassVar[bool] = True
+    chosen_for: ClassVar[tuple[int, ...]]
+
+    def serves(self, schedule: S, token_tile: int) -> bool:
+        return token_tile in self.chosen_for
+
+    def suits(self, spec: MatmulSpec, schedule: S, target: Target, measured: MatmulSpec) -> bool:
+        """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""
+        same = (spec.n, spec.k, spec.compute) == (measured.n, measured.k, measured.compute)
+        return same and self.allows(spec, schedule, target)
+
+    def fits(self, spec: MatmulSpec, schedule: S, target: Target) -> bool:
+        """Tells whether a schedule is allowed and leaves every thread registers enough."""
+        return self.allows(spec, schedule, target) and not self.spills(spec, schedule)
+
+    @abstractmethod
+    def spills(self, spec: MatmulSpec, schedule: S) -> bool:
+        """Tells whether a thread needs more registers than it has."""
