@@ -75,8 +75,9 @@ def _u4(tokens: int, schedule: KernelSchedule | None = None, **others: Any) -> C
     return Case(MatmulSpec(**{"weight": "u4", "group_size": 128, **SIZES, **others}), tokens, schedule)
 
 
-def _preset(name: str, tokens: int) -> Case:
-    return Case(MatmulSpec.preset(name, **SIZES, permuted=False), tokens)  # x is in the order of the codes
+def _preset(name: str, tokens: int, schedule: KernelSchedule | None = None) -> Case:
+    spec = MatmulSpec.preset(name, **SIZES, permuted=False)  # x is in the order of the codes
+    return Case(spec, tokens, schedule)
 
 
 CASES: Mapping[str, Case] = MappingProxyType(
@@ -88,6 +89,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "q4_k, 8 tokens": _preset("q4_k", 8),
         "SpQR, 1 token": _preset("spqr", 1),
         "SpQR, 16 tokens": _preset("spqr", 16),
+        "SpQR, outliers by step": _preset("spqr", 16, Schedule(16, 1, 4, 2, 256, 2, wgmma=True, outliers_by_step=True)),
         "prefill": _u4(600, PrefillSchedule(32), zeros="int", act="bf16"),
         "prefill, last tiles cut": _u4(600, PrefillSchedule(32, last_tokens=16)),
         "prefill, cluster of 2": _u4(600, PrefillSchedule(32, cluster=2)),
