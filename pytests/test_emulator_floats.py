@@ -342,3 +342,12 @@ def test_selp_slct_set() -> None:
     np.testing.assert_array_equal(by_sign, np.where(c >= 0, a, b))
     np.testing.assert_array_equal(mask, np.where(c > 0, 2**32 - 1, 0))
     np.testing.assert_array_equal(one, np.where(c <= 0, 1.0, 0.0))
+
+
+def test_set_of_pairs() -> None:
+    """A mask of 16 bits for each half. Subnormals are numbers of their own, and zeros of both signs are one."""
+    a = np.array([0x0001_0002, 0x0003_0002, 0x8000_7E00, 0x000F_0000], np.uint32)
+    b = np.array([0x0001_0003, 0x0001_0002, 0x0000_7E00, 0x000F_0000], np.uint32)
+    (found,) = apply("set.eq.u32.f16x2 %x, %a, %b;", a, b, out=("u4",))
+    assert found.tolist() == [0xFFFF_0000, 0x0000_FFFF, 0xFFFF_0000, 0xFFFF_FFFF]
+

@@ -129,6 +129,15 @@ def test_the_second_pass_tries_splits_without_a_cluster() -> None:
     assert [n for n in found if n.cluster > 1] == [s] and {n.split_k for n in found} == {1, 2, 4}
 
 
+def test_the_second_pass_tries_outliers_by_step() -> None:
+    spec = MatmulSpec.preset("spqr", 4096, 4096)
+    s = Schedule(16, 1, 4, 2, 256, 2, wgmma=True)
+    by_step = replace(s, outliers_by_step=True)
+    assert by_step in search_space.neighbours(spec, 16, HOPPER, s)
+    assert s in search_space.neighbours(spec, 16, HOPPER, by_step)
+    assert not [n for n in search_space.neighbours(SPEC, 16, HOPPER, WARPGROUP) if n.outliers_by_step]
+
+
 WARPGROUP = Schedule(16, 1, 4, 2, 64, 3, 2, 2, wgmma=True, max_blocks_per_sm=1)  # 128 blocks
 
 
