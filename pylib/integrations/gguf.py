@@ -52,6 +52,9 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
     Raises CheckpointError for a file that is damaged or can't be loaded; it names the tensor or the key.
     """
     dtype = _dtype(arguments.pop("torch_dtype", dtype))
+    for name in ("config", "quantization_config", "state_dict"):
+        if name in arguments:
+            raise SpecError(f"{name}= is what the file says; leave it out")
     source = read_source(load_gguf(path, ACTS[dtype]))
     contents = _read(source, dtype)
     fields = {**source.config, "dtype": type_name(dtype)}
