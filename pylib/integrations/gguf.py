@@ -17,7 +17,7 @@ from torch import Tensor, nn
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
 except ImportError as error:
-    raise ImportError("from_gguf needs transformers 5: pip install 'lowbit[hf]'") from error
+    raise ImportError("from_gguf needs transformers 5: pip install 'transformers>=5.17' accelerate") from error
 
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.formats.packing import ROWS
