@@ -3,7 +3,7 @@
     python examples/lora.py
 
 The model is a small Llama with random weights; with a checkpoint of your own the way is the same. Its task: after a
-token t comes the token 2 t. Needs transformers and peft: pip install lowbit[hf].
+token t comes the token 2 t. Needs transformers and peft: pip install '.[hf]'.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The model is quantized while it is loaded, layers that share their input are fused, and one static cache serves all
 requests. A prompt is read in one call, then tokens follow one by one. On a GPU that step is compiled once, with CUDA
-graphs: its shapes never change. Needs transformers: pip install lowbit[hf].
+graphs: its shapes never change. Needs transformers: pip install '.[hf]'.
 """
 
 from __future__ import annotations

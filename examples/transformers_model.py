@@ -2,7 +2,7 @@
 
     python examples/transformers_model.py [NAME_OR_FOLDER]
 
-Without a name it makes a small Llama with random weights. Needs transformers: pip install lowbit[hf].
+Without a name it makes a small Llama with random weights. Needs transformers: pip install '.[hf]'.
 """
 
 from __future__ import annotations

@@ -214,6 +214,8 @@ def test_stacked_experts_of_another_library(tmp_path: Path) -> None:
     down = {"experts.down_proj_blocks": torch.randint(256, (2, 64, 1, 16), dtype=torch.uint8)}
     down |= {"experts.down_proj_scales": torch.full((2, 64, 1), 120, dtype=torch.uint8)}
     down |= {"experts.down_proj_bias": torch.randn(2, 64).bfloat16()}
+    with pytest.raises(CheckpointError, match=r"those of several experts; load_experts\(name\) reads them"):
+        lowbit.open_checkpoint(FIXTURES / "mxfp4").load(layer, "bf16")
     save_file(tensors | down, tmp_path / SINGLE)
     shutil.copy(FIXTURES / "mxfp4" / "config.json", tmp_path)
     model = Mixture(24)
@@ -337,6 +339,11 @@ def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle, which could run anything: convert it"):
         lowbit.open_checkpoint(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(CheckpointError, match=r"; model.gguf is a GGUF file: name it instead of the folder"):
+        lowbit.open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"/model.gguf is no .* it is a GGUF file, which lowbit.from_gguf loads"):
+        lowbit.open_checkpoint(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("damaged", [INDEX, "model-00002-*"])

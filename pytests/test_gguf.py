@@ -148,6 +148,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             lowbit.load_gguf(path)
     with pytest.raises(CheckpointError, match="can't be read"):
         lowbit.load_gguf(tmp_path / "nowhere")
+    with pytest.raises(SpecError, match="act='f32' must be one of 'f16', 'bf16'"):
+        lowbit.load_gguf(path, act="f32")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="device=gpu is no device; use cpu or cuda"):
+        lowbit.load_gguf(path, device="gpu")
 
 
 def text(given: str) -> bytes:

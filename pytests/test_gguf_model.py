@@ -248,6 +248,8 @@ def test_what_can_not_be_loaded(tmp_path: Path) -> None:
         lowbit.from_gguf(path, torch.float32)
     with pytest.raises(SpecError, match=r"dtype=auto must be"):
         lowbit.from_gguf(path, torch_dtype="auto")
+    with pytest.raises(SpecError, match=r"quantization_config= is what the file says; leave it out"):
+        lowbit.from_gguf(path, quantization_config=lowbit.LowbitConfig("u4"))
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lowbit.dialect.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+GGUF = ".gguf"
 FLOATS = ("BF16", "F16", "F32", "F64")
 """What safetensors calls the types of dense weights."""
 LONGEST_JSON = 1 << 27  # bytes; the index of a model of 100,000 tensors takes 10 MB
@@ -78,7 +79,8 @@ class TensorFiles(Mapping[str, Tensor]):
                 lost = f"{self.folder / file} is not there, though {INDEX} or a link names it"
                 raise CheckpointError(f"{lost}; copy all files of the checkpoint") from None
             except (SafetensorError, OSError, ValueError) as error:
-                raise CheckpointError(f"{self.folder / file} is no sound safetensors file: {error}") from error
+                why = "it is a GGUF file, which lowbit.from_gguf loads" if file.endswith(GGUF) else error
+                raise CheckpointError(f"{self.folder / file} is no sound safetensors file: {why}") from error
         return self._open[file]
 
 
@@ -110,9 +112,11 @@ def _files(path: Path) -> dict[str, set[str] | None]:
         return {files[0]: None}
     if files:
         raise CheckpointError(f"{path} has {len(files)} safetensors files, but no {INDEX}; name one of them")
-    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
-    hint = f"; {pickles[0]} is a pickle, which could run anything: convert it to safetensors" if pickles else ""
-    raise CheckpointError(f"{path} has no safetensors file{hint}")
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (*PICKLES, GGUF))
+    what = "a pickle, which could run anything: convert it to safetensors"
+    if others and others[0].endswith(GGUF):
+        what = "a GGUF file: name it instead of the folder"
+    raise CheckpointError(f"{path} has no safetensors file" + (f"; {others[0]} is {what}" if others else ""))
 
 
 def _indexed(index: Path) -> dict[str, set[str] | None]:

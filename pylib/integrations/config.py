@@ -10,7 +10,7 @@ from typing import Any, cast
 try:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
-    raise ImportError("LowbitConfig needs transformers 5: pip install 'lowbit[hf]'") from error
+    raise ImportError("LowbitConfig needs transformers 5: pip install 'transformers>=5.17' accelerate") from error
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.fields import boolean

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
 except ImportError as error:
-    raise ImportError("from_gguf needs transformers 5: pip install 'lowbit[hf]'") from error
+    raise ImportError("from_gguf needs transformers 5: pip install 'transformers>=5.17' accelerate") from error
 
 from lowbit.dialect.errors import CheckpointError, SpecError
 from lowbit.dialect.formats.packing import ROWS
@@ -52,6 +52,9 @@ def from_gguf(path: str | PathLike[str], dtype: torch.dtype | str = torch.bfloat
     Raises CheckpointError for a file that is damaged or can't be loaded; it names the tensor or the key.
     """
     dtype = _dtype(arguments.pop("torch_dtype", dtype))
+    for name in ("config", "quantization_config", "state_dict"):
+        if name in arguments:
+            raise SpecError(f"{name}= is what the file says; leave it out")
     source = read_source(load_gguf(path, ACTS[dtype]))
     contents = _read(source, dtype)
     fields = {**source.config, "dtype": type_name(dtype)}

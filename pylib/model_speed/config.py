@@ -21,7 +21,7 @@ def model_config(name: str, layers: int | None = None) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise SpecError("bench-model runs models of transformers: pip install 'lowbit[hf]'") from None
+        raise SpecError("bench-model runs models of transformers: pip install 'transformers>=5.17'") from None
     shape = find_model(name)
     if shape is not None:
         made: Any = AutoConfig.for_model(shape.model_type, **shape.config, max_position_embeddings=LONGEST)

@@ -84,7 +84,7 @@ def draw(layers: Mapping[str, OutlierRows], file: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise SpecError("a plot needs matplotlib: pip install 'lowbit[bench]'") from None
+        raise SpecError("a plot needs matplotlib: pip install matplotlib") from None
     columns = min(PANELS, len(layers))
     lines = -(-len(layers) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.2 * lines), layout="constrained")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
@@ -19,6 +20,8 @@ from lowbit.pylib.checkpoints.unpack import from_stream
 
 
 def read(module: ModuleTensors) -> Imported:
+    if "blocks" in module and module.tensors["blocks"].ndim == 4:
+        raise CheckpointError("the blocks are those of several experts; load_experts(name) reads them")
     blocks = module.take("blocks", torch.uint8, 3)
     rows, groups, size = blocks.shape
     check_shape("blocks", blocks, (rows, groups, 16), "scales of 32 codes")

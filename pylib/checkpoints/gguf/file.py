@@ -7,17 +7,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lowbit.dialect.elements import ACTS
 from lowbit.dialect.errors import CheckpointError, LowbitError
+from lowbit.dialect.fields import choice
+from lowbit.dialect.formats.names import short_name
 from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.gguf.blocks import BLOCKS, BlockType
 from lowbit.pylib.checkpoints.gguf.container import Entry, read_container
 from lowbit.pylib.checkpoints.gguf.super_blocks import SUPER_BLOCKS
 from lowbit.pylib.checkpoints.imported import Imported
+from lowbit.pylib.devices import check_torch_device
 from lowbit.pylib.torch_types import type_name
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -33,9 +37,10 @@ def load_gguf(path: str | PathLike[str], act: Act = "f16", device: torch.device 
     act      type of the inputs of packed weights
     device   where tensors go; they are unpacked and packed there
 
-    Raises CheckpointError for a file that is damaged, or is no GGUF file.
+    Raises CheckpointError for a file that is damaged, or is no GGUF file, and SpecError for another type or device.
     """
-    return GgufFile(Path(path), act, device)
+    check_torch_device(device)
+    return GgufFile(Path(path), cast(Act, choice("act", short_name(act), ACTS)), device)
 
 
 class GgufFile(Mapping[str, "PackedWeight | Tensor"]):
