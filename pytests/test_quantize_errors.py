@@ -34,6 +34,7 @@ BAD[2, 33] = float("nan")
         ("x has NaN or inf in token 2", lambda: lowbit.Calibration(64).add(BAD)),
         ("reference must be of x's tokens", lambda: lowbit.Calibration(64).add(W, W[:2])),
         ("group 1 of row 3 needs a scale beyond f16", lambda: lowbit.quantize(HUGE, CONFIG("i4", 32))),
+        ("at most .* need scales below 0.002, the least of e4m3", lambda: lowbit.quantize(W / 1e4, IN_E4M3)),
         ("previous must be a norm or a linear layer with 64", lambda: AWQ.fold_into(torch.nn.ReLU())),
         ("target='cpu' must be a MatmulSpec, or what", lambda: AWQ.pack("cpu")),  # type: ignore[arg-type]
         (r"sizes=\[1, 1\] must be positive and add up to n=4", lambda: AWQ.split([1, 1])),
@@ -44,9 +45,16 @@ def test_errors_of_weights(message: str, call: Any) -> None:
         call()
 
 
+def test_small_weights_in_e4m3() -> None:
+    """Zeros need no small scales, and neither do rows that have scales of their own."""
+    assert not lowbit.quantize(torch.zeros(4, 64), IN_E4M3).dequantize().any()
+    near = lowbit.quantize(W / 1e4, CONFIG.preset("nvfp4")).dequantize()
+    assert (near - W / 1e4).norm() < 0.2 * (W / 1e4).norm()
+
+
 HUGE = W.clone()
 HUGE[3, 40] = 1e7
-GPTQ = CONFIG("u4", 32, method="gptq")
+GPTQ, IN_E4M3 = CONFIG("u4", 32, method="gptq"), CONFIG("u4", 32, scale="e4m3")
 AWQ = lowbit.quantize(W, CONFIG("u4", 32, method="awq"), inputs_of(100, 64))
 
 

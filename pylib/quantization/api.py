@@ -14,7 +14,7 @@ from lowbit.pylib.quantization.awq import awq
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.quantization.gptq import gptq, k_gptq
-from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
+from lowbit.pylib.quantization.grid import LEAST_SCALE, Codes, Grid, by_chunks
 from lowbit.pylib.quantization.k_quants import KQuant, Numbers, k_quant
 from lowbit.pylib.quantization.quantized import QuantizedWeight
 from lowbit.pylib.quantization.signround import signround
@@ -36,7 +36,8 @@ def quantize(
                   sum of x^T x), or a `Calibration`. Methods that need no data ignore it
 
     Raises QuantizeError for a weight that cannot be quantized (it says where a value is NaN or inf, or has a scale
-    beyond its type) and for a missing or wrong calibration, SpecError where groups do not divide k.
+    beyond its type, or that scales are below their type) and for a missing or wrong calibration, SpecError where groups
+    do not divide k.
     """
     config = QuantConfig() if config is None else config
     if not isinstance(cast(object, config), QuantConfig):
@@ -46,9 +47,21 @@ def quantize(
     config = config.multiplied_in("bf16" if weight.dtype is torch.bfloat16 else "f16")
     config.spec(*weight.shape)  # raises where groups do not divide k
     if not config.row_scales:
-        return _quantized(weight, config, calibration)
+        quantized = _quantized(weight, config, calibration)
+        _check_least_scales(weight, quantized)
+        return quantized
     factors = _row_factors(weight, config)
     return replace(_quantized(weight / factors[:, None], config, calibration), row_scales=factors)
+
+
+def _check_least_scales(weight: Tensor, quantized: QuantizedWeight) -> None:
+    """Raises QuantizeError where half of a weight is lost, since e4m3 has no scales as small as it needs."""
+    least, scales = LEAST_SCALE["e4m3"], quantized.scales
+    if scales.dtype is not TORCH["e4m3"] or bool((scales.float().abs() > least).any()):
+        return
+    if (quantized.dequantize() - weight).norm() > weight.norm() / 2:
+        what = f"weights of at most {float(weight.abs().max()):.2g} need scales below {least:.2g}, the least of e4m3"
+        raise QuantizeError(f"{what}; use scale='f16', or row_scales=True, as NVFP4 has")
 
 
 def _row_factors(weight: Tensor, config: QuantConfig) -> Tensor:
