@@ -106,6 +106,7 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         assert model(torch.arange(5)[None]).logits.isfinite().all()
     assert "has something in it" in lines(*given, code=1)
+    assert "--skip lost matches no linear layer" in lines(*given[:-1], tmp_path / "none", "--skip", "lost", code=1)
     assert f"{out} is quantized already" in lines("quantize", out, "--out", tmp_path / "twice", code=1)
     fused = rows(*given[:-1], tmp_path / "fused", "--fuse", "--embeddings", "--lm-head")
     together = fused["model.layers.0.self_attn.q_k_v_proj"]

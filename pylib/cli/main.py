@@ -19,7 +19,7 @@ from lowbit.dialect.errors import LowbitError, reason
 from lowbit.pylib.cli.bench_model import bench_model
 from lowbit.pylib.cli.matmul import compile_, explain, run
 from lowbit.pylib.cli.model_files import inspect, quantize
-from lowbit.pylib.cli.output import Json, errors, show, show_json
+from lowbit.pylib.cli.output import Json, errors, in_options, show, show_json
 from lowbit.pylib.cli.tune import tune
 
 
@@ -33,7 +33,7 @@ class Commands(TyperGroup):
             raise
         except (LowbitError, OSError) as error:
             errors.print("[bold red]error:[/] ", end="")
-            errors.print(reason(error), markup=False)
+            errors.print(in_options(reason(error)), markup=False)
             raise typer.Exit(1) from None
 
 

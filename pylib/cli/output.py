@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -14,6 +15,19 @@ from rich.markup import escape
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 """Where commands say what goes on or wrong, apart from what they print."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+_OPTIONS = (
+    ("None for one scale per row", "0 for one scale per row"),
+    (r"^config\['(.*?)'\] matches", r"--skip \1 matches"),
+)
+
+
+def in_options(message: str) -> str:
+    """Returns an error of Python's interface in terms of the options that say the same."""
+    for of_python, of_command in _OPTIONS:
+        message = re.sub(of_python, of_command, message)
+    return message
 
 
 def show(title: str, facts: Mapping[str, str]) -> None:
