@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from lowbit.dialect.formats.integer_limbs import PIECE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily
-from lowbit.passes.kernels.decode.cost_model import spills
+from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, spills
 from lowbit.passes.kernels.decode.legality import (
     can_spread,
     enough_blocks,
@@ -121,17 +122,24 @@ def streaming_schedules(spec: MatmulSpec, token_tile: int, target: Target, famil
         found = list(_shaped(family, spec, target, shapes, token_tile, wgmma=True))
     elif token_tile > 1:
         found = list(_shaped(family, spec, target, _WITHOUT_WGMMA, token_tile))
-    elif _has_small_groups(spec):
-        found = list(_shaped(family, spec, target, _SPREAD, 1, spread_k=True))
     else:
-        # A token tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
-        found = list(_shaped(family, spec, target, _ONE_TOKEN, 8))
+        found = _of_one_token(spec, target, family)
     return found or _least_schedules(spec, token_tile, target, family)
 
 
-def _has_small_groups(spec: MatmulSpec) -> bool:
-    """Whether groups are so small that one token is better spread over the columns of a product."""
-    return can_spread(spec) and (spec.packing.padded_group or 0) <= SMALL_GROUP
+def _of_one_token(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[S]:
+    """Schedules for one token: spread over the columns of a product where groups are small, since four lanes scale the
+    same sums otherwise. That is worth its work at the start of a block with groups of 16, zeros, or scales that take
+    some computing, and in large matrices.
+
+    A token tile of eight for one token: it is predicted like that of one, of which more blocks fit, and crowd.
+    """
+    group = spec.packing.padded_group or 0
+    small = can_spread(spec) and group <= SMALL_GROUP
+    found = list(_shaped(family, spec, target, _SPREAD, 1, spread_k=True)) if small else []
+    if found and (group < SMALL_GROUP or spec.zeros != "none" or KernelPlan(spec, found[0]).computes_scales):
+        return found
+    return found + list(_shaped(family, spec, target, _ONE_TOKEN, 8))
 
 
 def _least_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
@@ -172,13 +180,22 @@ def _shaped(
             continue
         cluster = split_k if target.has_clusters else 1
         most = enough_blocks(blocks, target) if wgmma else 0
-        for step, num_stages in itertools.product(steps, (2, 3)):
+        # Of equals the first is taken: without wgmma that with more bytes under way.
+        for step, num_stages in itertools.product(steps, (2, 3) if wgmma else (3, 2)):
             if spec.packing.padded_k <= step * warps_k * split_k:  # one round
                 continue
             shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
             refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
             s = kind(*shape, wgmma, most, refill=refill, spread_k=spread_k)
-            if spread_k and num_stages > KernelPlan(spec, s).rounds:  # a tenth to a third slower than two stages
+            if not wgmma and num_stages > KernelPlan(spec, s).rounds:  # a tenth to a third slower than two stages
                 continue
             if not spills(spec, s, target) and family.allows(spec, s, target):
-                yield s
+                yield s if wgmma else _without_room(spec, s, target)
+
+
+def _without_room(spec: MatmulSpec, s: S, target: Target) -> S:
+    """The schedule with room on a multiprocessor for no more blocks than it needs, where kernels overlap: blocks of the
+    next one would crowd some. Where there is room for fewer, it stays as it is."""
+    needed = -(-KernelPlan(spec, s).tiles * s.split_k // target.multiprocessors)
+    fitting = blocks_per_sm(spec, s, target) if target.has_clusters else 0
+    return replace(s, max_blocks_per_sm=needed) if fitting >= needed else s

@@ -101,6 +101,7 @@ WIDE_BYTES = 1.17  # and for activations of 8 bits, to tiles of 128
 SCALED = 2.5  # clocks to decode 256 weights that factors of a step scale, and to scale them,
 SCALED_WARPS = 18.0  # and the warps on a multiprocessor that hide their latency
 LONE = 1.18  # times as long where blocks start and end alone on a multiprocessor, wave after wave (`spread_k`)
+SPREAD_START = 1.2  # microseconds more until blocks with `spread_k` have begun, as x is laid out over columns
 SPLIT_LIMBS = 7.4  # clocks for 256 codes, divided by the row blocks that share the digits of x
 
 
@@ -206,7 +207,7 @@ class _Launch:
     def ends(self) -> float:
         """The time of blocks before their first round and after the last; splits add up their sums."""
         s, costs = self.schedule, self.costs
-        ends = costs.block * max(1.0, self.waves / self.side_by_side)
+        ends = costs.block * max(1.0, self.waves / self.side_by_side) + (SPREAD_START if s.spread_k else 0.0)
         if s.split_k == 1:
             return ends
         sums = 2 * self.plan.tiles * s.split_k * s.rows * s.columns * 4 / costs.l2
@@ -214,9 +215,9 @@ class _Launch:
 
 
 def spills(spec: MatmulSpec, s: Schedule, target: Target) -> bool:
-    """Whether a block has fewer registers than its threads want."""
-    wanted = registers(spec, s)
-    return wanted > target.max_registers_per_thread or wanted * s.threads > target.registers_per_sm
+    """Whether a block has fewer registers than its threads need."""
+    needed = registers(spec, s) - _late_codes(KernelPlan(spec, s))
+    return needed > target.max_registers_per_thread or needed * s.threads > target.registers_per_sm
 
 
 def registers(spec: MatmulSpec, s: Schedule) -> int:
@@ -227,8 +228,7 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
             sums = s.tokens // 2 * s.row_blocks  # and those of outliers by steps, with what finds them
             return 84 + sums + (27 + sums if s.outliers_by_step else 0)
         sums = 1 if plan.sums_once else 2  # of all of k and, apart from them, of a group
-        loaded = min(s.step_k, max(128, spec.group_size or s.step_k))  # columns; those of a group one after another
-        codes = plan.preloaded_words + 4 if s.preload_weights else loaded // 4
+        codes = plan.preloaded_words + 4 if s.preload_weights else _columns_of_codes(plan) // 4
         decoding = 38 if spec.dtype.kind == "float" else 30
         if plan.raw_codes:
             decoding = 24 if spec.packing.bits in (1, 2, 4) else 28
@@ -241,6 +241,26 @@ def registers(spec: MatmulSpec, s: Schedule) -> int:
         return 42 + plan.preloaded_words + s.columns // 2 * s.row_blocks
     products = s.columns // 2 * s.row_blocks if spec.compute else 0  # beside the sums
     return 32 + (5 + 9 * s.columns // 8) * s.row_blocks + _scale_registers(spec, s) + products
+
+
+def _columns_of_codes(plan: KernelPlan) -> int:
+    """Returns how many columns of a step a thread holds codes of at a time, with wgmma: all of them where weights are
+    scaled, those of a group or two where the sums of each are."""
+    group, step = plan.spec.group_size, plan.schedule.step_k
+    if not group or _holds_steps(plan):
+        return step
+    return min(step, max(128 if plan.sums_in_place else 64, group))
+
+
+def _late_codes(plan: KernelPlan) -> int:
+    """Returns the registers of codes that are loaded early only where there is room for them."""
+    return max(0, plan.schedule.step_k - 128) // 4 if _holds_steps(plan) else 0
+
+
+def _holds_steps(plan: KernelPlan) -> bool:
+    """Whether no product is waited for before the step's last one, as its weights are scaled."""
+    s = plan.schedule
+    return s.wgmma and not s.preload_weights and plan.rounds_scales and not plan.sums_in_place
 
 
 def _scale_registers(spec: MatmulSpec, s: Schedule) -> int:
