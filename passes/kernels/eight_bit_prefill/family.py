@@ -89,7 +89,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
         return legality.spills(spec, schedule)
 
 
-def served_tiles(spec: MatmulSpec, least: int = PREFILL_TILES[0]) -> tuple[int, ...]:
+def served_tiles(spec: MatmulSpec, least: int = _FEW[-1]) -> tuple[int, ...]:
     """Returns the numbers of tokens that are not left to the eight_bit kernels: from `least` on, and all where these
     kernels have none."""
     return tuple(tile for tile in TOKEN_TILES if tile >= least) if spec.multiplies_codes else TOKEN_TILES

