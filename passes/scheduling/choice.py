@@ -25,6 +25,7 @@ from lowbit.passes.target import Target
 
 MOST_BANDWIDTH, MOST_PRODUCTS = 4.8e6, 5e8  # an H200's bytes and 16-bit multiplications per microsecond
 MOST_DECODED = 128  # tokens up to which kernels of the decode families are the faster ones, mostly
+FEW = 64  # tokens up to which they are, measured, though others are predicted to be for 80 to 112 tokens
 ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
 
 
@@ -87,7 +88,8 @@ class Chooser:
         """Returns the choice for up to `token_tile` tokens: its own schedule, or that of a wider token tile where
         that takes less time.
 
-        A measured schedule gives way only to a measured one.
+        A measured schedule gives way only to a measured one, and one for up to `FEW` tokens not to a prediction for 80
+        to 112 (docs/lab-notebook/schedules.md).
         """
         if self._spec.for_tokens(token_tile) != self._spec:
             return self._unfolded.expected(token_tile, tables)
@@ -99,7 +101,7 @@ class Chooser:
             if least_time(self._spec, wider) >= best.microseconds:
                 break
             other = self._measured(wider, tables)
-            if other is None and known is None:
+            if other is None and known is None and not token_tile <= FEW < wider < MOST_DECODED:
                 other = self._estimated(wider, tables)
             if other and other.microseconds < best.microseconds:
                 best = other
