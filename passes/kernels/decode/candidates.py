@@ -171,6 +171,7 @@ def _shaped(
 ) -> Iterator[S]:
     """The family's schedules of these shapes that are allowed, do not spill and have two rounds or more."""
     processors, chunk, kind = target.multiprocessors, spec.packing.chunk, family.schedule_type
+    overlapping = target.has_clusters and not wgmma  # kernels of mma.sync of which the next one starts early
     least = spec.x.per_panel if wgmma else PIECE if kind.integer_mma else SPREAD if spread_k else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
     # The wider x is, the less room there is for long steps; those of small groups take few, as factors do per step.
@@ -181,14 +182,15 @@ def _shaped(
             continue
         cluster = split_k if target.has_clusters else 1
         most = enough_blocks(blocks, target) if wgmma else 0
-        # Of equals the first is taken: without wgmma that with more bytes under way.
-        for step, num_stages in itertools.product(steps, (2, 3) if wgmma else (3, 2)):
+        # Of equals the first is taken: with mma.sync that with more bytes under way, as measured on Hopper.
+        for step, num_stages in itertools.product(steps, (3, 2) if overlapping else (2, 3)):
             if spec.packing.padded_k <= step * warps_k * split_k:  # one round
                 continue
             shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
             refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
             s = kind(*shape, wgmma, most, refill=refill, spread_k=spread_k)
-            if not wgmma and num_stages > KernelPlan(spec, s).rounds:  # a tenth to a third slower than two stages
+            # More stages than rounds are a tenth to a third slower than two.
+            if (spread_k or overlapping) and num_stages > KernelPlan(spec, s).rounds:
                 continue
             if not spills(spec, s, target) and family.allows(spec, s, target):
                 yield s if wgmma else _without_room(spec, s, target)
