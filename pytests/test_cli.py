@@ -171,6 +171,14 @@ def test_stages_of_a_gpu_name_the_target():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("weight", [("u4", "-g", "64", "--zeros", "int", "--out", "f32"), ("q4_k",), ("spqr",)])
+def test_run_of_many_tokens_in_bf16(weight):
+    """A CPU with AVX512-BF16 rounds the weights to bf16."""
+    for m in (12, 13, 130):
+        result = lowbit("run", "-n", 64, "-k", 256, "-w", *weight, "--act", "bf16", "-m", m, "-t", "cpu")
+        assert result.exit_code == 0 and "right" in result.output
+
+
 @pytest.mark.parametrize("size", [("-n", 1 << 30, "-k", 1 << 14), ("-n", 16, "-k", 1 << 30), ("-m", 1 << 40)])
 def test_run_of_more_than_fits_the_memory(size):
     """At this size the system would end the process."""

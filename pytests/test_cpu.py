@@ -28,7 +28,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.host import host_features
 from lowbit.passes.cpu import compile as cpu_compile
 from lowbit.passes.cpu.compile import isa_of
-from lowbit.passes.cpu.decode import ChunkMap, multiplies_bf16
+from lowbit.passes.cpu.decode import ChunkMap
 from lowbit.pylib import matmul, reference
 from lowbit.pylib.build.host_programs import processor
 from lowbit.pylib.reference.bounds import ROUNDING
@@ -65,12 +65,7 @@ def check(spec: MatmulSpec, tokens: tuple[int, ...], finite: bool = True, cpu: s
 
 def tolerance(program: CpuMatmul, x: Tensor, weight: Sequence[Tensor | None]) -> np.ndarray:
     """What a correct program may be off."""
-    return reference.tolerance(program.spec, x, *weight, dequantized=rounds_weights(program, len(x)))  # type: ignore[arg-type]
-
-
-def rounds_weights(program: CpuMatmul, m: int) -> bool:
-    """Whether m tokens are multiplied by weights rounded to bf16."""
-    return m > program.few_tokens and multiplies_bf16(program.spec, isa_of(program.cpu))
+    return reference.tolerance(program.spec, x, *weight, dequantized=program.rounds_weights(len(x)))  # type: ignore[arg-type]
 
 
 def check_dequantized(program: CpuMatmul, w: PackedWeight, expected: np.ndarray) -> None:
@@ -113,7 +108,7 @@ def test_every_code(weight: str, act: str) -> None:
     expected = np.where(finite, exact, t.values()[0] * 0).T
     y = torch.cat([run(program, rows, w) for rows in one_hot.split(program.few_tokens)])
     assert np.array_equal(y.numpy(), expected)
-    if rounds_weights(program, spec.k):
+    if program.rounds_weights(spec.k):
         expected = torch.from_numpy(expected).to(TORCH[act]).float().numpy()
     assert np.array_equal(run(program, one_hot, w).numpy(), expected)
 

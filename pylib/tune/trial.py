@@ -25,10 +25,11 @@ from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of
-from lowbit.pylib import reference
+from lowbit.pylib import knobs, reference
 from lowbit.pylib.devices import available_memory, target_named
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.reference.definition import F64
+from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.runtime.gpu import check_device
 from lowbit.pylib.tune import timing
 from lowbit.pylib.weights import packed
@@ -167,7 +168,8 @@ def rounding(mm: Matmul, m: int) -> dict[str, bool]:
     """Returns what the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it."""
     spec = mm.spec.for_rows(m)
     if not mm.target.is_gpu:
-        return {"folded": spec.rounds_weights(m)}
+        in_bf16 = spec.compute is None and CpuMatmul(spec, knobs.cpu()).rounds_weights(m)
+        return {"folded": spec.rounds_weights(m), "dequantized": in_bf16}
     schedule = mm.kernel(m).schedule
     return family_of(schedule).rounding(spec, schedule)
 
