@@ -85,6 +85,7 @@ def test_targets_in_help_exist():
         (("--k", "4096", "--group-size", "96"), "group_size=96 must divide k=4096"),
         (("--weight", "lut2", "--table", "1,x"), "--table=1,x must be numbers separated by commas"),
         (("--schedule", "tokens=3"), "tokens=3 must be one of 1, 8, 16, 32, 64, 128"),
+        (("--schedule", "family=prefill"), "--schedule: family='prefill' must be one of 'decode', 'decode_integer', "),
         (("--schedule", "stage=3"), "--schedule: unknown option 'stage'; allowed: family, tokens"),
         (("--target", "sm_75"), "unknown target 'sm_75'"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "vector"), "must be one of lowbit, tile, gpu, llvm"),

@@ -12,11 +12,12 @@ import typer
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import choice
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.registry import schedule_from_dict
+from lowbit.passes.kernels.registry import FAMILIES, schedule_from_dict
 from lowbit.pylib.cli.machine import TARGETS
 
 TargetName = Annotated[str | None, typer.Option("--target", "-t", help=f"{TARGETS}; without it, this machine's.")]
@@ -95,9 +96,13 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise SpecError(f"--table={text} must be numbers separated by commas, such as -1,0,0.5,1") from None
 
 
+_FAMILIES = [name for name, family in FAMILIES.items() if issubclass(family.schedule_type, Schedule)]
+"""The kernels whose schedules `lowbit.compile` takes."""
+
+
 @dataclass(frozen=True)
 class _GivenSchedule:
-    """What --schedule says: fields of a schedule, and the family whose schedule it is."""
+    """What --schedule says: fields of a schedule, and the family, of those above, whose schedule it is."""
 
     family: str = "decode"
     schedule: Schedule | None = None
@@ -110,4 +115,5 @@ def parse_schedule(text: str | None) -> Schedule | None:
     if text is None:
         return None
     given = from_text(_GivenSchedule, text, "--schedule")
+    choice("--schedule: family", given.family, _FAMILIES)
     return cast(Schedule, schedule_from_dict({"family": given.family} | asdict(given.schedule or Schedule())))
