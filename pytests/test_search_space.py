@@ -109,7 +109,8 @@ def test_neighbours(tile: int) -> None:
         if len(names) == 1 and names <= set(decode_space.SECOND):
             continue
         assert len(names - set(decode_space.SECOND)) == 1
-        assert s.cluster == s.split_k and s.max_blocks_per_sm == (_enough(s) if s.wgmma else 0)
+        assert s.cluster == s.split_k
+        assert s.max_blocks_per_sm == (_enough(s) if s.wgmma else around.max_blocks_per_sm)
     assert changed >= {"row_blocks", "warps_k", "step_k", "num_stages"}
     assert "max_blocks_per_sm" in changed or shared_room(SPEC, around, HOPPER) == 1
     assert ("tokens" in changed) == (tile == 1)
