@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowbit.dialect.errors import LowbitError
+from lowbit.dialect.errors import LowbitError, TargetError, reason
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -23,6 +23,14 @@ FORMATS = "u4,bf16,u8,f6e3m2,u2,u4:f8e4m3"
 
 def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _check_gpu() -> None:
+    """Raises TargetError without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise TargetError("this is measured on an NVIDIA GPU, and none is here; `python -m benchmarks cpu` needs none")
 
 
 @app.command()
@@ -71,6 +79,7 @@ def run(
     plans = Plan.read(PLANS.get(plan, Path(plan)), given) if plan else [Plan.of(given)]
     for part in plans:
         part.cases()  # raises for what is wrong with it, before anything is measured
+    _check_gpu()
     results = Results.open(out, environment(commit), retry)
     measure(plans, results, _log, budget)
     _log(f"wrote {out}")
@@ -137,6 +146,7 @@ def show(commit: Commit = None) -> None:
     """Correctness, speed against torch f16, compile time and host cost in one markdown table: two minutes."""
     from benchmarks.show import show as table
 
+    _check_gpu()
     print(table(commit, _log))
 
 
@@ -159,9 +169,11 @@ def models(
     from benchmarks.models import jobs_of, measure_models, read, write
     from benchmarks.peers import MODEL_PEERS
     from lowbit.pylib.cli.bench_model import model_steps, quantizations
+    from lowbit.pylib.cli.machine import checked_device
     from lowbit.pylib.model_speed.measure import Options
     from lowbit.pylib.model_speed.table import aligned, table
 
+    checked_device(device)
     formats, steps = quantizations(weights, group_size), tuple(model_steps(batch, prefill, context=512))
     others = [name for name, peer in MODEL_PEERS.items() if not peer.missing()] if peers == "all" else peers.split(",")
     others = [name for name in others if name]
@@ -300,5 +312,5 @@ def replay(
 if __name__ == "__main__":
     try:
         app()
-    except LowbitError as error:
-        sys.exit(f"error: {error}")
+    except (LowbitError, OSError) as error:
+        sys.exit(f"error: {reason(error)}")

@@ -467,6 +467,20 @@ def test_plots(tmp_path: Path) -> None:
         assert word in first["formats_m1.svg"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "smoke"], "this is measured on an NVIDIA GPU, and none is here; `python -m benchmarks cpu` needs"),
+        (["show"], "this is measured on an NVIDIA GPU, and none is here"),
+        (["models", "tiny"], "--device cuda: torch finds no CUDA device here; use cpu"),
+    ],
+)
+def test_a_machine_without_a_gpu(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert message in str(CliRunner().invoke(app, arguments).exception)
+
+
+
 def test_command_line(tmp_path: Path) -> None:
     results = made_up()
     results.path = tmp_path / "results.json"
