@@ -12,7 +12,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode import search_space as decode_space
 from lowbit.passes.kernels.decode.candidates import streaming_schedules
-from lowbit.passes.kernels.decode.cost_model import predict
+from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, predict
 from lowbit.passes.kernels.decode.legality import check_schedule, enough_blocks, shared_room
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
@@ -109,8 +109,7 @@ def test_neighbours(tile: int) -> None:
         if len(names) == 1 and names <= set(decode_space.SECOND):
             continue
         assert len(names - set(decode_space.SECOND)) == 1
-        assert s.cluster == s.split_k
-        assert s.max_blocks_per_sm == (_enough(s) if s.wgmma else around.max_blocks_per_sm)
+        assert s.cluster == s.split_k and s.max_blocks_per_sm == _enough(s)
     assert changed >= {"row_blocks", "warps_k", "step_k", "num_stages"}
     assert "max_blocks_per_sm" in changed or shared_room(SPEC, around, HOPPER) == 1
     assert ("tokens" in changed) == (tile == 1)
@@ -118,7 +117,11 @@ def test_neighbours(tile: int) -> None:
 
 
 def _enough(s: Schedule) -> int:
-    return enough_blocks(KernelPlan(SPEC, s).tiles * s.split_k, HOPPER)
+    blocks = KernelPlan(SPEC, s).tiles * s.split_k
+    if s.wgmma:
+        return enough_blocks(blocks, HOPPER)
+    needed, fitting = -(-blocks // HOPPER.multiprocessors), blocks_per_sm(SPEC, replace(s, max_blocks_per_sm=0), HOPPER)
+    return needed if needed <= fitting else 0
 
 
 def test_the_second_pass_tries_splits_without_a_cluster() -> None:
@@ -149,7 +152,7 @@ def test_the_second_pass_varies_how_many_blocks_a_multiprocessor_takes(s: Schedu
     assert {replace(s, max_blocks_per_sm=blocks) for blocks in {0, 1, 2} - {s.max_blocks_per_sm}} <= set(found)
     halved = [n for n in found if n.split_k == 1]  # in blocks
     split = [n for n in found if n.split_k == 4]
-    follows = s == WARPGROUP  # the others are as somebody wanted them to be
+    follows = s.max_blocks_per_sm == 1  # as in the first pass; the other is as somebody wanted it to be
     assert halved and {n.max_blocks_per_sm for n in halved} == {s.max_blocks_per_sm}
     assert split and {n.max_blocks_per_sm for n in split} == {2 if follows else s.max_blocks_per_sm}
     large = replace(s, num_stages=8, warps_k=4)  # leaves room for one, whatever its max_blocks
@@ -158,10 +161,10 @@ def test_the_second_pass_varies_how_many_blocks_a_multiprocessor_takes(s: Schedu
     assert found and not [n for n in found if replace(n, max_blocks_per_sm=large.max_blocks_per_sm) == large]
 
 
-def test_the_first_pass_has_as_many_blocks_of_warpgroups_as_are_needed() -> None:
+def test_the_first_pass_has_room_for_as_many_blocks_as_are_needed() -> None:
     spec = replace(SPEC, n=8192)
     found = decode_space.all_schedules(spec, 8, HOPPER, FAMILIES["decode"])
-    assert not any(s.max_blocks_per_sm for s in found if not s.wgmma)
+    assert {s.max_blocks_per_sm for s in found if not s.wgmma} >= {0, 1, 2, 4}
     assert {s.max_blocks_per_sm for s in found if s.wgmma} == {0, 1, 2}
     for s in found:
         if s.max_blocks_per_sm:

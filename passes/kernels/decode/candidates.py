@@ -193,10 +193,10 @@ def _shaped(
             if (spread_k or overlapping) and num_stages > KernelPlan(spec, s).rounds:
                 continue
             if not spills(spec, s, target) and family.allows(spec, s, target):
-                yield s if wgmma else _without_room(spec, s, target)
+                yield s if wgmma else without_room(spec, s, target)
 
 
-def _without_room(spec: MatmulSpec, s: S, target: Target) -> S:
+def without_room(spec: MatmulSpec, s: S, target: Target) -> S:
     """The schedule with room on a multiprocessor for no more blocks than it needs, where kernels overlap: blocks of the
     next one would crowd some. Where there is room for fewer, it stays as it is."""
     needed = -(-KernelPlan(spec, s).tiles * s.split_k // target.multiprocessors)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily
-from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refill
+from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refill, without_room
 from lowbit.passes.kernels.decode.cost_model import predict, spills
 from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, shared_room
 from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
@@ -123,7 +123,7 @@ def _schedule(family: KernelFamily[S], choice: dict[str, Any], spec: MatmulSpec,
 def _completed(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: Target) -> S:
     """Returns the schedule with these fields. Fields of `SECOND` that are absent have the first pass's values.
 
-    Splits form a cluster where they can. No more blocks of warpgroups run at a time than there are. Tiles of many
+    Splits form a cluster where they can. No more blocks run at a time than there are, or than are needed. Tiles of many
     tokens refill their buffers after the first product and let each warp run on its own. Where blocks of two kernels
     are to overlap, the grid fills the multiprocessors.
     """
@@ -142,8 +142,10 @@ def _completed(kind: type[S], choice: dict[str, Any], spec: MatmulSpec, target: 
         processors = target.multiprocessors
         filled = -(-_blocks(spec, s) // processors) * processors
         return s if "min_blocks" in choice else replace(s, min_blocks=filled)
-    if "max_blocks_per_sm" in choice or not s.wgmma:
+    if "max_blocks_per_sm" in choice:
         return s
+    if not s.wgmma:
+        return without_room(spec, s, target)
     return replace(s, max_blocks_per_sm=enough_blocks(_blocks(spec, s), target))
 
 
