@@ -94,8 +94,8 @@ def _staged(s: PrefillSchedule) -> Iterator[PrefillSchedule]:
 
 
 def kinds(tiles: Sequence[int], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[tuple[int, int, int]]:
-    """Yields the kinds of tiles that the rule may take for so many tokens: tokens of a tile, blocks that share x, blocks
-    that split k."""
+    """Yields the kinds of tiles that the rule may take for so many tokens: tokens of a tile, blocks that share x, and
+    blocks that split k."""
     yield from product(tiles, (1, 2), (1,))
     yield from split_kinds(tiles, (2, 4), spec, tokens, target)
 
