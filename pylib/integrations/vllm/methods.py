@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from lowbit.dialect.spec import Act
-from lowbit.pylib.integrations.vllm.rows import ACTS, Share, load_rows, load_weight, quantize_rows
+from lowbit.pylib.integrations.vllm.rows import ACTS, Rows, Share, load_rows, load_weight, quantize_rows
 from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
@@ -30,6 +30,12 @@ from lowbit.pylib.quantization.config import QuantConfig
 
 class Multiplies:
     """Multiplies by `layer.lowbit`, which adds the layer's bias as well."""
+
+    def hold(self, layer: Any, rows: Rows) -> None:
+        """Give a layer what it multiplies by."""
+        layer.lowbit = rows
+        layer.bias = None
+        layer.register_buffer("qweight", rows[0].codes, persistent=False)  # tells vLLM's LoRA where the layer is
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns y [..., n] for x [..., k]."""
@@ -71,8 +77,7 @@ class SavedLinear(Multiplies, LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read the weights, and this process's part of them."""
         bias = layer.bias is not None
-        layer.lowbit = load_rows(self.folder, self.modules, self.share, self.act, self.device, bias=bias)
-        layer.bias = None
+        self.hold(layer, load_rows(self.folder, self.modules, self.share, self.act, self.device, bias=bias))
 
 
 class SavedHead(SavedLinear):
@@ -133,9 +138,9 @@ class _OnLoad(Multiplies):
         adds_up = layer.weight.shape[1] != layer.input_size  # results of all processes, of which the first has the bias
         bias = None if adds_up and layer.tp_rank else layer.bias
         with naming(layer.prefix):
-            layer.lowbit = quantize_rows(layer.weight, bias, layer.output_partition_sizes, self.configs)
+            rows = quantize_rows(layer.weight, bias, layer.output_partition_sizes, self.configs)
         del layer.weight
-        layer.bias = None
+        self.hold(layer, rows)
 
 
 @register_weight_loader_v2_supported_method

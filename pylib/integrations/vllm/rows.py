@@ -68,8 +68,7 @@ class Share:
             if count * part[dim] != whole[dim] or not count or self.processes % count:
                 raise PackError(
                     f"its weight is {whole[0]} x {whole[1]}, and vLLM wants {part[0]} x {part[1]} of it in each of "
-                    f"{self.processes} processes; layers that were fused, and tables that vLLM pads, can't be split: "
-                    "use tensor_parallel_size=1, or save the model without fuse, embeddings and lm_head"
+                    f"{self.processes} processes; use tensor_parallel_size=1, or leave the layer dense"
                 )
             if count > 1:
                 packed = packed.shard(dim, self.rank * count // self.processes, count)
@@ -97,10 +96,12 @@ def load_rows(
 ) -> Rows:
     """Returns the layer that modules of a checkpoint make, or the part of it that this process has."""
     parts: list[LowbitLinear] = []
-    sizes = share.rows if len(modules) == len(share.rows) else [sum(share.rows)]
-    for module, rows in zip(modules, sizes, strict=True):
+    fused = len(modules) < len(share.rows)
+    for module, rows in zip(modules, [sum(share.rows)] if fused else share.rows, strict=True):
         packed = load_weight(folder, module, act, device, bias=bias)
         with naming(module):
+            if fused and packed.spec.n > rows:  # its parts are those of each matrix
+                raise PackError("fused layers can't be split over processes; save the model without fuse")
             parts.append(LowbitLinear.from_packed(share.of(packed, rows)))
     return Rows(parts)
 
