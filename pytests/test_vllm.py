@@ -249,9 +249,11 @@ def answers(folder: Path, fails: bool = False, **arguments: Any) -> Any:
 
 
 @torch.no_grad()
-def check(folder: Path, found: Any) -> None:
+def check(folder: Path, found: Any, adapter: Path | None = None) -> None:
     """vLLM and transformers differ by the rounding of bf16: in how likely tokens are, and where two are as likely."""
     model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder), list[Tensor]()
+    if adapter is not None:
+        model.load_adapter(adapter)
     for prompt, tokens in zip(PROMPTS, found["tokens"]):
         sequence = torch.tensor([prompt + tokens])
         logits = model(sequence).logits[0].float()
@@ -284,6 +286,17 @@ def test_compiled(tmp_path: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     folder = low_bit_model(tmp_path, "llama", lm_head=True)
     check(folder, answers(folder, tensor_parallel_size=2))
+
+
+@needs_vllm
+def test_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder = low_bit_model(tmp_path, "llama")
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), config)
+    model.save_pretrained(tmp_path / "adapter")
+    found = answers(folder, enable_lora=True, max_lora_rank=8, adapter=str(tmp_path / "adapter"))
+    check(folder, found, tmp_path / "adapter")
 
 
 @needs_vllm

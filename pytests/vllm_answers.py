@@ -1,6 +1,6 @@
 """A process that runs a model in vLLM: test_vllm.py starts it, as vLLM has to be first to load an engine in a process.
 
-    python -m pytests.vllm_answers ARGUMENTS    the arguments of vllm.LLM, as JSON
+    python -m pytests.vllm_answers ARGUMENTS    the arguments of vllm.LLM, as JSON, and the folder of an "adapter"
 
 It prints as JSON: the likeliest tokens after each prompt, how likely vLLM takes the tokens of the prompts to be, and
 what its layers do.
@@ -23,10 +23,14 @@ def kinds(model: Any) -> list[str]:
 
 def main(arguments: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
+    adapter = LoRARequest("adapter", 1, arguments.pop("adapter")) if "adapter" in arguments else None
     llm = LLM(skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, dtype="bfloat16", **arguments)
     wanted = SamplingParams(max_tokens=COUNT, temperature=0, detokenize=False, ignore_eos=True, prompt_logprobs=0)
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], wanted)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    groups = [[prompt] for prompt in prompts] if adapter else [prompts]  # vLLM 0.32 can't join logprobs with adapters
+    answers = [answer for group in groups for answer in llm.generate(group, wanted, lora_request=adapter)]
     found = {
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
         "logprobs": [
