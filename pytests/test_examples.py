@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -150,6 +153,15 @@ def test_serve_answers_with_the_likeliest_tokens(tmp_path: Path) -> None:
     assert len(answer) == 6 and behind.max() < 0.05 * logits.std()
     with pytest.raises(ValueError, match="200 tokens; 1 to 122 fit"):
         list(server.answer([1] * 200, 6))
+
+
+def test_serve_with_vllm() -> None:
+    """In a process of its own: on a CPU vLLM does not start where kernels were compiled before."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: docs/howto/vllm.md")
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, EXAMPLES / "serve_with_vllm.py"]
+    output = subprocess.check_output(command, env=os.environ | settings, text=True)
+    assert output.count("is continued by [") == 2
 
 
 def test_lora(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,14 +30,21 @@ def wishes(config: LowbitConfig, model: Any, kept: Iterable[str]) -> Wishes:
     kept   names of modules that transformers leaves dense by itself
     """
     skipped = config.modules_to_not_convert or []
-    _check_names(skipped, [name for name, _ in model.named_modules()])
+    check_names(skipped, [name for name, _ in model.named_modules()])
     outputs, kept = model.get_output_embeddings(), set(kept)
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
     if config.lm_head:
         kept -= {name for name, module in model.named_modules() if module is outputs} - tied
     if config.embeddings:
         kept -= tied
-    patterns = [*skipped, *map(re.escape, kept)]  # of transformers: a module of this name, and those within
+    return wishes_without(config, [*skipped, *map(re.escape, kept)])
+
+
+def wishes_without(config: LowbitConfig, patterns: list[str]) -> Wishes:
+    """Returns the configuration as `lowbit.quantize_` understands it, with modules that stay dense.
+
+    patterns   of transformers: a module of this name, and those within
+    """
 
     def wanted(name: str, _: nn.Module) -> bool:
         return should_convert_module(name, patterns)
@@ -90,7 +97,7 @@ def empty_module(entry: Planned) -> PackedModule | LowbitExperts:
     return LowbitLinear.empty(entry.specs[0], "meta").train(entry.module.training)
 
 
-def _check_names(patterns: Sequence[str], names: Sequence[str]) -> None:
+def check_names(patterns: Sequence[str], names: Sequence[str]) -> None:
     """Raise SpecError for a pattern that matches no module."""
     for pattern in patterns:
         if all(should_convert_module(name, [pattern]) for name in names if name):

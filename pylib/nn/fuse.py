@@ -83,7 +83,7 @@ def _fuse_children(name: str, parent: nn.Module, places: Counter[nn.Module]) -> 
     for names in groups:
         parts = [layers[key] for key in names]
         reason = _reason(parent, names, parts, places)
-        group = Group(_fused_name(names), names, tuple(part.out_features for part in parts))
+        group = Group(fused_name(names), names, tuple(part.out_features for part in parts))
         if not reason:
             fused.append(group)
         yield FusedLayers(name, names, "" if reason else group.name, reason)
@@ -108,7 +108,6 @@ def _groups(parent: nn.Module, layers: Sequence[str], linears: frozenset[str]) -
 
 def _reason(parent: nn.Module, names: Sequence[str], parts: Sequence[LowbitLinear], places: Counter[nn.Module]) -> str:
     """Returns why layers that share their input can't be fused, or ""."""
-    first, *others = parts
     for name, part in zip(names, parts):
         if places[part] > 1:
             return f"the model holds {name} in several places"
@@ -116,6 +115,14 @@ def _reason(parent: nn.Module, names: Sequence[str], parts: Sequence[LowbitLinea
             return f"{name} has hooks, which would be lost"
         if set(part._buffers) != {slot.name for slot in part.spec.tensors}:
             return f"{name} has tensors of its own: {', '.join(part._buffers)}"
+    if hasattr(parent, fused_name(names)):
+        return f"the module has a {fused_name(names)} already"
+    return why_apart(parts)
+
+
+def why_apart(parts: Sequence[LowbitLinear]) -> str:
+    """Returns why the weights of layers can't be put together, or ""."""
+    first, *others = parts
     if any(replace(part.spec, n=first.spec.n) != first.spec for part in others):
         return f"their formats differ: {'; '.join(str(part.spec) for part in parts)}"
     if any(part.codes.device != first.codes.device for part in others):
@@ -124,8 +131,6 @@ def _reason(parent: nn.Module, names: Sequence[str], parts: Sequence[LowbitLinea
         return "their columns are stored in different orders"
     if any(part.spec.n % ROWS for part in parts[:-1]):
         return f"rows are stored in blocks of {ROWS}, which {', '.join(str(p.spec.n) for p in parts)} cut"
-    if hasattr(parent, _fused_name(names)):
-        return f"the module has a {_fused_name(names)} already"
     return ""
 
 
@@ -135,7 +140,7 @@ def _same_order(a: LowbitLinear, b: LowbitLinear) -> bool:
     return not columns[0].is_meta and torch.equal(*columns)
 
 
-def _fused_name(names: Sequence[str]) -> str:
+def fused_name(names: Sequence[str]) -> str:
     """Returns q_k_v_proj for q_proj, k_proj and v_proj: their stems and the word they end in."""
     stems, _, words = zip(*(name.rpartition("_") for name in names))
     return "_".join((*stems, words[0])) if all(stems) and len(set(words)) == 1 else "_".join(names)
@@ -222,8 +227,8 @@ def parts_named(name: str, names: Collection[str]) -> tuple[str, ...]:
     words = sorted(name.split("_"))
     for count in range(2, len(names) + 1):
         for some in combinations(sorted(names), count):
-            if sorted(_fused_name(some).split("_")) == words:
-                return next((each for each in permutations(some) if _fused_name(each) == name), ())
+            if sorted(fused_name(some).split("_")) == words:
+                return next((each for each in permutations(some) if fused_name(each) == name), ())
     return ()
 
 

@@ -90,7 +90,7 @@ def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
             raise SpecError(f"{name}: {type(module).__name__} has no weight yet; run the model on an input before")
         if isinstance(module, PackedModule) or any(p.ndim > 1 for p in module.parameters(recurse=False)):
             modules.setdefault(module, []).append(name)
-    _check_config(wishes.config, [name for module, names in modules.items() if is_known(module) for name in names])
+    check_config(wishes.config, [name for module, names in modules.items() if is_known(module) for name in names])
     reasons = _structural_reasons(model, modules)
     if wishes.act is None:
         reasons |= _more_precise({module for module in modules if is_known(module) and not reasons[module]})
@@ -99,9 +99,14 @@ def plan(model: nn.Module, wishes: Wishes) -> list[Planned]:
     return _merged(planned, embeddings)
 
 
+def plan_module(name: str, module: nn.Module, wishes: Wishes) -> Planned:
+    """Returns what to do with a module of this name, of a model that is not at hand."""
+    return _planned(module, (name,), NO_REASON, wishes)
+
+
 def _planned(module: nn.Module, names: tuple[str, ...], reason: Reason, wishes: Wishes) -> Planned:
     name = names[0]
-    config, why = _config_for(name, wishes.config)
+    config, why = config_for(name, wishes.config)
     reason = reason or _wish_against(name, module, wishes)
     if reason or config is None:
         return Planned(names, module, reason=reason or why)
@@ -129,7 +134,7 @@ def _with_tied(model: nn.Module, entry: Planned, wishes: Wishes) -> Planned:
     """Returns the plan for an embedding with the layers that share its table; one that leaves it dense if they do."""
     tied = tied_linears(model.named_modules(remove_duplicate=False), cast(nn.Embedding, entry.module))
     for name, linear in tied.items():
-        _, why = _config_for(name, wishes.config)
+        _, why = config_for(name, wishes.config)
         if wishes.filter_fn is not None and not wishes.filter_fn(name, linear):
             why = EXCLUDED
         why = _reason_of_place(model, linear, [name]) or why
@@ -274,7 +279,7 @@ def _has_adapters(module: nn.Module) -> bool:
 # -- configurations by name
 
 
-def _check_config(config: object, linears: list[str]) -> None:
+def check_config(config: object, linears: Sequence[str]) -> None:
     """Raises SpecError unless each pattern stands for layers that can be quantized, and for a configuration or None."""
     if isinstance(config, QuantConfig):
         return
@@ -289,13 +294,13 @@ def _check_config(config: object, linears: list[str]) -> None:
             raise SpecError(f"config[{pattern!r}] matches no linear layer{hint}")
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     """Returns the first names of a model's layers, for an error."""
     more = ", ..." if len(names) > 5 else ""
     return f"; the layers are {', '.join(map(repr, names[:5]))}{more}" if names else "; the model has none"
 
 
-def _config_for(name: str, config: Configs) -> tuple[QuantConfig | None, Reason]:
+def config_for(name: str, config: Configs) -> tuple[QuantConfig | None, Reason]:
     """Returns the configuration of the first pattern that matches a name; or None, and why."""
     if isinstance(config, QuantConfig):
         return config, NO_REASON

@@ -1,0 +1,189 @@
+"""What vLLM asks about a low-bit model: importing this file makes `quantization="lowbit"` known to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.quantizers_utils import should_convert_module
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
+
+from lowbit.dialect.errors import SpecError
+from lowbit.pylib.checkpoints.registry import FORMATS
+from lowbit.pylib.integrations.choose import check_names, wishes_without
+from lowbit.pylib.integrations.config import QUANT_METHOD, LowbitConfig
+from lowbit.pylib.integrations.vllm.methods import (
+    OnLoadHead,
+    OnLoadLinear,
+    SavedEmbedding,
+    SavedHead,
+    SavedLinear,
+    TiedHead,
+)
+from lowbit.pylib.integrations.vllm.names import Names
+from lowbit.pylib.integrations.vllm.rows import ACTS, opened
+from lowbit.pylib.nn.plan import check_config, config_for, naming, plan_module
+from lowbit.pylib.quantization.config import QuantConfig
+
+Method = QuantizeMethodBase | None
+
+
+@register_quantization_config(QUANT_METHOD)
+class LowbitServing(QuantizationConfig):
+    """Which layers of a model in vLLM are low-bit: those that its files have so. If they have none, those that a
+    `LowbitConfig` wants to be quantized while the model is loaded.
+
+    config   that of config.json, of `hf_overrides`, or LowbitConfig()
+    """
+
+    def __init__(self, config: LowbitConfig | None = None) -> None:
+        super().__init__()
+        self.config = LowbitConfig() if config is None else config
+        self.tied = False
+        self.folder = Path()
+        self.names: Names
+
+    # -- before the model is built
+
+    def get_name(self) -> Any:
+        """Returns the name of the quantization."""
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Returns the types of activations that kernels take."""
+        return list(ACTS)
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Returns the least compute capability of a GPU, times 10."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Returns no names of files besides config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> LowbitServing:
+        """Returns what the quantization_config of a config.json says, lowbit's or another library's."""
+        if config.get("quant_method") == QUANT_METHOD:
+            return cls(LowbitConfig.from_dict(config))
+        return cls(LowbitConfig(from_checkpoint=True).importing(config))
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> Any:
+        """Returns "lowbit" if the caller wants it for a checkpoint of another library."""
+        imports = hf_quant_cfg and hf_quant_cfg.get("quant_method") in FORMATS
+        return QUANT_METHOD if user_quant == QUANT_METHOD and imports else None
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Look into the files of the model. Raises SpecError where they can't be quantized as wanted."""
+        self.folder = _folder(model_name, revision)
+        checkpoint = opened(self.folder)
+        self.names = Names(checkpoint)
+        self.tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+        if not checkpoint.modules:
+            _check_on_load(self.config, [name.removesuffix(".weight") for name in checkpoint.dense])
+
+    # -- while it is built and loaded
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Take over the names that vLLM gives to modules."""
+        self.names.rename(hf_to_vllm_mapper.map_name)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Method:
+        """Returns what a layer does that has this name; None for one that is none of lowbit's."""
+        with naming(prefix or type(layer).__name__):
+            if isinstance(layer, RoutedExperts):
+                return self._of_experts(prefix)
+            if isinstance(layer, ParallelLMHead):
+                return self._of_head(layer, prefix)
+            if isinstance(layer, VocabParallelEmbedding):
+                return self._of_embedding(layer, prefix)
+            return self._of_linear(layer, prefix) if isinstance(layer, LinearBase) else None
+
+    def _of_linear(self, layer: Any, prefix: str) -> Method:
+        if modules := self.names.take(prefix, self.packed_modules_mapping):
+            return SavedLinear(self.folder, modules)
+        columns = getattr(layer, "input_size_per_partition", layer.input_size)
+        configs = self._configs(prefix, layer.output_size, columns, layer.params_dtype)
+        return OnLoadLinear(configs) if configs else UnquantizedLinearMethod()
+
+    def _of_head(self, layer: Any, prefix: str) -> Method:
+        if modules := self.names.take(prefix, {}):
+            return SavedHead(self.folder, modules)
+        if self.tied:
+            return TiedHead() if self._table(layer, "") else None
+        configs = self._configs(prefix, layer.output_size, layer.input_size, torch.get_default_dtype())
+        return OnLoadHead(configs) if configs else None
+
+    def _of_embedding(self, layer: Any, prefix: str) -> Method:
+        modules = self._table(layer, prefix)
+        return SavedEmbedding(self.folder, modules) if modules else None
+
+    def _table(self, layer: Any, prefix: str) -> tuple[str, ...]:
+        return self.names.take_table(prefix, (layer.org_vocab_size, layer.embedding_dim))
+
+    def _of_experts(self, prefix: str) -> Method:
+        """Raises SpecError for experts that are low-bit, or would become so."""
+        skipped = self.config.modules_to_not_convert or []
+        wanted = should_convert_module(prefix, skipped) and config_for(prefix, self.config.configs)[0] is not None
+        if self.names.below(prefix) or (wanted and not self.names.low_bit):
+            fix = "LowbitConfig(modules={'*.experts*': None}), or run the model with transformers"
+            raise SpecError(f"low-bit experts do not run in vLLM; leave experts dense with {fix}")
+        return None
+
+    def _configs(self, prefix: str, rows: int, columns: int, dtype: torch.dtype) -> list[QuantConfig]:
+        """Returns how to quantize each matrix of a layer of a dense checkpoint; nothing if it stays dense."""
+        if self.names.low_bit:
+            return []
+        wishes = wishes_without(self.config, self.config.modules_to_not_convert or [])
+        dense = nn.Linear(columns, rows, False, "meta", dtype)
+        parts = self.names.parts(prefix, self.packed_modules_mapping)
+        found = {part: plan_module(part, dense, wishes).config for part in parts}
+        configs = [config for config in found.values() if config is not None]
+        if configs and len(configs) < len(parts):
+            raise SpecError(f"vLLM makes one layer of {', '.join(parts)}; quantize all of them or none")
+        return configs
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
+        """Returns which tensors of the checkpoint vLLM must leave alone: those that lowbit reads itself."""
+        return WeightsMapper(orig_to_new_regex={self.names.of_taken(): None})
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    """Returns where the files of a model are, which may be on the Hugging Face Hub."""
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _check_on_load(config: LowbitConfig, modules: Sequence[str]) -> None:
+    """Raise SpecError for a configuration by which the modules of a dense checkpoint can't be quantized."""
+    if config.from_checkpoint:
+        raise SpecError(
+            "from_checkpoint=True: the checkpoint is dense; say how to quantize it, as LowbitConfig('u4', 128) does"
+        )
+    if config.embeddings:
+        raise SpecError(
+            "embeddings=True: in vLLM embeddings are not quantized while they are loaded; serve a folder that lowbit "
+            "quantize --embeddings has made"
+        )
+    config.check_no_data()
+    check_names(config.modules_to_not_convert or [], modules)
+    check_config(config.configs, modules)
+
+
+# vLLM's attention on a CPU uses AMX, for which a process has to ask Linux. oneDNN does so in dense layers, of which a
+# low-bit model may have none; without that, the first instruction of AMX ends the process.
+torch.cpu._init_amx()

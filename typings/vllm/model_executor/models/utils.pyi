@@ -1,0 +1,6 @@
+import re
+from collections.abc import Mapping
+
+class WeightsMapper:
+    def __init__(self, orig_to_new_regex: Mapping[re.Pattern[str], str | None] = ...) -> None: ...
+    def map_name(self, key: str) -> str | None: ...
