@@ -18,7 +18,7 @@ from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, registers
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.decode.spread import _SpreadKernel
+from lowbit.passes.kernels.decode.spread import _SpreadFactors
 from lowbit.passes.kernels.decode.step_factors import StepFactors
 from lowbit.passes.lowering import mma
 from lowbit.passes.target import parse_target
@@ -186,9 +186,9 @@ def test_registers_are_limited_so_that_the_blocks_asked_for_fit() -> None:
 def test_mutations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are wrong with the scales of the next part, shifts in place of scales, the first rows' weights for the
     others, a power of two that scales have no room for, or x in all rows."""
-    spec, load, numbers = SPECS["q4_k"], StepFactors.load, _SpreadKernel._scale_or_zero
+    spec, load, numbers = SPECS["q4_k"], StepFactors.load, _SpreadFactors.of_part
     with monkeypatch.context() as patch:
-        patch.setattr(_SpreadKernel, "_scale_or_zero", lambda self, name, part: numbers(self, name, 1 - part))
+        patch.setattr(_SpreadFactors, "of_part", lambda self, name, part: numbers(self, name, 1 - part))
         assert not is_right(spec, ONE, 1)
     with monkeypatch.context() as patch:
         patch.setattr(StepFactors, "load", lambda self, name, group: load(self, "shifts", group))

@@ -60,20 +60,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.formats.packing import BLOCK_K, ROWS
+from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Memory, Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.decode.epilogue import Epilogue
-from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
+from lowbit.passes.kernels.decode.factors import Factors
 from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.decode.step_factors import StepFactors
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element
 
@@ -83,6 +82,8 @@ ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothi
 
 class Kernel:
     """Builds the program."""
+
+    factors_type: ClassVar[type[Factors]] = Factors
 
     def __init__(self, plan: KernelPlan) -> None:
         self.plan = plan
@@ -103,9 +104,6 @@ class Kernel:
             fits_blocks=s.spread_k or s.outliers_by_step,
         )
         self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
-        # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
-        self.zeros_in_decode, self.zeros_in_sums = plan.zeros_in_decode, plan.zeros_in_sums
-        self.zeros_in_weights = plan.rounds_zeros
         self.sum_element = "f32"
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks, columns = s.step_k // BLOCK_K, s.mma_columns // 8
@@ -117,7 +115,6 @@ class Kernel:
         replicas = spatial(s.warps_k, 1, 1).replicated(s.warps_n)
         self.b_layout = replicas.local(1, columns, step_blocks) * batched(MMA_M16N8K16_B_NK)
         self.d_layout = warps.local(1, s.row_blocks, columns) * batched(MMA_M16N8_D)
-        self.row_layout = self.d_layout.reduce((2,))
         self.sum_layout = self.d_layout.reduce((1,))
         self.parts = self.plan.groups  # of a step, whose sums are scaled apart
         self.sparse: Tile | None = None  # products with outliers that are to be added at the end
@@ -141,14 +138,11 @@ class Kernel:
         self.first_block = self.tile * self.plan.row_blocks
         self.sums = self._sums_in_place()
         carried = [] if self.sums is not None else [p.constant(0.0, self.sum_element, self.d_layout)]
-        if self.zeros_in_sums and not self.plan.groups:
+        if self.plan.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()
         self.operands.buffers += self.convert.alloc_table()
-        self.numbers = GroupNumbers(p, self.plan, self.operands, self.convert)
-        self.step_factors = self._step_factors()
-        if self.zeros_in_decode and not self.plan.groups:
-            self.row_zeros = self._row_scale_or_zero("zeros")
+        self.factors = self.factors_type(p, self.plan, self.operands, self.convert, self.d_layout)
         self.first, self.rotation = p.block_id(1) * self.plan.rounds, self._rotation()
         p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
         carried = self._preloaded(carried) if s.preload_weights else self._stream(carried)
@@ -251,14 +245,13 @@ class Kernel:
     def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
         """One step of every warp, whose codes are in `words`."""
         p, s = self.p, self.schedule
-        if self.step_factors:
-            self._fill_step_factors(self.step_factors)
+        self.factors.begin_step()
         codes = p.view(words(), self.spec.dtype, self.a_layout)
         if self.operands.table:
             a = p.lookup(codes, self.operands.table, self.compute)
         else:
             offset = "raw" if self.plan.raw_codes else "deferred" if self.plan.defers_offset else "subtracted"
-            a = p.decode(codes, self.compute, self.plan.exponent, offset, self._shifts())
+            a = p.decode(codes, self.compute, self.plan.exponent, offset, self.factors.minus_zeros())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = self._fragments_of_x()
@@ -270,7 +263,7 @@ class Kernel:
         for group in range(self.parts):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
             product, sums = self._product_and_sums(a_group, b_group, group * width)
-            total = self._add_scaled(total, product, group, sums)
+            total = self.factors.add_scaled(total, product, group, sums)
         return [total]
 
     def _product_and_sums(self, a: Tile, b: Tile, start: int) -> tuple[Tile, Tile | None]:
@@ -279,7 +272,7 @@ class Kernel:
         first = p.constant(0.0, "f32", self.d_layout)
         if self.plan.defers_offset:
             first = p.offset_sums(b, self.spec.dtype, start % self.packing.chunk, self.d_layout)
-        return p.mma(a, b, first), p.row_sums(b, self.sum_layout) if self.zeros_in_sums else None
+        return p.mma(a, b, first), p.row_sums(b, self.sum_layout) if self.plan.zeros_in_sums else None
 
     def _fragments_of_x(self) -> Tile:
         """Returns the step's activations as the operand that codes are multiplied by."""
@@ -293,7 +286,7 @@ class Kernel:
         """The sums of a warp with those of its share of the outliers, which reads x where it needs it."""
         p, spec = self.p, self.spec
         if spec.outliers and spec.row_scales:
-            total = p.mul(total, self._row_scale_or_zero("row_scales"))
+            total = p.mul(total, self.factors.of_rows("row_scales"))
         if self.sparse is not None:
             return p.add(total, self.sparse if self.schedule.outliers_by_step else p.reduce(self.sparse, 2))
         if not spec.outliers or self.plan.spreads_outliers:
@@ -317,13 +310,6 @@ class Kernel:
         """The activations in device memory."""
         return self.p.global_view(self.p["x"], self.spec.act, (-1, self.spec.k), sizes=[self.p["m"]])
 
-    def _shifts(self) -> list[Tile]:
-        """Minus integer zeros, which decoding subtracts for nothing: q - z is exact."""
-        if not self.zeros_in_decode:
-            return []
-        stored = [self._group_scale_or_zero("zeros", group) for group in range(self.plan.groups)] or [self.row_zeros]
-        return [self.p.cast(self.convert.minus_zero(zero), self.compute) for zero in stored]
-
     def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
         """The same with x in shared memory."""
         p, s = self.p, self.schedule
@@ -337,99 +323,25 @@ class Kernel:
         for group in range(self.plan.groups):
             start = group * width
             zero = p.constant(0.0, "f32", self.d_layout)
-            weights = self._plain_weights(p.slice(a, 2, start, width), group)
+            weights = self.factors.of_weights(p.slice(a, 2, start, width), group)
             if self.plan.rounds_scales:
                 total = p.warpgroup_mma(weights, self.operands.x_buffer, start, total)
                 continue
-            sums = self._sums_of_x(start, width) if self.zeros_in_sums else None
+            sums = self._sums_of_x(start, width) if self.plan.zeros_in_sums else None
             product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, s.overlap_groups)
-            total = self._add_scaled(total, product, group, sums)
+            total = self.factors.add_scaled(total, product, group, sums)
         return [total]
 
     def _accumulate(self, a: Tile, sums: Tile) -> list[Tile]:
         """Begins products of 64 columns with scaled weights, and waits for those before: their registers are needed."""
         p, groups, width = self.p, range(self.plan.groups), self.schedule.step_k // self.plan.groups
-        weights = [self._plain_weights(p.slice(a, 2, group * width, width), group) for group in groups]
+        weights = [self.factors.of_weights(p.slice(a, 2, group * width, width), group) for group in groups]
         for block, group in itertools.product(range(self.schedule.row_blocks), groups):
             start, held = group * width, (group + 1) * width % BATCH != 0
             pending = None if held else 1
             p.accumulate(weights[group], self.operands.x_buffer, start, sums, held=held, block=block, pending=pending)
         p.await_products(0)
         return []
-
-    def _plain_weights(self, codes: Tile, group: int) -> Tile:
-        """Less their zeros, and scaled, as far as that is done before they are multiplied: q - z, s * q, or
-        s * q + (- s * z), or s * q + o, which is one instruction for both."""
-        p, minus, scale = self.p, None, None
-        if self.step_factors and self.plan.rounds_scales:
-            return self._scaled_weights(codes, self.step_factors, group)
-        if self.zeros_in_weights and self.spec.zeros == "float":
-            minus = p.cast(self.convert.minus_zero(self._group_scale_or_zero("zeros", group)), self.compute)
-        if self.plan.rounds_scales:
-            scale = p.cast(self._group_scale_or_zero("scales", group), self.compute)
-        if self.zeros_in_weights and self.spec.zeros == "offset" and scale is not None:
-            return p.fma(codes, scale, p.cast(self._group_scale_or_zero("offsets", group), self.compute))
-        if minus is not None and scale is not None:
-            return p.fma(codes, scale, p.mul(scale, minus))
-        if minus is not None:
-            return p.add(codes, minus)
-        return p.mul(codes, scale) if scale is not None else codes
-
-    def _scaled_weights(self, codes: Tile, factors: StepFactors, group: int) -> Tile:
-        """s * q, or s * q + shift."""
-        scale = factors.load("scales", group)
-        if self.zeros_in_weights:
-            return self.p.fma(codes, scale, factors.load("shifts", group))
-        return self.p.mul(codes, scale)
-
-    def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
-        """Returns total + s * product, and (- s * z or o) * (sums of x) where zeros or offsets are still to add."""
-        p = self.p
-        scale, shift = self._factors(group, sums_of_x is not None)
-        total = p.fma(product, scale, total)
-        return total if shift is None or sums_of_x is None else p.fma(shift, sums_of_x, total)
-
-    def _factors(self, group: int, shifted: bool) -> tuple[Tile, Tile | None]:
-        """Returns the factor of a group's sums, with the power of two that decoding left out, and, if `shifted`, that
-        of the sums of x."""
-        if self.step_factors:
-            names = ("scales", "shifts")[: 1 + shifted]
-            scale, *shift = (self.step_factors.load(name, group) for name in names)
-            return scale, shift[0] if shift else None
-        return self._computed(lambda name: self._scale_or_zero(name, group), shifted)
-
-    def _computed(self, load: Callable[[str], Tile], shifted: bool) -> tuple[Tile, Tile | None]:
-        """The same from scales, zeros and offsets. load: gives them, by name, as f32."""
-        scale = load("scales")
-        return self.convert.with_exponent(scale), self._shift(scale, load) if shifted else None
-
-    def _step_factors(self) -> StepFactors | None:
-        if not self.plan.step_factors:
-            return None
-        factors = StepFactors(self.p, self.plan, self.row_layout, self.compute if self.plan.rounds_scales else "f32")
-        self.operands.buffers.append(factors.buffer)
-        return factors
-
-    def _fill_step_factors(self, factors: StepFactors) -> None:
-        """Computes the factors of this step's groups."""
-
-        def load(name: str) -> Tile:
-            return factors.rows_first(self.numbers.load(name, 0, factors.layout))
-
-        def numbers() -> dict[str, Tile]:
-            scale, shift = self._computed(load, "shifts" in self.plan.step_factors)
-            return {"scales": scale} | ({} if shift is None else {"shifts": shift})
-
-        factors.fill(numbers)
-
-    def _shift(self, scale: Tile, load: Callable[[str], Tile]) -> Tile:
-        """Returns what sums of x are multiplied by. load: gives zeros or offsets, by name, as f32."""
-        p, zeros, convert = self.p, self.spec.zeros, self.convert
-        if zeros == "offset":
-            return convert.with_code_offset(load("offsets"), scale)
-        if zeros == "none":
-            return p.mul(scale, p.constant(-convert.offset, "f32", scale.layout))
-        return p.mul(scale, convert.minus_zero(load("zeros")))
 
     def _sums_of_x(self, start: int, columns: int) -> Tile:
         return self.p.warpgroup_row_sums(self.operands.x_buffer, start, columns, self.sum_layout)
@@ -440,33 +352,9 @@ class Kernel:
             return total
         return self.p.add(total, self.p.offset_sums(b, self.spec.dtype, 0, self.d_layout))
 
-    def _scale_or_zero(self, name: str, part: int) -> Tile:
-        """Returns the scale, zero or offset of the sums of a part of a step."""
-        return self._group_scale_or_zero(name, part)
-
-    def _group_scale_or_zero(self, name: str, group: int) -> Tile:
-        """A scale, zero or offset of every row of the tile in one group, from shared memory: [warps_k, rows, 1] f32."""
-        layout = self.row_layout.reshape((self.schedule.warps_k, self.plan.row_blocks, 1, ROWS))
-        return self.p.reshape(self.numbers.load(name, group, layout), self.row_layout.shape)
-
-    def _row_scale_or_zero(self, name: str) -> Tile:
-        """Scale, zero or offset of every row of the tile, from device memory."""
-        p, s, packing = self.p, self.schedule, self.packing
-        kind = self.spec.slot(name).storage
-        element = ScalesZeros.element(kind)
-        view = p.global_view(p[name], element, (s.warps_k, packing.row_blocks, ROWS), (0, ROWS, 1))
-        layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, ROWS))
-        loaded = p.load(view, (0, self.first_block, 0), layout, ("none", self.operands.row_boundary, "none"))
-        return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
-
-    def _scale_rows(self, total: Tile, *sums: Tile) -> Tile:
-        """One scale per row: applied to a warp's sum, at the end."""
-        p = self.p
-        scale = self._row_scale_or_zero("scales")
-        result = p.mul(total, self.convert.with_exponent(scale))
-        if sums:
-            result = p.fma(self._shift(scale, self._row_scale_or_zero), sums[0], result)
-        return result
+    def _scale_rows(self, total: Tile, *sums_of_x: Tile) -> Tile:
+        """Applies one scale per row to a warp's sum, at the end."""
+        return self.factors.scale_rows(total, *sums_of_x)
 
 
 def decode_matmul(spec: MatmulSpec, schedule: Schedule) -> Any:
