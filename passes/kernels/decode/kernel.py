@@ -38,12 +38,8 @@ Zeros and offsets:
   that have sums of x anyway (`KernelPlan.raw_codes`). With `Schedule.raw_codes` all others are as well; sums of x then
   correct zero points and the offset of signed codes.
 
-Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of the lines of its
-row blocks (`dialect.formats.outliers`) with x from device memory, and adds the products to its sums. It does so after
-the loop. For one token it does so before the loop: the waits for the table of lines, for lines and for x take long, and
-meanwhile the first weights come. The table and the lines are asked for behind the copies of weights, in front of the
-wait for the kernel before. With `Schedule.outliers_by_step` those of a step are multiplied behind its products, with
-the x that the step has in shared memory.
+Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of them with x and
+adds the products to its sums, before, in or after the loop (`passes.kernels.decode.outliers`).
 
 Where scales are codes, or e4m3, a warp computes the factors of sums or weights at the head of a step, once for all its
 lanes (`passes.kernels.decode.step_factors`).
@@ -60,14 +56,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Memory, Program, Scalar, Tile, as_i32
+from lowbit.passes.builder import Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.decode.epilogue import Epilogue
 from lowbit.passes.kernels.decode.factors import Factors
 from lowbit.passes.kernels.decode.operands import Operands
@@ -117,7 +113,6 @@ class Kernel:
         self.d_layout = warps.local(1, s.row_blocks, columns) * batched(MMA_M16N8_D)
         self.sum_layout = self.d_layout.reduce((1,))
         self.parts = self.plan.groups  # of a step, whose sums are scaled apart
-        self.sparse: Tile | None = None  # products with outliers that are to be added at the end
 
     def build(self) -> ir.Module:
         p, tiles = self.p, self.plan.tiles
@@ -151,7 +146,9 @@ class Kernel:
         if rest := self.plan.exponent - self.plan.scale_power:
             carried = [p.mul(carried[0], p.constant(2.0**rest, "f32", self.d_layout))]
         total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
-        total = self._with_outliers(total)
+        if self.spec.outliers and self.spec.row_scales:  # these do not scale outliers; else the epilogue applies them
+            total = p.mul(total, self.factors.of_rows("row_scales"))
+        total = self.operands.outliers.add_to(total, self.operands.buffers)
         p.barrier()  # all of the block have read their stages, whose place is taken now
         p.free_shared(*self.operands.buffers)
         Epilogue(p, self.plan, self.tile).finish(total)
@@ -169,11 +166,9 @@ class Kernel:
 
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
-        p, s, operands = self.p, self.schedule, self.operands
-        carried = self._first_sums(carried, operands.load_outliers())
-        if self.schedule.outliers_by_step:
-            self.index = operands.index_outliers()
-            carried = [*carried, p.constant(0.0, "f32", self.d_layout)]
+        p, s, operands, outliers, count = self.p, self.schedule, self.operands, self.operands.outliers, len(carried)
+        outliers.load()
+        carried = self._begin_outliers(carried)
         with p.loop(0, self.plan.rounds, carried) as loop:
             with p.pipeline(s.num_stages, s.prefetch_limit, s.refill, "warps", s.warps_n, async_proxy=s.wgmma):
                 step = self._first_step(loop.index)
@@ -181,28 +176,20 @@ class Kernel:
                 operands.copy_scales_zeros(step)
                 operands.fill_table()
                 self.convert.fill_table()
-                operands.copy_outliers()
+                outliers.copy()
                 p.grid_wait()
                 operands.copy_x(step)
-                if self.schedule.outliers_by_step:
-                    operands.copy_lines(self.index, step * s.step_k)
-            loop.results = self._step_with_outliers(loop.index, loop.carried)
-        if not self.schedule.outliers_by_step:
-            return loop.carried
-        *carried, self.sparse = loop.carried
-        return carried
+                outliers.copy_step(step)
+            outliers.begin_step(self._first_step(loop.index), operands.x_buffer)
+            results = self._step(loop.carried[:count], operands.copied_codes)
+            loop.results = [*results, *outliers.end_step(loop.carried[count:])]
+        outliers.end(loop.carried[count:])
+        return loop.carried[:count]
 
-    def _step_with_outliers(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
-        """One step of every warp in a round, with its outliers behind its products if they are multiplied step by
-        step."""
-        operands = self.operands
-        if not self.schedule.outliers_by_step:
-            return self._step(carried, operands.copied_codes)
-        *carried, sparse = carried
-        column = self._first_step(index) * self.schedule.step_k
-        self.p.transpose(operands.x_buffer, operands.transposed, self.p["m"])
-        carried = self._step(carried, operands.copied_codes)
-        return [*carried, operands.add_outliers(self.index, column, sparse)]
+    def _begin_outliers(self, carried: list[Tile]) -> list[Tile]:
+        """Multiplies the outliers that come before the first step. Returns the sums to begin with, last those of the
+        outliers that the loop will add up."""
+        return [*carried, *self.operands.outliers.begin(self.d_layout)]
 
     def _preloaded(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, with everything on its way at once: the codes to registers, so that blocks of two kernels have
@@ -214,13 +201,13 @@ class Kernel:
             operands.copy_scales_zeros(step)
         operands.fill_table()
         self.convert.fill_table()
-        operands.copy_outliers()
-        outliers = operands.load_outliers()
+        operands.outliers.copy()
+        operands.outliers.load()
         p.grid_wait()
         for operands.slot, step in enumerate(steps):
             operands.copy_x(step)
             p.commit()
-        carried = self._first_sums(carried, outliers)
+        carried = self._begin_outliers(carried)
         for operands.slot, codes in enumerate(words):
             if operands.slot == 0 or not s.overlap_groups:  # between barriers alone, products may overlap
                 p.wait(0 if s.overlap_groups else len(steps) - 1 - operands.slot)
@@ -282,34 +269,6 @@ class Kernel:
         """[warps_k, rows, columns] of what a warp ends with."""
         return total
 
-    def _with_outliers(self, total: Tile) -> Tile:
-        """The sums of a warp with those of its share of the outliers, which reads x where it needs it."""
-        p, spec = self.p, self.spec
-        if spec.outliers and spec.row_scales:
-            total = p.mul(total, self.factors.of_rows("row_scales"))
-        if self.sparse is not None:
-            return p.add(total, self.sparse if self.schedule.outliers_by_step else p.reduce(self.sparse, 2))
-        if not spec.outliers or self.plan.spreads_outliers:
-            return total
-        p.barrier()
-        p.free_shared(*self.operands.buffers)
-        scratch = p.alloc_shared(*self.plan.outlier_scratch)
-        outliers, lines = self.operands.outliers, self.operands.outlier_buffer
-        self.operands.buffers = [lines, scratch]
-        return p.sparse_mma(outliers, lines, scratch, self._whole_x(), total)
-
-    def _first_sums(self, carried: list[Tile], words: Tile | None) -> list[Tile]:
-        """The sums of a warp before its first step. For one token, products with its share of the outliers are ready;
-        they are spread over eight columns."""
-        if words is not None:
-            outliers, scratch = self.operands.outliers, self.operands.outlier_buffer
-            self.sparse = self.p.sparse_vector(outliers, words, scratch, self._whole_x(), carried[0])
-        return carried
-
-    def _whole_x(self) -> Memory:
-        """The activations in device memory."""
-        return self.p.global_view(self.p["x"], self.spec.act, (-1, self.spec.k), sizes=[self.p["m"]])
-
     def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
         """The same with x in shared memory."""
         p, s = self.p, self.schedule
@@ -357,6 +316,6 @@ class Kernel:
         return self.factors.scale_rows(total, *sums_of_x)
 
 
-def decode_matmul(spec: MatmulSpec, schedule: Schedule) -> Any:
+def decode_matmul(spec: MatmulSpec, schedule: Schedule) -> ir.Module:
     """The tile program of a matmul, in a module of its own."""
     return Kernel(KernelPlan(spec, schedule)).build()

@@ -119,12 +119,13 @@ class _SpreadKernel(Kernel):
         sums = p.mma(ones, x, p.constant(0.0, "f32", self.d_layout))
         return sums if raw else self.convert.with_exponent(sums, -1)
 
-    def _first_sums(self, carried: list[Tile], words: Tile | None) -> list[Tile]:
-        """Those of outliers are spread alike, and can be added to, unless sums are scaled at the end."""
-        carried = super()._first_sums(carried, words)
-        if self.sparse is None or self.spec.row_scales:
+    def _begin_outliers(self, carried: list[Tile]) -> list[Tile]:
+        """The same, where products with outliers, which are spread alike, are what sums begin with, unless these are
+        scaled at the end."""
+        carried, outliers = super()._begin_outliers(carried), self.operands.outliers
+        if outliers.products is None or self.spec.row_scales:
             return carried
-        first, self.sparse = self.convert.with_exponent(self.sparse, -1), None
+        first, outliers.products = self.convert.with_exponent(outliers.products, -1), None
         return [first, *carried[1:]]
 
     def _whole(self, total: Tile) -> Tile:

@@ -64,7 +64,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
@@ -390,6 +390,6 @@ class Kernel:
         return [((self.rank + turn) % blocks * tokens, turn * tokens) for turn in range(blocks)]
 
 
-def prefill_matmul(spec: MatmulSpec, schedule: PrefillSchedule) -> Any:
+def prefill_matmul(spec: MatmulSpec, schedule: PrefillSchedule) -> ir.Module:
     """The tile program of a matmul, in a module of its own."""
     return Kernel(PrefillPlan(spec, schedule)).build()
