@@ -26,7 +26,7 @@ from lowbit.passes.kernels.eight_bit_prefill_mma.family import TOKEN_TILES, Eigh
 from lowbit.passes.kernels.eight_bit_prefill_mma.legality import shared_bytes
 from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule as Schedule
-from lowbit.passes.kernels.prefill_mma.kernel import MmaKernel
+from lowbit.passes.kernels.prefill_mma.panels import CopiedPanels
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import GPUS, Target, parse_target
@@ -138,7 +138,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "offset": (plan, "zero_code", lambda right: lambda t: right(t) - 1),
     "scales": (weight.EightBitWeight, "scale_of", lambda right: lambda self, some, held: None),
     "tokens": (
-        MmaKernel,
+        CopiedPanels,
         "_copy_tokens",
         lambda right: lambda self, target, token, tokens, panel: right(self, target, token * 0, tokens, panel),
     ),
