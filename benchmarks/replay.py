@@ -1,6 +1,6 @@
 """Process replay: compiles the same kernels in two checkouts and compares their PTX.
 
-    python -m benchmarks replay REVISION            all kernels, about ten minutes on two cores
+    python -m benchmarks replay REVISION            all kernels, about a quarter of an hour on two cores
     python -m benchmarks replay REVISION --every 8  one of eight
 
 A refactoring must change no kernel. Names of functions and parameters may differ, nothing else may. This file runs as
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ SCHEDULES: tuple[dict[str, int], ...] = (  # by the names they had first: every 
     {"tokens": 32, "wgmma": 1, "warps_n": 4, "warps_k": 2, "row_blocks": 1, "overlap": 1},
 )
 
+MORE: tuple[dict[str, Any], ...] = (  # each on every target, for every number of tokens in MORE_TOKENS
+    {"weight": "u4", "group_size": 32, "zeros": "offset", "scale": "u6", "bilevel": {"groups": 8}},  # GGUF's q4_k
+    {"weight": "i3", "group_size": 16, "scale": "i6", "bilevel": {"groups": 16}, "act": "bf16"},  # q3_k
+    {"weight": "f4e2m1", "group_size": 16, "scale": "e4m3", "row_scales": True},  # NVFP4
+    {"weight": "u3", "group_size": 16, "zeros": "float", "scale": "u3", "outliers": True}
+    | {"bilevel": {"rows": 16, "groups": 1, "zeros": True}},  # SpQR
+    {"weight": "u4", "group_size": 128, "outliers": True, "act": "bf16", "scale": "f32"},
+    {"weight": "u4", "group_size": 128, "zeros": "int", "compute": "i8"},
+    {"weight": "f6e3m2", "group_size": 64, "compute": "f8e4m3", "act": "bf16"},
+    {"weight": "u4", "group_size": 128, "zeros": "float", "compute": "f8e4m3", "fold_scales": True},
+)
+MORE_TOKENS = (1, 8, 16, 64, 512, 2048)
+MORE_SIZES = ((4096, 4096), (1000, 1536), (8192, 8192))
+
 Kernel = dict[str, Any]
 
 
@@ -67,6 +82,9 @@ def kernels() -> Iterator[Kernel]:
         for j, schedule in enumerate(SCHEDULES):
             spec = {"n": 4096, "k": 8192, "weight": weight, "group_size": 128} | VARIANTS[(i + j) % 4]
             every.append({"spec": spec, "target": "sm_90a", "tokens": schedule["tokens"], "schedule": schedule})
+    for (i, weight), target, (j, tokens) in product(enumerate(MORE), TARGETS, enumerate(MORE_TOKENS)):
+        n, k = MORE_SIZES[(i + j) % len(MORE_SIZES)]
+        every.append({"spec": {"n": n, "k": k} | weight, "target": target, "tokens": tokens, "schedule": None})
     return iter(sorted(every, key=lambda kernel: hashlib.sha256(json.dumps(kernel).encode()).digest()))
 
 

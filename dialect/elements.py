@@ -81,7 +81,8 @@ TIMES: dict[str, tuple[str, ...]] = {
     "f8E4M3FN": ("f8E4M3FN",),
     "i8": ("i8", "ui8"),
 }
-"""Of every operand b, what a may be: other types are multiplied as f32, and unsigned bytes by signed ones."""
+"""The types that operand a may have, by that of operand b. Unsigned bytes are multiplied by signed ones, and types that
+are not listed as f32."""
 
 
 def product_types(a: str, b: str) -> str:

@@ -21,7 +21,7 @@ class Target:
     """
 
     name: str
-    """As the user spells it: "sm_90a", "cpu", "emulator:sm_80"."""
+    """The user's spelling: "sm_90a", "cpu", "emulator:sm_80"."""
     kind: Kind
     arch: str = ""
     """LLVM's and ptxas's name of the architecture, "" for a CPU."""
@@ -38,7 +38,7 @@ class Target:
     max_registers_per_thread: int = 0
     registers_per_sm: int = 0
     multiprocessors: int = 0
-    """Of the usual GPU of the architecture: the rule for schedules fills so many."""
+    """The number of a typical GPU of the architecture. The rule for schedules fills so many."""
     has_clusters: bool = False
     """Blocks that see each other's shared memory (PTX ISA 5.2.2); griddepcontrol; the async proxy's fences."""
     has_wgmma: bool = False

@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from emulated import run_launch, x_arguments
 from torch import Tensor
 
 import lowbit
 from lowbit.dialect.formats import byte_codes
 from lowbit.dialect.formats.byte_codes import COMPUTE
+from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.activation import VALUES
+from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.reference import matmul
+from lowbit.pylib.weights.packed import pack
 
 HOPPER, ADA, AMPERE = "emulator:sm_90a", "emulator:sm_89", "emulator:sm_80"
 FITTING = [(compute, name) for compute in COMPUTE for name in byte_codes.fitting_names(compute)]
@@ -48,3 +52,14 @@ def exact(spec: lowbit.MatmulSpec, problem: Problem) -> Tensor:
     x, x_scales, *weight = problem
     product = matmul(replace(spec, compute=None), x.double() * x_scales[:, None].double(), *weight)
     return torch.from_numpy(product).float()
+
+
+def run_quantized(kernel: CompiledKernel, spec: lowbit.MatmulSpec, problem: Problem) -> Tensor:
+    """y [m, n] of one launch in the emulator, whose blocks run in random order under the race check."""
+    x, x_scales, *weight = problem
+    q = lowbit.quantize_activation(x, spec.byte_type, scales=x_scales)
+    y = torch.full((len(x), spec.n), torch.nan)
+    given = {"x_scales": q.scales, "x_sums": q.sums, "y": y, **x_arguments(kernel, spec, q.values)}
+    given["workspace"] = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
+    run_launch(Emulator(kernel.ptx), kernel.launch, pack(spec, *weight), True, 0, **given, m=len(x))
+    return y

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
+from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
@@ -72,12 +75,12 @@ def run_matmul(
     workspace = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
     for seed in range(launches):
         y = torch.full((len(x), spec.n), torch.nan, dtype=TORCH[spec.out_dtype])
-        given = dict(y=y, workspace=workspace, m=len(x), **_x(kernel, spec, x))
-        _launch(emulator, kernel.launch, w, racecheck, seed, **given)
+        given = dict(y=y, workspace=workspace, m=len(x), **x_arguments(kernel, spec, x))
+        run_launch(emulator, kernel.launch, w, racecheck, seed, **given)
     return y
 
 
-def _x(kernel: CompiledKernel, spec: MatmulSpec, x: Tensor) -> Mapping[str, Tensor | TensorMap]:
+def x_arguments(kernel: CompiledKernel, spec: MatmulSpec, x: Tensor) -> Mapping[str, Tensor | TensorMap]:
     """x as the kernel takes it."""
     boxes = family_of(kernel.schedule).x_boxes(spec, kernel.schedule) if kernel.schedule else {}
     return maps_of_x(_memory(x), spec, len(x), boxes) or {"x": x}
@@ -88,11 +91,11 @@ def run_dequantize(
 ) -> Tensor:
     """W [n, k] of a dequantize kernel; NaN where it wrote nothing."""
     y = torch.full((spec.n, spec.k), torch.nan, dtype=TORCH[spec.act])
-    _launch(Emulator(kernel.ptx), kernel.launch, pack(spec, **named(problem)[1]), racecheck, 0, y=y)
+    run_launch(Emulator(kernel.ptx), kernel.launch, pack(spec, **named(problem)[1]), racecheck, 0, y=y)
     return y
 
 
-def _launch(
+def run_launch(
     emulator: Emulator,
     launch: Launch,
     w: PackedWeight,
@@ -100,6 +103,7 @@ def _launch(
     seed: int,
     **arguments: Tensor | TensorMap | int,
 ) -> None:
+    """Runs one launch on a weight. seed: of the order in which blocks run."""
     memory = {name: _memory(value) for name, value in {**w, **arguments}.items()}
     blocks = list(np.ndindex(*launch.blocks(memory, SM_COUNT)))
     random.Random(seed).shuffle(blocks)
@@ -135,3 +139,13 @@ def is_right(
     inputs = random_inputs(spec, m, seed=m)
     y = run_matmul(compile_kernel(request(spec, target, schedule)), spec, inputs, racecheck=racecheck)
     return matmul_is_right(y, spec, inputs, **family_of(schedule).rounding(spec, schedule))
+
+
+def decodes_right(spec: MatmulSpec, schedule: Schedule, inputs: Inputs) -> bool:
+    """Whether the decode kernel with a schedule multiplies right on Hopper, without races, and with no more shared
+    memory than expected."""
+    check_schedule(spec, schedule, HOPPER)
+    kernel = compile_kernel(request(spec, HOPPER, schedule))
+    assert kernel.launch.shared_bytes <= shared_bytes(spec, schedule)
+    y = run_matmul(kernel, spec, inputs, racecheck=True)
+    return matmul_is_right(y, spec, inputs, **KernelPlan(spec, schedule).rounding)

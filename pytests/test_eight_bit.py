@@ -6,14 +6,12 @@ the rounding of its additions elsewhere.
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from eight_bit_problems import ADA, AMPERE, FITTING, HOPPER, Problem, exact, memory, whole_problem
+from eight_bit_problems import ADA, AMPERE, FITTING, HOPPER, Problem, exact, run_quantized, whole_problem
 from torch import Tensor
 
 import lowbit
@@ -27,10 +25,8 @@ from lowbit.passes.kernels.registry import request
 from lowbit.passes.lowering import byte_numbers
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.target import parse_target
-from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.weights.packed import pack
 
 
 def spec_of(compute: Compute, weight: str, number: int) -> lowbit.MatmulSpec:
@@ -130,18 +126,7 @@ def test_schedules_to_the_last_bit(schedule: EightBitSchedule, compute: Compute)
 
 
 def run(spec: lowbit.MatmulSpec, schedule: EightBitSchedule, problem: Problem) -> Tensor:
-    """y of one launch."""
-    compiled = compile_kernel(request(spec, parse_target(HOPPER), schedule))
-    x, x_scales, *weight = problem
-    q = lowbit.quantize_activation(x, spec.byte_type, scales=x_scales)
-    y = torch.full((len(x), spec.n), torch.nan)
-    tensors = {**pack(spec, *weight), "x": q.values, "x_scales": q.scales, "x_sums": q.sums, "y": y}
-    tensors["workspace"] = torch.zeros(compiled.launch.workspace_bytes, dtype=torch.uint8)
-    blocks = list(np.ndindex(*compiled.launch.blocks({}, 1)))
-    random.Random(0).shuffle(blocks)
-    arguments = {name: memory(t) for name, t in tensors.items()}
-    Emulator(compiled.ptx).run(compiled.launch, {**arguments, "m": len(x)}, racecheck=True, blocks=blocks)
-    return y
+    return run_quantized(compile_kernel(request(spec, parse_target(HOPPER), schedule)), spec, problem)
 
 
 def test_sums_of_fp8_are_promoted() -> None:

@@ -6,15 +6,13 @@ As in `test_eight_bit`, sums are compared to the last bit where f32 holds all of
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from eight_bit_problems import FITTING, Problem, exact, memory, whole_problem
+from eight_bit_problems import FITTING, Problem, exact, run_quantized, whole_problem
 from torch import Tensor
 
 import lowbit
@@ -33,11 +31,7 @@ from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import parse_target
-from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_inputs, random_problem, tolerance
-from lowbit.pylib.runtime.boxed import maps_of_x
-from lowbit.pylib.weights.packed import pack
 
 HOPPER = parse_target("sm_90a")
 FAMILY = EightBitPrefill()
@@ -49,18 +43,7 @@ def compiled(spec: MatmulSpec, schedule: Schedule) -> CompiledKernel:
 
 
 def run(spec: MatmulSpec, schedule: Schedule, problem: Problem) -> Tensor:
-    """y of one launch, whose blocks run in random order."""
-    kernel = compiled(spec, schedule)
-    x, x_scales, *of_weight = problem
-    q = lowbit.quantize_activation(x, spec.byte_type, scales=x_scales)
-    y = torch.full((len(x), spec.n), torch.nan)
-    tensors = {**pack(spec, *of_weight), "x_scales": q.scales, "y": y}
-    arguments: dict[str, Any] = {name: memory(t) for name, t in tensors.items()}
-    arguments |= maps_of_x(memory(q.values), spec, len(x), FAMILY.x_boxes(spec, schedule))
-    blocks = list(np.ndindex(*kernel.launch.blocks(arguments, SM_COUNT)))
-    random.Random(0).shuffle(blocks)
-    Emulator(kernel.ptx).run(kernel.launch, {**arguments, "m": len(x)}, racecheck=True, blocks=blocks)
-    return y
+    return run_quantized(compiled(spec, schedule), spec, problem)
 
 
 def is_exact(spec: MatmulSpec, schedule: Schedule, m: int) -> bool:

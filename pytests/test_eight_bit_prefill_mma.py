@@ -6,14 +6,12 @@ As in `test_eight_bit`, sums are compared to the last bit where f32 holds all of
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from eight_bit_problems import FITTING, Problem, exact, memory, whole_problem
+from eight_bit_problems import FITTING, Problem, exact, run_quantized, whole_problem
 from torch import Tensor
 
 import lowbit
@@ -28,14 +26,11 @@ from lowbit.passes.kernels.eight_bit_prefill_mma.family import TOKEN_TILES, Eigh
 from lowbit.passes.kernels.eight_bit_prefill_mma.legality import shared_bytes
 from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule as Schedule
-from lowbit.passes.kernels.prefill_mma.kernel import MmaKernel
+from lowbit.passes.kernels.prefill_mma.panels import CopiedPanels
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import GPUS, Target, parse_target
-from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.reference import agrees, matmul, multiplied, random_inputs, random_problem, tolerance
-from lowbit.pylib.weights.packed import pack
 
 A100, L40S, HOPPER = (parse_target(name) for name in ("sm_80", "sm_89", "sm_90a"))
 FAMILY = EightBitPrefillMma()
@@ -51,17 +46,7 @@ def compiled(spec: MatmulSpec, schedule: Schedule, target: Target | None = None)
 
 
 def run(spec: MatmulSpec, schedule: Schedule, problem: Problem, target: Target | None = None) -> Tensor:
-    """y of one launch, whose blocks run in random order."""
-    kernel = compiled(spec, schedule, target)
-    x, x_scales, *of_weight = problem
-    q = lowbit.quantize_activation(x, spec.byte_type, scales=x_scales)
-    y = torch.full((len(x), spec.n), torch.nan)
-    tensors = {**pack(spec, *of_weight), "x": q.values, "x_scales": q.scales, "y": y}
-    arguments: dict[str, Any] = {name: memory(t) for name, t in tensors.items()} | {"m": len(x)}
-    blocks = list(np.ndindex(*kernel.launch.blocks(arguments, SM_COUNT)))
-    random.Random(0).shuffle(blocks)
-    Emulator(kernel.ptx).run(kernel.launch, arguments, racecheck=True, blocks=blocks)
-    return y
+    return run_quantized(compiled(spec, schedule, target), spec, problem)
 
 
 def is_exact(spec: MatmulSpec, schedule: Schedule, m: int) -> bool:
@@ -153,7 +138,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "offset": (plan, "zero_code", lambda right: lambda t: right(t) - 1),
     "scales": (weight.EightBitWeight, "scale_of", lambda right: lambda self, some, held: None),
     "tokens": (
-        MmaKernel,
+        CopiedPanels,
         "_copy_tokens",
         lambda right: lambda self, target, token, tokens, panel: right(self, target, token * 0, tokens, panel),
     ),

@@ -22,7 +22,7 @@ from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.kernels.decode.epilogue import Epilogue
-from lowbit.passes.kernels.decode.kernel import Kernel
+from lowbit.passes.kernels.decode.factors import Factors
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
@@ -180,9 +180,9 @@ WRONG_NUMBERS = [
     Mutation("scale dropped", NF4, ScalesZeros, "as_f32", constant(0.25)),
     Mutation("power of two dropped", F6, ScalesZeros, "with_exponent", lambda right: lambda self, scale: scale),
     Mutation("zero dropped", U4, ScalesZeros, "minus_zero", constant(0.0)),
-    Mutation("offset dropped", OFFSET, Kernel, "_shift", lambda right: lambda self, s, load: self.p.mul(s, 0.0)),
-    Mutation("scale and offset exchanged", OFFSET, Kernel, "_group_scale_or_zero", exchanged("scales", "offsets")),
-    Mutation("offset of the next group", OFFSET, Kernel, "_group_scale_or_zero", of_next_group("offsets")),
+    Mutation("offset dropped", OFFSET, Factors, "_shift", lambda right: lambda self, s, load: self.p.mul(s, 0.0)),
+    Mutation("scale and offset exchanged", OFFSET, Factors, "of_group", exchanged("scales", "offsets")),
+    Mutation("offset of the next group", OFFSET, Factors, "of_group", of_next_group("offsets")),
     Mutation("offset of codes lost", I4_OFFSET, ScalesZeros, "with_code_offset", lambda right: lambda self, o, s: o),
     Mutation("scale of rows dropped", OFFSET, Epilogue, "_per_row", constant_per_row(1.0)),
     Mutation("sum of x lost", FLOAT, Program, "row_sums", lambda right: lambda p, b, to: p.constant(0.0, "f32", to)),

@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compile_matmul
-from emulated import run_matmul
+from emulated import HOPPER, decodes_right
 from torch import Tensor
 
 from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
-from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
+from lowbit.passes.kernels.decode.legality import check_schedule
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 from lowbit.pylib.weights import outliers
 from lowbit.pylib.weights.packed import pack
 
-HOPPER = parse_target("sm_90a")
 SPEC = MatmulSpec(40, 1024, "u3", 16, zeros="float", outliers=True, out="f32")  # row blocks of 16, 16 and 8 rows
 SCHEDULE = Schedule(16, 1, 4, 2, 256, 2, wgmma=True, outliers_by_step=True)  # steps of 256 columns
 
@@ -50,20 +47,9 @@ def given(spec: MatmulSpec, tokens: int, there: Tensor) -> tuple[Tensor, dict[st
     return x, tensors | {"outliers": (values.half().float() * there).to_sparse_csr()}
 
 
-def is_right(spec: MatmulSpec, schedule: Schedule, problem: tuple[Tensor, dict[str, Tensor]]) -> bool:
-    """Multiplies in the emulator, which looks for races."""
-    plan, (x, tensors) = KernelPlan(spec, schedule), problem
-    kernel = compile_matmul(spec, HOPPER, schedule)
-    assert kernel.launch.shared_bytes <= shared_bytes(spec, schedule)
-    y = run_matmul(kernel, spec, problem, racecheck=True)
-    rounding: dict[str, Any] = plan.rounding
-    bound = reference.tolerance(spec, x, **tensors, **rounding)
-    return bool(reference.agrees(y, reference.matmul(spec, x, **tensors), bound).all())
-
-
 @pytest.mark.parametrize("tokens", [1, 8, 13, 16])
 def test_numbers_of_tokens(tokens: int) -> None:
-    assert is_right(SPEC, SCHEDULE, given(SPEC, tokens, places("one in each column")))
+    assert decodes_right(SPEC, SCHEDULE, given(SPEC, tokens, places("one in each column")))
 
 
 @pytest.mark.parametrize("act", ["f16", "bf16"])
@@ -73,7 +59,7 @@ def test_numbers_of_tokens(tokens: int) -> None:
 )
 def test_outliers_anywhere_in_lines(kind: str, act: Any) -> None:
     spec = replace(SPEC, act=act)
-    assert is_right(spec, SCHEDULE, given(spec, 5, places(kind)))
+    assert decodes_right(spec, SCHEDULE, given(spec, 5, places(kind)))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +74,7 @@ def test_outliers_anywhere_in_lines(kind: str, act: Any) -> None:
     ids=["two row blocks", "cluster", "splits", "eight warps", "64 tokens"],
 )
 def test_every_way_to_split_the_work(schedule: Schedule) -> None:
-    assert is_right(SPEC, schedule, given(SPEC, schedule.tokens - 1, places("one in each column")))
+    assert decodes_right(SPEC, schedule, given(SPEC, schedule.tokens - 1, places("one in each column")))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +88,7 @@ def test_every_way_to_split_the_work(schedule: Schedule) -> None:
     ids=["spqr", "rows", "row scales", "table"],
 )
 def test_formats(spec: MatmulSpec) -> None:
-    assert is_right(spec, SCHEDULE, given(spec, 3, places("one in each column")[:, : spec.k]))
+    assert decodes_right(spec, SCHEDULE, given(spec, 3, places("one in each column")[:, : spec.k]))
 
 
 def test_more_lines_than_lanes_have() -> None:
@@ -130,7 +116,7 @@ WITHOUT: dict[str, Any] = {
 def test_a_part_left_out(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Program, operation, WITHOUT[operation])
     with suppress(EmulatorError):  # shared memory that was never written
-        assert not is_right(SPEC, SCHEDULE, given(SPEC, 3, places("one in each column")))
+        assert not decodes_right(SPEC, SCHEDULE, given(SPEC, 3, places("one in each column")))
 
 
 def test_weights_without_outliers_are_refused() -> None:
@@ -140,7 +126,7 @@ def test_weights_without_outliers_are_refused() -> None:
 
 def test_copies_of_few_rounds_at_a_time() -> None:
     schedule = replace(SCHEDULE, num_stages=4, prefetch_limit=1, warps_k=1)
-    assert is_right(SPEC, schedule, given(SPEC, 2, places("one in each column")))
+    assert decodes_right(SPEC, schedule, given(SPEC, 2, places("one in each column")))
 
 
 def test_lines_are_drawn_alike() -> None:
@@ -148,4 +134,4 @@ def test_lines_are_drawn_alike() -> None:
     spec = replace(SPEC, n=200, k=4096)
     x, tensors = reference.random_inputs(spec, 16)
     tensors["outliers"] = outliers.draw(spec.n, spec.k, 0.01, torch.Generator().manual_seed(1))
-    assert is_right(spec, SCHEDULE, (x, tensors))
+    assert decodes_right(spec, SCHEDULE, (x, tensors))

@@ -21,6 +21,7 @@ from lowbit.passes.kernels.prefill.factor import staged_factors
 from lowbit.passes.kernels.prefill.family import Prefill
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.outliers import Outliers
+from lowbit.passes.kernels.prefill.panels import BoxPanels
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
@@ -228,11 +229,11 @@ def test_numbers_of_the_panel_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_races_across_a_cluster_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warp that gives a stage back before its products have read it lets the other block copy into them."""
 
-    def too_early(self: Kernel, panel: int) -> None:
+    def too_early(self: BoxPanels, panel: int) -> None:
         stages = self.schedule.num_stages
         self.p.arrive(self.empty, panel % stages, self.schedule.cluster)
 
-    monkeypatch.setattr(Kernel, "_release_panel_before", too_early)
+    monkeypatch.setattr(BoxPanels, "release_before", too_early)
     with pytest.raises(EmulatorError):
         result(SPARSE, PAIR, random_inputs(SPARSE, 40))
 

@@ -21,7 +21,7 @@ from lowbit.passes.kernels.eight_bit_prefill.family import EightBitPrefill
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.prefill.cost_model import margin
 from lowbit.passes.kernels.prefill.family import Prefill
-from lowbit.passes.kernels.prefill.kernel import Kernel
+from lowbit.passes.kernels.prefill.panels import BoxPanels
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.tile_order import TileOrder
@@ -106,7 +106,7 @@ def test_slices_begin_at_tokens_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_slices_wait_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first panels of a slice are copied to stages that warps may still read."""
-    monkeypatch.setattr(Kernel, "_await_free_stages", lambda kernel: None)
+    monkeypatch.setattr(BoxPanels, "_await_free_stages", lambda self, turn: None)
     with pytest.raises(EmulatorError):
         is_right(SMALL, CUT, 60)
 

@@ -24,6 +24,7 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.legality import shared_bytes
+from lowbit.passes.kernels.prefill.panels import BoxPanels
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.tile_order import TileOrder
@@ -116,15 +117,15 @@ def test_the_same_bits_every_time() -> None:
 # -- that these tests can fail
 
 
-def one_order(kernel: Any, tokens: int, blocks: int) -> list[tuple[Any, Any]]:
-    return [(kernel.rank * tokens, kernel.rank * tokens)] if blocks == 1 else [(0, 0), (tokens, tokens)]
+def one_order(panels: BoxPanels, tokens: int, blocks: int) -> list[tuple[Any, Any]]:
+    return [(panels.rank * tokens, panels.rank * tokens)] if blocks == 1 else [(0, 0), (tokens, tokens)]
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "nothing added": (Exchange, "_plus_received", lambda self, own, token: own),
-    "shares in one order": (Kernel, "_boxes_of_tokens", lambda self, tokens, blocks: one_order(self, tokens, blocks)),
-    "first tokens": (Kernel, "_first_stored", lambda self: self.here.token),
-    "first columns": (Kernel, "_first_round_of_next", lambda self: 0),
+    "shares in one order": (BoxPanels, "_boxes_of_tokens", one_order),
+    "first tokens": (Kernel, "_first_stored", lambda self: self.turn.here.token),
+    "first columns": (Kernel, "_first_round_of_next", lambda self, has_next: 0),
 }
 
 

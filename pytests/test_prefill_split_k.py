@@ -25,6 +25,7 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.legality import shared_bytes
+from lowbit.passes.kernels.prefill.panels import BoxPanels
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
@@ -94,8 +95,8 @@ def test_activations_of_8_bits(choices: dict[str, Any], schedule: dict[str, int]
 SPEC = MatmulSpec(300, 1024, "u4", group_size=128)
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "nothing added": (Exchange, "_plus_received", lambda self, own, token: own),
-    "shares in one order": (Kernel, "_boxes_of_tokens", lambda self, tokens, blocks: [(0, 0), (tokens, tokens)]),
-    "first tokens": (Kernel, "_first_stored", lambda self: self.here.token),
+    "shares in one order": (BoxPanels, "_boxes_of_tokens", lambda self, tokens, blocks: [(0, 0), (tokens, tokens)]),
+    "first tokens": (Kernel, "_first_stored", lambda self: self.turn.here.token),
 }
 
 

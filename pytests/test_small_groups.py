@@ -8,23 +8,21 @@ from typing import Any
 import pytest
 import torch
 from compiled import compile_matmul
-from emulated import matmul_is_right, run_matmul
+from emulated import HOPPER, decodes_right, matmul_is_right, run_matmul
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, registers
-from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
+from lowbit.passes.kernels.decode.legality import check_schedule
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.decode.spread import _SpreadKernel
+from lowbit.passes.kernels.decode.spread import _SpreadFactors
 from lowbit.passes.kernels.decode.step_factors import StepFactors
 from lowbit.passes.lowering import mma
-from lowbit.passes.target import parse_target
 from lowbit.pylib import reference
 
-HOPPER = parse_target("sm_90a")
 ONE = Schedule(1, 1, 1, 2, 256, 2, spread_k=True)
 SPQR = replace(MatmulSpec.preset("spqr", n=40, k=768), permuted=False, out="f32")
 SPECS = {
@@ -46,12 +44,7 @@ SPECS = {
 
 
 def is_right(spec: MatmulSpec, schedule: Schedule, m: int) -> bool:
-    check_schedule(spec, schedule, HOPPER)
-    problem = reference.random_inputs(spec, m)
-    kernel = compile_matmul(spec, HOPPER, schedule)
-    assert kernel.launch.shared_bytes <= shared_bytes(spec, schedule)
-    y = run_matmul(kernel, spec, problem, racecheck=True)
-    return matmul_is_right(y, spec, problem, **KernelPlan(spec, schedule).rounding)
+    return decodes_right(spec, schedule, reference.random_inputs(spec, m))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -186,9 +179,9 @@ def test_registers_are_limited_so_that_the_blocks_asked_for_fit() -> None:
 def test_mutations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are wrong with the scales of the next part, shifts in place of scales, the first rows' weights for the
     others, a power of two that scales have no room for, or x in all rows."""
-    spec, load, numbers = SPECS["q4_k"], StepFactors.load, _SpreadKernel._scale_or_zero
+    spec, load, numbers = SPECS["q4_k"], StepFactors.load, _SpreadFactors.of_part
     with monkeypatch.context() as patch:
-        patch.setattr(_SpreadKernel, "_scale_or_zero", lambda self, name, part: numbers(self, name, 1 - part))
+        patch.setattr(_SpreadFactors, "of_part", lambda self, name, part: numbers(self, name, 1 - part))
         assert not is_right(spec, ONE, 1)
     with monkeypatch.context() as patch:
         patch.setattr(StepFactors, "load", lambda self, name, group: load(self, "shifts", group))

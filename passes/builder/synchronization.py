@@ -19,9 +19,13 @@ class Synchronization:
         ops.WaitOp(i64(pending))
 
     def barrier(self, scope: str = "block", warps: int = 1, async_proxy: bool = False, relaxed: bool = False) -> None:
-        """Of the "block", the "cluster" (or a half of it: "cluster_arrive", "cluster_wait") or every `warps` "warps".
-        async_proxy: for `warpgroup_mma`, which reads shared memory by itself. relaxed: "cluster_arrive" is for signals
-        alone."""
+        """Waits until all threads of the scope have arrived.
+
+        scope        "block", "cluster" (or half of its barrier: "cluster_arrive", "cluster_wait"), or "warps": every
+                     `warps` warps side by side
+        async_proxy  also makes writes visible to `warpgroup_mma`, which reads shared memory by itself
+        relaxed      with "cluster_arrive": orders signals alone
+        """
         op = ops.BarrierOp(text(scope), warps=i64(warps))
         op.async_proxy, op.relaxed = async_proxy, relaxed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,3 +112,15 @@ def when(condition: Any | None, action: Callable[[], Any]) -> None:
     with ir.InsertionPoint(branch.then_block):
         action()
         scf.YieldOp([])
+
+
+def either(
+    condition: Any, types: Sequence[Any], then: Callable[[], Sequence[Any]], otherwise: Callable[[], Sequence[Any]]
+) -> list[Any]:
+    """Returns values of these types: what `then` gives under a condition, or else what `otherwise` gives."""
+    branch = scf.IfOp(condition, list(types), has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.YieldOp(list(then()))
+    with ir.InsertionPoint(branch.else_block):
+        scf.YieldOp(list(otherwise()))
+    return list(branch.results)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowbit.dialect import ops
-from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
+from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import read_ints, read_layout, read_strings
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Access, Place
-from lowbit.passes.lowering.context import LoweringContext, int_attr, when
+from lowbit.passes.lowering.context import LoweringContext, either, int_attr, when
 from lowbit.passes.lowering.registry import lowers
 
 
@@ -104,9 +104,10 @@ class _PaddedRows:
     def element_or_zero(self, address: Any, inside: Any) -> Any:
         """Reads an element if a condition holds, else zero."""
         element = ir.Type.parse(str(self.place.type.element))
-        branch = scf.IfOp(inside, [element], has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            scf.YieldOp([llvm.load(element, address, alignment=2)])
-        with ir.InsertionPoint(branch.else_block):
-            scf.YieldOp([emit.real(0.0, element)])
-        return branch.results[0]
+        (value,) = either(
+            inside,
+            [element],
+            lambda: [llvm.load(element, address, alignment=2)],
+            lambda: [emit.real(0.0, element)],
+        )
+        return value

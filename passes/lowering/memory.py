@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lowbit.dialect import ops
-from lowbit.dialect.bindings import arith, ir, llvm, nvvm, scf
+from lowbit.dialect.bindings import arith, ir, llvm, nvvm
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import UNIT, Global, Reg, Shared, element_bits, read_layout, read_strings
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Access, Place
-from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, when
+from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, either, when
 from lowbit.passes.lowering.fragment import Fragment
 from lowbit.passes.lowering.registry import lowers
 
@@ -107,12 +107,13 @@ def _load_or_zero(type_: Any, address: Any, alignment: int, inside: Any | None) 
     """Reads memory if a condition holds, else zero; None: always reads."""
     if inside is None:
         return llvm.load(type_, address, alignment=alignment)
-    branch = scf.IfOp(inside, [type_], has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.YieldOp([llvm.load(type_, address, alignment=alignment)])
-    with ir.InsertionPoint(branch.else_block):
-        scf.YieldOp([llvm.mlir_zero(type_)])
-    return branch.results[0]
+    (value,) = either(
+        inside,
+        [type_],
+        lambda: [llvm.load(type_, address, alignment=alignment)],
+        lambda: [llvm.mlir_zero(type_)],
+    )
+    return value
 
 
 @lowers(ops.PrefetchOp)

@@ -173,7 +173,7 @@ def load_matrix(op: Any, c: LoweringContext) -> None:
 
 @lowers(ops.DiagonalOp)
 def diagonal(op: Any, c: LoweringContext) -> None:
-    """Of eight fragments of the result, each has one row of a fragment of the source."""
+    """Makes eight fragments of each one of the source, with one of its eight rows each."""
     source, reg = c.tiles[op.source], Reg.of(op.result.type)
     source_at = {k: j for j, (_, k) in enumerate(fragment_blocks(source.reg.layout, MMA_M16N8K16_B_NK))}
     blocks = [k for _, k in fragment_blocks(reg.layout, MMA_M16N8K16_B_NK)]

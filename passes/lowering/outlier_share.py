@@ -18,7 +18,7 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import read_layout
 from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.context import LoweringContext, int_attr
+from lowbit.passes.lowering.context import LoweringContext, either, int_attr
 from lowbit.passes.lowering.outlier_lines import WORD, Outlier, first_word, lines_of, outlier_of, word
 from lowbit.passes.lowering.registry import lowers
 
@@ -195,12 +195,7 @@ def _loop(start: Any, end: Any, step: Any, sums: Sums, body: Callable[[Any, Sums
 def if_any(words: Sequence[Any], sums: Sums, action: Callable[[], Sums]) -> Sums:
     """Returns what `action` does if one of these words is an outlier, which all lanes agree on; else `sums`."""
     condition = arith.cmpi(arith.CmpIPredicate.ne, reduce(arith.ori, words), emit.constant(0))
-    branch = scf.IfOp(condition, [value.type for value in sums], has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.YieldOp(action())
-    with ir.InsertionPoint(branch.else_block):
-        scf.YieldOp(list(sums))
-    return list(branch.results)
+    return either(condition, [value.type for value in sums], action, lambda: sums)
 
 
 @lowers(ops.CopyOutliersOp)

@@ -11,7 +11,7 @@ from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit, outlier_lines
 from lowbit.passes.lowering.addressing import Place
-from lowbit.passes.lowering.context import LoweringContext, int_attr, when
+from lowbit.passes.lowering.context import LoweringContext, either, int_attr, when
 from lowbit.passes.lowering.fragment import Fragment
 from lowbit.passes.lowering.outlier_lines import Outlier
 from lowbit.passes.lowering.registry import lowers
@@ -121,13 +121,12 @@ def scatter_outliers(op: Any, c: LoweringContext) -> None:
     here = _Cursor(*c.tiles[op.cursor].registers("scalar"))
     here = here._replace(last=none, before=none, lines=emit.constant(0))
     here, is_over = _scatter_line(op, c, here)
-    types = [emit.integer()] * len(here)
-    branch = scf.IfOp(is_over, types, has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.YieldOp(list(_scatter_more_lines(op, c, *_scatter_line(op, c, _on_next_line(here, op, c)))))
-    with ir.InsertionPoint(branch.else_block):
-        scf.YieldOp(list(here))
-    here = _with_following(_Cursor(*branch.results), table, c)
+
+    def on_more_lines() -> _Cursor:
+        return _scatter_more_lines(op, c, *_scatter_line(op, c, _on_next_line(here, op, c)))
+
+    behind = either(is_over, [emit.integer()] * len(here), on_more_lines, lambda: here)
+    here = _with_following(_Cursor(*behind), table, c)
     c.tiles[op.result] = _carried(Reg.of(op.result.type), here)
 
 
@@ -206,15 +205,18 @@ def erase_outliers(op: Any, c: LoweringContext) -> None:
     lines."""
     c.pending.finish_reads()
     buffer, cursor = c.places[op.buffer], _Cursor(*c.tiles[op.cursor].registers("scalar"))
-    branch = scf.IfOp(emit.below(cursor.lines, emit.constant(3)), has_else=True)
-    with ir.InsertionPoint(branch.then_block):
+
+    def erase_known() -> list[Any]:
         for place in (cursor.last, cursor.before):
             has_written = arith.cmpi(arith.CmpIPredicate.ne, place, emit.constant(-1))
             when(has_written, lambda place=place: _write(buffer, place, emit.real(0.0, ir.F32Type.get())))
-        scf.YieldOp([])
-    with ir.InsertionPoint(branch.else_block):
+        return []
+
+    def erase_all() -> list[Any]:
         _clear_part_of_warp(buffer, c)
-        scf.YieldOp([])
+        return []
+
+    either(emit.below(cursor.lines, emit.constant(3)), [], erase_known, erase_all)
 
 
 def _clear_part_of_warp(buffer: Place, c: LoweringContext) -> None:

@@ -11,7 +11,7 @@ row that its word names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lowbit.dialect import ops
@@ -24,7 +24,7 @@ from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Reg
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import Place
-from lowbit.passes.lowering.context import LoweringContext, int_attr, when
+from lowbit.passes.lowering.context import LoweringContext, either, int_attr, when
 from lowbit.passes.lowering.fragment import Fragment, fragment_blocks
 from lowbit.passes.lowering.mma import ldmatrix, mma_sync
 from lowbit.passes.lowering.outlier_lines import WORD, first_word, lines_of, word
@@ -244,7 +244,8 @@ class _StepProducts:
             head, first = _load(line, 2)
             there = arith.cmpi(arith.CmpIPredicate.ne, first, emit.constant(0))
             begins = arith.andi(there, emit.below(head, self._limit))
-            return _if(begins, sums, lambda: from_line(number + 1, self._add_line(line, sums)))
+            types = [value.type for value in sums]
+            return either(begins, types, lambda: from_line(number + 1, self._add_line(line, sums)), lambda: sums)
 
         return from_line(0, sums)
 
@@ -341,13 +342,3 @@ def _equal_halves(a: Any, b: Any) -> Any:
     """All ones in each half in which two registers agree: small numbers, compared as subnormals of f16."""
     text = "set.eq.u32.f16x2 $0, $1, $2;"
     return llvm.inline_asm(emit.integer(), [a, b], text, "=r,r,r", asm_dialect=0)
-
-
-def _if(condition: Any, sums: Sums, action: Callable[[], Sums]) -> Sums:
-    """Returns what `action` does on a condition of all lanes; else `sums`."""
-    branch = scf.IfOp(condition, [value.type for value in sums], has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.YieldOp(action())
-    with ir.InsertionPoint(branch.else_block):
-        scf.YieldOp(list(sums))
-    return list(branch.results)

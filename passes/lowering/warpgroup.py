@@ -207,8 +207,8 @@ def _batches(terms: Sequence[Term]) -> Iterator[list[Term]]:
 
 
 class Instructions:
-    """Those of one row of fragments, with accumulators of their own: rows' sums can stay where they are from one step
-    to the next."""
+    """The wgmma instructions of one row of fragments. It has accumulators of its own, so its sums can stay in place
+    from one step to the next."""
 
     def __init__(self, descriptor: Any, n: int, a: str, b: str, first: int) -> None:
         """a, b: the types of the factors in the IR; first: number of the first accumulator"""

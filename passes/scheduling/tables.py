@@ -43,7 +43,7 @@ ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "num_stages", 
 OTHERWISE = 0.25  # for another format of the same class, group size, kind of zeros or scales, or act
 _OF_SPEC = ("group_size", "zeros", "scale", "act", "compute", "bilevel", "outliers", "fold_scales")
 _SELDOM: dict[str, Any] = {"compute": None, "bilevel": None, "outliers": False, "fold_scales": False}
-"""Of a key, what is left out in a file."""
+"""Fields of a key that a file leaves out where they have these values."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _read(path: Path, changed: int) -> Table:
 
 @lru_cache(maxsize=1)
 def shipped_tables() -> tuple[Table, ...]:
-    """Those that come with lowbit, in the order of their names."""
+    """Returns the tables that come with lowbit, in the order of their names."""
     return tuple(map(read_table, sorted((Path(__file__).parent / "data").glob("*.json"))))
 
 

@@ -190,7 +190,7 @@ def _function(member: Any) -> Any:
 
 
 def _signature(value: Any, name: str = "") -> str:
-    """As it is called; a property as an attribute. Annotations are written as in the source."""
+    """Returns how a function is called, with annotations as in the source; a property is written as an attribute."""
     if isinstance(value, property):
         return f"{name}: {inspect.signature(_function(value)).return_annotation}"
     signature = inspect.signature(_function(value))

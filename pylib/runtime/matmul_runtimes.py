@@ -34,14 +34,14 @@ class MatmulRuntimes:
 
     @cached_property
     def wide(self) -> Runtime:
-        """Of weights with other values: kernels scale sums. A CPU's program does so in any case, and so do products of
-        8 bits."""
+        """The runtime for weights of a wide range (`PackedWeight.wide_range`): its kernels scale sums, which a CPU's
+        program and products of 8 bits do in any case."""
         scales_sums = not self._target.is_gpu or self._spec.for_rows(1).compute is not None
         return self.ordinary if scales_sums else self._make(late_scaling=True)
 
     @property
     def of_eight_bits(self) -> EightBitRuntime:
-        """Of a spec with `compute`, for any number of rows. Raises SpecError for others."""
+        """The runtime of a spec with `compute`, for any number of rows. Raises SpecError for other specs."""
         if self._eight_bits is None:
             raise SpecError(f"({self._spec}) has no activations of 8 bits; it needs compute='f8e4m3' or 'i8'")
         return self._eight_bits

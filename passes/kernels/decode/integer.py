@@ -43,7 +43,7 @@ class _IntegerKernel(Kernel):
         super().__init__(plan)
         warps = spatial(plan.schedule.warps_k, 1, 1)
         self.d_layout = warps.local(1, plan.schedule.row_blocks, 1) * MMA_M16N8_PAIRS.unsqueeze(0)
-        self.row_layout, self.sum_layout = self.d_layout.reduce((2,)), self.d_layout.reduce((1,))
+        self.sum_layout = self.d_layout.reduce((1,))
 
     def _operands(self) -> Operands:
         operands = super()._operands()
@@ -72,8 +72,8 @@ class _IntegerKernel(Kernel):
         width = s.step_k // self.plan.groups
         for group in range(self.plan.groups):
             start = group * width
-            sums_of_x = sums(start, width) if self.zeros_in_sums else None
-            total = self._add_scaled(total, product(start, width), group, sums_of_x)
+            sums_of_x = sums(start, width) if self.plan.zeros_in_sums else None
+            total = self.factors.add_scaled(total, product(start, width), group, sums_of_x)
         return [total]
 
     def _whole(self, total: Tile) -> Tile:

@@ -38,12 +38,8 @@ Zeros and offsets:
   that have sums of x anyway (`KernelPlan.raw_codes`). With `Schedule.raw_codes` all others are as well; sums of x then
   correct zero points and the offset of signed codes.
 
-Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of the lines of its
-row blocks (`dialect.formats.outliers`) with x from device memory, and adds the products to its sums. It does so after
-the loop. For one token it does so before the loop: the waits for the table of lines, for lines and for x take long, and
-meanwhile the first weights come. The table and the lines are asked for behind the copies of weights, in front of the
-wait for the kernel before. With `Schedule.outliers_by_step` those of a step are multiplied behind its products, with
-the x that the step has in shared memory.
+Outliers, numbers in f16 that are added to single weights, are few. Each warp multiplies its share of them with x and
+adds the products to its sums, before, in or after the loop (`passes.kernels.decode.outliers`).
 
 Where scales are codes, or e4m3, a warp computes the factors of sums or weights at the head of a step, once for all its
 lanes (`passes.kernels.decode.step_factors`).
@@ -60,20 +56,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import ClassVar
 
 from lowbit.dialect.bindings import ir
-from lowbit.dialect.formats.packing import BLOCK_K, ROWS
+from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Memory, Program, Scalar, Tile, as_i32
+from lowbit.passes.builder import Program, Scalar, Tile, as_i32
 from lowbit.passes.kernels.decode.epilogue import Epilogue
-from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
+from lowbit.passes.kernels.decode.factors import Factors
 from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.decode.step_factors import StepFactors
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element
 
@@ -83,6 +78,8 @@ ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothi
 
 class Kernel:
     """Builds the program."""
+
+    factors_type: ClassVar[type[Factors]] = Factors
 
     def __init__(self, plan: KernelPlan) -> None:
         self.plan = plan
@@ -103,9 +100,6 @@ class Kernel:
             fits_blocks=s.spread_k or s.outliers_by_step,
         )
         self.convert = ScalesZeros(self.p, spec, plan.stored_offset, plan.raw_codes, plan.scale_power)
-        # Zeros are subtracted in decoding, right after it, or from products, by way of sums of x.
-        self.zeros_in_decode, self.zeros_in_sums = plan.zeros_in_decode, plan.zeros_in_sums
-        self.zeros_in_weights = plan.rounds_zeros
         self.sum_element = "f32"
         warps = spatial(s.warps_k, s.warps_n, 1)
         step_blocks, columns = s.step_k // BLOCK_K, s.mma_columns // 8
@@ -117,10 +111,8 @@ class Kernel:
         replicas = spatial(s.warps_k, 1, 1).replicated(s.warps_n)
         self.b_layout = replicas.local(1, columns, step_blocks) * batched(MMA_M16N8K16_B_NK)
         self.d_layout = warps.local(1, s.row_blocks, columns) * batched(MMA_M16N8_D)
-        self.row_layout = self.d_layout.reduce((2,))
         self.sum_layout = self.d_layout.reduce((1,))
         self.parts = self.plan.groups  # of a step, whose sums are scaled apart
-        self.sparse: Tile | None = None  # products with outliers that are to be added at the end
 
     def build(self) -> ir.Module:
         p, tiles = self.p, self.plan.tiles
@@ -141,14 +133,11 @@ class Kernel:
         self.first_block = self.tile * self.plan.row_blocks
         self.sums = self._sums_in_place()
         carried = [] if self.sums is not None else [p.constant(0.0, self.sum_element, self.d_layout)]
-        if self.zeros_in_sums and not self.plan.groups:
+        if self.plan.zeros_in_sums and not self.plan.groups:
             carried.append(p.constant(0.0, "f32", self.sum_layout))
         self.operands = self._operands()
         self.operands.buffers += self.convert.alloc_table()
-        self.numbers = GroupNumbers(p, self.plan, self.operands, self.convert)
-        self.step_factors = self._step_factors()
-        if self.zeros_in_decode and not self.plan.groups:
-            self.row_zeros = self._row_scale_or_zero("zeros")
+        self.factors = self.factors_type(p, self.plan, self.operands, self.convert, self.d_layout)
         self.first, self.rotation = p.block_id(1) * self.plan.rounds, self._rotation()
         p.grid_launch_dependents()  # the next kernel's blocks fetch their weights as soon as they find room
         carried = self._preloaded(carried) if s.preload_weights else self._stream(carried)
@@ -157,7 +146,9 @@ class Kernel:
         if rest := self.plan.exponent - self.plan.scale_power:
             carried = [p.mul(carried[0], p.constant(2.0**rest, "f32", self.d_layout))]
         total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
-        total = self._with_outliers(total)
+        if self.spec.outliers and self.spec.row_scales:  # these do not scale outliers; else the epilogue applies them
+            total = p.mul(total, self.factors.of_rows("row_scales"))
+        total = self.operands.outliers.add_to(total, self.operands.buffers)
         p.barrier()  # all of the block have read their stages, whose place is taken now
         p.free_shared(*self.operands.buffers)
         Epilogue(p, self.plan, self.tile).finish(total)
@@ -175,11 +166,9 @@ class Kernel:
 
     def _stream(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, of which a few are in flight at a time. The weight does not depend on the kernel before."""
-        p, s, operands = self.p, self.schedule, self.operands
-        carried = self._first_sums(carried, operands.load_outliers())
-        if self.schedule.outliers_by_step:
-            self.index = operands.index_outliers()
-            carried = [*carried, p.constant(0.0, "f32", self.d_layout)]
+        p, s, operands, outliers, count = self.p, self.schedule, self.operands, self.operands.outliers, len(carried)
+        outliers.load()
+        carried = self._begin_outliers(carried)
         with p.loop(0, self.plan.rounds, carried) as loop:
             with p.pipeline(s.num_stages, s.prefetch_limit, s.refill, "warps", s.warps_n, async_proxy=s.wgmma):
                 step = self._first_step(loop.index)
@@ -187,28 +176,20 @@ class Kernel:
                 operands.copy_scales_zeros(step)
                 operands.fill_table()
                 self.convert.fill_table()
-                operands.copy_outliers()
+                outliers.copy()
                 p.grid_wait()
                 operands.copy_x(step)
-                if self.schedule.outliers_by_step:
-                    operands.copy_lines(self.index, step * s.step_k)
-            loop.results = self._step_with_outliers(loop.index, loop.carried)
-        if not self.schedule.outliers_by_step:
-            return loop.carried
-        *carried, self.sparse = loop.carried
-        return carried
+                outliers.copy_step(step)
+            outliers.begin_step(self._first_step(loop.index), operands.x_buffer)
+            results = self._step(loop.carried[:count], operands.copied_codes)
+            loop.results = [*results, *outliers.end_step(loop.carried[count:])]
+        outliers.end(loop.carried[count:])
+        return loop.carried[:count]
 
-    def _step_with_outliers(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
-        """One step of every warp in a round, with its outliers behind its products if they are multiplied step by
-        step."""
-        operands = self.operands
-        if not self.schedule.outliers_by_step:
-            return self._step(carried, operands.copied_codes)
-        *carried, sparse = carried
-        column = self._first_step(index) * self.schedule.step_k
-        self.p.transpose(operands.x_buffer, operands.transposed, self.p["m"])
-        carried = self._step(carried, operands.copied_codes)
-        return [*carried, operands.add_outliers(self.index, column, sparse)]
+    def _begin_outliers(self, carried: list[Tile]) -> list[Tile]:
+        """Multiplies the outliers that come before the first step. Returns the sums to begin with, last those of the
+        outliers that the loop will add up."""
+        return [*carried, *self.operands.outliers.begin(self.d_layout)]
 
     def _preloaded(self, carried: list[Tile]) -> list[Tile]:
         """All rounds, with everything on its way at once: the codes to registers, so that blocks of two kernels have
@@ -220,13 +201,13 @@ class Kernel:
             operands.copy_scales_zeros(step)
         operands.fill_table()
         self.convert.fill_table()
-        operands.copy_outliers()
-        outliers = operands.load_outliers()
+        operands.outliers.copy()
+        operands.outliers.load()
         p.grid_wait()
         for operands.slot, step in enumerate(steps):
             operands.copy_x(step)
             p.commit()
-        carried = self._first_sums(carried, outliers)
+        carried = self._begin_outliers(carried)
         for operands.slot, codes in enumerate(words):
             if operands.slot == 0 or not s.overlap_groups:  # between barriers alone, products may overlap
                 p.wait(0 if s.overlap_groups else len(steps) - 1 - operands.slot)
@@ -251,14 +232,13 @@ class Kernel:
     def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
         """One step of every warp, whose codes are in `words`."""
         p, s = self.p, self.schedule
-        if self.step_factors:
-            self._fill_step_factors(self.step_factors)
+        self.factors.begin_step()
         codes = p.view(words(), self.spec.dtype, self.a_layout)
         if self.operands.table:
             a = p.lookup(codes, self.operands.table, self.compute)
         else:
             offset = "raw" if self.plan.raw_codes else "deferred" if self.plan.defers_offset else "subtracted"
-            a = p.decode(codes, self.compute, self.plan.exponent, offset, self._shifts())
+            a = p.decode(codes, self.compute, self.plan.exponent, offset, self.factors.minus_zeros())
         if s.wgmma:
             return self._warpgroup_step(carried, a)
         b = self._fragments_of_x()
@@ -270,7 +250,7 @@ class Kernel:
         for group in range(self.parts):
             a_group, b_group = (p.slice(t, 2, group * width, width) for t in (a, b))
             product, sums = self._product_and_sums(a_group, b_group, group * width)
-            total = self._add_scaled(total, product, group, sums)
+            total = self.factors.add_scaled(total, product, group, sums)
         return [total]
 
     def _product_and_sums(self, a: Tile, b: Tile, start: int) -> tuple[Tile, Tile | None]:
@@ -279,7 +259,7 @@ class Kernel:
         first = p.constant(0.0, "f32", self.d_layout)
         if self.plan.defers_offset:
             first = p.offset_sums(b, self.spec.dtype, start % self.packing.chunk, self.d_layout)
-        return p.mma(a, b, first), p.row_sums(b, self.sum_layout) if self.zeros_in_sums else None
+        return p.mma(a, b, first), p.row_sums(b, self.sum_layout) if self.plan.zeros_in_sums else None
 
     def _fragments_of_x(self) -> Tile:
         """Returns the step's activations as the operand that codes are multiplied by."""
@@ -288,41 +268,6 @@ class Kernel:
     def _whole(self, total: Tile) -> Tile:
         """[warps_k, rows, columns] of what a warp ends with."""
         return total
-
-    def _with_outliers(self, total: Tile) -> Tile:
-        """The sums of a warp with those of its share of the outliers, which reads x where it needs it."""
-        p, spec = self.p, self.spec
-        if spec.outliers and spec.row_scales:
-            total = p.mul(total, self._row_scale_or_zero("row_scales"))
-        if self.sparse is not None:
-            return p.add(total, self.sparse if self.schedule.outliers_by_step else p.reduce(self.sparse, 2))
-        if not spec.outliers or self.plan.spreads_outliers:
-            return total
-        p.barrier()
-        p.free_shared(*self.operands.buffers)
-        scratch = p.alloc_shared(*self.plan.outlier_scratch)
-        outliers, lines = self.operands.outliers, self.operands.outlier_buffer
-        self.operands.buffers = [lines, scratch]
-        return p.sparse_mma(outliers, lines, scratch, self._whole_x(), total)
-
-    def _first_sums(self, carried: list[Tile], words: Tile | None) -> list[Tile]:
-        """The sums of a warp before its first step. For one token, products with its share of the outliers are ready;
-        they are spread over eight columns."""
-        if words is not None:
-            outliers, scratch = self.operands.outliers, self.operands.outlier_buffer
-            self.sparse = self.p.sparse_vector(outliers, words, scratch, self._whole_x(), carried[0])
-        return carried
-
-    def _whole_x(self) -> Memory:
-        """The activations in device memory."""
-        return self.p.global_view(self.p["x"], self.spec.act, (-1, self.spec.k), sizes=[self.p["m"]])
-
-    def _shifts(self) -> list[Tile]:
-        """Minus integer zeros, which decoding subtracts for nothing: q - z is exact."""
-        if not self.zeros_in_decode:
-            return []
-        stored = [self._group_scale_or_zero("zeros", group) for group in range(self.plan.groups)] or [self.row_zeros]
-        return [self.p.cast(self.convert.minus_zero(zero), self.compute) for zero in stored]
 
     def _warpgroup_step(self, carried: list[Tile], a: Tile) -> list[Tile]:
         """The same with x in shared memory."""
@@ -337,99 +282,25 @@ class Kernel:
         for group in range(self.plan.groups):
             start = group * width
             zero = p.constant(0.0, "f32", self.d_layout)
-            weights = self._plain_weights(p.slice(a, 2, start, width), group)
+            weights = self.factors.of_weights(p.slice(a, 2, start, width), group)
             if self.plan.rounds_scales:
                 total = p.warpgroup_mma(weights, self.operands.x_buffer, start, total)
                 continue
-            sums = self._sums_of_x(start, width) if self.zeros_in_sums else None
+            sums = self._sums_of_x(start, width) if self.plan.zeros_in_sums else None
             product = p.warpgroup_mma(weights, self.operands.x_buffer, start, zero, s.overlap_groups)
-            total = self._add_scaled(total, product, group, sums)
+            total = self.factors.add_scaled(total, product, group, sums)
         return [total]
 
     def _accumulate(self, a: Tile, sums: Tile) -> list[Tile]:
         """Begins products of 64 columns with scaled weights, and waits for those before: their registers are needed."""
         p, groups, width = self.p, range(self.plan.groups), self.schedule.step_k // self.plan.groups
-        weights = [self._plain_weights(p.slice(a, 2, group * width, width), group) for group in groups]
+        weights = [self.factors.of_weights(p.slice(a, 2, group * width, width), group) for group in groups]
         for block, group in itertools.product(range(self.schedule.row_blocks), groups):
             start, held = group * width, (group + 1) * width % BATCH != 0
             pending = None if held else 1
             p.accumulate(weights[group], self.operands.x_buffer, start, sums, held=held, block=block, pending=pending)
         p.await_products(0)
         return []
-
-    def _plain_weights(self, codes: Tile, group: int) -> Tile:
-        """Less their zeros, and scaled, as far as that is done before they are multiplied: q - z, s * q, or
-        s * q + (- s * z), or s * q + o, which is one instruction for both."""
-        p, minus, scale = self.p, None, None
-        if self.step_factors and self.plan.rounds_scales:
-            return self._scaled_weights(codes, self.step_factors, group)
-        if self.zeros_in_weights and self.spec.zeros == "float":
-            minus = p.cast(self.convert.minus_zero(self._group_scale_or_zero("zeros", group)), self.compute)
-        if self.plan.rounds_scales:
-            scale = p.cast(self._group_scale_or_zero("scales", group), self.compute)
-        if self.zeros_in_weights and self.spec.zeros == "offset" and scale is not None:
-            return p.fma(codes, scale, p.cast(self._group_scale_or_zero("offsets", group), self.compute))
-        if minus is not None and scale is not None:
-            return p.fma(codes, scale, p.mul(scale, minus))
-        if minus is not None:
-            return p.add(codes, minus)
-        return p.mul(codes, scale) if scale is not None else codes
-
-    def _scaled_weights(self, codes: Tile, factors: StepFactors, group: int) -> Tile:
-        """s * q, or s * q + shift."""
-        scale = factors.load("scales", group)
-        if self.zeros_in_weights:
-            return self.p.fma(codes, scale, factors.load("shifts", group))
-        return self.p.mul(codes, scale)
-
-    def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
-        """Returns total + s * product, and (- s * z or o) * (sums of x) where zeros or offsets are still to add."""
-        p = self.p
-        scale, shift = self._factors(group, sums_of_x is not None)
-        total = p.fma(product, scale, total)
-        return total if shift is None or sums_of_x is None else p.fma(shift, sums_of_x, total)
-
-    def _factors(self, group: int, shifted: bool) -> tuple[Tile, Tile | None]:
-        """Returns the factor of a group's sums, with the power of two that decoding left out, and, if `shifted`, that
-        of the sums of x."""
-        if self.step_factors:
-            names = ("scales", "shifts")[: 1 + shifted]
-            scale, *shift = (self.step_factors.load(name, group) for name in names)
-            return scale, shift[0] if shift else None
-        return self._computed(lambda name: self._scale_or_zero(name, group), shifted)
-
-    def _computed(self, load: Callable[[str], Tile], shifted: bool) -> tuple[Tile, Tile | None]:
-        """The same from scales, zeros and offsets. load: gives them, by name, as f32."""
-        scale = load("scales")
-        return self.convert.with_exponent(scale), self._shift(scale, load) if shifted else None
-
-    def _step_factors(self) -> StepFactors | None:
-        if not self.plan.step_factors:
-            return None
-        factors = StepFactors(self.p, self.plan, self.row_layout, self.compute if self.plan.rounds_scales else "f32")
-        self.operands.buffers.append(factors.buffer)
-        return factors
-
-    def _fill_step_factors(self, factors: StepFactors) -> None:
-        """Computes the factors of this step's groups."""
-
-        def load(name: str) -> Tile:
-            return factors.rows_first(self.numbers.load(name, 0, factors.layout))
-
-        def numbers() -> dict[str, Tile]:
-            scale, shift = self._computed(load, "shifts" in self.plan.step_factors)
-            return {"scales": scale} | ({} if shift is None else {"shifts": shift})
-
-        factors.fill(numbers)
-
-    def _shift(self, scale: Tile, load: Callable[[str], Tile]) -> Tile:
-        """Returns what sums of x are multiplied by. load: gives zeros or offsets, by name, as f32."""
-        p, zeros, convert = self.p, self.spec.zeros, self.convert
-        if zeros == "offset":
-            return convert.with_code_offset(load("offsets"), scale)
-        if zeros == "none":
-            return p.mul(scale, p.constant(-convert.offset, "f32", scale.layout))
-        return p.mul(scale, convert.minus_zero(load("zeros")))
 
     def _sums_of_x(self, start: int, columns: int) -> Tile:
         return self.p.warpgroup_row_sums(self.operands.x_buffer, start, columns, self.sum_layout)
@@ -440,35 +311,11 @@ class Kernel:
             return total
         return self.p.add(total, self.p.offset_sums(b, self.spec.dtype, 0, self.d_layout))
 
-    def _scale_or_zero(self, name: str, part: int) -> Tile:
-        """Returns the scale, zero or offset of the sums of a part of a step."""
-        return self._group_scale_or_zero(name, part)
-
-    def _group_scale_or_zero(self, name: str, group: int) -> Tile:
-        """A scale, zero or offset of every row of the tile in one group, from shared memory: [warps_k, rows, 1] f32."""
-        layout = self.row_layout.reshape((self.schedule.warps_k, self.plan.row_blocks, 1, ROWS))
-        return self.p.reshape(self.numbers.load(name, group, layout), self.row_layout.shape)
-
-    def _row_scale_or_zero(self, name: str) -> Tile:
-        """Scale, zero or offset of every row of the tile, from device memory."""
-        p, s, packing = self.p, self.schedule, self.packing
-        kind = self.spec.slot(name).storage
-        element = ScalesZeros.element(kind)
-        view = p.global_view(p[name], element, (s.warps_k, packing.row_blocks, ROWS), (0, ROWS, 1))
-        layout = self.row_layout.reshape((s.warps_k, self.plan.row_blocks, ROWS))
-        loaded = p.load(view, (0, self.first_block, 0), layout, ("none", self.operands.row_boundary, "none"))
-        return p.reshape(self.convert.as_f32(loaded, kind), self.row_layout.shape)
-
-    def _scale_rows(self, total: Tile, *sums: Tile) -> Tile:
-        """One scale per row: applied to a warp's sum, at the end."""
-        p = self.p
-        scale = self._row_scale_or_zero("scales")
-        result = p.mul(total, self.convert.with_exponent(scale))
-        if sums:
-            result = p.fma(self._shift(scale, self._row_scale_or_zero), sums[0], result)
-        return result
+    def _scale_rows(self, total: Tile, *sums_of_x: Tile) -> Tile:
+        """Applies one scale per row to a warp's sum, at the end."""
+        return self.factors.scale_rows(total, *sums_of_x)
 
 
-def decode_matmul(spec: MatmulSpec, schedule: Schedule) -> Any:
+def decode_matmul(spec: MatmulSpec, schedule: Schedule) -> ir.Module:
     """The tile program of a matmul, in a module of its own."""
     return Kernel(KernelPlan(spec, schedule)).build()

@@ -6,13 +6,13 @@ import math
 
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.decode_table import DecodeTable
-from lowbit.dialect.formats.outliers import INDEX_ENDS, LINE, SPARE
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.types import UNIT
 from lowbit.dialect.weight import TensorSlot
-from lowbit.passes.builder import Memory, OutlierShare, Program, Scalar, Tile
+from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
+from lowbit.passes.kernels.decode.outliers import outliers_of
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
 from lowbit.passes.lowering.recipes import compute_element, exponent
@@ -26,9 +26,7 @@ class Operands:
     scales_zeros  by the name of the tensor: scales, zeros and offsets [row blocks, groups, 16], their buffers and slots
     second_level  the same for scales, zeros and offsets that are codes: [row blocks, blocks of groups x lanes]
     table         of a format that has one
-    outliers      those of this block, of a weight that has any
-    transposed    of such a weight, where outliers are multiplied step by step: x of a step with tokens side by side
-    outlier_buffer  their first lines; for one token, whose lines are loaded to registers, sums of lanes
+    outliers      how those of this block are multiplied
     """
 
     def __init__(self, p: Program, plan: KernelPlan, first_block: Scalar) -> None:
@@ -41,13 +39,8 @@ class Operands:
         steps, units = self.plan.steps, packing.chunks * packing.units * 32
         self.codes = p.global_view(p["codes"], UNIT, (steps, packing.row_blocks, self.units), (self.units, units, 1))
         self.buffers: list[Memory] = []
-        if spec.outliers and not plan.spreads_outliers:
-            self._view_outliers()
-        if not s.preload_weights:
-            self.codes_buffer = p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
-            self.buffers.append(self.codes_buffer)
-        if spec.outliers and plan.spreads_outliers:
-            self._view_outliers()
+        self.outliers = outliers_of(p, plan, first_block, self.buffers)
+        self.outliers.alloc_beside(None if s.preload_weights else self._alloc_codes(), self.buffers)
         self.row_boundary = "clamp" if packing.row_blocks % self.plan.row_blocks else "none"
         self.step_boundary = "none" if self.plan.covers_exactly else "zero"
         self._view_x()
@@ -65,39 +58,12 @@ class Operands:
             self.table = p.alloc_shared("i32", DecodeTable(spec.dtype, self._compute).shape)
             self.buffers.append(self.table)
 
-    def _view_outliers(self) -> None:
-        """The table of lines, this block's share of them, and room for the first of them, or for sums."""
-        p, s, plan = self.p, self.schedule, self.plan
-        table = p.global_view(p["outliers"], "i32", (self.packing.row_blocks + 1,))
-        warps = spatial(s.warps_k, s.warps_n, 1, 1)
-        if s.outliers_by_step:
-            self._view_steps()
-        elif plan.spreads_outliers:
-            self.line_layout = warps.local(1, s.row_blocks, plan.loaded_lines, 1).spatial(1, 1, 1, LINE)
-            if plan.sums_in_stage:
-                self.outlier_buffer = self.codes_buffer
-            else:
-                self.outlier_buffer = p.alloc_shared(*plan.outlier_scratch)
-                self.buffers.append(self.outlier_buffer)
-        else:
-            lanes = spatial(1, 1, 4, 8).local(1, 1, 1, 4)
-            self.line_layout = warps.local(1, s.row_blocks, plan.staged_lines // 4, 1) * lanes
-            # The first buffer, as it is needed longer than all others.
-            self.outlier_buffer = p.alloc_shared("i32", self.line_layout.shape)
-        self.outliers = OutlierShare(table, self.first_block, p.block_id(1), s.split_k)
-
-    def _view_steps(self) -> None:
-        """Room for the first lines of a step, and for its x with tokens side by side, in front of columns of zeros."""
-        p, s, plan = self.p, self.schedule, self.plan
-        own, numbers = spatial(s.warps_k, s.warps_n, 1, 1), INDEX_ENDS + plan.indexed_lines
-        self.index_layout = own.local(1, s.row_blocks, numbers, 1).spatial(1, 1, 1, LINE)
-        blocks = s.tokens // 8
-        self.lines = p.alloc_shared("i32", (s.warps_k, plan.row_blocks, plan.step_lines, LINE))
-        self.transposed = p.alloc_shared(self.spec.act, (s.warps_k, blocks, s.step_k + SPARE, 8))
-        self.buffers += [self.lines, self.transposed]
-        zeros = spatial(s.warps_k, 1, 1, 1).replicated(s.warps_n).local(1, blocks, 1, 1).spatial(1, 1, SPARE, 4)
-        tile = p.constant(0.0, self.spec.act, zeros.local(1, 1, 1, 2))
-        p.store(tile, self.transposed, (0, 0, s.step_k, 0))
+    def _alloc_codes(self) -> Memory:
+        """Allocates and returns the buffer of codes, which preloaded weights do without."""
+        s = self.schedule
+        self.codes_buffer = self.p.alloc_shared(UNIT, (s.warps_k, self.plan.row_blocks, self.units))
+        self.buffers.append(self.codes_buffer)
+        return self.codes_buffer
 
     def _view_x(self) -> None:
         p, s, act, k, panel = self.p, self.schedule, self.spec.x.operand, self.spec.k, self.spec.x.per_panel
@@ -201,30 +167,6 @@ class Operands:
         if self.table:
             t = self.spec.dtype
             self.p.fill_table(self.table, t, self._compute, exponent(t, self._compute))
-
-    def index_outliers(self) -> Tile:
-        """Where the lines of this block's rows are."""
-        return self.p.index_outliers(self.outliers, self.index_layout)
-
-    def copy_lines(self, index: Tile, column: Scalar) -> None:
-        """The lines of the steps that begin at a column."""
-        self.p.copy_lines(self.outliers.table, index, self.lines, column, self.schedule.step_k)
-
-    def add_outliers(self, index: Tile, column: Scalar, total: Tile) -> Tile:
-        """Returns a total and the products of these lines."""
-        self.p.barrier("warps", self.schedule.warps_n)
-        return self.p.sparse_step(self.outliers.table, index, self.lines, self.transposed, column, total)
-
-    def copy_outliers(self) -> None:
-        """The first lines of each row block, to shared memory; not for one token."""
-        if self.spec.outliers and not (self.plan.spreads_outliers or self.schedule.outliers_by_step):
-            self.p.copy_outliers(self.outliers, self.outlier_buffer, self.line_layout)
-
-    def load_outliers(self) -> Tile | None:
-        """The same to registers, for one token."""
-        if self.spec.outliers and self.plan.spreads_outliers:
-            return self.p.load_outliers(self.outliers, self.line_layout)
-        return None
 
     def copy_x(self, step: Scalar) -> None:
         p, s, packing, buffer = self.p, self.schedule, self.packing, self.x_buffer

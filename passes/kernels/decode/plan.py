@@ -66,7 +66,7 @@ class KernelPlan:
 
     @property
     def staged_lines(self) -> int:
-        """Lines of outliers of a row block, of a warp's share, that shared memory has room for, at most 16."""
+        """Lines of outliers in a warp's share of a row block for which shared memory has room, at most 16."""
         return min(16, 4 * math.ceil(self._usual_lines / 4))
 
     @property
@@ -98,8 +98,8 @@ class KernelPlan:
 
     @property
     def sums_in_stage(self) -> bool:
-        """Whether sums of lanes for outliers have room where codes go of a later round, of one token: each warp in the
-        part that it copies to itself."""
+        """Whether the buffer of codes has room for the sums of lanes for outliers of one token: a warp has them where
+        it copies its own codes later."""
         s, packing = self.schedule, self.spec.packing
         codes = s.row_blocks * (s.step_k // packing.chunk) * packing.units * 512
         return not s.preload_weights and self.rounds >= s.num_stages and codes >= LANE_SUMS
@@ -143,8 +143,8 @@ class KernelPlan:
 
     @property
     def defers_offset(self) -> bool:
-        """Whether codes are decoded too large by a bias: one mma per fragment of x makes up for it, whatever the rows,
-        instead of a subtraction per pair of weights."""
+        """Whether decoded codes keep the offset of their magic number: one mma per fragment of x corrects it, for all
+        rows, in place of a subtraction per pair of weights."""
         t, s = self.spec.dtype, self.schedule
         if self.spec.compute:
             return False
@@ -155,8 +155,8 @@ class KernelPlan:
 
     @property
     def raw_codes(self) -> bool:
-        """Whether codes are multiplied as they are stored, with no subtraction: where nothing is to be taken away from
-        them, where sums of x are needed anyway (float zeros, offsets), or where the schedule has it so."""
+        """Whether codes are multiplied as they are stored, with no subtraction: if there is nothing to subtract, if
+        sums of x are needed anyway (float zeros, offsets), or if the schedule says so."""
         s, spec = self.schedule, self.spec
         if spec.compute:
             return True
@@ -223,11 +223,16 @@ class KernelPlan:
 
     @property
     def rounds_scales(self) -> bool:
-        """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`: where
-        a group has no more columns than there are tokens, weights, two to an instruction, are less to scale than sums;
-        and with half the tokens where scales are computed and sums stay in place, as no product is waited for then;
-        and what takes float zeros away can scale as well. So it is where there are registers for sums only once, too.
-        Scales must be numbers of x's type."""
+        """Whether weights are scaled before they are multiplied, and so rounded to x's type, as by `dequantize`. Scales
+        must be numbers of x's type. It is done
+
+        - in groups with no more columns than there are tokens: weights, two to an instruction, take fewer
+          multiplications than sums;
+        - in groups of up to twice as many columns, where scales are computed and sums stay in place: no product has to
+          be waited for;
+        - with float zeros: the instruction that subtracts them scales as well;
+        - with so many tokens that there are registers for one set of sums only.
+        """
         s, group = self.schedule, self.spec.packing.padded_group
         most = s.tokens * (2 if self.computes_scales and self._has_small_groups else 1)
         less = group is not None and (group <= most or self.rounds_zeros or s.tokens > MOST_SCALED)

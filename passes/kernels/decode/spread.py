@@ -23,45 +23,70 @@ include it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Tile
+from lowbit.passes.builder import Program, Tile
+from lowbit.passes.kernels.decode.factors import Factors
 from lowbit.passes.kernels.decode.kernel import Kernel
+from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import COLUMNS, SPREAD, KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.scales_zeros import ScalesZeros
 
 _BLOCKS = spatial(1, 1, 8).local(1, 1, 2).spatial(1, 1, 4).local(1, 1, 2)
 """128 columns, of which a lane has what it has of a fragment of operand B with a row for each 16."""
 
 
-class _SpreadKernel(Kernel):
-    """Builds the program.
+class _SpreadFactors(Factors):
+    """The factors of products with a scale for every group of 128 columns of k.
 
-    groups  how many groups 128 columns have
+    groups    how many groups 128 columns have
+    by_group  sums as [warps_k, groups, rows, 8 / groups]: these columns have a scale in common
     """
+
+    def __init__(self, p: Program, plan: KernelPlan, operands: Operands, convert: ScalesZeros, sums: Layout) -> None:
+        super().__init__(p, plan, operands, convert, sums)
+        self.sums, self.groups = sums, SPREAD // (plan.spec.packing.padded_group or SPREAD)
+        warps, rows, _ = sums.shape
+        self.by_group = sums.reshape((warps, rows, self.groups, COLUMNS // self.groups)).permute((0, 2, 1, 3))
+
+    def add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
+        """The same by groups, without the power of two that decoding left out, by which the total is multiplied.
+        group: counted in parts of 128 columns."""
+        p = self.p
+        total, product = (p.view(t, "f32", self.by_group) for t in (total, product))
+        scale = self.of_part("scales", group)
+        if sums_of_x is not None:
+            sums = p.view(sums_of_x, "f32", self.by_group)
+            if self.spec.zeros == "offset":
+                offset = self.convert.with_code_offset(self.of_part("offsets", group), scale)
+                total = p.fma(offset, sums, total)
+            else:
+                product = p.fma(self.convert.minus_zero(self.of_part("zeros", group)), sums, product)
+        return p.view(p.fma(scale, product, total), "f32", self.sums)
+
+    def of_part(self, name: str, part: int) -> Tile:
+        """Loads scales, zeros or offsets of every row and group of a part: [warps_k, groups, rows, 1] f32."""
+        layout = self.by_group.reduce((3,))
+        shape = (self.plan.schedule.warps_k, self.groups, self.plan.row_blocks, ROWS)
+        by_rows = layout.reshape(shape).permute((0, 2, 1, 3))
+        return self.p.view(self.numbers.load(name, part * self.groups, by_rows), "f32", layout)
+
+
+class _SpreadKernel(Kernel):
+    """Builds the program."""
+
+    factors_type = _SpreadFactors
 
     def __init__(self, plan: KernelPlan) -> None:
         super().__init__(plan)
         s = plan.schedule
-        self.parts, self.groups = s.step_k // SPREAD, SPREAD // (plan.spec.packing.padded_group or SPREAD)
-        self.by_group = self._by_group(self.d_layout)
-        self.factor_layout = self.by_group.reduce((3,))
+        self.parts = s.step_k // SPREAD
         warps = spatial(s.warps_k, s.warps_n, 1)
         self.ones_layout = warps.local(1, s.row_blocks, 1) * MMA_M16N8K16_A.unsqueeze(0)
-
-    def _by_group(self, layout: Layout) -> Layout:
-        """[warps_k, rows, 8] as [warps_k, groups, rows, 8 / groups]: these columns have a scale in common."""
-        warps, rows, _ = layout.shape
-        return layout.reshape((warps, rows, self.groups, COLUMNS // self.groups)).permute((0, 2, 1, 3))
-
-    def _step(self, carried: list[Tile], words: Callable[[], Tile]) -> list[Tile]:
-        self.numbers.fill()
-        return super()._step(carried, words)
 
     def _fragments_of_x(self) -> Tile:
         """Loads blocks of 16 columns below one another, a lane those of its row of operand B."""
@@ -74,7 +99,7 @@ class _SpreadKernel(Kernel):
     def _product_and_sums(self, a: Tile, b: Tile, start: int) -> tuple[Tile, Tile | None]:
         """The same, where one product adds up x of all blocks."""
         x = self.p.slice(self.blocks, 2, start // COLUMNS, BLOCK_K)
-        sums = self._sums(x, 1.0) if self.spec.zeros != "none" and self.zeros_in_sums else None
+        sums = self._sums(x, 1.0) if self.spec.zeros != "none" and self.plan.zeros_in_sums else None
         return self.p.mma(a, b, self._begun(x, start)), sums
 
     def _begun(self, x: Tile, start: int) -> Tile:
@@ -94,33 +119,14 @@ class _SpreadKernel(Kernel):
         sums = p.mma(ones, x, p.constant(0.0, "f32", self.d_layout))
         return sums if raw else self.convert.with_exponent(sums, -1)
 
-    def _first_sums(self, carried: list[Tile], words: Tile | None) -> list[Tile]:
-        """Those of outliers are spread alike, and can be added to, unless sums are scaled at the end."""
-        carried = super()._first_sums(carried, words)
-        if self.sparse is None or self.spec.row_scales:
+    def _begin_outliers(self, carried: list[Tile]) -> list[Tile]:
+        """The same, where products with outliers, which are spread alike, are what sums begin with, unless these are
+        scaled at the end."""
+        carried, outliers = super()._begin_outliers(carried), self.operands.outliers
+        if outliers.products is None or self.spec.row_scales:
             return carried
-        first, self.sparse = self.convert.with_exponent(self.sparse, -1), None
+        first, outliers.products = self.convert.with_exponent(outliers.products, -1), None
         return [first, *carried[1:]]
-
-    def _add_scaled(self, total: Tile, product: Tile, group: int, sums_of_x: Tile | None) -> Tile:
-        """The same by groups, without the power of two that decoding left out, by which the total is multiplied."""
-        p = self.p
-        total, product = (p.view(t, "f32", self.by_group) for t in (total, product))
-        scale = self._scale_or_zero("scales", group)
-        if sums_of_x is not None:
-            sums = p.view(sums_of_x, "f32", self.by_group)
-            if self.spec.zeros == "offset":
-                offset = self.convert.with_code_offset(self._scale_or_zero("offsets", group), scale)
-                total = p.fma(offset, sums, total)
-            else:
-                product = p.fma(self.convert.minus_zero(self._scale_or_zero("zeros", group)), sums, product)
-        return p.view(p.fma(scale, product, total), "f32", self.d_layout)
-
-    def _scale_or_zero(self, name: str, part: int) -> Tile:
-        """Scales, zeros or offsets of every row and group: [warps_k, groups, rows, 1] f32."""
-        shape = (self.schedule.warps_k, self.groups, self.plan.row_blocks, ROWS)
-        by_rows = self.factor_layout.reshape(shape).permute((0, 2, 1, 3))
-        return self.p.view(self.numbers.load(name, part * self.groups, by_rows), "f32", self.factor_layout)
 
     def _whole(self, total: Tile) -> Tile:
         return self.convert.with_exponent(self.p.reduce(total, 2))

@@ -103,8 +103,8 @@ class _EightBitKernel(Kernel):
         for group in range(self.plan.groups):
             for start, columns in self._parts(group * width, width):
                 product = self._as_f32(self._product(start, columns))
-                sums = self._sums_of_x(start, columns) if self.zeros_in_sums else None
-                total = self._add_scaled(total, product, group, sums)
+                sums = self._sums_of_x(start, columns) if self.plan.zeros_in_sums else None
+                total = self.factors.add_scaled(total, product, group, sums)
         return [total]
 
     def _row_step(self, total: Tile, *sums: Tile) -> list[Tile]:
@@ -142,8 +142,8 @@ class _EightBitKernel(Kernel):
         loaded = self.p.load(self.x.sums_buffer, (0, start // SUM_COLUMNS, 0), layout)
         return self.p.reduce(loaded, 1)
 
-    def _scale_rows(self, total: Tile, *sums: Tile) -> Tile:
-        return super()._scale_rows(self._as_f32(total), *sums)
+    def _scale_rows(self, total: Tile, *sums_of_x: Tile) -> Tile:
+        return super()._scale_rows(self._as_f32(total), *sums_of_x)
 
 
 def eight_bit_matmul(spec: MatmulSpec, schedule: EightBitSchedule) -> ir.Module:

@@ -57,7 +57,7 @@ class EightBitKernel(Kernel, Generic[P]):
 
     def _store(self, total: Tile, token: Scalar) -> None:
         """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""
-        p, row_tile = self.p, self.here.row_tile
+        p, row_tile = self.p, self.turn.here.row_tile
         if not self.plan.groups:
             total = p.mul(total, self.weight.row_scale(row_tile))
         if self.spec.row_scales:
@@ -85,18 +85,19 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
         return PromotedSums(p, layout, parts, self.spec.x.sums, plan.schedule.banks)
 
     def _tile(self, carried: list[Tile]) -> list[Tile]:
-        p = self.p
-        self.products = self.products_of[self.shape.tokens]
+        p, turn = self.p, self.turn
+        self.products = self.products_of[turn.shape.tokens]
         self.products.begin_tile()
-        with p.loop(self.first_round, self.shape.rounds, carried) as loop:
+        with p.loop(turn.first_round, turn.shape.rounds, carried) as loop:
             loop.results = self._round(loop.index, loop.carried)
-        self._copy_first_panels_of_slice()
+        self.panels.copy_first_of_slice(turn, self.order)
         for part, total in enumerate(self._of_all_columns(self.products.end_tile())):
             self._store(total, self._first_stored() + part * total.shape[1])
         return loop.carried
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
-        registers, here, coming = self.registers.like(carried), (self.here.row_tile, index), self._coming_round(index)
+        registers, turn, coming = self.registers.like(carried), self.turn, self._coming_round(index)
+        here = turn.here.row_tile, index
         for panel in range(self.plan.panels):
             columns = list(self.plan.products(panel))
             self.weight.read_codes(panel)
@@ -106,11 +107,11 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
                 self.p.materialize(a)
             if self.plan.loads_early:
                 self.weight.load_later(registers, panel, here, coming)
-            x = self._await_panel(index, panel)
+            x = self.panels.wait(turn, index, panel)
             factors = zip(columns, weights, scales, strict=True)
             self.products.begin_panel([Product(a, x, some.start, scale) for some, a, scale in factors])
-            self._copy_later_panel(index, panel)
-            self._release_panel_before(panel)
+            self.panels.copy_later(turn, index, panel)
+            self.panels.release_before(panel)
             self.products.begin_others()
             if not self.plan.loads_early:
                 self.weight.load_later(registers, panel, here, coming)

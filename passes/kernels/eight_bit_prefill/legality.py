@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
@@ -12,20 +14,37 @@ from lowbit.passes.kernels.requirements import can_use_wgmma, check_compute
 from lowbit.passes.target import Target
 
 OTHERS = "take an EightBitSchedule"
-_MOST_REGISTERS = 242  # of a thread, beside those for addresses and on the way to fragments
-_SECOND_BANK = 32  # of these, for scales and addresses that are needed later
-_MORE = 8  # for zeros, or integers that become f32,
-_CLUSTER = 3  # for the other block of a cluster, with which x is shared
-_SPLIT = 7  # or k is split,
-_CUT = 6  # or tiles are cut,
-_LAST_SPLIT, _IN_GROUPS = 16, 3  # or that of slices, fewer where no group is longer than a panel,
-_FOLDING = 24  # of these, for weights in f16 that become bytes,
-_ADDED = 16  # for float zeros and offsets,
-_CODED = 24  # for scales that are codes,
-_WIDE = 25  # for codes of 8 bits with integers that become f32,
-_LONG_FLOATS = 2  # for floats of 6 bits and more in groups,
-_SHORT_GROUPS = 12  # for these in groups of 16, if they are folded,
-_BYTES, _MANY_GROUPS = 9, 16  # and for scales of e4m3 of so many groups at a time, and more
+_MOST_REGISTERS = 242  # of a thread, for all that `spills` adds up
+
+_Extra = tuple[int, str, Callable[[EightBitPrefillPlan], bool]]
+"""Registers that a thread needs besides those that follow from a plan; what for; and with which plans. The numbers are
+fitted: with them, `spills` says of kernels what the assembler does."""
+
+_OF_K: tuple[_Extra, ...] = (
+    (7, "a block's part of the k of a tile", lambda p: p.schedule.split_k > 1),
+    (16, "the same of a slice", lambda p: p.schedule.last_split_k > 1 and not _has_short_groups(p)),
+    (3, "the same, with groups in panels", lambda p: p.schedule.last_split_k > 1 and _has_short_groups(p)),
+)
+_OF_CODES: tuple[_Extra, ...] = (
+    *_OF_K,
+    (32, "scales and addresses that are needed later", lambda p: p.schedule.banks > 1),
+    (1, "a block by itself", lambda p: p.schedule.cluster == 1),
+    (6, "tiles that are cut, of such a block", lambda p: p.schedule.cluster == 1 and p.schedule.last_tokens > 0),
+    (8, "zeros, of such a block", lambda p: p.schedule.cluster == 1 and p.spec.zeros == "int"),
+    (8, "integers that become f32, where blocks share x", lambda p: p.schedule.cluster > 1 and _becomes_f32(p)),
+    (3, "the other block, where they share x", lambda p: p.schedule.cluster > 1 and not _becomes_f32(p)),
+    (25, "codes of 8 bits in integers that become f32", lambda p: _becomes_f32(p) and p.spec.dtype.bits == 8),
+    (2, "long floats in groups", lambda p: p.groups > 0 and _has_long_floats(p)),
+    (9, "scales of e4m3, many at a time", lambda p: p.spec.scale == "e4m3" and p.held_groups >= 16),
+)
+_OF_FOLDED: tuple[_Extra, ...] = (
+    *_OF_K,
+    (24, "weights in f16 that become bytes", lambda p: True),
+    (3, "the other block, where they share x", lambda p: p.schedule.cluster > 1),
+    (12, "long floats in groups of 16", lambda p: p.spec.packing.padded_group == 16 and _has_long_floats(p)),
+    (16, "float zeros and offsets", lambda p: p.spec.zeros in ("float", "offset")),
+    (24, "scales that are codes", lambda p: p.spec.bilevel is not None),
+)
 
 
 def check_schedule(spec: MatmulSpec, s: EightBitPrefillSchedule, target: Target) -> None:
@@ -63,45 +82,48 @@ def check_weight(plan: EightBitPlan) -> None:
 
 def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:
     """Whether a thread is likely to need more registers than there are: for sums and for products, for two panels'
-    fragments, and for what is loaded. It follows what the assembler was seen to do."""
+    fragments, for what is loaded, and for what kernels were seen to need besides."""
     plan = EightBitPrefillPlan(spec, s)
-    if spec.folds:
-        return s.tokens // 2 + s.panel_k // 4 + _folded_registers(plan) > _MOST_REGISTERS
-    integers, zeros = spec.compute == "i8" and plan.groups > 0, spec.zeros == "int"
-    products = 0 if plan.keeps_sums else s.banks * plan.part_tokens // 2
-    loaded = _code_registers(plan) + 2 * plan.held_groups * ((plan.groups > 0) + zeros)
-    more = _SECOND_BANK * (s.banks > 1) + products // 32
-    more += _MORE * zeros + 1 if s.cluster == 1 else _MORE * integers or _CLUSTER
-    more += _split_registers(plan) + _CUT * (s.cluster == 1 and s.last_tokens > 0)
-    more += integers * (products // 16 + _WIDE * (spec.dtype.bits == 8))
-    more += _LONG_FLOATS * (plan.groups > 0 and _is_long_float(spec))
-    more += _BYTES * (spec.scale == "e4m3" and plan.held_groups >= _MANY_GROUPS)
-    return s.tokens // 2 + products + s.panel_k // 4 + loaded + more > _MOST_REGISTERS
-
-
-def _split_registers(plan: EightBitPrefillPlan) -> int:
-    """Registers for the part of k that a block has of a tile or a slice."""
-    s, group = plan.schedule, plan.spec.packing.padded_group
-    last = _IN_GROUPS if group and group <= s.panel_k and not plan.spec.folds else _LAST_SPLIT
-    return _SPLIT * (s.split_k > 1) + last * (s.last_split_k > 1)
+    needed = _folded_registers(plan) if spec.folds else _code_registers(plan)
+    return s.tokens // 2 + s.panel_k // 4 + needed > _MOST_REGISTERS
 
 
 def _code_registers(plan: EightBitPrefillPlan) -> int:
+    """Registers for products, and for codes and the factors of sums, which are loaded."""
+    products = 0 if plan.keeps_sums else plan.schedule.banks * plan.part_tokens // 2
+    converted = products // 16 if _becomes_f32(plan) else 0
+    loaded = _held_codes(plan) + 2 * plan.held_groups * ((plan.groups > 0) + (plan.spec.zeros == "int"))
+    return products + products // 32 + converted + loaded + _sum_of(_OF_CODES, plan)
+
+
+def _held_codes(plan: EightBitPrefillPlan) -> int:
     """Registers for codes while products are under way: none for those that wait in shared memory, if decoding takes no
     others instead, as that of integers and short floats does, and blocks that split k do."""
-    leaves = plan.code_stages > 0 and _is_long_float(plan.spec) and plan.schedule.split_k == 1
+    leaves = plan.code_stages > 0 and _has_long_floats(plan) and plan.schedule.split_k == 1
     return 0 if leaves else plan.held_pieces * plan.piece_registers
 
 
 def _folded_registers(plan: EightBitPrefillPlan) -> int:
-    """Registers for what is loaded of weights that are scaled, and for what becomes of it on the way to bytes."""
+    """Registers for codes and factors of weights that are scaled, which are loaded."""
     factors = factors_of(plan).values()
     numbers = sum(plan.held(factor.count) * (2 if factor.lanes > 1 else 1) for factor in factors)  # of two rows, or all
-    loaded = plan.held_pieces * plan.piece_registers + numbers
-    more = _FOLDING + _CLUSTER * (plan.schedule.cluster > 1) + _split_registers(plan)
-    more += _SHORT_GROUPS * (_is_long_float(plan.spec) and plan.spec.packing.padded_group == 16)
-    return loaded + more + _ADDED * (plan.spec.zeros in ("float", "offset")) + _CODED * (plan.spec.bilevel is not None)
+    return plan.held_pieces * plan.piece_registers + numbers + _sum_of(_OF_FOLDED, plan)
 
 
-def _is_long_float(spec: MatmulSpec) -> bool:
-    return spec.dtype.kind == "float" and spec.dtype.bits >= 6
+def _sum_of(extras: Iterable[_Extra], plan: EightBitPrefillPlan) -> int:
+    return sum(registers for registers, _, holds in extras if holds(plan))
+
+
+def _becomes_f32(plan: EightBitPrefillPlan) -> bool:
+    """Whether products are integers that are converted, since groups have scales."""
+    return plan.spec.compute == "i8" and plan.groups > 0
+
+
+def _has_short_groups(plan: EightBitPrefillPlan) -> bool:
+    """Whether no group is longer than a panel, and products are scaled by groups."""
+    group = plan.spec.packing.padded_group
+    return group is not None and group <= plan.schedule.panel_k and not plan.spec.folds
+
+
+def _has_long_floats(plan: EightBitPrefillPlan) -> bool:
+    return plan.spec.dtype.kind == "float" and plan.spec.dtype.bits >= 6

@@ -28,13 +28,14 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K32_B_NK
 from lowbit.dialect.layouts.layout import replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Index, Scalar, Tile
+from lowbit.passes.builder import Index, Memory, Scalar, Tile
 from lowbit.passes.kernels.eight_bit_prefill.kernel import EightBitKernel
 from lowbit.passes.kernels.eight_bit_prefill.plan import Columns
 from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
 from lowbit.passes.kernels.prefill_mma.kernel import MmaKernel
+from lowbit.passes.kernels.prefill_mma.panels import CopiedPanels
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,24 @@ class _Weights:
     columns: Columns
     a: Tile
     scale: Tile | None
+
+
+class _PanelsInParts(CopiedPanels):
+    """Panels of x by parts of the tokens."""
+
+    plan: EightBitPrefillMmaPlan
+
+    def _allocate(self) -> Memory:
+        """Returns the stages: [stages, parts, 1, tokens of a part, panel_k]."""
+        plan, s = self.plan, self.schedule
+        shape, size = (s.num_stages, plan.parts, 1, plan.part_tokens, s.panel_k), plan.part_tokens * self.pitch
+        return self.p.alloc_shared(self.spec.x.operand, shape, (plan.parts * size, size, size, self.pitch, 1))
+
+    def _copy(self, stage: int, token: Scalar, panel: Index) -> None:
+        p, tokens = self.p, self.plan.part_tokens
+        for part in range(self.plan.parts):
+            self._copy_tokens(p.stage(p.stage(self.stages, stage), part), token + part * tokens, tokens, panel)
+        p.commit()
 
 
 class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
@@ -58,6 +77,9 @@ class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
         self.x_layout = warps.local(columns, s.panel_k // SUM_COLUMNS) * MMA_M16N8K32_B_NK
         self.sums_element = self.spec.x.sums if plan.keeps_sums else "f32"
 
+    def _make_panels(self) -> CopiedPanels:
+        return _PanelsInParts(self.p, self.plan, self.pitch)
+
     def _tile(self, carried: list[Tile]) -> list[Tile]:
         p, plan = self.p, self.plan
         zeros = [p.constant(0.0, self.sums_element, self.sums_layout) for _ in range(plan.parts)]
@@ -65,19 +87,20 @@ class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
             loop.results = self._round(loop.index, loop.carried)
         carried, sums = loop.carried[: -plan.parts], loop.carried[-plan.parts :]
         for part, total in enumerate(sums):
-            self._store(self._as_f32(total), self.here.token + part * plan.part_tokens)
+            self._store(self._as_f32(total), self.turn.here.token + part * plan.part_tokens)
         return carried
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
         registers, sums = self.registers.like(carried[: -self.plan.parts]), carried[-self.plan.parts :]
-        here, coming = (self.here.row_tile, index), self._coming_round(index)
+        turn, coming = self.turn, self._coming_round(index)
+        here = turn.here.row_tile, index
         for panel in range(self.plan.panels):
-            stage, weights = self._await_panel(index, panel), self._weights(panel, registers)
+            stage, weights = self.panels.wait(turn, index, panel), self._weights(panel, registers)
             for part, total in enumerate(sums):
                 x = self._fragments_of_x(self.p.stage(stage, part))
                 sums[part] = self._add_products(total, weights, x)
-            self._copy_later_panel(index, panel)
+            self.panels.copy_later(turn, index, panel)
             self.weight.load_later(registers, panel, here, coming)
         return [*registers.flat(), *sums]
 
@@ -111,20 +134,6 @@ class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
 
     def _as_f32(self, total: Tile) -> Tile:
         return self.p.cast(total, "f32", "signed")
-
-    # -- x
-
-    def _allocate_stages(self) -> None:
-        """Shared memory for x, by parts of the tokens."""
-        plan, s = self.plan, self.schedule
-        shape, size = (s.num_stages, plan.parts, 1, plan.part_tokens, s.panel_k), plan.part_tokens * self.pitch
-        self.stages = self.p.alloc_shared(self.spec.x.operand, shape, (plan.parts * size, size, size, self.pitch, 1))
-
-    def _copy_panel(self, stage: int, token: Scalar, panel: Index) -> None:
-        p, tokens = self.p, self.plan.part_tokens
-        for part in range(self.plan.parts):
-            self._copy_tokens(p.stage(p.stage(self.stages, stage), part), token + part * tokens, tokens, panel)
-        p.commit()
 
 
 def eight_bit_prefill_mma_matmul(spec: MatmulSpec, schedule: EightBitPrefillMmaSchedule) -> ir.Module:

@@ -1,10 +1,10 @@
 """The end of a tile or a slice whose k is split over the blocks of a cluster: they add up their sums.
 
 Each block stores a share of the tile's tokens. It has its own share first among its tokens, then that of the next rank
-(`Kernel._boxes_of_tokens`): so what a block keeps is in the same registers in all of them. It sends the other shares'
-sums to the blocks that store them, and adds what it gets to its own. A thread gets the sums of the thread of its number
-in the other blocks, so they travel in the order of registers, 16 bytes at a time, and a warp waits for those that are
-its own, not for a block. What is added, and in which order, depends on nothing but the rank.
+(`BoxPanels._boxes_of_tokens`): so what a block keeps is in the same registers in all of them. It sends the other
+shares' sums to the blocks that store them, and adds what it gets to its own. A thread gets the sums of the thread of
+its number in the other blocks, so they travel in the order of registers, 16 bytes at a time, and a warp waits for those
+that are its own, not for a block. What is added, and in which order, depends on nothing but the rank.
 
 Signals say who may go on. `received`, one for each warp, counts the bytes of a tile; `read`, one for a block, that all
 warps of the cluster have read what they got, after which the next tile's sums may come. A barrier of the cluster for

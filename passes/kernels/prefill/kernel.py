@@ -63,21 +63,22 @@ scales, those of two rounds; with outliers the fragments of a panel; and for the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
+from lowbit.passes.builder import Index, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.epilogue import StagedEpilogue
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
+from lowbit.passes.kernels.prefill.panels import BoxPanels, Panels, first_round
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
-from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.tile_order import Position, TileOrder
+from lowbit.passes.kernels.prefill.turn import Turn
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
 
 
@@ -85,6 +86,7 @@ class Kernel:
     """Builds the program. x_kind: how it gets x, as a kind of parameter."""
 
     x_kind: ClassVar[str] = "tensor_map"
+    panels: Panels
 
     def __init__(self, plan: PrefillPlan) -> None:
         self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
@@ -106,9 +108,10 @@ class Kernel:
         self._make_weight()
         block, blocks = p.block_id(0), p.block_count(0)
         self.rank = p.block_id(1) if s.cluster_blocks > 1 else Scalar.of(0)
+        self.panels.rank = self.rank
         self.exchange = Exchange(p, plan.split, self.rank) if plan.split else None
         self._announce_signals()
-        self.first_round = self._first_round(plan.whole)
+        self.first_round = first_round(plan.whole, self.rank)
         self.order = TileOrder(plan, p["m"], block, blocks, self.rank)
         first = self.order.first()
         self._load_first(first.row_tile)
@@ -116,12 +119,13 @@ class Kernel:
         self._begin_outliers(first.row_tile)
         p.grid_launch_dependents()
         p.grid_wait()
-        self._copy_first_panels(first.token)
+        self.panels.copy_first(self.order, first.token)
+        self._await_first_factors()
         self._prepare_first_factors()
         self._await_signals()
         self.mine = self.order.count()
         with p.loop(0, self.mine, self.registers.flat()) as loop:
-            self._begin(loop.index)
+            self.turn = self._begin(loop.index)
             loop.results = self._tile(loop.carried)
         if plan.slice:
             self._compute_slice(plan.slice, loop.carried)
@@ -142,7 +146,7 @@ class Kernel:
     def _compute_slice(self, slice_: TileShape, carried: list[Tile]) -> None:
         """Computes this block's slice of a cut tile, if it has one."""
         with self.p.when(self.order.has_slice):
-            self._begin_slice(slice_)
+            self.turn = self._begin_slice(slice_)
             self._tile(carried)
 
     def _leave(self) -> None:
@@ -161,10 +165,8 @@ class Kernel:
 
     def _allocate(self) -> None:
         """Shared memory for x and for y on its way out, signals, and registers for the sums."""
-        p, s, width = self.p, self.schedule, self.spec.x.per_panel
-        self.x = p.alloc_shared(self.spec.x.operand, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
-        self.full, self.empty = p.signals(s.num_stages, 1), p.signals(s.num_stages, WARPS * s.cluster)
-        self.epilogue = StagedEpilogue(p, self.plan)
+        self.panels = BoxPanels(self.p, self.plan)
+        self.epilogue = StagedEpilogue(self.p, self.plan)
         self._make_sums()
 
     def _make_sums(self) -> None:
@@ -184,7 +186,11 @@ class Kernel:
     def _find_next_outliers(self, registers: WeightRegisters) -> None:
         """Starts to look where the outliers of the next tile are, while sums are stored."""
         if self.outliers:
-            registers.outliers = [self.outliers.first(self.next.row_tile)]
+            registers.outliers = [self.outliers.first(self.turn.next.row_tile)]
+
+    def _await_first_factors(self) -> None:
+        """Waits for the scales of the first round that come by way of shared memory."""
+        self.weight.factors.await_copies()
 
     def _prepare_first_factors(self) -> None:
         """Computes what the first panel of the first round is multiplied by, if a warp shares it."""
@@ -208,88 +214,91 @@ class Kernel:
     # -- a tile
 
     def _tile(self, carried: list[Tile]) -> list[Tile]:
-        """Computes the tile or slice `here`; what the next one's first round begins with."""
-        p, sums, registers = self.p, self.sums[self.shape.tokens], self.registers.like(carried)
+        """Computes the tile or slice of this turn; what the next one's first round begins with."""
+        p, turn, registers = self.p, self.turn, self.registers.like(carried)
+        sums = self.sums[turn.shape.tokens]
         p.clear(sums)
         self._write_outliers(0, registers)
-        with p.loop(self.first_round, self.shape.rounds, registers.flat()) as loop:
+        with p.loop(turn.first_round, turn.shape.rounds, registers.flat()) as loop:
             loop.results = self._round(loop.index, loop.carried)
-        self._copy_first_panels_of_slice()
+        self.panels.copy_first_of_slice(turn, self.order)
         registers, total = self.registers.like(loop.carried), p.read(sums)
         self._find_next_outliers(registers)
         self._end(total)
         return registers.flat()
 
-    def _begin(self, number: Scalar) -> None:
-        """Notes where the whole tile of this number, counted in the block, is, and the next one."""
-        self.shape, self.number, tile = self.plan.whole, number, self.order.tile(number)
-        self.here, self.next = self.order.whole_at(tile), self.order.after(tile)
-        self.has_next = number + 1 < self.mine
-        self.next_round = self._first_round_of_next()
-        self.rounds_before = number * self.plan.rounds - self.first_round
+    def _begin(self, number: Scalar) -> Turn:
+        """Returns the turn of the whole tile of this number, counted in the block."""
+        tile = self.order.tile(number)
+        here, next_ = self.order.whole_at(tile), self.order.after(tile)
+        has_next = number + 1 < self.mine
+        next_round = self._first_round_of_next(has_next)
+        rounds_before = number * self.plan.rounds - self.first_round
+        return Turn(self.plan.whole, number, here, next_, has_next, self.first_round, next_round, rounds_before)
 
-    def _begin_slice(self, slice_: TileShape) -> None:
-        """Notes where this block's slice is. Nothing comes after it."""
-        self.shape, self.number, tile = slice_, Scalar.of(0), self.order.cut()
-        self.next, self.here = tile, Position(tile.row_tile, tile.token + self.order.slice_token)
-        self.has_next = Scalar.of(0) < 0
-        self.first_round = self.next_round = self._first_round(slice_)
-        self.rounds_before = self.mine * self.plan.rounds - self.first_round
+    def _begin_slice(self, slice_: TileShape) -> Turn:
+        """Returns the turn of this block's slice. Nothing comes after it."""
+        none, tile = Scalar.of(0), self.order.cut()
+        here, has_next = Position(tile.row_tile, tile.token + self.order.slice_token), none < 0
+        first = first_round(slice_, self.rank)
+        rounds_before = self.mine * self.plan.rounds - first
+        return Turn(slice_, none, here, tile, has_next, first, first, rounds_before)
 
-    def _first_round(self, shape: TileShape) -> Index:
-        """The first round of a tile or slice that this block has."""
-        return self.rank * shape.rounds if shape.split_k > 1 else 0
-
-    def _first_round_of_next(self) -> Index:
+    def _first_round_of_next(self, has_next: Scalar) -> Index:
         """The first round of the next whole tile, if there is one, or else of this block's slice."""
         slice_ = self.plan.slice
         if slice_ and slice_.split_k > 1:
-            return self.has_next.select(self.first_round, self._first_round(slice_))
+            return has_next.select(self.first_round, first_round(slice_, self.rank))
         return self.first_round
 
     def _end(self, total: Tile) -> None:
         """Scales sums of whole rows, and stores them."""
         (total,) = self._of_all_columns([total])
-        scale = self.weight.factors.row_scale(self.here.row_tile)
+        scale = self.weight.factors.row_scale(self.turn.here.row_tile)
         if scale is not None:
             total = self.p.mul(total, scale)
-        self.epilogue.store(total, self.here.row_tile, self._first_stored())
+        self.epilogue.store(total, self.turn.here.row_tile, self._first_stored())
 
     def _of_all_columns(self, parts: Iterable[Tile]) -> Iterable[Tile]:
         """Sums of all columns for the tokens that this block stores, cut like its own sums of the tile."""
-        return self.exchange.add_up(list(parts), self.number) if self.exchange and self.shape.split_k > 1 else parts
+        if self.exchange and self.turn.shape.split_k > 1:
+            return self.exchange.add_up(list(parts), self.turn.number)
+        return parts
 
     def _first_stored(self) -> Scalar:
         """The first token of the tile that this block stores."""
-        return self.here.token + self.rank * self.shape.share if self.shape.split_k > 1 else self.here.token
+        here, shape = self.turn.here, self.turn.shape
+        return here.token + self.rank * shape.share if shape.split_k > 1 else here.token
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
-        plan, registers = self.plan, self.registers.like(carried)
-        coming, factors, number = self._coming_round(index), self.weight.factors, self.rounds_before + index
+        plan, turn, registers = self.plan, self.turn, self.registers.like(carried)
+        coming, factors, number = self._coming_round(index), self.weight.factors, turn.rounds_before + index
         factors.copy(*coming, (number + 1) % 2)
         factors.use(number % 2)
-        sums = self.sums[self.shape.tokens]
+        sums = self.sums[turn.shape.tokens]
         for panel in range(plan.panels):
             parts = list(parts_of_panel(plan, panel))
             ready = self._fragments(parts, panel, registers)
-            x = self._await_panel(index, panel)
+            x = self.panels.wait(turn, index, panel)
             for part, a in zip(parts, ready):
                 self.p.accumulate(a, x, part.start, sums, row=0, held=part is not parts[-1])
             self._go_on_to_outliers_of(index * plan.panels + (panel + 1), registers)
-            self._copy_later_panel(index, panel)
+            self.panels.copy_later(turn, index, panel)
             self.weight.load_next_round(registers, panel, *coming)
             if self.weight.of_panel:
                 self._prepare_next_factors(self.weight.of_panel, panel, number)
-            self._release_panel_before(panel)
+            self.panels.release_before(panel)
         if not self.weight.of_panel:
             factors.await_copies()
         return registers.flat()
 
     def _coming_round(self, index: Scalar) -> tuple[Scalar, Scalar]:
         """The round after this one, or the next tile's first: its tile of rows, and its number."""
-        inside = index + 1 < self.first_round + self.shape.rounds
-        return inside.select(self.here.row_tile, self.next.row_tile), inside.select(index + 1, self.next_round)
+        turn = self.turn
+        inside = index + 1 < turn.first_round + turn.shape.rounds
+        row_tile = inside.select(turn.here.row_tile, turn.next.row_tile)
+        return row_tile, inside.select(index + 1, turn.next_round)
 
     def _go_on_to_outliers_of(self, panel: Scalar, registers: WeightRegisters) -> None:
         """Writes the outliers of the next panel, counted in the tile, in place of this one's. Behind the last panel of
@@ -306,90 +315,7 @@ class Kernel:
             self.p.materialize(a)
         return ready
 
-    # -- x
 
-    def _use(self, index: Index, panels: int) -> Scalar:
-        """How often stages have been gone through when so many panels of a round are over, counted in the block."""
-        stages = self.schedule.num_stages
-        return (self.rounds_before + index) * (self.plan.panels // stages) + panels // stages
-
-    def _await_panel(self, index: Scalar, panel: int) -> Memory:
-        """Waits for a panel of x; its stage."""
-        p, stage = self.p, panel % self.schedule.num_stages
-        p.await_signal(self.full, stage, self._use(index, panel) % 2)
-        return p.stage(self.x, stage)
-
-    def _release_panel_before(self, panel: int) -> None:
-        """Waits until the panel before this one has been multiplied, and says so. Before the first panel of a block
-        comes one that there is not: the last stage is released once more than it is filled."""
-        stages = self.schedule.num_stages
-        self.p.await_products(1)
-        self.p.arrive(self.empty, (panel + stages - 1) % stages, self.schedule.cluster)
-
-    def _copy_first_panels(self, token: Scalar) -> None:
-        """Copies the panels of the first tile that are under way when the first is multiplied."""
-        with self.p.one_thread(self.order.has_tile):
-            self._copy_ahead(self.plan.whole, token)
-        self.weight.factors.await_copies()
-
-    def _copy_first_panels_of_slice(self) -> None:
-        """Copies those of this block's slice if it comes next. Products are waited for first: with anything else
-        between the last one and its wait, the assembler may read sums too early."""
-        p, slice_ = self.p, self.plan.slice
-        if slice_ in (None, self.shape):
-            return
-        p.await_products(0)
-        with p.one_thread(self.order.slice_unless(self.has_next)):
-            self._await_free_stages()
-            self._copy_ahead(slice_, self.next.token + self.order.slice_token)
-
-    def _await_free_stages(self) -> None:
-        """Waits until warps have left the stages that the first panels are copied to."""
-        for stage in range(self.plan.ahead):
-            self.p.await_signal(self.empty, stage, (self._use(self.plan.rounds, stage + 1) + 1) % 2)
-
-    def _copy_ahead(self, shape: TileShape, token: Scalar) -> None:
-        """Copies the first panels of a tile or slice."""
-        for panel in range(self.plan.ahead):
-            self._copy_panel_of(shape, panel, token, self._first_round(shape) * self.plan.panels + panel)
-
-    def _later_panel(self, index: Scalar, panel: int) -> tuple[Scalar, Scalar, Scalar]:
-        """The panel that is copied while this one is multiplied: whether it is of this tile, or else of the next; its
-        first token; and its number in the tile."""
-        plan = self.plan
-        coming, per_tile = index * plan.panels + (panel + plan.ahead), self.shape.rounds * plan.panels
-        inside = coming < self.first_round * plan.panels + per_tile
-        token, column = inside.select(self.here.token, self.next.token), inside.select(coming, coming - per_tile)
-        return inside, token, column
-
-    def _copy_later_panel(self, index: Scalar, panel: int) -> None:
-        """Copies a later panel to the stage that the panel before the last one has left."""
-        p, plan = self.p, self.plan
-        inside, token, column = self._later_panel(index, panel)
-        with p.one_thread(inside | self.has_next):
-            stage = (panel + plan.ahead) % self.schedule.num_stages
-            p.await_signal(self.empty, stage, (self._use(index, panel + plan.ahead + 1) + 1) % 2)
-            self._copy_panel_of(self.shape, stage, token, column)
-
-    def _copy_panel_of(self, shape: TileShape, stage: int, token: Scalar, panel: Index) -> None:
-        """Starts to copy a panel of x, counted in a tile or slice."""
-        p, s, name = self.p, self.schedule, self.plan.x_of[shape.tokens]
-        p.expect(self.full, stage, shape.tokens * s.panel_k * self.spec.x.bytes)
-        of_box, width = self.plan.boxes[name]
-        copies = s.cluster if shape.split_k == 1 else 1
-        for box, (source, row) in product(range(s.panel_k // width), self._boxes_of_tokens(of_box, shape.split_k)):
-            where, to = (panel * s.panel_k + box * width, token + source), box * s.tokens + row
-            p.copy_box(p[name], p.stage(self.x, stage), self.full, stage, where, to, copies)
-
-    def _boxes_of_tokens(self, tokens: int, blocks: int) -> list[tuple[Index, Index]]:
-        """The boxes of so many tokens that this block copies: the first token of each in the tile, and its row in the
-        stage. Blocks that share x copy a box each; those that split k copy all, their own share first. blocks: how many
-        split k."""
-        if blocks == 1:
-            return [(self.rank * tokens, self.rank * tokens)]
-        return [((self.rank + turn) % blocks * tokens, turn * tokens) for turn in range(blocks)]
-
-
-def prefill_matmul(spec: MatmulSpec, schedule: PrefillSchedule) -> Any:
+def prefill_matmul(spec: MatmulSpec, schedule: PrefillSchedule) -> ir.Module:
     """The tile program of a matmul, in a module of its own."""
     return Kernel(PrefillPlan(spec, schedule)).build()

@@ -109,18 +109,18 @@ class PrefillPlan:
 
     @property
     def whole(self) -> TileShape:
-        """What a block has of a whole tile."""
+        """A block's share of a whole tile."""
         return self._shape(self.schedule.tokens, self.schedule.split_k)
 
     @property
     def slice(self) -> TileShape | None:
-        """What a block has of a slice, if tiles are cut."""
+        """A block's share of a slice, if tiles are cut."""
         s = self.schedule
         return self._shape(s.last_tokens, s.last_split_k) if s.last_tokens else None
 
     @property
     def shapes(self) -> tuple[TileShape, ...]:
-        """Those of whole tiles and of slices."""
+        """The shapes of whole tiles and, if tiles are cut, of slices."""
         return (self.whole, self.slice) if self.slice else (self.whole,)
 
     @property

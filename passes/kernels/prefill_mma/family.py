@@ -65,8 +65,8 @@ class PrefillMma(PersistentMmaFamily[PrefillMmaSchedule]):
     chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        """Those up to the last for which the vendor's matmul, of a weight that is written out, is not predicted to be
-        the faster one by more than a tenth."""
+        """Returns the token tiles up to the last for which these kernels are predicted to be at most a tenth slower
+        than writing the weight out for the vendor's matmul."""
         found = self.candidates(spec, TOKEN_TILES[0], target)
         return _worthwhile(spec, target, tuple(found)) if found else ()
 

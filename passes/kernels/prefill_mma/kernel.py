@@ -38,12 +38,12 @@ from lowbit.dialect.formats.packing import BLOCK_K
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import replicated, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.builder import Index, Memory, Scalar, Tile
-from lowbit.passes.kernels.copy_layout import copy_layout
+from lowbit.passes.builder import Memory, Scalar, Tile
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.weight import WeightRegisters
 from lowbit.passes.kernels.prefill_mma.epilogue import DirectEpilogue
+from lowbit.passes.kernels.prefill_mma.panels import CopiedPanels
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 
@@ -63,20 +63,18 @@ class MmaKernel(Kernel):
         self.x_layout = warps.local(columns, s.panel_k // BLOCK_K) * MMA_M16N8K16_B_NK
 
     def _allocate(self) -> None:
-        p, s, spec = self.p, self.schedule, self.spec
-        self._allocate_stages()
-        panels = -(-spec.k // s.panel_k)
-        self.x = p.global_view(p["x"], spec.x.operand, (panels, -1, s.panel_k), (s.panel_k, spec.k, 1), sizes=[p["m"]])
-        self.epilogue = DirectEpilogue(p, self.plan)
+        self.panels = self._make_panels()
+        self.epilogue = DirectEpilogue(self.p, self.plan)
 
-    def _allocate_stages(self) -> None:
-        """Shared memory for x."""
-        s, size = self.schedule, self.schedule.tokens * self.pitch
-        shape = (s.num_stages, 1, s.tokens, s.panel_k)
-        self.stages = self.p.alloc_shared(self.spec.x.operand, shape, (size, size, self.pitch, 1))
+    def _make_panels(self) -> CopiedPanels:
+        """Makes the object that copies x."""
+        return CopiedPanels(self.p, self.plan, self.pitch)
+
+    def _await_first_factors(self) -> None:
+        """Does nothing: they are waited for with the first panel of x."""
 
     def _tile(self, carried: list[Tile]) -> list[Tile]:
-        """Computes the tile `here`; what the next one's first round begins with."""
+        """Computes the tile of this turn; what the next one's first round begins with."""
         p = self.p
         with p.loop(0, self.plan.rounds, [*carried, p.constant(0.0, "f32", self.sums_layout)]) as loop:
             loop.results = self._round(loop.index, loop.carried)
@@ -90,15 +88,16 @@ class MmaKernel(Kernel):
         """Multiplies the columns of a round. What the registers held is replaced by what the next round needs."""
         p, plan = self.p, self.plan
         *held, total = carried
-        registers, coming, number = self.registers.like(held), self._coming_round(index), self.rounds_before + index
+        registers, coming, turn = self.registers.like(held), self._coming_round(index), self.turn
+        number = turn.rounds_before + index
         self.weight.factors.use(number % 2)
         for panel in range(plan.panels):
-            stage = self._await_panel(index, panel)
+            stage = self.panels.wait(turn, index, panel)
             outliers, x = self._outliers_of_panel(index, panel, registers), self._fragments_of_x(stage)
             for part in parts_of_panel(plan, panel):
                 a = self.weight.fragments(part, panel, registers, outliers)
                 total = p.mma(a, p.slice(x, 1, part.start, part.width), total)
-            self._copy_later_panel(index, panel)
+            self.panels.copy_later(turn, index, panel)
             self.weight.load_next_round(registers, panel, *coming)
             if panel == 0:  # all warps are done with the round before
                 self.weight.factors.copy(*coming, (number + 1) % 2)
@@ -113,41 +112,10 @@ class MmaKernel(Kernel):
         self.outliers.erase(*registers.outliers)
         return outliers
 
-    # -- x
-
     def _fragments_of_x(self, stage: Memory) -> Tile:
         """A panel of x as it is multiplied: [tokens, panel_k]."""
         loaded = self.p.load_matrix(stage, self.schedule.tokens, self.x_layout.unsqueeze(0))
         return self.p.reshape(loaded, self.x_layout.shape)
-
-    def _copy_first_panels(self, token: Scalar) -> None:
-        for panel in range(self.plan.ahead):
-            self._copy_panel(panel, token, panel)
-
-    def _await_panel(self, index: Scalar, panel: int) -> Memory:
-        """Waits until a panel is there, and until all warps have left the one before; its stage."""
-        self.p.wait(self.plan.ahead - 1)
-        self.p.barrier()
-        return self.p.stage(self.stages, panel % self.schedule.num_stages)
-
-    def _copy_later_panel(self, index: Scalar, panel: int) -> None:
-        """Copies a later panel to the stage of the one before this. What is copied beyond the last tile of a block is
-        not read."""
-        _, token, column = self._later_panel(index, panel)
-        self._copy_panel((panel + self.plan.ahead) % self.schedule.num_stages, token, column)
-
-    def _copy_panel(self, stage: int, token: Scalar, panel: Index) -> None:
-        """Starts to copy a panel of x, counted in the tile."""
-        self._copy_tokens(self.p.stage(self.stages, stage), token, self.schedule.tokens, panel)
-        self.p.commit()
-
-    def _copy_tokens(self, target: Memory, token: Scalar, tokens: int, panel: Index) -> None:
-        """Copies a panel of some tokens; zeros beyond the last token and the last column."""
-        p, s, k = self.p, self.schedule, self.spec.k
-        layout = copy_layout((1, tokens, s.panel_k), s.threads, self.spec.x.per_vector)
-        limit = (s.panel_k, 0, 1, k) if k % s.panel_k else ()
-        boundary = ("none" if self.plan.rounds * self.plan.step == k else "zero", "zero", "none")
-        p.copy_async(self.x, target, (panel, token, 0), layout, boundary, limit)
 
     def _leave(self) -> None:
         """Does nothing: no copy or product is under way when a block ends."""

@@ -81,7 +81,7 @@ class Cluster:
             self.clock.advance(np.logical_not(relaxed.any(axis=1)))
 
     def wait(self, rank: int, threads: Array) -> Array:
-        """Those of `threads` that may go on."""
+        """Returns which of `threads` may go on."""
         arrivals, waits = self.clock.arrivals[rank], self.clock.waits[rank]
         idle = threads & (arrivals == waits)
         if idle.any():

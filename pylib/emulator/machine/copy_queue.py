@@ -26,7 +26,7 @@ class _Copy:
     noted: Array  # by `track`
 
     def of(self, some: Array) -> _Copy:
-        """Those of some lanes."""
+        """Returns the copies of some lanes."""
         lanes, row, data, group = self.lanes[some], self.row[some], self.data[some], self.group[some]
         return _Copy(lanes, row, data, group, self.number, self.noted[some])
 

@@ -37,7 +37,7 @@ class Transfer:
 
 
 class Transfers:
-    """Those of a cluster, in the order of issue."""
+    """The transfers of a cluster, in the order of issue."""
 
     def __init__(self) -> None:
         self.queue: deque[Transfer] = deque()
