@@ -187,6 +187,11 @@ def test_run_of_more_than_fits_the_memory(size):
     assert result.exit_code == 1 and "GB of memory are free; try less" in result.stderr
 
 
+def test_run_of_a_weight_of_zeros():
+    found = json.loads(lowbit("run", "-n", 16, "-k", 32, "-w", "lut1", "--table", "0,0", "-t", "cpu", "--json").output)
+    assert found["right"] and found["relative_error"] == 0
+
+
 def test_run_without_a_gpu():
     result = lowbit("run", *SMALL, "--target", "sm_80")
     assert result.exit_code == 1 and "torch finds no CUDA device here; use target='cpu'" in result.stderr
