@@ -60,17 +60,22 @@ def test_token_tiles(target: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("weight", ["u4", "f6e3m2", "u3"])
-def test_one_launch_serves_any_number_of_rows_up_to_8192(weight: str) -> None:
+def test_one_launch_serves_any_number_of_rows(weight: str) -> None:
     """Where the prefill family has kernels: from 129 rows on it is always one of these."""
     artifacts = Artifacts(replace(SPEC, weight=weight, n=8192, k=4096), parse_target("sm_90a"), None)
-    found = {m: artifacts.token_tiles(m) for m in (64, 65, 97, 128, 129, 192, 193, 257, 1000, 4096, 4097)}
-    tiles = (64, 80, 112, 128, 160, 192, 256, 320, 1024, 4096, 6144)
-    assert found == {m: [tile] for m, tile in zip(found, tiles)} and artifacts.token_tiles(8193) is None
+    found = {m: artifacts.token_tiles(m) for m in (64, 65, 97, 128, 129, 192, 193, 257, 1000, 4096, 4097, 100000)}
+    tiles = (64, 80, 112, 128, 160, 192, 256, 320, 1024, 4096, 6144, 8192)
+    assert found == {m: [tile] for m, tile in zip(found, tiles)}
     wide = [artifacts.request(tile).family for tile in (192, 384, 1024, 4096)]
     assert wide == ["prefill"] * 4
     rows = artifacts.choices().rows
     assert rows[0].first == 1 and [a.last for a in rows[:-1]] == [b.first - 1 for b in rows[1:]]
-    assert (rows[-1].first, rows[-1].last, rows[-1].token_tiles) == (8193, None, ())
+    assert (rows[-1].first, rows[-1].last, rows[-1].token_tiles) == (8193, None, (8192,))
+
+
+def test_weights_with_outliers_are_written_out_beyond_8192_rows() -> None:
+    artifacts = Artifacts(replace(SPEC, n=8192, k=4096, outliers=True), parse_target("sm_90a"), None)
+    assert artifacts.token_tiles(8192) == [8192] and artifacts.token_tiles(8193) is None
 
 
 def launches(tiles: tuple[int, ...], m: int) -> list[int]:
@@ -106,13 +111,13 @@ def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:
     assert [kernel.family for kernel in choices.launches(257)] == ["prefill"]
     text = repr(choices)
     assert re.search(r"^257 to 320 +m320$", text, re.MULTILINE)
-    assert re.search(r"^8193 on +dequantize, then a matmul of torch$", text, re.MULTILINE)
+    assert re.search(r"^8193 on +m8192$", text, re.MULTILINE)
     assert re.search(r"^m384 +prefill +tokens=\d+, panel_k=\d+", text, re.MULTILINE)
     assert re.search(r"^m1 +decode_integer +tokens=1, row_blocks=\d", text, re.MULTILINE)
     read = json.loads(json.dumps(choices.to_dict()))
     assert lowbit.MatmulSpec(**read["spec"]) == spec and read["target"] == "sm_90a"
     assert {"first": 2, "last": 8, "launches": ["m8"]} in read["rows"]
-    assert {"first": 8193, "last": None, "launches": ["dequantize"]} in read["rows"]
+    assert {"first": 8193, "last": None, "launches": ["m8192"]} in read["rows"]
     odd = lowbit.compile(replace(NO_PIECES, weight="u1"), "sm_90a").choices
     assert [kernel.family for kernel in odd.launches(129)] == ["decode"] * 3
     assert [kernel.family for kernel in odd.launches(1025)] == ["dequantize"]

@@ -34,15 +34,17 @@ from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.pylib.reference import random_problem
 
 TWO, FOUR = PrefillSchedule(32, split_k=2), PrefillSchedule(64, split_k=4)
-
+THREE = PrefillSchedule(48, split_k=3)
 
 CASES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
     # As many rounds each; rows and tokens that end inside of tiles and of shares; several tiles, some rows twice.
     ({"weight": "u4", "n": 300, "k": 1024, "group_size": 128}, TWO, 70),
     ({"weight": "u4", "n": 130, "k": 2048, "group_size": 128, "bias": True, "zeros": "int"}, FOUR, 100),
+    ({"weight": "u4", "n": 300, "k": 2048, "group_size": 128, "bias": True}, THREE, 100),
     # Columns that end inside of a round, and blocks for which no round is left.
     ({"weight": "i4", "n": 136, "k": 1288, "group_size": None}, TWO, 40),
     ({"weight": "u4", "n": 128, "k": 1544, "group_size": None, "out": "f32"}, FOUR, 20),
+    ({"weight": "u4", "n": 136, "k": 1288, "group_size": None, "act": "bf16"}, THREE, 40),
     ({"weight": "u4", "n": 128, "k": 256, "group_size": 64}, TWO, 5),
     # Kinds of scales and zeros: at the end, to registers, through shared memory, longer than rounds, as codes.
     ({"weight": "u3", "n": 128, "k": 1536, "group_size": 16, "zeros": "float"}, TWO, 20),
@@ -53,6 +55,7 @@ CASES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
     # Wide panels, more stages.
     ({"weight": "u4", "n": 128, "k": 2048, "group_size": 128}, PrefillSchedule(32, 128, split_k=2), 60),
     ({"weight": "u8", "n": 129, "k": 2304, "group_size": 192}, PrefillSchedule(96, num_stages=8, split_k=2), 50),
+    ({"weight": "u4", "n": 128, "k": 4096, "group_size": 128}, PrefillSchedule(144, 128, split_k=3), 100),
 ]  # fmt: skip
 
 
@@ -76,6 +79,7 @@ BYTES: list[tuple[dict[str, Any], dict[str, int], int]] = [
     # A share that has parts, parts that have shares, and groups of integers.
     ({"weight": "u4", "n": 128, "k": 1024, "group_size": 128, "zeros": "int", **FP8}, {"tokens": 64, "parts": 4}, 60),
     ({"weight": "u8", "n": 128, "k": 2304, "group_size": 256, **I8}, {"tokens": 64, "parts": 2, "split_k": 4}, 60),
+    ({"weight": "u4", "n": 128, "k": 2048, "group_size": 128, **FP8}, {"tokens": 96, "split_k": 3}, 90),
 ]
 
 
@@ -118,8 +122,10 @@ KERNELS: list[tuple[dict[str, Any], Any]] = [
     ({}, PrefillSchedule(128, 128, split_k=2)),
     ({"zeros": "int", "act": "bf16", "scale": "bf16"}, PrefillSchedule(128, 128, split_k=4)),
     ({"group_size": 32}, PrefillSchedule(256, 64, split_k=2)),
+    ({}, PrefillSchedule(144, 128, split_k=3)),
     ({"group_size": None}, PrefillSchedule(64, 256, split_k=2)),
     ({"compute": "f8e4m3"}, EightBitPrefillSchedule(128, 128, split_k=2)),
+    ({"compute": "f8e4m3"}, EightBitPrefillSchedule(144, 128, split_k=3)),
     ({"compute": "i8", "group_size": None}, EightBitPrefillSchedule(256, 128, split_k=2)),
 ]
 

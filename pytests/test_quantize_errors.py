@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_weights import CONFIG, inputs_of, weight_of
+from quantized_weights import CONFIG, inputs_of, output_error, weight_of
 
 import lowbit
 
@@ -50,6 +50,14 @@ def test_small_weights_in_e4m3() -> None:
     assert not lowbit.quantize(torch.zeros(4, 64), IN_E4M3).dequantize().any()
     near = lowbit.quantize(W / 1e4, CONFIG.preset("nvfp4")).dequantize()
     assert (near - W / 1e4).norm() < 0.2 * (W / 1e4).norm()
+
+
+def test_codes_far_from_weights_in_e4m3() -> None:
+    """Powers of two reach down to any weight with the least scale. What GPTQ moves to other columns is not lost."""
+    config, x = CONFIG("f6e5m0", 16, scale="e4m3", method="gptq"), inputs_of(40, 64)
+    result = lowbit.quantize(W, config, x)
+    assert (result.dequantize() - W).norm() > W.norm() / 2
+    assert output_error(W, result.dequantize(), x) < 0.1 * float((W @ x.T).square().sum())
 
 
 HUGE = W.clone()

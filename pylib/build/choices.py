@@ -59,10 +59,8 @@ def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int], vendor: b
     """The rule where a kernel serves any number of rows: one launch.
 
     Up to MOST_DECODED rows the least token tile that holds them serves, or two launches where there is none so wide. Above,
-    schedules are chosen for the numbers of tokens in `any_tiles`, and the least of these that is not below m serves.
-    Beyond the last, the weight is written out for the vendor's matmul: on Hopper since power is the bound, and it needs
-    less energy; elsewhere since its kernels are predicted to be faster by more than writing takes. Without the vendor's
-    matmul, the last serves all.
+    schedules are chosen for the numbers of tokens in `any_tiles`, and the least of these that is not below m serves; the
+    last serves all. With the vendor's matmul, the weight is written out for it beyond the last.
     """
     decoded = [token_tile for token_tile in tiles if token_tile <= MOST_DECODED]
     more = {token_tile: (token_tile,) for token_tile in any_tiles if token_tile > MOST_DECODED}

@@ -76,8 +76,14 @@ class Artifacts:
 
     def _find_rows(self) -> tuple[Rows, ...]:
         if self._any_tiles:
-            return rows_of_any_tokens(self._token_tiles, self._any_tiles, self._vendor)
+            return rows_of_any_tokens(self._token_tiles, self._any_tiles, self._vendor and self._vendor_is_faster)
         return rows_of_tiles(self._token_tiles) if self._vendor else rows_of_launches(self._token_tiles)
+
+    @property
+    def _vendor_is_faster(self) -> bool:
+        """Whether the vendor's matmul is faster beyond the last token tile, by more than it takes to write the weight out:
+        with outliers as measured on Hopper, without wgmma as predicted, which is what the tiles end with."""
+        return self._spec.outliers or not self._target.has_wgmma
 
     def token_tiles(self, m: int) -> list[int] | None:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's

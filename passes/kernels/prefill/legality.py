@@ -21,7 +21,9 @@ _CODED_ZEROS = 9  # for zeros that are codes,
 _BYTES = 1  # for scales of e4m3,
 _ZEROS_OF_BYTES = 25  # and more of them for float zeros,
 _LONG_FLOATS = 17  # for float zeros beside floats of 8 bits, where panels have more than 64 columns,
-_CUT_FLOATS = 30  # beside floats of 7 bits with scales in f32, where tiles are cut,
+_SEVEN_BITS = 9  # for floats of 7 bits,
+_SEVEN_BITS_IN_F32 = 8  # and more of them for scales in f32,
+_CUT_FLOATS = 21  # and for float zeros with scales of f32, where tiles are cut,
 _ROWS_EARLY = 8  # for integer zeros beside scales of rows that multiply weights,
 _CUT = 3  # and for tiles that are cut,
 _LAST_SPLIT = 22  # more of them if k of slices is split
@@ -124,9 +126,11 @@ def _registers_on_the_way(plan: PrefillPlan) -> int:
     more += _BYTES * (spec.scale == "e4m3") + _ZEROS_OF_BYTES * (spec.scale == "e4m3" and float_zeros)
     wide, cut = plan.schedule.panel_k > 64, plan.schedule.last_tokens > 0
     more += _ADDED_IN_F32 * (wide and spec.outliers and plan.scales_in_f32)
-    if float_zeros and spec.dtype.kind == "float":
-        more += _LONG_FLOATS * (wide and spec.dtype.bits == 8)
-        more += _CUT_FLOATS * (cut and spec.dtype.bits == 7 and spec.scale == "f32")
+    if spec.dtype.kind == "float" and spec.dtype.bits == 7:
+        more += _SEVEN_BITS + _SEVEN_BITS_IN_F32 * plan.scales_in_f32
+        more += _CUT_FLOATS * (float_zeros and cut and spec.scale == "f32")
+    if spec.dtype.kind == "float" and spec.dtype.bits == 8:
+        more += _LONG_FLOATS * (float_zeros and wide)
     more += _CODED_ZEROS * (spec.bilevel is not None and spec.bilevel.zeros)
     return more + _ROWS_EARLY * (plan.scales_rows_early and spec.zeros == "int")
 

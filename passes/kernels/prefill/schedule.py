@@ -24,7 +24,7 @@ class PrefillSchedule(KernelSchedule):
     num_stages    panels of x in shared memory: 4 or 8
     cluster       blocks that get the same x, of which each copies its part to all: 1 or 2
     split_k       blocks that have the same tile and a part of k each, and store equal shares of its tokens, which are
-                  multiples of 16: 1, 2 or 4
+                  multiples of 16: 1, 2, 3 or 4
     last_tokens   tokens of the slices that tiles of an incomplete last wave are cut into, if all slices fit one wave: a
                   multiple of 16 that divides `tokens`; 0: no tiles are cut
     last_split_k  blocks that have the same slice and a part of k each, and store equal shares of its tokens, which are
@@ -36,7 +36,7 @@ class PrefillSchedule(KernelSchedule):
         "panel_k": (64, 128, 256),
         "num_stages": (4, 8),
         "cluster": (1, 2),
-        "split_k": (1, 2, 4),
+        "split_k": (1, 2, 3, 4),
         "last_tokens": tuple(range(0, 257, 16)),
         "last_split_k": (1, 2),
     }
