@@ -139,6 +139,8 @@ def test_scales_that_their_type_loses() -> None:
     scales = torch.tensor([[1.0, 2.0], [1.0, 0.5]])
     with pytest.raises(PackError, match=r"takes 2\^34 from the scales of row 0, .* f16 holds; use a wider scale"):
         pack(spec, codes, scales)
+    with pytest.raises(PackError, match=r"codes\[0, 0\] = 4 must be in 0..3"):
+        pack(spec, codes + 4, scales)
     with torch.device("meta"):
         w = pack(replace(spec, scale="bf16"), codes, scales)
     assert torch.equal(w.dequantize()[0, :4], torch.tensor([0.0, 1.0, 2.0, 3e12]))

@@ -308,9 +308,10 @@ def pack(
         elif not (spec.folds and slot.index == "padded_row"):
             raise PackError(f"({spec}) needs {name}; pass {name}=")
     _check_devices(values)
+    packed = {"codes": to_memory(spec, slots["codes"], values["codes"])}  # which checks them
     if spec.folds:
         values = folding.with_row_scales(spec, values)
-    packed = {name: to_memory(spec, slots[name], tensor) for name, tensor in values.items()}
+    packed |= {name: to_memory(spec, slots[name], tensor) for name, tensor in values.items() if name != "codes"}
     return PackedWeight(interned(spec), shared_bytes.join(spec, packed))
 
 
