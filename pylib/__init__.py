@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lowbit.pylib.nn.quantize_model import quantize_
     from lowbit.pylib.nn.report import LayerReport, QuantizationReport
     from lowbit.pylib.nn.sensitivity import plan, sensitivity
+    from lowbit.pylib.nn.set_compute import set_compute_
     from lowbit.pylib.overlap import overlap_launches
     from lowbit.pylib.quantization.api import quantize
     from lowbit.pylib.quantization.calibration import Calibration

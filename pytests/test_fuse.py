@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 
@@ -125,6 +126,35 @@ class Decorated(Module):
         return torch.cat([self.q_proj(x), self.k_proj(x)], -1)
 
 
+def _renamed(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """A decorator as transformers has them for parameters with other names than before."""
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def renamed(*args: Tensor, **kwargs: Tensor) -> Tensor:
+            return function(*args, **{"x" if key == name else key: value for key, value in kwargs.items()})
+
+        return renamed
+
+    return decorate
+
+
+class ByOtherNames(Module):
+    @_renamed("inputs")
+    @_renamed("hidden")
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x)], -1)
+
+
+class UsedInDecorated(Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x)], -1)
+
+    @_renamed("hidden")
+    def other(self, x: Tensor) -> Tensor:
+        return self.k_proj(x)
+
+
 def low_bit(kind: type[Module], **options: bool) -> Module:
     torch.manual_seed(0)
     model = kind(**options).half()
@@ -152,7 +182,10 @@ def test_siblings_become_one(kind: type[Module], fused: str, bias: bool) -> None
 
 @pytest.mark.parametrize(
     "kind",
-    [Rebound, InPlace, Alias, GivenAway, Conditional, Twice, UsedElsewhere, Written, Walrus, Decorated],
+    [
+        *(Rebound, InPlace, Alias, GivenAway, Conditional, Twice),
+        *(UsedElsewhere, UsedInDecorated, Written, Walrus, Decorated),
+    ],
     ids=lambda kind: kind.__name__,
 )
 @torch.no_grad()
@@ -163,6 +196,16 @@ def test_uncertain_siblings_stay_apart(kind: type[Module]) -> None:
     assert len(names(model)) == 4 and type(model) is kind
     assert torch.equal(model(x.clone()), expected)
     assert [row.reason for row in rows] == (["Decorated.forward is decorated, or uses super()"] * (kind is Decorated))
+
+
+@torch.no_grad()
+def test_decorators_stay_around_a_rewritten_forward() -> None:
+    model, x = low_bit(ByOtherNames), torch.randn(2, 64).half()
+    expected = model(x)
+    (row,) = lowbit.fuse_(model)
+    assert row.name == "q_k_proj" and type(model).forward.__name__ == "forward"
+    assert torch.equal(model(x), expected) and torch.equal(model(hidden=x), expected)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(inputs=x), expected)
 
 
 @torch.no_grad()

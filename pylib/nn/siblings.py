@@ -6,17 +6,19 @@
 
 Only what is sure is rewritten: calls in one block of statements, none of them conditional, between which nothing can
 change x. A rewritten module keeps no state between calls, so it is compiled, exported and traced as it was before.
+Decorators stay around it, if each is a function that holds the one it was given (`functools.wraps`).
 """
 
 from __future__ import annotations
 
 import ast
 import dis
+import functools
 import inspect
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import NamedTuple, cast
 
 from lowbit.dialect.errors import QuantizeError
@@ -78,32 +80,58 @@ def rewritten(cls: type, groups: Sequence[Group], linears: Collection[str]) -> F
         if [each.names for each in found] != [group.parts]:
             raise QuantizeError(f"{cls.__name__}.forward does not call {', '.join(group.parts)} with the same value")
         _rewrite(found[0], group)
-    return _compiled(definition, cls)
+    *wrappers, function = _functions(cls)
+    return functools.reduce(_rewrapped, reversed(wrappers), _compiled(definition, function))
 
 
 # -- reading
 
 
 def _definition(cls: type) -> ast.FunctionDef:
-    """Returns the syntax tree of a class's forward, which is sure to be that of the code that runs."""
-    function = inspect.getattr_static(cls, "forward", None)
-    if not isinstance(function, FunctionType) or function.__closure__ or hasattr(function, "__wrapped__"):
-        raise QuantizeError(f"{cls.__name__}.forward is decorated, or uses super()")
+    """Returns the syntax tree of a class's forward, without decorators. It is sure to be that of the code that runs."""
+    *wrappers, function = _functions(cls)
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, SyntaxError):
         raise QuantizeError(f"{cls.__name__}.forward has no source to read") from None
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+    if not isinstance(definition, ast.FunctionDef) or len(definition.decorator_list) != len(wrappers):
         raise QuantizeError(f"{cls.__name__}.forward is decorated, or no function")
-    ast.increment_lineno(definition, function.__code__.co_firstlineno - definition.lineno)
-    if _instructions(_compiled(definition, cls)) != _instructions(function):
+    definition.decorator_list = []
+    ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
+    if _instructions(_compiled(definition, function)) != _instructions(function):
         raise QuantizeError(f"the source of {cls.__name__}.forward is not that of the code that runs")
     return definition
 
 
-def _compiled(definition: ast.FunctionDef, cls: type) -> FunctionType:
-    """Returns a function with the body of a definition, and all else of a class's forward."""
-    function = cast(FunctionType, cls.forward)  # type: ignore[attr-defined]
+def _functions(cls: type) -> list[FunctionType]:
+    """Returns the forward of a class, and what its decorators were given: the last function has the body."""
+    functions = [inspect.getattr_static(cls, "forward", None)]
+    while isinstance(functions[-1], FunctionType) and any(_holds_wrapped(functions[-1])):
+        functions.append(functions[-1].__wrapped__)
+    body = functions[-1]
+    if not isinstance(body, FunctionType) or body.__closure__ or hasattr(body, "__wrapped__"):
+        raise QuantizeError(f"{cls.__name__}.forward is decorated, or uses super()")
+    return functions
+
+
+def _holds_wrapped(wrapper: FunctionType) -> list[bool]:
+    """Tells of each cell of a function whether it holds the function that this one was wrapped around."""
+    cells, empty = (wrapper.__closure__ or ()) if hasattr(wrapper, "__wrapped__") else (), CellType()
+    return [cell != empty and cell.cell_contents is wrapper.__wrapped__ for cell in cells]
+
+
+def _rewrapped(function: FunctionType, wrapper: FunctionType) -> FunctionType:
+    """Returns a decorator's function around another one than it was given."""
+    held = zip(wrapper.__closure__ or (), _holds_wrapped(wrapper))
+    cells = tuple(CellType(function) if holds else cell for cell, holds in held)
+    made = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, cells)
+    made.__kwdefaults__ = wrapper.__kwdefaults__
+    functools.update_wrapper(made, function)
+    return made
+
+
+def _compiled(definition: ast.FunctionDef, function: FunctionType) -> FunctionType:
+    """Returns a function with the body of a definition, and all else of another function."""
     args = definition.args
     for each in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
         if each is not None:
@@ -138,7 +166,8 @@ def _used_once(cls: type, definition: ast.FunctionDef, layers: Collection[str]) 
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] != "torch":
             methods = [value for name, value in vars(base).items() if name not in ("__init__", "forward")]
-            elsewhere.update(word for method in methods for word in _words(getattr(method, "__code__", None)))
+            bodies = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
+            elsewhere.update(word for body in bodies for word in _words(body))
     return {name for name in layers if words.count(name) == 1 and name not in elsewhere}
 
 
