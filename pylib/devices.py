@@ -38,7 +38,19 @@ def available_memory() -> int:
     """Returns how many bytes a process may take before the system swaps or ends it."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return 1024 * int(kilobytes)
+    left = memory_of_container(Path("/sys/fs/cgroup"))
+    return 1024 * int(kilobytes) if left is None else min(1024 * int(kilobytes), left)
+
+
+def memory_of_container(group: Path) -> int | None:
+    """Returns how many bytes the container of this process may still take, by the folder of its control group (of
+    version 2); None without a limit. Files that it keeps in memory make room."""
+    try:
+        most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if most == "max" else int(most) - int(used) + int(kinds["inactive_file"])
 
 
 def target_named(given: str | None) -> Target:

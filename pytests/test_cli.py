@@ -19,6 +19,7 @@ from lowbit.passes.stages import stages
 from lowbit.passes.target import parse_target
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.main import app
+from lowbit.pylib.devices import memory_of_container
 
 SMALL = ("--n", "32", "--k", "256", "--weight", "u4", "--group-size", "64", "--zeros", "int")
 
@@ -185,6 +186,20 @@ def test_run_of_more_than_fits_the_memory(size):
     """At this size the system would end the process."""
     result = lowbit("run", "-n", 16, "-k", 32, "-t", "cpu", *size)
     assert result.exit_code == 1 and "GB of memory are free; try less" in result.stderr
+
+
+def test_memory_of_a_container(tmp_path: Path):
+    assert memory_of_container(tmp_path) is None
+    for name, text in (("current", "3000"), ("stat", "anon 2000\ninactive_file 500"), ("max", "max")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert memory_of_container(tmp_path) is None
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert memory_of_container(tmp_path) == 7500
+
+
+def test_run_of_a_weight_of_zeros():
+    found = json.loads(lowbit("run", "-n", 16, "-k", 32, "-w", "lut1", "--table", "0,0", "-t", "cpu", "--json").output)
+    assert found["right"] and found["relative_error"] == 0
 
 
 def test_run_without_a_gpu():

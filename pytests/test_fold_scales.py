@@ -120,6 +120,32 @@ def test_folded_weights_are_the_nearest_numbers(seed: int, weight: str, power: i
     assert ((near - exact).abs() <= (0.5 + 2.0**-8) * spacing).all()
 
 
+@pytest.mark.parametrize("scale", ["f16", "e4m3"])
+@pytest.mark.parametrize("weight", ["f8e5m2", "f6e5m0", "f8e6m1", "f8e7m0"])
+def test_wide_formats_are_brought_down_from_the_values_that_codes_have(weight: str, scale: Any) -> None:
+    """Their largest values are up to 2^64: brought down from these, all scales would be 0, or all weights."""
+    spec = MatmulSpec(20, 128, weight, 32, scale=scale, **FOLDED)
+    without = replace(spec, compute=None, fold_scales=False, row_scales=False)
+    _, tensors = random_inputs(without, 1)
+    plain = pack(without, **tensors)
+    for w in (pack(spec, **tensors), plain.with_compute(**FOLDED)):
+        assert (w.dequantize() - plain.dequantize()).norm() < plain.dequantize().norm() / 20
+        assert (w.folded() - w.dequantize()).norm() < w.dequantize().norm() / 20
+
+
+def test_scales_that_their_type_loses() -> None:
+    codes = torch.tensor([0, 1, 2, 3]).repeat(2, 16)
+    spec = MatmulSpec(2, 64, "lut2", 32, table=[0.0, 1.0, 2.0, 3e12], **FOLDED)
+    scales = torch.tensor([[1.0, 2.0], [1.0, 0.5]])
+    with pytest.raises(PackError, match=r"takes 2\^34 from the scales of row 0, .* f16 holds; use a wider scale"):
+        pack(spec, codes, scales)
+    with pytest.raises(PackError, match=r"codes\[0, 0\] = 4 must be in 0..3"):
+        pack(spec, codes + 4, scales)
+    with torch.device("meta"):
+        w = pack(replace(spec, scale="bf16"), codes, scales)
+    assert torch.equal(w.dequantize()[0, :4], torch.tensor([0.0, 1.0, 2.0, 3e12]))
+
+
 def test_scales_that_are_powers_of_two_lose_nothing() -> None:
     """MX formats, but for numbers that become subnormal."""
     spec = MatmulSpec.preset("mxfp4", 16, 128, **FOLDED)

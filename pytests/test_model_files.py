@@ -55,6 +55,11 @@ def test_products_in_8_bits(plain: Path, tmp_path: Path) -> None:
     assert "did you mean 'i8'" in lines("quantize", plain, "--compute", "f8", "--out", tmp_path / "none", code=1)
 
 
+def test_reasons_name_options(plain: Path, tmp_path: Path) -> None:
+    table = lines("quantize", plain, "-w", "u4", "-g", 32, "--out", tmp_path / "low")
+    assert "dense: group_size=32 must divide k=40; try 20 or 40, or 0 for one scale per row" in table
+
+
 def test_plain_files(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "low"
     found = rows("quantize", plain, "-w", "u4", "-g", 32, "--out", out)

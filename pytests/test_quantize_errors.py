@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,25 @@ def test_small_weights_in_e4m3() -> None:
     assert not lowbit.quantize(torch.zeros(4, 64), IN_E4M3).dequantize().any()
     near = lowbit.quantize(W / 1e4, CONFIG.preset("nvfp4")).dequantize()
     assert (near - W / 1e4).norm() < 0.2 * (W / 1e4).norm()
+
+
+@pytest.mark.parametrize(
+    "size, config, limit",
+    [
+        (1e-8, CONFIG("u4", 32), "below 6e-08, the least of f16; use scale='bf16' or 'f32'"),
+        (1e-8, CONFIG("u4", 32, zeros="offset"), "below 6e-08, the least of f16; use scale='bf16' or 'f32'"),
+        (1e-6, CONFIG.preset("q6_k"), "below 6e-08, the least of f16; use scale='bf16' or 'f32' in bilevel="),
+        (1e6, CONFIG("i4", 32, scale="e4m3"), "beyond 448, the largest of e4m3; use row_scales=True, as NVFP4 has"),
+    ],
+)
+def test_weights_beyond_the_type_of_scales(size: float, config: lowbit.QuantConfig, limit: str) -> None:
+    """Which were lost without a word."""
+    weight = torch.cat([W] * 4, 1) * size
+    with pytest.raises(lowbit.QuantizeError, match=f"weights of at most .* need scales {limit}"):
+        lowbit.quantize(weight, config)
+    if config.bilevel is None:
+        near = lowbit.quantize(weight, replace(config, scale="f32")).dequantize()
+        assert (near - weight).norm() < 0.2 * weight.norm()
 
 
 def test_codes_far_from_weights_in_e4m3() -> None:

@@ -104,6 +104,15 @@ def test_what_fits_no_layer(model: nn.Sequential) -> None:
         lowbit.set_compute_(3, "i8")  # type: ignore[arg-type]
 
 
+def test_buffers_of_others_stay() -> None:
+    layer = lowbit.LowbitLinear.from_packed(packed(SPECS["float zeros"]))
+    layer.register_buffer("seen", torch.ones(3))
+    lowbit.set_compute_(layer, **FOLDED)
+    assert {*dict(layer.named_buffers())} == {"codes", "scales", "zeros", "row_scales", "seen"}
+    lowbit.set_compute_(layer, None)
+    assert torch.equal(layer.state_dict()["seen"], torch.ones(3))
+
+
 def test_a_state_is_loaded_for_either(model: nn.Sequential) -> None:
     """What layers multiply in is no property of the weight: a state goes into a model with other products."""
     x, other = torch.randn(40, 256).bfloat16(), copy.deepcopy(model)

@@ -14,7 +14,7 @@ import typer
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.pylib.cli.machine import checked_device
-from lowbit.pylib.cli.output import Json, errors, show_json
+from lowbit.pylib.cli.output import Json, errors, in_options, show_json
 from lowbit.pylib.quantization.config import PRESETS, QuantConfig
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _show(report: QuantizationReport, as_json: bool) -> None:
     if as_json:
         show_json([_row(row) for row in report])
         return
-    print(report.table(_as_option))
+    print(in_options(report.table(_as_option)))
     if report.outliers:
         from lowbit.pylib.nn.outlier_rows import table
 

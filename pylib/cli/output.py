@@ -24,7 +24,7 @@ _OPTIONS = (
 
 
 def in_options(message: str) -> str:
-    """Returns an error of Python's interface in terms of the options that say the same."""
+    """Returns an error of Python's interface, or a table with some, in terms of the options that say the same."""
     for of_python, of_command in _OPTIONS:
         message = re.sub(of_python, of_command, message)
     return message

@@ -37,6 +37,7 @@ class PackedModule(nn.Module):
 
     spec: MatmulSpec
     codes: Tensor
+    _slots: tuple[str, ...] = ()
     _last_packed: PackedWeight | None
     _last_matmul: tuple[torch.device, Matmul] | None
 
@@ -51,8 +52,9 @@ class PackedModule(nn.Module):
         self.spec = interned(spec)
         self._act = TORCH[spec.act]
         self._spec_text = json.dumps(spec.to_dict())  # torch.compile takes no spec as a constant
+        for name in self._slots:  # others may have added buffers of their own
+            self._buffers.pop(name, None)
         self._slots = tuple(slot.name for slot in spec.tensors)
-        self._buffers.clear()
         for slot in spec.tensors:
             self.register_buffer(slot.name, tensors[slot.name])
         self._last_matmul = None

@@ -14,9 +14,10 @@ from lowbit.pylib.quantization.awq import awq
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.quantization.gptq import gptq, k_gptq
-from lowbit.pylib.quantization.grid import LEAST_SCALE, Codes, Grid, by_chunks
+from lowbit.pylib.quantization.grid import Codes, Grid, by_chunks
 from lowbit.pylib.quantization.k_quants import KQuant, Numbers, k_quant
 from lowbit.pylib.quantization.quantized import QuantizedWeight
+from lowbit.pylib.quantization.scale_range import check_scales
 from lowbit.pylib.quantization.signround import signround
 from lowbit.pylib.quantization.spqr import spqr
 from lowbit.pylib.quantization.two_levels import TwoLevels
@@ -48,25 +49,10 @@ def quantize(
     config.spec(*weight.shape)  # raises where groups do not divide k
     if not config.row_scales:
         quantized = _quantized(weight, config, calibration)
-        _check_least_scales(weight, quantized)
+        check_scales(weight, quantized)
         return quantized
     factors = _row_factors(weight, config)
     return replace(_quantized(weight / factors[:, None], config, calibration), row_scales=factors)
-
-
-def _check_least_scales(weight: Tensor, quantized: QuantizedWeight) -> None:
-    """Raises QuantizeError where e4m3 has no scales as small as a weight needs, so that its nearest codes lose half of
-    it. The codes themselves do not count: methods with data choose others, which are farther off for the weight."""
-    least, scales = LEAST_SCALE["e4m3"], quantized.scales.float()
-    if quantized.scales.dtype is not TORCH["e4m3"] or quantized.second_level or bool((scales.abs() > least).any()):
-        return
-    columns = quantized.column_scales
-    scaled = weight.float() if columns is None else weight * columns
-    zeros = torch.zeros_like(scales) if quantized.zeros is None else quantized.zeros.float()
-    grid = Grid(quantized.config, weight.shape[1], weight.device)
-    if grid.errors(grid.groups(scaled), scales, zeros).norm() > scaled.norm() / 2:
-        what = f"weights of at most {float(weight.abs().max()):.2g} need scales below {least:.2g}, the least of e4m3"
-        raise QuantizeError(f"{what}; use scale='f16', or row_scales=True, as NVFP4 has")
 
 
 def _row_factors(weight: Tensor, config: QuantConfig) -> Tensor:

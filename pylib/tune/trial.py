@@ -89,7 +89,7 @@ class Sample:
             error = (part.double() - right).abs()
             off, size = off + error.square().sum().item(), size + right.square().sum().item()
             worst = max(worst, (error / most).nan_to_num(nan=math.inf).max().item())
-        return math.sqrt(off / size), worst
+        return math.sqrt(off / size) if size else math.inf if off else 0.0, worst
 
 
 def sample(spec: MatmulSpec, m: int, device: str, period: int = PERIOD, **rounding: bool) -> Sample:

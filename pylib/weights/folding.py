@@ -11,15 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.lowering.recipes import exponent
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.dequantized import dequantize, numbers, of_codes
+from lowbit.pylib.weights.value_range import finite_values
+from lowbit.pylib.weights.values import CHECKED
 
 _EXPONENTS = -126, 127  # of scales of rows: the normal numbers of f32
 _SCALED = ("scales", "offsets", "scale_scales", "scale_offsets", "offset_scales", "offset_offsets")
 """Tensors whose numbers are those of weights; codes among them are not."""
+_LEAST_LOST = 8  # the part of a row's largest weight that is an error to lose: rounding to e4m3 loses a sixteenth
+Ends = tuple[Tensor, Tensor]
+"""The least and the largest value: of a format, or of each group [n, groups]."""
 
 
 def with_row_scales(spec: MatmulSpec, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -27,9 +33,12 @@ def with_row_scales(spec: MatmulSpec, values: Mapping[str, Tensor]) -> dict[str,
     the scale of the row: the least with which no weight of the row is beyond the largest number of f8e4m3. Rows that
     share a second level share the power.
 
-    Scales stay exact, but for those that become subnormal numbers of their type.
+    Scales stay exact, but for those that become subnormal numbers of their type. Raises PackError where their type does
+    not hold those of a row's largest weights.
     """
-    exponent = _exponents(_largest(spec, values))
+    ends = _ends(spec, values["codes"])
+    largest = _largest(spec, values, ends)
+    exponent = _exponents(largest)
     height = spec.bilevel.rows if spec.bilevel else 1
     blocks = pad(exponent, (0, 0, 0, -spec.n % height), value=_EXPONENTS[0]).view(-1, height)
     exponent = blocks.amax(1, keepdim=True).repeat_interleave(height, 0)[: spec.n]
@@ -38,19 +47,49 @@ def with_row_scales(spec: MatmulSpec, values: Mapping[str, Tensor]) -> dict[str,
     for name, given in scaled.items():
         of_given = exponent[::height] if spec.slot(name).index == "block" else exponent
         result[name] = torch.ldexp(given.double(), -of_given)
+    _check_scales(spec, result | {name: _rounded(spec, name, result[name]) for name in scaled}, ends, largest, exponent)
     of_rows = values.get("row_scales", torch.ones_like(exponent)).double().view(-1, 1)
     return result | {"row_scales": torch.ldexp(of_rows, exponent)[:, 0]}
 
 
-def _largest(spec: MatmulSpec, values: Mapping[str, Tensor]) -> Tensor:
+def _check_scales(
+    spec: MatmulSpec, rounded: Mapping[str, Tensor], ends: Ends, largest: Tensor, exponent: Tensor
+) -> None:
+    """Raises PackError where rounded scales, from which 2^exponent has gone, give rows another largest weight."""
+    found = torch.ldexp(_largest(spec, rounded, ends), exponent)
+    lost = (found - largest).abs() > largest / _LEAST_LOST
+    if bool(lost.any()):
+        row = int(lost.nonzero()[0, 0])
+        kind = spec.scale if spec.bilevel is None else spec.bilevel.scale
+        taken = f"fold_scales takes 2^{int(exponent[row])} from the scales of row {row}"
+        raise PackError(f"{taken}, which leaves less than {kind} holds; use a wider scale, such as 'bf16' or 'f32'")
+
+
+def _rounded(spec: MatmulSpec, name: str, values: Tensor) -> Tensor:
+    """Returns numbers rounded to the type of a tensor; powers of two, of which `pack` checks all, as they are."""
+    storage = spec.slot(name).storage
+    return values if storage == "e8m0" else values.to(TORCH[storage]).double()
+
+
+def _ends(spec: MatmulSpec, codes: Tensor) -> Ends:
+    """Returns the least and the largest value of a format; of one that reaches further than f8e4m3, where few weights
+    come near that, those of the codes of each group."""
+    values = finite_values(spec)
+    if spec.dtype.max <= LARGEST["f8e4m3"]:
+        low, high = codes.new_tensor([values.min(), values.max()], dtype=torch.float64)
+        return low, high
+    table, mask = torch.from_numpy(values).to(codes.device), spec.dtype.codes - 1
+    parts = codes.split(max(1, CHECKED // spec.k))
+    found = [table[part.long() & mask].view(len(part), spec.groups, -1).aminmax(dim=2) for part in parts]
+    return torch.cat([each.min for each in found]), torch.cat([each.max for each in found])
+
+
+def _largest(spec: MatmulSpec, values: Mapping[str, Tensor], ends: Ends) -> Tensor:
     """Returns a bound of the weights of each row [n, 1]: that of a group is its scale times the largest value less
     zero, and its offset."""
-    decoded = spec.dtype.values()
-    decoded = decoded[abs(decoded) < float("inf")]
     scales = _values_of(spec, "scale", values)
     zeros = _values_of(spec, "zero", values) if "zeros" in values else torch.zeros_like(scales)
-    value = torch.maximum((float(decoded.min()) - zeros).abs(), (float(decoded.max()) - zeros).abs())
-    largest = scales.abs() * value
+    largest = scales.abs() * torch.maximum(*((end - zeros).abs() for end in ends))
     if "offsets" in values:
         largest += _values_of(spec, "offset", values).abs()
     return largest.amax(1, keepdim=True)

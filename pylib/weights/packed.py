@@ -248,7 +248,7 @@ class PackedWeight(Mapping[str, Tensor]):
         if self.readable_spec is None:
             raise PackError("the weight has no values, from which fold_scales takes a power of two; load them first")
         kept = ("codes", "bias")
-        given = {slot.name: self.unpack_tensor(slot.name) for slot in self.spec.given_tensors if slot.role not in kept}
+        given = {slot.name: self.unpack_tensor(slot.name) for slot in self.spec.given_tensors if slot.role != "bias"}
         values = folding.with_row_scales(spec, given)
         separate = {
             slot.name: self[slot.name] if slot.role in kept else to_memory(spec, slot, values[slot.name])
@@ -308,9 +308,10 @@ def pack(
         elif not (spec.folds and slot.index == "padded_row"):
             raise PackError(f"({spec}) needs {name}; pass {name}=")
     _check_devices(values)
+    packed = {"codes": to_memory(spec, slots["codes"], values["codes"])}  # which checks them
     if spec.folds:
         values = folding.with_row_scales(spec, values)
-    packed = {name: to_memory(spec, slots[name], tensor) for name, tensor in values.items()}
+    packed |= {name: to_memory(spec, slots[name], tensor) for name, tensor in values.items() if name != "codes"}
     return PackedWeight(interned(spec), shared_bytes.join(spec, packed))
 
 
