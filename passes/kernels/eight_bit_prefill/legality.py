@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPlan, EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.prefill.factor import factors_of
-from lowbit.passes.kernels.prefill.legality import check_shared, check_split, shared_bytes
+from lowbit.passes.kernels.prefill.legality import Extra, check_shared, check_split, extra_registers, shared_bytes
 from lowbit.passes.kernels.requirements import can_use_wgmma, check_compute
 from lowbit.passes.target import Target
 
 OTHERS = "take an EightBitSchedule"
 _MOST_REGISTERS = 242  # of a thread, for all that `spills` adds up
 
-_Extra = tuple[int, str, Callable[[EightBitPrefillPlan], bool]]
-"""Registers that a thread needs besides those that follow from a plan; what for; and with which plans. The numbers are
-fitted: with them, `spills` says of kernels what the assembler does."""
-
-_OF_K: tuple[_Extra, ...] = (
+_OF_K: tuple[Extra[EightBitPrefillPlan], ...] = (
     (7, "a block's part of the k of a tile", lambda p: p.schedule.split_k > 1),
     (16, "the same of a slice", lambda p: p.schedule.last_split_k > 1 and not _has_short_groups(p)),
     (3, "the same, with groups in panels", lambda p: p.schedule.last_split_k > 1 and _has_short_groups(p)),
 )
-_OF_CODES: tuple[_Extra, ...] = (
+_OF_CODES: tuple[Extra[EightBitPrefillPlan], ...] = (
     *_OF_K,
     (32, "scales and addresses that are needed later", lambda p: p.schedule.banks > 1),
     (1, "a block by itself", lambda p: p.schedule.cluster == 1),
@@ -37,7 +31,7 @@ _OF_CODES: tuple[_Extra, ...] = (
     (2, "long floats in groups", lambda p: p.groups > 0 and _has_long_floats(p)),
     (9, "scales of e4m3, many at a time", lambda p: p.spec.scale == "e4m3" and p.held_groups >= 16),
 )
-_OF_FOLDED: tuple[_Extra, ...] = (
+_OF_FOLDED: tuple[Extra[EightBitPrefillPlan], ...] = (
     *_OF_K,
     (24, "weights in f16 that become bytes", lambda p: True),
     (3, "the other block, where they share x", lambda p: p.schedule.cluster > 1),
@@ -93,7 +87,7 @@ def _code_registers(plan: EightBitPrefillPlan) -> int:
     products = 0 if plan.keeps_sums else plan.schedule.banks * plan.part_tokens // 2
     converted = products // 16 if _becomes_f32(plan) else 0
     loaded = _held_codes(plan) + 2 * plan.held_groups * ((plan.groups > 0) + (plan.spec.zeros == "int"))
-    return products + products // 32 + converted + loaded + _sum_of(_OF_CODES, plan)
+    return products + products // 32 + converted + loaded + extra_registers(_OF_CODES, plan)
 
 
 def _held_codes(plan: EightBitPrefillPlan) -> int:
@@ -107,11 +101,7 @@ def _folded_registers(plan: EightBitPrefillPlan) -> int:
     """Registers for codes and factors of weights that are scaled, which are loaded."""
     factors = factors_of(plan).values()
     numbers = sum(plan.held(factor.count) * (2 if factor.lanes > 1 else 1) for factor in factors)  # of two rows, or all
-    return plan.held_pieces * plan.piece_registers + numbers + _sum_of(_OF_FOLDED, plan)
-
-
-def _sum_of(extras: Iterable[_Extra], plan: EightBitPrefillPlan) -> int:
-    return sum(registers for registers, _, holds in extras if holds(plan))
+    return plan.held_pieces * plan.piece_registers + numbers + extra_registers(_OF_FOLDED, plan)
 
 
 def _becomes_f32(plan: EightBitPrefillPlan) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.spec import MatmulSpec
@@ -15,19 +18,28 @@ from lowbit.passes.target import Target
 OTHERS = "take a Schedule of the decode family"
 _MOST_REGISTERS = 240  # of a thread, beside those for addresses and on the way to fragments
 _OUTLIERS = 16  # of these, for the place in the lines of outliers
-_RANGE = 17  # and for floats of so many exponent bits that f16 cannot hold them,
-_ADDED_IN_F32 = 21  # for outliers that are added in f32, where panels have more than 64 columns,
-_CODED_ZEROS = 9  # for zeros that are codes,
-_BYTES = 1  # for scales of e4m3,
-_ZEROS_OF_BYTES = 25  # and more of them for float zeros,
-_LONG_FLOATS = 17  # for float zeros beside floats of 8 bits, where panels have more than 64 columns,
-_SEVEN_BITS = 9  # for floats of 7 bits,
-_SEVEN_BITS_IN_F32 = 8  # and more of them for scales in f32,
-_CUT_FLOATS = 21  # and for float zeros with scales of f32, where tiles are cut,
-_ROWS_EARLY = 8  # for integer zeros beside scales of rows that multiply weights,
-_CUT = 3  # and for tiles that are cut,
-_LAST_SPLIT = 22  # more of them if k of slices is split
-_SHORT_GROUP = 16  # columns of a group up to which tiles of clusters are not cut beside what is added to weights
+_SHORT_GROUP = 16  # columns
+
+P = TypeVar("P")
+Extra = tuple[int, str, Callable[[P], bool]]
+"""Registers that a thread needs besides those that follow from a plan; what for; and with which plans. The numbers are
+fitted: with them, `spills` says of kernels what the assembler does."""
+
+_EXTRAS: tuple[Extra[PrefillPlan], ...] = (
+    (17, "codes that f16 cannot hold", lambda p: compute_element(p.spec.dtype, "f16") != "f16"),
+    (1, "scales of e4m3", lambda p: p.spec.scale == "e4m3"),
+    (25, "float zeros beside these", lambda p: p.spec.scale == "e4m3" and p.spec.zeros == "float"),
+    (9, "zeros that are codes", lambda p: p.spec.bilevel is not None and p.spec.bilevel.zeros),
+    (8, "integer zeros beside scales of rows", lambda p: p.scales_rows_early and p.spec.zeros == "int"),
+    (21, "outliers that are added in f32", lambda p: _is_wide(p) and p.spec.outliers and p.scales_in_f32),
+    (9, "floats of 7 bits", lambda p: _is_float_of(7, p)),
+    (8, "the same, scaled in f32", lambda p: _is_float_of(7, p) and p.scales_in_f32),
+    (21, "the same with float zeros, where tiles are cut", lambda p: _is_float_of(7, p) and _has_cut_zeros(p)),
+    (17, "floats of 8 bits with float zeros", lambda p: _is_float_of(8, p) and _is_wide(p) and p.spec.zeros == "float"),
+    (3, "tiles that are cut", lambda p: p.schedule.last_tokens > 0),
+    (22, "slices whose k is split", lambda p: p.schedule.last_split_k > 1),
+    (_MOST_REGISTERS, "what is added in short groups, all that there are", lambda p: _adds_in_short_groups(p)),
+)
 
 
 def check_schedule(spec: MatmulSpec, s: PrefillSchedule, target: Target) -> None:
@@ -110,29 +122,37 @@ def weight_bytes(plan: PrefillPlan) -> int:
 
 
 def spills(spec: MatmulSpec, s: PrefillSchedule) -> bool:
-    """Whether a thread is likely to need more registers than there are: for sums, for two panels' fragments, and for
-    what is loaded of a round. It follows what the assembler was seen to do."""
-    plan, short = PrefillPlan(spec, s), spec.group_size is not None and spec.group_size <= _SHORT_GROUP
-    if short and spec.zeros in ("float", "offset") and s.cluster > 1 and s.last_tokens:
-        return True  # the assembler takes all registers there are, whatever is counted here
-    counted = s.tokens // 2 + s.panel_k // 2 + loaded_registers(plan) + _registers_on_the_way(plan)
-    return counted + _CUT * (s.last_tokens > 0) + _LAST_SPLIT * (s.last_split_k > 1) > _MOST_REGISTERS
+    """Whether a thread is likely to need more registers than there are: for sums, for two panels' fragments, for what
+    is loaded of a round, and for what kernels were seen to need besides."""
+    plan = PrefillPlan(spec, s)
+    needed = s.tokens // 2 + s.panel_k // 2 + loaded_registers(plan) + extra_registers(_EXTRAS, plan)
+    return needed > _MOST_REGISTERS
 
 
-def _registers_on_the_way(plan: PrefillPlan) -> int:
-    """Registers for what becomes of codes and numbers on the way to fragments, where that takes more of them."""
-    spec, float_zeros = plan.spec, plan.spec.zeros == "float"
-    more = _RANGE * (compute_element(spec.dtype, "f16") != "f16")
-    more += _BYTES * (spec.scale == "e4m3") + _ZEROS_OF_BYTES * (spec.scale == "e4m3" and float_zeros)
-    wide, cut = plan.schedule.panel_k > 64, plan.schedule.last_tokens > 0
-    more += _ADDED_IN_F32 * (wide and spec.outliers and plan.scales_in_f32)
-    if spec.dtype.kind == "float" and spec.dtype.bits == 7:
-        more += _SEVEN_BITS + _SEVEN_BITS_IN_F32 * plan.scales_in_f32
-        more += _CUT_FLOATS * (float_zeros and cut and spec.scale == "f32")
-    if spec.dtype.kind == "float" and spec.dtype.bits == 8:
-        more += _LONG_FLOATS * (float_zeros and wide)
-    more += _CODED_ZEROS * (spec.bilevel is not None and spec.bilevel.zeros)
-    return more + _ROWS_EARLY * (plan.scales_rows_early and spec.zeros == "int")
+def extra_registers(extras: Iterable[Extra[P]], plan: P) -> int:
+    """Registers of all rows of a table that hold for a plan."""
+    return sum(registers for registers, _, holds in extras if holds(plan))
+
+
+def _is_wide(plan: PrefillPlan) -> bool:
+    """Whether panels have more than 64 columns."""
+    return plan.schedule.panel_k > 64
+
+
+def _is_float_of(bits: int, plan: PrefillPlan) -> bool:
+    return plan.spec.dtype.kind == "float" and plan.spec.dtype.bits == bits
+
+
+def _has_cut_zeros(plan: PrefillPlan) -> bool:
+    """Whether there are float zeros beside scales of f32, in tiles that are cut."""
+    return plan.spec.zeros == "float" and plan.spec.scale == "f32" and plan.schedule.last_tokens > 0
+
+
+def _adds_in_short_groups(plan: PrefillPlan) -> bool:
+    """Whether numbers are added to the weights of short groups, in tiles of clusters that are cut."""
+    group, s = plan.spec.group_size, plan.schedule
+    adds = group is not None and group <= _SHORT_GROUP and plan.spec.zeros in ("float", "offset")
+    return adds and s.cluster > 1 and s.last_tokens > 0
 
 
 def loaded_registers(plan: PrefillPlan) -> int:
