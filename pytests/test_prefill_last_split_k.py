@@ -11,9 +11,9 @@ from typing import Any
 
 import emulated
 import pytest
-import test_eight_bit_prefill as eight_bit
 import torch
 from emulated import HOPPER, is_right, run_matmul
+from test_eight_bit_prefill import is_exact
 from test_prefill import PREFILL, compiled
 from test_prefill_cuts import CODED, FP8, I8, chosen, waves
 
@@ -95,12 +95,9 @@ BYTES: list[tuple[dict[str, Any], dict[str, int], int]] = [
 
 @pytest.mark.usefixtures("eight_multiprocessors")
 @pytest.mark.parametrize(("choices", "schedule", "m"), BYTES, ids=str)
-def test_activations_of_8_bits(
-    choices: dict[str, Any], schedule: dict[str, int], m: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(eight_bit, "SM_COUNT", 8)
+def test_activations_of_8_bits(choices: dict[str, Any], schedule: dict[str, int], m: int) -> None:
     made = EightBitPrefillSchedule(**schedule, cluster=2, last_tokens=32, last_split_k=2)
-    assert eight_bit.is_exact(MatmulSpec(**choices, out="f32"), made, m)
+    assert is_exact(MatmulSpec(**choices, out="f32"), made, m)
 
 
 SPEC = MatmulSpec(256, 1024, "u4", group_size=128)
