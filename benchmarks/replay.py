@@ -28,7 +28,7 @@ FORMATS = (
     *("nf4", "fp4_bnb"),
 )
 TARGETS = ("sm_90a", "sm_80", "sm_89", "sm_90")
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 4096)  # 4096: the kernel that dequantizes
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 4096)  # 4096: persistent blocks, or the kernel that dequantizes
 SIZES = ((4096, 4096, 128), (57344, 8192, 128), (8192, 8192, 32), (1000, 1536, None), (512, 816, 48), (11008, 4096, 64))
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
