@@ -16,7 +16,7 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill.cuts import with_cuts
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
-from lowbit.passes.kernels.prefill.family import kinds, split_kinds
+from lowbit.passes.kernels.prefill.family import kinds
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 from lowbit.passes.target import Target
 
@@ -27,7 +27,7 @@ _FEW = tuple(tile for tile in FEW_TILES if 1 < tile <= MOST_UNFOLDED)
 TOKEN_TILES = (*_FEW, *(tile for tile in PREFILL_TILES if tile > MOST_UNFOLDED))
 """Numbers of tokens that a schedule is chosen for."""
 _TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
-_IN_THIRDS = (96, 144, 192)  # of one whose k three blocks may split
+_IN_THIRDS = (96, 144, 192)  # of a tile whose k three blocks may split, for the tuner
 _PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 """Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
 _NARROW, _WIDE = (128, 4), (256, 4)  # columns and stages of panels
@@ -63,7 +63,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
         return found
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        tiles = [*kinds(_TOKENS, spec, token_tile, target), *split_kinds(_IN_THIRDS, (3,), spec, token_tile, target)]
+        tiles = kinds(_TOKENS, spec, token_tile, target, _IN_THIRDS)
         every = (s for kind in tiles for s in _schedules(*kind, _PANELS))
         return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
 

@@ -26,7 +26,7 @@ TOKEN_TILES = (
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
 _TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
-_IN_THIRDS = (48, 96, 144, 192)  # of one whose k three blocks may split
+_IN_THIRDS = (48, 96, 144, 192)  # of a tile whose k three blocks may split, for the tuner
 
 
 class Prefill(PersistentFamily[PrefillSchedule]):
@@ -49,8 +49,7 @@ class Prefill(PersistentFamily[PrefillSchedule]):
         return cost_model.predict(spec, token_tile, schedule, target)
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
-        tiles = [*kinds(_TOKENS, spec, token_tile, target), *split_kinds(_IN_THIRDS, (3,), spec, token_tile, target)]
-        choices = product(tiles, (64, 128, 256), (4, 8))
+        choices = product(kinds(_TOKENS, spec, token_tile, target, _IN_THIRDS), (64, 128, 256), (4, 8))
         every = (PrefillSchedule(tile, panel_k, stages, *blocks) for (tile, *blocks), panel_k, stages in choices)
         return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
 
@@ -93,19 +92,16 @@ def _staged(s: PrefillSchedule) -> Iterator[PrefillSchedule]:
     yield s
 
 
-def kinds(tiles: Sequence[int], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[tuple[int, int, int]]:
-    """Yields the kinds of tiles that the rule may take for so many tokens: tokens of a tile, blocks that share x, and
-    blocks that split k."""
-    yield from product(tiles, (1, 2), (1,))
-    yield from split_kinds(tiles, (2, 4), spec, tokens, target)
-
-
-def split_kinds(
-    tiles: Sequence[int], splits: Sequence[int], spec: MatmulSpec, tokens: int, target: Target
+def kinds(
+    tiles: Sequence[int], spec: MatmulSpec, tokens: int, target: Target, in_thirds: Sequence[int] = ()
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields those in which blocks split k. They do where all tiles are computed at once, and leave multiprocessors
-    idle otherwise."""
-    for tile, split_k in product(tiles, splits):
+    """Yields the kinds of tiles for so many tokens: tokens of a tile, blocks that share x, blocks that split k. They
+    split k where all tiles are computed at once, and leave multiprocessors idle otherwise.
+
+    in_thirds   tokens of tiles whose k three blocks may split
+    """
+    yield from product(tiles, (1, 2), (1,))
+    for tile, split_k in (*product(tiles, (2, 4)), *product(in_thirds, (3,))):
         if tile % (16 * split_k) == 0:
             plan = PrefillPlan(spec, PrefillSchedule(tile, split_k=split_k))
             if cost_model.at_once(plan, tokens, target):
