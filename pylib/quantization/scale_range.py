@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import QuantizeError
+from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.pylib.quantization.grid import LEAST_SCALE, Grid
 from lowbit.pylib.quantization.quantized import QuantizedWeight
 
-_LARGEST_E4M3 = 448.0  # larger scales are rounded to it, while those of other types become infinities
+_LARGEST_E4M3 = LARGEST["f8e4m3"]  # larger scales are rounded to it, while those of other types become infinities
 _COARSE = 4  # times the least scale: the largest scales that may be so far off that half of a weight is lost
 
 
