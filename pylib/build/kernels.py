@@ -81,8 +81,8 @@ class Artifacts:
 
     @property
     def _vendor_is_faster(self) -> bool:
-        """Whether the vendor's matmul is faster beyond the last token tile, by more than it takes to write the weight out:
-        with outliers as measured on Hopper, without wgmma as predicted, which is what the tiles end with."""
+        """Whether, beyond the last token tile, the vendor's matmul gains more than it takes to write the weight out. On
+        Hopper it does with outliers. Without wgmma the family's last token tile is the last for which it does not."""
         return self._spec.outliers or not self._target.has_wgmma
 
     def token_tiles(self, m: int) -> list[int] | None:

@@ -27,7 +27,7 @@ _END_PER_TOKEN = 0.0026  # of the end of a tile
 _MULTICAST = 0.974  # times as long, where blocks of a cluster share x and are in the middle of their work
 _IDLE = 0.2  # less of their time in a single wave, if all other multiprocessors were idle
 _EXCHANGE, _SENT = 2.0, 100e3  # where blocks split k: until sums are there, and bytes per microsecond
-_REACH = {3: 0.95, 4: 0.9}  # of the multiprocessors take part in clusters of so many, as in the decode kernels
+_REACH = {3: 0.95, 4: 0.9}  # of the multiprocessors take part in clusters of three (computed) and four (measured)
 _MARGIN = 1.02  # times as long, where tiles are cut: gains and predicted ones differ by as much
 _MEMORY = 4.5e6  # bytes of the weight per microsecond
 

@@ -38,7 +38,7 @@ _EXTRAS: tuple[Extra[PrefillPlan], ...] = (
     (17, "floats of 8 bits with float zeros", lambda p: _is_float_of(8, p) and _is_wide(p) and p.spec.zeros == "float"),
     (3, "tiles that are cut", lambda p: p.schedule.last_tokens > 0),
     (22, "slices whose k is split", lambda p: p.schedule.last_split_k > 1),
-    (_MOST_REGISTERS, "what is added in short groups, all that there are", lambda p: _adds_in_short_groups(p)),
+    (_MOST_REGISTERS, "all that there are: what is added to short groups", lambda p: _adds_in_short_groups(p)),
 )
 
 
