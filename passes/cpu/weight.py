@@ -27,12 +27,14 @@ from lowbit.passes.cpu.vector_ops import (
     i,
     load,
     mul,
+    round_to,
     scalar_type,
     scratch,
     store,
     take,
     vec,
 )
+from lowbit.passes.lowering.recipes import folds_in_f16
 
 VECTOR_BYTES = 4 * ROWS  # of the f32 of 16 rows, or of 16 columns
 _MAX_TILE = 512  # columns
@@ -103,7 +105,10 @@ class Weight:
 
     def scales(self, block: Value, group: Value) -> Value:
         """Returns the scales of 16 rows, times those of the rows where they have some: vector<16xf32>."""
-        return self._row_scaled(self._of_group("scales", block, group), block)
+        scales = self._of_group("scales", block, group)
+        if folds_in_f16(self.spec):
+            scales = arith.extf(vec(f32()), round_to(scales, scalar_type("f16")))
+        return self._row_scaled(scales, block)
 
     def zeros(self, block: Value, group: Value) -> Value | None:
         """Returns the zeros of 16 rows, to be subtracted from stored code + low: vector<16xf32>."""

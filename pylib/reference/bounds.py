@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from lowbit.dialect.formats.byte_codes import LARGEST, SUM_COLUMNS
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.lowering.recipes import folds_in_f16
 from lowbit.pylib.reference.definition import (
     F64,
     Array,
@@ -149,10 +150,12 @@ def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
     scale of its row, rounded to f16 and then to f8e4m3, and multiplied again."""
     if not spec.folds:
         return dequantize(spec, **given)
-    w = dequantize(with_table_in_f16(spec), **given)
-    tensors = {name: torch.as_tensor(t) for name, t in given.items()}
-    rows = f64(with_row_scales(spec, tensors)["row_scales"])[:, None]
-    near = torch.from_numpy(w / rows).half().float()
+    tensors = with_row_scales(spec, {name: torch.as_tensor(t) for name, t in given.items()})
+    rows = f64(tensors["row_scales"])[:, None]
+    if folds_in_f16(spec):
+        tensors["scales"] = tensors["scales"].half()
+    plain = {name: t.numpy() for name, t in tensors.items()} | {"row_scales": np.ones(len(rows))}
+    near = torch.from_numpy(dequantize(with_table_in_f16(spec), **plain)).half().float()
     return f64(near.clamp(-LARGEST["f8e4m3"], LARGEST["f8e4m3"]).to(TORCH["e4m3"])) * rows
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.byte_codes import LARGEST
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.lowering.recipes import exponent
+from lowbit.passes.lowering.recipes import exponent, folds_in_f16
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.dequantized import dequantize, numbers, of_codes
 from lowbit.pylib.weights.value_range import finite_values
@@ -120,10 +120,19 @@ def with_table_in_f16(spec: MatmulSpec) -> MatmulSpec:
     return replace(spec, weight=f"lut{t.bits}", table=tuple(rounded.tolist()))
 
 
+def with_scales_in_f16(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> tuple[MatmulSpec, Mapping[str, Tensor]]:
+    """Returns the spec and the tensors with scales as kernels multiply codes by them: in f16, where they do so."""
+    if not folds_in_f16(spec):
+        return spec, tensors
+    scales = tensors["scales"].view(TORCH[spec.slot("scales").storage])
+    return replace(spec, scale="f16"), {**tensors, "scales": scales.float().half()}
+
+
 def folded(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns the weight [n, k] in f32 as kernels for many tokens multiply it: without the scale of its row, rounded to
     f16 and then to f8e4m3, to nearest even and to 448 at most; times the scale of the row."""
-    plain = replace(with_table_in_f16(spec).in_act, row_scales=False)
+    plain, tensors = with_scales_in_f16(spec, tensors)
+    plain = replace(with_table_in_f16(plain).in_act, row_scales=False)
     largest = LARGEST["f8e4m3"]
     near = dequantize(plain, tensors, torch.float16).float().clamp(-largest, largest).to(TORCH["e4m3"])
     return near.float() * numbers(spec, "row_scales", tensors)

@@ -12,6 +12,7 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.prefill.legality import shared_bytes
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
+from lowbit.passes.lowering.recipes import folds_in_f16
 
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
@@ -43,9 +44,8 @@ class EightBitPlan(PrefillPlan):
 
     @property
     def scales_in_f32(self) -> bool:
-        """Weights are scaled in f32 where something that is no integer is added, too: then they are rounded to f16
-        once, as in the definition."""
-        return super().scales_in_f32 or (self.spec.folds and self.spec.zeros in ("float", "offset"))
+        """Whether weights are scaled in f32, and rounded to f16 once, as the definition has it."""
+        return self.spec.folds and not folds_in_f16(self.spec)
 
     @property
     def groups(self) -> int:
