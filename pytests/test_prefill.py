@@ -203,9 +203,10 @@ def test_only_where_there_is_wgmma() -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"tokens": 24}, "tokens=24 must be one of 16, 32"),
+        ({"tokens": 20}, "tokens=20 must be one of 16, 24, 32"),
+        ({"tokens": 24, "cluster": 2}, "cluster=2 must cut tokens=24 into multiples of 8"),
         ({"panel_k": 32}, "panel_k=32 must be one of 64, 128, 256 for PrefillSchedule"),
-        ({"num_stages": 6}, "num_stages=6 must be one of 4, 8"),
+        ({"num_stages": 5}, "num_stages=5 must be one of 4, 6, 8"),
         ({"cluster": True}, "cluster=True must be one of 1, 2"),
     ],
 )

@@ -77,7 +77,10 @@ def test_numbers(choices: dict[str, Any], schedule: PrefillSchedule, m: int, exp
 
 
 @pytest.mark.usefixtures("eight_multiprocessors")
-@pytest.mark.parametrize(("n", "tokens", "last", "m"), [(200, 64, 32, 300), (128, 128, 64, 600), (600, 64, 32, 128)])
+@pytest.mark.parametrize(
+    ("n", "tokens", "last", "m"),
+    [(200, 64, 32, 300), (128, 128, 64, 600), (600, 64, 32, 128), (200, 32, 16, 150)],
+)
 def test_slices_of_fewer_tokens(n: int, tokens: int, last: int, m: int) -> None:
     """Some of which have no token, or no row."""
     spec, schedule = MatmulSpec(n, 1024, "u4", group_size=128), split(tokens, last)
@@ -200,7 +203,7 @@ def test_no_spills(choices: dict[str, Any], schedule: PrefillSchedule) -> None:
     [
         ({"last_tokens": 32, "last_split_k": 2}, "last_split_k=2 needs as many blocks .*, got cluster=1 and last_tok"),
         ({"cluster": 2, "last_split_k": 2}, "needs as many blocks and slices, got cluster=2 and last_t"),
-        ({"cluster": 2, "last_tokens": 16, "last_split_k": 2}, "one of 0, 32, 64, 128 for tokens=128 and last_split_k"),
+        ({"cluster": 2, "last_tokens": 48, "last_split_k": 2}, "one of 0, 16, 32, 64, 128 for tokens=128 and last_sp"),
         ({"last_split_k": 4}, "last_split_k=4 must be one of 1, 2 for PrefillSchedule"),
     ],
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, margin, waves_of
+from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, margin, meeting, waves_of
 from lowbit.passes.kernels.prefill.plan import TileShape
 from lowbit.passes.target import Target
 
@@ -39,7 +39,7 @@ def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: T
 
 def _tile(plan: EightBitPrefillPlan, shape: TileShape, sharing: float) -> float:
     """Microseconds of a tile or slice; sharing: what the time of its rounds is multiplied by."""
-    end = _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE)
+    end = _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE) + meeting(plan)
     return shape.rounds * _round(plan, shape.tokens) * sharing + end
 
 

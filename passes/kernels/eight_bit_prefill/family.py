@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar
 
@@ -27,7 +28,6 @@ _FEW = tuple(tile for tile in FEW_TILES if 1 < tile <= MOST_UNFOLDED)
 TOKEN_TILES = (*_FEW, *(tile for tile in PREFILL_TILES if tile > MOST_UNFOLDED))
 """Numbers of tokens that a schedule is chosen for."""
 _TOKENS = (32, 64, 96, 128, 160, 192, 224, 256)  # of a tile
-_IN_THIRDS = (96, 144, 192)  # of a tile whose k three blocks may split, for the tuner
 _PRODUCTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 """Parts and banks, the fastest first: products of few tokens are slow, and a second bank gains less than it takes."""
 _NARROW, _WIDE = (128, 4), (256, 4)  # columns and stages of panels
@@ -52,26 +52,29 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
         them.
         """
         found: list[EightBitPrefillSchedule] = []
-        for kind in kinds(_TOKENS, spec, token_tile, target):
-            panels = [_NARROW] if kind[0] > 64 else [_WIDE, _NARROW] if spec.folds else [_WIDE]
-            fitting = (s for s in _schedules(*kind, panels) if self.fits(spec, s, target))
+        for kind in kinds(EightBitPrefillSchedule, _TOKENS, spec, token_tile, target):
+            few_tokens = [_WIDE, _NARROW] if spec.folds else [_WIDE]
+            panels = [_NARROW] if kind.tokens > 64 else few_tokens
+            fitting = (s for s in _schedules(kind, panels) if self.fits(spec, s, target))
             found += islice(fitting, 1)
         found = [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
         found = [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
         if spec.folds and not found:
-            found = [s for s in _schedules(_TOKENS[0], 1, 1, [_NARROW]) if self.allows(spec, s, target)]
+            small = _schedules(EightBitPrefillSchedule(_TOKENS[0]), [_NARROW])
+            found = [s for s in small if self.allows(spec, s, target)]
         return found
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        tiles = kinds(_TOKENS, spec, token_tile, target, _IN_THIRDS)
-        every = (s for kind in tiles for s in _schedules(*kind, _PANELS))
+        every_kind = kinds(EightBitPrefillSchedule, _TOKENS, spec, token_tile, target)
+        every = (s for kind in every_kind for s in _schedules(kind, _PANELS))
         return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitPrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
 
     def shape(self, schedule: EightBitPrefillSchedule) -> tuple[object, ...]:
-        return schedule.tokens, schedule.parts, schedule.cluster, schedule.split_k, schedule.last_tokens > 0
+        s = schedule
+        return s.tokens, s.parts, s.cluster, s.split_k, s.exchange, s.last_tokens > 0
 
     def check(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
@@ -98,9 +101,9 @@ def served_tiles(spec: MatmulSpec, least: int = _FEW[-1]) -> tuple[int, ...]:
 
 
 def _schedules(
-    tokens: int, cluster: int, split_k: int, panels: Sequence[tuple[int, int]]
+    kind: EightBitPrefillSchedule, panels: Sequence[tuple[int, int]]
 ) -> Iterator[EightBitPrefillSchedule]:
-    """Yields the schedules of a tile with these panels and stages."""
+    """Yields the schedules of this kind with these panels and stages."""
     for (panel_k, num_stages), (parts, banks) in product(panels, _PRODUCTS):
-        if tokens % (16 * parts) == 0:
-            yield EightBitPrefillSchedule(tokens, panel_k, num_stages, cluster, split_k, parts=parts, banks=banks)
+        if kind.tokens % (16 * parts) == 0:
+            yield replace(kind, panel_k=panel_k, num_stages=num_stages, parts=parts, banks=banks)

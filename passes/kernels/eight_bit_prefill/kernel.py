@@ -26,6 +26,7 @@ begin, and otherwise while the last one of a panel is under way.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from lowbit.dialect.bindings import ir
@@ -55,7 +56,13 @@ class EightBitKernel(Kernel, Generic[P]):
     def _load_first(self, row_tile: Scalar) -> None:
         self.registers = self.weight.begin_round(row_tile, self.first_round)
 
-    def _store(self, total: Tile, token: Scalar) -> None:
+    def _store(self, parts: Iterable[Tile]) -> None:
+        token = self._first_stored()
+        for total in parts:
+            self._store_part(total, token)
+            token = token + total.shape[1]
+
+    def _store_part(self, total: Tile, token: Scalar) -> None:
         """Stores sums times the scales of rows, if rows have one for all columns, and of tokens."""
         p, row_tile = self.p, self.turn.here.row_tile
         if not self.plan.groups:
@@ -88,11 +95,10 @@ class _WgmmaKernel(EightBitKernel[EightBitPrefillPlan]):
         p, turn = self.p, self.turn
         self.products = self.products_of[turn.shape.tokens]
         self.products.begin_tile()
-        with p.loop(turn.first_round, turn.shape.rounds, carried) as loop:
+        with p.loop(turn.first_round, turn.rounds, carried) as loop:
             loop.results = self._round(loop.index, loop.carried)
         self.panels.copy_first_of_slice(turn, self.order)
-        for part, total in enumerate(self._of_all_columns(self.products.end_tile())):
-            self._store(total, self._first_stored() + part * total.shape[1])
+        self._end(self.products.end_tile())
         return loop.carried
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:

@@ -59,7 +59,7 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
     if plan.keeps_sums and (s.parts, s.banks) != (1, 1):
         return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"
-    if max(s.parts, s.split_k) % min(s.parts, s.split_k):
+    if not s.in_memory and max(s.parts, s.split_k) % min(s.parts, s.split_k):
         return f"parts={s.parts} and split_k={s.split_k} must divide one another"
     return ""
 

@@ -13,7 +13,7 @@ from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 @dataclass(frozen=True)
 class EightBitPrefillSchedule(PrefillSchedule):
     """The free choices of the prefill kernel for activations of 8 bits: those of `PrefillSchedule`, with panels of 128
-    or 256 columns, and
+    or 256 columns, tiles and shares of 16 tokens or a multiple, which products of integers need, and
 
     parts     equal parts of the tile's tokens that are multiplied one after the other, of 16 tokens or a multiple each:
               1, 2, 3, 4, 6 or 8
@@ -21,8 +21,10 @@ class EightBitPrefillSchedule(PrefillSchedule):
               before it is added to the sums; 1 or 2
     """
 
-    allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {
+    least_share: ClassVar[int] = 16
+    allowed: ClassVar[Mapping[str, tuple[int | str, ...]]] = {
         **PrefillSchedule.allowed,
+        "tokens": tuple(range(16, 257, 16)),
         "panel_k": (128, 256),
         "parts": (1, 2, 3, 4, 6, 8),
         "banks": (1, 2),

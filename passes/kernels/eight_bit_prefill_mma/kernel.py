@@ -86,8 +86,7 @@ class _EightBitMmaKernel(EightBitKernel[EightBitPrefillMmaPlan], MmaKernel):
         with p.loop(0, plan.rounds, [*carried, *zeros]) as loop:
             loop.results = self._round(loop.index, loop.carried)
         carried, sums = loop.carried[: -plan.parts], loop.carried[-plan.parts :]
-        for part, total in enumerate(sums):
-            self._store(self._as_f32(total), self.turn.here.token + part * plan.part_tokens)
+        self._end(map(self._as_f32, sums))
         return carried
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:

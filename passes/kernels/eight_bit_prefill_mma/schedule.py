@@ -14,6 +14,6 @@ class EightBitPrefillMmaSchedule(PrefillMmaSchedule):
     """The free choices of the prefill kernel for activations of 8 bits with mma.sync: those of `PrefillMmaSchedule`,
     with panels of 128 or 256 columns."""
 
-    allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {**PrefillMmaSchedule.allowed, "panel_k": (128, 256)}
+    allowed: ClassVar[Mapping[str, tuple[int | str, ...]]] = {**PrefillMmaSchedule.allowed, "panel_k": (128, 256)}
 
     panel_k: int = 128

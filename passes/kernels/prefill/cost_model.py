@@ -13,7 +13,7 @@ import math
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.legality import exchanged_bytes
 from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape, Waves
-from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, PrefillSchedule
 from lowbit.passes.target import Target
 
 _LAUNCH = 1.0  # microseconds of a launch that the one before does not hide,
@@ -27,7 +27,8 @@ _END_PER_TOKEN = 0.0026  # of the end of a tile
 _MULTICAST = 0.974  # times as long, where blocks of a cluster share x and are in the middle of their work
 _IDLE = 0.2  # less of their time in a single wave, if all other multiprocessors were idle
 _EXCHANGE, _SENT = 2.0, 100e3  # where blocks split k: until sums are there, and bytes per microsecond
-_REACH = {3: 0.95, 4: 0.9}  # of the multiprocessors take part in clusters of three (computed) and four (measured)
+_MEETING = 4.0  # where they do so through device memory: until the last one knows that it is
+_REACH = {4: 0.9}  # of the multiprocessors take part in clusters of four
 _MARGIN = 1.02  # times as long, where tiles are cut: gains and predicted ones differ by as much
 _MEMORY = 4.5e6  # bytes of the weight per microsecond
 
@@ -51,7 +52,7 @@ def _pace(s: PrefillSchedule, waves: Waves) -> float:
 def _tile(plan: PrefillPlan, shape: TileShape, pace: float) -> float:
     """Microseconds of a tile or slice; pace: what the time of its panels is multiplied by."""
     panels = shape.rounds * plan.panels * _panel(plan, shape.tokens) * pace
-    return panels + _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE)
+    return panels + _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE) + meeting(plan)
 
 
 def _panel(plan: PrefillPlan, tokens: int) -> float:
@@ -82,16 +83,22 @@ def exchange(shape: TileShape, first: float) -> float:
     return first + exchanged_bytes(shape) / _SENT if shape.split_k > 1 else 0.0
 
 
+def meeting(plan: PrefillPlan) -> float:
+    """Microseconds of a tile until the sums of blocks that split k are added up in device memory."""
+    s = plan.schedule
+    return _MEETING + s.split_k * 4 * ROWS_OF_TILE * s.tokens / _SENT if s.in_memory else 0.0
+
+
 def clusters(s: PrefillSchedule, target: Target) -> int:
-    """How many clusters, or single blocks, run at a time."""
+    """How many clusters, or other blocks that share a tile, or single blocks, run at a time."""
     reached = target.multiprocessors * _REACH.get(s.cluster_blocks, 1.0)
-    return int(reached / s.cluster_blocks)
+    return int(reached / (s.cluster * s.split_k))
 
 
 def late(s: PrefillSchedule, target: Target) -> float:
     """Microseconds until all blocks have started: some clusters find room only when others have ended, if only to see
     that there is nothing left to do."""
-    return 0.0 if clusters(s, target) == target.multiprocessors // s.cluster_blocks else _LATE
+    return 0.0 if clusters(s, target) == target.multiprocessors // (s.cluster * s.split_k) else _LATE
 
 
 def at_once(plan: PrefillPlan, tokens: int, target: Target) -> bool:

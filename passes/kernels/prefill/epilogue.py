@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.layouts.layout import spatial
-from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
 
@@ -53,10 +53,6 @@ class StagedEpilogue(Epilogue):
         at_a_time, pitch = plan.out_tokens, plan.out_pitch
         shape = (WARPS, ROWS, at_a_time)
         self._turned = p.alloc_shared(self.spec.out_dtype, shape, (at_a_time * pitch, 1, pitch))
-        # A piece is as many neighbouring rows as divide every token's row of y.
-        self._piece = math.gcd(self.spec.n, self.spec.y.per_vector)
-        shape = (-(-self.spec.n // self._piece), self._piece, -1)
-        self._y = p.global_view(p["y"], self.spec.out_dtype, shape, (self._piece, 1, self.spec.n), sizes=[p["m"]])
 
     def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
         p, total = self.p, self.numbers(total, row_tile)
@@ -70,7 +66,7 @@ class StagedEpilogue(Epilogue):
 
     def _store_part(self, row_tile: Scalar, token: Scalar, tokens: int) -> None:
         """Some tokens from shared memory to y, in pieces of neighbouring rows."""
-        p, piece = self.p, self._piece
+        p, piece = self.p, self._rows_of_piece(tokens)
         across = ROWS // piece  # pieces of a token's rows
         lanes = math.gcd(across, 32)
         layout = spatial(WARPS, 1, 1).local(1, across // lanes, 1).local(1, 1, tokens * lanes // 32)
@@ -78,4 +74,15 @@ class StagedEpilogue(Epilogue):
         turned = p.load(self._turned, (0, 0, 0), layout)
         pieces = ROWS_OF_TILE // piece
         boundary = (self.outside("skip"), "none", "skip")
-        p.store(p.reshape(turned, (pieces, piece, tokens)), self._y, (row_tile * pieces, 0, token), boundary)
+        p.store(p.reshape(turned, (pieces, piece, tokens)), self._y(piece), (row_tile * pieces, 0, token), boundary)
+
+    def _rows_of_piece(self, tokens: int) -> int:
+        """Returns how many neighbouring rows a lane stores at once: as many as divide every token's row of y, and leave
+        all lanes of a warp as many pieces."""
+        return math.gcd(self.spec.n, self.spec.y.per_vector, ROWS * tokens // 32)
+
+    def _y(self, piece: int) -> Memory:
+        """The result in pieces of rows: [pieces, rows of a piece, tokens]."""
+        p, n = self.p, self.spec.n
+        shape = (-(-n // piece), piece, -1)
+        return p.global_view(p["y"], self.spec.out_dtype, shape, (piece, 1, n), sizes=[p["m"]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Operation
@@ -13,7 +13,7 @@ from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill import cost_model, legality
 from lowbit.passes.kernels.prefill.cuts import with_cuts
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, PrefillSchedule
+from lowbit.passes.kernels.prefill.schedule import CLUSTERS, MOST_SPLIT, ROWS_OF_TILE, PrefillSchedule
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ TOKEN_TILES = (
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
 _TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
-_IN_THIRDS = (48, 96, 144, 192)  # of a tile whose k three blocks may split, for the tuner
+
+
+S = TypeVar("S", bound=PrefillSchedule)
 
 
 class Prefill(PersistentFamily[PrefillSchedule]):
@@ -38,23 +40,24 @@ class Prefill(PersistentFamily[PrefillSchedule]):
     chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return TOKEN_TILES if any(self._widest(spec, target, tile, 1, 1) for tile in _TOKENS) else ()
+        return TOKEN_TILES if any(self._widest(spec, target, PrefillSchedule(tile)) for tile in _TOKENS) else ()
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
-        widest = (self._widest(spec, target, *kind) for kind in kinds(_TOKENS, spec, token_tile, target))
-        found = [s for each in filter(None, widest) for s in _staged(each)]
+        every = kinds(PrefillSchedule, _TOKENS, spec, token_tile, target)
+        widest = filter(None, (self._widest(spec, target, kind) for kind in every))
+        found = [s for each in widest for s in _staged(each)]
         return [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
-        choices = product(kinds(_TOKENS, spec, token_tile, target, _IN_THIRDS), (64, 128, 256), (4, 8))
-        every = (PrefillSchedule(tile, panel_k, stages, *blocks) for (tile, *blocks), panel_k, stages in choices)
+        choices = product(kinds(PrefillSchedule, _TOKENS, spec, token_tile, target), (64, 128, 256), (4, 6, 8))
+        every = (replace(kind, panel_k=panel_k, num_stages=stages) for kind, panel_k, stages in choices)
         return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
 
     def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
-        return schedule.tokens, schedule.cluster, schedule.split_k, schedule.last_tokens > 0
+        return schedule.tokens, schedule.cluster, schedule.split_k, schedule.exchange, schedule.last_tokens > 0
 
     def check(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
@@ -73,36 +76,33 @@ class Prefill(PersistentFamily[PrefillSchedule]):
     def spills(self, spec: MatmulSpec, schedule: PrefillSchedule) -> bool:
         return legality.spills(spec, schedule)
 
-    def _widest(
-        self, spec: MatmulSpec, target: Target, tokens: int, cluster: int, split_k: int
-    ) -> PrefillSchedule | None:
+    def _widest(self, spec: MatmulSpec, target: Target, kind: PrefillSchedule) -> PrefillSchedule | None:
         """The schedule of a kind of which the rule may take one: with the widest panels for which there are registers,
         since what a panel takes besides its products is the same for all; first those whose rounds fit the groups."""
-        panels = [PrefillSchedule(tokens, panel_k, 4, cluster, split_k) for panel_k in (256, 128, 64)]
+        panels = [replace(kind, panel_k=panel_k) for panel_k in (256, 128, 64)]
         panels.sort(key=lambda s: not PrefillPlan(spec, s).divides_groups)
         fitting = (s for s in panels if self.fits(spec, s, target))
-        return next(fitting, None) if spec.n > ROWS_OF_TILE * (cluster - 1) else None
+        return next(fitting, None) if spec.n > ROWS_OF_TILE * (kind.cluster - 1) else None
 
 
 def _staged(s: PrefillSchedule) -> Iterator[PrefillSchedule]:
-    """Yields a schedule with eight stages, if its panels have 128 columns, and the schedule. Where eight have room,
-    they take 3 to 12 % less time, though the same is predicted."""
+    """Yields a schedule with more stages, if its panels have 128 columns, and the schedule. Where eight have room, they
+    take 3 to 12 % less time, though the same is predicted; six do so, by 4 to 7 %, for long parts of k alone."""
     if s.panel_k == 128:
-        yield replace(s, num_stages=8)
+        yield from (replace(s, num_stages=stages) for stages in ((8, 6) if s.in_memory else (8,)))
     yield s
 
 
-def kinds(
-    tiles: Sequence[int], spec: MatmulSpec, tokens: int, target: Target, in_thirds: Sequence[int] = ()
-) -> Iterator[tuple[int, int, int]]:
-    """Yields the kinds of tiles for so many tokens: tokens of a tile, blocks that share x, blocks that split k. They
-    split k where all tiles are computed at once, and leave multiprocessors idle otherwise.
-
-    in_thirds   tokens of tiles whose k three blocks may split
-    """
-    yield from product(tiles, (1, 2), (1,))
-    for tile, split_k in (*product(tiles, (2, 4)), *product(in_thirds, (3,))):
-        if tile % (16 * split_k) == 0:
-            plan = PrefillPlan(spec, PrefillSchedule(tile, split_k=split_k))
-            if cost_model.at_once(plan, tokens, target):
-                yield tile, 1, split_k
+def kinds(type_: type[S], tiles: Sequence[int], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:
+    """Yields schedules of this type that differ in the tokens of a tile, the blocks that share x, and those that split
+    k. They split k where all tiles are computed at once, and leave multiprocessors idle otherwise."""
+    yield from (type_(tokens=tile, cluster=cluster) for tile, cluster in product(tiles, (1, 2)))
+    for tile, split_k in product(tiles, CLUSTERS[1:]):
+        if tile % (type_.least_share * split_k) == 0:
+            kind = type_(tokens=tile, split_k=split_k)
+            if cost_model.at_once(PrefillPlan(spec, kind), tokens, target):
+                yield kind
+    for tile in tiles:
+        split_k = min(target.multiprocessors // PrefillPlan(spec, PrefillSchedule(tile)).tiles(tokens), MOST_SPLIT)
+        if split_k > 2:  # two are faster as a cluster
+            yield type_(tokens=tile, split_k=split_k, exchange="memory")

@@ -15,7 +15,8 @@ the tensor core must never wait, and nothing may be moved twice that could be mo
   of the next tile are copied while the last ones of this are multiplied.
 - Blocks of a cluster have different rows and the same tokens: each copies half of x to both.
 - Or they have the same tile and a part of k each (`PrefillSchedule.split_k`), where there are fewer tiles than
-  multiprocessors. At the end of a tile they add up sums (`prefill.exchange`) and store a share of the tokens each.
+  multiprocessors. At the end of a tile they add up sums: those of a cluster in shared memory (`prefill.exchange`),
+  where each stores a share of the tokens, and others in device memory (`prefill.workspace`).
 - Tiles of an incomplete last wave may be cut along tokens into slices (`prefill.tile_order`). The same stages and
   registers serve them: the pipeline goes on from the last whole tile to the slice, whose panels are copied by boxes of
   fewer tokens and read from the first rows of a stage. Blocks of a cluster may share a slice and split its k.
@@ -80,6 +81,7 @@ from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.prefill.tile_order import Position, TileOrder
 from lowbit.passes.kernels.prefill.turn import Turn
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
+from lowbit.passes.kernels.prefill.workspace import Workspace
 
 
 class Kernel:
@@ -91,10 +93,12 @@ class Kernel:
     def __init__(self, plan: PrefillPlan) -> None:
         self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
         names = [slot.name for slot in plan.spec.tensors] + ["x_scales"] * (plan.spec.compute is not None)
+        names += ["workspace"] * plan.schedule.in_memory
         kinds = dict.fromkeys(plan.boxes, self.x_kind) | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
         cluster = plan.schedule.cluster_blocks  # the blocks of a cluster are side by side along axis 1
         grid = (f"sm_count / {cluster}", cluster, 1)
-        self.p = Program("prefill", plan.schedule.threads, grid, kinds, max_blocks=1, cluster=(1, cluster, 1))
+        threads, workspace = plan.schedule.threads, plan.workspace_bytes
+        self.p = Program("prefill", threads, grid, kinds, workspace, max_blocks=1, cluster=(1, cluster, 1))
 
     def build(self) -> ir.Module:
         with self.p:
@@ -106,20 +110,18 @@ class Kernel:
         p, s, plan = self.p, self.schedule, self.plan
         self._allocate()
         self._make_weight()
-        block, blocks = p.block_id(0), p.block_count(0)
         self.rank = p.block_id(1) if s.cluster_blocks > 1 else Scalar.of(0)
         self.panels.rank = self.rank
         self.exchange = Exchange(p, plan.split, self.rank) if plan.split else None
         self._announce_signals()
-        self.first_round = first_round(plan.whole, self.rank)
-        self.order = TileOrder(plan, p["m"], block, blocks, self.rank)
+        self._share_out()
         first = self.order.first()
         self._load_first(first.row_tile)
         self.weight.fill_table()
         self._begin_outliers(first.row_tile)
         p.grid_launch_dependents()
         p.grid_wait()
-        self.panels.copy_first(self.order, first.token)
+        self.panels.copy_first(self.order, first.token, self.first_round)
         self._await_first_factors()
         self._prepare_first_factors()
         self._await_signals()
@@ -131,6 +133,18 @@ class Kernel:
             self._compute_slice(plan.slice, loop.carried)
         self._leave()
 
+    def _share_out(self) -> None:
+        """Finds out which tiles this block computes, and which rounds of them."""
+        p, plan = self.p, self.plan
+        self.workspace = Workspace(p, plan, p["m"]) if self.schedule.in_memory else None
+        if self.workspace:
+            block, blocks = self.workspace.block, self.workspace.blocks
+            self.first_round, self.rounds = self.workspace.first_round, self.workspace.rounds
+        else:
+            block, blocks = p.block_id(0), p.block_count(0)
+            self.first_round, self.rounds = first_round(plan.whole, self.rank), plan.rounds
+        self.order = TileOrder(plan, p["m"], block, blocks, self.rank)
+
     def _announce_signals(self) -> None:
         """Blocks of a cluster say that their signals are there. Those that share x wait for one another at once."""
         if self.schedule.cluster > 1:
@@ -140,7 +154,7 @@ class Kernel:
 
     def _await_signals(self) -> None:
         """Waits until the signals of all blocks are there."""
-        if self.schedule.split_k > 1:
+        if self.plan.whole.split_k > 1:
             self.p.barrier("cluster_wait")
 
     def _compute_slice(self, slice_: TileShape, carried: list[Tile]) -> None:
@@ -219,12 +233,12 @@ class Kernel:
         sums = self.sums[turn.shape.tokens]
         p.clear(sums)
         self._write_outliers(0, registers)
-        with p.loop(turn.first_round, turn.shape.rounds, registers.flat()) as loop:
+        with p.loop(turn.first_round, turn.rounds, registers.flat()) as loop:
             loop.results = self._round(loop.index, loop.carried)
         self.panels.copy_first_of_slice(turn, self.order)
         registers, total = self.registers.like(loop.carried), p.read(sums)
         self._find_next_outliers(registers)
-        self._end(total)
+        self._end([total])
         return registers.flat()
 
     def _begin(self, number: Scalar) -> Turn:
@@ -233,8 +247,9 @@ class Kernel:
         here, next_ = self.order.whole_at(tile), self.order.after(tile)
         has_next = number + 1 < self.mine
         next_round = self._first_round_of_next(has_next)
-        rounds_before = number * self.plan.rounds - self.first_round
-        return Turn(self.plan.whole, number, here, next_, has_next, self.first_round, next_round, rounds_before)
+        first, rounds = self.first_round, self.rounds
+        rounds_before = number * rounds - first
+        return Turn(self.plan.whole, number, here, next_, has_next, first, rounds, next_round, rounds_before)
 
     def _begin_slice(self, slice_: TileShape) -> Turn:
         """Returns the turn of this block's slice. Nothing comes after it."""
@@ -242,7 +257,7 @@ class Kernel:
         here, has_next = Position(tile.row_tile, tile.token + self.order.slice_token), none < 0
         first = first_round(slice_, self.rank)
         rounds_before = self.mine * self.plan.rounds - first
-        return Turn(slice_, none, here, tile, has_next, first, first, rounds_before)
+        return Turn(slice_, none, here, tile, has_next, first, slice_.rounds, first, rounds_before)
 
     def _first_round_of_next(self, has_next: Scalar) -> Index:
         """The first round of the next whole tile, if there is one, or else of this block's slice."""
@@ -251,13 +266,25 @@ class Kernel:
             return has_next.select(self.first_round, first_round(slice_, self.rank))
         return self.first_round
 
-    def _end(self, total: Tile) -> None:
-        """Scales sums of whole rows, and stores them."""
-        (total,) = self._of_all_columns([total])
-        scale = self.weight.factors.row_scale(self.turn.here.row_tile)
-        if scale is not None:
-            total = self.p.mul(total, scale)
-        self.epilogue.store(total, self.turn.here.row_tile, self._first_stored())
+    def _end(self, parts: Iterable[Tile]) -> None:
+        """Stores sums, of one part of the tokens after the other, when those of all columns are added up."""
+        if self.workspace:
+            p, parts = self.p, list(parts)
+            with p.when(self.workspace.splits), p.when(self.workspace.write(parts)):
+                self._store(self.workspace.read(parts))
+            with p.when(self.workspace.whole):
+                self._store(parts)
+        else:
+            self._store(self._of_all_columns(parts))
+
+    def _store(self, parts: Iterable[Tile]) -> None:
+        """Scales sums of whole rows, and stores them, one part of the tokens after the other."""
+        row_tile, token = self.turn.here.row_tile, self._first_stored()
+        for total in parts:
+            scale = self.weight.factors.row_scale(row_tile)
+            scaled = total if scale is None else self.p.mul(total, scale)
+            self.epilogue.store(scaled, row_tile, token)
+            token = token + total.shape[1]
 
     def _of_all_columns(self, parts: Iterable[Tile]) -> Iterable[Tile]:
         """Sums of all columns for the tokens that this block stores, cut like its own sums of the tile."""
@@ -296,7 +323,7 @@ class Kernel:
     def _coming_round(self, index: Scalar) -> tuple[Scalar, Scalar]:
         """The round after this one, or the next tile's first: its tile of rows, and its number."""
         turn = self.turn
-        inside = index + 1 < turn.first_round + turn.shape.rounds
+        inside = index + 1 < turn.first_round + turn.rounds
         row_tile = inside.select(turn.here.row_tile, turn.next.row_tile)
         return row_tile, inside.select(index + 1, turn.next_round)
 

@@ -9,7 +9,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
+from lowbit.passes.kernels.prefill.plan import MOST_BLOCKS, PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.kernels.requirements import fits_async_x, scale_table
 from lowbit.passes.lowering.recipes import compute_element
@@ -61,10 +61,13 @@ def check_plan(plan: PrefillPlan, needed: int, target: Target) -> None:
 def check_split(plan: PrefillPlan) -> None:
     """Raises SpecError where blocks cannot split k."""
     s = plan.schedule
-    if plan.split is None:
+    if s.split_k == s.last_split_k == 1:
         return
     field = "split_k" if s.split_k > 1 else "last_split_k"
-    split = f"schedule: {field}={plan.split.split_k}"
+    split = f"schedule: {field}={getattr(s, field)}"
+    if s.in_memory and not plan.places:
+        blocks = f"{plan.row_tiles * s.split_k} blocks at a time, of which a GPU has up to {MOST_BLOCKS}"
+        raise SpecError(f"{split} and exchange='memory' need {blocks}; take split_k=1")
     if s.split_k > 1 and s.cluster > 1:
         raise SpecError(f"{split} needs cluster=1, got {s.cluster}: blocks of a cluster share x or split k")
     if plan.spec.outliers:
@@ -99,7 +102,8 @@ def shared_bytes(plan: PrefillPlan) -> int:
     signals = 2 * (-(-8 * s.num_stages // 128) * 128)
     out = WARPS * plan.out_tokens * plan.out_pitch * spec.y.bytes
     exchange = exchanged_bytes(plan.split) + 2 * 128 if plan.split else 0  # two kinds of signals
-    return stages + signals + out + exchange + weight_bytes(plan)
+    last = 128 * s.in_memory  # whether the block is the last to write its sums
+    return stages + signals + out + exchange + last + weight_bytes(plan)
 
 
 def exchanged_bytes(shape: TileShape) -> int:

@@ -31,8 +31,9 @@ class Panels(ABC):
         self.p, self.plan, self.spec, self.schedule = p, plan, plan.spec, plan.schedule
 
     @abstractmethod
-    def copy_first(self, order: TileOrder, token: Scalar) -> None:
-        """Starts to copy the panels of the first tile that are under way when the first is multiplied."""
+    def copy_first(self, order: TileOrder, token: Scalar, first_round: Index) -> None:
+        """Starts to copy the panels of the first tile that are under way when the first is multiplied. first_round: of
+        the block's part of k."""
 
     @abstractmethod
     def copy_first_of_slice(self, turn: Turn, order: TileOrder) -> None:
@@ -54,7 +55,7 @@ class Panels(ABC):
         """Returns the panel that is copied while this one is multiplied: whether it is of this tile, or else of the
         next; its first token; and its number in the tile."""
         plan = self.plan
-        coming, per_tile = index * plan.panels + (panel + plan.ahead), turn.shape.rounds * plan.panels
+        coming, per_tile = index * plan.panels + (panel + plan.ahead), turn.rounds * plan.panels
         inside = coming < turn.first_round * plan.panels + per_tile
         token, column = inside.select(turn.here.token, turn.next.token), inside.select(coming, coming - per_tile)
         return inside, token, column
@@ -69,9 +70,9 @@ class BoxPanels(Panels):
         self.x = p.alloc_shared(plan.spec.x.operand, (s.num_stages, s.panel_k // width, s.tokens, width), swizzle=128)
         self.full, self.empty = p.signals(s.num_stages, 1), p.signals(s.num_stages, WARPS * s.cluster)
 
-    def copy_first(self, order: TileOrder, token: Scalar) -> None:
+    def copy_first(self, order: TileOrder, token: Scalar, first_round: Index) -> None:
         with self.p.one_thread(order.has_tile):
-            self._copy_ahead(self.plan.whole, token)
+            self._copy_ahead(self.plan.whole, token, first_round)
 
     def copy_first_of_slice(self, turn: Turn, order: TileOrder) -> None:
         """Waits for products first: with anything else between the last one and its wait, the assembler may read sums
@@ -82,7 +83,7 @@ class BoxPanels(Panels):
         p.await_products(0)
         with p.one_thread(order.slice_unless(turn.has_next)):
             self._await_free_stages(turn)
-            self._copy_ahead(slice_, turn.next.token + order.slice_token)
+            self._copy_ahead(slice_, turn.next.token + order.slice_token, first_round(slice_, self.rank))
 
     def copy_later(self, turn: Turn, index: Scalar, panel: int) -> None:
         """Copies it to the stage that the panel before the last one has left."""
@@ -115,10 +116,10 @@ class BoxPanels(Panels):
         for stage in range(self.plan.ahead):
             self.p.await_signal(self.empty, stage, (self._use(turn, self.plan.rounds, stage + 1) + 1) % 2)
 
-    def _copy_ahead(self, shape: TileShape, token: Scalar) -> None:
-        """Copies the first panels of a tile or slice."""
+    def _copy_ahead(self, shape: TileShape, token: Scalar, first: Index) -> None:
+        """Copies the first panels of a tile or slice, from the first round on."""
         for panel in range(self.plan.ahead):
-            self._copy(shape, panel, token, first_round(shape, self.rank) * self.plan.panels + panel)
+            self._copy(shape, panel, token, first * self.plan.panels + panel)
 
     def _copy(self, shape: TileShape, stage: int, token: Scalar, panel: Index) -> None:
         """Starts to copy a panel of x, counted in a tile or slice."""

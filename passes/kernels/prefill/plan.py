@@ -10,11 +10,12 @@ from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
+MOST_BLOCKS = 144  # that run at a time: all multiprocessors of a GH100
 GROUPS_AT_ONCE = 4  # whose numbers a lane reads at once where a warp computes those of a panel
-OUT_TOKENS = (64, 48, 32, 16)  # tokens that may be turned around in shared memory at a time
+OUT_TOKENS = (64, 48, 32, 16, 40, 24, 8)  # tokens that may be turned around in shared memory at a time, best first
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class TileShape:
     """How much a block computes at a time: of a whole tile, or of a slice of one that is cut.
 
     tokens   of all blocks that have it
-    split_k  blocks that have the same one and a part of k each
+    split_k  blocks of a cluster that have the same one and a part of k each
     rounds   those of a block
     """
 
@@ -110,13 +111,14 @@ class PrefillPlan:
     @property
     def whole(self) -> TileShape:
         """A block's share of a whole tile."""
-        return self._shape(self.schedule.tokens, self.schedule.split_k)
+        s = self.schedule
+        return TileShape(s.tokens, 1 if s.in_memory else s.split_k, self._rounds(s.split_k))
 
     @property
     def slice(self) -> TileShape | None:
         """A block's share of a slice, if tiles are cut."""
         s = self.schedule
-        return self._shape(s.last_tokens, s.last_split_k) if s.last_tokens else None
+        return TileShape(s.last_tokens, s.last_split_k, self._rounds(s.last_split_k)) if s.last_tokens else None
 
     @property
     def shapes(self) -> tuple[TileShape, ...]:
@@ -125,23 +127,34 @@ class PrefillPlan:
 
     @property
     def split(self) -> TileShape | None:
-        """The one of these that blocks split k of, if they do."""
+        """The one of these that blocks of a cluster split k of, if they do."""
         return next((shape for shape in self.shapes if shape.split_k > 1), None)
 
-    def _shape(self, tokens: int, split_k: int) -> TileShape:
+    def _rounds(self, split_k: int) -> int:
         """Blocks that split k have as many rounds each, some perhaps beyond the last column, where x is zero."""
-        rounds = -(-self.spec.packing.padded_k // (self.step * split_k))
-        return TileShape(tokens, split_k, max(self.least_rounds, rounds))
+        return max(self.least_rounds, -(-self.spec.packing.padded_k // (self.step * split_k)))
 
     @property
     def rounds(self) -> int:
-        """Rounds of a whole tile that a block has."""
+        """Rounds of a whole tile that a block has, if k is split where it may be."""
         return self.whole.rounds
 
     @property
     def all_rounds(self) -> int:
         """Rounds that the columns of the weight are counted in, of all blocks that split k."""
-        return max(shape.rounds * shape.split_k for shape in self.shapes)
+        s = self.schedule
+        return max(self.rounds * s.split_k, self.slice.rounds * s.last_split_k if self.slice else 0)
+
+    @property
+    def places(self) -> int:
+        """Tiles that device memory has room for, where blocks that split k add up their sums there."""
+        at_once = MOST_BLOCKS // self.schedule.split_k if self.schedule.in_memory else 0
+        return at_once // self.row_tiles * self.row_tiles
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of these sums, and of a counter for each tile."""
+        return 4 * self.places * (self.schedule.split_k * ROWS_OF_TILE * self.schedule.tokens + 1)
 
     @property
     def covers_columns(self) -> bool:

@@ -10,6 +10,9 @@ from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.base import KernelSchedule
 
 WARPS = 8  # of a block: two warpgroups, which share x
+MOST_SPLIT = 8
+CLUSTERS = (1, 2, 4)  # blocks that split k as a cluster; of three, fewer find room at a time than there is room for
+_SWIZZLED = 8  # tokens after which the pattern of x in shared memory begins again: boxes have multiples
 ROWS_OF_TILE = 16 * WARPS
 GROUP_TILES = 8  # token tiles that are computed for some rows before other rows come: 4 and 16 are as fast, or slower
 
@@ -19,24 +22,30 @@ class PrefillSchedule(KernelSchedule):
     """The free choices of the prefill kernel. Every choice serves any number of tokens, and gives the same numbers up
     to f32 rounding.
 
-    tokens        tokens of a tile, whose 128 rows of the weight are those of a block: a multiple of 16 up to 256
+    tokens        tokens of a tile, whose 128 rows of the weight are those of a block: a multiple of 8 from 16 to 256
     panel_k       columns of x that are copied and multiplied at a time: 64, 128 or 256
-    num_stages    panels of x in shared memory: 4 or 8
-    cluster       blocks that get the same x, of which each copies its part to all: 1 or 2
-    split_k       blocks that have the same tile and a part of k each, and store equal shares of its tokens, which are
-                  multiples of 16: 1, 2, 3 or 4
+    num_stages    panels of x in shared memory: 4, 6 or 8
+    cluster       blocks that get the same x, of which each copies its part, a multiple of 8 tokens, to all: 1 or 2
+    split_k       blocks that have the same tile and a part of k each: 1 to 8
+    exchange      how they add up their sums. "cluster": 2 or 4 blocks are a cluster, and store equal shares of the
+                  tokens, which are multiples of 8; "memory": they write to device memory, where the last one to come
+                  adds up. Where not all tiles are computed at once, the latter do not split k
     last_tokens   tokens of the slices that tiles of an incomplete last wave are cut into, if all slices fit one wave: a
                   multiple of 16 that divides `tokens`; 0: no tiles are cut
     last_split_k  blocks that have the same slice and a part of k each, and store equal shares of its tokens, which are
-                  multiples of 16: 1, or as many as a cluster has. With more than 1, a slice may have all `tokens`
+                  multiples of 8: 1, or as many as a cluster has. With more than 1, a slice may have all `tokens`
     """
 
-    allowed: ClassVar[Mapping[str, tuple[int, ...]]] = {
-        "tokens": tuple(range(16, 257, 16)),
+    least_share: ClassVar[int] = 8
+    """Tokens of which a block's share is a multiple where k is split."""
+
+    allowed: ClassVar[Mapping[str, tuple[int | str, ...]]] = {
+        "tokens": tuple(range(16, 257, 8)),
         "panel_k": (64, 128, 256),
-        "num_stages": (4, 8),
+        "num_stages": (4, 6, 8),
         "cluster": (1, 2),
-        "split_k": (1, 2, 3, 4),
+        "split_k": tuple(range(1, MOST_SPLIT + 1)),
+        "exchange": ("cluster", "memory"),
         "last_tokens": tuple(range(0, 257, 16)),
         "last_split_k": (1, 2),
     }
@@ -46,18 +55,32 @@ class PrefillSchedule(KernelSchedule):
     num_stages: int = 4
     cluster: int = 1
     split_k: int = 1
+    exchange: str = "cluster"
     last_tokens: int = 0
     last_split_k: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, allowed = getattr(self, field.name), self.allowed[field.name]
-            if type(value) is not int or value not in allowed:
+            if type(value) is not type(allowed[0]) or value not in allowed:
                 words = ", ".join(map(str, allowed))
                 raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for {type(self).__name__}")
-        if self.tokens % (16 * self.split_k):
-            raise SpecError(f"schedule: split_k={self.split_k} must cut tokens={self.tokens} into multiples of 16")
+        if self.tokens % (_SWIZZLED * self.cluster):
+            raise SpecError(f"schedule: cluster={self.cluster} must cut tokens={self.tokens} into multiples of 8")
+        if self.in_memory:
+            if self.split_k == 1:
+                raise SpecError("schedule: exchange='memory' needs split_k=2 or more; use 'cluster'")
+        else:
+            self._check_shares()
         self._check_slices()
+
+    def _check_shares(self) -> None:
+        """Raises SpecError where blocks that split k are no cluster, or a tile is not cut into their shares."""
+        if self.split_k not in CLUSTERS:
+            raise SpecError(f"schedule: split_k={self.split_k} needs exchange='memory': a cluster has 2 or 4 blocks")
+        if self.tokens % (self.least_share * self.split_k):
+            unit = f"multiples of {self.least_share}"
+            raise SpecError(f"schedule: split_k={self.split_k} must cut tokens={self.tokens} into {unit}")
 
     def _check_slices(self) -> None:
         """Raises SpecError where slices do not fit the tile or the cluster."""
@@ -72,9 +95,11 @@ class PrefillSchedule(KernelSchedule):
     def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
         """Returns the values of `last_tokens` besides 0, the smallest first, if so many blocks split a slice's k. Tiles
         whose k is split have no slices: blocks have one tile each."""
-        sizes = self.allowed["last_tokens"][1:] if self.split_k == 1 else ()
+        sizes = range(16, self.tokens + 1, 16) if self.split_k == 1 and len(self.allowed["last_tokens"]) > 1 else ()
         most = self.tokens if last_split_k > 1 else self.tokens // 2
-        return tuple(n for n in sizes if self.tokens % n == 0 and n <= most and n % (16 * last_split_k) == 0)
+        return tuple(
+            n for n in sizes if self.tokens % n == 0 and n <= most and n % (self.least_share * last_split_k) == 0
+        )
 
     @property
     def _whole(self) -> str:
@@ -87,6 +112,11 @@ class PrefillSchedule(KernelSchedule):
         return 32 * WARPS
 
     @property
+    def in_memory(self) -> bool:
+        """Whether blocks that split k add up their sums through device memory."""
+        return self.exchange == "memory"
+
+    @property
     def cluster_blocks(self) -> int:
         """Blocks of a cluster."""
-        return self.cluster * self.split_k
+        return self.cluster * (1 if self.in_memory else self.split_k)

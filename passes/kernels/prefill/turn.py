@@ -18,6 +18,7 @@ class Turn:
     next           where the tile or slice is that comes after it; where `has_next` is false, one that is there
     has_next       whether a whole tile comes after it
     first_round    the first round of this block's part of k
+    rounds         how many that part has
     next_round     the same of what comes after it
     rounds_before  how many rounds the block has behind it, less `first_round`
     """
@@ -28,5 +29,6 @@ class Turn:
     next: Position
     has_next: Scalar
     first_round: Index
+    rounds: Index
     next_round: Index
     rounds_before: Scalar

@@ -81,7 +81,7 @@ class MmaKernel(Kernel):
         *carried, total = loop.carried
         registers = self.registers.like(carried)
         self._find_next_outliers(registers)
-        self._end(total)
+        self._end([total])
         return registers.flat()
 
     def _round(self, index: Scalar, carried: list[Tile]) -> list[Tile]:

@@ -27,7 +27,7 @@ class CopiedPanels(Panels):
         shape = (s.num_stages, 1, s.tokens, s.panel_k)
         return self.p.alloc_shared(self.spec.x.operand, shape, (size, size, self.pitch, 1))
 
-    def copy_first(self, order: TileOrder, token: Scalar) -> None:
+    def copy_first(self, order: TileOrder, token: Scalar, first_round: Index) -> None:
         for panel in range(self.plan.ahead):
             self._copy(panel, token, panel)
 
