@@ -19,6 +19,7 @@ from fake_pipeline import FakePipeline, pipeline
 
 import lowbit
 from lowbit.dialect.signature import Param, parse_grid
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.dequantize.family import DequantizeSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict
@@ -73,9 +74,19 @@ def test_one_launch_serves_any_number_of_rows(weight: str) -> None:
     assert (rows[-1].first, rows[-1].last, rows[-1].token_tiles) == (8193, None, (8192,))
 
 
-def test_weights_with_outliers_are_written_out_beyond_8192_rows() -> None:
-    artifacts = Artifacts(replace(SPEC, n=8192, k=4096, outliers=True), parse_target("sm_90a"), None)
-    assert artifacts.token_tiles(8192) == [8192] and artifacts.token_tiles(8193) is None
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        (replace(SPEC, n=8192, k=4096, outliers=True), 3072),
+        (MatmulSpec.preset("q4_k", n=8192, k=4096), 6144),
+        (MatmulSpec.preset("spqr", n=8192, k=4096), 1536),
+    ],
+    ids=str,
+)
+def test_weights_that_take_long_to_scale_are_written_out_for_many_rows(spec: MatmulSpec, most: int) -> None:
+    artifacts = Artifacts(spec, parse_target("sm_90a"), None)
+    assert artifacts.token_tiles(most) == [most] and artifacts.token_tiles(most + 1) is None
+    assert max(token_tile or 0 for token_tile in artifacts.choices().kernels) == most
 
 
 def launches(tiles: tuple[int, ...], m: int) -> list[int]:

@@ -55,16 +55,19 @@ def _ranges(launches: Mapping[int, tuple[int, ...]], beyond: Sequence[int] = ())
     return (*found, Rows(firsts[-1], None, tuple(beyond)))
 
 
-def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int], vendor: bool = True) -> tuple[Rows, ...]:
+def rows_of_any_tokens(tiles: Sequence[int], any_tiles: Sequence[int], most: int | None = None) -> tuple[Rows, ...]:
     """The rule where a kernel serves any number of rows: one launch.
 
     Up to MOST_DECODED rows the least token tile that holds them serves, or two launches where there is none so wide. Above,
     schedules are chosen for the numbers of tokens in `any_tiles`, and the least of these that is not below m serves; the
-    last serves all. With the vendor's matmul, the weight is written out for it beyond the last.
+    last serves all.
+
+    most    the last of `any_tiles` that is used: beyond it the weight is written out for the vendor's matmul; None: all are
     """
     decoded = [token_tile for token_tile in tiles if token_tile <= MOST_DECODED]
-    more = {token_tile: (token_tile,) for token_tile in any_tiles if token_tile > MOST_DECODED}
-    return _ranges(_launches(decoded, MOST_DECODED) | more, () if vendor else any_tiles[-1:])
+    last = any_tiles[-1] if most is None else most
+    more = {token_tile: (token_tile,) for token_tile in any_tiles if MOST_DECODED < token_tile <= last}
+    return _ranges(_launches(decoded, MOST_DECODED) | more, any_tiles[-1:] if most is None else ())
 
 
 def rows_of_launches(tiles: Sequence[int]) -> tuple[Rows, ...]:

@@ -28,6 +28,9 @@ from lowbit.pylib.build.choices import (
 from lowbit.pylib.build.driver import Artifact, compile_stages, load
 
 S = TypeVar("S", bound=KernelSchedule)
+_MOST_ON_HOPPER = {(True, True): 1536, (True, False): 3072, (False, True): 6144}
+"""The same on Hopper for weights with outliers, a second level or both, whose scaling takes what products do not hide: by
+1 to 14 % of the time, measured (docs/lab-notebook/prefill-outliers.md, "Written out")."""
 
 
 def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None = None) -> KernelChoices:
@@ -76,14 +79,16 @@ class Artifacts:
 
     def _find_rows(self) -> tuple[Rows, ...]:
         if self._any_tiles:
-            return rows_of_any_tokens(self._token_tiles, self._any_tiles, self._vendor and self._vendor_is_faster)
+            return rows_of_any_tokens(self._token_tiles, self._any_tiles, self._most_launched if self._vendor else None)
         return rows_of_tiles(self._token_tiles) if self._vendor else rows_of_launches(self._token_tiles)
 
     @property
-    def _vendor_is_faster(self) -> bool:
-        """Whether, beyond the last token tile, the vendor's matmul gains more than it takes to write the weight out. On
-        Hopper it does with outliers. Without wgmma the family's last token tile is the last for which it does not."""
-        return self._spec.outliers or not self._target.has_wgmma
+    def _most_launched(self) -> int | None:
+        """The last token tile beyond which the vendor's matmul gains more than it takes to write the weight out; None:
+        never. Without wgmma the family's last token tile is the last for which it does not."""
+        if not self._target.has_wgmma:
+            return self._any_tiles[-1]
+        return _MOST_ON_HOPPER.get((self._spec.outliers, self._spec.bilevel is not None))
 
     def token_tiles(self, m: int) -> list[int] | None:
         """The token tiles of the launches for m rows, in order; None for the dequantize kernel and the vendor's
@@ -100,7 +105,8 @@ class Artifacts:
 
     def choices(self) -> KernelChoices:
         """Returns which kernels serve how many rows, all of them decided now."""
-        kernels = {token_tile: self.request(token_tile) for token_tile in (*self._token_tiles, None)}
+        used = dict.fromkeys(token_tile for each in self._rows for token_tile in each.token_tiles)
+        kernels = {token_tile: self.request(token_tile) for token_tile in (*used, None)}
         return KernelChoices(self._spec, self._target, self._rows, kernels)
 
     def request(self, token_tile: int | None) -> KernelRequest:
