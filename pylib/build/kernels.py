@@ -69,7 +69,7 @@ class Artifacts:
         self._schedule = None if late_scaling else schedule
         self._chooser = Chooser(spec, replace(target, has_wgmma=False) if late_scaling else target)
         rounding = self._chooser.any_tiles  # kernels for any number of tokens round weights
-        self._any_tiles = () if late_scaling else rounding
+        self._any_tiles: tuple[int, ...] = () if late_scaling else rounding
         self._token_tiles = tuple(token_tile for token_tile in self._chooser.token_tiles if not (late_scaling and token_tile in rounding))
         self._vendor = not late_scaling and spec.compute is None  # whether the vendor's matmul may serve
         self._rows = self._find_rows()

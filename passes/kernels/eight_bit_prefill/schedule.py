@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
@@ -22,7 +22,7 @@ class EightBitPrefillSchedule(PrefillSchedule):
     """
 
     least_share: ClassVar[int] = 16
-    allowed: ClassVar[Mapping[str, tuple[int | str, ...]]] = {
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **PrefillSchedule.allowed,
         "tokens": tuple(range(16, 257, 16)),
         "panel_k": (128, 256),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 
@@ -14,6 +14,6 @@ class EightBitPrefillMmaSchedule(PrefillMmaSchedule):
     """The free choices of the prefill kernel for activations of 8 bits with mma.sync: those of `PrefillMmaSchedule`,
     with panels of 128 or 256 columns."""
 
-    allowed: ClassVar[Mapping[str, tuple[int | str, ...]]] = {**PrefillMmaSchedule.allowed, "panel_k": (128, 256)}
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {**PrefillMmaSchedule.allowed, "panel_k": (128, 256)}
 
     panel_k: int = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.base import KernelSchedule
@@ -39,7 +39,7 @@ class PrefillSchedule(KernelSchedule):
     least_share: ClassVar[int] = 8
     """Tokens of which a block's share is a multiple where k is split."""
 
-    allowed: ClassVar[Mapping[str, tuple[int | str, ...]]] = {
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tokens": tuple(range(16, 257, 8)),
         "panel_k": (64, 128, 256),
         "num_stages": (4, 6, 8),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lowbit.passes.kernels.prefill.schedule import WARPS, PrefillSchedule
 
@@ -25,7 +25,7 @@ class PrefillMmaSchedule(PrefillSchedule):
     row_blocks    blocks of 16 rows of a warp, 1 or 2; of the eight warps, so many share the tokens of a tile
     """
 
-    allowed: ClassVar[Mapping[str, tuple[int | str, ...]]] = {
+    allowed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tokens": tuple(range(32, 257, 32)),
         "panel_k": (64, 128),
         "num_stages": (2, 4),
