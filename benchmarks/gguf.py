@@ -24,6 +24,7 @@ from benchmarks.environment import describe, environment
 from benchmarks.llama_peer import PROMPT, ROOM, STEPS
 from benchmarks.tables import markdown
 from lowbit.pylib.model_speed.attention import attention_for
+from lowbit.pylib.model_speed.cache import cache_argument
 
 BEGIN, END = "<!-- gguf: begin -->", "<!-- gguf: end -->"
 _HEADER = ("file", "threads", "by", f"prompt of {PROMPT}, tokens/s", "decode, tokens/s")
@@ -86,6 +87,7 @@ def ours(path: Path, threads: int) -> Measure:
     lowbit.fuse_(model)
     model.config._attn_implementation = attention_for(model.config, 1, ROOM)
     cache = StaticCache(config=model.config, max_cache_len=ROOM)
+    with_cache = {cache_argument(model): cache}
     tokens = torch.arange(100, 100 + PROMPT)[None]
     places = [torch.tensor([[place]]) for place in range(ROOM)]
     torch.compiler.reset()  # another file's step has no guards, and would be taken for this one's
@@ -97,7 +99,7 @@ def ours(path: Path, threads: int) -> Measure:
     )
 
     def step(place: int) -> Any:
-        return compiled(tokens[:, place : place + 1], past_key_values=cache, position_ids=places[place])
+        return compiled(tokens[:, place : place + 1], **with_cache, position_ids=places[place])
 
     @torch.inference_mode()
     def measure() -> tuple[float, float]:
@@ -105,7 +107,7 @@ def ours(path: Path, threads: int) -> Measure:
         model(tokens, logits_to_keep=1)
         prompt = clock() - start
         cache.reset()
-        model(tokens[:, : ROOM - STEPS], past_key_values=cache, logits_to_keep=1)
+        model(tokens[:, : ROOM - STEPS], **with_cache, logits_to_keep=1)
         start = clock()
         for place in range(ROOM - STEPS, ROOM):
             step(place)

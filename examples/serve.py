@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from inspect import signature
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache
@@ -29,12 +30,15 @@ class Server:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.cache = StaticCache(config=model.config, max_cache_len=ROOM)
+        # transformers 5.24 calls it `cache`, older versions `past_key_values`.
+        self.cache_argument = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
         graphs = model.device.type == "cuda"
         self.step = torch.compile(self._next, mode="reduce-overhead", fullgraph=True) if graphs else self._next
 
     def _next(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns the likeliest token after some at these positions, [1, 1]."""
-        logits = self.model(tokens, position_ids=positions, past_key_values=self.cache, use_cache=True).logits
+        cache = {self.cache_argument: self.cache}
+        logits = self.model(tokens, position_ids=positions, **cache, use_cache=True).logits
         return logits[:, -1:].argmax(-1)
 
     @torch.no_grad()

@@ -133,6 +133,7 @@ def test_own_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the table: -0." in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 def test_serve(capsys: pytest.CaptureFixture[str]) -> None:
     """The cache of one request does not reach the next, and an answer is what `generate` says."""
     example = load("serve.py")

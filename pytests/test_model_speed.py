@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lowbit.pylib.cli.bench_model import model_steps, quantizations
 from lowbit.pylib.devices import available_memory
 from lowbit.pylib.model_shapes import MODELS
 from lowbit.pylib.model_speed.attention import CAUSAL, GROUPED, attention_for, grouped_attention
+from lowbit.pylib.model_speed.cache import cache_argument
 from lowbit.pylib.model_speed.config import model_config
 from lowbit.pylib.model_speed.measure import Measurement, Options, measure
 from lowbit.pylib.model_speed.random_model import check_memory, random_model
@@ -71,13 +73,25 @@ def test_a_model_that_does_not_fit_the_memory_is_refused() -> None:
     check_memory(model[:0], 0)
 
 
+class OlderModel(nn.Module):
+    def forward(self, input_ids: torch.Tensor, past_key_values: object = None) -> torch.Tensor:
+        return input_ids
+
+
+def test_caches_have_the_name_that_a_model_gives_them() -> None:
+    model = random_model(model_config("tiny", layers=1), None, "cpu")
+    assert cache_argument(model) in inspect.signature(model.forward).parameters
+    assert cache_argument(OlderModel()) == "past_key_values"
+
+
+@pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 def test_steps_continue_a_cache() -> None:
     """A decoded token gives what the whole sequence gives at its last place."""
     model = random_model(model_config("tiny", layers=1), None, "cpu")
     runner = Runner(model, Step(1, 1, context=6), compiled=False)
     prompt = torch.randint(0, 256, (1, 6))
     runner._cache.reset()
-    model(input_ids=prompt, past_key_values=runner._cache, use_cache=True)
+    model(input_ids=prompt, **{cache_argument(model): runner._cache}, use_cache=True)
     runner.run()
     whole = model(torch.cat([prompt, runner._ids], 1)).logits[:, -1].argmax(-1)
     assert torch.equal(runner.output, whole) and runner.time(2) > 0
@@ -113,7 +127,7 @@ def test_attention_is_that_of_gemma(step: Step) -> None:
     runner._ids.copy_(ids[:, -step.tokens :])
     runner._cache.reset()
     if step.context:
-        model(input_ids=ids[:, :9], past_key_values=runner._cache, use_cache=True)
+        model(input_ids=ids[:, :9], **{cache_argument(model): runner._cache}, use_cache=True)
     runner.run()
     config._attn_implementation = "eager"
     read = ids if step.context else ids[:, 1:]

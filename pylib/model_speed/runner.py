@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.pylib.model_speed.attention import attention_for
+from lowbit.pylib.model_speed.cache import cache_argument
 
 WARM_UP = 3
 FEWEST, ENOUGH = 5, 4.0  # times that a step is run at least, and seconds after which no further one begins
@@ -73,12 +74,10 @@ class Runner:
             self._call = self._graph() if self.device.type == "cuda" else self._without_graph
 
     def _plain_forward(self, model: nn.Module) -> Callable[[], Tensor]:
-        cache, ids, positions = self._cache, self._ids, self._positions
+        cache, ids, positions = {cache_argument(model): self._cache}, self._ids, self._positions
 
         def forward() -> Tensor:
-            output = model(
-                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+            output = model(input_ids=ids, position_ids=positions, **cache, use_cache=True, logits_to_keep=1)
             return output.logits[:, -1].argmax(-1)
 
         return forward
