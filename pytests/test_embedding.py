@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
-from lowbit import Bilevel, LowbitEmbedding, LowbitLinear, MatmulSpec, QuantConfig, SpecError, TiedLinear
+from lowbit import (
+    Bilevel,
+    CheckpointError,
+    LowbitEmbedding,
+    LowbitLinear,
+    MatmulSpec,
+    QuantConfig,
+    SpecError,
+    TiedLinear,
+)
 from lowbit.pylib.nn.rows import Decoder, take_rows
 from lowbit.pylib.tune.timing import random_weight
 
@@ -117,6 +126,32 @@ def test_saved_and_loaded(tied: bool, tmp_path: Path) -> None:
     lowbit.quantize_(again, {"head": None, "*": U8} if not tied else U8, embeddings=True)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(IDS), expected)
+
+
+@torch.no_grad()
+def test_loaded_into_a_model_that_was_quantized_otherwise(model: Model, tmp_path: Path) -> None:
+    """Embedding, tied output layer and linear layer get the formats of the files."""
+    lowbit.quantize_(model, U8, embeddings=True)
+    lowbit.save_checkpoint(model, tmp_path)
+    other = Model().bfloat16()
+    other.embed.padding_idx = 5
+    lowbit.quantize_(other, QuantConfig("nf4", 64), embeddings=True)
+    other.embed.scale = 2.0
+    before = other.embed
+    lowbit.load_checkpoint(other.eval(), tmp_path)
+    assert other.embed is other.again is other.head.embedding is not before
+    assert isinstance(other.embed, LowbitEmbedding) and other.embed.spec == model.embed.spec
+    assert (other.embed.padding_idx, other.embed.scale, other.embed.training) == (5, 2.0, False)
+    other.embed.scale = None
+    assert torch.equal(other(IDS), model(IDS))
+
+
+def test_a_table_of_another_size_is_refused(model: Model, tmp_path: Path) -> None:
+    lowbit.quantize_(model, U8, embeddings=True)
+    lowbit.save_checkpoint(model, tmp_path)
+    model.embed = LowbitEmbedding.from_embedding(nn.Embedding(80, 128).bfloat16(), U8)
+    with pytest.raises(CheckpointError, match="embed is 70 x 128 with no bias, but 80 x 128 with no bias in the model"):
+        lowbit.load_checkpoint(model, tmp_path)
 
 
 @torch.no_grad()

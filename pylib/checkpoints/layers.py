@@ -26,6 +26,11 @@ def home(t: Tensor) -> torch.device:
     return torch.device("cpu") if t.is_meta else t.device
 
 
+def _home_of(module: nn.Module) -> torch.device:
+    """Returns where to load what takes the place of a module."""
+    return home(next((t for t in (*module.parameters(), *module.buffers())), torch.empty(0, device="cpu")))
+
+
 @dataclass(frozen=True)
 class Loader:
     """Makes modules for a model out of a checkpoint. Methods raise CheckpointError where they don't fit the model.
@@ -50,7 +55,7 @@ class Loader:
         for name, here in self.names.items():
             if place := place_of(here, self.modules):
                 experts.setdefault(place.owner, {})[place] = name
-            elif isinstance(old := self.modules.get(here), nn.Embedding):
+            elif isinstance(old := self.modules.get(here), nn.Embedding | LowbitEmbedding):
                 layers |= self._embedding(name, here, old)
             else:
                 layers[here] = self._layer(name, here)
@@ -61,16 +66,15 @@ class Loader:
         if old is None or not (here and may_be_low_bit(old)):
             found = "the model has no such layer" if old is None else f"{type(old).__name__} in the model"
             raise CheckpointError(f"{self.checkpoint.tensors.folder}: {name!r} is quantized, but {found}")
-        place = next((t for t in (*old.parameters(), *old.buffers())), torch.empty(0, device="cpu"))
         linear = as_linear(old)
         shape = linear.out_features, linear.in_features
-        packed = self.checkpoint.load(name, self.act, self.device or home(place), shape)
+        packed = self.checkpoint.load(name, self.act, self.device or _home_of(old), shape)
         packed = packed if linear.bias is not None else without_zero_bias(packed)
         self._check(name, packed, shape, linear.bias is not None)
         return LowbitLinear.from_packed(packed).train(old.training)
 
-    def _embedding(self, name: str, here: str, old: nn.Embedding) -> Mapping[str, nn.Module]:
-        packed = self.checkpoint.load(name, self.act, self.device or home(old.weight))
+    def _embedding(self, name: str, here: str, old: nn.Embedding | LowbitEmbedding) -> Mapping[str, nn.Module]:
+        packed = self.checkpoint.load(name, self.act, self.device or _home_of(old))
         self._check(name, packed, (old.num_embeddings, old.embedding_dim), False)
         embedding = LowbitEmbedding.from_packed(packed).in_place_of(old)
         return with_tied([here], embedding, tied_linears(self.modules.items(), old))

@@ -109,7 +109,8 @@ def load_checkpoint(
 
     model    built as for float weights, on the meta device say: linear layers that are quantized in the files become
              `LowbitLinear`s, embeddings `LowbitEmbedding`s, experts of transformers `LowbitExperts`, and other tensors
-             are assigned in the type that they have in the files
+             are assigned in the type that they have in the files. Layers and embeddings that are low-bit already are
+             replaced, whatever their format
     act      type of the inputs of quantized layers; None: what they were saved for, or the dtype of config.json
     device   where to load; None: where the model's tensors are, or the CPU if they are on meta. Buffers that are not
              in files, as some models compute for rotations, stay where they are

@@ -66,10 +66,13 @@ class LowbitEmbedding(PackedModule):
             raise PackError(f"the table must be a PackedWeight, not {type(packed).__name__}; use pack()")
         return cls(packed.spec, packed)
 
-    def in_place_of(self, dense: nn.Embedding) -> LowbitEmbedding:
-        """Returns itself, after taking over all from a dense embedding but its table."""
-        self.padding_idx, self.scale = dense.padding_idx, scale_of(dense)
-        return self.train(dense.training)
+    def in_place_of(self, other: nn.Embedding | LowbitEmbedding) -> LowbitEmbedding:
+        """Returns itself, after taking over all from another embedding but its table.
+
+        Raises SpecError for a subclass of nn.Embedding that does more than scale rows.
+        """
+        self.padding_idx, self.scale = other.padding_idx, scale_of(other)
+        return self.train(other.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows [..., size] of tokens [...], in the act type.
@@ -173,11 +176,13 @@ SCALED = "return super().forward(input_ids) * self.embed_scale"
 ROUNDED = ".to(self.weight.dtype)"
 
 
-def scale_of(embedding: nn.Embedding) -> float | None:
+def scale_of(embedding: nn.Embedding | LowbitEmbedding) -> float | None:
     """Returns what an embedding multiplies rows by, of which transformers has two kinds; None for nn.Embedding.
 
     Raises SpecError for a subclass that does something else.
     """
+    if isinstance(embedding, LowbitEmbedding):
+        return embedding.scale
     if type(embedding) is nn.Embedding:
         return None
     with suppress(OSError, TypeError):
@@ -190,13 +195,17 @@ def scale_of(embedding: nn.Embedding) -> float | None:
     raise SpecError(f"{type(embedding).__name__} is a subclass of nn.Embedding with its own ways")
 
 
-def tied_linears(modules: Iterable[tuple[str, nn.Module]], embedding: nn.Embedding) -> dict[str, nn.Linear]:
+def tied_linears(
+    modules: Iterable[tuple[str, nn.Module]], embedding: nn.Embedding | LowbitEmbedding
+) -> dict[str, nn.Linear | TiedLinear]:
     """Returns those among named modules that are linear layers whose weight is the table of an embedding."""
+    if isinstance(embedding, LowbitEmbedding):
+        return {name: m for name, m in modules if isinstance(m, TiedLinear) and m.embedding is embedding}
     return {name: m for name, m in modules if isinstance(m, nn.Linear) and m.weight is embedding.weight}
 
 
 def with_tied(
-    names: Iterable[str], embedding: LowbitEmbedding, tied: Mapping[str, nn.Linear]
+    names: Iterable[str], embedding: LowbitEmbedding, tied: Mapping[str, nn.Linear | TiedLinear]
 ) -> dict[str, LowbitEmbedding | TiedLinear]:
     """Returns what takes the places of an embedding with these names, and of the linear layers that are tied to it."""
     heads = {linear: embedding.linear(linear.bias).train(linear.training) for linear in tied.values()}
