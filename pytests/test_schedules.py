@@ -30,7 +30,7 @@ from lowbit.passes.scheduling.choice import (
     schedule_for,
 )
 from lowbit.passes.scheduling.tables import Entry, Key, parse_table, shipped_tables
-from lowbit.passes.target import parse_target
+from lowbit.passes.target import Target, parse_target
 from lowbit.pylib import knobs
 from lowbit.pylib.build import user_tables as schedules
 from lowbit.pylib.matmul import Matmul
@@ -238,6 +238,23 @@ def test_a_choice_looks_at_few_schedules(monkeypatch: pytest.MonkeyPatch) -> Non
     looked.clear()
     assert schedule_for(many[0].key.spec, 16, HOPPER, None, [big]) == ODD
     assert looked["predict"] == 0 and looked["suits"] == 1
+
+
+@pytest.mark.parametrize(("compute", "name"), [(None, "prefill"), ("f8e4m3", "eight_bit_prefill")])
+def test_a_schedule_is_checked_once_for_all_tokens(compute: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most candidates of a number of tokens are those of another number, too."""
+    family, checked = FAMILIES[name], Counter[Any]()
+    check = family.check
+
+    def counted(spec: MatmulSpec, schedule: Any, target: Target) -> None:
+        checked[schedule] += 1
+        check(spec, schedule, target)
+
+    monkeypatch.setattr(family, "check", counted)
+    chooser = Chooser(MatmulSpec(4096 + 48, 4096, "u4", 128, compute=compute), HOPPER)
+    for tile in chooser.any_tiles:
+        chooser.predicted(tile)
+    assert len(checked) > 20 and set(checked.values()) == {1}
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: Counter[str]) -> None:

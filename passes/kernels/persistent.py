@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, TypeVar
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily
@@ -32,8 +33,13 @@ class PersistentFamily(KernelFamily[S]):
 
     def fits(self, spec: MatmulSpec, schedule: S, target: Target) -> bool:
         """Tells whether a schedule is allowed and leaves every thread registers enough."""
-        return self.allows(spec, schedule, target) and not self.spills(spec, schedule)
+        return _fits(self, spec, schedule, target)
 
     @abstractmethod
     def spills(self, spec: MatmulSpec, schedule: S) -> bool:
         """Tells whether a thread needs more registers than it has."""
+
+
+@lru_cache(maxsize=4096)  # the candidates of all token tiles of a few matmuls, which are mostly the same schedules
+def _fits(family: PersistentFamily[Any], spec: MatmulSpec, schedule: PrefillSchedule, target: Target) -> bool:
+    return family.allows(spec, schedule, target) and not family.spills(spec, schedule)

@@ -23,12 +23,8 @@ def with_cuts(spec: MatmulSpec, tokens: int, schedules: Iterable[S], target: Tar
     the only wave, smaller tiles do the same."""
     for s in schedules:
         yield s
-        for split in sorted({1, s.cluster}):
-            cuts = (replace(s, last_tokens=last, last_split_k=split) for last in s.slice_sizes(split))
-            yield from islice((c for c in cuts if _is_cut(PrefillPlan(spec, c), tokens, target)), 1)
-
-
-def _is_cut(plan: PrefillPlan, tokens: int, target: Target) -> bool:
-    """Whether the last of several waves has slices."""
-    waves = waves_of(plan, tokens, target)
-    return waves.full > 0 and waves.busy > 0 and waves.last == plan.slice
+        waves = waves_of(PrefillPlan(spec, s), tokens, target)
+        if waves.full and waves.busy:
+            for split in sorted({1, s.cluster}):
+                cuts = (replace(s, last_tokens=last, last_split_k=split) for last in s.slice_sizes(split))
+                yield from islice((c for c in cuts if waves.busy * PrefillPlan(spec, c).slices <= 1), 1)
