@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +74,46 @@ def test_weights_beyond_the_type_of_scales(size: float, config: lowbit.QuantConf
         assert (near - weight).norm() < 0.2 * weight.norm()
 
 
+@pytest.mark.parametrize(("size", "name"), [(1e-4, "q6_k"), (3e-4, "q6_k"), (3e-5, "q5_k")])
+def test_small_scales_of_a_second_level(size: float, name: str) -> None:
+    """In f16 they are rounded so far that it shows, which is said; in bf16 they are not."""
+    weight = weight_of(16, 512) * size
+    config = CONFIG.preset(name)
+    with pytest.warns(UserWarning, match=SMALL) as told:
+        rounded = lowbit.quantize(weight, config).dequantize()
+    assert [warning.filename for warning in told] == [__file__]
+    assert config.bilevel is not None
+    exact = replace(config, bilevel=replace(config.bilevel, scale="bf16"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        near = lowbit.quantize(weight, exact).dequantize()
+    assert (near - weight).norm() < 0.91 * (rounded - weight).norm()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [0.1, 0.01, 1e-3])
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
+def test_usual_scales_of_a_second_level(name: str, size: float) -> None:
+    """Below 6e-5 they have fewer digits in f16 than others, but enough. Small blocks beside others add no error."""
+    weight = weight_of(16, 512) * size
+    lowbit.quantize(weight, CONFIG.preset(name))
+    weight[:, 256:] /= 1e4
+    weight[8:] = 0
+    lowbit.quantize(weight, CONFIG.preset(name))
+    assert not lowbit.quantize(weight * 0, CONFIG.preset(name)).dequantize().any()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [0.01, 1e-4])
+def test_scales_of_methods_with_data(size: float) -> None:
+    """SpQR's second level has zeros, beside which small scales say that all groups are alike. Codes that GPTQ chose are
+    far from the weight."""
+    weight, x = weight_of(16, 512) * size, inputs_of(600, 512)
+    lowbit.quantize(weight, CONFIG.preset("spqr"), x)
+    with pytest.warns(UserWarning, match=SMALL) if size < 0.01 else nullcontext():
+        lowbit.quantize(weight, replace(CONFIG.preset("q6_k"), method="gptq"), x)
+
+
 def test_codes_far_from_weights_in_e4m3() -> None:
     """Powers of two reach down to any weight with the least scale. What GPTQ moves to other columns is not lost."""
     config, x = CONFIG("f6e5m0", 16, scale="e4m3", method="gptq"), inputs_of(40, 64)
@@ -80,6 +122,7 @@ def test_codes_far_from_weights_in_e4m3() -> None:
     assert output_error(W, result.dequantize(), x) < 0.1 * float((W @ x.T).square().sum())
 
 
+SMALL = "scales of a second level that are a few times 6e-08, the least of f16: .* use scale='bf16' .* in bilevel="
 HUGE = W.clone()
 HUGE[3, 40] = 1e7
 GPTQ, IN_E4M3 = CONFIG("u4", 32, method="gptq"), CONFIG("u4", 32, scale="e4m3")

@@ -38,7 +38,8 @@ def quantize(
 
     Raises QuantizeError for a weight that cannot be quantized (it says where a value is NaN or inf, or has a scale
     beyond its type, or that scales are below their type) and for a missing or wrong calibration, SpecError where groups
-    do not divide k.
+    do not divide k. Warns where a K-quant's second level has f16 scales so small that rounding them adds a tenth to the
+    error: `q6_k` of weights below 1e-3, say.
     """
     config = QuantConfig() if config is None else config
     if not isinstance(cast(object, config), QuantConfig):
