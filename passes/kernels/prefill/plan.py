@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from lowbit.dialect.formats.packing import ROWS
@@ -82,7 +83,7 @@ class PrefillPlan:
     def piece(self) -> int:
         return max(self.spec.packing.chunk, self.schedule.panel_k)
 
-    @property
+    @cached_property
     def step(self) -> int:
         """Columns of a round: a multiple of the group, or a part of it, unless rounds would get too long. A panel of a
         round has the same stage in all rounds."""
