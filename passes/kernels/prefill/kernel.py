@@ -110,11 +110,12 @@ class Kernel:
         p, s, plan = self.p, self.schedule, self.plan
         self._allocate()
         self._make_weight()
+        block, blocks = p.block_id(0), p.block_count(0)
         self.rank = p.block_id(1) if s.cluster_blocks > 1 else Scalar.of(0)
         self.panels.rank = self.rank
         self.exchange = Exchange(p, plan.split, self.rank) if plan.split else None
         self._announce_signals()
-        self._share_out()
+        self._share_out(block, blocks)
         first = self.order.first()
         self._load_first(first.row_tile)
         self.weight.fill_table()
@@ -133,15 +134,14 @@ class Kernel:
             self._compute_slice(plan.slice, loop.carried)
         self._leave()
 
-    def _share_out(self) -> None:
-        """Finds out which tiles this block computes, and which rounds of them."""
+    def _share_out(self, block: Scalar, blocks: Scalar) -> None:
+        """Finds out which tiles a block computes, of so many, and which rounds of them."""
         p, plan = self.p, self.plan
-        self.workspace = Workspace(p, plan, p["m"]) if self.schedule.in_memory else None
+        self.workspace = Workspace(p, plan, p["m"], block, blocks) if self.schedule.in_memory else None
         if self.workspace:
             block, blocks = self.workspace.block, self.workspace.blocks
             self.first_round, self.rounds = self.workspace.first_round, self.workspace.rounds
         else:
-            block, blocks = p.block_id(0), p.block_count(0)
             self.first_round, self.rounds = first_round(plan.whole, self.rank), plan.rounds
         self.order = TileOrder(plan, p["m"], block, blocks, self.rank)
 

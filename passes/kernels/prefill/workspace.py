@@ -24,16 +24,15 @@ _AT_ONCE = 112  # tokens whose sums are read together, at most: of three blocks,
 
 
 class Workspace:
-    """The parts of k and their sums in program `p`, in a launch for so many tokens.
+    """The parts of k and their sums in program `p`: in a block of a launch of so many blocks for so many tokens.
 
     splits         whether blocks split k; `whole`: whether they do not
-    block, blocks  the number of the block, or of those that share a tile, and how many there are
+    block, blocks  the number of the block, or where they split k of those that share a tile, and how many there are
     first_round    the first round of the block's part of k, which has `rounds`
     """
 
-    def __init__(self, p: Program, plan: PrefillPlan, tokens: Scalar) -> None:
+    def __init__(self, p: Program, plan: PrefillPlan, tokens: Scalar, block: Scalar, blocks: Scalar) -> None:
         self.p, self.plan, split_k = p, plan, plan.schedule.split_k
-        block, blocks = p.block_id(0), p.block_count(0)
         tiles = (tokens + (plan.schedule.tokens - 1)) // plan.schedule.tokens * plan.row_tiles
         at_once = (blocks // split_k).min(plan.places)
         self.splits, self.whole = tiles < at_once + 1, at_once < tiles
