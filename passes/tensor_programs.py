@@ -11,6 +11,7 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.packed_type import Packed, packed_type
 from lowbit.dialect.spec import Act, MatmulSpec, Out, Scale, Zeros
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule, Operation
+from lowbit.passes.kernels.permute.family import permute_spec
 from lowbit.passes.kernels.quantize.family import quantize_spec
 from lowbit.passes.kernels.registry import family_named, schedule_from_dict, schedule_to_dict
 
@@ -67,6 +68,12 @@ def prepack_module(spec: MatmulSpec) -> ir.Module:
     return _function("prepack", [codes], [packed], lambda arguments: ops.PrepackOp(arguments[0], weight, packed))
 
 
+def permute_module(spec: MatmulSpec) -> ir.Module:
+    """A module with @permute(x, permutation) -> y, of one lowbit.permute."""
+    x, permutation = _tensor([_ANY, spec.k], spec.act), _tensor([spec.k], "i32")
+    return _function("permute", [x, permutation], [x], lambda arguments: ops.PermuteOp(*arguments, x))
+
+
 def quantize_module(spec: MatmulSpec) -> ir.Module:
     """A module with @quantize(x) -> (values, scales, sums), of one lowbit.quantize."""
     x, quantized = _tensor([_ANY, spec.k], spec.act), _quantized_types(spec)
@@ -111,6 +118,7 @@ MODULES: dict[Operation, Callable[[MatmulSpec], ir.Module]] = {
     "matmul": matmul_module,
     "dequantize": dequantize_module,
     "prepack": prepack_module,
+    "permute": permute_module,
     "quantize": quantize_module,
     "quantized_matmul": quantized_matmul_module,
 }
@@ -123,9 +131,10 @@ def packed_of(op: Any) -> Packed:
 
 def spec_of(op: Any) -> MatmulSpec:
     """The spec that an operation's types spell out."""
-    if isinstance(op, ops.QuantizeOp):
-        k, act = ir.RankedTensorType(op.x.type).shape[1], str(ir.RankedTensorType(op.x.type).element_type)
-        return quantize_spec(k, cast(Act, act), _compute_of(op.values))
+    if isinstance(op, ops.PermuteOp | ops.QuantizeOp):
+        x = ir.RankedTensorType(op.x.type)
+        k, act = x.shape[1], cast(Act, str(x.element_type))
+        return permute_spec(k, act) if isinstance(op, ops.PermuteOp) else quantize_spec(k, act, _compute_of(op.values))
     w = packed_of(op)
     act = y = "f16"  # packing depends on neither
     bias, compute = False, None

@@ -44,6 +44,6 @@ def test_a_key_error_in_a_verifier_is_not_swallowed(monkeypatch: pytest.MonkeyPa
 def test_every_operation_of_programs_has_a_rule() -> None:
     """What is not of the tensor level, of registers or around a program is lowered by a registered rule."""
     elsewhere = {"matmul", "dequantize", "prepack", "program", "decode_pair", "decode_shifted_pair", "lookup_pair"}
-    elsewhere |= {"pipeline", "quantize", "quantized_matmul"}
+    elsewhere |= {"pipeline", "permute", "quantize", "quantized_matmul"}
     names = {op.OPERATION_NAME for op in Lowbit.operations} - {f"lowbit.{name}" for name in elsewhere}
     assert lower_tiles._RULES and sorted(names - RULES.keys()) == []

@@ -1,8 +1,8 @@
 """The operations of the `lowbit` dialect.
 
-Tensor level: `matmul`, `quantize`, `quantized_matmul`, `dequantize`, `prepack`. Tile level: a `program` is what one
-block does with tiles in device memory, shared memory and registers; scalars and loops are upstream's arith and scf.
-Register level: `decode_pair`, `decode_shifted_pair` and `lookup_pair` turn the words of a thread into a pair of
+Tensor level: `matmul`, `permute`, `quantize`, `quantized_matmul`, `dequantize`, `prepack`. Tile level: a `program` is
+what one block does with tiles in device memory, shared memory and registers; scalars and loops are upstream's arith and
+scf. Register level: `decode_pair`, `decode_shifted_pair` and `lookup_pair` turn the words of a thread into a pair of
 numbers, and are all that is left of a format when tiles are gone, but for bytes.
 
 Verifiers say what was expected and what came. Accesses carry a `boundary`, one word per dim of the tile:
@@ -104,10 +104,11 @@ from lowbit.dialect.ops.programs import (
 )
 from lowbit.dialect.ops.registers import DecodePairOp, DecodeShiftedPairOp, LookupPairOp
 from lowbit.dialect.ops.sends import SendOp
-from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PrepackOp, QuantizedMatmulOp, QuantizeOp
+from lowbit.dialect.ops.tensors import DequantizeOp, MatmulOp, PermuteOp, PrepackOp, QuantizedMatmulOp, QuantizeOp
 from lowbit.dialect.ops.tiles import (
     ConstantOp,
     DiagonalOp,
+    GatherOp,
     LoadMatrixOp,
     LoadOp,
     MaterializeOp,
@@ -166,6 +167,7 @@ __all__ = [
     "FirstOutliersOp",
     "FmaOp",
     "FreeSharedOp",
+    "GatherOp",
     "GlobalViewOp",
     "GridLaunchOp",
     "GridWaitOp",
@@ -190,6 +192,7 @@ __all__ = [
     "OffsetSumsOp",
     "OneThreadOp",
     "PeerOp",
+    "PermuteOp",
     "PipelineOp",
     "PrefetchOp",
     "PrepackOp",

@@ -86,6 +86,25 @@ class QuantizeOp(Lowbit.Operation, name="quantize"):
         _check_quantized(op.values, op.scales, op.sums, k)
 
 
+class PermuteOp(Lowbit.Operation, name="permute"):
+    """y[t, j] = x[t, permutation[j]]: columns of x, tensor<?xk>, in the order of a weight whose columns are permuted.
+
+    `permutation` is tensor<k x i32> and has every column once.
+    """
+
+    x: ext.Operand[Any]
+    permutation: ext.Operand[Any]
+    y: ext.Result[Any]
+    schedule = Optional(ir.DictAttr, _SCHEDULE)
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        act = tensor(op.x, "x", (None, None), ACTS)
+        k = ir.RankedTensorType(op.x.type).shape[1]
+        tensor(op.permutation, "permutation", (k,), ("i32",))
+        tensor(op.y, "y", (None, k), (act,))
+
+
 class QuantizedMatmulOp(Lowbit.Operation, name="quantized_matmul"):
     """y[t, n] = scales[t] * sum_k values[t, k] W[n, k] (+ bias[n]), with x as `quantize` makes it.
 

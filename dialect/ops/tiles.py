@@ -44,6 +44,32 @@ class LoadOp(Lowbit.Operation, name="load"):
         check_access(op, source, tile.shape, ("none", "clamp", "zero"))
 
 
+class GatherOp(Lowbit.Operation, name="gather"):
+    """source[offsets, i] for every i of a tile of i32: elements of the last dim of device or shared memory, exactly.
+
+    Indices must be inside of the memory, and are read one by one.
+    """
+
+    source: ext.Operand[Any]
+    index: ext.Operand[RegType]
+    offsets: Sequence[ext.Operand[I32]]
+    result: ext.Result[RegType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        source, index, tile = memory_of(op.source), Reg.of(op.index.type), Reg.of(op.result.type)
+        real(source.element, "source")
+        same_element(source.element, tile.element, "element of the result")
+        same_element("i32", index.element, "element of the index")
+        expect(tile.layout == index.layout, "layout", index.layout, tile.layout)
+        outer = len(source.shape) - 1
+        expect(len(op.offsets) == outer, "offsets", f"one for each dim but the last ({outer})", len(op.offsets))
+        if isinstance(source, Shared):
+            expect(source.swizzle == 0, "swizzle", "none", source.swizzle)
+        else:
+            expect(set(source.divisors) == {1}, "divisors", "all 1", list(source.divisors))
+
+
 class LoadMatrixOp(Lowbit.Operation, name="load_matrix"):
     """The B fragments (rows of n, columns of k) of a tile [.., n, k] of 16-bit or 8-bit elements, by ldmatrix.
 

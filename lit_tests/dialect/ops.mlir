@@ -1,11 +1,12 @@
 // RUN: %lowbit-opt %s --split-input-file | %filecheck %s
 // RUN: %lowbit-opt %s --split-input-file --mlir-print-op-generic | %lowbit-opt - --split-input-file | %filecheck %s
 
-// Every operation of the dialect, there and back. First the two on tensors.
+// Every operation of the dialect, there and back. First those on tensors.
 
 !weight = !lowbit.packed<[64, 256], #lowbit.format<"u4", []>, 128, "int", "f16">
 // CHECK-LABEL: func.func @tensors
-func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) -> tensor<?x64xf32> {
+func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>, %order: tensor<256xi32>)
+    -> tensor<?x64xf32> {
   // CHECK: "lowbit.matmul"(%{{.*}}, %{{.*}}, %{{.*}}) {operandSegmentSizes = array<i32: 1, 1, 1>}
   %y = "lowbit.matmul"(%x, %w, %bias) {operandSegmentSizes = array<i32: 1, 1, 1>}
     : (tensor<?x256xf16>, !weight, tensor<64xf32>) -> tensor<?x64xf32>
@@ -14,6 +15,8 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>) ->
     : (tensor<?x256xf16>, !weight) -> tensor<?x64xf16>
   // CHECK: "lowbit.dequantize"
   %0 = "lowbit.dequantize"(%w) : (!weight) -> tensor<64x256xbf16>
+  // CHECK: "lowbit.permute"(%{{.*}}, %{{.*}}) : (tensor<?x256xf16>, tensor<256xi32>) -> tensor<?x256xf16>
+  %1 = "lowbit.permute"(%x, %order) : (tensor<?x256xf16>, tensor<256xi32>) -> tensor<?x256xf16>
   return %y : tensor<?x64xf32>
 }
 

@@ -56,3 +56,19 @@ func.func @dequantize_y(%w: !weight) -> tensor<256x64xf16> {
   %y = "lowbit.dequantize"(%w) : (!weight) -> tensor<256x64xf16>
   return %y : tensor<256x64xf16>
 }
+
+// -----
+
+func.func @permutation(%x: tensor<?x256xf16>, %permutation: tensor<128xi32>) -> tensor<?x256xf16> {
+  // expected-error @below {{'lowbit.permute' op permutation: expected tensor<256xi32>, got tensor<128xi32>}}
+  %y = "lowbit.permute"(%x, %permutation) : (tensor<?x256xf16>, tensor<128xi32>) -> tensor<?x256xf16>
+  return %y : tensor<?x256xf16>
+}
+
+// -----
+
+func.func @permuted(%x: tensor<?x256xf16>, %permutation: tensor<256xi32>) -> tensor<?x256xbf16> {
+  // expected-error @below {{y: expected tensor<?x256xf16>, got tensor<?x256xbf16>}}
+  %y = "lowbit.permute"(%x, %permutation) : (tensor<?x256xf16>, tensor<256xi32>) -> tensor<?x256xbf16>
+  return %y : tensor<?x256xbf16>
+}

@@ -263,3 +263,63 @@ func.func @diagonal_columns(%rows: !rows) {
   %0 = "lowbit.diagonal"(%rows) : (!rows) -> !lowbit.reg<[8, 64], f16, "local(1, 8).spatial(8, 4).local(1, 2)">
   return
 }
+
+// -----
+
+!source = !lowbit.global<[4, 64], vector<4xi32>, [64, 1], [1, 1]>
+func.func @gather_codes(%source: !source, %index: !lowbit.reg<[32], i32, "spatial(32)">, %row: i32) {
+  // expected-error @below {{'lowbit.gather' op element of the source: expected f16 or bf16 or f32, got vector<4xi32>}}
+  %0 = "lowbit.gather"(%source, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!source, !lowbit.reg<[32], i32, "spatial(32)">, i32) -> !lowbit.reg<[32], vector<4xi32>, "spatial(32)">
+  return
+}
+
+// -----
+
+!source = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
+func.func @gather_index(%source: !source, %index: !lowbit.reg<[32], i16, "spatial(32)">, %row: i32) {
+  // expected-error @below {{element of the index: expected i32, got i16}}
+  %0 = "lowbit.gather"(%source, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!source, !lowbit.reg<[32], i16, "spatial(32)">, i32) -> !lowbit.reg<[32], f16, "spatial(32)">
+  return
+}
+
+// -----
+
+!source = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
+func.func @gather_offsets(%source: !source, %index: !lowbit.reg<[32], i32, "spatial(32)">, %row: i32) {
+  // expected-error @below {{offsets: expected one for each dim but the last (1), got 2}}
+  %0 = "lowbit.gather"(%source, %index, %row, %row) {operandSegmentSizes = array<i32: 1, 1, 2>}
+    : (!source, !lowbit.reg<[32], i32, "spatial(32)">, i32, i32) -> !lowbit.reg<[32], f16, "spatial(32)">
+  return
+}
+
+// -----
+
+!source = !lowbit.shared<[8, 64], f16, [64, 1], 128>
+func.func @gather_swizzled(%source: !source, %index: !lowbit.reg<[32], i32, "spatial(32)">, %row: i32) {
+  // expected-error @below {{swizzle: expected none, got 128}}
+  %0 = "lowbit.gather"(%source, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!source, !lowbit.reg<[32], i32, "spatial(32)">, i32) -> !lowbit.reg<[32], f16, "spatial(32)">
+  return
+}
+
+// -----
+
+!source = !lowbit.global<[4, 64], f16, [64, 1], [2, 1]>
+func.func @gather_divided(%source: !source, %index: !lowbit.reg<[32], i32, "spatial(32)">, %row: i32) {
+  // expected-error @below {{divisors: expected all 1, got [2, 1]}}
+  %0 = "lowbit.gather"(%source, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!source, !lowbit.reg<[32], i32, "spatial(32)">, i32) -> !lowbit.reg<[32], f16, "spatial(32)">
+  return
+}
+
+// -----
+
+!source = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
+func.func @gather_layout(%source: !source, %index: !lowbit.reg<[64], i32, "spatial(32).local(2)">, %row: i32) {
+  // expected-error @below {{layout: expected spatial(32).local(2), got local(2).spatial(32)}}
+  %0 = "lowbit.gather"(%source, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1>}
+    : (!source, !lowbit.reg<[64], i32, "spatial(32).local(2)">, i32) -> !lowbit.reg<[64], f16, "local(2).spatial(32)">
+  return
+}

@@ -26,6 +26,14 @@ class Tiles:
         words = boundary_of(boundary, layout)
         return Tile(ops.LoadOp(source.value, indices(offsets), words, Reg(source.type.element, layout).type).result)
 
+    def gather(self, source: Memory, offsets: Sequence[Index], index: Tile) -> Tile:
+        """Returns source[offsets, i] for each i of a tile of i32, which must be a place in the last dim.
+
+        source: real numbers in device or shared memory; offsets: one for each other dim.
+        """
+        result = Reg(source.type.element, index.layout).type
+        return Tile(ops.GatherOp(source.value, index.value, indices(offsets), result).result)
+
     def load_matrix(self, source: Memory, rows: Index, layout: Layout) -> Tile:
         """Returns operand b of `mma` [.., n, k], of a buffer of 16-bit or 8-bit elements, by ldmatrix.
 

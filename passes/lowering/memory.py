@@ -103,6 +103,32 @@ def _loaded(reg: Reg, source: Access) -> Fragment:
     return Fragment(reg, "word" if wide else "scalar", register)
 
 
+@lowers(ops.GatherOp)
+def gather(op: Any, c: LoweringContext) -> None:
+    """A load for each element of a thread."""
+    place, index, reg = c.places[op.source], c.tiles[op.index], Reg.of(op.result.type)
+    *outer, last = place.type.strides
+    row = place.base
+    for offset, stride in zip(c.offsets(op), outer):
+        row = emit.offset_bytes(row, dynamic=_in_bytes(offset, stride, place))
+    type_, alignment = ir.Type.parse(str(reg.element)), element_bits(reg.element) // 8
+
+    def element(slot: int) -> Any:
+        address = emit.offset_bytes(row, dynamic=_in_bytes(index.scalar(slot), last, place))
+        return llvm.load(type_, address, alignment=alignment)
+
+    fragment = Fragment(reg, "scalar", element)
+    c.pending.add_read(fragment)
+    c.tiles[op.result] = fragment
+
+
+def _in_bytes(index: Any, stride: int, place: Place) -> Any:
+    """Returns index * stride in bytes, in the width of an address of a place."""
+    wide = isinstance(place.type, Global)
+    number = arith.extui(emit.integer(64), index) if wide else index
+    return arith.muli(number, emit.constant(stride * (element_bits(place.type.element) // 8), 64 if wide else 32))
+
+
 def _load_or_zero(type_: Any, address: Any, alignment: int, inside: Any | None) -> Any:
     """Reads memory if a condition holds, else zero; None: always reads."""
     if inside is None:

@@ -25,7 +25,7 @@ class ExpandMatmul:
     name: ClassVar[str] = "expand-matmul"
 
     def run(self, module: ir.Module) -> None:
-        for kind in (*WITH_WEIGHT, ops.QuantizeOp):
+        for kind in (*WITH_WEIGHT, ops.QuantizeOp, ops.PermuteOp):
             for op in each_op(module, kind):
                 with at(op):
                     if kind in WITH_WEIGHT:

@@ -14,6 +14,7 @@ from lowbit.dialect.bindings import ir
 from lowbit.passes.base import at, each_op
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.permute.family import default_schedule as default_permute_schedule
 from lowbit.passes.kernels.quantize.family import default_schedule as default_quantize_schedule
 from lowbit.passes.kernels.registry import family_of, schedule_from_dict
 from lowbit.passes.scheduling.choice import fixed_schedule, schedule_for
@@ -33,7 +34,7 @@ class SelectSchedule:
     schedule: Schedule | None = None
 
     def run(self, module: ir.Module) -> None:
-        for kind in (*WITH_WEIGHT, ops.QuantizeOp):
+        for kind in (*WITH_WEIGHT, ops.QuantizeOp, ops.PermuteOp):
             for op in each_op(module, kind):
                 if op.schedule is None:
                     with at(op):
@@ -47,6 +48,8 @@ class SelectSchedule:
         spec = spec_of(op)
         if isinstance(op, ops.QuantizeOp):
             return default_quantize_schedule(spec)
+        if isinstance(op, ops.PermuteOp):
+            return default_permute_schedule(spec, self.tokens, self.target)
         if self.schedule is None:
             return schedule_for(spec, self.tokens, self.target)
         given = schedule_from_dict({"family": self.family} | asdict(self.schedule))

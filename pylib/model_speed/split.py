@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lowbit.pylib.model_speed.runner import Runner
 
-OURS = ("matmul", "prefill", "quantize", "dequantize", "prepack")
+OURS = ("matmul", "prefill", "permute", "quantize", "dequantize", "prepack")
 """Names of the kernels that lowbit compiles, in full."""
 KINDS = (
     ("attention", ("flash", "fmha", "sdpa", "attention", "cudnn")),

@@ -21,7 +21,8 @@ from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu, check_schedule
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
 from lowbit.pylib.runtime.gpu import CudaRuntime
-from lowbit.pylib.weights.dequantized import in_order_of_x
+from lowbit.pylib.runtime.permuters import Permuter, permuter
+from lowbit.pylib.weights.dequantized import inverse_of
 
 
 def make_runtime(
@@ -30,7 +31,8 @@ def make_runtime(
     """The runtime for a target. late_scaling: no kernel rounds weights, as `Artifacts` has it; a CPU's never does."""
     if spec.permuted:
         in_order = replace(spec, permuted=False)
-        return PermutedRuntime(make_runtime(in_order, target, schedule, late_scaling=late_scaling))
+        inner = make_runtime(in_order, target, schedule, late_scaling=late_scaling)
+        return PermutedRuntime(inner, permuter(spec.k, spec.act, target))
     if target.kind == "cuda":
         return CudaRuntime(spec, target, schedule, late_scaling)
     if target.kind == "emulator":
@@ -73,18 +75,19 @@ class CpuRuntime:
 class PermutedRuntime:
     """Another runtime for weights whose columns are permuted: it brings x into their order first, once per call.
 
-    A gather can be recorded in a CUDA graph. The kernels are those of the same weight in order.
+    On a GPU that is a launch in front of the matmul's, which begins to read the weight meanwhile. The kernels of the
+    matmul are those of the same weight in order.
     """
 
-    def __init__(self, inner: Runtime) -> None:
-        self._inner = inner
+    def __init__(self, inner: Runtime, permute: Permuter) -> None:
+        self._inner, self._permute = inner, permute
         self.schedule = inner.schedule
         self.kernel, self.stages, self.choices = inner.kernel, inner.stages, inner.choices
 
     def matmul(self, x: Tensor, weight: Tensors) -> Tensor:
         *in_order, permutation = weight
-        return self._inner.matmul(x.index_select(-1, permutation), in_order)
+        return self._inner.matmul(self._permute(x, permutation), in_order)
 
     def dequantize(self, weight: Tensors) -> Tensor:
         *in_order, permutation = weight
-        return in_order_of_x(self._inner.dequantize(in_order), permutation)
+        return self._permute(self._inner.dequantize(in_order), inverse_of(permutation))

@@ -51,7 +51,13 @@ def dequantize(spec: MatmulSpec, tensors: Mapping[str, Tensor], dtype: torch.dty
 
 def in_order_of_x(w: Tensor, permutation: Tensor) -> Tensor:
     """Returns the columns of w, which are stored permuted, in the order of x."""
-    return torch.empty_like(w).index_copy_(1, permutation.long(), w)
+    return w.index_select(1, inverse_of(permutation))
+
+
+def inverse_of(permutation: Tensor) -> Tensor:
+    """Returns the permutation, in i32, that undoes one: where its result has column j of what it permutes."""
+    places = torch.arange(len(permutation), dtype=torch.int32, device=permutation.device)
+    return torch.empty_like(places).index_copy_(0, permutation.long(), places)
 
 
 def decoded(spec: MatmulSpec, codes: Tensor, values: np.ndarray) -> Iterator[tuple[slice, Tensor]]:
