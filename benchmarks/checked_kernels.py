@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,7 @@ from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance
 from lowbit.pylib.runtime.base import argument_order
 from lowbit.pylib.runtime.driver import current_stream
 from lowbit.pylib.runtime.gpu import load_matmul
+from lowbit.pylib.runtime.permuters import permuter
 from lowbit.pylib.runtime.quantizers import gpu_quantizer
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import pack
@@ -116,8 +118,21 @@ def quantizes(target: Target) -> bool:
     return all(torch.equal(found.cpu().view(torch.uint8), exact.view(torch.uint8)) for found, exact in pairs)
 
 
+def permutes(m: int, target: Target) -> bool:
+    """Permutes columns on the GPU, and tells whether that gives what torch gives."""
+    x, permutation = torch.randn(m, SIZES["k"]).half(), torch.randperm(SIZES["k"]).int()
+    permute, there = permuter(x.shape[1], "f16", target), permutation.cuda()
+    found = [permute(x.cuda(), there) for _ in range(2)]  # the second may overlap
+    return all(torch.equal(each.cpu(), x.index_select(1, permutation)) for each in found)
+
+
 CHECKS: Mapping[str, Callable[[Target], bool]] = MappingProxyType(
-    {"quantize, 300 tokens": quantizes} | {name: case.is_right for name, case in CASES.items()}
+    {
+        "quantize, 300 tokens": quantizes,
+        "permute, 3 tokens": partial(permutes, 3),
+        "permute, 301 tokens": partial(permutes, 301),
+    }
+    | {name: case.is_right for name, case in CASES.items()}
 )
 
 

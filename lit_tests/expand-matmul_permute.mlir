@@ -16,13 +16,13 @@
 // CHECK-NEXT: "lowbit.barrier"
 // CHECK:      %[[Y:.*]] = "lowbit.gather"(%[[ROW]], %[[COLUMNS]],
 // CHECK:      "lowbit.store"(%[[Y]],
-// CHECK:      grid = ["ceil(m / 1)", 4 : i64, 1 : i64]
+// CHECK:      grid = ["ceil(m / 1)", 4, 1]
 
 // With many tokens a block has four rows, and reads the permutation once for all of them.
 // MANY:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[4, 8192], f16, [8192, 1], 0 : i64>
 // MANY-COUNT-4: "lowbit.gather"
 // MANY-NOT:     "lowbit.gather"
-// MANY:         grid = ["ceil(m / 4)", 1 : i64, 1 : i64]
+// MANY:         grid = ["ceil(m / 4)", 1, 1]
 func.func @permute(%x: tensor<?x8192xf16>, %permutation: tensor<8192xi32>) -> tensor<?x8192xf16> {
   %y = "lowbit.permute"(%x, %permutation) : (tensor<?x8192xf16>, tensor<8192xi32>) -> tensor<?x8192xf16>
   return %y : tensor<?x8192xf16>
