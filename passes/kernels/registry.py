@@ -31,8 +31,8 @@ _FAMILIES: tuple[KernelFamily[Any], ...] = (
     EightBit(),
     EightBitPrefill(),
     EightBitPrefillMma(),
-    Quantize(),
     Permute(),
+    Quantize(),
 )
 FAMILIES: dict[str, KernelFamily[Any]] = {family.name: family for family in _FAMILIES}
 
