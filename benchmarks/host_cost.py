@@ -16,6 +16,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -123,11 +124,18 @@ def calls() -> dict[str, Callable[[], object]]:
         "torch.nn.functional.linear, f16": lambda: torch.nn.functional.linear(x, dense),
         "torch.empty": lambda: torch.empty((1, 64), dtype=torch.float16, device="cuda"),
     }
+    found |= {"mm(x, w) with columns permuted, x [1, k]": permuted_call(spec, x)}
     for m in TOKENS[1:]:
         found |= {f"mm(x, w), x [{m}, k]": partial(mm, many[:m], w)}
     for compute in COMPUTE:
         found |= dict(eight_bit_calls(compute, many))
     return found
+
+
+def permuted_call(spec: lowbit.MatmulSpec, x: torch.Tensor) -> Callable[[], object]:
+    """Returns a call with a weight whose columns are permuted."""
+    mm = lowbit.compile(replace(spec, permuted=True))
+    return partial(mm, x, mm.pack(**random_inputs(mm.spec, 1)[1]).to("cuda"))
 
 
 def eight_bit_calls(compute: Compute, many: torch.Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
