@@ -157,10 +157,11 @@ def test_any_matrix_of_outliers(places: dict[tuple[int, int], float]) -> None:
 
 
 def test_any_number_of_tokens_is_one_launch() -> None:
-    """One launch for any number, of any weight whose x is in 16-byte pieces; that of the prefill kernel for many."""
+    """One launch for any number, of any weight whose x is in 16-byte pieces; that of the prefill kernel for many, until
+    weights that take long to scale are written out."""
     for spec in (MatmulSpec.preset(name, 512, 1024) for name in ("spqr", "q4_k", "q6_k", "nvfp4", "mxfp4")):
         mm = lowbit.compile(spec, "sm_90a")
-        assert [mm.choices.launches(m)[0].family for m in (500, 4096)] == ["prefill"] * 2
+        assert [mm.choices.launches(m)[0].family for m in (500, 1536)] == ["prefill"] * 2
         assert all(len(mm.choices.launches(m)) == 1 for m in (1, 65, 129, 4096))
 
 
