@@ -29,8 +29,8 @@ from lowbit.pylib.build.driver import Artifact, compile_stages, load
 
 S = TypeVar("S", bound=KernelSchedule)
 _MOST_ON_HOPPER = {(True, True): 1536, (True, False): 3072, (False, True): 6144}
-"""The same on Hopper for weights with outliers, a second level or both, whose scaling takes what products do not hide: by
-up to 17 % of the time, measured (docs/lab-notebook/prefill-outliers.md, "Written out")."""
+"""By whether a weight has outliers, and a second level: the last token tile on Hopper beyond which the vendor's matmul on the
+weight written out takes less time, by up to a fifth, measured (docs/lab-notebook/prefill-outliers.md, "Written out")."""
 
 
 def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None = None) -> KernelChoices:

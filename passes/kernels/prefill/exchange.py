@@ -21,8 +21,14 @@ from lowbit.passes.builder import Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.plan import TileShape
 from lowbit.passes.kernels.prefill.schedule import WARPS
 
-_COLUMN = 8  # tokens, of which a thread has four sums: 16 bytes
-_THREADS = 32 * WARPS
+COLUMN = 8  # tokens, of which a thread has four sums: 16 bytes
+THREADS = 32 * WARPS
+
+
+def in_register_order(p: Program, sums: Tile) -> Tile:
+    """Returns the registers of sums [rows, tokens] in their order: [tokens / 8, threads, 4]."""
+    layout = local(sums.shape[1] // COLUMN, 1, 1).spatial(1, THREADS, 1).local(1, 1, 4)
+    return p.view(sums, "f32", layout)
 
 
 class Exchange:
@@ -31,8 +37,8 @@ class Exchange:
 
     def __init__(self, p: Program, shape: TileShape, rank: Scalar) -> None:
         self.p, self.rank, self.blocks, self.share = p, rank, shape.split_k, shape.share
-        self._places = (self.blocks - 1) * self.share // _COLUMN
-        self._buffer = p.alloc_shared("f32", (self._places, _THREADS, 4))
+        self._places = (self.blocks - 1) * self.share // COLUMN
+        self._buffer = p.alloc_shared("f32", (self._places, THREADS, 4))
         self._received, self._read = p.signals(1, 1, groups=WARPS), p.signals(1, WARPS * self.blocks)
 
     def add_up(self, parts: Sequence[Tile], number: Scalar) -> list[Tile]:
@@ -43,9 +49,9 @@ class Exchange:
         own = len(cut) // self.blocks
         self._await_read(number)
         for i, piece in enumerate(cut[own:]):
-            to, place = (self.rank + (i // own + 1)) % self.blocks, i * piece.shape[1] // _COLUMN
-            p.send(self._flat(piece), self._buffer, to, self._received, 0, (place, 0, 0))
-        p.expect(self._received, 0, self._places * _COLUMN * ROWS * 4, each_warp=True)
+            to, place = (self.rank + (i // own + 1)) % self.blocks, i * piece.shape[1] // COLUMN
+            p.send(in_register_order(p, piece), self._buffer, to, self._received, 0, (place, 0, 0))
+        p.expect(self._received, 0, self._places * COLUMN * ROWS * 4, each_warp=True)
         p.await_signal(self._received, 0, number % 2)
         total = [self._plus_received(piece, i * piece.shape[1]) for i, piece in enumerate(cut[:own])]
         p.barrier("warps", 1)
@@ -65,15 +71,10 @@ class Exchange:
         size = min(part.shape[1], self.share)
         return [self.p.slice(part, 1, first, size) for first in range(0, part.shape[1], size)]
 
-    def _flat(self, sums: Tile) -> Tile:
-        """The registers of sums [rows, tokens] in their order: [tokens / 8, threads, 4]."""
-        layout = local(sums.shape[1] // _COLUMN, 1, 1).spatial(1, _THREADS, 1).local(1, 1, 4)
-        return self.p.view(sums, "f32", layout)
-
     def _plus_received(self, own: Tile, token: int) -> Tile:
         """Sums that begin with a token of the share, and what the other blocks have sent for them."""
-        total = self._flat(own)
+        total = in_register_order(self.p, own)
         for turn in range(self.blocks - 1):
-            place = ((turn * self.share + token) // _COLUMN, 0, 0)
+            place = ((turn * self.share + token) // COLUMN, 0, 0)
             total = self.p.add(total, self.p.load(self._buffer, place, total.layout))
         return self.p.view(total, "f32", own.layout)

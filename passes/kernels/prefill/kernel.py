@@ -280,8 +280,8 @@ class Kernel:
     def _store(self, parts: Iterable[Tile]) -> None:
         """Scales sums of whole rows, and stores them, one part of the tokens after the other."""
         row_tile, token = self.turn.here.row_tile, self._first_stored()
+        scale = self.weight.factors.row_scale(row_tile)
         for total in parts:
-            scale = self.weight.factors.row_scale(row_tile)
             scaled = total if scale is None else self.p.mul(total, scale)
             self.epilogue.store(scaled, row_tile, token)
             token = token + total.shape[1]

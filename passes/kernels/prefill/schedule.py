@@ -11,7 +11,7 @@ from lowbit.passes.kernels.base import KernelSchedule
 
 WARPS = 8  # of a block: two warpgroups, which share x
 MOST_SPLIT = 8
-CLUSTERS = (1, 2, 4)  # blocks that split k as a cluster; of three, fewer find room at a time than there is room for
+CLUSTERS = (1, 2, 4)  # blocks that split k as a cluster: clusters of three do not all find room
 _SWIZZLED = 8  # tokens after which the pattern of x in shared memory begins again: boxes have multiples
 ROWS_OF_TILE = 16 * WARPS
 GROUP_TILES = 8  # token tiles that are computed for some rows before other rows come: 4 and 16 are as fast, or slower
@@ -95,7 +95,7 @@ class PrefillSchedule(KernelSchedule):
     def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
         """Returns the values of `last_tokens` besides 0, the smallest first, if so many blocks split a slice's k. Tiles
         whose k is split have no slices: blocks have one tile each."""
-        sizes = range(16, self.tokens + 1, 16) if self.split_k == 1 and len(self.allowed["last_tokens"]) > 1 else ()
+        sizes = self.allowed["last_tokens"][1:] if self.split_k == 1 else ()
         most = self.tokens if last_split_k > 1 else self.tokens // 2
         return tuple(
             n for n in sizes if self.tokens % n == 0 and n <= most and n % (self.least_share * last_split_k) == 0

@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import reduce
 
-from lowbit.dialect.layouts.layout import local
 from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.kernels.prefill.exchange import COLUMN, THREADS, in_register_order
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
+from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 
-_COLUMN = 8  # tokens, of which a thread has four sums: 16 bytes
-_THREADS = 32 * WARPS
 _AT_ONCE = 112  # tokens whose sums are read together, at most: of three blocks, they take 168 registers of a thread
 
 
@@ -40,8 +38,8 @@ class Workspace:
         self.block, self.blocks = self.splits.select(self._tile, block), self.splits.select(blocks // split_k, blocks)
         self.first_round = self.splits.select(self._part * plan.rounds, 0)
         self.rounds = self.splits.select(Scalar.of(plan.rounds), plan.rounds * split_k)
-        self._columns = plan.schedule.tokens // _COLUMN
-        sizes = (plan.places, split_k, self._columns, _THREADS, 4)
+        self._columns = plan.schedule.tokens // COLUMN
+        sizes = (plan.places, split_k, self._columns, THREADS, 4)
         self._sums = p.global_view(p["workspace"], "f32", sizes)
         words = plan.places * split_k * plan.schedule.tokens * ROWS_OF_TILE
         self._first_counter = words
@@ -52,7 +50,7 @@ class Workspace:
         column = 0
         for part in parts:
             self.p.store(self._flat(part), self._sums, (self._tile, self._part, column, 0, 0))
-            column += part.shape[1] // _COLUMN
+            column += part.shape[1] // COLUMN
         return self.p.last_arrival(self._counters, self._tile + self._first_counter, self.plan.schedule.split_k)
 
     def read(self, parts: Sequence[Tile]) -> Iterator[Tile]:
@@ -60,10 +58,10 @@ class Workspace:
         column = 0
         for part in parts:
             tokens = part.shape[1]
-            size = next(n for n in range(_AT_ONCE, 0, -_COLUMN) if tokens % n == 0)
+            size = next(n for n in range(_AT_ONCE, 0, -COLUMN) if tokens % n == 0)
             for first in range(0, tokens, size):
-                yield self._total(self.p.slice(part, 1, first, size), column + first // _COLUMN)
-            column += tokens // _COLUMN
+                yield self._total(self.p.slice(part, 1, first, size), column + first // COLUMN)
+            column += tokens // COLUMN
 
     def _total(self, own: Tile, column: int) -> Tile:
         """Sums over all of k, laid out like a block's own."""
@@ -74,6 +72,5 @@ class Workspace:
 
     def _flat(self, sums: Tile) -> Tile:
         """The registers of sums [rows, tokens] in their order: [1, 1, tokens / 8, threads, 4]."""
-        layout = local(sums.shape[1] // _COLUMN, 1, 1).spatial(1, _THREADS, 1).local(1, 1, 4)
-        flat = self.p.view(sums, "f32", layout)
-        return self.p.reshape(flat, (1, 1, *layout.shape))
+        flat = in_register_order(self.p, sums)
+        return self.p.reshape(flat, (1, 1, *flat.shape))
