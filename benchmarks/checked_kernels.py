@@ -96,7 +96,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "prefill, last tiles cut": _u4(600, PrefillSchedule(32, last_tokens=16)),
         "prefill, cluster of 2": _u4(600, PrefillSchedule(32, cluster=2)),
         "prefill, k in 4 parts": _u4(300, PrefillSchedule(64, split_k=4), n=500, k=2048),
-        "prefill, k in 3 parts": _u4(100, PrefillSchedule(112, split_k=3, exchange="memory"), n=500, k=2048),
+        "prefill, shared rounds": _u4(100, PrefillSchedule(104, stream_k="all"), n=20000, k=2048),
         "prefill, nf4": Case(MatmulSpec(**SIZES, weight="nf4", group_size=64), 300),
         "prefill, q4_k": _preset("q4_k", 300),
         "prefill, SpQR": _preset("spqr", 300),
@@ -105,7 +105,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "f8e4m3, cluster of 2": _u4(600, EightBitPrefillSchedule(64, parts=2, cluster=2, last_tokens=32), **F8),
         "i8, wide panels": _u4(300, EightBitPrefillSchedule(64, 256, parts=2), **I8),
         "i8, codes in registers": _u4(300, EightBitPrefillSchedule(64, parts=2), weight="i3", **I8),
-        "i8, k in 3 parts": _u4(60, EightBitPrefillSchedule(64, split_k=3, exchange="memory"), n=500, k=2048, **I8),
+        "i8, shared rounds": _u4(60, EightBitPrefillSchedule(64, stream_k="even"), n=500, k=2048, **I8),
         "i8, k in 2 parts": _u4(300, EightBitPrefillSchedule(64, split_k=2, parts=2), n=500, k=2048, **I8),
     }
 )

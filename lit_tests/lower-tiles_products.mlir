@@ -172,18 +172,44 @@
 // CHECK:         scf.if
 // CHECK:           %[[OLD:.*]] = llvm.inline_asm has_side_effects {{.*}}"atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;"
 // CHECK:           %[[LAST:.*]] = arith.cmpi eq, %[[OLD]], %c2_i32
-// CHECK:           llvm.store {{.*}} !llvm.ptr<3>
 // CHECK:           scf.if %[[LAST]] {
 // CHECK-NEXT:        llvm.store %c0_i32{{.*}} !llvm.ptr<1>
+// CHECK:           llvm.store {{.*}} !llvm.ptr<3>
 // CHECK:         gpu.barrier
-// CHECK:         llvm.inline_asm has_side_effects {{.*}}"fence.acq_rel.gpu;"
+// CHECK:         gpu.return
 "lowbit.program"() ({
 ^bb0(%pc: !llvm.ptr<1>):
   %c0 = arith.constant 0 : i32
+  %c3 = arith.constant 3 : i32
   %counters = "lowbit.global_view"(%pc) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[1], i32, [1], [1]>
-  %last = "lowbit.last_arrival"(%counters, %c0) {count = 3} : (!lowbit.global<[1], i32, [1], [1]>, i32) -> i1
+  %last = "lowbit.last_arrival"(%counters, %c0, %c3) : (!lowbit.global<[1], i32, [1], [1]>, i32, i32) -> i1
   scf.if %last {
     "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
   }
   "lowbit.return"() : () -> ()
 }) {sym_name = "last", threads = 64, grid = [3, 1, 1], params = ["workspace"], workspace = 4} : () -> ()
+
+// -----
+
+// Whether so many blocks have been there already: one thread looks, unless it waits for none.
+// CHECK-LABEL: gpu.func @others
+// CHECK:         gpu.barrier
+// CHECK:         scf.if
+// CHECK:           %[[SEEN:.*]] = llvm.inline_asm has_side_effects {{.*}}setp.gt.s32 some, $2, 0;{{.*}}@some atom.acquire.gpu.global.add.u32 $0, [$1], 0;
+// CHECK:           %[[ALL:.*]] = arith.cmpi eq, %[[SEEN]], %[[COUNT:.*]] : i32
+// CHECK:           %[[SOME:.*]] = arith.cmpi ne, %[[COUNT]], %c0_i32
+// CHECK:           %[[BOTH:.*]] = arith.andi %[[ALL]], %[[SOME]]
+// CHECK:           scf.if %[[BOTH]] {
+// CHECK-NEXT:        llvm.store %c0_i32{{.*}} !llvm.ptr<1>
+// CHECK:           llvm.store {{.*}} !llvm.ptr<3>
+// CHECK:         gpu.barrier
+"lowbit.program"() ({
+^bb0(%pc: !llvm.ptr<1>, %count: i32):
+  %c0 = arith.constant 0 : i32
+  %counters = "lowbit.global_view"(%pc) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[1], i32, [1], [1]>
+  %all = "lowbit.others_arrived"(%counters, %c0, %count) : (!lowbit.global<[1], i32, [1], [1]>, i32, i32) -> i1
+  scf.if %all {
+    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+  }
+  "lowbit.return"() : () -> ()
+}) {sym_name = "others", threads = 64, grid = [3, 1, 1], params = ["workspace", "m"], workspace = 4} : () -> ()

@@ -30,6 +30,25 @@ def test_last_arrival(blocks: int) -> None:
     np.testing.assert_array_equal(counters, 0)
 
 
+@pytest.mark.parametrize("count", [2, 1, 0, -1])
+def test_others_arrived(count: int) -> None:
+    """The last block to run asks whether `count` others have come. If so many have, neither more nor less, it puts the
+    counter back to zero; where it asks for none, it does not look."""
+    y, counters = np.zeros((3, 64), np.int32), np.zeros(3, np.int32)
+
+    def body(p: Program) -> None:
+        block, layout = p.block_id(0), spatial(1, 64)
+        view, found = p.global_view(p["counters"], "i32", (3,)), p.global_view(p["y"], "i32", y.shape)
+        with p.when(block < 2):
+            p.last_arrival(view, 1, 9)
+        with p.when(~(block < 2)), p.when(p.others_arrived(view, 1, p["count"])):
+            p.store(p.constant(1, "i32", layout), found, (block, 0))
+
+    run(body, threads=64, grid=(3, 1, 1), y=y, counters=counters, count=count)
+    assert (y[2] == (count in (2, 0))).all()
+    assert counters.tolist() == [0, 0 if count == 2 else 2, 0]
+
+
 def test_loops_carry_tiles_of_any_kind() -> None:
     """A pair-wise and an element-wise tile go round, swapped, n times."""
     x, y = numbers(2, 8, 8), np.zeros((2, 8, 8), np.float16)

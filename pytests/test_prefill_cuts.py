@@ -121,13 +121,15 @@ def chosen(n: int, k: int, m: int, **choices: Any) -> Any:
 @pytest.mark.parametrize("m", [160, 256, 512])
 @pytest.mark.parametrize("choices", [{}, FP8], ids=str)
 def test_rows_just_above_two_waves_are_cut(m: int, choices: dict[str, Any]) -> None:
-    """272 tiles of 128 rows on 132 multiprocessors: slices are predicted to gain five percent."""
+    """272 tiles of 128 rows on 132 multiprocessors: slices are predicted to gain five percent. Shared rounds gain about
+    as much."""
     best, spec = chosen(34816, 5120, m, **choices), MatmulSpec(34816, 5120, "u4", 128, **choices)
-    assert best.last_tokens
+    assert best.last_tokens or best.streams
     family = family_of(best)
-    whole = [s for s in family.candidates(spec, m, HOPPER) if not s.last_tokens]
-    time = family.predict(spec, m, best, HOPPER) / margin(best)
-    assert time < 0.953 * min(family.predict(spec, m, s, HOPPER) for s in whole)
+    found = [s for s in family.candidates(spec, m, HOPPER) if not s.streams]
+    time = {s: family.predict(spec, m, s, HOPPER) / margin(s) for s in found}
+    whole = min(time[s] for s in found if not s.last_tokens)
+    assert min(time[s] for s in found if s.last_tokens) < 0.953 * whole
 
 
 @pytest.mark.parametrize("choices", [{}, FP8], ids=str)

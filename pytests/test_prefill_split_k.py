@@ -22,14 +22,12 @@ from lowbit.dialect.errors import EmulatorError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill import workspace
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.kernel import Kernel
 from lowbit.passes.kernels.prefill.legality import shared_bytes
 from lowbit.passes.kernels.prefill.panels import BoxPanels
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
-from lowbit.passes.kernels.prefill.workspace import Workspace
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.passes.kernels.registry import FAMILIES, request
 from lowbit.passes.pipeline import compile_kernel
@@ -37,17 +35,14 @@ from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.pylib.reference import random_problem
 
 TWO, FOUR = PrefillSchedule(32, split_k=2), PrefillSchedule(64, split_k=4)
-THREE = PrefillSchedule(48, split_k=3, exchange="memory")
 
 CASES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
     # As many rounds each; rows and tokens that end inside of tiles and of shares; several tiles, some rows twice.
     ({"weight": "u4", "n": 300, "k": 1024, "group_size": 128}, TWO, 70),
     ({"weight": "u4", "n": 130, "k": 2048, "group_size": 128, "bias": True, "zeros": "int"}, FOUR, 100),
-    ({"weight": "u4", "n": 300, "k": 2048, "group_size": 128, "bias": True}, THREE, 100),
     # Columns that end inside of a round, and blocks for which no round is left.
     ({"weight": "i4", "n": 136, "k": 1288, "group_size": None}, TWO, 40),
     ({"weight": "u4", "n": 128, "k": 1544, "group_size": None, "out": "f32"}, FOUR, 20),
-    ({"weight": "u4", "n": 136, "k": 1288, "group_size": None, "act": "bf16"}, THREE, 40),
     ({"weight": "u4", "n": 128, "k": 256, "group_size": 64}, TWO, 5),
     # Kinds of scales and zeros: at the end, to registers, through shared memory, longer than rounds, as codes.
     ({"weight": "u3", "n": 128, "k": 1536, "group_size": 16, "zeros": "float"}, TWO, 20),
@@ -59,17 +54,10 @@ CASES: list[tuple[dict[str, Any], PrefillSchedule, int]] = [
     ({"weight": "u4", "n": 300, "k": 1024, "group_size": 128}, PrefillSchedule(16, split_k=2), 35),
     ({"weight": "u4", "n": 130, "k": 1024, "group_size": 128, "bias": True}, PrefillSchedule(48, split_k=2), 75),
     ({"weight": "u4", "n": 128, "k": 1536, "group_size": 128, "out": "f32"}, PrefillSchedule(80, 128, split_k=2), 100),
-    # Through device memory: all tiles at once, and more tiles than that, which are not split.
-    ({"weight": "u4", "n": 128, "k": 1536, "group_size": 128}, THREE, 40),
-    ({"weight": "u4", "n": 120, "k": 1544, "group_size": None, "bias": True, "out": "f32"}, THREE, 48),
-    ({"weight": "f6e3m2", "n": 128, "k": 2048, "act": "bf16"}, replace(THREE, tokens=24, split_k=4), 20),
-    ({"weight": "u4", "n": 250, "k": 1024, "group_size": 128}, replace(THREE, split_k=2), 30),
-    ({"weight": "u3", "n": 128, "k": 1536, "group_size": 16, "zeros": "float"}, THREE, 49),
     # Wide panels, more stages.
     ({"weight": "u4", "n": 128, "k": 2048, "group_size": 128}, PrefillSchedule(32, 128, split_k=2), 60),
     ({"weight": "u8", "n": 129, "k": 2304, "group_size": 192}, PrefillSchedule(96, num_stages=8, split_k=2), 50),
     ({"weight": "u4", "n": 128, "k": 4096, "group_size": 128}, PrefillSchedule(144, 128, split_k=2), 100),
-    ({"weight": "u4", "n": 128, "k": 4608, "group_size": 128}, PrefillSchedule(112, 128, 6, 1, 3, "memory"), 100),
 ]  # fmt: skip
 
 
@@ -87,16 +75,12 @@ def test_the_same_bits_every_time() -> None:
 
 
 FP8, I8 = {"compute": "f8e4m3"}, {"compute": "i8"}
-IN_THREE: dict[str, Any] = {"split_k": 3, "exchange": "memory"}
 BYTES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"weight": "u4", "n": 300, "k": 2048, "group_size": 128, **FP8}, {"tokens": 32}, 70),
     ({"weight": "i4", "n": 130, "k": 1600, **I8}, {"tokens": 32}, 40),
     # A share that has parts, parts that have shares, and groups of integers.
     ({"weight": "u4", "n": 128, "k": 1024, "group_size": 128, "zeros": "int", **FP8}, {"tokens": 64, "parts": 4}, 60),
     ({"weight": "u8", "n": 128, "k": 2304, "group_size": 256, **I8}, {"tokens": 64, "parts": 2, "split_k": 4}, 60),
-    # Through device memory, where the second has more tiles than blocks can split.
-    ({"weight": "u4", "n": 128, "k": 2048, "group_size": 128, **FP8}, {"tokens": 96, "parts": 2, **IN_THREE}, 90),
-    ({"weight": "i4", "n": 300, "k": 1600, **I8}, {"tokens": 32, **IN_THREE}, 40),
 ]
 
 
@@ -122,21 +106,6 @@ def test_mutations_are_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not is_right(SPEC, TWO, 70)
 
 
-@pytest.mark.parametrize(
-    ("name", "mutation"),
-    [
-        ("_total", lambda self, own, column: own),
-        ("write", lambda self, parts: self.splits),
-        ("_AT_ONCE", 8),
-    ],
-)
-def test_mutations_of_sums_in_device_memory(name: str, mutation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part of k alone; sums that nobody has written; and none, for sums read in other pieces are as right."""
-    spec = MatmulSpec(128, 1536, "u4", group_size=128)
-    monkeypatch.setattr(workspace if name.isupper() else Workspace, name, mutation)
-    assert is_right(spec, THREE, 40) == name.isupper()
-
-
 def test_sums_that_come_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the next tile, before what came for this one has been read; or before all blocks have started."""
     monkeypatch.setattr(Exchange, "_await_read", lambda self, number: None)
@@ -154,12 +123,9 @@ KERNELS: list[tuple[dict[str, Any], Any]] = [
     ({}, PrefillSchedule(128, 128, split_k=2)),
     ({"zeros": "int", "act": "bf16", "scale": "bf16"}, PrefillSchedule(128, 128, split_k=4)),
     ({"group_size": 32}, PrefillSchedule(256, 64, split_k=2)),
-    ({"n": 5120}, PrefillSchedule(112, 128, 6, split_k=3, exchange="memory")),
-    ({"n": 1024, "zeros": "int", "act": "bf16", "scale": "bf16"}, replace(THREE, tokens=128, panel_k=128, split_k=8)),
     ({"group_size": None}, PrefillSchedule(64, 256, split_k=2)),
     ({"compute": "f8e4m3"}, EightBitPrefillSchedule(128, 128, split_k=2)),
     ({"compute": "f8e4m3"}, EightBitPrefillSchedule(128, 128, split_k=2)),
-    ({"n": 5120, "compute": "f8e4m3"}, EightBitPrefillSchedule(128, 128, split_k=3, exchange="memory")),
     ({"compute": "i8", "group_size": None}, EightBitPrefillSchedule(256, 128, split_k=2)),
 ]
 
@@ -183,11 +149,10 @@ def sampled() -> Iterator[MatmulSpec]:
         yield spec_of_bytes(compute, weight, i, i // 4 % len(NUMBERS))
 
 
-@pytest.mark.parametrize(("n", "exchange"), [(8192, "cluster"), (5120, "memory")])
 @pytest.mark.parametrize("spec", [*sampled()], ids=str)
-def test_no_spills_of_a_sample(spec: MatmulSpec, n: int, exchange: str) -> None:
-    family, spec = FAMILIES["eight_bit_prefill" if spec.compute else "prefill"], replace(spec, n=n + spec.n % 128)
-    split = [s for s in family.candidates(spec, 128, HOPPER) if s.split_k > 1 and s.exchange == exchange]
+def test_no_spills_of_a_sample(spec: MatmulSpec) -> None:
+    family, spec = FAMILIES["eight_bit_prefill" if spec.compute else "prefill"], replace(spec, n=8192 + spec.n % 128)
+    split = [s for s in family.candidates(spec, 128, HOPPER) if s.split_k > 1]
     for schedule in split[:1]:
         made = request(spec, HOPPER, schedule)
         used = resource_usage(compile_kernel(made).ptx, HOPPER)
@@ -204,11 +169,11 @@ def test_nothing_waits_for_all_of_memory() -> None:
 # -- where it is chosen
 
 
-def splits(spec: MatmulSpec, tokens: int, exchange: str = "cluster") -> dict[int, set[int]]:
+def splits(spec: MatmulSpec, tokens: int) -> dict[int, set[int]]:
     """The candidates that split k: in how many parts, by the tokens of a tile."""
     found: dict[int, set[int]] = {}
     for s in FAMILIES["eight_bit_prefill" if spec.compute else "prefill"].candidates(spec, tokens, HOPPER):
-        if s.split_k > 1 and s.exchange == exchange:
+        if s.split_k > 1:
             found.setdefault(s.tokens, set()).add(s.split_k)
     return found
 
@@ -221,16 +186,6 @@ def test_where_tiles_leave_multiprocessors_idle() -> None:
     assert not splits(MatmulSpec(34816, 5120, "u4", 128), 128)
     assert not splits(MatmulSpec(8192, 8192, "u4", 128), 4096)
     assert not splits(MatmulSpec(8192, 8192, "u4", 128, outliers=True), 128)
-
-
-def test_where_more_blocks_split_k_through_device_memory() -> None:
-    """As many as there are multiprocessors for, up to eight."""
-    assert splits(MatmulSpec(5120, 8192, "u4", 128), 128, "memory")[128] == {3}
-    assert splits(MatmulSpec(4096, 8192, "u4", 128), 128, "memory")[128] == {4}
-    assert splits(MatmulSpec(1024, 8192, "u4", 128), 128, "memory")[128] == {8}
-    assert splits(MatmulSpec(5120, 8192, "u4", 128, compute="f8e4m3"), 128, "memory")[128] == {3}
-    assert not splits(MatmulSpec(8192, 8192, "u4", 128), 128, "memory")
-    assert not splits(MatmulSpec(5120, 8192, "u4", 128, outliers=True), 128, "memory")
 
 
 @pytest.mark.parametrize(
@@ -269,8 +224,6 @@ def test_it_is_tuned(family: str) -> None:
     [
         ({}, PrefillSchedule(32, cluster=2, split_k=2), "split_k=2 needs cluster=1, got 2: blocks of a clust"),
         ({"outliers": True}, TWO, "split_k=2 does not fit outliers, .*; take split_k=1"),
-        ({"outliers": True}, THREE, "split_k=3 does not fit outliers, .*; take split_k=1"),
-        ({"n": 8192}, THREE, "split_k=3 and exchange='memory' need 192 blocks at a time, of which a GPU has up to 144"),
         (FP8, EightBitPrefillSchedule(96, split_k=2, parts=3), "parts=3 and split_k=2 must divide one another"),
         (FP8, EightBitPrefillSchedule(32, cluster=2, split_k=2), "split_k=2 needs cluster=1"),
     ],
@@ -283,9 +236,7 @@ def test_what_does_not_fit(change: dict[str, Any], schedule: PrefillSchedule, me
 def test_shares_of_a_tile() -> None:
     with pytest.raises(SpecError, match="schedule: split_k=2 must cut tokens=72 into multiples of 8"):
         PrefillSchedule(72, split_k=2)
-    with pytest.raises(SpecError, match="split_k=3 needs exchange='memory': a cluster has 2 or 4 blocks"):
+    with pytest.raises(SpecError, match="split_k=3 must be one of 1, 2, 4 for PrefillSchedule"):
         PrefillSchedule(48, split_k=3)
-    with pytest.raises(SpecError, match="exchange='memory' needs split_k=2 or more"):
-        PrefillSchedule(48, exchange="memory")
     with pytest.raises(SpecError, match="split_k=2 must be one of 1 for PrefillMmaSchedule"):
         PrefillMmaSchedule(split_k=2)

@@ -256,19 +256,40 @@ class AwaitOp(Lowbit.Operation, name="await"):
 
 
 class LastArrivalOp(Lowbit.Operation, name="last_arrival"):
-    """True in the last of `count` blocks that come here with the same counter, which it leaves at zero.
+    """True in the last of `count` blocks, at least one, that come here with the same counter, which it leaves at zero.
 
     What the others wrote to device memory before is visible to it. Counters are i32, zero before the launch.
     """
 
     counters: ext.Operand[GlobalType]
     index: ext.Operand[I32]
-    count: ir.IntegerAttr
+    count: ext.Operand[I32]
     result: ext.Result[I1] = ext.infer_result()
 
     @verifier
     def verify_invariants(op: Any) -> None:
-        counters = Global.of(op.counters.type)
-        expect(counters.element == "i32", "element of the counters", "i32", counters.element)
-        expect(len(counters.shape) == 1, "counters", "rank 1", list(counters.shape))
-        in_range(op.count, "count", 1)
+        check_counters(op)
+
+
+class OthersArrivedOp(Lowbit.Operation, name="others_arrived"):
+    """True if `count` blocks have come to `last_arrival` with a counter, which it then leaves at zero.
+
+    What they wrote to device memory before is visible then. Where `count` is 0 it is true, and where it is less it is
+    false, without a look at the counter.
+    """
+
+    counters: ext.Operand[GlobalType]
+    index: ext.Operand[I32]
+    count: ext.Operand[I32]
+    result: ext.Result[I1] = ext.infer_result()
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        check_counters(op)
+
+
+def check_counters(op: Any) -> None:
+    """Counters are i32, side by side."""
+    counters = Global.of(op.counters.type)
+    expect(counters.element == "i32", "element of the counters", "i32", counters.element)
+    expect(len(counters.shape) == 1, "counters", "rank 1", list(counters.shape))

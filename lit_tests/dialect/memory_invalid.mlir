@@ -163,7 +163,7 @@ func.func @peer_store(%b: !buffer, %t: !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
 
 func.func @counters(%c: !lowbit.global<[4], f32, [1], [1]>, %i: i32) {
   // expected-error @below {{'lowbit.last_arrival' op element of the counters: expected i32, got f32}}
-  %0 = "lowbit.last_arrival"(%c, %i) {count = 2} : (!lowbit.global<[4], f32, [1], [1]>, i32) -> i1
+  %0 = "lowbit.last_arrival"(%c, %i, %i) : (!lowbit.global<[4], f32, [1], [1]>, i32, i32) -> i1
   return
 }
 
@@ -171,15 +171,7 @@ func.func @counters(%c: !lowbit.global<[4], f32, [1], [1]>, %i: i32) {
 
 func.func @counters_rank(%c: !lowbit.global<[4, 4], i32, [4, 1], [1, 1]>, %i: i32) {
   // expected-error @below {{counters: expected rank 1, got [4, 4]}}
-  %0 = "lowbit.last_arrival"(%c, %i) {count = 2} : (!lowbit.global<[4, 4], i32, [4, 1], [1, 1]>, i32) -> i1
-  return
-}
-
-// -----
-
-func.func @count(%c: !lowbit.global<[4], i32, [1], [1]>, %i: i32) {
-  // expected-error @below {{count: expected at least 1, got 0}}
-  %0 = "lowbit.last_arrival"(%c, %i) {count = 0} : (!lowbit.global<[4], i32, [1], [1]>, i32) -> i1
+  %0 = "lowbit.others_arrived"(%c, %i, %i) : (!lowbit.global<[4, 4], i32, [4, 1], [1, 1]>, i32, i32) -> i1
   return
 }
 

@@ -130,6 +130,7 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>, %o
   // CHECK: "lowbit.copy_padded"
   // CHECK: "lowbit.store"
   // CHECK: "lowbit.last_arrival"
+  // CHECK: "lowbit.others_arrived"
   // CHECK: "lowbit.grid_launch_dependents"
   // CHECK: "lowbit.return"
   "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
@@ -141,7 +142,9 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>, %o
   %out = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 16, 8], f32, [128, 8, 1], 0>
   "lowbit.store"(%reduced, %out, %c0, %c0, %c0) {boundary = ["none", "skip", "none"], operandSegmentSizes = array<i32: 1, 1, 3>}
     : (!d_flat, !lowbit.shared<[1, 16, 8], f32, [128, 8, 1], 0>, i32, i32, i32) -> ()
-  %last = "lowbit.last_arrival"(%counters, %c0) {count = 3} : (!lowbit.global<[4], i32, [1], [1]>, i32) -> i1
+  %count = arith.constant 3 : i32
+  %last = "lowbit.last_arrival"(%counters, %c0, %count) : (!lowbit.global<[4], i32, [1], [1]>, i32, i32) -> i1
+  %others = "lowbit.others_arrived"(%counters, %c0, %count) : (!lowbit.global<[4], i32, [1], [1]>, i32, i32) -> i1
   "lowbit.grid_launch_dependents"() : () -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "everything", threads = 32, grid = [1, 1, 1], params = ["x", "w", "counters", "m"], workspace = 0} : () -> ()

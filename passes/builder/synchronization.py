@@ -51,10 +51,17 @@ class Synchronization:
         """Waits for the end of a phase of this parity; before the first, that of parity 1 counts as over."""
         ops.AwaitOp(signals.value, as_i32(index), as_i32(parity))
 
-    def last_arrival(self, counters: Memory, index: Index, count: int) -> Scalar:
+    def last_arrival(self, counters: Memory, index: Index, count: Index) -> Scalar:
         """Tells whether this block is the last of `count` that come here with the same counter: it then sees what the
         others wrote to device memory.
 
         counters: i32 in device memory, zero before the launch, and again after it. All threads must come here.
         """
-        return Scalar(ops.LastArrivalOp(counters.value, as_i32(index), i64(count)).result)
+        return Scalar(ops.LastArrivalOp(counters.value, as_i32(index), as_i32(count)).result)
+
+    def others_arrived(self, counters: Memory, index: Index, count: Index) -> Scalar:
+        """Tells whether `count` blocks have come to `last_arrival` with the same counter, so that this one, the last,
+        need not: it then sees what they wrote to device memory, and the counter is zero again. True if count is 0, and
+        false if it is less. All threads must come here.
+        """
+        return Scalar(ops.OthersArrivedOp(counters.value, as_i32(index), as_i32(count)).result)

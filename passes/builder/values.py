@@ -54,6 +54,10 @@ class Scalar:
         """Whether one of two conditions holds."""
         return Scalar(arith.ori(self.value, other.value))
 
+    def __invert__(self) -> Scalar:
+        """Whether a condition does not hold."""
+        return Scalar(arith.xori(self.value, arith.constant(ir.IntegerType.get_signless(1), 1)))
+
     @staticmethod
     def of(number: int) -> Scalar:
         """A number that is known."""

@@ -143,32 +143,54 @@ def await_signal(op: Any, c: LoweringContext) -> None:
 @lowers(ops.LastArrivalOp)
 def last_arrival(op: Any, c: LoweringContext) -> None:
     """One thread counts this block in after everybody's writes; the last one to come puts the counter back."""
+    one = emit.constant(1)
+    others = arith.subi(c.scalars[op.count], one)
+
+    def is_last(counter: Any) -> Any:
+        last = arith.cmpi(arith.CmpIPredicate.eq, _add(counter, one), others)
+        when(last, lambda: llvm.store(emit.constant(0), counter, alignment=4))
+        return last
+
+    c.scalars[op.result] = _in_all_threads(op, c, is_last)
+
+
+@lowers(ops.OthersArrivedOp)
+def others_arrived(op: Any, c: LoweringContext) -> None:
+    """One thread looks at the counter, if there is anything to see; where all have come, it puts the counter back."""
+    count, zero = c.scalars[op.count], emit.constant(0)
+
+    def have_come(counter: Any) -> Any:
+        all_ = arith.cmpi(arith.CmpIPredicate.eq, _read(counter, count), count)
+        some = arith.cmpi(arith.CmpIPredicate.ne, count, zero)
+        when(arith.andi(all_, some), lambda: llvm.store(zero, counter, alignment=4))
+        return all_
+
+    c.scalars[op.result] = _in_all_threads(op, c, have_come)
+
+
+def _in_all_threads(op: Any, c: LoweringContext, ask: Callable[[Any], Any]) -> Any:
+    """What one thread finds out from a counter behind all writes of the block. The barriers pass on to all threads what
+    that one has seen (PTX ISA 8.10, causality order)."""
     c.pending.finish_reads()
-    count, zero = int_attr(op, "count"), emit.constant(0)
     flag = emit.offset_bytes(c.shared_base, static=c.shared.allocate(op.result, 4))
     index = arith.muli(arith.extui(emit.integer(64), c.scalars[op.index]), emit.constant(4, 64))
     counter = emit.offset_bytes(c.places[op.counters].base, dynamic=index)
     gpu.barrier()
-
-    def count_in() -> None:
-        last = arith.cmpi(arith.CmpIPredicate.eq, _add_one(counter), emit.constant(count - 1))
-        llvm.store(arith.extui(emit.integer(), last), flag, alignment=4)
-        when(last, lambda: llvm.store(zero, counter, alignment=4))
-
-    _in_one_thread(count_in, c)
+    _in_one_thread(lambda: llvm.store(arith.extui(emit.integer(), ask(counter)), flag, alignment=4), c)
     gpu.barrier()
-    seen = llvm.load(emit.integer(), flag, alignment=4)
-    llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True, asm_dialect=0)
-    c.scalars[op.result] = arith.cmpi(arith.CmpIPredicate.ne, seen, zero)
+    return arith.cmpi(arith.CmpIPredicate.ne, llvm.load(emit.integer(), flag, alignment=4), emit.constant(0))
 
 
-def _add_one(counter: Any) -> Any:
+def _add(counter: Any, number: Any) -> Any:
     """Counts in device memory; returns the number before."""
-    return llvm.inline_asm(
-        emit.integer(),
-        [counter, emit.constant(1)],
-        "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;",
-        "=r,l,r,~{memory}",
-        has_side_effects=True,
-        asm_dialect=0,
-    )
+    text = "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;"
+    operands = [counter, number]
+    return llvm.inline_asm(emit.integer(), operands, text, "=r,l,r,~{memory}", has_side_effects=True, asm_dialect=0)
+
+
+def _read(counter: Any, count: Any) -> Any:
+    """Returns the number there is in device memory if a positive one is awaited, and else zero."""
+    lines = ["{", ".reg .pred some;", "setp.gt.s32 some, $2, 0;", "mov.u32 $0, 0;"]
+    lines += ["@some atom.acquire.gpu.global.add.u32 $0, [$1], 0;", "}"]
+    operands, text = [counter, count], "\n".join(lines)
+    return llvm.inline_asm(emit.integer(), operands, text, "=&r,l,r,~{memory}", has_side_effects=True, asm_dialect=0)

@@ -160,7 +160,7 @@ class _Lowering:
         overlaps = self.target.has_clusters and any(op.operation.name == "lowbit.grid_wait" for op in every)
         written: set[Any] = set()
         for op in every:
-            if op.operation.name in ("lowbit.store", "lowbit.last_arrival"):
+            if op.operation.name in ("lowbit.store", "lowbit.last_arrival", "lowbit.others_arrived"):
                 view = op.operation.operands[1 if op.operation.name == "lowbit.store" else 0].owner
                 if not isinstance(view, ir.Block) and view.name == "lowbit.global_view":
                     written.add(view.operands[0])

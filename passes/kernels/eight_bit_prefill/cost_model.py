@@ -10,7 +10,7 @@ from __future__ import annotations
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, margin, meeting, waves_of
+from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, margin, streamed, waves_of
 from lowbit.passes.kernels.prefill.plan import TileShape
 from lowbit.passes.target import Target
 
@@ -31,6 +31,9 @@ _MEMORY = 4.5e6  # bytes per microsecond
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = EightBitPrefillPlan(spec, s)
+    if s.streams:
+        tiles = streamed(plan, tokens, _round(plan, s.tokens), _END_PER_TOKEN * s.tokens, target)
+        return max(_LAUNCH + tiles, spec.bytes / _MEMORY) * margin(s)
     waves = waves_of(plan, tokens, target)
     sharing = _MULTICAST if s.cluster > 1 and waves.count > 1 and s.tokens > _NARROW else 1.0
     tiles = waves.full * _tile(plan, plan.whole, sharing) + (waves.busy > 0) * _tile(plan, waves.last, sharing)
@@ -39,7 +42,7 @@ def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: T
 
 def _tile(plan: EightBitPrefillPlan, shape: TileShape, sharing: float) -> float:
     """Microseconds of a tile or slice; sharing: what the time of its rounds is multiplied by."""
-    end = _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE) + meeting(plan)
+    end = _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE)
     return shape.rounds * _round(plan, shape.tokens) * sharing + end
 
 

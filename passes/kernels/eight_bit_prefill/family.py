@@ -74,7 +74,7 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
 
     def shape(self, schedule: EightBitPrefillSchedule) -> tuple[object, ...]:
         s = schedule
-        return s.tokens, s.parts, s.cluster, s.split_k, s.exchange, s.last_tokens > 0
+        return s.tokens, s.parts, s.cluster, s.split_k, s.stream_k, s.last_tokens > 0
 
     def check(self, spec: MatmulSpec, schedule: EightBitPrefillSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)

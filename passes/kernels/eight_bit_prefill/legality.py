@@ -19,8 +19,13 @@ _OF_K: tuple[Extra[EightBitPrefillPlan], ...] = (
     (16, "the same of a slice", lambda p: p.schedule.last_split_k > 1 and not _has_short_groups(p)),
     (3, "the same, with groups in panels", lambda p: p.schedule.last_split_k > 1 and _has_short_groups(p)),
 )
+_OF_PARTS: tuple[Extra[EightBitPrefillPlan], ...] = (
+    (26, "parts of tiles, in integers that become f32", lambda p: p.schedule.streams and _becomes_f32(p)),
+    (36, "the same, of all tokens at once", lambda p: p.schedule.streams and _becomes_f32(p) and p.schedule.parts == 1),
+)
 _OF_CODES: tuple[Extra[EightBitPrefillPlan], ...] = (
     *_OF_K,
+    *_OF_PARTS,
     (32, "scales and addresses that are needed later", lambda p: p.schedule.banks > 1),
     (1, "a block by itself", lambda p: p.schedule.cluster == 1),
     (6, "tiles that are cut, of such a block", lambda p: p.schedule.cluster == 1 and p.schedule.last_tokens > 0),
@@ -59,7 +64,7 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
     if plan.keeps_sums and (s.parts, s.banks) != (1, 1):
         return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"
-    if not s.in_memory and max(s.parts, s.split_k) % min(s.parts, s.split_k):
+    if max(s.parts, s.split_k) % min(s.parts, s.split_k):
         return f"parts={s.parts} and split_k={s.split_k} must divide one another"
     return ""
 

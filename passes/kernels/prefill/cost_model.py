@@ -27,18 +27,26 @@ _END_PER_TOKEN = 0.0026  # of the end of a tile
 _MULTICAST = 0.974  # times as long, where blocks of a cluster share x and are in the middle of their work
 _IDLE = 0.2  # less of their time in a single wave, if all other multiprocessors were idle
 _EXCHANGE, _SENT = 2.0, 100e3  # where blocks split k: until sums are there, and bytes per microsecond
-_MEETING = 4.0  # where they do so through device memory: until the last one knows that it is
+_MEETING, _READ = 3.0, 80e3  # where they do so through device memory: until the last one knows that it is, and bytes
+_UNEVEN = 0.5  # more, where parts of tiles do not begin together
+_DEEP, _SHARED_X = 0.94, 0.985  # times as long are rounds then, where eight panels have room, or blocks share x of
+_NARROW = 128  # as many tokens
 _REACH = {4: 0.9}  # of the multiprocessors take part in clusters of four
-_MARGIN = 1.02  # times as long, where tiles are cut: gains and predicted ones differ by as much
+_MARGIN = 1.02  # times as long, where tiles are cut or shared: gains and predicted ones differ by as much
+_WIDE_MARGIN, _WIDE_TOKENS = 1.05, 160  # the same where tiles of more tokens than that are shared
 _MEMORY = 4.5e6  # bytes of the weight per microsecond
 
 
 def predict(spec: MatmulSpec, tokens: int, s: PrefillSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = PrefillPlan(spec, s)
-    waves = waves_of(plan, tokens, target)
-    pace = _pace(s, waves)
-    tiles = waves.full * _tile(plan, plan.whole, pace) + (waves.busy > 0) * _tile(plan, waves.last, pace)
+    if s.streams:
+        round_ = plan.panels * _panel(plan, s.tokens) * (_DEEP if s.num_stages == 8 else 1.0)
+        tiles = streamed(plan, tokens, round_, _END_PER_TOKEN * s.tokens, target)
+    else:
+        waves = waves_of(plan, tokens, target)
+        pace = _pace(s, waves)
+        tiles = waves.full * _tile(plan, plan.whole, pace) + (waves.busy > 0) * _tile(plan, waves.last, pace)
     return math.hypot(_LAUNCH + late(s, target) + tiles, spec.bytes / _MEMORY) * margin(s)
 
 
@@ -52,7 +60,7 @@ def _pace(s: PrefillSchedule, waves: Waves) -> float:
 def _tile(plan: PrefillPlan, shape: TileShape, pace: float) -> float:
     """Microseconds of a tile or slice; pace: what the time of its panels is multiplied by."""
     panels = shape.rounds * plan.panels * _panel(plan, shape.tokens) * pace
-    return panels + _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE) + meeting(plan)
+    return panels + _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE)
 
 
 def _panel(plan: PrefillPlan, tokens: int) -> float:
@@ -74,8 +82,10 @@ def waves_of(plan: PrefillPlan, tokens: int, target: Target) -> Waves:
 
 
 def margin(s: PrefillSchedule) -> float:
-    """A factor with which tiles are cut only if that is predicted to gain two percent."""
-    return _MARGIN if s.last_tokens else 1.0
+    """A factor with which tiles are cut or shared only if that is predicted to gain two percent, or five."""
+    if s.streams and s.tokens > _WIDE_TOKENS:
+        return _WIDE_MARGIN
+    return _MARGIN if s.last_tokens or s.streams else 1.0
 
 
 def exchange(shape: TileShape, first: float) -> float:
@@ -83,14 +93,18 @@ def exchange(shape: TileShape, first: float) -> float:
     return first + exchanged_bytes(shape) / _SENT if shape.split_k > 1 else 0.0
 
 
-def meeting(plan: PrefillPlan) -> float:
-    """Microseconds of a tile until the sums of blocks that split k are added up in device memory."""
-    s = plan.schedule
-    return _MEETING + s.split_k * 4 * ROWS_OF_TILE * s.tokens / _SENT if s.in_memory else 0.0
+def streamed(plan: PrefillPlan, tokens: int, round_: float, end: float, target: Target) -> float:
+    """Microseconds of the tiles of a launch whose blocks have parts of them. round_, end: those of a round, and of the
+    end of a tile."""
+    s, shares = plan.schedule, plan.shares(tokens, clusters(plan.schedule, target))
+    read = shares.parts * 4 * ROWS_OF_TILE * s.tokens / _READ
+    if s.cluster > 1 and s.tokens >= _NARROW:
+        round_ *= _SHARED_X
+    return shares.rounds * round_ + shares.tiles * end + _MEETING + (not shares.even) * _UNEVEN + read
 
 
 def clusters(s: PrefillSchedule, target: Target) -> int:
-    """How many clusters, or other blocks that share a tile, or single blocks, run at a time."""
+    """How many clusters, or single blocks, run at a time."""
     reached = target.multiprocessors * _REACH.get(s.cluster_blocks, 1.0)
     return int(reached / (s.cluster * s.split_k))
 

@@ -56,12 +56,11 @@ class StagedEpilogue(Epilogue):
 
     def store(self, total: Tile, row_tile: Scalar, token: Scalar) -> None:
         p, total = self.p, self.numbers(total, row_tile)
-        at_a_time = self.plan.out_tokens_of(total.shape[1])
-        for first in range(0, total.shape[1], at_a_time):
-            part = p.slice(total, 1, first, at_a_time)
-            p.store(p.reshape(part, (WARPS, ROWS, at_a_time)), self._turned, (0, 0, 0))
+        for first, tokens in self.plan.out_pieces(total.shape[1]):
+            part = p.slice(total, 1, first, tokens)
+            p.store(p.reshape(part, (WARPS, ROWS, tokens)), self._turned, (0, 0, 0))
             p.barrier("warps", 1)
-            self._store_part(row_tile, token + first, at_a_time)
+            self._store_part(row_tile, token + first, tokens)
             p.barrier("warps", 1)
 
     def _store_part(self, row_tile: Scalar, token: Scalar, tokens: int) -> None:

@@ -13,18 +13,19 @@ from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill import cost_model, legality
 from lowbit.passes.kernels.prefill.cuts import with_cuts
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import CLUSTERS, MOST_SPLIT, ROWS_OF_TILE, PrefillSchedule
+from lowbit.passes.kernels.prefill.schedule import CLUSTERS, ROWS_OF_TILE, PrefillSchedule
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
 
 TOKEN_TILES = (
-    *(80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 640),
+    *(80, 88, 96, 104, 112, 120, 128, 160, 192, 256, 320, 384, 512, 640),
     *(768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192),
 )
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
+_FEW = 512  # tokens up to which sharing rounds was measured to gain something
 _TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
 
 
@@ -57,7 +58,7 @@ class Prefill(PersistentFamily[PrefillSchedule]):
         return [s for s in with_cuts(spec, token_tile, every, target) if self.fits(spec, s, target)]
 
     def shape(self, schedule: PrefillSchedule) -> tuple[object, ...]:
-        return schedule.tokens, schedule.cluster, schedule.split_k, schedule.exchange, schedule.last_tokens > 0
+        return schedule.tokens, schedule.cluster, schedule.split_k, schedule.stream_k, schedule.last_tokens > 0
 
     def check(self, spec: MatmulSpec, schedule: PrefillSchedule, target: Target) -> None:
         legality.check_schedule(spec, schedule, target)
@@ -86,10 +87,12 @@ class Prefill(PersistentFamily[PrefillSchedule]):
 
 
 def _staged(s: PrefillSchedule) -> Iterator[PrefillSchedule]:
-    """Yields a schedule with more stages, if its panels have 128 columns, and the schedule. Where eight have room, they
-    take 3 to 12 % less time, though the same is predicted; six do so, by 4 to 7 %, for long parts of k alone."""
+    """Yields a schedule with more stages, if its panels have 128 columns or may have as few, and the schedule. Where
+    eight have room, they take 3 to 12 % less time, which is predicted for shared rounds alone."""
+    if s.panel_k == 256 and s.streams:
+        yield replace(s, panel_k=128, num_stages=8)
     if s.panel_k == 128:
-        yield from (replace(s, num_stages=stages) for stages in ((8, 6) if s.in_memory else (8,)))
+        yield replace(s, num_stages=8)
     yield s
 
 
@@ -102,7 +105,22 @@ def kinds(type_: type[S], tiles: Sequence[int], spec: MatmulSpec, tokens: int, t
             kind = type_(tokens=tile, split_k=split_k)
             if cost_model.at_once(PrefillPlan(spec, kind), tokens, target):
                 yield kind
-    for tile in tiles:
-        split_k = min(target.multiprocessors // PrefillPlan(spec, PrefillSchedule(tile)).tiles(tokens), MOST_SPLIT)
-        if split_k > 2:  # two are faster as a cluster
-            yield type_(tokens=tile, split_k=split_k, exchange="memory")
+    yield from _streams(type_, spec, tokens, target)
+
+
+def _streams(type_: type[S], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:
+    """Yields those whose blocks have equal shares of all rounds, where tiles do not come out even: as small tiles as so
+    many tokens need, and those of one more tile of tokens."""
+    if tokens > _FEW:
+        return
+    fewest = -(-tokens // 256)
+    sizes = {type_.least_share * -(-tokens // (count * type_.least_share)) for count in (fewest, fewest + 1)}
+    for tile, cluster in product(sorted(sizes), (1, 2)):
+        if tile < 16 or tile % (type_.least_share * cluster):
+            continue
+        kind = type_(tokens=tile, cluster=cluster, stream_k="all")
+        blocks, tiles = cost_model.clusters(kind, target), PrefillPlan(spec, kind).tiles(tokens)
+        if tiles % blocks:
+            yield kind
+            if 2 * tiles <= blocks and blocks % tiles:
+                yield replace(kind, stream_k="even")

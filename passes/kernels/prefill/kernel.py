@@ -74,12 +74,12 @@ from lowbit.passes.kernels.prefill.epilogue import StagedEpilogue
 from lowbit.passes.kernels.prefill.exchange import Exchange
 from lowbit.passes.kernels.prefill.outliers import Outliers
 from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
-from lowbit.passes.kernels.prefill.panels import BoxPanels, Panels, first_round
+from lowbit.passes.kernels.prefill.panels import BoxPanels, Panels
 from lowbit.passes.kernels.prefill.parts import Part, parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
-from lowbit.passes.kernels.prefill.tile_order import Position, TileOrder
-from lowbit.passes.kernels.prefill.turn import Turn
+from lowbit.passes.kernels.prefill.stream_order import StreamOrder
+from lowbit.passes.kernels.prefill.tile_order import TileOrder
 from lowbit.passes.kernels.prefill.weight import Weight, WeightRegisters
 from lowbit.passes.kernels.prefill.workspace import Workspace
 
@@ -93,7 +93,7 @@ class Kernel:
     def __init__(self, plan: PrefillPlan) -> None:
         self.plan, self.spec, self.schedule = plan, plan.spec, plan.schedule
         names = [slot.name for slot in plan.spec.tensors] + ["x_scales"] * (plan.spec.compute is not None)
-        names += ["workspace"] * plan.schedule.in_memory
+        names += ["workspace"] * plan.schedule.streams
         kinds = dict.fromkeys(plan.boxes, self.x_kind) | dict.fromkeys([*names, "y"], "pointer") | {"m": "i32"}
         cluster = plan.schedule.cluster_blocks  # the blocks of a cluster are side by side along axis 1
         grid = (f"sm_count / {cluster}", cluster, 1)
@@ -116,7 +116,7 @@ class Kernel:
         self.exchange = Exchange(p, plan.split, self.rank) if plan.split else None
         self._announce_signals()
         self._share_out(block, blocks)
-        first = self.order.first()
+        first, self.first_round = self.order.first(), self.order.first_round
         self._load_first(first.row_tile)
         self.weight.fill_table()
         self._begin_outliers(first.row_tile)
@@ -128,7 +128,7 @@ class Kernel:
         self._await_signals()
         self.mine = self.order.count()
         with p.loop(0, self.mine, self.registers.flat()) as loop:
-            self.turn = self._begin(loop.index)
+            self.turn = self.order.turn(loop.index, self.mine)
             loop.results = self._tile(loop.carried)
         if plan.slice:
             self._compute_slice(plan.slice, loop.carried)
@@ -136,14 +136,10 @@ class Kernel:
 
     def _share_out(self, block: Scalar, blocks: Scalar) -> None:
         """Finds out which tiles a block computes, of so many, and which rounds of them."""
-        p, plan = self.p, self.plan
-        self.workspace = Workspace(p, plan, p["m"], block, blocks) if self.schedule.in_memory else None
-        if self.workspace:
-            block, blocks = self.workspace.block, self.workspace.blocks
-            self.first_round, self.rounds = self.workspace.first_round, self.workspace.rounds
-        else:
-            self.first_round, self.rounds = first_round(plan.whole, self.rank), plan.rounds
-        self.order = TileOrder(plan, p["m"], block, blocks, self.rank)
+        kind, self.workspace = StreamOrder if self.schedule.streams else TileOrder, None
+        self.order = kind(self.plan, self.p["m"], block, blocks, self.rank)
+        if isinstance(self.order, StreamOrder):
+            self.workspace = Workspace(self.p, self.plan, self.order)
 
     def _announce_signals(self) -> None:
         """Blocks of a cluster say that their signals are there. Those that share x wait for one another at once."""
@@ -160,7 +156,7 @@ class Kernel:
     def _compute_slice(self, slice_: TileShape, carried: list[Tile]) -> None:
         """Computes this block's slice of a cut tile, if it has one."""
         with self.p.when(self.order.has_slice):
-            self.turn = self._begin_slice(slice_)
+            self.turn = self.order.turn_of_slice(slice_, self.mine)
             self._tile(carried)
 
     def _leave(self) -> None:
@@ -241,39 +237,15 @@ class Kernel:
         self._end([total])
         return registers.flat()
 
-    def _begin(self, number: Scalar) -> Turn:
-        """Returns the turn of the whole tile of this number, counted in the block."""
-        tile = self.order.tile(number)
-        here, next_ = self.order.whole_at(tile), self.order.after(tile)
-        has_next = number + 1 < self.mine
-        next_round = self._first_round_of_next(has_next)
-        first, rounds = self.first_round, self.rounds
-        rounds_before = number * rounds - first
-        return Turn(self.plan.whole, number, here, next_, has_next, first, rounds, next_round, rounds_before)
-
-    def _begin_slice(self, slice_: TileShape) -> Turn:
-        """Returns the turn of this block's slice. Nothing comes after it."""
-        none, tile = Scalar.of(0), self.order.cut()
-        here, has_next = Position(tile.row_tile, tile.token + self.order.slice_token), none < 0
-        first = first_round(slice_, self.rank)
-        rounds_before = self.mine * self.plan.rounds - first
-        return Turn(slice_, none, here, tile, has_next, first, slice_.rounds, first, rounds_before)
-
-    def _first_round_of_next(self, has_next: Scalar) -> Index:
-        """The first round of the next whole tile, if there is one, or else of this block's slice."""
-        slice_ = self.plan.slice
-        if slice_ and slice_.split_k > 1:
-            return has_next.select(self.first_round, first_round(slice_, self.rank))
-        return self.first_round
-
     def _end(self, parts: Iterable[Tile]) -> None:
         """Stores sums, of one part of the tokens after the other, when those of all columns are added up."""
         if self.workspace:
             p, parts = self.p, list(parts)
-            with p.when(self.workspace.splits), p.when(self.workspace.write(parts)):
-                self._store(self.workspace.read(parts))
-            with p.when(self.workspace.whole):
-                self._store(parts)
+            is_last = self.workspace.begin(self.turn.number)
+            with p.when(is_last):
+                self._store(self.workspace.read(parts, own=True))
+            with p.when(~is_last), p.when(self.workspace.write(parts)):
+                self._store(self.workspace.read(parts, own=False))
         else:
             self._store(self._of_all_columns(parts))
 

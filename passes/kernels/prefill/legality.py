@@ -9,7 +9,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
-from lowbit.passes.kernels.prefill.plan import MOST_BLOCKS, PrefillPlan, TileShape
+from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.kernels.requirements import fits_async_x, scale_table
 from lowbit.passes.lowering.recipes import compute_element
@@ -37,6 +37,8 @@ _EXTRAS: tuple[Extra[PrefillPlan], ...] = (
     (21, "the same with float zeros, where tiles are cut", lambda p: _is_float_of(7, p) and _has_cut_zeros(p)),
     (17, "floats of 8 bits with float zeros", lambda p: _is_float_of(8, p) and _is_wide(p) and p.spec.zeros == "float"),
     (3, "tiles that are cut", lambda p: p.schedule.last_tokens > 0),
+    (29, "parts of tiles, in wide panels", lambda p: p.schedule.streams and _is_wide(p)),
+    (57, "the same with float zeros, in narrow ones of clusters", lambda p: p.schedule.streams and _shares_zeros(p)),
     (22, "slices whose k is split", lambda p: p.schedule.last_split_k > 1),
     (_MOST_REGISTERS, "all that there are: what is added to short groups", lambda p: _adds_in_short_groups(p)),
 )
@@ -61,17 +63,15 @@ def check_plan(plan: PrefillPlan, needed: int, target: Target) -> None:
 def check_split(plan: PrefillPlan) -> None:
     """Raises SpecError where blocks cannot split k."""
     s = plan.schedule
-    if s.split_k == s.last_split_k == 1:
+    unlike = {"split_k": 1, "last_split_k": 1, "stream_k": "off"}
+    field = next((name for name, value in unlike.items() if getattr(s, name) != value), None)
+    if field is None:
         return
-    field = "split_k" if s.split_k > 1 else "last_split_k"
-    split = f"schedule: {field}={getattr(s, field)}"
-    if s.in_memory and not plan.places:
-        blocks = f"{plan.row_tiles * s.split_k} blocks at a time, of which a GPU has up to {MOST_BLOCKS}"
-        raise SpecError(f"{split} and exchange='memory' need {blocks}; take split_k=1")
+    split, instead = f"schedule: {field}={getattr(s, field)!r}", f"take {field}={unlike[field]!r}"
     if s.split_k > 1 and s.cluster > 1:
         raise SpecError(f"{split} needs cluster=1, got {s.cluster}: blocks of a cluster share x or split k")
     if plan.spec.outliers:
-        raise SpecError(f"{split} does not fit outliers, which are found from the first column on; take {field}=1")
+        raise SpecError(f"{split} does not fit outliers, which are found from the first column on; {instead}")
 
 
 def check_shared(plan: PrefillPlan, needed: int, target: Target) -> None:
@@ -102,7 +102,7 @@ def shared_bytes(plan: PrefillPlan) -> int:
     signals = 2 * (-(-8 * s.num_stages // 128) * 128)
     out = WARPS * plan.out_tokens * plan.out_pitch * spec.y.bytes
     exchange = exchanged_bytes(plan.split) + 2 * 128 if plan.split else 0  # two kinds of signals
-    last = 128 * s.in_memory  # whether the block is the last to write its sums
+    last = 2 * 128 * s.streams  # whether the block is the last to write its sums, asked twice
     return stages + signals + out + exchange + last + weight_bytes(plan)
 
 
@@ -150,6 +150,11 @@ def _is_float_of(bits: int, plan: PrefillPlan) -> bool:
 def _has_cut_zeros(plan: PrefillPlan) -> bool:
     """Whether there are float zeros beside scales of f32, in tiles that are cut."""
     return plan.spec.zeros == "float" and plan.spec.scale == "f32" and plan.schedule.last_tokens > 0
+
+
+def _shares_zeros(plan: PrefillPlan) -> bool:
+    """Whether blocks that share narrow panels of x have float zeros."""
+    return plan.spec.zeros == "float" and plan.schedule.cluster > 1 and not _is_wide(plan)
 
 
 def _adds_in_short_groups(plan: PrefillPlan) -> bool:

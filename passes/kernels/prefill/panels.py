@@ -13,13 +13,8 @@ from itertools import product
 from lowbit.passes.builder import Index, Memory, Program, Scalar
 from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import WARPS
-from lowbit.passes.kernels.prefill.tile_order import TileOrder
+from lowbit.passes.kernels.prefill.tile_order import TileOrder, first_round
 from lowbit.passes.kernels.prefill.turn import Turn
-
-
-def first_round(shape: TileShape, rank: Scalar) -> Index:
-    """Returns the first round of a block's part of a tile or slice. rank: of the block in its cluster."""
-    return rank * shape.rounds if shape.split_k > 1 else 0
 
 
 class Panels(ABC):
@@ -57,8 +52,8 @@ class Panels(ABC):
         plan = self.plan
         coming, per_tile = index * plan.panels + (panel + plan.ahead), turn.rounds * plan.panels
         inside = coming < turn.first_round * plan.panels + per_tile
-        token, column = inside.select(turn.here.token, turn.next.token), inside.select(coming, coming - per_tile)
-        return inside, token, column
+        token = inside.select(turn.here.token, turn.next.token)
+        return inside, token, inside.select(coming, coming - turn.to_next * plan.panels)
 
 
 class BoxPanels(Panels):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -16,7 +17,7 @@ from lowbit.passes.lowering.recipes import compute_element, exponent
 
 MOST_BLOCKS = 144  # that run at a time: all multiprocessors of a GH100
 GROUPS_AT_ONCE = 4  # whose numbers a lane reads at once where a warp computes those of a panel
-OUT_TOKENS = (64, 48, 32, 16, 40, 24, 8)  # tokens that may be turned around in shared memory at a time, best first
+OUT_TOKENS = (64, 48, 32)  # tokens that may be turned around in shared memory at a time: the first that come out even
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,22 @@ class Waves:
     def count(self) -> int:
         """How many waves there are."""
         return self.full + (self.busy > 0)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of a launch whose blocks have parts of tiles (`StreamOrder`).
+
+    rounds  those of a block, at most
+    tiles   tiles and parts of tiles of a block, at most
+    parts   blocks that have a part of a tile, at most
+    even    whether all tiles have as many parts, of as many rounds or one more
+    """
+
+    rounds: int
+    tiles: int
+    parts: int
+    even: bool
 
 
 @dataclass(frozen=True)
@@ -113,7 +130,7 @@ class PrefillPlan:
     def whole(self) -> TileShape:
         """A block's share of a whole tile."""
         s = self.schedule
-        return TileShape(s.tokens, 1 if s.in_memory else s.split_k, self._rounds(s.split_k))
+        return TileShape(s.tokens, s.split_k, self._rounds(s.split_k))
 
     @property
     def slice(self) -> TileShape | None:
@@ -147,15 +164,9 @@ class PrefillPlan:
         return max(self.rounds * s.split_k, self.slice.rounds * s.last_split_k if self.slice else 0)
 
     @property
-    def places(self) -> int:
-        """Tiles that device memory has room for, where blocks that split k add up their sums there."""
-        at_once = MOST_BLOCKS // self.schedule.split_k if self.schedule.in_memory else 0
-        return at_once // self.row_tiles * self.row_tiles
-
-    @property
     def workspace_bytes(self) -> int:
-        """Bytes of these sums, and of a counter for each tile."""
-        return 4 * self.places * (self.schedule.split_k * ROWS_OF_TILE * self.schedule.tokens + 1)
+        """Bytes of the sums of parts of tiles, two of each block, and of a counter for each block (`Workspace`)."""
+        return 4 * MOST_BLOCKS * (2 * ROWS_OF_TILE * self.schedule.tokens + 1) if self.schedule.streams else 0
 
     @property
     def covers_columns(self) -> bool:
@@ -261,6 +272,21 @@ class PrefillPlan:
             return Waves(full, self.slice, left * self.slices / blocks)
         return Waves(full, self.whole, left / blocks)
 
+    def shares(self, tokens: int, blocks: int) -> Shares:
+        """The shares of a launch for so many tokens; blocks: clusters, where there are some. `StreamOrder` has the same
+        arithmetic."""
+        tiles = self.tiles(tokens)
+        full, left = divmod(tiles, blocks)
+        full = max(full - 1, 0) if left else full
+        shared = tiles - full * blocks
+        blocks = min(blocks, max(shared * self.rounds, 1))
+        if self.schedule.stream_k == "even" and 0 < shared < blocks:
+            blocks -= blocks % shared
+        share = -(-shared * self.rounds // blocks)
+        even = shared > 0 and blocks % shared == 0
+        parts = blocks // shared if even else 1 - (1 - self.rounds) // max(share, 1)
+        return Shares(full * self.rounds + share, full + (shared > 0) * (1 if even else 2), parts, even)
+
     @property
     def slices(self) -> int:
         """Slices that a tile is cut into, or a pair for clusters of two: of a pair's rows if blocks of the cluster have
@@ -320,11 +346,13 @@ class PrefillPlan:
     @property
     def out_tokens(self) -> int:
         """Tokens that are turned around in shared memory at a time, at most."""
-        return next(n for n in OUT_TOKENS if min(self.part_tokens, self.whole.share) % n == 0)
+        tokens = min(self.part_tokens, self.whole.share)
+        return next((n for n in OUT_TOKENS if tokens % n == 0), min(tokens, OUT_TOKENS[-1]))
 
-    def out_tokens_of(self, tokens: int) -> int:
-        """Returns how many tokens of a tile's sums are transposed at a time."""
-        return next(n for n in OUT_TOKENS if n <= self.out_tokens and tokens % n == 0)
+    def out_pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Yields what is turned around at a time of so many tokens' sums: the first token, and how many."""
+        for first in range(0, tokens, self.out_tokens):
+            yield first, min(self.out_tokens, tokens - first)
 
     @property
     def out_pitch(self) -> int:

@@ -10,7 +10,6 @@ from lowbit.dialect.errors import SpecError
 from lowbit.passes.kernels.base import KernelSchedule
 
 WARPS = 8  # of a block: two warpgroups, which share x
-MOST_SPLIT = 8
 CLUSTERS = (1, 2, 4)  # blocks that split k as a cluster: clusters of three do not all find room
 _SWIZZLED = 8  # tokens after which the pattern of x in shared memory begins again: boxes have multiples
 ROWS_OF_TILE = 16 * WARPS
@@ -26,10 +25,11 @@ class PrefillSchedule(KernelSchedule):
     panel_k       columns of x that are copied and multiplied at a time: 64, 128 or 256
     num_stages    panels of x in shared memory: 4, 6 or 8
     cluster       blocks that get the same x, of which each copies its part, a multiple of 8 tokens, to all: 1 or 2
-    split_k       blocks that have the same tile and a part of k each: 1 to 8
-    exchange      how they add up their sums. "cluster": 2 or 4 blocks are a cluster, and store equal shares of the
-                  tokens, which are multiples of 8; "memory": they write to device memory, where the last one to come
-                  adds up. Where not all tiles are computed at once, the latter do not split k
+    split_k       blocks of a cluster that have the same tile and a part of k each, and store equal shares of its
+                  tokens, which are multiples of 8: 1, 2 or 4
+    stream_k      which blocks have equal shares of all rounds of the tiles that do not come out even, wherever a share
+                  begins and ends: "all", or "even": if there are more blocks than tiles, as many as are the same number
+                  for each tile. Blocks that have parts of a tile add up their sums in device memory. "off": none
     last_tokens   tokens of the slices that tiles of an incomplete last wave are cut into, if all slices fit one wave: a
                   multiple of 16 that divides `tokens`; 0: no tiles are cut
     last_split_k  blocks that have the same slice and a part of k each, and store equal shares of its tokens, which are
@@ -44,8 +44,8 @@ class PrefillSchedule(KernelSchedule):
         "panel_k": (64, 128, 256),
         "num_stages": (4, 6, 8),
         "cluster": (1, 2),
-        "split_k": tuple(range(1, MOST_SPLIT + 1)),
-        "exchange": ("cluster", "memory"),
+        "split_k": CLUSTERS,
+        "stream_k": ("off", "even", "all"),
         "last_tokens": tuple(range(0, 257, 16)),
         "last_split_k": (1, 2),
     }
@@ -55,7 +55,7 @@ class PrefillSchedule(KernelSchedule):
     num_stages: int = 4
     cluster: int = 1
     split_k: int = 1
-    exchange: str = "cluster"
+    stream_k: str = "off"
     last_tokens: int = 0
     last_split_k: int = 1
 
@@ -67,20 +67,12 @@ class PrefillSchedule(KernelSchedule):
                 raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for {type(self).__name__}")
         if self.tokens % (_SWIZZLED * self.cluster):
             raise SpecError(f"schedule: cluster={self.cluster} must cut tokens={self.tokens} into multiples of 8")
-        if self.in_memory:
-            if self.split_k == 1:
-                raise SpecError("schedule: exchange='memory' needs split_k=2 or more; use 'cluster'")
-        else:
-            self._check_shares()
-        self._check_slices()
-
-    def _check_shares(self) -> None:
-        """Raises SpecError where blocks that split k are no cluster, or a tile is not cut into their shares."""
-        if self.split_k not in CLUSTERS:
-            raise SpecError(f"schedule: split_k={self.split_k} needs exchange='memory': a cluster has 2 or 4 blocks")
         if self.tokens % (self.least_share * self.split_k):
             unit = f"multiples of {self.least_share}"
             raise SpecError(f"schedule: split_k={self.split_k} must cut tokens={self.tokens} into {unit}")
+        if self.streams and self.split_k > 1:
+            raise SpecError(f"schedule: stream_k={self.stream_k!r} needs split_k=1, got {self.split_k}")
+        self._check_slices()
 
     def _check_slices(self) -> None:
         """Raises SpecError where slices do not fit the tile or the cluster."""
@@ -94,8 +86,8 @@ class PrefillSchedule(KernelSchedule):
 
     def slice_sizes(self, last_split_k: int) -> tuple[int, ...]:
         """Returns the values of `last_tokens` besides 0, the smallest first, if so many blocks split a slice's k. Tiles
-        whose k is split have no slices: blocks have one tile each."""
-        sizes = self.allowed["last_tokens"][1:] if self.split_k == 1 else ()
+        whose k is split have no slices: blocks have one tile each, or equal shares."""
+        sizes = self.allowed["last_tokens"][1:] if self.split_k == 1 and not self.streams else ()
         most = self.tokens if last_split_k > 1 else self.tokens // 2
         return tuple(
             n for n in sizes if self.tokens % n == 0 and n <= most and n % (self.least_share * last_split_k) == 0
@@ -105,18 +97,20 @@ class PrefillSchedule(KernelSchedule):
     def _whole(self) -> str:
         """The name of what is cut into slices, for messages."""
         split, last = f" and split_k={self.split_k}", f" and last_split_k={self.last_split_k}"
-        return f"tokens={self.tokens}" + split * (self.split_k > 1) + last * (self.last_split_k > 1)
+        stream = f" and stream_k={self.stream_k!r}"
+        parts = split * (self.split_k > 1), stream * self.streams, last * (self.last_split_k > 1)
+        return f"tokens={self.tokens}" + "".join(parts)
 
     @property
     def threads(self) -> int:
         return 32 * WARPS
 
     @property
-    def in_memory(self) -> bool:
-        """Whether blocks that split k add up their sums through device memory."""
-        return self.exchange == "memory"
+    def streams(self) -> bool:
+        """Whether blocks may have parts of a tile, wherever these begin and end."""
+        return self.stream_k != "off"
 
     @property
     def cluster_blocks(self) -> int:
         """Blocks of a cluster."""
-        return self.cluster * (1 if self.in_memory else self.split_k)
+        return self.cluster * self.split_k

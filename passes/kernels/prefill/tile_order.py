@@ -11,34 +11,34 @@ slice of their own rows each, but the same slice of the rows of one of them, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lowbit.passes.builder import Scalar
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.builder import Index, Scalar
+from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import GROUP_TILES
+from lowbit.passes.kernels.prefill.turn import Position, Turn
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a tile or a slice is: the number of its tile of rows, and its first token."""
-
-    row_tile: Scalar
-    token: Scalar
+def first_round(shape: TileShape, rank: Scalar) -> Index:
+    """Returns the first round of a block's part of a tile or slice. rank: of the block in its cluster."""
+    return rank * shape.rounds if shape.split_k > 1 else 0
 
 
 class TileOrder:
     """The tiles of a block, in a launch for so many tokens.
 
-    block   the number of the block, or of its cluster
-    blocks  how many blocks there are, or clusters
-    rank    the number of the block in its cluster
+    block        the number of the block, or of its cluster
+    blocks       how many blocks there are, or clusters
+    rank         the number of the block in its cluster
+    first_round  the first round that the block computes
     """
+
+    first_round: Index
 
     def __init__(self, plan: PrefillPlan, tokens: Scalar, block: Scalar, blocks: Scalar, rank: Scalar) -> None:
         self.plan, self.schedule, self.block, self.blocks, self.rank = plan, plan.schedule, block, blocks, rank
         self._own_row = rank if plan.schedule.split_k == 1 else Scalar.of(0)
         self.token_tiles = (tokens + (plan.schedule.tokens - 1)) // plan.schedule.tokens
         self.tiles = self.whole = self.token_tiles * plan.row_tiles
+        self.first_round = first_round(plan.whole, rank)
         if self.schedule.last_tokens:
             self._cut()
 
@@ -71,15 +71,39 @@ class TileOrder:
         """How many whole tiles the block has."""
         return (self.whole + self.blocks - 1 - self.block) // self.blocks
 
-    def tile(self, number: Scalar) -> Scalar:
-        """The whole tile of this number, counted in the block."""
-        return self.block + number * self.blocks
-
     def first(self) -> Position:
         """Where the first tile of the block is."""
         return self.whole_at(self.block)
 
-    def after(self, tile: Scalar) -> Position:
+    def turn(self, number: Scalar, count: Scalar) -> Turn:
+        """The turn of the whole tile of this number, of so many, counted in the block."""
+        tile = self.block + number * self.blocks
+        here, next_ = self.whole_at(tile), self._after(tile)
+        has_next = number + 1 < count
+        first, rounds, next_round = self.first_round, self.plan.rounds, self._first_round_of_next(has_next)
+        before = number * rounds - first
+        return Turn(self.plan.whole, number, here, next_, has_next, first, rounds, next_round, rounds, before)
+
+    def turn_of_slice(self, slice_: TileShape, count: Scalar) -> Turn:
+        """The turn of the block's slice, after so many whole tiles. Nothing comes after it."""
+        none, tile = Scalar.of(0), self._position(self.cut_tile, self.slice_row)
+        here, has_next = Position(tile.row_tile, tile.token + self.slice_token), none < 0
+        first, rounds = first_round(slice_, self.rank), slice_.rounds
+        before = count * self.plan.rounds - first
+        return Turn(slice_, none, here, tile, has_next, first, rounds, first, rounds, before)
+
+    def whole_at(self, tile: Scalar) -> Position:
+        """Where a whole tile of this block is."""
+        return self._position(tile, self._own_row)
+
+    def _first_round_of_next(self, has_next: Scalar) -> Index:
+        """The first round of the next whole tile, if there is one, or else of this block's slice."""
+        slice_ = self.plan.slice
+        if slice_ and slice_.split_k > 1:
+            return has_next.select(self.first_round, first_round(slice_, self.rank))
+        return self.first_round
+
+    def _after(self, tile: Scalar) -> Position:
         """Where the tile is that the block computes after this one, which may be the one that it has a slice of."""
         tile = tile + self.blocks
         if not self.schedule.last_tokens:
@@ -88,14 +112,6 @@ class TileOrder:
         if self.schedule.last_split_k > 1:
             row = is_whole.select(row, self.slice_row)
         return self._position(is_whole.select(tile, self.cut_tile), row)
-
-    def cut(self) -> Position:
-        """Where the tile is that the block has a slice of."""
-        return self._position(self.cut_tile, self.slice_row)
-
-    def whole_at(self, tile: Scalar) -> Position:
-        """Where a whole tile of this block is."""
-        return self._position(tile, self._own_row)
 
     def _position(self, tile: Scalar, row: Scalar) -> Position:
         """Where a tile is, and for one beyond the last where the last is; row: the tile of rows of those of a cluster

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from lowbit.passes.builder import Index, Scalar
 from lowbit.passes.kernels.prefill.plan import TileShape
-from lowbit.passes.kernels.prefill.tile_order import Position
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a tile or a slice is: the number of its tile of rows, and its first token."""
+
+    row_tile: Scalar
+    token: Scalar
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,7 @@ class Turn:
     first_round    the first round of this block's part of k
     rounds         how many that part has
     next_round     the same of what comes after it
+    to_next        how much less the number of a round is, counted in what comes after it
     rounds_before  how many rounds the block has behind it, less `first_round`
     """
 
@@ -31,4 +39,5 @@ class Turn:
     first_round: Index
     rounds: Index
     next_round: Index
+    to_next: Index
     rounds_before: Scalar

@@ -1,74 +1,92 @@
-"""Blocks that split k and add up their sums through device memory: `PrefillSchedule.exchange`.
+"""Blocks that have parts of a tile's rounds and add up their sums through device memory: `PrefillSchedule.stream_k`.
 
-Clusters of two and four blocks do so through shared memory (`exchange`). Where two to a tile leave many multiprocessors
-idle, and clusters of four do not all find room, any number can: each writes its sums to a workspace, and the last to
-come, whichever it is, reads those of all, adds them up in the order of their parts of k and stores the tile. Nobody
-waits for a block that may not have started.
+Each writes its sums to a workspace, and the last to come, whichever it is, reads those of all, adds them up in the
+order of their rounds and stores the tile. Nobody waits for a block that may not have started. The block that begins a
+tile does so at the end of its share, and most others at the beginning of theirs: if all of them have been there, it
+adds their sums to its own, which it need not write.
 
-There is room for the tiles of one wave. A launch with more of them does not split k: every block has all of a tile.
+A block has two parts of tiles that it shares with others, at most: the one that its share begins with, whose tile
+another block has begun, and the one that it ends with, whose tile it begins. Each has a place of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from functools import reduce
 
+from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.exchange import COLUMN, THREADS, in_register_order
-from lowbit.passes.kernels.prefill.plan import PrefillPlan
+from lowbit.passes.kernels.prefill.plan import MOST_BLOCKS, PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
+from lowbit.passes.kernels.prefill.stream_order import StreamOrder
 
-_AT_ONCE = 112  # tokens whose sums are read together, at most: of three blocks, they take 168 registers of a thread
+_AT_ONCE = 64  # tokens whose sums are read together, at most: of three blocks, they take 96 registers of a thread
 
 
 class Workspace:
-    """The parts of k and their sums in program `p`: in a block of a launch of so many blocks for so many tokens.
+    """The sums of parts of tiles in program `p`, in a block whose tiles are those of an order."""
 
-    splits         whether blocks split k; `whole`: whether they do not
-    block, blocks  the number of the block, or where they split k of those that share a tile, and how many there are
-    first_round    the first round of the block's part of k, which has `rounds`
-    """
+    def __init__(self, p: Program, plan: PrefillPlan, order: StreamOrder) -> None:
+        self.p, self.plan, self.order = p, plan, order
+        tokens = plan.schedule.tokens
+        self._sums = p.global_view(p["workspace"], "f32", (MOST_BLOCKS, 2, tokens // COLUMN, THREADS, 4))
+        self._first_counter = MOST_BLOCKS * 2 * tokens * ROWS_OF_TILE
+        self._counters = p.global_view(p["workspace"], "i32", (self._first_counter + MOST_BLOCKS,))
 
-    def __init__(self, p: Program, plan: PrefillPlan, tokens: Scalar, block: Scalar, blocks: Scalar) -> None:
-        self.p, self.plan, split_k = p, plan, plan.schedule.split_k
-        tiles = (tokens + (plan.schedule.tokens - 1)) // plan.schedule.tokens * plan.row_tiles
-        at_once = (blocks // split_k).min(plan.places)
-        self.splits, self.whole = tiles < at_once + 1, at_once < tiles
-        self._tile, self._part = block // split_k, block % split_k
-        self.block, self.blocks = self.splits.select(self._tile, block), self.splits.select(blocks // split_k, blocks)
-        self.first_round = self.splits.select(self._part * plan.rounds, 0)
-        self.rounds = self.splits.select(Scalar.of(plan.rounds), plan.rounds * split_k)
-        self._columns = plan.schedule.tokens // COLUMN
-        sizes = (plan.places, split_k, self._columns, THREADS, 4)
-        self._sums = p.global_view(p["workspace"], "f32", sizes)
-        words = plan.places * split_k * plan.schedule.tokens * ROWS_OF_TILE
-        self._first_counter = words
-        self._counters = p.global_view(p["workspace"], "i32", (words + plan.places,))
+    def begin(self, number: Scalar) -> Scalar:
+        """Tells whether the block can add up the tile of this number, counted in the block, from its own sums: if it
+        begins the tile, and all others that have a part, if any, have written theirs."""
+        self._first, self._last = self.order.blocks_of(number)
+        self._counter, begins = self._place(self._first) + self._first_counter, self.order.block < self._first + 1
+        self._which = begins.select(1, 0)
+        return self.p.others_arrived(self._counters, self._counter, begins.select(self._last - self._first, -1))
 
     def write(self, parts: Sequence[Tile]) -> Scalar:
         """Writes a block's sums, of one part of the tokens after the other. Returns whether it is the last to do so."""
         column = 0
         for part in parts:
-            self.p.store(self._flat(part), self._sums, (self._tile, self._part, column, 0, 0))
+            place = (self._place(self.order.block), self._which, column, 0, 0)
+            self.p.store(self._flat(part), self._sums, place)
             column += part.shape[1] // COLUMN
-        return self.p.last_arrival(self._counters, self._tile + self._first_counter, self.plan.schedule.split_k)
+        return self.p.last_arrival(self._counters, self._counter, self._last - self._first + 1)
 
-    def read(self, parts: Sequence[Tile]) -> Iterator[Tile]:
-        """Yields the sums over all of k for the tokens of these parts, some at a time."""
-        column = 0
+    def read(self, parts: Sequence[Tile], own: bool) -> Iterator[Tile]:
+        """Yields the sums over all of k for the tokens of these parts, some at a time. own: whether these are the sums
+        that a tile begins with, or else what was written is."""
+        column, total = 0, self._plus_others if own else self._total
         for part in parts:
             tokens = part.shape[1]
-            size = next(n for n in range(_AT_ONCE, 0, -COLUMN) if tokens % n == 0)
+            size = COLUMN * math.ceil(tokens / COLUMN / math.ceil(tokens / _AT_ONCE))  # as equal as may be
             for first in range(0, tokens, size):
-                yield self._total(self.p.slice(part, 1, first, size), column + first // COLUMN)
-            column += tokens // COLUMN
+                some = self.p.slice(part, 1, first, min(size, tokens - first))
+                flat = total(self._flat(some), column + first // COLUMN)
+                yield self.p.view(self.p.reshape(flat, flat.layout.shape[2:]), "f32", some.layout)
+            column += part.shape[1] // COLUMN
+
+    def _plus_others(self, own: Tile, column: int) -> Tile:
+        """A block's own sums and those of the blocks behind it, of which there may be none."""
+        with self.p.loop(self._first + 1, self._last - self._first, [own]) as loop:
+            loop.results = [self.p.add(loop.carried[0], self._load(loop.index, 0, column, own.layout))]
+        return loop.carried[0]
 
     def _total(self, own: Tile, column: int) -> Tile:
-        """Sums over all of k, laid out like a block's own."""
-        p, flat = self.p, self._flat(own).layout
-        parts_of_k = range(self.plan.schedule.split_k)
-        total = reduce(p.add, [p.load(self._sums, (self._tile, i, column, 0, 0), flat) for i in parts_of_k])
-        return p.view(p.reshape(total, flat.shape[2:]), "f32", own.layout)
+        """The sums of all blocks that have a part, two at least. While one's are added, the next one's are coming."""
+        p, flat = self.p, own.layout
+        carried = [self._load(self._first, 1, column, flat), self._load(self._first + 1, 0, column, flat)]
+        with p.loop(self._first + 2, self._last - self._first - 1, carried) as loop:
+            total, coming = loop.carried
+            following = self._load(loop.index, 0, column, flat)
+            loop.results = [p.add(total, coming), following]
+        return p.add(*loop.carried)
+
+    def _load(self, block: Scalar, which: int, column: int, layout: Layout) -> Tile:
+        """Sums of a block, for some tokens from this column on."""
+        return self.p.load(self._sums, (self._place(block), which, column, 0, 0), layout)
+
+    def _place(self, block: Scalar) -> Scalar:
+        """The number of a block, or in a cluster of the one that has the rows of this block."""
+        return block * self.plan.schedule.cluster + self.order.rank
 
     def _flat(self, sums: Tile) -> Tile:
         """The registers of sums [rows, tokens] in their order: [1, 1, tokens / 8, threads, 4]."""

@@ -19,7 +19,7 @@ class PrefillMmaSchedule(PrefillSchedule):
     num_stages    panels of x in shared memory: 2 or 4
     cluster       1
     split_k       1
-    exchange      "cluster"
+    stream_k      "off"
     last_tokens   0
     last_split_k  1
     row_blocks    blocks of 16 rows of a warp, 1 or 2; of the eight warps, so many share the tokens of a tile
@@ -31,7 +31,7 @@ class PrefillMmaSchedule(PrefillSchedule):
         "num_stages": (2, 4),
         "cluster": (1,),
         "split_k": (1,),
-        "exchange": ("cluster",),
+        "stream_k": ("off",),
         "last_tokens": (0,),
         "last_split_k": (1,),
         "row_blocks": (1, 2),
