@@ -9,6 +9,9 @@ from typing import Any
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import PARAM_TYPES, WORKSPACE, Grid, Param, parse_grid
 
+COUNTERS = 16384
+"""Words of i32 at the beginning of a workspace that count blocks."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -18,7 +21,8 @@ class Launch:
     threads           per block
     shared_bytes      of dynamic shared memory per block
     params            in the order of the kernel's signature
-    workspace_bytes   of memory that is zero before the first launch and later what the last launch of the kernel left
+    workspace_bytes   of memory that kernels share: its first `COUNTERS` words are zero before every launch and after
+                      it, and the rest is what the launch before, of whatever kernel, left
     """
 
     name: str

@@ -23,6 +23,7 @@ import torch
 from lowbit.dialect.errors import TargetError
 from lowbit.passes.launch import Launch
 from lowbit.pylib.runtime.arguments import ArgumentBuffer
+from lowbit.pylib.runtime.workspaces import workspace
 
 # As Inductor allocates (shape, strides, dtype; on the current device), without the dispatcher: 1.0 us where
 # torch.empty takes 3.0 (H200 host, torch 2.11).
@@ -156,8 +157,7 @@ class Function:
         self._launch = launch
         self._device = device
         order = order or [p.name for p in launch.arguments]
-        self._workspace_bytes = launch.workspace_bytes
-        self._workspaces: dict[tuple[int, bool], tuple[int, torch.Tensor]] = {}
+        self._workspace_bytes, self._workspace = launch.workspace_bytes, torch.empty(0)
         self._lock = threading.Lock()
         arguments = ArgumentBuffer(launch, order)
         self._set_arguments, self.addresses = arguments.set, arguments.addresses
@@ -199,7 +199,9 @@ class Function:
         """
         with self._lock:
             if self._workspace_bytes:
-                values = (*values, self._workspace(stream))
+                graph = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+                self._workspace = workspace(self._device, stream, self._workspace_bytes, graph)
+                values = (*values, self._workspace.data_ptr())
             self._set_arguments(*values)
             config, reference = self._overlapping if overlap else self._ordered
             config.stream = stream
@@ -218,21 +220,6 @@ class Function:
             code = self.start(reference, self.handle, self.addresses, None)
         if code:
             raise TargetError(f"launch of {self._launch.name} failed: {describe(code)}")
-
-    def _workspace(self, stream: int) -> int:
-        """The address of memory that was zero before this kernel's first launch with it.
-
-        Launches on one stream use it in turn (after griddepcontrol.wait), so they share it. Streams
-        run side by side: each has its own. So has each captured graph: it may be replayed on any stream.
-        """
-        graph = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
-        owner, buffer = self._workspaces.get((stream, graph != 0), (0, None))
-        if buffer is None or owner != graph:
-            # While capturing, this makes a node that zeroes memory which the graph owns. The buffer of the
-            # graph before may go: its memory stays with that graph.
-            buffer = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=f"cuda:{self._device}")
-            self._workspaces[stream, graph != 0] = graph, buffer
-        return buffer.data_ptr()
 
 
 def _capture_id(stream: int) -> int:

@@ -11,6 +11,7 @@ import math
 from lowbit.dialect.layouts.layout import Layout, column_spatial, local, replicated
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.decode.plan import KernelPlan
+from lowbit.passes.launch import COUNTERS
 
 
 class Epilogue:
@@ -80,16 +81,14 @@ class Epilogue:
         p, s = self.p, self.schedule
         tiles, columns = self.plan.tiles, total.shape[1]
         size = s.rows * columns
-        partial = p.global_view(
-            p["workspace"], "f32", (s.split_k, tiles, s.rows, columns), (tiles * size, size, 1, s.rows)
-        )
-        counters = p.global_view(p["workspace"], "i32", (s.split_k * tiles * size + tiles,))
-        here = (p.block_id(1), self.tile, 0, 0)
-        p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, here)
-        last = p.last_arrival(counters, self.tile + s.split_k * tiles * size, s.split_k)
+        sizes, strides = (s.split_k, tiles, s.rows, columns), (tiles * size, size, 1, s.rows)
+        partial = p.global_view(p["workspace"], "f32", sizes, strides)  # behind the counters: rows are side by side
+        counters = p.global_view(p["workspace"], "i32", (COUNTERS,))
+        p.store(p.reshape(total, (1, 1, s.rows, columns)), partial, (p.block_id(1), self.tile, COUNTERS, 0))
+        last = p.last_arrival(counters, self.tile, s.split_k)
         with p.when(last):
             layout = self._sum_up_layout(s.split_k, s.rows, columns).reshape((s.split_k, 1, s.rows, columns))
-            parts = p.load(partial, (0, self.tile, 0, 0), layout)
+            parts = p.load(partial, (0, self.tile, COUNTERS, 0), layout)
             self._store(p.reshape(p.reduce(parts, 0), (s.rows, columns)), self.tile * s.rows)
 
     def _store(self, total: Tile, first_row: Scalar) -> None:

@@ -21,6 +21,7 @@ from lowbit.passes.kernels.decode.plan import (
 )
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma, scale_table
+from lowbit.passes.launch import COUNTERS
 from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
@@ -140,6 +141,11 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         raise SpecError(f"schedule: outliers_by_step=True is for weights with outliers; {spec} needs False")
     if s.cluster > 1 and not target.has_clusters:
         raise SpecError(f"schedule: cluster={s.cluster} needs clusters, which {target} does not have; take cluster=1")
+    if plan.workspace_bytes and plan.tiles > COUNTERS:
+        raise SpecError(
+            f"schedule: split_k={s.split_k} in device memory counts blocks of up to {COUNTERS} tiles, {spec} has "
+            f"{plan.tiles}; take more row_blocks or split_k=1"
+        )
     needed = _shared_bytes(plan)
     if needed > target.max_shared_per_block:
         raise SpecError(

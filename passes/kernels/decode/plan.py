@@ -13,6 +13,7 @@ from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.requirements import fits_async_x
+from lowbit.passes.launch import COUNTERS
 from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponent
 
 COLUMNS = 8  # of a product of mma
@@ -299,9 +300,9 @@ class KernelPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Partial sums of all splits and a counter per tile, where splits add up through device memory."""
+        """Counters, one for a tile, and partial sums of all splits, where splits add up through device memory."""
         s = self.schedule
-        return 0 if s.split_k == s.cluster else self.tiles * (s.split_k * s.rows * s.columns + 1) * 4
+        return 0 if s.split_k == s.cluster else 4 * (COUNTERS + self.tiles * s.split_k * s.rows * s.columns)
 
 
 def can_use_raw_codes(spec: MatmulSpec) -> bool:

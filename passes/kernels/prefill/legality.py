@@ -38,7 +38,8 @@ _EXTRAS: tuple[Extra[PrefillPlan], ...] = (
     (17, "floats of 8 bits with float zeros", lambda p: _is_float_of(8, p) and _is_wide(p) and p.spec.zeros == "float"),
     (3, "tiles that are cut", lambda p: p.schedule.last_tokens > 0),
     (29, "parts of tiles, in wide panels", lambda p: p.schedule.streams and _is_wide(p)),
-    (57, "the same with float zeros, in narrow ones of clusters", lambda p: p.schedule.streams and _shares_zeros(p)),
+    (17, "the same, in narrow ones", lambda p: p.schedule.streams and not _is_wide(p)),
+    (40, "the same with float zeros, of clusters", lambda p: p.schedule.streams and _shares_zeros(p)),
     (22, "slices whose k is split", lambda p: p.schedule.last_split_k > 1),
     (_MOST_REGISTERS, "all that there are: what is added to short groups", lambda p: _adds_in_short_groups(p)),
 )

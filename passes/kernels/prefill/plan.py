@@ -13,6 +13,7 @@ from lowbit.dialect.formats.raw_codes import can_be_raw
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
+from lowbit.passes.launch import COUNTERS
 from lowbit.passes.lowering.recipes import compute_element, exponent
 
 MOST_BLOCKS = 144  # that run at a time: all multiprocessors of a GH100
@@ -165,8 +166,8 @@ class PrefillPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the sums of parts of tiles, two of each block, and of a counter for each block (`Workspace`)."""
-        return 4 * MOST_BLOCKS * (2 * ROWS_OF_TILE * self.schedule.tokens + 1) if self.schedule.streams else 0
+        """Bytes of counters, one for a block, and of the sums of parts of tiles, two of each block (`Workspace`)."""
+        return 4 * (COUNTERS + MOST_BLOCKS * 2 * ROWS_OF_TILE * self.schedule.tokens) if self.schedule.streams else 0
 
     @property
     def covers_columns(self) -> bool:

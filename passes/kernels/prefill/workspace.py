@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lowbit.dialect.layouts.layout import Layout
-from lowbit.passes.builder import Program, Scalar, Tile
+from lowbit.passes.builder import Index, Program, Scalar, Tile
 from lowbit.passes.kernels.prefill.exchange import COLUMN, THREADS, in_register_order
 from lowbit.passes.kernels.prefill.plan import MOST_BLOCKS, PrefillPlan
-from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 from lowbit.passes.kernels.prefill.stream_order import StreamOrder
+from lowbit.passes.launch import COUNTERS
 
+_FIRST_COLUMN = COUNTERS // (4 * THREADS)
 _AT_ONCE = 64  # tokens whose sums are read together, at most: of three blocks, they take 96 registers of a thread
 
 
@@ -29,16 +30,16 @@ class Workspace:
 
     def __init__(self, p: Program, plan: PrefillPlan, order: StreamOrder) -> None:
         self.p, self.plan, self.order = p, plan, order
-        tokens = plan.schedule.tokens
-        self._sums = p.global_view(p["workspace"], "f32", (MOST_BLOCKS, 2, tokens // COLUMN, THREADS, 4))
-        self._first_counter = MOST_BLOCKS * 2 * tokens * ROWS_OF_TILE
-        self._counters = p.global_view(p["workspace"], "i32", (self._first_counter + MOST_BLOCKS,))
+        self._columns = plan.schedule.tokens // COLUMN
+        places = _FIRST_COLUMN + MOST_BLOCKS * 2 * self._columns
+        self._sums = p.global_view(p["workspace"], "f32", (places, THREADS, 4))
+        self._counters = p.global_view(p["workspace"], "i32", (COUNTERS,))
 
     def begin(self, number: Scalar) -> Scalar:
         """Tells whether the block can add up the tile of this number, counted in the block, from its own sums: if it
         begins the tile, and all others that have a part, if any, have written theirs."""
         self._first, self._last = self.order.blocks_of(number)
-        self._counter, begins = self._place(self._first) + self._first_counter, self.order.block < self._first + 1
+        self._counter, begins = self._place(self._first), self.order.block < self._first + 1
         self._which = begins.select(1, 0)
         return self.p.others_arrived(self._counters, self._counter, begins.select(self._last - self._first, -1))
 
@@ -46,8 +47,8 @@ class Workspace:
         """Writes a block's sums, of one part of the tokens after the other. Returns whether it is the last to do so."""
         column = 0
         for part in parts:
-            place = (self._place(self.order.block), self._which, column, 0, 0)
-            self.p.store(self._flat(part), self._sums, place)
+            place = self._column(self.order.block, self._which, column)
+            self.p.store(in_register_order(self.p, part), self._sums, place)
             column += part.shape[1] // COLUMN
         return self.p.last_arrival(self._counters, self._counter, self._last - self._first + 1)
 
@@ -60,8 +61,8 @@ class Workspace:
             size = COLUMN * math.ceil(tokens / COLUMN / math.ceil(tokens / _AT_ONCE))  # as equal as may be
             for first in range(0, tokens, size):
                 some = self.p.slice(part, 1, first, min(size, tokens - first))
-                flat = total(self._flat(some), column + first // COLUMN)
-                yield self.p.view(self.p.reshape(flat, flat.layout.shape[2:]), "f32", some.layout)
+                flat = total(in_register_order(self.p, some), column + first // COLUMN)
+                yield self.p.view(flat, "f32", some.layout)
             column += part.shape[1] // COLUMN
 
     def _plus_others(self, own: Tile, column: int) -> Tile:
@@ -82,13 +83,12 @@ class Workspace:
 
     def _load(self, block: Scalar, which: int, column: int, layout: Layout) -> Tile:
         """Sums of a block, for some tokens from this column on."""
-        return self.p.load(self._sums, (self._place(block), which, column, 0, 0), layout)
+        return self.p.load(self._sums, self._column(block, which, column), layout)
 
     def _place(self, block: Scalar) -> Scalar:
         """The number of a block, or in a cluster of the one that has the rows of this block."""
         return block * self.plan.schedule.cluster + self.order.rank
 
-    def _flat(self, sums: Tile) -> Tile:
-        """The registers of sums [rows, tokens] in their order: [1, 1, tokens / 8, threads, 4]."""
-        flat = in_register_order(self.p, sums)
-        return self.p.reshape(flat, (1, 1, *flat.shape))
+    def _column(self, block: Scalar, which: Index, column: int) -> tuple[Scalar, int, int]:
+        """Where the sums of some tokens are, of one of a block's two parts."""
+        return ((self._place(block) * 2 + which) * self._columns + (column + _FIRST_COLUMN), 0, 0)
