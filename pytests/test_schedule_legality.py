@@ -13,6 +13,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
+from lowbit.passes.launch import COUNTERS
 from lowbit.passes.scheduling.choice import schedule_for
 from lowbit.passes.target import parse_target
 
@@ -182,3 +183,10 @@ def test_preloading_and_overlap_where_they_do_not_fit(message: str, spec: Matmul
     with pytest.raises(SpecError, match=f"schedule: {message}"):
         check_schedule(spec, replace(PRELOADED, **change), HOPPER)
     check_schedule(SPEC, PRELOADED, HOPPER)
+
+
+def test_more_tiles_than_counters() -> None:
+    schedule = Schedule(tokens=8, row_blocks=1, warps_k=1, step_k=64, num_stages=2, split_k=2)
+    check_schedule(replace(SPEC, n=16 * COUNTERS), schedule, HOPPER)
+    with pytest.raises(SpecError, match=r"split_k=2 in device memory counts blocks of up to 16384 tiles, .* has 16385"):
+        check_schedule(replace(SPEC, n=16 * COUNTERS + 1), schedule, HOPPER)

@@ -15,8 +15,10 @@ the tensor core must never wait, and nothing may be moved twice that could be mo
   of the next tile are copied while the last ones of this are multiplied.
 - Blocks of a cluster have different rows and the same tokens: each copies half of x to both.
 - Or they have the same tile and a part of k each (`PrefillSchedule.split_k`), where there are fewer tiles than
-  multiprocessors. At the end of a tile they add up sums: those of a cluster in shared memory (`prefill.exchange`),
-  where each stores a share of the tokens, and others in device memory (`prefill.workspace`).
+  multiprocessors. At the end of a tile they add up sums in shared memory (`prefill.exchange`); each stores a share of
+  the tokens.
+- Or all blocks have equal shares of the rounds of tiles that do not come out even (`prefill.stream_order`). Those that
+  have parts of a tile add up sums in device memory (`prefill.workspace`).
 - Tiles of an incomplete last wave may be cut along tokens into slices (`prefill.tile_order`). The same stages and
   registers serve them: the pipeline goes on from the last whole tile to the slice, whose panels are copied by boxes of
   fewer tokens and read from the first rows of a stage. Blocks of a cluster may share a slice and split its k.
