@@ -37,8 +37,9 @@ _EXTRAS: tuple[Extra[PrefillPlan], ...] = (
     (21, "the same with float zeros, where tiles are cut", lambda p: _is_float_of(7, p) and _has_cut_zeros(p)),
     (17, "floats of 8 bits with float zeros", lambda p: _is_float_of(8, p) and _is_wide(p) and p.spec.zeros == "float"),
     (3, "tiles that are cut", lambda p: p.schedule.last_tokens > 0),
+    (17, "offsets beside scales in f32, with eight panels", lambda p: p.scales_in_f32 and _has_deep_offsets(p)),
     (29, "parts of tiles, in wide panels", lambda p: p.schedule.streams and _is_wide(p)),
-    (17, "the same, in narrow ones", lambda p: p.schedule.streams and not _is_wide(p)),
+    (24, "the same, in narrow ones", lambda p: p.schedule.streams and not _is_wide(p)),
     (40, "the same with float zeros, of clusters", lambda p: p.schedule.streams and _shares_zeros(p)),
     (22, "slices whose k is split", lambda p: p.schedule.last_split_k > 1),
     (_MOST_REGISTERS, "all that there are: what is added to short groups", lambda p: _adds_in_short_groups(p)),
@@ -151,6 +152,11 @@ def _is_float_of(bits: int, plan: PrefillPlan) -> bool:
 def _has_cut_zeros(plan: PrefillPlan) -> bool:
     """Whether there are float zeros beside scales of f32, in tiles that are cut."""
     return plan.spec.zeros == "float" and plan.spec.scale == "f32" and plan.schedule.last_tokens > 0
+
+
+def _has_deep_offsets(plan: PrefillPlan) -> bool:
+    """Whether there are offsets, and eight panels of x in shared memory."""
+    return plan.spec.zeros == "offset" and plan.schedule.num_stages == 8
 
 
 def _shares_zeros(plan: PrefillPlan) -> bool:

@@ -18,7 +18,8 @@ from lowbit.passes.lowering.recipes import compute_element, exponent
 
 MOST_BLOCKS = 144  # that run at a time: all multiprocessors of a GH100
 GROUPS_AT_ONCE = 4  # whose numbers a lane reads at once where a warp computes those of a panel
-OUT_TOKENS = (64, 48, 32)  # tokens that may be turned around in shared memory at a time: the first that come out even
+OUT_TOKENS = (64, 48, 32, 16)  # tokens that are turned around in shared memory at a time: the first that come out even,
+MOST_UNEVEN = 40  # or else all, up to so many, or 32
 
 
 @dataclass(frozen=True)
@@ -348,12 +349,14 @@ class PrefillPlan:
     def out_tokens(self) -> int:
         """Tokens that are turned around in shared memory at a time, at most."""
         tokens = min(self.part_tokens, self.whole.share)
-        return next((n for n in OUT_TOKENS if tokens % n == 0), min(tokens, OUT_TOKENS[-1]))
+        return next((n for n in OUT_TOKENS if tokens % n == 0), tokens if tokens <= MOST_UNEVEN else 32)
 
     def out_pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Yields what is turned around at a time of so many tokens' sums: the first token, and how many."""
-        for first in range(0, tokens, self.out_tokens):
-            yield first, min(self.out_tokens, tokens - first)
+        most = self.out_tokens
+        size = next((n for n in OUT_TOKENS if n <= most and tokens % n == 0), min(most, tokens))
+        for first in range(0, tokens, size):
+            yield first, min(size, tokens - first)
 
     @property
     def out_pitch(self) -> int:
