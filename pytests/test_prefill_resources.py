@@ -141,10 +141,11 @@ SAMPLE = list(cases())
 
 
 def most_spilled(kernel: KernelRequest) -> int:
-    """Bytes of a thread that may be spilled. With wgmma hardly any, but for two kinds: products of integers that are added
-    to sums in f32 group by group, of which the assembler begins more than it has registers for, in small tiles, too;
-    and folded weights for which no tile has enough registers, since no other kernel multiplies these. With mma.sync a
-    few, which cost nothing (docs/lab-notebook/persistent-blocks.md, "Without wgmma"). The numbers are a record."""
+    """Bytes of a thread that may be spilled. With wgmma hardly any, with two exceptions: products of integers that are
+    added to sums in f32 group by group, of which the assembler begins more than it has registers for, in small tiles,
+    too; and folded weights for which no tile has enough registers, since no other kernel multiplies these. With
+    mma.sync a few, which cost nothing (docs/lab-notebook/persistent-blocks.md, "Without wgmma"). The numbers are a
+    record."""
     spec, mma = kernel.spec, not kernel.target.has_wgmma
     if spec.folds and isinstance(kernel.schedule, EightBitPrefillSchedule) and spills(spec, kernel.schedule):
         return 256
