@@ -19,13 +19,14 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import FAMILIES, family_of
 from lowbit.passes.scheduling.tables import REACH, Entry, Key, Table, nearest, shipped_tables
 from lowbit.passes.target import Target
 
 MOST_BANDWIDTH, MOST_PRODUCTS = 4.8e6, 5e8  # an H200's bytes and 16-bit multiplications per microsecond
 MOST_DECODED = 128  # tokens up to which kernels of the decode families are the faster ones, mostly
-FEW = 64  # tokens up to which they are, measured, though others are predicted to be for 80 to 112 tokens
+FEW = 64  # tokens up to which they are, measured, though others are predicted to be for 80 to 120 tokens
 ALL_TILES = tuple(sorted({*TOKEN_TILES, *PREFILL_TILES}))
 
 
@@ -89,7 +90,8 @@ class Chooser:
         that takes less time.
 
         A measured schedule gives way only to a measured one, and one for up to `FEW` tokens not to a prediction for 80
-        to 112 (docs/lab-notebook/schedules.md).
+        to 120 (docs/lab-notebook/schedules.md); but one for `FEW` to one of shared rounds, since these predictions are
+        good (docs/lab-notebook/last-tiles.md).
         """
         if self._spec.for_tokens(token_tile) != self._spec:
             return self._unfolded.expected(token_tile, tables)
@@ -101,8 +103,10 @@ class Chooser:
             if least_time(self._spec, wider) >= best.microseconds:
                 break
             other = self._measured(wider, tables)
-            if other is None and known is None and not token_tile <= FEW < wider < MOST_DECODED:
-                other = self._estimated(wider, tables)
+            trusted = not token_tile <= FEW < wider < MOST_DECODED
+            if other is None and known is None and (trusted or token_tile == FEW):
+                found = self._estimated(wider, tables)
+                other = found if trusted or _shares_rounds(found) else None
             if other and other.microseconds < best.microseconds:
                 best = other
         return best
@@ -158,6 +162,11 @@ class Chooser:
             ]
             self._predicted[token_tile] = min(found, key=lambda choice: choice.microseconds)
         return self._predicted[token_tile]
+
+
+def _shares_rounds(choice: Choice) -> bool:
+    """Whether blocks have equal shares of all rounds."""
+    return isinstance(choice.schedule, PrefillSchedule) and choice.schedule.streams
 
 
 def schedule_for(
