@@ -18,8 +18,8 @@ from lowbit.passes.lowering.recipes import compute_element, exponent
 
 MOST_BLOCKS = 144  # that run at a time: all multiprocessors of a GH100
 GROUPS_AT_ONCE = 4  # whose numbers a lane reads at once where a warp computes those of a panel
-OUT_TOKENS = (64, 48, 32, 16)  # tokens that are turned around in shared memory at a time: the first that come out even,
-MOST_UNEVEN = 40  # or else all, up to so many, or 32
+OUT_TOKENS = (64, 48, 32, 16)  # tokens that are turned around at a time: the first of these that divides a tile's;
+MOST_UNEVEN = 40  # where none does: all of a tile at once if it has no more than these, else 32 at a time
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ class PrefillSchedule(KernelSchedule):
     cluster       blocks that get the same x, of which each copies its part, a multiple of 8 tokens, to all: 1 or 2
     split_k       blocks of a cluster that have the same tile and a part of k each, and store equal shares of its
                   tokens, which are multiples of 8: 1, 2 or 4
-    stream_k      which blocks have equal shares of all rounds of the tiles that do not come out even, wherever a share
-                  begins and ends: "all", or "even": if there are more blocks than tiles, as many as are the same number
-                  for each tile. Blocks that have parts of a tile add up their sums in device memory. "off": none
+    stream_k      which blocks share the rounds of the tiles that do not come out even: equally, wherever a share begins
+                  and ends, so that blocks with parts of a tile add up their sums in device memory. "off": none; "all";
+                  "even": as many as give every tile the same number of blocks, where there are more blocks than tiles
     last_tokens   tokens of the slices that tiles of an incomplete last wave are cut into, if all slices fit one wave: a
                   multiple of 16 that divides `tokens`; 0: no tiles are cut
     last_split_k  blocks that have the same slice and a part of k each, and store equal shares of its tokens, which are
