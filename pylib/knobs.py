@@ -15,6 +15,8 @@ from pathlib import Path
 
 from lowbit.dialect.errors import SpecError
 
+MOST_THREADS = 1024
+"""Threads of a CPU kernel. An OpenMP runtime ends the process where it can't have as many as it is asked for."""
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"", "0", "false", "no", "off"})
 
@@ -53,8 +55,8 @@ def num_threads() -> int | None:
     given = os.environ.get("LOWBIT_NUM_THREADS")
     if not given:
         return None
-    if not given.isdecimal() or int(given) < 1:
-        raise SpecError(f"LOWBIT_NUM_THREADS={given!r}; allowed: a whole number from 1 on")
+    if not given.isdecimal() or len(given) > len(str(MOST_THREADS)) or not 1 <= int(given) <= MOST_THREADS:
+        raise SpecError(f"LOWBIT_NUM_THREADS={given!r}; allowed: a whole number from 1 to {MOST_THREADS}")
     return int(given)
 
 

@@ -13,16 +13,22 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.signature import parse_grid
+from lowbit.passes.cpu.task import Needs
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.launch import Launch
 from lowbit.pylib import knobs
 from lowbit.pylib.build import cache
 from lowbit.pylib.build.cache import Cache
+from lowbit.pylib.build.driver import Artifact
+from lowbit.pylib.build.host_programs import HostProgram
 from lowbit.pylib.build.installed import versions
 
 KEY = "ab" + "0" * 62
@@ -253,6 +259,104 @@ def test_a_directory_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, gi
         Cache()
 
 
+def _of_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the file or folder look as if another user owned it, whoever runs the test."""
+    other = path.stat()
+
+    def real(about: os.stat_result) -> os.stat_result:
+        if (about.st_ino, about.st_dev) != (other.st_ino, other.st_dev):
+            return about
+        return os.stat_result((*about[:4], os.geteuid() + 4321, *about[5:]))
+
+    stat, fstat = os.stat, os.fstat
+    monkeypatch.setattr(os, "stat", lambda *args, **options: real(stat(*args, **options)))
+    monkeypatch.setattr(os, "fstat", lambda descriptor: real(fstat(descriptor)))
+
+
+def _writable(bits: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    return lambda path, _: path.chmod(path.stat().st_mode | bits)
+
+
+OF_OTHERS = {
+    "another user": (_of_another, "it belongs to user .*, and this process runs as user .*; delete it, or set LOWBIT_"),
+    "the group": (_writable(0o020), "others may write it .*chmod -R go-w"),
+    "everyone": (_writable(0o002), "others may write it .*chmod -R go-w"),
+}
+
+
+@pytest.mark.parametrize("who", OF_OTHERS)
+def test_an_entry_that_others_may_have_written_is_not_read(
+    store: Cache, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    change, message = OF_OTHERS[who]
+    store.put(KEY, {"image": b"of a stranger"})
+    change(entry(store), monkeypatch)
+    with pytest.warns(UserWarning, match=f"does not execute what {entry(store)} holds: {message}") as found:
+        assert store.get(KEY) is None
+    assert len(found) == 1
+    with pytest.warns(UserWarning, match=message):
+        assert store.get_or_build(KEY, lambda: FILES, dict) == FILES
+    assert store.get_or_build(KEY, unwanted, dict) == FILES  # it was replaced by one of our own
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("who", OF_OTHERS)
+def test_a_folder_that_others_may_write_to_is_left_alone(
+    store: Cache, monkeypatch: pytest.MonkeyPatch, who: str, inside: bool
+) -> None:
+    change, message = OF_OTHERS[who]
+    store.put(KEY, {"image": b"of a stranger"})
+    folder = entry(store).parent if inside else store.directory
+    change(folder, monkeypatch)
+    before = {path: path.read_bytes() for path in store.directory.glob("??/*")}
+    with pytest.warns(UserWarning, match=f"does not execute what {folder} holds: {message}") as found:
+        assert store.get(KEY) is None
+        assert store.get_or_build(KEY, lambda: FILES, dict) == FILES
+        store.put(KEY, FILES)
+    assert len({str(warning.message) for warning in found}) == 1  # Python shows a text once
+    assert {path: path.read_bytes() for path in store.directory.glob("??/*")} == before
+
+
+def test_nobody_else_may_write_what_is_made(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = Cache(tmp_path / "a" / "b")
+        store.put(KEY, FILES)
+    finally:
+        os.umask(before)
+    made = list((tmp_path / "a").rglob("*"))
+    assert entry(store) in made and len(made) >= 3
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a", *made) if path.is_dir()} == {0o700}
+
+
+def test_folders_as_they_were_made_before_still_serve(store: Cache) -> None:
+    store.put(KEY, FILES)
+    for path in (store.directory, entry(store).parent):
+        path.chmod(0o755)
+    entry(store).chmod(0o644)
+    assert store.get_or_build(KEY, unwanted, dict) == FILES
+
+
+@pytest.mark.parametrize(
+    ("image", "entry", "needs"), [(b"", 0, {}), (b"code", 4, {}), (b"code", -1, {}), (b"code", 0, {"per_worker": -8})]
+)
+def test_an_image_that_cannot_be_loaded_is_a_damaged_entry(
+    store: Cache, image: bytes, entry: int, needs: dict[str, int]
+) -> None:
+    good = HostProgram(b"code", 0, Needs())
+    store.put(KEY, HostProgram(image, entry, Needs(**needs)).to_files())
+    assert store.get_or_build(KEY, good.to_files, HostProgram.from_files) == good
+    assert store.get_or_build(KEY, unwanted, HostProgram.from_files) == good
+
+
+def test_an_empty_cubin_is_a_damaged_entry(store: Cache) -> None:
+    launch = Launch("kernel", parse_grid((1, 1, 1)), 32, 0, ())
+    good = Artifact(launch, "ptx", b"cubin", Schedule())
+    store.put(KEY, replace(good, cubin=b"").to_files())
+    assert store.get_or_build(KEY, good.to_files, Artifact.from_files) == good
+
+
 def test_a_lock_that_stays_taken_does_not_stop_a_build(store: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     from filelock import FileLock
 
@@ -443,10 +547,10 @@ def test_knobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (knobs.no_cache(), knobs.cpu(), knobs.num_threads()) == (True, "x86-64-v3", 12)
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5"])
+@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5", "1025", "100000", "9" * 20, "9" * 5000])
 def test_knobs_name_a_bad_value(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("LOWBIT_NUM_THREADS", given)
-    with pytest.raises(SpecError, match=r"LOWBIT_NUM_THREADS.*whole number"):
+    with pytest.raises(SpecError, match=r"LOWBIT_NUM_THREADS.*whole number from 1 to 1024"):
         knobs.num_threads()
     monkeypatch.setenv("LOWBIT_NO_CACHE", "maybe")
     with pytest.raises(SpecError, match="LOWBIT_NO_CACHE='maybe'; allowed: 1 or 0"):

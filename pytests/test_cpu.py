@@ -29,7 +29,7 @@ from lowbit.passes.codegen.host import host_features
 from lowbit.passes.cpu import compile as cpu_compile
 from lowbit.passes.cpu.compile import isa_of
 from lowbit.passes.cpu.decode import ChunkMap
-from lowbit.pylib import matmul, reference
+from lowbit.pylib import knobs, matmul, reference
 from lowbit.pylib.build.host_programs import processor
 from lowbit.pylib.reference.bounds import ROUNDING
 from lowbit.pylib.runtime import cpu, team
@@ -290,6 +290,12 @@ def test_a_process_ends_with_threads_waiting() -> None:
     environment = os.environ | {"LOWBIT_NUM_THREADS": "3"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=600)
     assert (done.returncode, done.stdout) == (0, "1024.0\n"), done.stderr
+
+
+def test_a_team_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP would end the process where it can't have all threads."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 100_000)
+    assert CpuMatmul(spec_of("u4", n=16, k=64))._team(1 << 40) == knobs.MOST_THREADS
 
 
 def test_small_stacks() -> None:

@@ -5,6 +5,9 @@ It appears whole by a rename, or not at all, and is checked whenever it is read:
 key is dropped and built again. Several processes that want the same kernel at once wait for the one that compiles it. A
 directory that can't be written costs a warning and the time to compile.
 
+Entries are machine code that is executed. So what others own or may write is not read, with a warning
+(`private_files`); in a directory of others nothing is written, either.
+
 The key holds everything that can change the result: what the caller names (spec, schedule, target), the
 versions of the tools, and the compiler's own sources.
 """
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lowbit.pylib import knobs
+from lowbit.pylib.build import private_files
 from lowbit.pylib.build.installed import versions
 
 LOCK_NOTICE = 10.0
@@ -142,18 +146,23 @@ class Cache:
 
     def get(self, key: str) -> Files | None:
         """The files of an entry by name, or None where there is none; one that is damaged is deleted."""
-        return self._read(key, dict)
+        return None if self._is_of_others(key) else self._read(key, dict)
 
     def put(self, key: str, files: Mapping[str, bytes]) -> None:
-        """Make or replace an entry. A disk that can't be written costs a warning."""
+        """Make or replace an entry. A disk that can't be written, or that others may write, costs a warning."""
+        if self._is_of_others(key):
+            return
         with self._lock(key):
             self._write(key, files)
 
     def get_or_build(self, key: str, build: Callable[[], Files], parse: Callable[[Files], T]) -> T:
         """Returns what `parse` reads from the entry, or else from what `build` makes, which is then kept.
 
-        An entry that `parse` can't read is built anew. What `build` raises comes through.
+        An entry that `parse` can't read is built anew. What `build` raises comes through. Where others may write to the
+        directory, nothing is read or kept.
         """
+        if self._is_of_others(key):
+            return parse(build())
         found = self._read(key, parse)
         if found is not None:
             return found
@@ -182,6 +191,14 @@ class Cache:
     def _path(self, key: str, suffix: str = "kernel") -> Path:
         return self.directory / key[:2] / f"{key}.{suffix}"
 
+    def _is_of_others(self, key: str) -> bool:
+        """Tells whether others may put entries into the directory, or into that of this key; if so, warns."""
+        for folder in (self.directory, self.directory / key[:2]):
+            with suppress(OSError):  # it is made when something is written
+                if private_files.warn_of_others(folder, folder.stat()):
+                    return True
+        return False
+
     def _read(self, key: str, parse: Callable[[Files], T]) -> T | None:
         """Returns what `parse` makes of an entry, or None where there is none; a file that can't be read as one is deleted."""
         path = self._path(key)
@@ -197,7 +214,7 @@ class Cache:
         path = self._path(key)
         temporary = self._path(key, f"{os.getpid()}-{threading.get_ident()}.tmp")
         try:
-            temporary.write_bytes(_pack(files, key))
+            private_files.write(temporary, _pack(files, key))
             temporary.replace(path)
             for leftover in path.parent.glob(f"{key}.*.tmp"):  # of a killed process: this one holds the lock
                 _delete(leftover)
@@ -217,9 +234,9 @@ class Cache:
         from filelock import FileLock, Timeout
 
         path = self._path(key, "lock")
-        lock = FileLock(path)
+        lock = FileLock(path, mode=0o600)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            private_files.make_folder(path.parent)
             try:
                 lock.acquire(timeout=LOCK_NOTICE)
             except Timeout:
@@ -242,12 +259,15 @@ def _warn_of_wait(path: Path) -> None:
 
 
 def _contents(path: Path) -> bytes:
-    """The contents of a file. Raises ValueError for what is no file (to read a FIFO would never end) or too large."""
+    """The contents of a file. Raises ValueError for what is no file (to read a FIFO would never end) or too large, and
+    PermissionError for what others may have written."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_ENTRY_BYTES:
             raise ValueError(f"{path} is no entry of a cache")
+        if private_files.warn_of_others(path, about):
+            raise PermissionError(f"{path} may be of others")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(about.st_size)
     finally:

@@ -41,7 +41,9 @@ class Artifact(Program):
 
     @staticmethod
     def from_files(files: dict[str, bytes]) -> Artifact:
-        """The inverse of `to_files`."""
+        """The inverse of `to_files`. Raises an exception of some kind for what can't be loaded."""
+        if not all(files.values()):
+            raise ValueError("an empty file")
         about = json.loads(files["about.json"])
         launch, schedule = Launch.from_dict(about["launch"]), schedule_from_dict(about["schedule"])
         return Artifact(launch, files["kernel.ptx"].decode(), files.get("kernel.cubin"), schedule)

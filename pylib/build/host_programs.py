@@ -35,9 +35,12 @@ class HostProgram:
 
     @staticmethod
     def from_files(files: dict[str, bytes]) -> HostProgram:
-        """The inverse of `to_files`."""
+        """The inverse of `to_files`. Raises an exception of some kind for what can't be loaded."""
         about = json.loads(files["about.json"])
-        return HostProgram(files["image"], about["entry"], Needs(**about["needs"]))
+        image, entry, needs = files["image"], about["entry"], about["needs"]
+        if entry not in range(len(image)) or not all(type(size) is int and size >= 0 for size in needs.values()):
+            raise ValueError(f"no function begins at {entry} of {len(image)} bytes, or it needs {needs}")
+        return HostProgram(image, entry, Needs(**needs))
 
 
 def load_host_program(spec: MatmulSpec, program: Program, cpu: str) -> HostProgram:

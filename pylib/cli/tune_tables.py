@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowbit.dialect.errors import SpecError
+from lowbit.pylib.build import private_files
 from lowbit.pylib.cli.output import errors
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _table(names: list[str]) -> Table:
 
 def write(table: Table, path: Path) -> None:
     """Write a table, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_files.make_folder(path.parent)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(table.to_text(), encoding="utf-8")
     temporary.replace(path)

@@ -15,6 +15,7 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.task import Needs
 from lowbit.pylib.build.host_programs import Program, load_host_program
+from lowbit.pylib.knobs import MOST_THREADS
 from lowbit.pylib.runtime import team
 from lowbit.pylib.runtime.machine_code import MachineCode
 from lowbit.pylib.tensor_checks import address_of
@@ -51,7 +52,7 @@ class CpuMatmul:
 
     spec      what to compute
     cpu       processor to compile for: one of LLVM's levels ("x86-64-v3"), "" for this one
-    threads   at most so many; None: torch.get_num_threads() at every call
+    threads   at most so many; None: torch.get_num_threads() at every call. Never more than `knobs.MOST_THREADS`
 
     `few_tokens` are multiplied by exact codes; more by weights that are decoded into memory, in bf16 where the
     activation is bf16 and the processor multiplies it, else in f32.
@@ -112,7 +113,7 @@ class CpuMatmul:
 
     def _team(self, work: int) -> int:
         """How many threads are worth it. All or one: to change a team's size ends threads and starts others."""
-        return (self._threads or torch.get_num_threads()) if work >= _WORTH_A_TEAM else 1
+        return min(self._threads or torch.get_num_threads(), MOST_THREADS) if work >= _WORTH_A_TEAM else 1
 
     def _program(self, name: Program) -> _Loaded:
         """Compiled when first wanted: most weights are never dequantized, say."""

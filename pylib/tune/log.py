@@ -10,7 +10,7 @@ from pathlib import Path
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.scheduling.tables import Key
-from lowbit.pylib.build import cache
+from lowbit.pylib.build import cache, private_files
 
 
 class Log:
@@ -21,7 +21,7 @@ class Log:
         self._path = path
         self._of = {"gpu": gpu, "sources": cache.source_fingerprint()[:16]}
         self._known: dict[tuple[Key, KernelSchedule, str], float] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_files.make_folder(path.parent)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text and not text.endswith("\n"):  # the process died while it wrote
             path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
