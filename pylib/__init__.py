@@ -29,6 +29,10 @@ from lowbit.dialect.errors import (
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
+from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
+from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
+from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
+from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
@@ -65,6 +69,8 @@ __all__ = [
     "Calibration",
     "Checkpoint",
     "CheckpointError",
+    "EightBitPrefillMmaSchedule",
+    "EightBitPrefillSchedule",
     "EightBitSchedule",
     "EmulatorError",
     "FusedLayers",
@@ -83,6 +89,8 @@ __all__ = [
     "PackError",
     "PackedWeight",
     "PassError",
+    "PrefillMmaSchedule",
+    "PrefillSchedule",
     "QuantConfig",
     "QuantPlan",
     "QuantizationReport",

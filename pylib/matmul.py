@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,7 +20,8 @@ from torch.compiler import is_dynamo_compiling
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import schedule_from_dict, schedule_names
 from lowbit.passes.stages import stages
 from lowbit.passes.target import Target
 from lowbit.pylib import operator_schema
@@ -37,36 +39,44 @@ from lowbit.pylib.weights import packed
 from lowbit.pylib.weights.packed import PackedWeight
 
 
-def compile(spec: MatmulSpec, target: str | None = None, schedule: Schedule | None = None) -> Matmul:
+def compile(
+    spec: MatmulSpec, target: str | None = None, schedule: KernelSchedule | Mapping[str, Any] | None = None
+) -> Matmul:
     """Compile a matmul.
 
     spec      what to compute
     target    a GPU such as "sm_90a" (`lowbit info` lists them); "cpu"; "emulator:sm_90a", which runs the GPU's PTX on
               CPU tensors; None: this machine's GPU, else "cpu". Compiling for a GPU needs none.
-    schedule  the free choices of the GPU kernel for up to schedule.tokens tokens; None: a good one
+    schedule  the free choices of one GPU kernel: a schedule of any family, or a dictionary as `Matmul.choices` and
+              tables have it. A Schedule (IntegerSchedule, EightBitSchedule) is for up to schedule.tokens tokens, one of
+              the other families for all rows that its family has kernels for. Other rows, and None: good ones are
+              chosen
 
     The kernel for one token is compiled (or found in the disk cache) at once, others when they are first
     needed. The same arguments give the same `Matmul`, so every layer of a model may ask for its own; one that no
     layer holds any more is given back in time.
 
-    Raises SpecError for a spec or schedule that is none or does not fit; TargetError for an unknown target, a
+    Raises SpecError for a spec or schedule that is none or does not fit, and for a schedule that no rows would have;
+    TargetError for an unknown target, a
     GPU that is too old, or a missing tool, with the command that installs it.
     """
     if not isinstance(spec, MatmulSpec):
         raise SpecError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(n=64, k=256, weight='u4')")
-    if not (schedule is None or isinstance(schedule, Schedule)):
-        raise SpecError(f"schedule={schedule!r} must be a Schedule, such as Schedule(tokens=8), or None")
+    schedule = schedule_from_dict(schedule) if isinstance(schedule, Mapping) else schedule
+    if not (schedule is None or isinstance(schedule, KernelSchedule)):
+        names = schedule_names("matmul", "quantized_matmul")
+        raise SpecError(f"schedule={schedule!r} must be one of {names}, or None")
     if not (target is None or isinstance(target, str)):
         raise TargetError(f"target={target!r} must be a name such as 'sm_90a', 'cpu' or 'emulator', or None")
     return _compile(interned(spec), target_named(target), schedule)
 
 
 _KEPT = 256  # matmuls that nothing else holds
-_alive: WeakValueDictionary[tuple[MatmulSpec, Target, Schedule | None], Matmul] = WeakValueDictionary()
+_alive: WeakValueDictionary[tuple[MatmulSpec, Target, KernelSchedule | None], Matmul] = WeakValueDictionary()
 
 
 @lru_cache(maxsize=_KEPT)
-def _compile(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> Matmul:
+def _compile(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> Matmul:
     """The same `Matmul` as long as anyone holds it, or it is one of the last that were asked for."""
     key = spec, target, schedule
     found = _alive.get(key)
@@ -86,7 +96,7 @@ class Matmul:
     description    all that was compiled, as text: the last argument of `torch.ops.lowbit.matmul.packed`
     """
 
-    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:
         self.spec = spec
         self.target = target
         self._act, self._k = TORCH[spec.act], spec.k

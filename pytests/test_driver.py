@@ -126,7 +126,7 @@ def test_choices_say_what_is_launched(pipeline: FakePipeline) -> None:
     assert re.search(r"^m384 +prefill +tokens=\d+, panel_k=\d+", text, re.MULTILINE)
     assert re.search(r"^m1 +decode_integer +tokens=1, row_blocks=\d", text, re.MULTILINE)
     read = json.loads(json.dumps(choices.to_dict()))
-    assert lowbit.MatmulSpec(**read["spec"]) == spec and read["target"] == "sm_90a"
+    assert lowbit.MatmulSpec.from_dict(read["spec"]) == spec and read["target"] == "sm_90a"
     assert {"first": 2, "last": 8, "launches": ["m8"]} in read["rows"]
     assert {"first": 8193, "last": None, "launches": ["m8192"]} in read["rows"]
     odd = lowbit.compile(replace(NO_PIECES, weight="u1"), "sm_90a").choices

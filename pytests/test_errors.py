@@ -77,7 +77,7 @@ def test_schedule_of_no_integers(change: dict[str, Any]) -> None:
         ("unknown target 'emulator:cpu'", (SPEC, "emulator:cpu")),
         ("target=90 must be a name", (SPEC, 90)),
         ("spec='u4' must be a MatmulSpec", ("u4",)),
-        ("schedule=8 must be a Schedule", (SPEC, "sm_80", 8)),
+        ("schedule=8 must be one of Schedule, IntegerSchedule, PrefillSchedule, ", (SPEC, "sm_80", 8)),
         ("schedule= is for GPU targets", (SPEC, "cpu", Schedule())),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedule
+from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.family import Decode, DecodeInteger
 from lowbit.passes.kernels.dequantize.family import Dequantize
 from lowbit.passes.kernels.eight_bit.family import EightBit
@@ -47,6 +47,11 @@ def family_named(name: str) -> KernelFamily[Any]:
 def family_of(schedule: KernelSchedule) -> KernelFamily[Any]:
     """The family whose schedule this is."""
     return next(family for family in FAMILIES.values() if family.schedule_type is type(schedule))
+
+
+def schedule_names(*operations: Operation) -> str:
+    """The names of the schedule types of the families that compute one of these operations, for messages."""
+    return ", ".join(f.schedule_type.__name__ for f in FAMILIES.values() if f.operation in operations)
 
 
 def request(spec: MatmulSpec, target: Target, schedule: KernelSchedule) -> KernelRequest:

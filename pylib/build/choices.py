@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit.dialect.spec import MatmulSpec
@@ -115,7 +115,7 @@ class KernelChoices:
             for each in self.rows
         ]
         few = {"few": self.few.to_dict()} if self.few else {}
-        return {"spec": asdict(self.spec), "target": self.target.name, "kernels": kernels, "rows": rows, **few}
+        return {"spec": self.spec.to_dict(), "target": self.target.name, "kernels": kernels, "rows": rows, **few}
 
     def after(self, few: KernelChoices, spec: MatmulSpec) -> KernelChoices:
         """Returns the choices of a spec with `compute_from` of these, for all of its rows in 8 bits, and of those for all
@@ -125,15 +125,10 @@ class KernelChoices:
 
     def _of_rows(self, first: int, last: int | None) -> KernelChoices:
         """Returns these choices for the rows first to last (None: without end) alone."""
-        rows = []
-        for each in self.rows:
-            ends = [end for end in (each.last, last) if end is not None]
-            part = Rows(max(first, each.first), min(ends, default=None), each.token_tiles)
-            if part.last is None or part.first <= part.last:
-                rows.append(part)
+        rows = cut_rows(self.rows, first, last)
         used = {None, *(token_tile for each in rows for token_tile in each.token_tiles)}
         kernels = {token_tile: kernel for token_tile, kernel in self.kernels.items() if token_tile in used}
-        return replace(self, rows=tuple(rows), kernels=kernels)
+        return replace(self, rows=rows, kernels=kernels)
 
     def __repr__(self) -> str:
         parts = [part for part in (self.few, self) if part]
@@ -152,6 +147,17 @@ class KernelChoices:
             text = ", ".join(f"{name}={value}" for name, value in choices.items()) or "no choices"
             lines.append(f"{kernel_name(token_tile):<12} {kernel.family:<{width}}  {text}")
         return "\n".join(lines)
+
+
+def cut_rows(rows: Sequence[Rows], first: int, last: int | None) -> tuple[Rows, ...]:
+    """Returns the parts of ranges that are of the rows first to last (None: without end)."""
+    found: list[Rows] = []
+    for each in rows:
+        ends = [end for end in (each.last, last) if end is not None]
+        part = Rows(max(first, each.first), min(ends, default=None), each.token_tiles)
+        if part.last is None or part.first <= part.last:
+            found.append(part)
+    return tuple(found)
 
 
 def find_rows(rows: Sequence[Rows], m: int) -> Rows:

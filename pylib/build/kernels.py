@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
+from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
-from lowbit.passes.kernels.registry import family_of, request
+from lowbit.passes.kernels.base import KernelFamily, KernelRequest, KernelSchedule
+from lowbit.passes.kernels.registry import family_of, request, schedule_names
 from lowbit.passes.kernels.requirements import check_compute
 from lowbit.passes.scheduling.choice import Chooser, fixed_schedule
 from lowbit.passes.target import Target
@@ -19,6 +20,7 @@ from lowbit.pylib.build import user_tables
 from lowbit.pylib.build.choices import (
     KernelChoices,
     Rows,
+    cut_rows,
     find_rows,
     kernel_name,
     rows_of_any_tokens,
@@ -27,14 +29,14 @@ from lowbit.pylib.build.choices import (
 )
 from lowbit.pylib.build.driver import Artifact, compile_stages, load
 
-S = TypeVar("S", bound=KernelSchedule)
 _MOST_ON_HOPPER = {(True, True): 1536, (True, False): 3072, (False, True): 6144}
 """By whether a weight has outliers, and a second level: the last token tile on Hopper beyond which the vendor's matmul on the
 weight written out takes less time, by up to a fifth, measured (docs/lab-notebook/prefill-outliers.md, "Written out")."""
 
 
 def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None = None) -> KernelChoices:
-    """Returns which kernels serve how many rows. Nothing is compiled."""
+    """Returns which kernels serve how many rows. Nothing is compiled. Raises SpecError for a schedule that serves none."""
+    check_given(spec, target, schedule)
     if spec.compute_from == 1:
         return Artifacts(spec, target, schedule).choices()
     few_schedule, schedule = schedules_by_rows(spec, schedule)
@@ -42,10 +44,45 @@ def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | 
     return Artifacts(spec.in_eight_bits, target, schedule).choices().after(few, spec)
 
 
-def schedules_by_rows(spec: MatmulSpec, schedule: S | None) -> tuple[S | None, S | None]:
-    """Returns a user's schedule, or None, for calls in the act type, and for those in 8 bits: its tokens say for which."""
-    tokens = getattr(schedule, "tokens", 1)
-    return (schedule, None) if spec.for_rows(tokens).compute is None else (None, schedule)
+def schedules_by_rows(
+    spec: MatmulSpec, schedule: KernelSchedule | None
+) -> tuple[KernelSchedule | None, KernelSchedule | None]:
+    """Returns a user's schedule, or None, for calls in the act type, and for those in 8 bits: its family says for which.
+
+    Raises SpecError where the matmul has no such calls.
+    """
+    if schedule is None:
+        return None, None
+    given, operation = f"schedule={schedule!r} multiplies", family_of(schedule).operation
+    if operation == "quantized_matmul":
+        if spec.compute is None:
+            take = f"take one of {schedule_names('matmul')}, or a spec with compute="
+            raise SpecError(f"{given} activations of 8 bits, which ({spec}) does not; {take}")
+        return None, schedule
+    if spec.for_rows(1).compute is not None:
+        take = f"take one of {schedule_names('quantized_matmul')}, or a spec with compute_from="
+        raise SpecError(f"{given} in {spec.act}, and ({spec}) all rows in {spec.compute}; {take}")
+    return schedule, None
+
+
+def check_given(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:
+    """Raises SpecError for a user's schedule that no kernel of a matmul would have, for whatever number of rows."""
+    for given, (first, last, kind) in zip(schedules_by_rows(spec, schedule), _calls(spec)):
+        if given is None:
+            continue
+        artifacts = Artifacts(kind, target, given)
+        if not artifacts.tiles_of_given(first, last):
+            artifacts.check_schedule(given)
+            rows = f"{first} to {last or 'any number of'} rows" if spec.compute_from > 1 else "rows"
+            raise SpecError(
+                f"schedule={given!r} serves no {rows} of ({spec}) on {target}; take {artifacts.allowed(first, last)}"
+            )
+
+
+def _calls(spec: MatmulSpec) -> tuple[tuple[int, int | None, MatmulSpec], ...]:
+    """The first and last row (None: without end) of calls in the act type and of those in 8 bits, with their specs."""
+    last = None if spec.compute is None else spec.compute_from - 1
+    return (1, last, spec.in_act), (spec.compute_from, None, spec.in_eight_bits)
 
 
 class Artifacts:
@@ -109,6 +146,29 @@ class Artifacts:
         kernels = {token_tile: self.request(token_tile) for token_tile in (*used, None)}
         return KernelChoices(self._spec, self._target, self._rows, kernels)
 
+    def tiles_of_given(self, first: int = 1, last: int | None = None) -> list[int]:
+        """The token tiles of the rows first to last (None: without end) for which the given schedule is taken."""
+        tiles = self._tiles_of_rows(first, last)
+        return [tile for tile in tiles if self._schedule and self._is_for(self._schedule, tile)]
+
+    def allowed(self, first: int, last: int | None) -> str:
+        """Says which schedules can be given for the rows first to last, with the tokens of those that are for some."""
+        found: dict[KernelFamily[Any], list[str]] = {}
+        for tile in self._tiles_of_rows(first, last):
+            for family in self._chooser.families(tile):
+                found.setdefault(family, []).append(str(tile))
+        named = ((f.schedule_type.__name__, f.takes_any_tokens, tiles) for f, tiles in found.items())
+        return " or ".join(name if any_ else f"{name} with tokens={', '.join(t)}" for name, any_, t in named)
+
+    def check_schedule(self, schedule: KernelSchedule) -> None:
+        """Raises SpecError where a schedule of this operation does not fit the spec or the target."""
+        family_of(schedule).check(self._spec, schedule, self._target)
+
+    def _tiles_of_rows(self, first: int, last: int | None) -> list[int]:
+        """The token tiles of the launches for the rows first to last, each once."""
+        rows = cut_rows(self._rows, first, last)
+        return sorted({tile for each in rows for tile in each.token_tiles})
+
     def request(self, token_tile: int | None) -> KernelRequest:
         """Returns the request for the kernel of up to `token_tile` tokens. Raises SpecError for a schedule that does not fit."""
         with self._lock:
@@ -143,10 +203,10 @@ class Artifacts:
         return self._chooser.schedule(token_tile, user_tables.gpu_name(self._target, user), user)
 
     def _is_for(self, schedule: KernelSchedule, token_tile: int) -> bool:
-        """Tells whether a schedule is for this token tile: one for folded scales may not fit where none are folded."""
-        family, spec = family_of(schedule), self._spec_for(token_tile)
-        fits = spec == self._spec or family.allows(spec, schedule, self._target)
-        return family.serves(schedule, token_tile) and fits
+        """Tells whether a schedule is for this token tile, and fits: one for folded scales may not where none are."""
+        family = family_of(schedule)
+        meant = family in self._chooser.families(token_tile) and family.serves(schedule, token_tile)
+        return meant and family.allows(self._spec_for(token_tile), schedule, self._target)
 
     def _name(self, token_tile: int | None) -> str:
         spec = self._spec

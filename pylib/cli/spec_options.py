@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import wraps
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -16,14 +16,15 @@ from lowbit.dialect.fields import choice
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.kernels.registry import FAMILIES, schedule_from_dict
+from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.pylib.cli.machine import TARGETS
 
 TargetName = Annotated[str | None, typer.Option("--target", "-t", help=f"{TARGETS}; without it, this machine's.")]
 Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
 ScheduleText = Annotated[
-    str | None, typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8,num_stages=3.")
+    str | None,
+    typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8 or family=prefill,tokens=256."),
 ]
 
 _SHAPE = ("n", "k", "weight")
@@ -96,24 +97,18 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise SpecError(f"--table={text} must be numbers separated by commas, such as -1,0,0.5,1") from None
 
 
-_FAMILIES = [name for name, family in FAMILIES.items() if issubclass(family.schedule_type, Schedule)]
+_FAMILIES = [name for name, family in FAMILIES.items() if family.operation in ("matmul", "quantized_matmul")]
 """The kernels whose schedules `lowbit.compile` takes."""
+_FAMILY = re.compile(r"(?:^|(?<=[,\s]))family=([^,\s]*)")
 
 
-@dataclass(frozen=True)
-class _GivenSchedule:
-    """What --schedule says: fields of a schedule, and the family, of those above, whose schedule it is."""
-
-    family: str = "decode"
-    schedule: Schedule | None = None
-
-
-def parse_schedule(text: str | None) -> Schedule | None:
-    """Returns the schedule that --schedule spells out; None without one."""
+def parse_schedule(text: str | None) -> KernelSchedule | None:
+    """Returns the schedule that --schedule spells out: fields of a schedule, and its family unless that is decode. None
+    without one."""
     from lowbit.passes.opt.options import from_text
 
     if text is None:
         return None
-    given = from_text(_GivenSchedule, text, "--schedule")
-    choice("--schedule: family", given.family, _FAMILIES)
-    return cast(Schedule, schedule_from_dict({"family": given.family} | asdict(given.schedule or Schedule())))
+    named = _FAMILY.search(text)
+    name = choice("--schedule: family", named[1] if named else "decode", _FAMILIES)
+    return from_text(FAMILIES[name].schedule_type, _FAMILY.sub("", text), "--schedule")

@@ -12,7 +12,6 @@ from torch import Tensor
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.target import Target
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
@@ -49,7 +48,7 @@ class GpuRuntime:
     """The base of runtimes that run PTX, on a GPU or in the emulator."""
 
     def __init__(
-        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
+        self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, late_scaling: bool = False
     ) -> None:
         self._spec, self._n, self._k = spec, spec.n, spec.k
         self._act, self._out = TORCH[spec.act], TORCH[spec.out_dtype]
@@ -58,8 +57,8 @@ class GpuRuntime:
         self._target = target
         self._artifacts = Artifacts(spec, target, schedule, late_scaling)
         self.schedule = self.kernel(1).schedule  # compiles it, so that its errors show here
-        if schedule is not None and not late_scaling:
-            self._artifacts.kernel(schedule.tokens)
+        for token_tile in self._artifacts.tiles_of_given()[-1:]:
+            self._artifacts.kernel(token_tile)  # the given schedule's
 
     def kernel(self, m: int) -> Artifact:
         return self._artifacts.kernel(self._artifacts.token_tile(m))
@@ -81,8 +80,8 @@ def parts_of_rows(tiles: list[int] | None, *tensors: Tensor) -> Iterator[tuple[A
     return zip(tiles or (), *(rows.split(sizes) for rows in tensors))
 
 
-def check_schedule(target: Target, schedule: Schedule | None) -> None:
-    """Raise SpecError for a schedule on a CPU."""
+def check_schedule(target: Target, schedule: KernelSchedule | None) -> None:
+    """Raises SpecError for a schedule on a CPU."""
     if schedule is not None and not target.is_gpu:
         raise SpecError("schedule= is for GPU targets; the CPU's kernel has no such choices, so drop it")
 

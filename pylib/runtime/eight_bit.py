@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torch
-from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu, check_schedule, parts_of_rows
+from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu, parts_of_rows
 from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
 from lowbit.pylib.runtime.gpu import CudaRuntime, Launcher, allocate_rows, check_device, is_settled
@@ -35,13 +35,12 @@ class EightBitRuntime(Runtime, Protocol):
     def multiply(self, x: Quantized, weight: Tensors) -> Tensor: ...
 
 
-def make_eight_bit_runtime(spec: MatmulSpec, target: Target, schedule: Schedule | None) -> EightBitRuntime:
+def make_eight_bit_runtime(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> EightBitRuntime:
     """The runtime for a GPU, the emulator or the CPU."""
     if target.kind == "cuda":
         return CudaEightBit(spec, target, schedule)
     if target.kind == "emulator":
         return EmulatorEightBit(spec, target, schedule)
-    check_schedule(target, schedule)
     return CpuEightBit(spec)
 
 
@@ -65,7 +64,7 @@ class Plan(NamedTuple):
 class CudaEightBit(CudaRuntime):
     """NVIDIA GPUs: rows are multiplied in launches of token tiles, as many as it takes."""
 
-    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:
         super().__init__(spec, target, schedule)
         self._quantize = cast(CudaQuantizer, quantizer(spec.k, spec.act, spec.byte_type, target))
         self._plans: dict[tuple[int, int], Plan] = {}  # by (device, m)
@@ -128,7 +127,7 @@ def _start(launches: Launches, stream: int, quantized: tuple[int, int, int], y: 
 class EmulatorEightBit(EmulatorRuntime):
     """The same kernels in the emulator, on CPU tensors."""
 
-    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:
         super().__init__(spec, target, schedule)
         self._quantize = quantizer(spec.k, spec.act, spec.byte_type, target)
 

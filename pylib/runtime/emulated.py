@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.target import Target
 from lowbit.pylib.runtime.base import GpuRuntime, Tensors, check_cpu, memory_of, parts_of_rows
@@ -26,7 +26,7 @@ class EmulatorRuntime(GpuRuntime):
     any thread."""
 
     def __init__(
-        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
+        self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, late_scaling: bool = False
     ) -> None:
         super().__init__(spec, target, schedule, late_scaling)
         self._emulators: dict[int | None, Emulator] = {}

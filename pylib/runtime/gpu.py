@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, Program
@@ -28,7 +28,7 @@ class CudaRuntime(GpuRuntime):
     benchmarks/host_cost.py), less than torch.nn.functional.linear."""
 
     def __init__(
-        self, spec: MatmulSpec, target: Target, schedule: Schedule | None, late_scaling: bool = False
+        self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, late_scaling: bool = False
     ) -> None:
         super().__init__(spec, target, schedule, late_scaling)
         self._by_rows: dict[tuple[int, int], Launcher] = {}  # (device, m)

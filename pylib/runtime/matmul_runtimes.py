@@ -7,10 +7,10 @@ from functools import cached_property
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
-from lowbit.pylib.build.kernels import schedules_by_rows
-from lowbit.pylib.runtime.base import Runtime
+from lowbit.pylib.build.kernels import check_given, schedules_by_rows
+from lowbit.pylib.runtime.base import Runtime, check_schedule
 from lowbit.pylib.runtime.by_rows import RuntimeByRows
 from lowbit.pylib.runtime.eight_bit import EightBitRuntime, make_eight_bit_runtime
 from lowbit.pylib.runtime.runtimes import make_runtime
@@ -24,8 +24,10 @@ class MatmulRuntimes:
 
     ordinary: Runtime
 
-    def __init__(self, spec: MatmulSpec, target: Target, schedule: Schedule | None) -> None:
+    def __init__(self, spec: MatmulSpec, target: Target, schedule: KernelSchedule | None) -> None:
         self._spec, self._target = spec, target
+        check_schedule(target, schedule)
+        check_given(spec, target, schedule)
         self._few_schedule, many_schedule = schedules_by_rows(spec, schedule)
         self._eight_bits: EightBitRuntime | None = None
         if spec.compute:

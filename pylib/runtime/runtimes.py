@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib import knobs
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
-from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu, check_schedule
+from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
 from lowbit.pylib.runtime.gpu import CudaRuntime
 from lowbit.pylib.runtime.permuters import Permuter, permuter
@@ -26,7 +26,7 @@ from lowbit.pylib.weights.dequantized import inverse_of
 
 
 def make_runtime(
-    spec: MatmulSpec, target: Target, schedule: Schedule | None, *, late_scaling: bool = False
+    spec: MatmulSpec, target: Target, schedule: KernelSchedule | None, *, late_scaling: bool = False
 ) -> Runtime:
     """The runtime for a target. late_scaling: no kernel rounds weights, as `Artifacts` has it; a CPU's never does."""
     if spec.permuted:
@@ -37,7 +37,6 @@ def make_runtime(
         return CudaRuntime(spec, target, schedule, late_scaling)
     if target.kind == "emulator":
         return EmulatorRuntime(spec, target, schedule, late_scaling)
-    check_schedule(target, schedule)
     return CpuRuntime(spec)
 
 

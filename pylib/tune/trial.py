@@ -23,7 +23,6 @@ from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of
 from lowbit.pylib import knobs, reference
 from lowbit.pylib.devices import available_memory, target_named
@@ -114,7 +113,7 @@ def run_trial(
     spec: MatmulSpec,
     m: int,
     target: str | None = None,
-    schedule: Schedule | None = None,
+    schedule: KernelSchedule | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Trial:
     """Compile, pack random data, multiply, check, time; `on_step` hears of each.

@@ -131,19 +131,19 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
     if s.preload_weights:
         _check_preloaded(plan)
     if s.spread_k and not can_spread(spec):
-        raise SpecError(f"schedule: spread_k=True is for groups of 16, 32 and 64; {spec} needs spread_k=False")
+        raise SpecError(f"schedule: spread_k=True is for groups of 16, 32 and 64; {_weight(spec)} needs spread_k=False")
     if s.overlap_groups and (not plan.groups or plan.rounds_scales):
         raise SpecError(
             "schedule: overlap_groups=True is for sums that are scaled group by group; "
-            f"{spec} needs overlap_groups=False"
+            f"{_weight(spec)} needs overlap_groups=False"
         )
     if s.outliers_by_step and not spec.outliers:
-        raise SpecError(f"schedule: outliers_by_step=True is for weights with outliers; {spec} needs False")
+        raise SpecError(f"schedule: outliers_by_step=True is for weights with outliers; {_weight(spec)} needs False")
     if s.cluster > 1 and not target.has_clusters:
         raise SpecError(f"schedule: cluster={s.cluster} needs clusters, which {target} does not have; take cluster=1")
     if plan.workspace_bytes and plan.tiles > COUNTERS:
         raise SpecError(
-            f"schedule: split_k={s.split_k} in device memory counts blocks of up to {COUNTERS} tiles, {spec} has "
+            f"schedule: split_k={s.split_k} in device memory counts blocks of up to {COUNTERS} tiles, n={spec.n} has "
             f"{plan.tiles}; take more row_blocks or split_k=1"
         )
     needed = _shared_bytes(plan)
@@ -154,6 +154,12 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         )
 
 
+def _weight(spec: MatmulSpec) -> str:
+    """Names a weight in messages. Their spec may be one that was derived from the user's."""
+    groups = "a scale per row" if spec.group_size is None else f"groups of {spec.group_size}"
+    return f"{spec.weight} with {groups}"
+
+
 def _check_wgmma(plan: KernelPlan, target: Target) -> None:
     spec, s = plan.spec, plan.schedule
     if not target.has_wgmma:
@@ -162,7 +168,7 @@ def _check_wgmma(plan: KernelPlan, target: Target) -> None:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {spec.x.per_panel} for wgmma")
     if s.tokens > MOST_SCALED and not plan.sums_once:
         raise SpecError(
-            f"schedule: tokens={s.tokens} leaves registers for one set of sums, and {spec} needs two; "
+            f"schedule: tokens={s.tokens} leaves registers for one set of sums, and {_weight(spec)} needs two; "
             f"take tokens of at most {MOST_SCALED}"
         )
     if not can_use_wgmma(spec, target):

@@ -44,7 +44,8 @@ class EightBit(StreamingFamily[EightBitSchedule]):
     def check(self, spec: MatmulSpec, schedule: EightBitSchedule, target: Target) -> None:
         check_compute(spec, target)
         if not spec.multiplies_codes:
-            raise SpecError(f"schedule: {spec} has weights that are scaled before; take an EightBitPrefillSchedule")
+            why = f"{spec.weight} is scaled before it is multiplied"
+            raise SpecError(f"schedule: {why}; take an EightBitPrefillSchedule")
         super().check(spec, schedule, target)
 
     def build(self, spec: MatmulSpec, schedule: EightBitSchedule) -> ir.Module:

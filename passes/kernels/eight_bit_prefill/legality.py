@@ -63,7 +63,7 @@ def _misfit(plan: EightBitPrefillPlan, target: Target) -> str:
     if not can_use_wgmma(spec, target):
         return f"eight_bit_prefill needs sm_90a and x in whole 16-byte pieces, {target} has k={spec.k}; {OTHERS}"
     if plan.keeps_sums and (s.parts, s.banks) != (1, 1):
-        return f"{spec} has sums that the tensor core adds up: it needs parts=1 and banks=1"
+        return f"{spec.weight} in {spec.compute} has sums that the tensor core adds up: it needs parts=1 and banks=1"
     if max(s.parts, s.split_k) % min(s.parts, s.split_k):
         return f"parts={s.parts} and split_k={s.split_k} must divide one another"
     return ""
@@ -76,7 +76,8 @@ def check_weight(plan: EightBitPlan) -> None:
         groups = f"groups of {spec.group_size} and rounds of {plan.step} columns"
         raise SpecError(f"schedule: {groups} must divide one another; {OTHERS}")
     if spec.zeros == "int" and spec.dtype.bits == 8 and not spec.folds:
-        raise SpecError(f"schedule: {spec} has differences of codes and zeros that are no bytes; {OTHERS}")
+        differences = f"{spec.weight} with zeros={spec.zeros!r} has differences of codes and zeros"
+        raise SpecError(f"schedule: {differences} that are no bytes; {OTHERS}")
 
 
 def spills(spec: MatmulSpec, s: EightBitPrefillSchedule) -> bool:

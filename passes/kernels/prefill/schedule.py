@@ -103,6 +103,7 @@ class PrefillSchedule(KernelSchedule):
 
     @property
     def threads(self) -> int:
+        """Threads of a block."""
         return 32 * WARPS
 
     @property
