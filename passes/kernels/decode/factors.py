@@ -135,12 +135,14 @@ class Factors:
         """Returns decoded codes less their zeros, and scaled, as far as that is done before they are multiplied:
         q, q - z, s * q, or s * q + (- s * z), or s * q + o, which is one instruction for both."""
         p, plan, minus, scale = self.p, self.plan, None, None
+        if plan.code_power:
+            codes = codes * 2.0**plan.code_power
         if self._of_step and plan.rounds_scales:
             return self._scaled_by_step(codes, self._of_step, group)
         if plan.rounds_zeros and self.spec.zeros == "float":
             minus = self._as_weight(self.convert.minus_zero(self.of_group("zeros", group)))
         if plan.rounds_scales:
-            scale = self._as_weight(self.of_group("scales", group))
+            scale = self._as_weight(self.convert.with_exponent(self.of_group("scales", group)))
         if plan.rounds_zeros and self.spec.zeros == "offset" and scale is not None:
             return p.fma(codes, scale, self._as_weight(self.of_group("offsets", group)))
         if minus is not None and scale is not None:

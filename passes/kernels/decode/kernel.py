@@ -143,8 +143,8 @@ class Kernel:
         carried = self._preloaded(carried) if s.preload_weights else self._stream(carried)
         if self.sums is not None:
             carried = [p.read(self.sums)]
-        if rest := self.plan.exponent - self.plan.scale_power:
-            carried = [p.mul(carried[0], p.constant(2.0**rest, "f32", self.d_layout))]
+        if power := self.plan.sum_power:
+            carried = [p.mul(carried[0], p.constant(2.0**power, "f32", self.d_layout))]
         total = self._whole(carried[0] if self.plan.groups else self._scale_rows(*carried))
         if self.spec.outliers and self.spec.row_scales:  # these do not scale outliers; else the epilogue applies them
             total = p.mul(total, self.factors.of_rows("row_scales"))

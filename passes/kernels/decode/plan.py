@@ -272,13 +272,23 @@ class KernelPlan:
         return exponent(t, compute_element(t, self.spec.act))
 
     @property
+    def code_power(self) -> int:
+        """The part of this power by which decoded codes are multiplied: all of it where zeros or offsets are added to
+        scaled weights. Divided by it, these would have too few digits in f16."""
+        return self.exponent if self.rounds_zeros else 0
+
+    @property
     def scale_power(self) -> int:
         """The part of this power by which scales are multiplied: all of it where sums are scaled; where weights are, as
-        little as makes every product with a scale of e4m3 a multiple of f16's least number, and sums are multiplied by
-        the rest at the end."""
+        little as makes every product with a scale of e4m3 a multiple of f16's least number."""
         if not self.rounds_scales or self.exponent <= 0:
             return self.exponent
-        return max(0, self.spec.dtype.mantissa - 1)
+        return 0 if self.code_power else max(0, self.spec.dtype.mantissa - 1)
+
+    @property
+    def sum_power(self) -> int:
+        """The part of this power by which sums are multiplied at the end."""
+        return self.exponent - self.code_power - self.scale_power
 
     @property
     def _decodes_values(self) -> bool:
