@@ -312,6 +312,16 @@ def test_registers_have_to_be_set() -> None:
     fails("%p1 is read", "@%p1 bra L; L:")
 
 
+def test_a_half_that_nothing_writes_is_nan() -> None:
+    out = np.zeros(1, np.float16), np.zeros(1, np.float16)
+    body = """mov.b16 %rs0, 0x3C00; mov.b32 %r1, {%rs0, %rs1}; add.rn.f16x2 %r2, %r1, %r1; mov.b32 {%rs2, %rs3}, %r2;
+    ld.param.u64 %rd0, [p0]; ld.param.u64 %rd1, [p1]; st.global.b16 [%rd0], %rs2; st.global.b16 [%rd1], %rs3;"""
+    run(body, out, block=1)
+    assert out[0][0] == 2.0 and np.isnan(out[1][0])
+    unset_at_times = "setp.eq.u32 %p1, %r0, 1; @%p1 mov.b16 %rs1, 0; mov.b32 %r1, {%rs1, %rs1};"
+    fails("%rs1 is read before it is set", f"mov.u32 %r0, 0; {unset_at_times}")
+
+
 def test_header_is_not_needed_twice() -> None:
     with pytest.raises(EmulatorError, match="unknown directive"):
         Emulator(HEADER + ".tex .u64 t;")

@@ -52,11 +52,17 @@ def _parts(op: Op, kind: str, items: tuple[Any, ...]) -> str:
 
 
 def _pack(op: Op, kind: str) -> Step:
-    """mov.b32 d, {a, b}: a is the low half."""
+    """mov.b32 d, {a, b}: a is the low half.
+
+    LLVM names a register that no instruction writes for a half that it does not need. Such a half is a NaN here, of f16
+    and bf16, so that a kernel that needs it after all has no good result.
+    """
     dest = op.dest(kind)
     items = op.vector()
     part = _parts(op, kind, items)
-    sources = [op.source(part, item) for item in items]
+    nan = np.array((1 << BITS[part] - 1) - 1, dtype_of(part))
+    unneeded = [isinstance(item, Reg) and item not in op.block.kernel.results for item in items]
+    sources = [nan if unset else op.source(part, item) for item, unset in zip(items, unneeded)]
     columns = np.zeros((op.block.lanes, len(items)), dtype_of(part))
     whole = columns.view(dest.view.dtype)[:, 0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lowbit.dialect.errors import EmulatorError
 
@@ -175,6 +176,13 @@ class Kernel:
     maxntid: tuple[int, ...] | None = None
     cluster: tuple[int, ...] | None = None  # .reqnctapercluster
     explicit_cluster: bool = False
+
+    @cached_property
+    def results(self) -> frozenset[Reg]:
+        """The registers that instructions write to, predicates aside: first operands, or the items of such a vector."""
+        first = [instruction.operands[0] for instruction in self.instructions if instruction.operands]
+        items = (item for o in first for item in (o.items if isinstance(o, Vector) else (o,)))
+        return frozenset(item for item in items if isinstance(item, Reg))
 
 
 @dataclass
