@@ -6,16 +6,19 @@ The files are made by `fixtures/make_checkpoints.py`, which runs the libraries.
 from __future__ import annotations
 
 import copy
+import json
 import random
+import re
 import resource
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lowbit
@@ -233,3 +236,211 @@ def test_damaged_files(name: str, tmp_path: Path) -> None:
             assert str(error).startswith(str(tmp_path))
             refused += 1
     assert refused > 50
+
+
+# -- tensors that are missing, and what a file states twice
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def parts(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the quantization_config and the tensors of the layer of a fixture."""
+    checkpoint = open_checkpoint(FIXTURES / name)
+    (module,) = checkpoint.modules
+    assert module == LAYER
+    names = checkpoint.names_of(module)
+    return checkpoint.config["quantization_config"], {short: checkpoint.tensors[full] for short, full in names.items()}
+
+
+def read(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> PackedWeight:
+    if name == "mxfp4":
+        return lowbit.import_experts(config, tensors, "bf16")[0]
+    return lowbit.import_weight(config, tensors, name=LAYER)
+
+
+SEEN_OTHERWISE = {("ct-nvfp4", "weight_global_scale"), ("torchao-int4", "_weight_zero_point")}
+"""What is left of these is of another kind, and wrong as that."""
+DROPPED = [(name, short) for name in NAMES if name not in REFUSED for short in parts(name)[1]]
+
+
+@pytest.mark.parametrize(("name", "lost"), DROPPED)
+def test_a_tensor_that_is_missing(name: str, lost: str) -> None:
+    """It is an error that names the tensor, or the weight is the same without it; a bias is compared with the model."""
+    config, tensors = parts(name)
+    whole = read(name, config, tensors)
+    left = {short: t for short, t in tensors.items() if short != lost}
+    try:
+        found = read(name, config, left)
+    except CheckpointError as error:
+        assert re.match(rf"{lost} is missing", str(error)) or (name, lost) in SEEN_OTHERWISE
+        return
+    assert torch.equal(found.dequantize(), whole.dequantize())
+    assert found.spec == (replace(whole.spec, bias=False) if lost == "bias" else whole.spec)
+
+
+NEEDED = [
+    ("gptq-4-act-order", "g_idx", "g_idx is missing, though the quantization_config has desc_act=True; there are"),
+    ("gptq-4-sym", "qzeros", "qzeros is missing; there are"),
+    ("ct-pack-4-asym", "weight_zero_point", "weight_zero_point is missing, though .* has symmetric=False; there"),
+    ("ct-int8-asym", "weight_zero_point", "weight_zero_point is missing, though .* has symmetric=False; there"),
+    ("torchao-intx-asym", "_weight_zero_point", "_weight_zero_point is missing, though _weight_scale has groups"),
+    ("bnb-nf4-nested", "weight.nested_absmax", "weight.nested_absmax is missing; there are"),
+    ("spqr-csr-permuted", "in_perm", "in_perm is missing; there are"),
+]
+
+
+@pytest.mark.parametrize(("name", "lost", "message"), NEEDED)
+def test_checkpoint_without_a_tensor(name: str, lost: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"model.safetensors: {LAYER}: {message}"):
+        open_checkpoint(changed(name, tmp_path, {f"{LAYER}.{lost}": None})).load(LAYER)
+
+
+def changed(name: str, folder: Path, tensors: dict[str, Tensor | None], **metadata: str) -> Path:
+    """Copies a fixture with other tensors, None for none, and with metadata."""
+    shutil.copy(FIXTURES / name / "config.json", folder)
+    state = {**load_file(FIXTURES / name / "model.safetensors"), **tensors}
+    save_file({k: t for k, t in state.items() if t is not None}, folder / "model.safetensors", metadata)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "ct-pack-4", "torchao-int8", "mxfp4"])
+def test_tensors_whose_meaning_is_unknown(name: str, tmp_path: Path) -> None:
+    """A rotation of the input is no tensor of the format, and must not be left out; scales of activations may be."""
+    folder = changed(name, tmp_path, {f"{LAYER}.u_input.weight": torch.ones(2), f"{LAYER}.k_scale": torch.ones(1)})
+    message = f"{LAYER}: {LAYER}.u_input.weight is no tensor of such a layer, and may change its results"
+    load = open_checkpoint(folder).load_experts if name == "mxfp4" else open_checkpoint(folder).load
+    with pytest.raises(CheckpointError, match=message):
+        load(LAYER, "bf16")
+    changed(name, tmp_path, {f"{LAYER}.k_scale": torch.ones(1)})
+    assert open_checkpoint(folder).check_layer(LAYER) is None
+
+
+def test_torchao_lists_the_tensors_of_a_layer(tmp_path: Path) -> None:
+    about = json.dumps({"_type": "Int8Tensor", "_data": {}, "_tensor_data_names": ["qdata", "scale", "zero_point"]})
+    folder = changed("torchao-int8", tmp_path, {f"{LAYER}._weight_zero_point": None}, **{f"{LAYER}.weight": about})
+    with pytest.raises(CheckpointError, match=f"{LAYER}: _weight_zero_point is missing, though the metadata of the"):
+        open_checkpoint(folder).load(LAYER)
+
+
+def with_weights(config: dict[str, Any], **entries: Any) -> dict[str, Any]:
+    """Returns a configuration of compressed-tensors with other entries for weights."""
+    result = copy.deepcopy(config)
+    result["config_groups"]["group_0"]["weights"] |= entries
+    return result
+
+
+CONTRADICTIONS = [
+    ("gptq-4-sym", {"checkpoint_format": "gptq_v2"}, "all zeros are 8, but they are 7: those of .*='gptq', not of '"),
+    ("gptq-4", {"sym": True}, "has sym=True, so that all zeros are 8, but they go from .*; sym must be false"),
+    ("gptq-4", {"bits": 8}, "16 rows of qweight are not k=128 codes of 8 bits"),
+    ("gptq-4", {"group_size": 64}, r"scales \[4, 32\] don't fit 32 x 128 in groups of 64"),
+    ("gptq-4", {"dynamic": {"+:x": {"bits": 3, "group_size": 64}}, "group_size": 128}, "scales .* in groups of 128"),
+    ("gptq-4", {"dynamic": {"+:x": {"bits": 3}}, "bits": 8}, "are not k=128 codes of 8 bits"),
+    ("awq", {"zero_point": False}, "has zero_point=False, so that all zeros are 8, but they go from"),
+    ("ct-int8", {"weights": {"strategy": None, "group_size": 64}}, "strategy='group' with groups or blocks of 64"),
+    ("bnb-nf4", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4', but there is weight.quant_state.*nf4"),
+    ("ct-pack-4-asym", {"weights": {"symmetric": True}}, "symmetric=True, so that all zeros are 8, but they go"),
+    ("ct-int8-asym", {"weights": {"symmetric": True}}, "symmetric=True, but weight_zero_point is not all zeros"),
+    ("ct-pack-4", {"weights": {"group_size": 64}}, r"weight_scale .* strategy='group' with groups or blocks of 64"),
+    ("ct-pack-8-row", {"weights": {"strategy": "group", "group_size": 32}}, "weight_scale .* strategy='group'"),
+    ("ct-int8", {"weights": {"strategy": "tensor"}}, "weight_scale .* is not what .* says: strategy='tensor'"),
+    ("ct-fp8-block", {"weights": {"block_structure": [8, 64]}}, r"strategy='block' with groups or blocks of \[8, 64\]"),
+    ("ct-pack-4", {"weights": {"actorder": "group"}}, "weight_g_idx is missing, though .* has actorder='group'"),
+    ("ct-mxfp4", {"weights": {"group_size": 16}}, "scales have groups of 32, but group_size=16"),
+    ("ct-nvfp4", {"weights": {"group_size": 32}}, "scales have groups of 16, but group_size=32"),
+    ("fp8-block", {"weight_block_size": [24, 128]}, r"weight_block_size=\[24, 128\], that is \[1, 1\] scales"),
+    ("spqr-csr", {"shapes": {f"{LAYER}.col_vals.shape": 194}}, "col_vals has 195 numbers, but the .* says 194"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "message"), CONTRADICTIONS)
+def test_contradictions(name: str, change: dict[str, Any], message: str) -> None:
+    """What a file states twice is compared."""
+    config, tensors = parts(name)
+    config = with_weights(config, **change["weights"]) if "weights" in change else config | change
+    with pytest.raises(CheckpointError, match=message):
+        read(name, config, tensors)
+
+
+def test_contradictions_within_tensors() -> None:
+    config, tensors = parts("hqq-4")
+    with pytest.raises(CheckpointError, match=r"nbits=5 is packed as 8bit_u8, but packing='4bit_u8'"):
+        read("hqq-4", config, tensors | {"nbits": torch.tensor(5)})
+    config, tensors = parts("bnb-nf4")
+    table = parts("bnb-fp4")[1]["weight.quant_map"]
+    with pytest.raises(CheckpointError, match=r"weight.quant_map has the values of fp4, but there is .*nf4"):
+        read("bnb-nf4", config, tensors | {"weight.quant_map": table})
+
+
+def test_zeros_under_the_wrong_label() -> None:
+    """Files are published whose zeros are those of gptq_v2, labelled "gptq"."""
+    config, tensors = parts("gptq-4-sym")
+    words = torch.full_like(tensors["qzeros"], -2004318072)  # 8 in every nibble
+    with pytest.raises(CheckpointError, match="all zeros are 8, but they are 9: those of checkpoint_format='gptq_v2'"):
+        read("gptq-4-sym", config, tensors | {"qzeros": words})
+    right = read("gptq-4-sym", config | {"checkpoint_format": "gptq_v2"}, tensors | {"qzeros": words})
+    assert torch.equal(right.dequantize(), read("gptq-4-sym", config, tensors).dequantize())
+
+
+def test_groups_of_compressed_tensors_are_found_by_name() -> None:
+    """One of two groups has zeros: which it is for a layer, targets say, by name before class."""
+    config, tensors = parts("ct-pack-4-asym")
+    without = {short: t for short, t in tensors.items() if short != "weight_zero_point"}
+    (asymmetric,) = config["config_groups"].values()
+    symmetric = {**asymmetric, "weights": {**asymmetric["weights"], "symmetric": True}, "targets": ["re:.*other"]}
+    config = {**config, "config_groups": {"0": symmetric, "1": {**asymmetric, "targets": ["re:.*up_proj"]}}}
+    assert read("ct-pack-4-asym", config, tensors).spec.zeros == "int"
+    with pytest.raises(CheckpointError, match="weight_zero_point is missing"):
+        read("ct-pack-4-asym", config, without)
+    symmetric["targets"] = [LAYER]
+    config["config_groups"] = {"1": {**asymmetric, "targets": ["Linear"]}, "0": symmetric}
+    assert read("ct-pack-4-asym", config, without).spec.zeros == "none"
+    symmetric["targets"] = ["re:("]
+    with pytest.raises(CheckpointError, match=r"target 're:\(' of the quantization_config is no pattern"):
+        read("ct-pack-4-asym", config, without)
+
+
+ROTATED = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+MERGED = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("ct-pack-4", {"transform_config": ROTATED}),
+        ("ct-pack-4", {"transform_config": [1]}),
+        ("gptq-4", {"rotation": "hadamard"}),
+        ("gptq-4", {"dynamic": {"+:.*up_proj": {"hadamard_config": {"size": 16}}}}),
+        ("awq", {"act_pre_scale": True}),
+    ],
+)
+def test_entries_that_change_what_a_layer_computes(name: str, entry: dict[str, Any], tmp_path: Path) -> None:
+    config, tensors = parts(name)
+    with pytest.raises(CheckpointError, match=r"has .*, which changes what goes into layers or comes out of them"):
+        read(name, config | entry, tensors)
+    changed(name, tmp_path, {})
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float16", "quantization_config": config | entry}))
+    with pytest.raises(CheckpointError, match=r"config\.json: the quantization_config has"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"transform_config": {}},
+        {"transform_config": MERGED},
+        {"meta": {"rotation": "hadamard"}},
+        {"transformers_version": "5.0", "rotation": None, "dynamic": {"+:transformer.h": {"bits": 4}}},
+    ],
+)
+def test_entries_that_change_nothing(entry: dict[str, Any]) -> None:
+    config, tensors = parts("gptq-4")
+    assert torch.equal(read("gptq-4", config | entry, tensors).codes, read("gptq-4", config, tensors).codes)
+
+
+def test_a_group_size_of_whole_rows() -> None:
+    """compressed-tensors may write -1 for scales of rows."""
+    config, tensors = parts("ct-int8")
+    found = read("ct-int8", with_weights(config, strategy=None, group_size=-1), tensors)
+    assert torch.equal(found.dequantize(), read("ct-int8", config, tensors).dequantize())

@@ -119,6 +119,36 @@ def test_codes_that_lack_a_tensor(name: str, lost: str, kind: str, tmp_path: Pat
         lowbit.load_checkpoint(model, path)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "message"),
+    [
+        ("gptq-4-act-order", "g_idx", "g_idx is missing, though the quantization_config has desc_act=True"),
+        ("ct-pack-4-asym", "weight_zero_point", "weight_zero_point is missing, though .* has symmetric=False"),
+        ("ct-pack-4", "u_input.weight", "u_input.weight is no tensor of such a layer, and may change its results"),
+        ("ct-pack-4", "transform_config", "the quantization_config has transform_config, which changes what goes"),
+    ],
+)
+def test_layers_that_the_files_do_not_describe(name: str, key: str, message: str, tmp_path: Path) -> None:
+    """A tensor that the configuration requires is gone, or there is more to a layer than its format knows."""
+    path = llama(name, tmp_path)
+    dense = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    if key == "transform_config":
+        about = json.loads((path / "config.json").read_text())
+        about["quantization_config"][key] = {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}
+        (path / "config.json").write_text(json.dumps(about))
+    else:
+        tensors = load_file(path / "model.safetensors")
+        if tensors.pop(f"{MODULE}.{key}", None) is None:
+            tensors[f"{MODULE}.{key}"] = torch.ones(2)
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        loaded(path, quantization_config=LowbitConfig(from_checkpoint=True))
+    with pytest.raises(CheckpointError, match=message):
+        lowbit.load_checkpoint(dense, path)
+    if key == "u_input.weight":
+        lowbit.load_checkpoint(dense, path, ignore=["*.u_input.weight"])
+
+
 def test_a_recipe_is_no_way_to_import(tmp_path: Path) -> None:
     path = llama("awq", tmp_path)
     with pytest.raises(SpecError, match=r"quantized already, by awq: LowbitConfig\(from_checkpoint=True\)"):

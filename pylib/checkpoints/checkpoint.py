@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +28,8 @@ from lowbit.pylib.weights.packed import PackedWeight
 VERSION = "1"
 VERSION_KEY = "lowbit"  # in the metadata of our files
 EXTRA_STATE = "._extra_state"  # torch's name for the spec of a LowbitLinear
+OF_ACTIVATIONS = re.compile(r"(input|output|activation|act|q|k|v|kv|prob)_(global_)?(scale|zero_point|amax)(_inv)?")
+"""Tensors for activations of 8 bits and caches of attention: without them activations stay as they are."""
 OLD_CONFIG = "quantize_config.json"  # where AutoGPTQ put its configuration at first
 
 
@@ -49,9 +53,11 @@ class Checkpoint:
     format                what another library's layers are written in; None for lowbit's own, and without any
     modules               names of the quantized layers
     dense                 names of the tensors that belong to none of them
+
+    Tensors whose names match a pattern of `ignore` are no matter to quantized layers.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ignore: Sequence[str] = ()) -> None:
         self.tensors = TensorFiles(path)
         check_version(self.tensors)
         self.config = _optional_json(self.tensors.folder / "config.json")
@@ -65,6 +71,8 @@ class Checkpoint:
         self.modules = tuple(self._names)
         used = {name for names in self._names.values() for name in names.values()}
         self.dense = tuple(name for name in self.tensors if name not in used)
+        others = () if self.format is None else [name for name in self.dense if not matches(name, ignore)]
+        self._strays = _strays(others, self._names)
 
     def load(
         self,
@@ -84,7 +92,7 @@ class Checkpoint:
         with self._naming_module(module):
             tensors = self._module_tensors(module, device)
             if self.format is not None:
-                return import_weight(self.quantization_config, tensors, act or self._act(), shape)
+                return import_weight(self.quantization_config, tensors, act or self._act(), shape, module)
             tensors[saved_weight.SPEC] = tensors.pop(EXTRA_STATE[1:])
             weight = PackedWeight.from_state_dict(tensors)
             if act in (None, weight.spec.act):
@@ -114,8 +122,20 @@ class Checkpoint:
         """Returns the names of a quantized layer's tensors, by what they are called in the layer."""
         return dict(self._names[module])
 
+    def check_layer(self, module: str) -> None:
+        """Raise CheckpointError unless the files have all tensors of a quantized layer that they say it has, and none
+        beside them whose meaning is unknown: it could change what the layer computes."""
+        with self._naming_module(module):
+            if module in self._strays:
+                name = self._strays[module]
+                raise CheckpointError(f"{name} is no tensor of such a layer, and may change its results")
+            listed = self.format.listed(self.tensors.metadata, module) if self.format else ()
+            if missing := [name for name in listed if name not in self._names[module]]:
+                raise CheckpointError(f"{missing[0]} is missing, though the metadata of the file has it")
+
     def _module_tensors(self, module: str, device: torch.device | str) -> dict[str, Tensor]:
         check_torch_device(device)
+        self.check_layer(module)
         return {short: self.tensors[name].to(device) for short, name in self._names[module].items()}
 
     def _act(self) -> Act:
@@ -144,6 +164,11 @@ class Checkpoint:
             return cast(dict[str, Any], found)
         old = _optional_json(self.tensors.folder / OLD_CONFIG)
         return {"quant_method": "gptq", **old} if old else {}
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Tells whether one of several patterns fits a name, as a shell's do."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_dense(checkpoint: Checkpoint, names: Iterable[str]) -> None:
@@ -189,6 +214,18 @@ def _own_modules(tensors: TensorFiles) -> dict[str, dict[str, str]]:
         if module in modules:
             modules[module][short] = name
     return modules
+
+
+def _strays(others: Iterable[str], modules: Collection[str]) -> dict[str, str]:
+    """Returns a tensor that is in a quantized layer and none of the layer's own, by layer, where there is one."""
+    found: dict[str, str] = {}
+    for name in others:
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            module = ".".join(parts[:count])
+            if module in modules and not OF_ACTIVATIONS.fullmatch(parts[-1]):
+                found.setdefault(module, name)
+    return found
 
 
 def _modules(tensors: TensorFiles, format: Format) -> dict[str, dict[str, str]]:

@@ -101,6 +101,18 @@ def integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, bias: Tens
     return Imported(codes, scales, zeros, weight=f"u{bits}", bias=bias)
 
 
+def check_middle(zeros: Tensor, bits: int, symmetric: bool, said: str, hint: str = "") -> None:
+    """Raise CheckpointError if a configuration says that codes are symmetric, and zeros are not the middle code.
+
+    said, hint   how the configuration says it, and what else may be wrong
+    """
+    half = 1 << (bits - 1)
+    if symmetric and not bool((zeros == half).all()):
+        low, high = (int(bound) for bound in zeros.aminmax())
+        are = f"are {low}" if low == high else f"go from {low} to {high}"
+        raise CheckpointError(f"the quantization_config has {said}, so that all zeros are {half}, but they {are}{hint}")
+
+
 def signed(codes: Tensor, bits: int) -> Tensor:
     """Returns code - 2^(bits - 1) as int8, of unsigned codes as uint8."""
     return (codes - (1 << (bits - 1))).view(torch.int8)  # uint8 wraps around to the two's complement

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from lowbit.dialect.errors import CheckpointError
 from lowbit.dialect.spec import Act
-from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, check_dense, open_checkpoint
+from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint, check_dense, matches
 from lowbit.pylib.checkpoints.layers import Loader, home
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
@@ -123,7 +122,7 @@ def load_checkpoint(
     check_torch_device(device)
     if isinstance(ignore, str):
         raise CheckpointError(f"ignore={ignore!r} must be a list of patterns; use [{ignore!r}]")
-    checkpoint = open_checkpoint(path)
+    checkpoint = Checkpoint(Path(path), ignore)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = Names(model, checkpoint.modules)
     loaded = Loader(modules, _quantized(checkpoint, names, modules, ignore), checkpoint, act, device).replacements()
@@ -145,7 +144,7 @@ def _quantized(
     left_out = {
         name
         for name, here in found.items()
-        if all(_matches(tensor, ignore) for tensor in checkpoint.names_of(name).values())
+        if all(matches(tensor, ignore) for tensor in checkpoint.names_of(name).values())
         or (here not in modules and names.is_ignored(name))
     }
     return {name: here for name, here in found.items() if name not in left_out}
@@ -159,7 +158,7 @@ def _dense(
     ignore: Sequence[str],
 ) -> dict[str, Tensor]:
     """Returns the tensors to assign, where tied ones are one object, after a look at names and shapes."""
-    given = {names.tensor(name): name for name in checkpoint.dense if not _matches(name, ignore)}
+    given = {names.tensor(name): name for name in checkpoint.dense if not matches(name, ignore)}
     tied = {id(t) for here in given if (t := wanted.get(here)) is not None}
     check_dense(checkpoint, (name for name in given.values() if not names.is_ignored(name)))
     folder = checkpoint.tensors.folder
@@ -171,10 +170,6 @@ def _dense(
     used = {here: name for here, name in given.items() if here in wanted}
     read = {id(wanted[here]): _read(checkpoint, name, wanted[here], device) for here, name in used.items()}
     return {here: read[id(t)] for here, t in wanted.items() if id(t) in tied}
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _some(names: Sequence[str]) -> str:

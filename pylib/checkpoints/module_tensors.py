@@ -23,14 +23,20 @@ class ModuleTensors:
     config    the quantization_config of the model
     tensors   the tensors of the module by their names in it: "qweight", "weight.absmax"
     shape     n and k of the module's weight where the model says them, for formats whose tensors do not; else None
+    name      what the checkpoint calls the module, for configurations that say something of some modules; "" if unknown
     """
 
     def __init__(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        shape: tuple[int, int] | None = None,
+        name: str = "",
     ) -> None:
         self.config = config
         self.tensors = tensors
         self.shape = shape
+        self.name = name
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -39,8 +45,7 @@ class ModuleTensors:
         self, name: str, dtypes: torch.dtype | Sequence[torch.dtype], ndim: int, may_be_empty: bool = False
     ) -> Tensor:
         """Returns a tensor, of one of these types and with so many dimensions."""
-        if name not in self.tensors:
-            raise CheckpointError(f"{name} is missing; there are {', '.join(sorted(self.tensors)) or 'no tensors'}")
+        self.check_has(name)
         t, allowed = self.tensors[name], (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         if t.dtype not in allowed or t.ndim != ndim:
             kinds = " or ".join(map(type_name, allowed))
@@ -48,6 +53,13 @@ class ModuleTensors:
         if not t.numel() and not may_be_empty:
             raise CheckpointError(f"{name} is empty: {list(t.shape)}")
         return t
+
+    def check_has(self, name: str, because: str = "") -> None:
+        """Raise CheckpointError for a tensor that is missing, and that the configuration says there is."""
+        if name not in self:
+            why = f", though {because}" if because else ""
+            there = ", ".join(sorted(self.tensors)) or "no tensors"
+            raise CheckpointError(f"{name} is missing{why}; there are {there}")
 
     def floats(self, name: str, ndim: int) -> Tensor:
         """Returns a tensor of f16, bf16 or f32."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import CheckpointError, LowbitError
 from lowbit.dialect.spec import Act
+from lowbit.pylib.checkpoints.config_entries import check_config
 from lowbit.pylib.checkpoints.formats import (
     awq,
     bitsandbytes,
@@ -44,12 +45,14 @@ FORMATS: dict[str, Format] = {
 def format_of(quantization_config: Mapping[str, Any]) -> Format:
     """Returns the format of a checkpoint whose config.json has this quantization_config.
 
-    Raises CheckpointError for a method that is none of FORMATS.
+    Raises CheckpointError for a method that is none of FORMATS, and for entries that change what a model computes in a
+    way that is not implemented.
     """
     config = cast(object, quantization_config)
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(f"quant_method={method!r} can't be imported; what can is {', '.join(FORMATS)}")
+    check_config(quantization_config)
     return FORMATS[method]
 
 
@@ -58,6 +61,7 @@ def import_weight(
     tensors: Mapping[str, Tensor],
     act: Act = "f16",
     shape: tuple[int, int] | None = None,
+    name: str = "",
 ) -> PackedWeight:
     """Returns a quantized linear layer of another library's checkpoint as a packed weight, without loss.
 
@@ -65,12 +69,14 @@ def import_weight(
     tensors               the tensors of the layer by their names after the layer's: "qweight", "scales" ...
     act                   type of the inputs, "f16" or "bf16"
     shape                 n and k of the weight; SpQR's tensors leave them open where in_perm is empty
+    name                  what the checkpoint calls the layer, by which a configuration that has something for some
+                          layers alone is compared with the tensors
 
     The bias is the layer's, rounded to `act`. Raises CheckpointError for tensors that are missing, that contradict each
     other or the configuration, or that no kernel can read.
     """
     with _as_checkpoint_error():
-        return _read(quantization_config, tensors, shape).pack(act)
+        return _read(quantization_config, tensors, shape, name).pack(act)
 
 
 def import_rows(
@@ -81,11 +87,13 @@ def import_rows(
     layers   the tensors of each layer. The other arguments are those of `import_weight`
     """
     with _as_checkpoint_error():
-        return below([_read(quantization_config, tensors, None) for tensors in layers]).pack(act)
+        return below([_read(quantization_config, tensors) for tensors in layers]).pack(act)
 
 
-def _read(config: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int] | None) -> Imported:
-    return format_of(config).read(ModuleTensors(config, tensors, shape))
+def _read(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None, name: str = ""
+) -> Imported:
+    return format_of(config).read(ModuleTensors(config, tensors, shape, name))
 
 
 def import_experts(

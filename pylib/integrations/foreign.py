@@ -76,6 +76,7 @@ def place_foreign(model: nn.Module, checkpoint: Checkpoint) -> Targets:
         dense, place = modules.get(name), place_of(name, modules)
         if dense is None and names.is_ignored(module):
             continue
+        checkpoint.check_layer(module)
         target, part = f"{name}.codes", ""
         if dense is not None and may_be_low_bit(dense):
             dense = as_linear(dense)
@@ -117,7 +118,7 @@ def import_into(
     else:
         layers, places = model.get_submodule(parent), [expert]
         spec = cast(LowbitLinear, model.get_submodule(name)).spec
-        imported = [import_weight(source, tensors, act, (spec.n, spec.k))]
+        imported = [import_weight(source, tensors, act, (spec.n, spec.k), name)]
     keys = set[str]()
     for place, packed in zip(places, imported, strict=True):
         empty = cast(LowbitLinear, layers.get_submodule(place))

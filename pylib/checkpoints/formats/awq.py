@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import spread
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.imported import Imported, integers
+from lowbit.pylib.checkpoints.imported import Imported, check_middle, integers
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_stream
 
@@ -35,6 +35,7 @@ def read(module: ModuleTensors) -> Imported:
     qzeros = module.take("qzeros", torch.int32, 2)
     check_shape("qzeros", qzeros, (len(scales), words), f"scales {list(scales.shape)}")
     codes, zeros = (_in_order(from_stream(packed, BITS, n)).t() for packed in (qweight, qzeros))
+    check_middle(zeros, BITS, module.config.get("zero_point") is False, "zero_point=False")
     return integers(codes, BITS, spread(scales.t(), group, k), spread(zeros, group, k), module.bias())
 
 

@@ -45,11 +45,15 @@ from lowbit.pylib.checkpoints.unpack import high_nibbles_first
 
 FEWEST_SHARED = 4
 """Groups of a row: a byte for each, and two f32 numbers, take less than an f32 number for each."""
-STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+STATE = "weight.quant_state.bitsandbytes__"
+NAMED = {"nf4": "nf4", "fp4": "fp4_bnb"}
+"""Our names of the types of codes."""
+STATES = tuple(STATE + kind for kind in NAMED)
 
 
 def read(module: ModuleTensors) -> Imported:
-    return _eight_bit(module) if "SCB" in module else _four_bit(module)
+    is_int8 = "weight" in module and module.tensors["weight"].dtype == torch.int8
+    return _eight_bit(module) if is_int8 or "SCB" in module else _four_bit(module)
 
 
 def _eight_bit(module: ModuleTensors) -> Imported:
@@ -61,7 +65,8 @@ def _eight_bit(module: ModuleTensors) -> Imported:
 
 
 def _four_bit(module: ModuleTensors) -> Imported:
-    state = module.json(next((name for name in STATES if name in module), STATES[0]))
+    kind = _kind(module)
+    state = module.json(STATE + kind)
     (n, k), block = _shape(state), _positive(state, "blocksize")
     packed = module.take("weight", torch.uint8, 2)
     if packed.numel() * 2 != n * k:
@@ -71,7 +76,7 @@ def _four_bit(module: ModuleTensors) -> Imported:
     check_shape("weight.absmax", absmax, (-(-n * k // block),), "weight")
     group = math.gcd(block, k)  # blocks of the flattened weight may hold several rows, or end within one
     blocks = torch.arange(0, n * k, group, device=absmax.device).view(n, -1) // block
-    weight, table = _elements(module.take("weight.quant_map", torch.float32, 1))
+    weight, table = _elements(module.take("weight.quant_map", torch.float32, 1), kind)
     whole = Imported(
         high_nibbles_first(packed).view(n, k), absmax[blocks], weight=weight, table=table, bias=module.bias()
     )
@@ -103,12 +108,26 @@ def _nested(
     )
 
 
-def _elements(table: Tensor) -> tuple[str, tuple[float, ...] | None]:
-    """Returns the format with these 16 values: one with a name, where its values are exactly these."""
+def _kind(module: ModuleTensors) -> str:
+    """Returns the type of codes, "nf4" or "fp4". Raises CheckpointError if the configuration says another."""
+    said = module.config.get("bnb_4bit_quant_type")
+    found = next((kind for kind in NAMED if STATE + kind in module), None)
+    if said and found and said != found:
+        raise CheckpointError(f"the quantization_config has bnb_4bit_quant_type={said!r}, but there is {STATE}{found}")
+    return found or ("fp4" if said == "fp4" else "nf4")
+
+
+def _elements(table: Tensor, kind: str) -> tuple[str, tuple[float, ...] | None]:
+    """Returns the format with these 16 values: one with a name, where its values are exactly these.
+
+    Raises CheckpointError where they are those of another type than the file says.
+    """
     check_shape("weight.quant_map", table, (16,), "weight")
     values = tuple(table.tolist())
-    named = [name for name in ("nf4", "fp4_bnb") if tuple(dtype(name).values()) == values]
-    return (named[0], None) if named else ("lut4", values)
+    nearest = min(NAMED, key=lambda kind: math.dist(values, dtype(NAMED[kind]).values()))  # versions round differently
+    if nearest != kind:
+        raise CheckpointError(f"weight.quant_map has the values of {nearest}, but there is {STATE}{kind}")
+    return (NAMED[kind], None) if tuple(dtype(NAMED[kind]).values()) == values else ("lut4", values)
 
 
 def _shape(state: dict[str, Any]) -> tuple[int, int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowbit.pylib.checkpoints.imported import Imported
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors
+
+
+def _nothing_listed(metadata: Mapping[str, str], module: str) -> Sequence[str]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,13 @@ class Format:
               name of the module and that of the tensor
     others    names of the other tensors that a module may have
     read      returns the weight of a module
+    listed    returns the names of the tensors that the metadata of the files says a module has, where it says it
     """
 
     markers: tuple[str, ...]
     others: tuple[str, ...]
     read: Callable[[ModuleTensors], Imported]
+    listed: Callable[[Mapping[str, str], str], Sequence[str]] = _nothing_listed
 
     @property
     def tensors(self) -> tuple[str, ...]:

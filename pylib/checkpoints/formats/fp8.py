@@ -9,8 +9,11 @@ w = code * scale: the "inverse" multiplies. Scales become f32 and are repeated f
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import Block, of_blocks
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.imported import Imported
@@ -25,8 +28,13 @@ def read(module: ModuleTensors) -> Imported:
     given = module.tensors.get(name)
     scales = module.take(name, (*FLOATS, torch.float8_e8m0fnu), 2 if given is None else given.ndim).float()
     block = Block.of(module.config.get("weight_block_size"))
+    if block and scales.numel() != math.prod(block.counts(*weight.shape)):
+        raise CheckpointError(
+            f"the quantization_config has weight_block_size=[{block.rows}, {block.columns}], that is "
+            f"{block.counts(*weight.shape)} scales for {list(weight.shape)}, but {name} is {list(scales.shape)}"
+        )
     codes = weight.contiguous().view(torch.uint8)
     return Imported(codes, of_blocks(scales, weight.shape, [block]), weight="f8e4m3", bias=module.bias())
 
 
-FORMAT = Format((".weight_scale_inv", ".weight_scale"), (".weight", ".bias", ".input_scale"), read)
+FORMAT = Format((".weight_scale_inv", ".weight_scale"), (".weight", ".bias", ".input_scale", ".activation_scale"), read)

@@ -7,10 +7,13 @@
 
 w[n, k] = scales[g_idx[k], n] * (code - zero). Checkpoints of format "gptq" hold zero - 1 in `bits` bits, those of
 format "gptq_v2" the zero itself. With act-order ("desc_act") the columns of a group lie apart. They are put side by
-side, and kernels are told the permutation.
+side, and kernels are told the permutation. Without act-order g_idx may be left out. With "sym" all zeros are the middle
+code, which shows if a file is labelled with the other version. "dynamic" has other values for some modules.
 """
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from torch import Tensor
 from lowbit.dialect.errors import CheckpointError
 from lowbit.pylib.checkpoints.blocks import order_of, spread
 from lowbit.pylib.checkpoints.formats.format import Format
-from lowbit.pylib.checkpoints.imported import Imported, integers
+from lowbit.pylib.checkpoints.imported import Imported, check_middle, integers
 from lowbit.pylib.checkpoints.module_tensors import ModuleTensors, check_shape
 from lowbit.pylib.checkpoints.unpack import from_columns, from_stream
 
@@ -33,11 +36,29 @@ def read(module: ModuleTensors) -> Imported:
     group = _group(module, k, len(scales))
     if group < 1 or scales.shape != (-(-k // group), n):
         raise CheckpointError(f"scales {list(scales.shape)} don't fit {n} x {k} in groups of {group}")
+    if True in _said(module, "desc_act"):
+        module.check_has("g_idx", "the quantization_config has desc_act=True")
     order = order_of(module.take("g_idx", torch.int32, 1), group) if "g_idx" in module else None
     codes = from_columns(qweight, bits, k).t()
     zeros = _zeros(module, bits, scales, version == "gptq")
+    check_middle(zeros, bits, _said(module, "sym") == [True], "sym=True", _other_version(zeros, bits, version))
     weight = integers(codes, bits, spread(scales.t(), group, k), spread(zeros.t(), group, k), module.bias())
     return weight.in_order(order)
+
+
+def _said(module: ModuleTensors, name: str) -> list[Any]:
+    """Returns what the configuration has for an entry: its value, and those of the exceptions in "dynamic"."""
+    dynamic = module.config.get("dynamic")
+    exceptions = [e for e in dynamic.values() if isinstance(e, dict)] if isinstance(dynamic, dict) else []
+    return [module.config.get(name), *(cast(dict[str, Any], e)[name] for e in exceptions if name in e)]
+
+
+def _other_version(zeros: Tensor, bits: int, version: str) -> str:
+    """Returns a hint at checkpoint_format where zeros are the middle code of the other version."""
+    other, step = ("gptq_v2", 1) if version == "gptq" else ("gptq", -1)
+    off = bool((zeros == (1 << (bits - 1)) + step).all())
+    hint = f": those of checkpoint_format={other!r}, not of {version!r}; correct config.json if this is so"
+    return hint if off else "; sym must be false for these"
 
 
 def _bits_and_k(module: ModuleTensors, qweight: Tensor) -> tuple[int, int]:
@@ -49,18 +70,17 @@ def _bits_and_k(module: ModuleTensors, qweight: Tensor) -> tuple[int, int]:
     else:
         bits = module.number("bits")
         k, rest = divmod(words * 32, max(1, bits))
-    if rest or bits not in BITS or (bits != module.number("bits") and not module.config.get("dynamic")):
-        said = module.config.get("bits")
+    if rest or bits not in BITS or bits not in _said(module, "bits"):
+        said = module.number("bits")
         raise CheckpointError(f"{words} rows of qweight are not k={k} codes of {said} bits; 2, 3, 4 and 8 can be read")
     return bits, k
 
 
 def _group(module: ModuleTensors, k: int, groups: int) -> int:
-    """Returns the columns of a group: as the configuration has them, unless it has exceptions."""
-    group = module.number("group_size")
-    if module.config.get("dynamic") and k % groups == 0:
-        return k // groups
-    return k if group == -1 else min(group, k)
+    """Returns the columns of a group: as the configuration has them, or one of its exceptions that fits."""
+    first, *others = [module.number("group_size"), *_said(module, "group_size")[1:]]
+    sizes = [k if size == -1 else min(size, k) for size in (first, *others) if isinstance(size, int)]
+    return next((size for size in sizes if size > 0 and -(-k // size) == groups), sizes[0])
 
 
 def _zeros(module: ModuleTensors, bits: int, scales: Tensor, less_one: bool) -> Tensor:

@@ -21,6 +21,7 @@ from lowbit.pylib.checkpoints.module_tensors import FLOATS, ModuleTensors
 from lowbit.pylib.checkpoints.unpack import from_parts
 
 PACKED_BITS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
+PACKINGS = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 
 
 def read(module: ModuleTensors) -> Imported:
@@ -46,6 +47,8 @@ def _codes(module: ModuleTensors, rows: int, columns: int) -> Tensor:
     if packing not in PACKED_BITS:
         raise CheckpointError(f"packing={packing!r} must be one of {', '.join(PACKED_BITS)}")
     bits = PACKED_BITS[packing]
+    if PACKINGS[_bits(module)] != packing:
+        raise CheckpointError(f"nbits={_bits(module)} is packed as {PACKINGS[_bits(module)]}, but packing={packing!r}")
     given = module.take("W_q", (torch.uint8, torch.int32, *FLOATS), 2).contiguous().view(torch.uint8)
     words = given.view(torch.int32) if bits == 3 and given.shape[1] % 4 == 0 else given
     parts = 10 if bits == 3 else 8 // bits
@@ -56,7 +59,7 @@ def _codes(module: ModuleTensors, rows: int, columns: int) -> Tensor:
 
 def _bits(module: ModuleTensors) -> int:
     bits = _number(module, "nbits")
-    if bits not in (1, 2, 3, 4, 5, 6, 8):
+    if bits not in PACKINGS:
         raise CheckpointError(f"nbits={bits} must be 1 to 6, or 8")
     return bits
 

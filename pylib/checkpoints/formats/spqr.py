@@ -19,7 +19,9 @@ All of these codes and numbers are kept bit for bit. The library computes s, z a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ SECOND_LEVEL = BITS * (2 + TILE)  # the first bit of its byte
 def read(module: ModuleTensors) -> Imported:
     for name, known in (("bits", BITS), ("beta1", TILE), ("beta2", TILE)):
         module.choice(name, (known,), known)
+    _check_lengths(module)
     words = module.take("dense_weights", torch.int64, 1)
     offsets = module.take("row_offsets", torch.int32, 1)
     order = _order(module.take("in_perm", torch.int32, 1, may_be_empty=True))
@@ -63,6 +66,16 @@ def _order(pairs: Tensor) -> Tensor | None:
 
 
 # -- sizes
+
+
+def _check_lengths(module: ModuleTensors) -> None:
+    """Raise CheckpointError unless tensors are as long as "shapes" of the configuration says of this module."""
+    shapes = module.config.get("shapes")
+    for name, t in module.tensors.items() if isinstance(shapes, Mapping) else ():
+        said = cast(Mapping[str, Any], shapes).get(f"{module.name}.{name}.shape", t.numel())
+        if said != t.numel():
+            has = f"{name} has {t.numel()} numbers"
+            raise CheckpointError(f"{has}, but the quantization_config says {said!r}")
 
 
 def _shape(module: ModuleTensors, words: int, offsets: Tensor, order: Tensor | None) -> tuple[int, int]:

@@ -5,13 +5,18 @@ Int4Tensor                 _weight_qdata int8 or uint8 [n, k / 2]   two's comple
 IntxUnpackedToInt8Tensor   _weight_qdata int8 [n, k], _weight_scale [n, k / g], _weight_zero_point int8 [n, k / g]:
                            w = (code - zero_point) * scale
                            (codes of 4 bits are kept as 4 bits)
-Int8Tensor                 the same, without zero_point or with
+Int8Tensor                 the same with a scale for each row, without zero_point or with
 Float8Tensor               _weight_qdata e4m3 [n, k], _weight_scale [n, k / g], or one for each block
 
-Which it is can be seen from the tensors: in Int4Tensor the zero point is a float.
+Which it is can be seen from the tensors: in Int4Tensor the zero point is a float. torchao's metadata in the file names
+the tensors of each layer.
 """
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -52,6 +57,8 @@ def _int4(module: ModuleTensors, qdata: Tensor, scale: Tensor) -> Imported:
 
 def _int8(module: ModuleTensors, qdata: Tensor, scale: Tensor) -> Imported:
     codes, scales, zeros = module.take(QDATA, torch.int8, 2), _of_groups(scale, qdata), None
+    if scale.shape[1] > 1:
+        module.check_has(ZERO, f"{SCALE} has groups along k, as IntxUnpackedToInt8Tensor alone has")
     if ZERO in module:
         given = module.take(ZERO, (torch.int8, torch.int32, torch.int64), 2)
         check_shape(ZERO, given, scale.shape, SCALE)
@@ -73,6 +80,13 @@ def _of_groups(numbers: Tensor, weight: Tensor) -> Tensor:
     return of_blocks(numbers, (n, k), [Block(n // rows, k // columns)])
 
 
+def _listed(metadata: Mapping[str, str], module: str) -> list[str]:
+    """Returns the tensors that a layer has by the metadata of the files, where these have an entry for its weight."""
+    with suppress(KeyError, TypeError, ValueError, RecursionError):
+        return [f"_weight_{name}" for name in json.loads(metadata[f"{module}.weight"])["_tensor_data_names"]]
+    return []
+
+
 _OTHERS = (f".{SCALE}", f".{ZERO}", "._weight_act_pre_scale", "._weight_scale_and_zero", ".bias")
 _OTHERS += ("._weight_act_quant_scale", "._weight_act_quant_zero_point")  # inputs stay in f16 or bf16
-FORMAT = Format((f".{QDATA}",), _OTHERS, read)
+FORMAT = Format((f".{QDATA}",), _OTHERS, read, _listed)
