@@ -183,3 +183,9 @@ def test_line_of_a_refusal() -> None:
     line = source[: source.index("bogus")].count("\n") + 1
     with pytest.raises(EmulatorError, match=rf"PTX line {line}: `bogus\.u32 %r1`: unknown instruction"):
         Emulator(source)
+
+
+def test_a_text_that_ends_too_early() -> None:
+    """The end of the text is a place with a line, also behind the last line break."""
+    with pytest.raises(EmulatorError, match=r"PTX line \d+: ``: the kernel's closing `}` is missing"):
+        parse(LLVM[: LLVM.index("    ret;")])

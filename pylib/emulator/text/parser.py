@@ -9,8 +9,9 @@ only what cannot change a result is skipped (`.file`, `.section`, `.pragma "noun
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
-from lowbit.pylib.emulator.text.lexer import Token, TokenStream, integer_value
+from lowbit.pylib.emulator.text.lexer import TokenStream, integer_value
 from lowbit.pylib.emulator.text.ptx import (
     BITS,
     Address,
@@ -45,6 +46,13 @@ _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"\n]*)"', re.MULTILINE)
 _PRAGMAS = {"nounroll", "enable_smem_spilling", "used_bytes_mask"}  # their first words
 
 
+@lru_cache(maxsize=4096)
+def _split_opcode(name: str) -> tuple[str, tuple[str, ...]]:
+    """The opcode and the modifiers in the full name of an instruction."""
+    opcode, *modifiers = re.split(r"\.(?!\.)", name)
+    return opcode, tuple(modifiers)
+
+
 class _Scope:
     def __init__(self, parent: _Scope | None = None) -> None:
         self.parent = parent
@@ -61,19 +69,19 @@ class Parser(TokenStream):
         self.symbols: set[str] = set()
         self.kernel = Kernel("")
         self.scope = _Scope()
-        self.jumps: list[tuple[Label, _Scope, Token]] = []
+        self.jumps: list[tuple[Label, _Scope, int]] = []
         self.files = dict(_FILE.findall(source))  # they may be named behind the code
         self.program = ""  # the line of the program, from the last `.loc`
 
     # Module
 
     def parse(self) -> Module:
-        while self.token.kind != "end":
-            token = self.token
-            match token.text:
+        while self.text:
+            token = self.at
+            match self.text:
                 case ".version":
                     self.take()
-                    self.module.version = self.take().text
+                    self.module.version = self.take()
                 case ".target":
                     self.take()
                     self.module.target = self.word()
@@ -88,16 +96,16 @@ class Parser(TokenStream):
                 case ".section":
                     self.skip_section()
                 case _:
-                    while self.token.text in _LINKING:
+                    while self.text in _LINKING:
                         self.take()
-                    if self.token.text == ".entry":
+                    if self.text == ".entry":
                         self.entry()
-                    elif self.token.text in _SPACES:
+                    elif self.text in _SPACES:
                         self.module.variables += self.variables()
-                    elif self.token.text == ".func":
+                    elif self.text == ".func":
                         raise self.error("functions and calls are not supported: inline them")
                     else:
-                        raise self.error(f"unknown directive `{self.token.text}`")
+                        raise self.error(f"unknown directive `{self.text}`")
         return self.module
 
     def skip_section(self) -> None:
@@ -108,15 +116,15 @@ class Parser(TokenStream):
 
     def variables(self) -> list[Variable]:
         """`.shared .align 16 .b8 name[1024];`, with `= {...}` where the space can be initialised."""
-        space, align, found = self.take().text[1:], 1, list[Variable]()
+        space, align, found = self.take()[1:], 1, list[Variable]()
         if self.accept(".align"):
             align = self.integer()
         elem = self.type()
         while True:
-            token, name = self.token, self.word()
+            token, name = self.at, self.word()
             count: int | None = 1
             while self.accept("["):
-                count = None if self.token.text == "]" else count and count * self.integer()
+                count = None if self.text == "]" else count and count * self.integer()
                 self.expect("]")
             data = b""
             if self.accept("="):
@@ -140,14 +148,14 @@ class Parser(TokenStream):
                 values.append(self.initializer(elem))
             self.expect("}")
             return b"".join(values)
-        token, value = self.token, self.operand()
+        token, value = self.at, self.operand()
         if not isinstance(value, Imm) or value.kind == "decimal":
             raise self.error("only constants can be initial values", token)
         size = BITS[elem] // 8
         return (int(value.value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
 
     def type(self) -> str:
-        token, name = self.token, self.word()
+        token, name = self.at, self.word()
         if name[1:] not in BITS or name[0] != ".":
             raise self.error(f"unknown type `{name}`", token)
         return name[1:]
@@ -162,7 +170,7 @@ class Parser(TokenStream):
             while not self.accept(")"):
                 self.kernel.params.append(self.param())
                 self.accept(",")
-        while self.token.text != "{":
+        while self.text != "{":
             self.bound()
         self.jumps = []
         self.scope = _Scope()
@@ -176,14 +184,12 @@ class Parser(TokenStream):
     def param(self) -> Param:
         self.expect(".param")
         align, elem = 1, ""
-        while self.token.text.startswith("."):
-            token = self.token
+        while self.text.startswith("."):
             if self.accept(".align"):
                 align = self.integer()
-            elif token.text in (".ptr", ".global", ".shared", ".const", ".local"):
+            elif self.text in (".ptr", ".global", ".shared", ".const", ".local"):
                 # `.ptr .global .align 16`: a promise about where the pointer leads, not about the parameter.
-                self.take()
-                if token.text == ".ptr":
+                if self.take() == ".ptr":
                     self.pointer_promise()
             else:
                 elem = self.type()
@@ -197,7 +203,7 @@ class Parser(TokenStream):
         return Param(name, elem, max(align, BITS[elem] // 8), size, array)
 
     def pointer_promise(self) -> None:
-        if self.token.text in _SPACES:
+        if self.text in _SPACES:
             self.take()
         if self.accept(".align"):
             self.integer()
@@ -206,50 +212,50 @@ class Parser(TokenStream):
         if self.accept(".explicitcluster"):
             self.kernel.explicit_cluster = True
             return
-        token = self.take()
+        token, name = self.at, self.take()
         values = [self.integer()]
         while self.accept(","):
             values.append(self.integer())
-        if token.text == ".reqntid":
+        if name == ".reqntid":
             self.kernel.reqntid = tuple(values)
-        elif token.text == ".maxntid":
+        elif name == ".maxntid":
             self.kernel.maxntid = tuple(values)
-        elif token.text == ".reqnctapercluster":
+        elif name == ".reqnctapercluster":
             self.kernel.cluster = tuple(values)
-        elif token.text not in _IGNORED_BOUNDS:
-            raise self.error(f"unknown directive `{token.text}`", token)
+        elif name not in _IGNORED_BOUNDS:
+            raise self.error(f"unknown directive `{name}`", token)
 
     def location(self) -> None:
         """`.loc 1 15 0`: the following instructions come from line 15 of file 1, from none if it is line 0."""
-        _, file, line = self.take(), self.take().text, self.integer()
+        _, file, line = self.take(), self.take(), self.integer()
         self.program = f"{self.files[file]}:{line}" if line and file in self.files else ""
         self.skip_line()
 
     def body(self) -> None:
         """Everything up to the `}` that closes the scope just opened."""
         while not self.accept("}"):
-            token = self.token
-            if token.kind == "end":
+            text = self.text
+            if not text:
                 raise self.error("the kernel's closing `}` is missing")
             if self.accept("{"):
                 self.scope = _Scope(self.scope)
                 self.body()
                 self.scope = self.scope.parent or self.scope
-            elif token.text == ".reg":
+            elif text == ".reg":
                 self.registers()
-            elif token.text in _SPACES:
+            elif text in _SPACES:
                 self.kernel.variables += self.variables()
-            elif token.text == ".loc":
+            elif text == ".loc":
                 self.location()
-            elif token.text == ".file":
+            elif text == ".file":
                 self.skip_line()
-            elif token.text == ".pragma":
+            elif text == ".pragma":
                 self.pragma()
-            elif token.text.startswith("."):
-                raise self.error(f"unknown directive `{token.text}`")
+            elif text.startswith("."):
+                raise self.error(f"unknown directive `{text}`")
             elif self.accept(";"):
                 pass
-            elif token.kind == "word" and self.tokens[self.at + 1].text == ":":
+            elif self.texts[self.at + 1] == ":" and self.kind == "word":
                 name = self.word()
                 self.expect(":")
                 if self.accept(".branchtargets"):
@@ -260,20 +266,20 @@ class Parser(TokenStream):
                 self.instruction()
 
     def branch_targets(self) -> Table:
-        labels = [self.label(self.token, self.word())]
+        labels = [self.label(self.at, self.word())]
         while self.accept(","):
-            labels.append(self.label(self.token, self.word()))
+            labels.append(self.label(self.at, self.word()))
         self.expect(";")
         return Table(tuple(labels))
 
-    def label(self, token: Token, name: str) -> Label:
+    def label(self, token: int, name: str) -> Label:
         label = Label(name)
         self.jumps.append((label, self.scope, token))
         return label
 
     def pragma(self) -> None:
         self.take()
-        text = self.take().text.strip('"')
+        text = self.take().strip('"')
         if text.split()[0] not in _PRAGMAS:
             raise self.error(f"unknown pragma `{text}`")
         self.expect(";")
@@ -301,23 +307,23 @@ class Parser(TokenStream):
     # Instructions
 
     def instruction(self) -> None:
-        first, guard = self.token, None
+        first, guard = self.at, None
         if self.accept("@"):
             negated = self.accept("!")
             register = self.operand()
             if not isinstance(register, Reg) or register.type != "pred":
                 raise self.error("a guard must be a predicate register", first)
             guard = Not(register) if negated else register
-        opcode, *modifiers = re.split(r"\.(?!\.)", self.word())
+        opcode, modifiers = _split_opcode(self.word())
         operands = list[Operand]()
-        while self.token.text != ";":
+        while self.text != ";":
             operands.append(self.operand())
-            if not self.accept(",") and self.token.text != ";":
-                raise self.error(f"expected `,` or `;`, found `{self.token.text}`")
-        text = " ".join(self.source[first.start : self.token.start].split())
+            if not self.accept(",") and self.text != ";":
+                raise self.error(f"expected `,` or `;`, found `{self.text}`")
+        text = " ".join(self.source[self.start(first) : self.start(self.at)].split())
         self.expect(";")
         self.kernel.instructions.append(
-            Instruction(first.line, text, guard, opcode, tuple(modifiers), tuple(operands), self.program)
+            Instruction(self.line(first), text, guard, opcode, modifiers, tuple(operands), self.program)
         )
 
     def operand(self) -> Operand:
@@ -325,7 +331,11 @@ class Parser(TokenStream):
         return Pair(value, self.simple_operand()) if self.accept("|") else value
 
     def simple_operand(self) -> Operand:
-        token = self.token
+        token, text = self.at, self.text
+        register = self.scope.registers.get(text)
+        if register is not None:
+            self.at += 1
+            return register
         if self.accept("{"):
             items = [self.operand()]
             while self.accept(","):
@@ -339,7 +349,7 @@ class Parser(TokenStream):
             if not isinstance(register, Reg):
                 raise self.error("`!` needs a predicate register", token)
             return Not(register)
-        if token.text == "-" or token.kind == "number":
+        if text == "-" or self.kind == "number":
             return self.number()
         name = self.word()
         if name == "_":
@@ -356,7 +366,7 @@ class Parser(TokenStream):
         return self.scope.tables.get(name) or self.label(token, name)
 
     def address(self) -> Address | TensorAddress:
-        token, base = self.token, self.simple_operand()
+        token, base = self.at, self.simple_operand()
         if isinstance(base, Symbol):
             base, offset = Symbol(base.name), base.offset
         elif isinstance(base, Reg) or (isinstance(base, Imm) and base.kind == "int"):
@@ -372,14 +382,14 @@ class Parser(TokenStream):
     def offset(self) -> int:
         if self.accept("+"):
             return self.integer()
-        return self.integer() if self.token.text == "-" else 0
+        return self.integer() if self.text == "-" else 0
 
     def number(self) -> Imm:
         sign = -1 if self.accept("-") else 1
-        token = self.take()
-        text = token.text.lower()
-        if token.kind != "number":
-            raise self.error(f"expected a number, found `{token.text}`", token)
+        token, kind, text = self.at, self.kind, self.take()
+        if kind != "number":
+            raise self.error(f"expected a number, found `{text}`", token)
+        text = text.lower()
         if text.startswith(("0f", "0d")):
             if sign < 0:
                 raise self.error("a bit pattern has no sign in front", token)
@@ -401,7 +411,7 @@ class Parser(TokenStream):
             scope = scope.parent
         return None
 
-    def resolve_label(self, name: str, scope: _Scope | None, token: Token) -> int:
+    def resolve_label(self, name: str, scope: _Scope | None, token: int) -> int:
         while scope is not None:
             if name in scope.labels:
                 return scope.labels[name]
