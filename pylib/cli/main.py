@@ -1,4 +1,4 @@
-"""The command line: `lowbit compile | explain | opt | run | tune | quantize | inspect | bench-model | info | irdl`.
+"""The command line: `lowbit compile | explain | opt | run | check | tune | quantize | inspect | ...`.
 
 A command is a function. If it takes a matmul, it has a `spec` parameter, which `takes_spec` turns into one option for
 each field of `MatmulSpec`. What is slow to import is imported inside the commands.
@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from lowbit.dialect.errors import LowbitError, reason
 from lowbit.pylib.cli.bench_model import bench_model
+from lowbit.pylib.cli.check import check
 from lowbit.pylib.cli.matmul import compile_, explain, run
 from lowbit.pylib.cli.model_files import inspect, quantize
 from lowbit.pylib.cli.output import Json, errors, in_options, show, show_json
@@ -77,6 +78,7 @@ def opt(ctx: typer.Context) -> None:
 
 
 app.command()(run)
+app.command()(check)
 app.command()(tune)
 app.command()(quantize)
 app.command()(inspect)
