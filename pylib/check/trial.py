@@ -48,18 +48,23 @@ def compile_case(case: Case) -> tuple[Matmul, str]:
 
 
 def try_case(case: Case) -> Outcome:
-    """Compiles, multiplies and compares a case. What is raised for a reason is an outcome, too."""
-    kernels = ""
+    """Compiles, multiplies and compares a case. Whatever is raised is an outcome, too."""
     try:
-        mm, kernels = compile_case(case)
-        x, tensors = reference.random_inputs(case.spec, case.m, case.seed)
-        device = "cuda" if mm.target.kind == "cuda" else "cpu"
-        weight = mm.pack(**{name: t.to(device) for name, t in tensors.items()})
-        y = mm(x.to(device), weight).cpu()
+        return _compared(case, *compile_case(case))
     except EmulatorError as error:
-        return Outcome(case, "wrong", kernels, str(error))
+        return Outcome(case, "wrong", detail=str(error))
     except LowbitError as error:  # also of `pack`: random numbers may be too large or too small for a format
-        return Outcome(case, "refused", kernels, _first_words(error))
+        return Outcome(case, "refused", detail=_first_words(error))
+    except Exception as error:
+        return Outcome(case, "wrong", detail=f"{type(error).__name__}: {error}")
+
+
+def _compared(case: Case, mm: Matmul, kernels: str) -> Outcome:
+    """Multiplies random data and compares the result with the definition."""
+    x, tensors = reference.random_inputs(case.spec, case.m, case.seed)
+    device = "cuda" if mm.target.kind == "cuda" else "cpu"
+    weight = mm.pack(**{name: t.to(device) for name, t in tensors.items()})
+    y = mm(x.to(device), weight).cpu()
     expected = definition.matmul(asdict(case.spec), x, tensors)
     allowed = reference.tolerance(case.spec, x, **tensors, **rounding(mm, case.m))  # type: ignore[arg-type]
     worst = _worst(y, torch.from_numpy(expected), torch.from_numpy(allowed))

@@ -154,7 +154,7 @@ def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
     rows = f64(tensors["row_scales"])[:, None]
     if folds_in_f16(spec):
         tensors["scales"] = tensors["scales"].half()
-    plain = {name: t.numpy() for name, t in tensors.items()} | {"row_scales": np.ones(len(rows))}
+    plain = tensors | {"row_scales": torch.ones(len(rows))}
     near = torch.from_numpy(dequantize(with_table_in_f16(spec), **plain)).half().float()
     return f64(near.clamp(-LARGEST["f8e4m3"], LARGEST["f8e4m3"]).to(TORCH["e4m3"])) * rows
 
