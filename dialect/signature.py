@@ -30,6 +30,10 @@ PARAM_TYPES: dict[ParamKind, str] = {
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64
 WORKSPACE = "workspace"
 """The pointer parameter that the runtime fills in, for kernels that ask for a workspace."""
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+"""Blocks of a grid along x, y and z (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+_MOST_MULTIPROCESSORS = 1024  # no GPU has more
+_MOST_I32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,11 @@ class Extent:
         if isinstance(written, int) and not isinstance(written, bool) and written >= 1:
             return Extent(written)
         text = written if isinstance(written, str) else ""
-        if found := re.fullmatch(r"ceil\((\w+) / ([1-9]\d*)\)", text):
+        if found := re.fullmatch(r"ceil\((\w+) / ([1-9]\d{0,18})\)", text):
             return Extent(int(found[2]), "ceil", found[1])
-        if found := re.fullmatch(r"sm_count \* ([1-9]\d*)", text):
+        if found := re.fullmatch(r"sm_count \* ([1-9]\d{0,18})", text):
             return Extent(int(found[1]), "sm_count")
-        if found := re.fullmatch(r"sm_count / ([1-9]\d*)", text):
+        if found := re.fullmatch(r"sm_count / ([1-9]\d{0,18})", text):
             return Extent(int(found[1]), "sm_part")
         raise SpecError(
             "grid: expected numbers of at least 1, 'ceil(PARAMETER / NUMBER)', 'sm_count * NUMBER' or "
@@ -87,6 +91,10 @@ class Extent:
             return max(1, sm_count // self.number)
         return self.number * (sm_count if self.rule == "sm_count" else 1)
 
+    def most(self, blocks: int) -> int:
+        """Returns the largest `number` that is allowed along an axis of so many blocks at most."""
+        return {"constant": blocks, "sm_count": blocks // _MOST_MULTIPROCESSORS}.get(self.rule, _MOST_I32)
+
     def is_multiple_of(self, n: int) -> bool:
         """Tells whether every value of the extent can be divided by `n`."""
         return n == 1 or (self.rule in ("constant", "sm_count") and self.number % n == 0)
@@ -96,8 +104,18 @@ Grid = tuple[Extent, Extent, Extent]
 
 
 def parse_grid(written: Sequence[Any]) -> Grid:
-    """Reads the three extents of a grid. Raises SpecError for anything else."""
+    """Reads the three extents of a grid. Raises SpecError for anything else, and for more blocks than a GPU takes."""
     if len(written) != 3:
         raise SpecError(f"grid: expected three extents, got {list(written)}")
     x, y, z = map(Extent.parse, written)
+    for axis, extent, blocks in zip("xyz", (x, y, z), MOST_BLOCKS):
+        if extent.number > (most := extent.most(blocks)):
+            raise SpecError(f"grid: expected a number of at most {most} along {axis}, got {extent.written!r}")
     return x, y, z
+
+
+def check_blocks(blocks: Sequence[int], what: str) -> None:
+    """Raises SpecError that begins with `what` where the three extents of a grid are more blocks than a GPU takes."""
+    for axis, given, most in zip("xyz", blocks, MOST_BLOCKS):
+        if given > most:
+            raise SpecError(f"{what} has {given} blocks along {axis}; a GPU takes at most {most}")

@@ -3,7 +3,7 @@
 // RUN: not %lowbit-opt %s --select-schedule=depth=3 2>&1 | %filecheck %s --check-prefix=OPTION
 // RUN: not %lowbit-opt %s --select-schedule=target=sm_70 2>&1 | %filecheck %s --check-prefix=TARGET
 
-// STAGES: error: schedule: num_stages=0 must be at least 1
+// STAGES: error: schedule: num_stages=0 must be in 1..64
 // OPTION: error: --select-schedule: unknown option 'depth'; allowed: target, tokens, family, row_blocks
 // TARGET: error: --select-schedule: target=sm_70 unknown target 'sm_70'
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.signature import PARAM_TYPES, WORKSPACE, Grid, Param, parse_grid
+from lowbit.dialect.signature import PARAM_TYPES, WORKSPACE, Grid, Param, check_blocks, parse_grid
 
 COUNTERS = 16384
 """Words of i32 at the beginning of a workspace that count blocks."""
@@ -48,10 +48,14 @@ class Launch:
             raise SpecError(f"kernel {self.name} is called {' and '.join(faults)}; it takes {takes}")
 
     def blocks(self, arguments: Mapping[str, Any], sm_count: int) -> tuple[int, int, int]:
-        """Returns the grid for these arguments on a GPU of `sm_count` multiprocessors; 0 where there is no work."""
+        """Returns the grid for these arguments on a GPU of `sm_count` multiprocessors; 0 where there is no work.
+
+        Raises SpecError for a negative size, and for more blocks than a GPU takes.
+        """
         x, y, z = (extent.blocks(arguments, sm_count) for extent in self.grid)
         if min(x, y, z) < 0:
             raise SpecError(f"kernel {self.name} is called with a negative size: its grid would be {(x, y, z)}")
+        check_blocks((x, y, z), f"the grid of kernel {self.name}")
         return x, y, z
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The compile driver: a `MatmulSpec` goes in, a function that takes and returns torch tensors comes out.
 
-    mm = lowbit.compile(lowbit.MatmulSpec(n=8192, k=8192, weight="u4", group_size=128))
-    w = mm.pack(codes, scales)
-    y = mm(x, w)
+mm = lowbit.compile(lowbit.MatmulSpec(n=8192, k=8192, weight="u4", group_size=128))
+w = mm.pack(codes, scales)
+y = mm(x, w)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._C import _is_tracing
 from torch.compiler import is_dynamo_compiling
 
 from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.fields import integer
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_names
@@ -216,8 +217,9 @@ class Matmul:
         return torch.ops.lowbit.dequantize(list(w.tensors), self.description)
 
     def kernel(self, m: int) -> Artifact:
-        """The kernel that serves m rows, or the first of them; `choices` has the table."""
-        return self._runtime.kernel(m)
+        """The kernel that serves m rows, or the first of them; `choices` has the table. Raises SpecError for an m that
+        is no number of rows."""
+        return self._runtime.kernel(integer("m", m, 1))
 
     @property
     def choices(self) -> KernelChoices:
@@ -242,9 +244,9 @@ class Matmul:
         """Returns the program for m rows after a stage, compiled afresh.
 
         A GPU has "lowbit", "tile", "gpu", "llvm", "ll" and "ptx"; a CPU "lowbit", "vector", "llvm", "ll" and "asm".
-        Raises SpecError for another stage.
+        Raises SpecError for another stage, and for an m that is no number of rows.
         """
-        programs = self._runtime.stages(m)
+        programs = self._runtime.stages(integer("m", m, 1))
         if stage not in programs:
             raise SpecError(f"stage={stage!r} must be one of {', '.join(map(repr, programs))}{self._stage_hint(stage)}")
         return programs[stage]

@@ -88,6 +88,7 @@ def test_targets_in_help_exist():
         (("--schedule", "tokens=3"), "tokens=3 must be one of 1, 8, 16, 32, 64, 128"),
         (("--schedule", "family=permute"), "--schedule: family='permute' must be one of 'decode', 'decode_integer', "),
         (("--schedule", "stage=3"), "--schedule: unknown option 'stage'; allowed: tokens, row_blocks"),
+        (("--schedule", "tokens=8,tokens=16"), "--schedule: 'tokens' is given twice; give it once"),
         (("--target", "sm_75"), "unknown target 'sm_75'"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "vector"), "must be one of lowbit, tile, gpu, llvm"),
         ((*SMALL, "--target", "sm_80", "--stop-after", "cubin"), "name a file with -o"),
@@ -99,6 +100,27 @@ def test_targets_in_help_exist():
 def test_errors_are_one_line(arguments, message):
     result = lowbit("compile", *arguments)
     assert result.exit_code == 1 and message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("compile", "-n", str(10**21)), "n=1000000000000000000000 must be at most 1073741824"),
+        (("compile", "-k", str(10**21)), "k=1000000000000000000000 must be at most 1073741824"),
+        (("compile", "-g", str(10**21)), "group_size=1000000000000000000000 must be at most 1073741824"),
+        (("compile", "--compute-from", str(10**21)), "compute_from=1000000000000000000000 must be at most 1073741824"),
+        (("compile", "--schedule", f"split_k={10**21}"), "split_k=1000000000000000000000 must be in 1..1024"),
+        (("compile", "-m", str(10**21)), "1073741824"),
+        (("run", "-m", str(10**21)), "1073741824"),
+        (("quantize", "model", "--out", "x", "-g", str(10**21)), "1073741824"),
+        (("bench-model", "tiny", "--context", str(10**21)), "1048576"),
+        (("bench-model", "tiny", "--repeats", str(10**21)), "1073741824"),
+        (("tune", "--jobs", str(10**21)), "1024"),
+    ],
+)
+def test_numbers_have_a_range(arguments, message):
+    result = lowbit(*arguments)
+    assert result.exit_code in (1, 2) and message in result.stderr and "Traceback" not in result.stderr
 
 
 def test_compile_to_a_stage():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from emulator_kernel import kernel, run
 
 from lowbit.dialect.errors import EmulatorError
+from lowbit.dialect.signature import MOST_BLOCKS
 from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.emulator.launch import _all_clusters, _clusters
 
 SMEM = ".shared .align 16 .b8 smem[4096];"
 #: %r0 = tid, %rd0 = p0 + 4 (ctaid * ntid + tid), %r9 = smem + 4 tid
@@ -186,6 +190,27 @@ def test_chosen_blocks() -> None:
     np.testing.assert_array_equal(np.flatnonzero(out[::32]), [1, 4])
 
 
+def test_a_large_grid_takes_no_memory() -> None:
+    """Blocks come one at a time: here the first faults, of as many as CUDA allows."""
+    emulator = Emulator(kernel(f"{START} mov.u32 %r10, 1; {STORE}", ["u64"]))
+    assert next(_all_clusters(MOST_BLOCKS, (1, 1, 1))) == [(0, 0, 0)]
+    tracemalloc.start()
+    try:
+        for grid in ((300_000, 1, 1), (1, 600, 500)):
+            with pytest.raises(EmulatorError, match=r"out of bounds|outside"):
+                emulator.launch("k", grid=grid, block=32, args=[np.zeros(1, np.uint32)])
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 3)])
+def test_all_blocks_come_in_order(shape: tuple[int, int, int]) -> None:
+    """As they do where they are listed, x fastest."""
+    order = [(x, y, z) for z in range(3) for y in range(4) for x in range(6)]
+    assert list(_all_clusters((6, 4, 3), shape)) == list(_clusters(order, shape))
+
+
 def test_launch_bounds_and_names() -> None:
     text = kernel("", ["u64"]).replace("\n{", "\n.reqntid 128, 1, 1\n.minnctapersm 2\n{", 1)
     emulator = Emulator(text)
@@ -195,6 +220,11 @@ def test_launch_bounds_and_names() -> None:
         ({"block": 64, "args": [array]}, r"block=\(64, 1, 1\) must be \(128, 1, 1\)"),
         ({"block": 128, "args": []}, "takes 1 arguments, not 0"),
         ({"block": 128, "args": [array], "grid": 0}, "grid=0"),
+        (
+            {"block": 128, "args": [array], "grid": 2**31},
+            r"grid=\(2147483648, 1, 1\) has too .*\(2147483647, 65535",
+        ),
+        ({"block": 128, "args": [array], "grid": (1, 65536)}, r"grid=\(1, 65536, 1\) has too many blocks"),
     ):
         with pytest.raises(EmulatorError, match=message):
             emulator.launch("k", **options)  # type: ignore[arg-type]

@@ -47,6 +47,12 @@ def test_a_negative_size_is_refused() -> None:
         LAUNCH.blocks({"m": -32}, sm_count=1)
 
 
+def test_more_blocks_than_a_gpu_takes_are_refused() -> None:
+    assert LAUNCH.blocks({"m": 16 * 65535}, sm_count=132) == (3, 65535, 264)
+    with pytest.raises(SpecError, match="the grid of kernel k has 65536 blocks along y; a GPU takes at most 65535"):
+        LAUNCH.blocks({"m": 16 * 65535 + 1}, sm_count=132)
+
+
 @given(st.integers(1, 1 << 31), st.sampled_from(["constant", "ceil", "sm_count", "sm_part"]), st.integers(1, 64))
 def test_extents_are_read_as_they_are_written(number: int, rule: Any, divisor: int) -> None:
     extent = Extent(number, rule, "tokens" if rule == "ceil" else "")

@@ -165,6 +165,14 @@ def test_every_target_starts_from_one_program(spec: lowbit.MatmulSpec) -> None:
     assert text == re.sub(r", schedule = \{[^{}]*\}", "", gpu) != gpu
 
 
+@pytest.mark.parametrize("m", [0, -1, 2**31, 10**21, 1.5, "1"])
+def test_kernels_are_for_a_number_of_rows(m: int) -> None:
+    mm = lowbit.compile(lowbit.MatmulSpec(n=16, k=64, weight="u4"), "emulator:sm_80")
+    for ask in (mm.kernel, lambda rows: mm.ir("ptx", rows)):
+        with pytest.raises(lowbit.SpecError, match=f"m='?{m}'? must be "):
+            ask(m)
+
+
 def test_a_stage_of_a_gpu_names_the_target_on_a_cpu() -> None:
     """`mm.ir("tile")` on a machine without a GPU."""
     mm = lowbit.compile(SPEC, "cpu")

@@ -242,8 +242,12 @@ def test_kernels_have_a_kind() -> None:
 def test_wrong_names_and_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"must be a folder with a config.json.*did you mean 'Llama-3.1-8B'"):
         model_config("llama-3.1-8")
-    with pytest.raises(SpecError, match=r"--batch=1,x must be none or positive numbers"):
+    with pytest.raises(SpecError, match=r"--batch=1,x must be none or numbers in 1\.\.1048576"):
         model_steps("1,x", "none", 4)
+    with pytest.raises(SpecError, match=r"--prefill=1048577 must be none or numbers in 1\.\.1048576"):
+        model_steps("none", "1048577", 4)
+    with pytest.raises(SpecError, match=r"--prefill=9999.* must be none or numbers in 1\.\.1048576"):
+        model_steps("none", "9" * 5000, 4)
     with pytest.raises(SpecError, match="leaves nothing to time"):
         model_steps("none", "none", 4)
     assert [step.tokens for step in model_steps("none", "8,16", 4)] == [8, 16]

@@ -135,6 +135,7 @@ def test_pass_errors_with_and_without_a_place(run, tmp_path):
         ("--tset-mark", "unknown pass --tset-mark; did you mean --test-mark?"),
         ("--test-mark", "--test-mark needs target; write --test-mark=target=..."),
         ("--test-mark=target=sm_80,foo=1", "unknown option 'foo'; allowed: target, tokens"),
+        ("--test-mark=target=sm_80,tokens=8,tokens=16", "'tokens' is given twice; give it once"),
         ("--test-mark=target=sm_80,mode=c", "mode=c must be a|b"),
         ("--test-mark=target=sm_1", "unknown target 'sm_1'"),
         ("--test-mark=target=cpu,tokens=7", "tokens=7 must be one of 1, 8, 16, 32, 64, 128"),

@@ -118,9 +118,9 @@ def test_few_rows_keep_several_multiprocessors_busy_and_many_share_the_permutati
     ("schedule", "message"),
     [
         (PermuteSchedule(33), "threads=33 must be a multiple of 32 from 32 to 1024"),
-        (PermuteSchedule(32, rows=0), "rows=0 must be at least 1"),
+        (PermuteSchedule(32, rows=0), "rows=0 must be in 1..64"),
         (PermuteSchedule(32, rows=2, staged=False), "rows=2 must be 1 with staged=False"),
-        (PermuteSchedule(32, pieces=0), "pieces=0 must be at least 1"),
+        (PermuteSchedule(32, pieces=0), "pieces=0 must be in 1..64"),
         (PermuteSchedule(256, rows=8), r"8 rows of k=16384 take 262144 bytes .* sm_90a has 232448; use fewer rows"),
     ],
 )

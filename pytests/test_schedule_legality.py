@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
+from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.launch import COUNTERS
 from lowbit.passes.scheduling.choice import schedule_for
 from lowbit.passes.target import parse_target
@@ -86,7 +87,7 @@ UNFIT: list[tuple[str, dict[str, Any]]] = [
     (r"cluster=2 must be 1, or split_k=1 where", {"cluster": 2}),
     (r"cluster=16 must be 1, or split_k=16 where that is at most 8", {"split_k": 16, "cluster": 16}),
     (r"cluster=3 must be .* and divides the 32 rows of a block", {"split_k": 3, "cluster": 3, "row_blocks": 2}),
-    (r"cluster=0 must be at least 1", {"cluster": 0}),
+    (r"cluster=0 must be in 1\.\.1024", {"cluster": 0}),
     (r"wgmma=1 must be True or False", {"wgmma": 1, "warps_n": 4}),
     (r"wgmma=True needs warps_n=2 to be a multiple of 4", {"wgmma": True, "warps_n": 2}),
     (r"wgmma=True needs .* tokens=1 to be at least 8", {"wgmma": True, "warps_n": 4, "tokens": 1}),
@@ -96,14 +97,14 @@ UNFIT: list[tuple[str, dict[str, Any]]] = [
     (r"preload_weights=True needs .* prefetch_limit=1 to be 0", {"preload_weights": True, "prefetch_limit": 1}),
     (r"overlap_groups=True needs wgmma=True and row_blocks=1; got wgmma=False", {"overlap_groups": True}),
     (r"overlap_groups=True .* row_blocks=2", {"overlap_groups": True, "wgmma": True, "warps_n": 4}),
-    (r"min_blocks=-1 must be at least 0", {"min_blocks": -1}),
-    (r"max_blocks_per_sm=-1 must be at least 0", {"max_blocks_per_sm": -1}),
+    (r"min_blocks=-1 must be in 0\.\.65535, 0: no limit", {"min_blocks": -1}),
+    (r"max_blocks_per_sm=-1 must be in 0\.\.32, 0: no limit", {"max_blocks_per_sm": -1}),
     (r"raw_codes=2 must be True or False", {"raw_codes": 2}),
     (r"refill='after_first_mma' needs wgmma=True .* got wgmma=False", {"refill": "after_first_mma"}),
     (r"refill='late' must be one of 'before_mma', 'after_first_mma'", PER_WARP | {"refill": "late"}),
     (r"refill='per_warp' needs .* prefetch_limit=1 to be 0", PER_WARP | {"prefetch_limit": 1}),
     (r"refill='per_warp' needs num_stages=1 to be at least 2", PER_WARP | {"num_stages": 1}),
-    (r"prefetch_limit=-1 must be at least 0", {"prefetch_limit": -1}),
+    (r"prefetch_limit=-1 must be in 0\.\.64, 0: no limit", {"prefetch_limit": -1}),
     (r"outliers_by_step=True needs wgmma=True.* got False", {"outliers_by_step": True}),
     (r"outliers_by_step=True .* got True, False, 'per_warp'", PER_WARP | {"outliers_by_step": True}),
 ]
@@ -113,6 +114,18 @@ UNFIT: list[tuple[str, dict[str, Any]]] = [
 def test_fields_that_do_not_fit_each_other(message: str, change: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=f"schedule: {message}"):
         Schedule(**change)
+
+
+@pytest.mark.parametrize("value", [10**5, 10**9, 10**21, -(10**21)])
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES.values()])
+def test_absurd_numbers_are_refused_at_once(name: str, value: int) -> None:
+    """Every choice that is a number has a range: a compiler would work for hours, or run out of memory."""
+    family = FAMILIES[name]
+    spec = replace(SPEC, compute="i8") if family.operation == "quantize" else SPEC
+    for field in fields(family.schedule_type):
+        if type(field.default) is int:
+            with pytest.raises(SpecError, match=f"schedule: .*{field.name}=-?10000"):
+                family.check(spec, family.schedule_type(**{field.name: value}), HOPPER)
 
 
 WIDE = Schedule(tokens=16, row_blocks=1, warps_n=4, warps_k=2, step_k=64, wgmma=True)
@@ -183,6 +196,16 @@ def test_preloading_and_overlap_where_they_do_not_fit(message: str, spec: Matmul
     with pytest.raises(SpecError, match=f"schedule: {message}"):
         check_schedule(spec, replace(PRELOADED, **change), HOPPER)
     check_schedule(SPEC, PRELOADED, HOPPER)
+
+
+def test_no_more_splits_than_steps() -> None:
+    """But for the eight of a cluster, of which some may have nothing to do."""
+    spec = replace(SPEC, k=640)
+    check_schedule(spec, Schedule(step_k=64, split_k=10), HOPPER)
+    check_schedule(spec, Schedule(step_k=128, split_k=8), HOPPER)
+    for step_k, steps in ((64, 10), (128, 5)):
+        with pytest.raises(SpecError, match=f"split_k=11 must be at most 8, or the {steps} steps of step_k={step_k}"):
+            check_schedule(spec, Schedule(step_k=step_k, split_k=11), HOPPER)
 
 
 def test_more_tiles_than_counters() -> None:

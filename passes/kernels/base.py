@@ -25,7 +25,14 @@ Operation = Literal["matmul", "dequantize", "prepack", "permute", "quantize", "q
 
 @dataclass(frozen=True)
 class KernelSchedule:
-    """The free choices of a kernel: a family derives its own type from this one, whose fields are the choices."""
+    """The free choices of a kernel: a family derives its own type from this one, whose fields are the choices.
+
+    Raises SpecError for a value that is not of the type of its field's default.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_type(field.name, getattr(self, field.name), field.default)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KernelSchedule:
@@ -35,6 +42,14 @@ class KernelSchedule:
             allowed = ", ".join(known) or "none"
             raise SpecError(f"schedule: unknown field {unknown[0]!r}; allowed: {allowed}")
         return cls(**values)
+
+
+def check_type(name: str, value: object, default: object) -> None:
+    """Raises SpecError unless a choice is of the type of its default."""
+    if type(value) is not type(default):
+        number = "an integer" if isinstance(default, int) else "a string"
+        kind = "True or False" if isinstance(default, bool) else number
+        raise SpecError(f"schedule: {name}={value!r} must be {kind}")
 
 
 S = TypeVar("S", bound=KernelSchedule)

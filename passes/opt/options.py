@@ -64,12 +64,16 @@ def from_text(cls: type[P], text: str, flag: str) -> P:
     known = options(cls)
     flat: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
     for item in filter(None, _SEPARATOR.split(text)):
         key, _, value = item.partition("=")
         option = known.get(key.replace("-", "_"))
         if option is None:
             allowed = ", ".join(known) or "none"
             raise PassError(f"{flag}: unknown option {key!r}; allowed: {allowed}")
+        if option.name in seen:
+            raise PassError(f"{flag}: {key!r} is given twice; give it once")
+        seen.add(option.name)
         try:
             parsed = option.parse(value if "=" in item else "true")
         except ValueError as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import MOST
 from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.pylib.cli.machine import checked_device
 from lowbit.pylib.cli.output import Json, errors, show_json
@@ -15,24 +16,29 @@ from lowbit.pylib.quantization.config import QuantConfig
 if TYPE_CHECKING:
     from lowbit.pylib.model_speed.runner import Step
 
+MOST_TOKENS = 1 << 20  # of a prompt, and sequences of a batch
+
 
 def bench_model(
     model: Annotated[str, typer.Argument(help="tiny, llama-3.1-8b, qwen2.5-32b ..., or a folder with a config.json.")],
     weights: Annotated[str, typer.Option("--weight", "-w", help="Formats: bf16, u4, u4:f8e4m3 ...")] = "bf16,u4",
     group_size: Annotated[
-        int, typer.Option("--group-size", "-g", min=0, help="Columns that share a scale; 0: one scale per row.")
+        int,
+        typer.Option("--group-size", "-g", min=0, max=MOST, help="Columns that share a scale; 0: one scale per row."),
     ] = 128,
     batch: Annotated[str, typer.Option(help="Sequences that are decoded at once; none for no decoding.")] = "1",
     prefill: Annotated[str, typer.Option(help="Lengths of prompts; none for no prefill.")] = "512",
-    context: Annotated[int, typer.Option(min=1, help="Tokens that are in the cache when a token is decoded.")] = 512,
-    layers: Annotated[int | None, typer.Option(min=1, help="Keep so many layers of the model.")] = None,
+    context: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens that are in the cache when a token is decoded.")
+    ] = 512,
+    layers: Annotated[int | None, typer.Option(min=1, max=MOST, help="Keep so many layers of the model.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; without it, the GPU if there is one.")] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = True,
     fuse: Annotated[bool, typer.Option(help="Fuse low-bit layers that share their input.")] = True,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Low-bit weights in the output layer, too.")] = False,
     pdl: Annotated[bool, typer.Option(help="Let torch.compile's kernels overlap with their neighbours.")] = True,
     split: Annotated[bool, typer.Option("--split", help="Show what kinds of kernels the time goes to.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Times that a step is run.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, max=MOST, help="Times that a step is run.")] = 20,
     as_json: Json = False,
 ) -> None:
     """Time a language model with random weights: tokens per second of decoding and prefill, low-bit against bf16.
@@ -84,7 +90,7 @@ def quantizations(weights: str, group_size: int) -> list[QuantConfig | None]:
 def _quantization(name: str, group_size: int | None) -> QuantConfig:
     weight, _, products = name.partition(":")
     products, at, first = products.partition("@")
-    if at and not first.isdecimal():
+    if at and not (first.isdecimal() and len(first) <= len(str(MOST))):
         raise SpecError(f"{name!r} must end in a number of tokens, such as {weight}:{products}@65")
     fields = products_named(products or "none")
     return QuantConfig(weight, group_size, method="rtn", compute_from=int(first) if at else 1, **fields)
@@ -105,6 +111,9 @@ def _counts(option: str, text: str) -> list[int]:
     if text == "none":
         return []
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise SpecError(f"{option}={text} must be none or positive numbers separated by commas, such as 1,16")
+    digits = len(str(MOST_TOKENS))
+    if not all(part.isdecimal() and len(part) <= digits and 1 <= int(part) <= MOST_TOKENS for part in parts):
+        raise SpecError(
+            f"{option}={text} must be none or numbers in 1..{MOST_TOKENS} with commas between, such as 1,16"
+        )
     return [int(part) for part in parts]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import MOST
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.pylib.cli.machine import checked_device
 from lowbit.pylib.cli.output import Json, errors, in_options, show_json
@@ -31,7 +32,9 @@ def quantize(
     ] = "u4",
     group_size: Annotated[
         int | None,
-        typer.Option("--group-size", "-g", min=0, help="Columns that share a scale; 128 without it; 0: one per row."),
+        typer.Option(
+            "--group-size", "-g", min=0, max=MOST, help="Columns that share a scale; 128 without it; 0: one per row."
+        ),
     ] = None,
     method: Annotated[str | None, typer.Option(help="rtn or hqq; without it, what suits the format.")] = None,
     zeros: Annotated[str | None, typer.Option(help="none, int, float or offset; without it, the method's.")] = None,
@@ -39,7 +42,7 @@ def quantize(
     compute: Annotated[
         str | None, typer.Option(help="Multiply in 8 bits: f8e4m3 or i8; without it, in the type of inputs.")
     ] = None,
-    compute_from: Annotated[int, typer.Option(help="Tokens from which on that is done.")] = 1,
+    compute_from: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens from which on that is done.")] = 1,
     fold_scales: Annotated[bool, typer.Option("--fold-scales", help="With f8e4m3: round scaled weights, too.")] = False,
     skip: Annotated[list[str] | None, typer.Option(help="Modules that stay dense; * stands for any text.")] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantize the output layer, too.")] = False,

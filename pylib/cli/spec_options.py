@@ -12,7 +12,7 @@ import typer
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
-from lowbit.dialect.fields import choice
+from lowbit.dialect.fields import MOST, choice
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.presets import PRESETS
 from lowbit.dialect.spec import MatmulSpec
@@ -21,7 +21,7 @@ from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.pylib.cli.machine import TARGETS
 
 TargetName = Annotated[str | None, typer.Option("--target", "-t", help=f"{TARGETS}; without it, this machine's.")]
-Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, help="Rows of x.")]
+Tokens = Annotated[int, typer.Option("--tokens", "-m", min=1, max=MOST, help="Rows of x.")]
 ScheduleText = Annotated[
     str | None,
     typer.Option("--schedule", help="Choices of the kernel, such as tokens=8,warps_k=8 or family=prefill,tokens=256."),
@@ -111,4 +111,4 @@ def parse_schedule(text: str | None) -> KernelSchedule | None:
         return None
     named = _FAMILY.search(text)
     name = choice("--schedule: family", named[1] if named else "decode", _FAMILIES)
-    return from_text(FAMILIES[name].schedule_type, _FAMILY.sub("", text), "--schedule")
+    return from_text(FAMILIES[name].schedule_type, _FAMILY.sub("", text, count=1), "--schedule")

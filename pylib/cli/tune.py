@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import MOST
 from lowbit.pylib.cli.output import errors
 from lowbit.pylib.cli.tune_tables import print_call, use_tables, write
 
@@ -66,9 +67,11 @@ def tune(
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it, as x.")] = None,
     compute: Annotated[str, typer.Option(help="Types of products: none (of x), f8e4m3, f8e4m3+fold, i8.")] = "none",
     preset: Preset = None,
-    candidates: Annotated[int | None, typer.Option(help="Schedules per matmul and token tile.", min=1)] = None,
+    candidates: Annotated[
+        int | None, typer.Option(help="Schedules per matmul and token tile.", min=1, max=MOST)
+    ] = None,
     seconds: Annotated[float, typer.Option(help="For all: less time, fewer candidates each.", min=1)] = math.inf,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes that compile.", min=1)] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes that compile.", min=1, max=1024)] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Table to add to.")] = None,
     log: Annotated[Path | None, typer.Option(help="Measurements; a session goes on where its log ends.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Join tables, the latest last, instead.")] = False,

@@ -7,13 +7,14 @@ import math
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lowbit.dialect.errors import EmulatorError
+from lowbit.dialect.signature import MOST_BLOCKS
 from lowbit.passes.launch import Launch
 from lowbit.pylib.emulator.isa import (  # the instructions register themselves
     async_copy,  # noqa: F401
@@ -47,6 +48,7 @@ Dim3 = int | Sequence[int]
 Index = tuple[int, int, int]
 
 MAX_THREADS, MAX_SHARED = 1024, 232448
+MAX_THREADS_Z = 64  # of the threads of a block, along z
 SM_COUNT = 4
 """The multiprocessors of the GPU that is emulated: few, so that grids which depend on their number stay small."""
 
@@ -102,7 +104,7 @@ class Emulator:
     ) -> None:
         """Run kernel `name` to its end.
 
-        grid, block: numbers of blocks and of threads, each an int or (x, y, z).
+        grid, block: numbers of blocks and of threads, each an int or (x, y, z), up to CUDA's limits.
         args: one per parameter. A C-contiguous NumPy array is device memory: the kernel gets its address, and
             what it stores is in the array afterwards. None is a null pointer. Ints and floats are taken in
             the parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value, and with n = 128
@@ -111,7 +113,8 @@ class Emulator:
         racecheck: report conflicting accesses to shared memory that no barrier orders (slower).
         blocks: the blocks to run, and in what order; by default all, x fastest. A cluster is run when its first
             block comes, its blocks in this order.
-        max_steps: block steps after which a block counts as an endless loop.
+        max_steps: block steps after which a block counts as an endless loop: an instruction that all its threads take
+            together is one. The 10 million of the default take minutes.
 
         The size of the clusters is the kernel's `.reqnctapercluster`.
         """
@@ -119,15 +122,17 @@ class Emulator:
         if kernel is None:
             raise EmulatorError(f"no kernel {name!r}; the module has {', '.join(self.module.kernels) or 'none'}")
         shape, extent = _dim3(block, "block"), _dim3(grid, "grid")
+        if any(n > most for n, most in zip(extent, MOST_BLOCKS)):
+            raise EmulatorError(f"grid={extent} has too many blocks; at most {MOST_BLOCKS} are allowed")
         _check_shape(kernel, shape, shared_bytes)
         cluster = _cluster_shape(kernel, extent)
         if len(args) != len(kernel.params):
             raise EmulatorError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
         config = _Config(shape, extent, cluster, shared_bytes, racecheck, max_steps)
-        every = (xyz[::-1] for xyz in itertools.product(*(range(n) for n in reversed(extent))))
-        order = [_dim3(index, "block index", least=0) for index in (every if blocks is None else blocks)]
+        order = None if blocks is None else [_dim3(index, "block index", least=0) for index in blocks]
+        clusters = _all_clusters(extent, cluster) if order is None else _clusters(order, cluster)
         with self._lock:  # launches share .global variables
-            self._run(self._prepare(kernel, config, args), _clusters(order, cluster), cluster)
+            self._run(self._prepare(kernel, config, args), clusters, cluster)
 
     def _run(self, machines: list[Block], clusters: Iterable[list[Index]], shape: Index) -> None:
         """Run the clusters of a grid one after the other, on the machines of one."""
@@ -230,6 +235,8 @@ def _check_shape(kernel: Kernel, shape: Index, shared_bytes: int) -> None:
         raise EmulatorError(f"block={shape} exceeds .maxntid {kernel.maxntid} of {kernel.name}")
     if threads > MAX_THREADS:
         raise EmulatorError(f"block={shape} has {threads} threads; at most {MAX_THREADS} are allowed")
+    if shape[2] > MAX_THREADS_Z:
+        raise EmulatorError(f"block={shape} has {shape[2]} threads along z; at most {MAX_THREADS_Z} are allowed")
     if not 0 <= shared_bytes <= MAX_SHARED:
         raise EmulatorError(f"shared_bytes={shared_bytes} must be 0 to {MAX_SHARED}")
 
@@ -250,6 +257,19 @@ def _cluster_shape(kernel: Kernel, grid: Index) -> Index:
 def _rank(index: Index, shape: Index) -> int:
     x, y, z = (i % n for i, n in zip(index, shape))
     return x + shape[0] * (y + shape[1] * z)
+
+
+def _indices(extent: Iterable[int]) -> Iterator[Index]:
+    """All indices below three extents, x fastest, one at a time: a grid may have billions."""
+    width, height, depth = extent
+    return ((x, y, z) for z in range(depth) for y in range(height) for x in range(width))
+
+
+def _all_clusters(grid: Index, shape: Index) -> Iterator[list[Index]]:
+    """The blocks of a grid by cluster, x fastest."""
+    for at in _indices(n // size for n, size in zip(grid, shape)):
+        x, y, z = (i * size for i, size in zip(at, shape))
+        yield [(x + i, y + j, z + k) for i, j, k in _indices(shape)]
 
 
 def _clusters(order: list[Index], shape: Index) -> Iterable[list[Index]]:

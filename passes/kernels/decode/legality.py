@@ -26,6 +26,7 @@ from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
 MOST_PRELOADED = 128  # registers of weight in a thread
+MOST_IN_CLUSTER = 8  # blocks: so many may split k even where some of them have no step
 
 
 def shared_bytes(spec: MatmulSpec, s: Schedule) -> int:
@@ -115,6 +116,9 @@ def check_schedule(spec: MatmulSpec, s: Schedule, target: Target) -> None:
         raise SpecError(f"schedule: step_k={s.step_k} must be a multiple of {chunk} for {spec.weight}; try {chunk}")
     if not group_fits(spec, s.step_k):
         raise SpecError(f"schedule: step_k={s.step_k} and groups of {group} must divide one another; try {chunk}")
+    if s.split_k > max(plan.steps, MOST_IN_CLUSTER):
+        rule = f"must be at most {MOST_IN_CLUSTER}, or the {plan.steps} steps of step_k={s.step_k} that k={spec.k} has"
+        raise SpecError(f"schedule: split_k={s.split_k} {rule}")
     if s.wgmma:
         _check_wgmma(plan, target)
     if s.integer_mma:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from lowbit.dialect.errors import SpecError
-from lowbit.passes.kernels.base import KernelSchedule
+from lowbit.passes.kernels.base import KernelSchedule, check_type
 
 TOKEN_TILES = (1, 8, 16, 32, 64, 128, 256)  # most tokens of a launch that have a kernel of their own
 
@@ -70,8 +70,9 @@ class Schedule(KernelSchedule):
     outliers_by_step: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), field.default)
+        super().__post_init__()
+        if self.refill not in get_args(Refill):
+            raise SpecError(f"schedule: refill={self.refill!r} must be one of {', '.join(map(repr, get_args(Refill)))}")
         self._check_sizes()
         for given, rule, holds in _RULES:
             if not holds(self):
@@ -81,14 +82,11 @@ class Schedule(KernelSchedule):
         """The ranges of single fields."""
         if self.tokens not in TOKEN_TILES:
             raise SpecError(f"schedule: tokens={self.tokens} must be one of {', '.join(map(str, TOKEN_TILES))}")
-        for name in ("row_blocks", "warps_n", "warps_k", "num_stages", "split_k", "cluster"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 1")
-        for name in ("max_blocks_per_sm", "min_blocks", "prefetch_limit"):
-            if getattr(self, name) < 0:
-                raise SpecError(f"schedule: {name}={getattr(self, name)} must be at least 0, which sets no limit")
-        if self.step_k < 16 or self.step_k % 16:
-            raise SpecError(f"schedule: step_k={self.step_k} must be a positive multiple of 16")
+        for name, allowed in _RANGES.items():
+            if getattr(self, name) not in allowed:
+                rule = f"in {allowed[0]}..{allowed[-1]}{', 0: no limit' * (0 in allowed)}"
+                steps = f" and a multiple of {allowed.step}" if allowed.step > 1 else ""
+                raise SpecError(f"schedule: {name}={getattr(self, name)} must be {rule}{steps}")
         if self.threads > 1024:
             raise SpecError(f"schedule: warps_n*warps_k={self.threads // 32} must be at most 32 warps")
 
@@ -119,7 +117,7 @@ class Schedule(KernelSchedule):
         that does not fit."""
         read = dict(_modern(name, value) for name, value in values.items())
         in_integers = read.pop("integer_mma", False)
-        _check_type("integer_mma", in_integers, False)
+        check_type("integer_mma", in_integers, False)
         kind = IntegerSchedule if in_integers else cls
         known = [field.name for field in fields(kind)]
         if unknown := sorted(read.keys() - set(known)):
@@ -144,6 +142,20 @@ class IntegerSchedule(Schedule):
             if getattr(self, name) != value:
                 raise SpecError(f"schedule: decode_integer needs {name}={value}; got {name}={getattr(self, name)}")
 
+
+# Fields by themselves: more would take no GPU further, but a compiler hours.
+_RANGES = {
+    "row_blocks": range(1, 65),
+    "warps_n": range(1, 33),
+    "warps_k": range(1, 33),
+    "step_k": range(16, 4097, 16),
+    "num_stages": range(1, 65),
+    "split_k": range(1, 1025),
+    "cluster": range(1, 1025),
+    "max_blocks_per_sm": range(33),
+    "min_blocks": range(65536),
+    "prefetch_limit": range(65),
+}
 
 # Fields that depend on others: what was given, what it needs (`s` is the schedule), and whether it has that.
 _RULES: tuple[tuple[str, str, Callable[[Schedule], bool]], ...] = (
@@ -218,13 +230,3 @@ def _modern(name: str, value: Any) -> tuple[str, Any]:
     if type(value) is int and name == "refill" and 0 <= value < len(get_args(Refill)):
         value = get_args(Refill)[value]
     return name, value
-
-
-def _check_type(name: str, value: object, default: object) -> None:
-    """Raises SpecError unless a field's value is of the type of its default."""
-    if name == "refill":
-        if value not in get_args(Refill):
-            raise SpecError(f"schedule: refill={value!r} must be one of {', '.join(map(repr, get_args(Refill)))}")
-    elif type(value) is not type(default):
-        kind = "True or False" if isinstance(default, bool) else "an integer"
-        raise SpecError(f"schedule: {name}={value!r} must be {kind}")

@@ -21,6 +21,7 @@ _MOST_THREADS = 1024  # of a block
 _MOST_REGISTERS = 96  # of a thread, for numbers of x and for columns of the permutation
 _MOST_LOADS = 64  # of these, for numbers of x
 _MOST_ROWS = 4  # of a block
+_MOST_PIECES = 64  # of a thread in a row, and rows of a block, whatever a user asks for
 _MOST_PARTS = 4  # of a row, if each thread can hold its columns of the permutation
 
 
@@ -71,10 +72,11 @@ class Permute(KernelFamily[PermuteSchedule]):
         threads, rows, staged = schedule.threads, schedule.rows, schedule.staged
         if threads < 32 or threads % 32 or threads > _MOST_THREADS:
             raise SpecError(f"schedule: threads={threads} must be a multiple of 32 from 32 to {_MOST_THREADS}")
-        if schedule.pieces < 1:
-            raise SpecError(f"schedule: pieces={schedule.pieces} must be at least 1")
-        if rows < 1 or (rows > 1 and not staged):
-            raise SpecError(f"schedule: rows={rows} must be {'at least 1' if staged else '1 with staged=False'}")
+        if not 1 <= schedule.pieces <= _MOST_PIECES:
+            raise SpecError(f"schedule: pieces={schedule.pieces} must be in 1..{_MOST_PIECES}")
+        if not 1 <= rows <= (_MOST_PIECES if staged else 1):
+            allowed = f"in 1..{_MOST_PIECES}" if staged else "1 with staged=False"
+            raise SpecError(f"schedule: rows={rows} must be {allowed}")
         most = target.max_shared_per_block
         if staged and (size := rows * spec.k * spec.x.bytes) > most:
             raise SpecError(
