@@ -61,7 +61,7 @@ pytest: $(READY) ## the numbers
 	$(PY) -m pytest -n $(JOBS)
 
 slow: $(READY) ## the exhaustive sweeps that CI leaves out
-	$(PY) -m pytest -n $(JOBS) -m slow
+	$(PY) -m pytest -n $(JOBS) -m slow --fresh
 
 # Not part of `test`: it downloads 300 MB. torch stays that of constraints.txt, since PyPI has the lowest one as a CUDA
 # build of 3 GB alone; `make lowest TORCH=lowest` takes it.

@@ -34,6 +34,20 @@ def _gpu_missing() -> str:
     return "" if torch.cuda.is_available() else "no NVIDIA GPU here"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fresh", action="store_true", help="use nothing that an earlier run has kept (pytests/kept.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say where results are kept; workers of xdist are told by the same options and the same environment."""
+    import kept
+
+    folder = "" if config.getoption("--fresh") else os.environ.get(kept.FOLDER) or kept.default_folder()
+    os.environ[kept.FOLDER] = folder
+    if folder and "PYTEST_XDIST_WORKER" not in os.environ:
+        kept.trim(folder)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _gpu_missing() if gpu else ""

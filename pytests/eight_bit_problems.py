@@ -14,7 +14,6 @@ from lowbit.dialect.formats import byte_codes
 from lowbit.dialect.formats.byte_codes import COMPUTE
 from lowbit.passes.pipeline import CompiledKernel
 from lowbit.pylib.activation import VALUES
-from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.reference import matmul
 from lowbit.pylib.weights.packed import pack
 
@@ -61,5 +60,5 @@ def run_quantized(kernel: CompiledKernel, spec: lowbit.MatmulSpec, problem: Prob
     y = torch.full((len(x), spec.n), torch.nan)
     given = {"x_scales": q.scales, "x_sums": q.sums, "y": y, **x_arguments(kernel, spec, q.values)}
     given["workspace"] = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
-    run_launch(Emulator(kernel.ptx), kernel.launch, pack(spec, *weight), True, 0, **given, m=len(x))
+    run_launch(kernel, pack(spec, *weight), True, 0, **given, m=len(x))
     return y

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from kept import emulate
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
@@ -16,7 +18,6 @@ from lowbit.passes.kernels.decode.legality import check_schedule, shared_bytes
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.registry import family_of, request
-from lowbit.passes.launch import Launch
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.emulator import Emulator
@@ -71,12 +72,12 @@ def run_matmul(
     """y [m, n] of a matmul kernel; NaN where it wrote nothing. Blocks run in random order. The workspace passes from
     launch to launch, as on a GPU."""
     x, weight = named(problem)
-    w, emulator = pack(spec, **weight), Emulator(kernel.ptx)
+    w = pack(spec, **weight)
     workspace = torch.zeros(kernel.launch.workspace_bytes, dtype=torch.uint8)
     for seed in range(launches):
         y = torch.full((len(x), spec.n), torch.nan, dtype=TORCH[spec.out_dtype])
         given = dict(y=y, workspace=workspace, m=len(x), **x_arguments(kernel, spec, x))
-        run_launch(emulator, kernel.launch, w, racecheck, seed, **given)
+        run_launch(kernel, w, racecheck, seed, **given)
     return y
 
 
@@ -91,23 +92,30 @@ def run_dequantize(
 ) -> Tensor:
     """W [n, k] of a dequantize kernel; NaN where it wrote nothing."""
     y = torch.full((spec.n, spec.k), torch.nan, dtype=TORCH[spec.act])
-    run_launch(Emulator(kernel.ptx), kernel.launch, pack(spec, **named(problem)[1]), racecheck, 0, y=y)
+    run_launch(kernel, pack(spec, **named(problem)[1]), racecheck, 0, y=y)
     return y
 
 
 def run_launch(
-    emulator: Emulator,
-    launch: Launch,
+    kernel: CompiledKernel,
     w: PackedWeight,
     racecheck: bool,
     seed: int,
     **arguments: Tensor | TensorMap | int,
 ) -> None:
-    """Runs one launch on a weight. seed: of the order in which blocks run."""
+    """Runs one launch on a weight, or takes what is kept of it. seed: of the order in which blocks run."""
+    launch = kernel.launch
     memory = {name: _memory(value) for name, value in {**w, **arguments}.items()}
     blocks = list(np.ndindex(*launch.blocks(memory, SM_COUNT)))
     random.Random(seed).shuffle(blocks)
-    emulator.run(launch, memory, racecheck=racecheck, blocks=blocks)
+    options: dict[str, Any] = {"racecheck": racecheck, "blocks": blocks}
+    emulate(kernel.ptx, launch, memory, options, lambda: _emulator(kernel.ptx).run(launch, memory, **options))
+
+
+@lru_cache(maxsize=1)
+def _emulator(ptx: str) -> Emulator:
+    """The emulator of the latest kernel, which is often launched several times."""
+    return Emulator(ptx)
 
 
 def _memory(value: Tensor | TensorMap | int) -> Any:
