@@ -1,0 +1,266 @@
+"""Numbers in the prose of the documentation are those of docs/results and of the sources.
+
+Each function below writes the sentences of a page, with the numbers that it reads or computes. A sentence has to stand
+in the page word for word, however its lines are broken. A test that fails shows the sentences as they should be."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowbit
+from benchmarks.models import read
+from benchmarks.results import Results
+from lowbit.passes.kernels.prefill.family import TOKEN_TILES
+from lowbit.passes.kernels.registry import FAMILIES
+from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
+from lowbit.pylib.model_speed.measure import Measurement
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs/results"
+SIZES = ((4096, 4096), (8192, 8192), (8192, 28672), (57344, 8192))
+U4 = {"weight": "u4", "group_size": 128, "zeros": "none", "act": "f16"}
+
+
+def readme() -> Iterable[str]:
+    llama, head = decode("models-h200-2026-11-24-llama", "llama-3.1-8b"), LIBRARIES
+    qwen = decode("models-whole-h200-2026-11-24", "qwen2.5-32b")
+    yield (
+        f"Whole models of 4-bit weights decode {llama:.1f} times as fast as in bf16 at the sizes of Llama-3.1-8B "
+        f"({decode(*head, lm_head=True):.1f} times with a 4-bit output layer), and {qwen:.1f} times "
+        "at those of Qwen2.5-32B."
+    )
+    low, high = ends(folded_prompts())
+    yield f"They read prompts as fast as in bf16, and {low:.1f} to {high:.1f} times as fast with activations in 8 bits"
+    wide, narrow = ends(of_table(bits8=False)), ends(of_table(bits8=True))
+    yield (
+        f"Here it is {wide[0]:.1f} to {wide[1]:.1f} times as fast as cuBLAS with a weight in f16, and "
+        f"{narrow[0]:.1f} to {narrow[1]:.1f} times as fast with x in 8 bits."
+    )
+    low, high = ends(prefill_ratios(first=256))
+    yield f"as fast as a weight kept in f16 ({low:.2f} to {high:.2f} times from 256 to 8192 tokens)"
+    outliers, codes, both = (written_out(spec, "sm_90a") for spec in EXPANDED)
+    yield f"above {outliers} tokens if the weight has outliers, above {codes} if its scales are codes"
+    yield f"above {both} if both."
+    low, high = ends(written_out(u4(n, k), t) for n, k in ((1024, 1024), (28672, 8192)) for t in ("sm_80", "sm_89"))
+    yield f"({low:.0f} to {high:.0f} for u4 on an A100 or an L40S)"
+
+
+def models() -> Iterable[str]:
+    llama, qwen = decode("models-h200-2026-11-24-llama", "llama-3.1-8b"), decode(*WHOLE)
+    head, two = decode(*LIBRARIES, lm_head=True), decode(*LIBRARIES, weight="u2")
+    yield f"with 4-bit weights the 8B model decodes {llama:.1f} times as fast as in bf16, and {head:.1f} times with"
+    yield f"the whole 32B model {qwen:.1f} times. At 2 bits the 8B model has {two:.1f} times"
+    best = max(decode(*LIBRARIES, **library) for library in OTHERS)
+    yield f"The next best library has {best:.1f} times at batch 1"
+    u4_speed, folded = h100_prompts(None), h100_prompts("f8e4m3+fold")
+    yield (
+        f"On an H100 prompts of 512, 2048 and 8192 tokens run at {listed(u4_speed)} of bf16's speed in u4, and at "
+        f"{listed(folded)} with folded scales"
+    )
+
+
+def performance() -> Iterable[str]:
+    low, high = ends(prefill_ratios(first=128))
+    yield f"{low:.2f} to {high:.1f} times as fast as cuBLAS in x's type"
+    for n, k in SIZES:
+        times = [us(n, k, m) for m in (1, 8, 16, 32, 64, 128, 256)]
+        yield f"| {n} x {k} | {' | '.join(f'{t:.1f}' for t in times)} | {floor('u4', n, k):.1f} |"
+    formats = ("u8", "f8e4m3", "u6", "f6e3m2", "u5", "u4", "nf4", "u3", "u2", "u1")
+    for n, k in ((57344, 8192), (8192, 8192)):
+        yield f"| {n} x {k} | {' | '.join(f'{us(n, k, 1, weight):.1f}' for weight in formats)} |"
+        yield f"| floor | {' | '.join(f'{floor(weight, n, k):.1f}' for weight in formats)} |"
+    outliers, codes, both = (written_out(spec, "sm_90a") for spec in EXPANDED)
+    yield f"| more than {outliers} tokens with outliers, {codes} with scales that are codes, {both} with both |"
+
+
+def gpus() -> Iterable[str]:
+    spark, thor = target_of_gpu(121), target_of_gpu(110)
+    assert spark and thor and target_of_gpu(75) is None and parse_target("sm_80") in GPUS
+    yield f"have no target of their own. lowbit takes `{spark}` and `{thor}` for them, untested."
+    yield "**T4, RTX 20xx (sm_75), V100 (sm_70) and older** are not supported"
+
+
+def eight_bit() -> Iterable[str]:
+    plain, quantized = decode(*LIBRARIES), decode(*LIBRARIES, compute="f8e4m3")
+    yield f"reaches {plain:.1f} times the speed of bf16, and {quantized:.1f} times with x in 8 bits"
+    grouped, per_row = (lowbit.MatmulSpec(8192, 8192, "u8", group_size=g, compute="i8") for g in (128, None))
+    hopper, ampere = parse_target("sm_90a"), parse_target("sm_80")
+    yield (
+        f"A launch has up to {most(grouped, hopper)} tokens with wgmma or {most(grouped, ampere)} without; with one "
+        f"scale per row and wgmma up to {most(per_row, hopper)}."
+    )
+
+
+def quality() -> Iterable[str]:
+    paper = next(r for r in records("quality") if r["line"] == "SpQR of the paper, threshold 0.35")
+    yield f"the paper's recipe (`clip=\"max\"`) loses {1000 * paper['divergence']:.2f} thousandths of a nat"
+
+
+def tuning() -> Iterable[str]:
+    entries = json.loads((ROOT / "passes/scheduling/data/nvidia_h200.json").read_text())["entries"]
+    days = sorted(Counter(entry["date"] for entry in entries).items())
+    counts = [count for _, count in days]
+    yield (
+        f"The table has {len(entries)} entries, measured from {days[0][0]} to {days[-1][0]}: {counts[0]} on the first "
+        f"day, {', '.join(map(str, counts[1:-1]))} and {counts[-1]} on later ones"
+    )
+    few = [tile for tile in TOKEN_TILES if tile < 128]
+    many = [tile for tile in TOKEN_TILES if tile >= 128]
+    yield f"{', '.join(map(str, few))} and {len(many)} numbers from {many[0]} to {many[-1]})"
+    calls = json.loads((RESULTS / "first-calls-h100-2026-11-26.json").read_text())["calls"]
+    times = [call["microseconds"] / call["best_microseconds"] for call in calls]
+    near = sum(ratio <= 1.1 for ratio in times)
+    yield f"There {near} of {len(times)} first calls"
+    yield f"{sum(times) / len(times):.3f} on average, {max(times):.2f} at worst"
+
+
+def design() -> Iterable[str]:
+    few = [str(tile) for tile in TOKEN_TILES if 64 < tile <= 128]
+    yield f"the smallest of {', '.join(few[:-1])} and {few[-1]}"
+    outliers, codes, both = (written_out(spec, "sm_90a") for spec in EXPANDED)
+    yield f"up to {outliers} with outliers, {codes} with a second level, {both} with both"
+
+
+LIBRARIES = ("models-libraries-h200-2026-11-23", "llama-3.1-8b")
+OTHERS = (
+    {"weight": "int4", "library": "torchao"},
+    {"weight": "nf4", "library": "bitsandbytes"},
+    {"weight": "u4", "library": "gemlite"},
+)
+WHOLE = ("models-whole-h200-2026-11-24", "qwen2.5-32b")
+PAGES: dict[str, Callable[[], Iterable[str]]] = {
+    "README.md": readme,
+    "docs/design.md": design,
+    "docs/eight-bit.md": eight_bit,
+    "docs/gpus.md": gpus,
+    "docs/models.md": models,
+    "docs/performance.md": performance,
+    "docs/quality.md": quality,
+    "docs/tuning.md": tuning,
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_have_the_numbers_of_their_sources(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    assert [sentence for sentence in PAGES[page]() if sentence not in text] == []
+
+
+def u4(n: int, k: int, **other: Any) -> lowbit.MatmulSpec:
+    return lowbit.MatmulSpec(n, k, "u4", group_size=128, **other)
+
+
+EXPANDED = (
+    u4(4096, 4096, outliers=True),
+    lowbit.MatmulSpec.preset("q4_k", 4096, 4096),
+    lowbit.MatmulSpec.preset("spqr", 4096, 4096),
+)
+"""Weights with outliers, with scales that are codes, and with both."""
+
+
+@cache
+def written_out(spec: lowbit.MatmulSpec, target: str) -> int:
+    """Returns the number of tokens above which the weight is expanded for the vendor's matmul."""
+    *_, before, last = lowbit.compile(spec, target).choices.rows
+    assert before.last is not None and last.token_tiles == ()
+    return before.last
+
+
+def most(spec: lowbit.MatmulSpec, target: Target) -> int:
+    """Returns the most tokens of a launch of the eight_bit kernel."""
+    return max(FAMILIES["eight_bit"].token_tiles(spec, target))
+
+
+@cache
+def decoding() -> Results:
+    return Results.read(RESULTS / "h200-2026-11-22.json")
+
+
+def us(n: int, k: int, m: int, weight: str = "u4") -> float:
+    """Returns our microseconds for m tokens, by the published run."""
+    found = decoding().find(**{**U4, "weight": weight}, peer="lowbit", n=n, k=k, m=m)
+    assert found
+    return float(found["us"])
+
+
+def floor(weight: str, n: int, k: int) -> float:
+    """Returns the microseconds that reading a weight takes, by the published run."""
+    found = decoding().find(**{**U4, "weight": weight}, peer="floor", n=n, k=k)
+    assert found
+    return float(found["us"])
+
+
+def prefill_ratios(first: int) -> list[float]:
+    """Returns how many times as fast as cuBLAS u4 is from so many tokens on, with x in 16 bits, by the latest run."""
+    results = Results.read(RESULTS / "prefill-h200-2026-11-24.json")
+    ours = results.all(peer="lowbit", weight="u4", compute=None)
+    return [ratio for r in ours if r["m"] >= first and "us" in r and (ratio := results.speedup(r))]
+
+
+def of_table(bits8: bool) -> list[float]:
+    """Returns the speed-ups over cuBLAS that the README's table of prefill shows; bits8: with x in 8 bits."""
+    _, _, table = (ROOT / "README.md").read_text().partition("<!-- prefill: begin -->")
+    rows = [row for row in table.partition("<!-- prefill: end -->")[0].splitlines() if row.startswith("| u4")]
+    return [float(ratio) for row in rows if (" in " in row) == bits8 for ratio in re.findall(r"\((\d\.\d+)\)", row)]
+
+
+def step(file: str, model: str, tokens: int, **wanted: Any) -> Measurement:
+    """Returns the first measurement of batch 1 with these entries."""
+    entries = {"batch": 1, "tokens": tokens, "compute": None, "library": "", "lm_head": False, **wanted}
+    rows = read(RESULTS / f"{file}.json")[model]
+    return next(r for r in rows if all(getattr(r, name) == value for name, value in entries.items()))
+
+
+def faster(file: str, model: str, tokens: int, **wanted: Any) -> float:
+    """Returns how many times as fast as bf16 a step of a model is."""
+    seconds = (step(file, model, tokens, weight="bf16"), step(file, model, tokens, **{"weight": "u4", **wanted}))
+    return seconds[0].seconds / seconds[1].seconds
+
+
+def decode(file: str, model: str, **wanted: Any) -> float:
+    return faster(file, model, 1, **wanted)
+
+
+def folded_prompts() -> list[float]:
+    """Returns how many times as fast as bf16 prompts are read with folded scales, by the runs of whole models."""
+    llama = [faster("models-h200-2026-11-24-llama", "llama-3.1-8b", m, compute="f8e4m3+fold@65") for m in (128, 2048)]
+    qwen = [faster("models-h200-2026-11-24", "qwen2.5-32b, 16 layers", m, compute="f8e4m3+fold") for m in (512, 2048)]
+    return llama + qwen
+
+
+def h100_prompts(compute: str | None) -> list[float]:
+    name = "prompts-h100-2026-11-26"
+    return [faster(name, "llama-3.1-8b", m, compute=compute, context=0) for m in (512, 2048, 8192)]
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["records"]
+
+
+def ends(numbers: Iterable[float]) -> tuple[float, float]:
+    every = list(numbers)
+    return min(every), max(every)
+
+
+def listed(numbers: Sequence[float]) -> str:
+    return f"{', '.join(f'{number:.2f}' for number in numbers[:-1])} and {numbers[-1]:.2f}"
+
+
+def test_every_gpu_has_its_row() -> None:
+    """docs/gpus.md has a row for each architecture of `passes/target.py`, with what is known of its kernels."""
+    page = (ROOT / "docs/gpus.md").read_text()
+    rows = dict(re.findall(r"^\| `(sm_\w+)` \| .* \| ([^|]+) \|$", page, re.MULTILINE))
+    tuned = {json.loads(file.read_text())["gpu"] for file in ROOT.glob("passes/scheduling/data/*.json")}
+    assert list(rows) == [target.arch for target in GPUS]
+    for target in GPUS:
+        assert rows[target.arch].startswith("run and tuned" if target.hardware in tuned else "emulated only"), target
+
+
