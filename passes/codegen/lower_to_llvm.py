@@ -29,7 +29,9 @@ class LowerToLLVM:
                 name = op.operation.name
                 raise PassError(f"lower-to-llvm: {name} is left over; run lower-tiles and lower-dequant before")
         by_value = {name: arguments for name, arguments in map(_by_value, each_op(module, gpu.GPUFuncOp)) if arguments}
-        passmanager.PassManager.parse(_PIPELINE).run(module.operation)
+        manager = passmanager.PassManager.parse(_PIPELINE)
+        manager.enable_verifier(False)  # after each of its passes; whoever runs this one verifies the result
+        manager.run(module.operation)
         for function in each_op(module, llvm.LLVMFuncOp):
             _restore(function.operation.attributes, by_value)
 
