@@ -204,6 +204,8 @@ def test_experts(tmp_path: Path) -> None:
     assert "experts.gate_up.1" in checkpoint.modules and isinstance(loaded.experts, lowbit.LowbitExperts)
     x = torch.randn(2, 64).bfloat16()
     assert torch.equal(loaded(x), model(x))
+    with pytest.raises(lowbit.QuantizeError, match="LowbitExperts multiplies by packed codes; a gate_up_proj that is"):
+        loaded.experts.gate_up_proj = nn.Parameter(torch.ones(2, 64, 64))
     unchanged(Mixture(128), tmp_path, "experts.gate_up_proj is 64 x 64 with a bias, but 128 x 64 with a bias")
 
 

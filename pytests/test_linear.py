@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowbit
 from lowbit import LowbitLinear, MatmulSpec, QuantConfig
@@ -82,6 +84,7 @@ def test_its_weight_can_be_read_in_a_graph(layer: LowbitLinear) -> None:
     [
         lambda weight: weight.normal_(),
         lambda weight: weight.data.normal_(),
+        lambda weight: setattr(weight, "data", torch.ones(65, 256)),
         lambda weight: weight.__setitem__(0, 1.0),
         lambda weight: weight.__iadd__(1.0),
     ],
@@ -122,12 +125,75 @@ def test_state_that_does_not_fit_is_refused(layer: LowbitLinear) -> None:
         ({**state, "codes": state["codes"].float()}, "packed codes must be torch.int32"),
         ({**state, "scales": state["scales"] * torch.nan}, "scales"),
         ({name: t for name, t in state.items() if name != "zeros"}, 'Missing key.*"zeros"'),
-        ({name: t for name, t in state.items() if name != "_extra_state"}, 'Missing key.*"_extra_state"'),
+        (without_description(state), "has codes, scales, zeros, and not _extra_state, which says what they are"),
         (narrower.state_dict(), r"packed with weight='u3' \(not 'u4'\)"),
         (without_zeros.state_dict(), r"the layer: .* weight='i4' \(not 'u4'\), group_size=64 \(not 128\), zeros="),
     ]:
         with pytest.raises(RuntimeError, match=message):
             layer.load_state_dict(wrong)
+
+
+def without_description(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in state.items() if name != "_extra_state"}
+
+
+def test_state_without_a_description(layer: LowbitLinear) -> None:
+    """strict=False takes no codes of another format, which have the same shape, nor scales without codes."""
+    other, before = LowbitLinear.from_linear(nn.Linear(256, 65).half(), QuantConfig("f4e2m1", 128)), layer(X)
+    for state in (without_description(other.state_dict()), {"scales": layer.scales * torch.nan}):
+        with pytest.raises(RuntimeError, match="and not _extra_state, which says what they are; load all that"):
+            layer.load_state_dict(state, strict=False)
+    assert torch.equal(layer(X), before)
+    layer.load_state_dict({}, strict=False)
+    layer.load_state_dict({"bias": torch.zeros(65).half()}, strict=False)
+    assert not layer.bias.any()
+
+
+def test_a_dense_weight_that_is_set(layer: LowbitLinear) -> None:
+    """It would not be multiplied by."""
+    embedding = lowbit.LowbitEmbedding.from_embedding(nn.Embedding(32, 256).half(), QuantConfig("u8", 64))
+    for module in (layer, embedding, embedding.linear()):
+        for weight in (nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)):
+            with pytest.raises(lowbit.QuantizeError, match=r"a weight that is set would have no effect\. Put a dense"):
+                module.weight = weight
+        with pytest.raises(lowbit.QuantizeError, match="a weight that is set would have no effect"):
+            module.register_parameter("weight", nn.Parameter(torch.ones(2, 2)))
+        module.weight = None
+        assert list(module.parameters()) == []
+
+
+@pytest.mark.parametrize("arguments", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}])
+def test_averages_of_codes(layer: LowbitLinear, arguments: dict[str, Any]) -> None:
+    """Averages of buffers write to codes, also where all models have the same; no bits are wrong as codes."""
+    embedding = lowbit.LowbitEmbedding.from_embedding(nn.Embedding(32, 256).half(), QuantConfig("u8", 64))
+    model, tokens = nn.Sequential(embedding, layer), torch.arange(3)
+    averaged = AveragedModel(model, use_buffers=True, **arguments)
+    averaged.update_parameters(model)
+    assert torch.equal(averaged(tokens), model(tokens))
+    averaged.update_parameters(model)
+    for broken in (averaged.module, averaged.module.bfloat16(), averaged.module.cpu()):
+        for module, x in zip(broken, (tokens, X)):
+            with pytest.raises(lowbit.PackError, match=r"written to .*AveragedModel.use_buffers=False.*call check"):
+                module(x)
+            with pytest.raises(lowbit.PackError, match="written to after they were packed"):
+                copy.deepcopy(module)
+    averaged.module.load_state_dict(model.state_dict())
+    assert torch.equal(averaged(tokens), model(tokens))
+
+
+def test_codes_that_are_written_on_purpose(layer: LowbitLinear) -> None:
+    """Processes that send each other their buffers write the same values; others say so."""
+    layer.check_unwritten()
+    layer.codes.copy_(layer.codes.clone())
+    expected = layer(X)
+    other = copy.deepcopy(layer)
+    other.codes.zero_()
+    with pytest.raises(lowbit.PackError, match="written to"):
+        other(X)
+    other.check()
+    assert not torch.equal(other(X), expected)
+    other.codes = layer.codes.clone()
+    assert torch.equal(other(X), expected)
 
 
 def test_can_be_compiled_and_exported(layer: LowbitLinear) -> None:

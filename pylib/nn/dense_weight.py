@@ -39,7 +39,7 @@ class DenseWeight(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Refuse what would be written to a copy and lost."""
-        if func is Tensor.__setitem__ and isinstance(args[0], DenseWeight):
+        if func in (Tensor.__setitem__, Tensor.data.__set__) and isinstance(args[0], DenseWeight):  # type: ignore[attr-defined]
             raise QuantizeError(READ_ONLY)
         with torch._C.DisableTorchFunctionSubclass():  # which would make results DenseWeights, too
             return func(*args, **(kwargs or {}))

@@ -15,6 +15,7 @@ from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.linear import act_of
+from lowbit.pylib.nn.no_dense import NoDense
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.rows import Decoder, check_rows, take_rows
 from lowbit.pylib.quantization.api import quantize
@@ -83,6 +84,8 @@ class LowbitEmbedding(PackedModule):
             raise SpecError(f"tokens must be a torch tensor, not {type(input).__name__}; use torch.as_tensor(tokens)")
         if input.is_floating_point() or input.is_complex() or input.dtype is torch.bool:
             raise SpecError(f"tokens are {input.dtype}; an embedding takes integers, such as torch.int64")
+        if not is_compiling():
+            self.check_unwritten()
         if not is_compiling() and self._decoder.levels.device != self.codes.device:
             self._forget()  # others have moved the buffers one by one
         ids = input.reshape(-1)
@@ -121,7 +124,7 @@ class LowbitEmbedding(PackedModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.spec}"
 
 
-class TiedLinear(nn.Module):
+class TiedLinear(NoDense):
     """The linear layer whose weight is the table of a `LowbitEmbedding`. Made by `LowbitEmbedding.linear`.
 
     It has no tensors but a bias, if there is one: the table is saved, loaded and moved by the embedding, which has to

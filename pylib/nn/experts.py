@@ -22,6 +22,7 @@ from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.fuse import concatenated
 from lowbit.pylib.nn.linear import LowbitLinear, act_of
+from lowbit.pylib.nn.no_dense import NoDense
 from lowbit.pylib.quantization.config import QuantConfig
 
 MATRICES = ("gate_up_proj", "down_proj")
@@ -30,11 +31,13 @@ LISTS = {"gate_up_proj": "gate_up", "down_proj": "down"}
 """Where `LowbitExperts` keeps the layers that are made of a parameter of dense experts."""
 
 
-class LowbitExperts(nn.Module):
+class LowbitExperts(NoDense):
     """The experts of one layer, with packed weights. Made by `empty_like`, or by `quantize_` and `from_pretrained`.
 
     gate_up, down   the two matrices of each expert
     """
+
+    _dense = MATRICES
 
     def __init__(self, dense: nn.Module, gate_up: Sequence[LowbitLinear], down: Sequence[LowbitLinear]) -> None:
         super().__init__()

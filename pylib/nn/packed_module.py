@@ -21,6 +21,8 @@ from lowbit.dialect.weight import TensorSlot
 from lowbit.pylib.devices import target_at
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.nn.dense_weight import DenseWeight
+from lowbit.pylib.nn.no_dense import NoDense
+from lowbit.pylib.nn.written import Noted, noted
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.packed import PackedWeight
@@ -29,7 +31,7 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 _EXTRA_STATE = "_extra_state"  # torch's name for it in a state dictionary
 
 
-class PackedModule(nn.Module):
+class PackedModule(NoDense):
     """Holds the tensors of a packed weight: moves, copies, saves, loads and checks them, and multiplies by them.
 
     spec   what the weight is, and what a matmul with it computes
@@ -40,6 +42,7 @@ class PackedModule(nn.Module):
     _slots: tuple[str, ...] = ()
     _last_packed: PackedWeight | None
     _last_matmul: tuple[torch.device, Matmul] | None
+    _noted: Noted | None = None
 
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         _check_spec(spec)
@@ -75,10 +78,15 @@ class PackedModule(nn.Module):
     def packed(self) -> PackedWeight:
         """The weight as `PackedWeight`, which shares the buffers."""
         tensors = {slot.name: getattr(self, slot.name) for slot in self.spec.tensors}
+        self.check_unwritten()
         last = self._last_packed
         if last is None or any(a is not b for a, b in zip(last.tensors, tensors.values())):
             last = self._last_packed = PackedWeight(self.spec, tensors)
         return last
+
+    def check_unwritten(self) -> None:
+        """Raise PackError if somebody has written to the codes: averaged them, say. `check` takes codes as they are."""
+        self._noted = noted(self.codes, self._noted)
 
     @property
     def matmul(self) -> Matmul:
@@ -130,6 +138,7 @@ class PackedModule(nn.Module):
         _, checked = saved_weight.read({**tensors, saved_weight.SPEC: self.get_extra_state()}, self.spec)
         for name, tensor in checked.items():
             setattr(self, name, tensor)
+        self._noted = Noted.of(self.codes)
         self._forget()
 
     def reset_parameters(self) -> None:
@@ -143,6 +152,8 @@ class PackedModule(nn.Module):
             super()._apply(fn, recurse)
         finally:
             self._buffers.update(moved)
+        if self._noted is not None:
+            self._noted = self._noted.moved(self.codes)
         self._forget()
         return self
 
@@ -160,17 +171,21 @@ class PackedModule(nn.Module):
     ) -> None:
         """Check tensors as kernels will read them before torch copies or assigns them."""
         error_msgs: list[str] = rest[2]
-        if prefix + _EXTRA_STATE in state_dict:
-            try:
-                self._check_state(state_dict, prefix)
-            except PackError as error:
-                error_msgs.append(f"{prefix.removesuffix('.') or 'the layer'}: {error}")
-                return
+        try:
+            self._check_state(state_dict, prefix)
+        except PackError as error:
+            error_msgs.append(f"{prefix.removesuffix('.') or 'the layer'}: {error}")
+            return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        if f"{prefix}codes" in state_dict:
+            self._noted = Noted.of(self.codes)
         self._forget()
 
     def _check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Put checked tensors into a state dictionary. Raises PackError for those of a weight with another spec."""
+        if prefix + _EXTRA_STATE not in state_dict:
+            self._check_nothing_given(state_dict, prefix)
+            return
         about, names = state_dict[prefix + _EXTRA_STATE], self._names_in(state_dict, prefix)
         if not names:  # torch says which are missing
             saved_weight.check_spec(about, self.spec)
@@ -181,6 +196,15 @@ class PackedModule(nn.Module):
             del state_dict[prefix + name]
         state_dict.update({prefix + name: tensor for name, tensor in checked.items()})
         self._make_room(checked)
+
+    def _check_nothing_given(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raise PackError for tensors in a state dictionary that does not say what they are. A bias is always one."""
+        slots = {slot.name for slot in (*self.spec.tensors, *self.spec.given_tensors)} - {"bias"}
+        if given := sorted(name for name in slots if prefix + name in state_dict):
+            raise PackError(
+                f"the state dictionary has {', '.join(given)}, and not {_EXTRA_STATE}, which says what they are; load "
+                "all that state_dict() gave, or drop them"
+            )
 
     def _names_in(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """Returns the names of the weight's tensors in a state dictionary, today's or those of earlier formats; none if
@@ -198,11 +222,15 @@ class PackedModule(nn.Module):
                 setattr(self, slot.name, buffer.new_empty(shape))
 
     def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy is made of, which knows the codes: moving averages write to copies."""
+        self.check_unwritten()
         return {**self.__dict__, "_last_packed": None, "_last_matmul": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.spec = interned(self.spec)
+        if self._noted is not None:
+            self._noted = self._noted.moved(self.codes)
 
 
 def _autocast(x: Tensor, act: torch.dtype) -> Tensor:
