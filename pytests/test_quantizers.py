@@ -12,7 +12,7 @@ from quantized_weights import CONFIG, inputs_of, output_error, same, weight_of
 from torch import Tensor
 
 import lowbit
-from lowbit.pylib.quantization import gptq
+from lowbit.pylib.quantization import gptq, grid
 from lowbit.pylib.quantization.hqq import NORM, shrink, slope
 
 
@@ -192,3 +192,27 @@ def slow_fake_quantize(w: Tensor, offsets: Tensor, a: Tensor, b: Tensor) -> Tens
     zero = -low / scale
     x = w / scale + zero + offsets
     return scale * ((x + (x.round() - x).detach()).clamp(0, 7) - zero)
+
+
+CHUNKED = [CONFIG("u4", 64), CONFIG("u3", 64, method="hqq"), lowbit.QuantConfig.preset("q4_k")]
+
+
+@pytest.mark.parametrize("config", CHUNKED)
+def test_threads_work_on_chunks_of_their_own(config: lowbit.QuantConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation is that of one thread, whose result does not depend on how many there are."""
+    monkeypatch.setattr(grid, "CACHED", 1 << 18)
+    weight, before, seen = torch.randn(100, 512), torch.get_num_threads(), set[int]()
+    assert len(list(grid.chunks(weight, 6))) > 2
+    torch.set_num_threads(1)
+    expected = lowbit.quantize(weight, config)
+    each = grid.Grid.groups
+    monkeypatch.setattr(grid.Grid, "groups", lambda *given: (seen.add(torch.get_num_threads()), each(*given))[1])
+    try:
+        torch.set_num_threads(3)
+        found = lowbit.quantize(weight, config)
+        assert seen == {1} and torch.get_num_threads() == 3
+        with torch.inference_mode():
+            assert torch.equal(lowbit.quantize(weight, config).codes, expected.codes)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found.codes, expected.codes) and torch.equal(found.dequantize(), expected.dequantize())

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ EXPONENT, FRACTION = 0x7F800000, 23  # the exponent's bits of an f32, and how ma
 FLAT = 1024  # a scale with float zeros is at least the largest magnitude divided by this: zeros stay small
 TEMPORARIES = 256 << 20  # bytes that a method may use at a time beyond its result
 CACHED = 16 << 20  # the same on a CPU: a quarter of the time of more, which its caches do not hold
+
+
+Result = TypeVar("Result")
 
 
 class Codes(NamedTuple):
@@ -197,6 +201,23 @@ def _neighbour(at: Tensor, above: Tensor, least: float, most: float) -> Tensor:
     return torch.where(above, at + 1, at - 1).clamp_(min=least)
 
 
+def each_chunk(work: Callable[[slice], Result], weight: Tensor, copies: int) -> list[Result]:
+    """Returns what a function gives for each of the slices of `chunks`, in order.
+
+    On a CPU, each of torch's threads works on a chunk of its own. A method runs thousands of small operations; were
+    each of them cut into parts, all threads would have to wait for the last one as often, and on a busy machine that
+    one is not running.
+    """
+    slices, threads = list(chunks(weight, copies)), torch.get_num_threads()
+    if weight.device.type != "cpu" or min(threads, len(slices)) < 2:
+        return [work(rows) for rows in slices]
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(torch.no_grad()(work), slices))
+    finally:
+        torch.set_num_threads(threads)  # that of a worker counts for threads that torch starts later
+
+
 def chunks(weight: Tensor, copies: int) -> Iterator[slice]:
     """Yields slices of a weight's rows; so many copies in f32 of each fit into the memory for temporaries."""
     rows, k = weight.shape
@@ -207,7 +228,7 @@ def chunks(weight: Tensor, copies: int) -> Iterator[slice]:
 
 def by_chunks(method: Callable[[Tensor], Codes], weight: Tensor, copies: int) -> Codes:
     """Returns what a method gives for a weight [rows, k], which it gets in f32 and chunk by chunk."""
-    parts = [method(weight[rows].float().contiguous()) for rows in chunks(weight, copies)]
+    parts = each_chunk(lambda rows: method(weight[rows].float().contiguous()), weight, copies)
     codes, scales, zeros = (torch.cat(tensors) if len(parts) > 1 else tensors[0] for tensors in zip(*parts))
     return Codes(codes, scales, zeros)
 

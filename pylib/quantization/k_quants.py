@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.formats.dtypes import dtype
-from lowbit.pylib.quantization.grid import Grid, chunks
+from lowbit.pylib.quantization.grid import Grid, each_chunk
 from lowbit.pylib.torch_types import TORCH
 
 COPIES = 8  # temporaries of the search in f32, for each weight
@@ -78,7 +78,7 @@ def k_quant(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> KQu
 
     importance   [k]: squared errors of a column count so much in the search; None: all columns alike
     """
-    parts = [_searched(weight[rows].float(), grid, importance) for rows in chunks(weight, COPIES)]
+    parts = each_chunk(lambda rows: _searched(weight[rows].float(), grid, importance), weight, COPIES)
     return _combined(lambda *tensors: torch.cat(tensors), *parts)
 
 
