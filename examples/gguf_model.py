@@ -11,11 +11,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM, AutoTokenizer
+
+try:
+    import gguf
+    from gguf import GGMLQuantizationType as Kind
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this example needs {error.name}: pip install '.[hf]' in lowbit's checkout") from None
 
 import lowbit
 

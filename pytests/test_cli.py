@@ -14,6 +14,7 @@ import torch
 import typer.main
 from typer.testing import CliRunner
 
+from lowbit import __version__ as version
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.stages import stages
 from lowbit.passes.target import parse_target
@@ -32,6 +33,23 @@ def lowbit(*arguments: str):
 def test_help_has_examples(command):
     result = lowbit(command, "--help")
     assert result.exit_code == 0 and f"lowbit {command}" in result.output.split("Example")[1]
+
+
+def test_version():
+    result = lowbit("--version")
+    assert result.exit_code == 0 and result.output == f"lowbit {version}\n"
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2"])
+def test_a_name_on_the_hub_that_is_no_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for result in (lowbit("quantize", name, "--out", "out"), lowbit("inspect", name)):
+        assert result.exit_code == 1
+        said = " ".join(result.output.split())
+        assert f"{name}: there is no such folder or file. For the model of this name on the hub, run" in said
+        assert f"`hf download {name} --local-dir {Path(name).name}`" in said and "lowbit.LowbitConfig()" in said
+    for path in (tmp_path / "gone", "gone/model.safetensors", "a/b/c", "../gone"):
+        assert "hf download" not in lowbit("inspect", path).output
 
 
 def test_explain():

@@ -26,11 +26,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 PACKAGES = ("dialect", "passes", "pylib", "pytests", "lit_tests", "examples", "benchmarks", "docs")
 
 
-def test_example_of_the_readme() -> None:
+def test_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict[str, torch.Tensor] = {}
     exec(code, names)
     assert names["y"].shape == (3, 4096) and names["y"].dtype == torch.float16 and names["y"].isfinite().all()
+    error = float(capsys.readouterr().out.removeprefix("largest error, relative to the largest value: "))
+    assert 0 < error < 1e-3
 
 
 def test_examples_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

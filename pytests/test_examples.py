@@ -95,6 +95,12 @@ def test_quantize_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "12 of 14 layers quantized" in output and "the same after loading: True" in output
 
 
+def test_gguf_model_without_the_packages_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(SystemExit, match=r"this example needs gguf: pip install '\.\[hf\]'"):
+        load("gguf_model.py")
+
+
 def test_gguf_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The packed model is close to the dequantized one, and far from it where rows of q and k stay as in the file."""
     transformers = pytest.importorskip("transformers")

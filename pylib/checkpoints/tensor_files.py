@@ -104,7 +104,7 @@ def _files(path: Path) -> dict[str, set[str] | None]:
     if path.is_file():
         return {path.name: None}
     if not path.is_dir():
-        raise CheckpointError(f"{path}: there is no such folder or file")
+        raise CheckpointError(f"{path}: there is no such folder or file{_hint(path)}")
     if (path / INDEX).exists():
         return _indexed(path / INDEX)
     files = [SINGLE] if (path / SINGLE).exists() else sorted(file.name for file in path.glob("*.safetensors"))
@@ -117,6 +117,17 @@ def _files(path: Path) -> dict[str, set[str] | None]:
     if others and others[0].endswith(GGUF):
         what = "a GGUF file: name it instead of the folder"
     raise CheckpointError(f"{path} has no safetensors file" + (f"; {others[0]} is {what}" if others else ""))
+
+
+def _hint(path: Path) -> str:
+    """Returns what to do with what may be a model's name on the hub: "owner/model", or "model"."""
+    if path.is_absolute() or len(path.parts) > 2 or ".." in path.parts or path.suffix in (".safetensors", GGUF):
+        return ""
+    name = path.as_posix()
+    return (
+        f". For the model of this name on the hub, run `hf download {name} --local-dir {path.name}` and name that "
+        f"folder, or load it with from_pretrained({name!r}, quantization_config=lowbit.LowbitConfig())"
+    )
 
 
 def _indexed(index: Path) -> dict[str, set[str] | None]:

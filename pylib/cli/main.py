@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+import lowbit
 from lowbit.dialect.errors import LowbitError, reason
 from lowbit.pylib.cli.bench_model import bench_model
 from lowbit.pylib.cli.check import check
@@ -55,6 +56,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A compiler for low-bit matrix multiplication: y = x Wᵀ with weights of 1 to 8 bits.",
 )
+
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lowbit {lowbit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and exit.")
+    ] = False,
+) -> None:
+    """What all commands have in common."""
+
 
 app.command("compile")(compile_)
 app.command()(explain)
