@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import kept
 
     folder = "" if config.getoption("--fresh") else os.environ.get(kept.FOLDER) or kept.default_folder()
-    os.environ[kept.FOLDER] = folder
+    os.environ[kept.FOLDER] = folder and str(Path(folder).resolve())  # tests may change the working directory
     if folder and "PYTEST_XDIST_WORKER" not in os.environ:
         kept.trim(folder)
 
