@@ -127,6 +127,7 @@ def test_configuration_as_json() -> None:
     [
         ({"scale": "u6"}, r"scale='u6' is a code: it needs a second level"),
         ({"bilevel": Bilevel(groups=8)}, r"scale='f16' must be one of 'u3', .* with bilevel="),
+        ({"scale": "e4m3", "bilevel": Bilevel(), "zeros": "none"}, r"scale='e4m3' can't be quantized with bilevel=; "),
         ({"scale": "u6", "bilevel": Bilevel(groups=8), "zeros": "int"}, r"bilevel= goes with zeros='none' or 'offset'"),
         ({"scale": "lut8", "bilevel": Bilevel(1, 4, table=(0.5,) * 256)}, r"rows=1 and no zeros, offsets or table"),
         ({"scale": "u6", "bilevel": Bilevel(rows=16), "zeros": "none"}, r"rows=1 and no zeros, offsets or table"),

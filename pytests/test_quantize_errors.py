@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +14,10 @@ import torch
 from quantized_weights import CONFIG, inputs_of, output_error, weight_of
 
 import lowbit
+from lowbit.dialect.bilevel import Bilevel
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import SCALES
+from lowbit.pylib.quantization.config import METHODS, QuantConfig
 
 W = weight_of(4, 64)
 BAD = W.clone()
@@ -171,3 +177,21 @@ def test_errors_of_names() -> None:
         CONFIG.from_dict({"version": 9})
     with pytest.raises(lowbit.SpecError, match="a configuration has no 'bits'"):
         CONFIG.from_dict({"version": 1, "bits": 4})
+
+
+def test_whatever_a_configuration_takes_can_be_quantized() -> None:
+    """What no quantizer serves is refused when the configuration is made, by the name of a field."""
+    torch.manual_seed(0)
+    weight, inputs, accepted = torch.randn(2, 64), torch.randn(64, 64), 0
+    levels = (None, Bilevel(groups=2))
+    for format_, method, zeros, scale, level in product(
+        ("u4", "f4e2m1"), METHODS, ("none", "int", "float", "offset"), SCALES, levels
+    ):
+        try:
+            config = QuantConfig(format_, 16, zeros, scale, method, bilevel=level, steps=1, clip="max")
+        except SpecError as error:
+            assert re.search(r"(zeros|scale|method|bilevel)=", str(error))
+            continue
+        assert torch.isfinite(lowbit.quantize(weight, config, inputs).dequantize()).all()
+        accepted += 1
+    assert accepted > 100

@@ -161,6 +161,9 @@ class QuantConfig:
         if level and not (plain and self.zeros in ("none", "offset")):
             rule = "bilevel= goes with zeros='none' or 'offset', rows=1 and no zeros, offsets or table of its own"
             raise SpecError(f"{rule}, not with zeros={self.zeros!r} and {self.bilevel}")
+        if level and self.scale not in SCALE_CODES:
+            allowed = ", ".join(map(repr, SCALE_CODES))
+            raise SpecError(f"scale={self.scale!r} can't be quantized with bilevel=; use a format of codes: {allowed}")
         if self.method == "spqr" and self.scale_type not in ("f16", "f32"):
             raise SpecError(f"method='spqr' has scales in f16, not {self.scale_type}; use scale='f16'")
 
