@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from dataclasses import fields
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from lowbit.pylib.cli.reference import text_of, write
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+WRITTEN = [page for page in PAGES if page.parent.name != "reference"]
+"""Pages that are not generated."""
 PACKAGES = ("dialect", "passes", "pylib", "pytests", "lit_tests", "examples", "benchmarks", "docs")
 
 
@@ -159,6 +163,26 @@ def test_files_that_are_named_exist(page: Path) -> None:
     code = [ROOT / path for path in re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|md|mlir|json))`", text) if "<" not in path]
     named = links + [path for path in code if path.relative_to(ROOT).parts[0] in PACKAGES]
     assert [str(path) for path in named if not path.exists()] == []
+
+
+def _unrun_calls(page: Path) -> list[ast.Call]:
+    """Returns the calls of `lowbit.name(...)` in blocks of Python that no test runs."""
+    blocks = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    code = [block for block in blocks if re.search(r"\blowbit\.\w+\(", block)]
+    calls = [node for block in code for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func).startswith("lowbit.")]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_calls_of_blocks_that_do_not_run_fit_their_signatures(page: Path) -> None:
+    for call in _unrun_calls(page):
+        function = reduce(getattr, ast.unparse(call.func).split(".")[1:], lowbit)
+        inspect.signature(function).bind(*call.args, **{str(each.arg): each.value for each in call.keywords})
+
+
+def test_there_are_calls_in_blocks_that_do_not_run() -> None:
+    called = {ast.unparse(call.func) for page in WRITTEN for call in _unrun_calls(page)}
+    assert {"lowbit.from_gguf", "lowbit.quantize_", "lowbit.QuantConfig"} <= called
 
 
 def test_stages_that_the_readme_reads() -> None:

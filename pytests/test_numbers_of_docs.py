@@ -18,10 +18,16 @@ import pytest
 import lowbit
 from benchmarks.models import read
 from benchmarks.results import Results
+from lowbit.dialect import spec
+from lowbit.dialect.formats.dtypes import dtype
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES
 from lowbit.passes.kernels.registry import FAMILIES
 from lowbit.passes.target import GPUS, Target, parse_target, target_of_gpu
+from lowbit.pylib.checkpoints import checkpoint
 from lowbit.pylib.model_speed.measure import Measurement
+from lowbit.pylib.nn import quant_plan
+from lowbit.pylib.quantization import config
+from lowbit.pylib.weights import saved
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs/results"
@@ -46,7 +52,7 @@ def readme() -> Iterable[str]:
     )
     low, high = ends(prefill_ratios(first=256))
     yield f"as fast as a weight kept in f16 ({low:.2f} to {high:.2f} times from 256 to 8192 tokens)"
-    outliers, codes, both = (written_out(spec, "sm_90a") for spec in EXPANDED)
+    outliers, codes, both = (written_out(weight, "sm_90a") for weight in EXPANDED)
     yield f"above {outliers} tokens if the weight has outliers, above {codes} if its scales are codes"
     yield f"above {both} if both."
     low, high = ends(written_out(u4(n, k), t) for n, k in ((1024, 1024), (28672, 8192)) for t in ("sm_80", "sm_89"))
@@ -77,8 +83,45 @@ def performance() -> Iterable[str]:
     for n, k in ((57344, 8192), (8192, 8192)):
         yield f"| {n} x {k} | {' | '.join(f'{us(n, k, 1, weight):.1f}' for weight in formats)} |"
         yield f"| floor | {' | '.join(f'{floor(weight, n, k):.1f}' for weight in formats)} |"
-    outliers, codes, both = (written_out(spec, "sm_90a") for spec in EXPANDED)
+    outliers, codes, both = (written_out(weight, "sm_90a") for weight in EXPANDED)
     yield f"| more than {outliers} tokens with outliers, {codes} with scales that are codes, {both} with both |"
+
+
+def choosing() -> Iterable[str]:
+    lines = {"u8": "RTN", "f6e3m2": "", "u4": "GPTQ", "u2": "GPTQ"}
+    for weight, line in lines.items():
+        gb = step(*LIBRARIES, 1, weight=weight).nbytes / 1e9
+        speeds = [faster(*LIBRARIES, tokens, weight=weight) for tokens in (1, 128, 2048)]
+        cells = [f"{gb:.2f}", *(f"{speed:.2f}" for speed in speeds), *small_model(line, weight)]
+        yield f"| `{weight}` | {' | '.join(cells)} |"
+    dense = step(*LIBRARIES, 1, weight="bf16").nbytes / 1e9
+    yield f"In bf16 the model takes {dense:.2f} GB"
+    yield f"4-bit Qwen2.5-32B takes {step(*WHOLE, 1, weight='u4').nbytes / 1e9:.1f} GB"
+    low, high = ends(folded_prompts())
+    yield f"reads prompts {low:.1f} to {high:.1f} times as fast as bf16"
+
+
+def comparison() -> Iterable[str]:
+    for n, k in ((4096, 4096), (8192, 8192), (57344, 8192)):
+        for m in (1, 16, 64):
+            names = ("lowbit", "humming", "gemlite", "tinygemm", "bitsandbytes", "torch")
+            yield f"| {n} x {k}, m = {m} | {' | '.join(f'{us(n, k, m, peer=name):.1f}' for name in names)} |"
+    ours = decode(*LIBRARIES)
+    torchao, bitsandbytes, gemlite = (decode(*LIBRARIES, **library) for library in OTHERS)
+    yield f"lowbit decodes {ours:.2f} times as fast as bf16, torchao {torchao:.2f}, GemLite {gemlite:.2f}, and"
+    yield f"bitsandbytes {bitsandbytes:.2f} times"
+    speeds = [[each["decode"] for each in records("gguf") if each["by"].startswith(by)] for by in ("llama", "lowbit")]
+    low, high = ends(theirs / ours for theirs, ours in zip(*speeds))
+    yield f"llama.cpp decodes {low:.1f} to {high:.1f} times as fast as lowbit"
+
+
+def stability() -> Iterable[str]:
+    yield f"| a packed weight, `w.state_dict()` | `format`: {saved.FORMAT} |"
+    yield f"| a folder of `save_checkpoint` or `lowbit quantize` | `{checkpoint.VERSION_KEY}`: {checkpoint.VERSION} |"
+    yield f"| `MatmulSpec.to_dict()` | `version`: {spec.VERSION} |"
+    yield f"| `QuantConfig.to_dict()`, config.json | `version`: {config.VERSION} |"
+    yield f"| `QuantPlan.save()` | `version`: {quant_plan.VERSION} |"
+    yield f"The version is {lowbit.__version__}."
 
 
 def gpus() -> Iterable[str]:
@@ -125,7 +168,7 @@ def tuning() -> Iterable[str]:
 def design() -> Iterable[str]:
     few = [str(tile) for tile in TOKEN_TILES if 64 < tile <= 128]
     yield f"the smallest of {', '.join(few[:-1])} and {few[-1]}"
-    outliers, codes, both = (written_out(spec, "sm_90a") for spec in EXPANDED)
+    outliers, codes, both = (written_out(weight, "sm_90a") for weight in EXPANDED)
     yield f"up to {outliers} with outliers, {codes} with a second level, {both} with both"
 
 
@@ -138,12 +181,15 @@ OTHERS = (
 WHOLE = ("models-whole-h200-2026-11-24", "qwen2.5-32b")
 PAGES: dict[str, Callable[[], Iterable[str]]] = {
     "README.md": readme,
+    "docs/choosing.md": choosing,
+    "docs/comparison.md": comparison,
     "docs/design.md": design,
     "docs/eight-bit.md": eight_bit,
     "docs/gpus.md": gpus,
     "docs/models.md": models,
     "docs/performance.md": performance,
     "docs/quality.md": quality,
+    "docs/stability.md": stability,
     "docs/tuning.md": tuning,
 }
 
@@ -184,9 +230,10 @@ def decoding() -> Results:
     return Results.read(RESULTS / "h200-2026-11-22.json")
 
 
-def us(n: int, k: int, m: int, weight: str = "u4") -> float:
-    """Returns our microseconds for m tokens, by the published run."""
-    found = decoding().find(**{**U4, "weight": weight}, peer="lowbit", n=n, k=k, m=m)
+def us(n: int, k: int, m: int, weight: str = "u4", peer: str = "lowbit") -> float:
+    """Returns the microseconds for m tokens, by the published run; peer: "torch" is cuBLAS in f16."""
+    entries = {"act": "f16", "weight": None} if peer == "torch" else {**U4, "weight": weight}
+    found = decoding().find(**entries, peer=peer, n=n, k=k, m=m)
     assert found
     return float(found["us"])
 
@@ -239,6 +286,14 @@ def folded_prompts() -> list[float]:
 def h100_prompts(compute: str | None) -> list[float]:
     name = "prompts-h100-2026-11-26"
     return [faster(name, "llama-3.1-8b", m, compute=compute, context=0) for m in (512, 2048, 8192)]
+
+
+def small_model(line: str, weight: str) -> list[str]:
+    """Returns a method, by how much it raises the small model's perplexity, and its divergence, as cells of a table."""
+    name = line or "floats, RTN"
+    bits = dtype(weight).bits
+    found = next(r for r in records("quality") if r["line"] == name and r["bits"] == bits)
+    return [line or "RTN", f"{found['above'][0]:+.2f} %", f"{1000 * found['divergence']:.3g}"]
 
 
 def records(name: str) -> list[dict[str, Any]]:
