@@ -1,7 +1,8 @@
 """The definition of the dialect in IRDL, for upstream's tools: they load it and parse and check our IR.
 
     lowbit irdl > lowbit.irdl.mlir
-    lowbit compile --target sm_80 --stop-after lowbit | mlir-opt --irdl-file=lowbit.irdl.mlir
+    lowbit compile --target sm_80 --stop-after lowbit | lowbit opt --mlir-print-op-generic > ir.mlir
+    mlir-opt --irdl-file=lowbit.irdl.mlir ir.mlir
 
 IRDL states the parameters of types and the operands, results, attributes and regions of operations. As the bindings
 write it, it has no optional attributes (those are in comments), no traits and no verifiers: that `lowbit.return` ends a

@@ -3,27 +3,27 @@
 
 // The permutation is part of the weight: it is read before the kernel in front has ended, x is not. The row is read by
 // all of the blocks that share it, each of which has a quarter of the result.
-// CHECK:      "lowbit.program"() ({
-// CHECK-NEXT: ^bb0(%[[PX:.*]]: !llvm.ptr<1>, %[[PI:.*]]: !llvm.ptr<1>, %{{.*}}: !llvm.ptr<1>, %{{.*}}: i32):
-// CHECK:      "lowbit.grid_launch_dependents"
-// CHECK:      %[[PERMUTATION:.*]] = "lowbit.global_view"(%[[PI]])
-// CHECK:      %[[COLUMNS:.*]] = "lowbit.load"(%[[PERMUTATION]],
-// CHECK-NEXT: "lowbit.grid_wait"
-// CHECK:      %[[X:.*]] = "lowbit.global_view"(%[[PX]],
-// CHECK:      "lowbit.load"(%[[X]],
-// CHECK:      %[[ROW:.*]] = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 8192], f16, [8192, 1], 0 : i64>
-// CHECK:      "lowbit.store"(%{{.*}}, %[[ROW]],
-// CHECK-NEXT: "lowbit.barrier"
-// CHECK:      %[[Y:.*]] = "lowbit.gather"(%[[ROW]], %[[COLUMNS]],
-// CHECK:      "lowbit.store"(%[[Y]],
+// CHECK:      lowbit.program @permute
+// CHECK-SAME: (%[[PX:.*]]: !llvm.ptr<1>, %[[PI:.*]]: !llvm.ptr<1>, %{{.*}}: !llvm.ptr<1>, %{{.*}}: i32)
 // CHECK:      grid = ["ceil(m / 1)", 4, 1]
+// CHECK:      lowbit.grid_launch_dependents
+// CHECK:      %[[PERMUTATION:.*]] = lowbit.global_view %[[PI]]
+// CHECK:      %[[COLUMNS:.*]] = lowbit.load %[[PERMUTATION]][
+// CHECK-NEXT: lowbit.grid_wait
+// CHECK:      %[[X:.*]] = lowbit.global_view %[[PX]],
+// CHECK:      lowbit.load %[[X]][
+// CHECK:      %[[ROW:.*]] = lowbit.alloc_shared : !shared_1x8192xf16
+// CHECK:      lowbit.store %{{.*}}, %[[ROW]][
+// CHECK-NEXT: lowbit.barrier
+// CHECK:      %[[Y:.*]] = lowbit.gather %[[ROW]][%{{.*}}], %[[COLUMNS]]
+// CHECK:      lowbit.store %[[Y]],
 
 // With many tokens a block has four rows, and reads the permutation once for all of them.
-// MANY:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[4, 8192], f16, [8192, 1], 0 : i64>
-// MANY-COUNT-4: "lowbit.gather"
-// MANY-NOT:     "lowbit.gather"
 // MANY:         grid = ["ceil(m / 4)", 1, 1]
+// MANY:         lowbit.alloc_shared : !shared_4x8192xf16
+// MANY-COUNT-4: lowbit.gather %
+// MANY-NOT:     lowbit.gather %
 func.func @permute(%x: tensor<?x8192xf16>, %permutation: tensor<8192xi32>) -> tensor<?x8192xf16> {
-  %y = "lowbit.permute"(%x, %permutation) : (tensor<?x8192xf16>, tensor<8192xi32>) -> tensor<?x8192xf16>
+  %y = lowbit.permute %x, %permutation : tensor<?x8192xf16>, tensor<8192xi32> -> tensor<?x8192xf16>
   return %y : tensor<?x8192xf16>
 }

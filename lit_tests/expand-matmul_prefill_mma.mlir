@@ -2,31 +2,31 @@
 
 // Many tokens without wgmma: persistent blocks, x by cp.async, weights straight to registers, sums that loops carry.
 
-// CHECK-LABEL: "lowbit.program"() ({
-// CHECK-NEXT:  ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[CODES:.*]]: !llvm.ptr<1>
+// CHECK-LABEL: lowbit.program @prefill
+// CHECK-SAME:    (%[[X:.*]]: !llvm.ptr<1>, %[[CODES:.*]]: !llvm.ptr<1>
+// CHECK:         {grid = ["sm_count / 1", 1, 1], {{.*}}threads = 256
 // The stages of x, whose rows are padded by 16 bytes.
-// CHECK:         "lowbit.alloc_shared"() : () -> !lowbit.shared<[4, 1, {{[0-9]+}}, 64], f16, [{{[0-9]+}}, {{[0-9]+}}, 72, 1]
-// CHECK:         "lowbit.block_count"
+// CHECK:         lowbit.alloc_shared : !shared_4x1x{{[0-9]+}}x64xf16
+// CHECK:         lowbit.block_count
 // The weight does not wait for the kernel before; x does. All stages but one are filled before the first tile.
-// CHECK:         "lowbit.load"
-// CHECK:         "lowbit.grid_wait"
-// CHECK-COUNT-3: "lowbit.copy_async"
+// CHECK:         lowbit.load %
+// CHECK:         lowbit.grid_wait
+// CHECK-COUNT-3: lowbit.copy_async %
 
 // Tile after tile, round after round. The barrier of a panel frees the stage of the one before.
 // CHECK:         scf.for
 // CHECK:           scf.for
-// CHECK:             "lowbit.wait"() {pending = 2 : i64}
-// CHECK-NEXT:        "lowbit.barrier"
-// CHECK:             "lowbit.load_matrix"
-// CHECK:             "lowbit.mma"
-// CHECK:             "lowbit.copy_async"
-// CHECK-NEXT:        "lowbit.commit"
-// CHECK:             "lowbit.load"
-// CHECK:           "lowbit.store"{{.*}}"skip"
-// CHECK:         "lowbit.wait"() {pending = 0 : i64}
-// CHECK:       }) {grid = ["sm_count / 1", 1, 1], {{.*}}sym_name = "prefill", threads = 256 : i64
+// CHECK:             lowbit.wait {pending = 2}
+// CHECK-NEXT:        lowbit.barrier
+// CHECK:             lowbit.load_matrix %
+// CHECK:             lowbit.mma %
+// CHECK:             lowbit.copy_async %
+// CHECK:             lowbit.commit
+// CHECK:             lowbit.load %
+// CHECK:           lowbit.store {{.*}}skip
+// CHECK:         lowbit.wait {pending = 0}
 !weight = !lowbit.packed<[128, 1024], #lowbit.format<"u4", []>, 128, "none", "f16">
 func.func @matmul(%x: tensor<?x1024xf16>, %w: !weight) -> tensor<?x128xf16> {
-  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x1024xf16>, !weight) -> tensor<?x128xf16>
+  %y = lowbit.matmul %x, %w : tensor<?x1024xf16>, !weight -> tensor<?x128xf16>
   return %y : tensor<?x128xf16>
 }

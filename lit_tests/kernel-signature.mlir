@@ -22,19 +22,17 @@
 
 // LLVM-LABEL: llvm.func @scale
 // LLVM-SAME:    %{{.*}}: f32, %{{.*}}: !llvm.ptr {llvm.align = 64 : i64, llvm.byval = !llvm.array<128 x i8>, nvvm.grid_constant},
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %m: i32, %alpha: f32, %map: !llvm.ptr, %py: !llvm.ptr<1>):
+lowbit.program @scale(%px: !llvm.ptr<1>, %m: i32, %alpha: f32, %map: !llvm.ptr, %py: !llvm.ptr<1>) attributes {threads = 32,
+    grid = ["ceil(m / 8)", "sm_count * 2", 1], params = ["x", "m", "alpha", "map", "y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
   %c8 = arith.constant 8 : i32
-  %block = "lowbit.block_id"() {axis = 0} : () -> i32
+  %block = lowbit.block_id {axis = 0}
   %row = arith.muli %block, %c8 : i32
-  %x = "lowbit.global_view"(%px, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !x
-  %y = "lowbit.global_view"(%py, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !x
-  %tile = "lowbit.load"(%x, %row, %c0) {boundary = ["zero", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!x, i32, i32) -> !tile
-  %factor = "lowbit.splat"(%alpha) : (f32) -> !tile
-  %scaled = "lowbit.mul"(%tile, %factor) : (!tile, !tile) -> !tile
-  "lowbit.store"(%scaled, %y, %row, %c0) {boundary = ["skip", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!tile, !x, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "scale", threads = 32, grid = ["ceil(m / 8)", "sm_count * 2", 1], params = ["x", "m", "alpha", "map", "y"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px, %m : !llvm.ptr<1> -> !x
+  %y = lowbit.global_view %py, %m : !llvm.ptr<1> -> !x
+  %tile = lowbit.load %x[%row zero, %c0] : !x -> !tile
+  %factor = lowbit.splat %alpha : f32 -> !tile
+  %scaled = lowbit.mul %tile, %factor : !tile
+  lowbit.store %scaled, %y[%row skip, %c0] : !tile, !x
+  lowbit.return
+}

@@ -15,8 +15,7 @@
 // CHECK-NEXT:    %[[RESULT:.*]] = arith.addf %[[OFFSET]], %[[MINUS_64]] : vector<2xf16>
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u4_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 1, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"u4", []>, register = 1, exponent = 0} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -33,8 +32,7 @@ func.func @u4_f16(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = arith.addf %[[OFFSET]], %[[BOTH]] : vector<2xf16>
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @i4_f16_shifted(%shift: vector<2xf16>, %w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_shifted_pair"(%shift, %w) {format = #lowbit.format<"i4", []>, register = 1, exponent = 0,
-    operandSegmentSizes = array<i32: 1, 1>} : (vector<2xf16>, i32) -> vector<2xf16>
+  %0 = lowbit.decode_shifted_pair %shift, %w {format = #lowbit.format<"i4", []>, register = 1, exponent = 0} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -46,8 +44,7 @@ func.func @i4_f16_shifted(%shift: vector<2xf16>, %w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u2_biased(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u2", []>, register = 2, exponent = 0, offset = "deferred",
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"u2", []>, register = 2, exponent = 0, offset = "deferred"} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -62,8 +59,7 @@ func.func @u2_biased(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast %[[BITS]] : i32 to vector<2xf16>
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u4_bare(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 2, exponent = 0, offset = "raw",
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"u4", []>, register = 2, exponent = 0, offset = "raw"} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -77,8 +73,7 @@ func.func @u4_bare(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    llvm.intr.fma(%[[OFFSET]], %[[ONE]], %[[MINUS]])
 // CHECK-NOT:     arith.addf
 func.func @u4_bf16(%w: i32) -> vector<2xbf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u4", []>, register = 0, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"u4", []>, register = 0, exponent = 0} : vector<2xbf16>
   return %0 : vector<2xbf16>
 }
 
@@ -96,8 +91,7 @@ func.func @u4_bf16(%w: i32) -> vector<2xbf16> {
 // CHECK-NEXT:    %[[LOW:.*]] = llvm.bitcast
 // CHECK-NEXT:    llvm.intr.fma(%[[UPPER]], %[[ONE]], %[[LOW]])
 func.func @i8_bf16(%w: i32) -> vector<2xbf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"i8", []>, register = 0, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"i8", []>, register = 0, exponent = 0} : vector<2xbf16>
   return %0 : vector<2xbf16>
 }
 
@@ -114,8 +108,7 @@ func.func @i8_bf16(%w: i32) -> vector<2xbf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.intr.fma(%[[CODE]], %[[ONE]], %[[SHIFT]])
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @u8_bf16_shifted(%shift: vector<2xbf16>, %w: i32) -> vector<2xbf16> {
-  %0 = "lowbit.decode_shifted_pair"(%shift, %w) {format = #lowbit.format<"u8", []>, register = 0, exponent = 0,
-    operandSegmentSizes = array<i32: 1, 1>} : (vector<2xbf16>, i32) -> vector<2xbf16>
+  %0 = lowbit.decode_shifted_pair %shift, %w {format = #lowbit.format<"u8", []>, register = 0, exponent = 0} : vector<2xbf16>
   return %0 : vector<2xbf16>
 }
 
@@ -129,10 +122,8 @@ func.func @u8_bf16_shifted(%shift: vector<2xbf16>, %w: i32) -> vector<2xbf16> {
 // CHECK:         %[[SHIFTED:.*]] = arith.shrui %[[WORD]], %c8_i32
 // CHECK-NEXT:    llvm.inline_asm {{.*}} %[[SHIFTED]], %{{.*}}, %{{.*}} :
 func.func @u3_f16(%w: i32) -> (vector<2xf16>, vector<2xf16>) {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u3", []>, register = 1, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
-  %1 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"u3", []>, register = 3, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"u3", []>, register = 1, exponent = 0} : vector<2xf16>
+  %1 = lowbit.decode_pair %w {format = #lowbit.format<"u3", []>, register = 3, exponent = 0} : vector<2xf16>
   return %0, %1 : vector<2xf16>, vector<2xf16>
 }
 
@@ -151,7 +142,6 @@ func.func @u3_f16(%w: i32) -> (vector<2xf16>, vector<2xf16>) {
 // CHECK-NEXT:    %[[OFFSET:.*]] = llvm.bitcast %[[P2]]
 // CHECK-NEXT:    arith.addf %[[OFFSET]]
 func.func @u3_pieces(%w0: i32, %w1: i32, %w2: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w0, %w1, %w2) {format = #lowbit.format<"u3", []>, register = 15, exponent = 0,
-    operandSegmentSizes = array<i32: 3>} : (i32, i32, i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w0, %w1, %w2 {format = #lowbit.format<"u3", []>, register = 15, exponent = 0} : vector<2xf16>
   return %0 : vector<2xf16>
 }

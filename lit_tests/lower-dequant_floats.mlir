@@ -14,8 +14,7 @@
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.bitcast %[[P1]]
 // CHECK-NEXT:    return %[[RESULT]]
 func.func @f6e3m2_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f6e3m2", []>, register = 0, exponent = 12,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"f6e3m2", []>, register = 0, exponent = 12} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -32,8 +31,7 @@ func.func @f6e3m2_f16(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[BITS:.*]] = llvm.inline_asm {{.*}} "prmt.b32 $0, $1, $2, $3;", {{.*}} %[[BYTES]], %{{.*}}, %[[SELECTOR]]
 // CHECK-NEXT:    llvm.bitcast %[[BITS]] : i32 to vector<2xf16>
 func.func @f4e2m1_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f4e2m1", []>, register = 3, exponent = 14,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"f4e2m1", []>, register = 3, exponent = 14} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -45,8 +43,7 @@ func.func @f4e2m1_f16(%w: i32) -> vector<2xf16> {
 // CHECK:         %[[SMALL:.*]] = llvm.bitcast
 // CHECK-NEXT:    arith.mulf %[[SMALL]], %[[FACTOR]]
 func.func @f6e3m2_unscaled(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f6e3m2", []>, register = 0, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"f6e3m2", []>, register = 0, exponent = 0} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -62,8 +59,7 @@ func.func @f6e3m2_unscaled(%w: i32) -> vector<2xf16> {
 // CHECK-NEXT:    %[[RESULT:.*]] = llvm.inline_asm {{.*}} %[[SUM]], %{{.*}}, %[[NUMBER]]
 // CHECK-NEXT:    llvm.bitcast %[[RESULT]] : i32 to vector<2xf16>
 func.func @f8e4m3_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e4m3", []>, register = 1, exponent = 8,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"f8e4m3", []>, register = 1, exponent = 8} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -74,8 +70,7 @@ func.func @f8e4m3_f16(%w: i32) -> vector<2xf16> {
 // CHECK-NOT:     {{addi|mulf|addf|fma}}
 // CHECK:         return
 func.func @f8e5m2_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e5m2", []>, register = 0, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"f8e5m2", []>, register = 0, exponent = 0} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -95,8 +90,7 @@ func.func @f8e5m2_f16(%w: i32) -> vector<2xf16> {
 // CHECK:         %[[EXPONENT:.*]] = arith.subi %[[ABOVE]], %[[BELOW]]
 // CHECK-NEXT:    arith.ori %{{.*}}, %[[EXPONENT]]
 func.func @f8e5m2_bf16(%w: i32) -> vector<2xbf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e5m2", []>, register = 0, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xbf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"f8e5m2", []>, register = 0, exponent = 0} : vector<2xbf16>
   return %0 : vector<2xbf16>
 }
 
@@ -110,7 +104,6 @@ func.func @f8e5m2_bf16(%w: i32) -> vector<2xbf16> {
 // CHECK-NEXT:    %[[HALF:.*]] = llvm.insertelement %[[FIRST]]
 // CHECK-NEXT:    llvm.insertelement %[[SECOND]], %[[HALF]]
 func.func @f8e7m0_f32(%w: i32) -> vector<2xf32> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"f8e7m0", []>, register = 0, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf32>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"f8e7m0", []>, register = 0, exponent = 0} : vector<2xf32>
   return %0 : vector<2xf32>
 }

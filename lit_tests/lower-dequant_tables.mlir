@@ -20,10 +20,8 @@
 // CHECK:         %[[AGAIN:.*]] = llvm.inline_asm {{.*}} 226;", "=r,r,n,r" %[[WORD]], %[[ODD]],
 // CHECK-NEXT:    arith.shrui %[[AGAIN]], %c5_i32
 func.func @nf4_lookup(%table: !llvm.ptr<3>, %column: i32, %w: i32) -> (vector<2xf16>, vector<2xf16>) {
-  %0 = "lowbit.lookup_pair"(%table, %column, %w) {format = #lowbit.format<"nf4", []>, register = 1,
-    operandSegmentSizes = array<i32: 1, 1, 1>} : (!llvm.ptr<3>, i32, i32) -> vector<2xf16>
-  %1 = "lowbit.lookup_pair"(%table, %column, %w) {format = #lowbit.format<"nf4", []>, register = 3,
-    operandSegmentSizes = array<i32: 1, 1, 1>} : (!llvm.ptr<3>, i32, i32) -> vector<2xf16>
+  %0 = lowbit.lookup_pair %table, %column, %w {format = #lowbit.format<"nf4", []>, register = 1} : !llvm.ptr<3> -> vector<2xf16>
+  %1 = lowbit.lookup_pair %table, %column, %w {format = #lowbit.format<"nf4", []>, register = 3} : !llvm.ptr<3> -> vector<2xf16>
   return %0, %1 : vector<2xf16>, vector<2xf16>
 }
 
@@ -45,9 +43,8 @@ func.func @nf4_lookup(%table: !llvm.ptr<3>, %column: i32, %w: i32) -> (vector<2x
 // CHECK-NEXT:    %[[A2:.*]] = llvm.inline_asm {{.*}} 234;", "=r,r,n,r" %[[S2]], %{{.*}}, %[[A1]]
 // CHECK-NEXT:    llvm.getelementptr %[[TABLE]][%[[A2]]]
 func.func @lut3_pieces(%table: !llvm.ptr<3>, %column: i32, %w0: i32, %w1: i32, %w2: i32) -> vector<2xf16> {
-  %0 = "lowbit.lookup_pair"(%table, %column, %w0, %w1, %w2) {
-    format = #lowbit.format<"lut3", [-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0]>, register = 15,
-    operandSegmentSizes = array<i32: 1, 1, 3>} : (!llvm.ptr<3>, i32, i32, i32, i32) -> vector<2xf16>
+  %0 = lowbit.lookup_pair %table, %column, %w0, %w1, %w2 {format = #lowbit.format<"lut3", [-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0,
+      8.0]>, register = 15} : !llvm.ptr<3> -> vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -67,11 +64,10 @@ func.func @lut3_pieces(%table: !llvm.ptr<3>, %column: i32, %w0: i32, %w1: i32, %
 // CHECK-NEXT:    llvm.bitcast %[[BOTH]] : i32 to vector<2xbf16>
 func.func @lut5_lookup(%table: !llvm.ptr<3>, %column: i32,
     %w0: i32, %w1: i32, %w2: i32, %w3: i32, %w4: i32) -> vector<2xbf16> {
-  %0 = "lowbit.lookup_pair"(%table, %column, %w0, %w1, %w2, %w3, %w4) {format = #lowbit.format<"lut5", [
+  %0 = lowbit.lookup_pair %table, %column, %w0, %w1, %w2, %w3, %w4 {format = #lowbit.format<"lut5", [
       -8.0, -7.5, -7.0, -6.5, -6.0, -5.5, -5.0, -4.5, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5,
-      0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5]>,
-    register = 15, operandSegmentSizes = array<i32: 1, 1, 5>}
-    : (!llvm.ptr<3>, i32, i32, i32, i32, i32, i32) -> vector<2xbf16>
+      0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5]>, register = 15}
+          : !llvm.ptr<3> -> vector<2xbf16>
   return %0 : vector<2xbf16>
 }
 
@@ -86,8 +82,7 @@ func.func @lut5_lookup(%table: !llvm.ptr<3>, %column: i32,
 // CHECK-NEXT:    %[[PAIR:.*]] = llvm.load %[[ADDRESS]] invariant {alignment = 4 : i64} : !llvm.ptr<1> -> i32
 // CHECK-NEXT:    llvm.bitcast %[[PAIR]] : i32 to vector<2xf16>
 func.func @nf4_f16(%w: i32) -> vector<2xf16> {
-  %0 = "lowbit.decode_pair"(%w) {format = #lowbit.format<"nf4", []>, register = 1, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> vector<2xf16>
+  %0 = lowbit.decode_pair %w {format = #lowbit.format<"nf4", []>, register = 1, exponent = 0} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
@@ -105,11 +100,8 @@ func.func @nf4_f16(%w: i32) -> vector<2xf16> {
   -8.0, -7.5, -7.0, -6.5, -6.0, -5.5, -5.0, -4.5, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5,
   0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5]>
 func.func @lut5_f16(%w: i32) -> (!pair, !pair, !pair) {
-  %0 = "lowbit.decode_pair"(%w) {format = #lut5, register = 0, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> !pair
-  %1 = "lowbit.decode_pair"(%w) {format = #lut5, register = 1, exponent = 0,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> !pair
-  %2 = "lowbit.decode_pair"(%w) {format = #lut5, register = 1, exponent = 1,
-    operandSegmentSizes = array<i32: 1>} : (i32) -> !pair
+  %0 = lowbit.decode_pair %w {format = #lut5, register = 0, exponent = 0} : !pair
+  %1 = lowbit.decode_pair %w {format = #lut5, register = 1, exponent = 0} : !pair
+  %2 = lowbit.decode_pair %w {format = #lut5, register = 1, exponent = 1} : !pair
   return %0, %1, %2 : !pair, !pair, !pair
 }

@@ -38,20 +38,18 @@
 // CHECK-NEXT:      llvm.store %{{.*}} {alignment = 16 : i64} : vector<8xf16>
 // CHECK:         scf.if %[[INSIDE_8]] {
 // CHECK-NEXT:      llvm.store
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>, %m: i32):
+lowbit.program @copy(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>, %m: i32) attributes {threads = 32, grid = [4, 1, 1], params = ["x",
+    "y", "m"], workspace = 0} {
   %c0 = arith.constant 0 : i32
   %c16 = arith.constant 16 : i32
-  %block = "lowbit.block_id"() {axis = 0} : () -> i32
+  %block = lowbit.block_id {axis = 0}
   %row = arith.muli %block, %c16 : i32
-  %x = "lowbit.global_view"(%px, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !x
-  %y = "lowbit.global_view"(%py, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !x
-  %tile = "lowbit.load"(%x, %row, %c0) {boundary = ["zero", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!x, i32, i32) -> !tile
-  "lowbit.store"(%tile, %y, %row, %c0) {boundary = ["skip", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!tile, !x, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "copy", threads = 32, grid = [4, 1, 1], params = ["x", "y", "m"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px, %m : !llvm.ptr<1> -> !x
+  %y = lowbit.global_view %py, %m : !llvm.ptr<1> -> !x
+  %tile = lowbit.load %x[%row zero, %c0] : !x -> !tile
+  lowbit.store %tile, %y[%row skip, %c0] : !tile, !x
+  lowbit.return
+}
 
 // -----
 
@@ -67,17 +65,15 @@
 // CHECK-NEXT:    %[[SHARED:.*]] = arith.divui %[[CLAMPED]], %c2_i32
 // CHECK-NEXT:    arith.extui %[[SHARED]] : i32 to i64
 // CHECK-NOT:     scf.if
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>, %m: i32):
+lowbit.program @clamp(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>, %m: i32) attributes {threads = 32, grid = [1, 1, 1], params = ["x",
+    "y", "m"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !x
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
-  %tile = "lowbit.load"(%x, %c0, %c0) {boundary = ["clamp", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!x, i32, i32) -> !tile
-  "lowbit.store"(%tile, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!tile, !y, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "clamp", threads = 32, grid = [1, 1, 1], params = ["x", "y", "m"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px, %m : !llvm.ptr<1> -> !x
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !y
+  %tile = lowbit.load %x[%c0 clamp, %c0] : !x -> !tile
+  lowbit.store %tile, %y[%c0, %c0] : !tile, !y
+  lowbit.return
+}
 
 // -----
 
@@ -88,15 +84,13 @@
 // CHECK:         %[[FIRST:.*]] = arith.cmpi eq, %[[COPY]], %c0_i32
 // CHECK:         scf.if %[[FIRST]] {
 // CHECK-NEXT:      llvm.store
-"lowbit.program"() ({
-^bb0(%py: !llvm.ptr<1>):
+lowbit.program @replicas(%py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
-  %tile = "lowbit.constant"() {value = 1.0 : f32} : () -> !lowbit.reg<[1, 4], f32, "spatial(1, 4).replicated(8)">
-  "lowbit.store"(%tile, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!lowbit.reg<[1, 4], f32, "spatial(1, 4).replicated(8)">, !y, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "replicas", threads = 32, grid = [1, 1, 1], params = ["y"], workspace = 0} : () -> ()
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !y
+  %tile = lowbit.constant {value = 1.0 : f32} : !lowbit.reg<[1, 4], f32, "spatial(1, 4).replicated(8)">
+  lowbit.store %tile, %y[%c0, %c0] : !lowbit.reg<[1, 4], f32, "spatial(1, 4).replicated(8)">, !y
+  lowbit.return
+}
 
 // -----
 
@@ -122,23 +116,21 @@
 // CHECK-NEXT:    nvvm.cp.async.wait.group 0
 // CHECK-NEXT:    nvvm.bar.warp.sync
 // CHECK-NEXT:    gpu.barrier
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %m: i32):
+lowbit.program @copies(%px: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %m: i32) attributes {threads = 32, grid = [1, 1, 1], params = ["x",
+    "scale", "m"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !x
-  %scale = "lowbit.global_view"(%ps, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !scale
-  %x_buffer = "lowbit.alloc_shared"() : () -> !x_buffer
-  %scale_buffer = "lowbit.alloc_shared"() : () -> !scale_buffer
-  "lowbit.copy_async"(%x, %x_buffer, %c0, %c0) {layout = "spatial(4, 8).local(1, 8)", boundary = ["zero", "none"],
-    limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !x_buffer, i32, i32) -> ()
-  "lowbit.copy_async"(%scale, %scale_buffer, %c0) {layout = "spatial(32)", boundary = ["skip"], limit = [],
-    operandSegmentSizes = array<i32: 1, 1, 1>} : (!scale, !scale_buffer, i32) -> ()
-  "lowbit.commit"() : () -> ()
-  "lowbit.wait"() {pending = 0} : () -> ()
-  "lowbit.barrier"() {scope = "warps", warps = 1 : i64} : () -> ()
-  "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "copies", threads = 32, grid = [1, 1, 1], params = ["x", "scale", "m"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px, %m : !llvm.ptr<1> -> !x
+  %scale = lowbit.global_view %ps, %m : !llvm.ptr<1> -> !scale
+  %x_buffer = lowbit.alloc_shared : !x_buffer
+  %scale_buffer = lowbit.alloc_shared : !scale_buffer
+  lowbit.copy_async %x[%c0 zero, %c0], %x_buffer {layout = "spatial(4, 8).local(1, 8)"} : !x, !x_buffer
+  lowbit.copy_async %scale[%c0 skip], %scale_buffer {layout = "spatial(32)"} : !scale, !scale_buffer
+  lowbit.commit
+  lowbit.wait {pending = 0}
+  lowbit.barrier {scope = "warps"}
+  lowbit.barrier {scope = "block"}
+  lowbit.return
+}
 
 // -----
 
@@ -152,26 +144,23 @@
 // CHECK-COUNT-4:   arith.addf
 // CHECK:           scf.yield
 // CHECK-NEXT:    } {loop_annotation = #loop_annotation}
-"lowbit.program"() ({
-^bb0(%n: i32):
+lowbit.program @loop(%n: i32) attributes {threads = 32, grid = [1, 1, 1], workspace = 0} {
   %c0 = arith.constant 0 : i32
   %c1 = arith.constant 1 : i32
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !d
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  %one = lowbit.constant {value = 1.0 : f32} : !d
   %sum = scf.for %i = %c0 to %n step %c1 iter_args(%old = %zero) -> !d : i32 {
-    %new = "lowbit.add"(%old, %one) : (!d, !d) -> !d
+    %new = lowbit.add %old, %one : !d
     scf.yield %new : !d
   }
-  %first = "lowbit.alloc_shared"() : () -> !buffer
-  "lowbit.store"(%sum, %first, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!d, !buffer, i32, i32) -> ()
-  "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  "lowbit.free_shared"(%first) : (!buffer) -> ()
-  %second = "lowbit.alloc_shared"() : () -> !buffer
-  "lowbit.store"(%one, %second, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!d, !buffer, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "loop", threads = 32, grid = [1, 1, 1], params = ["n"], workspace = 0} : () -> ()
+  %first = lowbit.alloc_shared : !buffer
+  lowbit.store %sum, %first[%c0, %c0] : !d, !buffer
+  lowbit.barrier {scope = "block"}
+  lowbit.free_shared %first : !buffer
+  %second = lowbit.alloc_shared : !buffer
+  lowbit.store %one, %second[%c0, %c0] : !d, !buffer
+  lowbit.return
+}
 
 // -----
 
@@ -195,22 +184,20 @@
 // CHECK-COUNT-16: llvm.store %{{.*}} {alignment = 16 : i64} : vector<4xi32>, !llvm.ptr<3>
 // CHECK-NEXT:    gpu.barrier
 // CHECK:         %[[COLUMN:.*]] = arith.muli %[[LANE]], %c4_i32
-// CHECK:         "lowbit.lookup_pair"(%{{.*}}, %[[COLUMN]], %{{.*}}) {{.*}}register = 0 : i64{{.*}} -> vector<2xbf16>
-"lowbit.program"() ({
-^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+// CHECK:         lowbit.lookup_pair %{{.*}}, %[[COLUMN]], %{{.*}} {{.*}}register = 0} : {{.*}} -> vector<2xbf16>
+lowbit.program @numbers(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 128, grid = [1, 1, 1], params = ["w", "y"],
+    workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %w = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !weight
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
-  %table = "lowbit.alloc_shared"() : () -> !table
-  "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "bf16", exponent = 0} : (!table) -> ()
-  %words = "lowbit.load"(%w, %c0, %c0, %c0) {boundary = ["none", "none", "none"], operandSegmentSizes = array<i32: 1, 3>}
-    : (!weight, i32, i32, i32) -> !units
-  %codes = "lowbit.view"(%words) : (!units) -> !codes
-  %numbers = "lowbit.lookup"(%codes, %table) : (!codes, !table) -> !numbers
-  "lowbit.store"(%numbers, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!numbers, !out, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "numbers", threads = 128, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
+  %w = lowbit.global_view %pw : !llvm.ptr<1> -> !weight
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !out
+  %table = lowbit.alloc_shared : !table
+  lowbit.fill_table %table {format = #lowbit.format<"nf4", []>, element = "bf16", exponent = 0} : !table
+  %words = lowbit.load %w[%c0, %c0, %c0] : !weight -> !units
+  %codes = lowbit.view %words : !units -> !codes
+  %numbers = lowbit.lookup %codes, %table : !codes, !table -> !numbers
+  lowbit.store %numbers, %y[%c0, %c0] : !numbers, !out
+  lowbit.return
+}
 
 // -----
 
@@ -221,12 +208,10 @@
 // CHECK:         llvm.store %[[UPPER]]
 // CHECK:         llvm.store %[[LOWER]]
 !y = !lowbit.global<[16, 4], f32, [4, 1], [1, 1]>
-"lowbit.program"() ({
-^bb0(%p: !llvm.ptr<1>):
+lowbit.program @halves(%p: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %y = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
-  %a = "lowbit.constant"() {value = 1.0 : f32, lower = 2.0 : f32} : () -> !lowbit.reg<[16, 4], f32, "local(2, 1).spatial(8, 4)">
-  "lowbit.store"(%a, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!lowbit.reg<[16, 4], f32, "local(2, 1).spatial(8, 4)">, !y, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "halves", threads = 32, grid = [1, 1, 1], params = ["y"], workspace = 0} : () -> ()
+  %y = lowbit.global_view %p : !llvm.ptr<1> -> !y
+  %a = lowbit.constant {value = 1.0 : f32, lower = 2.0 : f32} : !lowbit.reg<[16, 4], f32, "local(2, 1).spatial(8, 4)">
+  lowbit.store %a, %y[%c0, %c0] : !lowbit.reg<[16, 4], f32, "local(2, 1).spatial(8, 4)">, !y
+  lowbit.return
+}

@@ -19,14 +19,13 @@
 // CHECK:             arith.muli %{{.*}}, %c528_i32
 // CHECK:             %[[SUM:.*]] = arith.addf
 // CHECK:             llvm.store %[[SUM]], %{{.*}} : f32, !llvm.ptr<3>
-"lowbit.program"() ({
-^bb0(%p: !llvm.ptr<1>, %block: i32, %column: i32):
-  %table = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table
-  %buffer = "lowbit.alloc_shared"() : () -> !buffer
-  "lowbit.add_outliers"(%table, %buffer, %block, %column) {group = 50 : i64, padded = 64 : i64}
-    : (!table, !buffer, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "added", threads = 64, grid = [1, 1, 1], params = ["outliers", "block", "column"], workspace = 0} : () -> ()
+lowbit.program @added(%p: !llvm.ptr<1>, %block: i32, %column: i32) attributes {threads = 64, grid = [1, 1, 1],
+    params = ["outliers", "block", "column"], workspace = 0} {
+  %table = lowbit.global_view %p : !llvm.ptr<1> -> !table
+  %buffer = lowbit.alloc_shared : !buffer
+  lowbit.add_outliers %table, %buffer, %block, %column {group = 50, padded = 64} : !table, !buffer
+  lowbit.return
+}
 
 // -----
 
@@ -46,16 +45,16 @@
 // CHECK:         scf.if
 // CHECK:           scf.for {{.*}} step %c2_i32 iter_args(%{{.*}} = %[[FIRST]]#0
 // CHECK-COUNT-2:     nvvm.mma.sync
-"lowbit.program"() ({
-^bb0(%p: !llvm.ptr<1>, %px: !llvm.ptr<1>, %py: !llvm.ptr<1>, %block: i32, %part: i32):
-  %table = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
-  %lines = "lowbit.alloc_shared"() : () -> !lines
-  %scratch = "lowbit.alloc_shared"() : () -> !scratch
-  "lowbit.copy_outliers"(%table, %lines, %block, %part)
-    {layout = "local(1, 1, 4, 1).spatial(1, 1, 1, 32)", splits = 2 : i64} : (!table, !lines, i32, i32) -> ()
-  %zero = "lowbit.constant"() {value = 0.0 : f64} : () -> !d
-  %sum = "lowbit.sparse_mma"(%table, %lines, %scratch, %x, %block, %part, %zero) {splits = 2 : i64}
-    : (!table, !lines, !scratch, !x, i32, i32, !d) -> !d
-  "lowbit.return"() : () -> ()
-}) {sym_name = "products", threads = 32, grid = [1, 1, 1], params = ["outliers", "x", "y", "block", "part"], workspace = 0} : () -> ()
+lowbit.program @products(%p: !llvm.ptr<1>, %px: !llvm.ptr<1>, %py: !llvm.ptr<1>, %block: i32, %part: i32) attributes
+    {threads = 32, grid = [1, 1, 1], params = ["outliers", "x", "y", "block", "part"], workspace = 0} {
+  %table = lowbit.global_view %p : !llvm.ptr<1> -> !table
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !x
+  %lines = lowbit.alloc_shared : !lines
+  %scratch = lowbit.alloc_shared : !scratch
+  lowbit.copy_outliers %table, %lines, %block, %part {layout = "local(1, 1, 4, 1).spatial(1, 1, 1, 32)", splits = 2}
+      : !table, !lines
+  %zero = lowbit.constant {value = 0.0 : f64} : !d
+  %sum = lowbit.sparse_mma %table, %lines, %scratch, %x, %block, %part, %zero {splits = 2}
+      : !table, !lines, !scratch, !x, !d -> !d
+  lowbit.return
+}

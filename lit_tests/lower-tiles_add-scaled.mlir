@@ -24,25 +24,25 @@
 !w = !lowbit.global<[4, 32], vector<4xi32>, [32, 1], [1, 1]>
 !s = !lowbit.global<[64, 1], f32, [1, 1], [1, 1]>
 !y = !lowbit.global<[64, 8], f32, [8, 1], [1, 1]>
-"lowbit.program"() ({
-^bb0(%pw: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @products(%pw: !llvm.ptr<1>, %ps: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {grid = [1, 1, 1], params = ["w",
+    "s", "y"], threads = 128, workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %w = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !w
-  %s = "lowbit.global_view"(%ps) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !s
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
-  %x = "lowbit.alloc_shared"() : () -> !x
-  "lowbit.prefetch"(%w, %c0, %c0) {boundary = ["none", "none"], layout = "spatial(4, 32)", operandSegmentSizes = array<i32: 1, 2>} : (!w, i32, i32) -> ()
-  %units = "lowbit.load"(%w, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!w, i32, i32) -> !units
-  %scale = "lowbit.load"(%s, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!s, i32, i32) -> !scale
-  %codes = "lowbit.view"(%units) : (!units) -> !codes
-  %bytes = "lowbit.decode_bytes"(%codes) {offset = 8 : i64, operandSegmentSizes = array<i32: 1, 0>} : (!codes) -> !bytes
-  %a = "lowbit.slice"(%bytes) {dim = 1 : i64, start = 32 : i64} : (!bytes) -> !a
-  %sums = "lowbit.accumulator"() : () -> !sums
-  %product = "lowbit.accumulator"() : () -> !sums
-  "lowbit.clear_accumulator"(%sums) : (!sums) -> ()
-  "lowbit.accumulate"(%a, %x, %product) {fresh, row = 8 : i64, start = 32 : i64} : (!a, !x, !sums) -> ()
-  "lowbit.add_scaled"(%product, %scale, %sums) {operandSegmentSizes = array<i32: 1, 1, 1>, pending = 0 : i64} : (!sums, !scale, !sums) -> ()
-  %total = "lowbit.read_accumulator"(%sums) : (!sums) -> !sums
-  "lowbit.store"(%total, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!sums, !y, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {grid = [1, 1, 1], params = ["w", "s", "y"], sym_name = "products", threads = 128 : i64, workspace = 0 : i64} : () -> ()
+  %w = lowbit.global_view %pw : !llvm.ptr<1> -> !w
+  %s = lowbit.global_view %ps : !llvm.ptr<1> -> !s
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !y
+  %x = lowbit.alloc_shared : !x
+  lowbit.prefetch %w[%c0, %c0] {layout = "spatial(4, 32)"} : !w
+  %units = lowbit.load %w[%c0, %c0] : !w -> !units
+  %scale = lowbit.load %s[%c0, %c0] : !s -> !scale
+  %codes = lowbit.view %units : !units -> !codes
+  %bytes = lowbit.decode_bytes %codes {offset = 8} : !codes -> !bytes
+  %a = lowbit.slice %bytes {dim = 1, start = 32} : !bytes -> !a
+  %sums = lowbit.accumulator : !sums
+  %product = lowbit.accumulator : !sums
+  lowbit.clear_accumulator %sums : !sums
+  lowbit.accumulate %a, %x, %product {fresh, row = 8, start = 32} : !a, !x, !sums
+  lowbit.add_scaled %product, %scale, %sums {pending = 0} : !sums, !scale, !sums
+  %total = lowbit.read_accumulator %sums : !sums
+  lowbit.store %total, %y[%c0, %c0] : !sums, !y
+  lowbit.return
+}

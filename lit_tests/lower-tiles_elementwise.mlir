@@ -10,25 +10,25 @@
 // CHECK-COUNT-2: llvm.call_intrinsic "llvm.fabs"({{.*}}) : (vector<2xf16>) -> vector<2xf16>
 !tile = !lowbit.reg<[16, 8], f16, "spatial(8, 4).local(2, 2)">
 !view = !lowbit.global<[16, 8], f16, [8, 1], [1, 1]>
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @pairs(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["x", "y"],
+    workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
-  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !tile
-  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !tile
-  %difference = "lowbit.sub"(%a, %one) : (!tile, !tile) -> !tile
-  "lowbit.store"(%difference, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
-  %larger = "lowbit.max"(%a, %one) : (!tile, !tile) -> !tile
-  "lowbit.store"(%larger, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
-  %smaller = "lowbit.min"(%a, %one) : (!tile, !tile) -> !tile
-  "lowbit.store"(%smaller, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
-  %minus = "lowbit.neg"(%a) : (!tile) -> !tile
-  "lowbit.store"(%minus, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
-  %magnitude = "lowbit.abs"(%a) : (!tile) -> !tile
-  "lowbit.store"(%magnitude, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "pairs", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !view
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !view
+  %a = lowbit.load %x[%c0, %c0] : !view -> !tile
+  %one = lowbit.constant {value = 1.0 : f32} : !tile
+  %difference = lowbit.sub %a, %one : !tile
+  lowbit.store %difference, %y[%c0, %c0] : !tile, !view
+  %larger = lowbit.max %a, %one : !tile
+  lowbit.store %larger, %y[%c0, %c0] : !tile, !view
+  %smaller = lowbit.min %a, %one : !tile
+  lowbit.store %smaller, %y[%c0, %c0] : !tile, !view
+  %minus = lowbit.neg %a : !tile
+  lowbit.store %minus, %y[%c0, %c0] : !tile, !view
+  %magnitude = lowbit.abs %a : !tile
+  lowbit.store %magnitude, %y[%c0, %c0] : !tile, !view
+  lowbit.return
+}
 
 // -----
 
@@ -44,16 +44,26 @@
 !tile = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
 !view = !lowbit.global<[8, 4], i8, [4, 1], [1, 1]>
 !out = !lowbit.global<[8, 4], f32, [4, 1], [1, 1]>
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @from_a_table(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["x",
+    "y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
-  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !bytes
-  %numbers = "lowbit.cast"(%a) {kind = "table", format = #lowbit.format<"lut8", [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]>} : (!bytes) -> !tile
-  "lowbit.store"(%numbers, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !out, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "from_a_table", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !view
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !out
+  %a = lowbit.load %x[%c0, %c0] : !view -> !bytes
+  %numbers = lowbit.cast %a {kind = "table", format = #lowbit.format<"lut8", [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]>} : !bytes -> !tile
+  lowbit.store %numbers, %y[%c0, %c0] : !tile, !out
+  lowbit.return
+}
 
 // -----
 
@@ -70,18 +80,29 @@
 !view = !lowbit.global<[8, 4], i8, [4, 1], [1, 1]>
 !out = !lowbit.global<[8, 4], f32, [4, 1], [1, 1]>
 !table = !lowbit.shared<[256, 1], i32, [1, 1], 0>
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @from_a_table_in_shared_memory(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 64, grid = [1, 1, 1],
+    params = ["x", "y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
-  %table = "lowbit.alloc_shared"() : () -> !table
-  "lowbit.fill_table"(%table) {format = #lowbit.format<"lut8", [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]>, element = "f32", exponent = 0} : (!table) -> ()
-  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !bytes
-  %numbers = "lowbit.lookup_bytes"(%a, %table) : (!bytes, !table) -> !tile
-  "lowbit.store"(%numbers, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !out, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "from_a_table_in_shared_memory", threads = 64, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !view
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !out
+  %table = lowbit.alloc_shared : !table
+  lowbit.fill_table %table {format = #lowbit.format<"lut8", [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+      0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]>, element = "f32", exponent = 0}
+      : !table
+  %a = lowbit.load %x[%c0, %c0] : !view -> !bytes
+  %numbers = lowbit.lookup_bytes %a, %table : !bytes, !table -> !tile
+  lowbit.store %numbers, %y[%c0, %c0] : !tile, !out
+  lowbit.return
+}
 
 // -----
 
@@ -104,20 +125,20 @@
 !bf16 = !lowbit.reg<[8, 4], bf16, "spatial(8, 4)">
 !view = !lowbit.global<[8, 4], f16, [4, 1], [1, 1]>
 !out = !lowbit.global<[8, 4], bf16, [4, 1], [1, 1]>
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @by_way_of_f32(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["x",
+    "y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
-  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !tile
-  %exp = "lowbit.exp"(%a) : (!tile) -> !tile
-  %tanh = "lowbit.tanh"(%exp) : (!tile) -> !tile
-  %root = "lowbit.sqrt"(%tanh) : (!tile) -> !tile
-  %quotient = "lowbit.div"(%root, %a) : (!tile, !tile) -> !tile
-  %cast = "lowbit.cast"(%quotient) {kind = "float"} : (!tile) -> !bf16
-  "lowbit.store"(%cast, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!bf16, !out, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "by_way_of_f32", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !view
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !out
+  %a = lowbit.load %x[%c0, %c0] : !view -> !tile
+  %exp = lowbit.exp %a : !tile
+  %tanh = lowbit.tanh %exp : !tile
+  %root = lowbit.sqrt %tanh : !tile
+  %quotient = lowbit.div %root, %a : !tile
+  %cast = lowbit.cast %quotient {kind = "float"} : !tile -> !bf16
+  lowbit.store %cast, %y[%c0, %c0] : !bf16, !out
+  lowbit.return
+}
 
 // -----
 
@@ -146,20 +167,20 @@
 !numbers = !lowbit.reg<[8, 4], f32, "spatial(8, 4)">
 !view = !lowbit.global<[8, 8], f32, [8, 1], [1, 1]>
 !byte_view = !lowbit.global<[8, 4], i8, [4, 1], [1, 1]>
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %pb: !llvm.ptr<1>):
+lowbit.program @choose(%px: !llvm.ptr<1>, %pb: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["x", "b"],
+    workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
-  %b = "lowbit.global_view"(%pb) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !byte_view
-  %a = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !tile
-  %scale = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!view, i32, i32) -> !column
-  %differs = "lowbit.compare"(%a, %scale) {predicate = "ne"} : (!tile, !column) -> !conditions
-  %chosen = "lowbit.select"(%differs, %a, %scale) : (!conditions, !tile, !column) -> !tile
-  "lowbit.store"(%chosen, %x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
-  %bytes = "lowbit.load"(%b, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!byte_view, i32, i32) -> !bytes
-  %signed = "lowbit.cast"(%bytes) {kind = "signed"} : (!bytes) -> !numbers
-  "lowbit.store"(%signed, %x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!numbers, !view, i32, i32) -> ()
-  %raised = "lowbit.raise_bits"(%bytes) {first = 3, bits = 3} : (!bytes) -> !numbers
-  "lowbit.store"(%raised, %x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!numbers, !view, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "choose", threads = 32, grid = [1, 1, 1], params = ["x", "b"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !view
+  %b = lowbit.global_view %pb : !llvm.ptr<1> -> !byte_view
+  %a = lowbit.load %x[%c0, %c0] : !view -> !tile
+  %scale = lowbit.load %x[%c0, %c0] : !view -> !column
+  %differs = lowbit.compare %a, %scale {predicate = "ne"} : !tile, !column -> !conditions
+  %chosen = lowbit.select %differs, %a, %scale : !conditions, !tile, !column -> !tile
+  lowbit.store %chosen, %x[%c0, %c0] : !tile, !view
+  %bytes = lowbit.load %b[%c0, %c0] : !byte_view -> !bytes
+  %signed = lowbit.cast %bytes {kind = "signed"} : !bytes -> !numbers
+  lowbit.store %signed, %x[%c0, %c0] : !numbers, !view
+  %raised = lowbit.raise_bits %bytes {first = 3, bits = 3} : !bytes -> !numbers
+  lowbit.store %raised, %x[%c0, %c0] : !numbers, !view
+  lowbit.return
+}

@@ -15,19 +15,19 @@
 !tile = !lowbit.reg<[1, 64], f16, "spatial(1, 32).local(1, 2)">
 !index = !lowbit.reg<[1, 64], i32, "spatial(1, 32).local(1, 2)">
 !view = !lowbit.global<[4, 64], f16, [64, 1], [1, 1]>
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %pi: !llvm.ptr<1>):
+lowbit.program @from_shared_memory(%px: !llvm.ptr<1>, %pi: !llvm.ptr<1>) attributes {threads = 32, grid = [4, 1, 1],
+    params = ["x", "permutation"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %row = "lowbit.block_id"() {axis = 0} : () -> i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
-  %i = "lowbit.global_view"(%pi) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[1, 64], i32, [64, 1], [1, 1]>
-  %buffer = "lowbit.alloc_shared"() : () -> !lowbit.shared<[4, 64], f16, [64, 1], 0>
-  %index = "lowbit.load"(%i, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!lowbit.global<[1, 64], i32, [64, 1], [1, 1]>, i32, i32) -> !index
-  "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  %tile = "lowbit.gather"(%buffer, %index, %row) {operandSegmentSizes = array<i32: 1, 1, 1>} : (!lowbit.shared<[4, 64], f16, [64, 1], 0>, !index, i32) -> !tile
-  "lowbit.store"(%tile, %x, %row, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>} : (!tile, !view, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "from_shared_memory", threads = 32, grid = [4, 1, 1], params = ["x", "permutation"], workspace = 0} : () -> ()
+  %row = lowbit.block_id {axis = 0}
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !view
+  %i = lowbit.global_view %pi : !llvm.ptr<1> -> !lowbit.global<[1, 64], i32, [64, 1], [1, 1]>
+  %buffer = lowbit.alloc_shared : !lowbit.shared<[4, 64], f16, [64, 1], 0>
+  %index = lowbit.load %i[%c0, %c0] : !lowbit.global<[1, 64], i32, [64, 1], [1, 1]> -> !index
+  lowbit.barrier {scope = "block"}
+  %tile = lowbit.gather %buffer[%row], %index : !lowbit.shared<[4, 64], f16, [64, 1], 0>, !index -> !tile
+  lowbit.store %tile, %x[%row, %c0] : !tile, !view
+  lowbit.return
+}
 
 // -----
 
@@ -39,14 +39,14 @@
 // CHECK:         gpu.barrier
 // CHECK:         llvm.store {{.*}} : f32, !llvm.ptr<1>
 !view = !lowbit.global<[32], f32, [1], [1]>
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %pi: !llvm.ptr<1>):
+lowbit.program @from_device_memory(%px: !llvm.ptr<1>, %pi: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1],
+    params = ["x", "permutation"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !view
-  %i = "lowbit.global_view"(%pi) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[32], i32, [1], [1]>
-  %index = "lowbit.load"(%i, %c0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1>} : (!lowbit.global<[32], i32, [1], [1]>, i32) -> !lowbit.reg<[32], i32, "spatial(32)">
-  %tile = "lowbit.gather"(%x, %index) {operandSegmentSizes = array<i32: 1, 1, 0>} : (!view, !lowbit.reg<[32], i32, "spatial(32)">) -> !lowbit.reg<[32], f32, "spatial(32)">
-  "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
-  "lowbit.store"(%tile, %x, %c0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1, 1>} : (!lowbit.reg<[32], f32, "spatial(32)">, !view, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "from_device_memory", threads = 32, grid = [1, 1, 1], params = ["x", "permutation"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !view
+  %i = lowbit.global_view %pi : !llvm.ptr<1> -> !lowbit.global<[32], i32, [1], [1]>
+  %index = lowbit.load %i[%c0] : !lowbit.global<[32], i32, [1], [1]> -> !lowbit.reg<[32], i32, "spatial(32)">
+  %tile = lowbit.gather %x[], %index : !view, !lowbit.reg<[32], i32, "spatial(32)"> -> !lowbit.reg<[32], f32, "spatial(32)">
+  lowbit.barrier {scope = "block"}
+  lowbit.store %tile, %x[%c0] : !lowbit.reg<[32], f32, "spatial(32)">, !view
+  lowbit.return
+}

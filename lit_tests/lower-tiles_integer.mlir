@@ -59,20 +59,18 @@
 
 // The neighbour has the other two.
 // CHECK:         nvvm.shfl.sync bfly %{{.*}}, %[[SUM]], %c1_i32
-"lowbit.program"() ({
-  %x = "lowbit.alloc_shared"() : () -> !x
-  %limbs = "lowbit.alloc_shared"() : () -> !limbs
-  %units = "lowbit.alloc_shared"() : () -> !units
-  %y = "lowbit.alloc_shared"() : () -> !y
+lowbit.program @limbs attributes {threads = 32, grid = [1, 1, 1], workspace = 0} {
+  %x = lowbit.alloc_shared : !x
+  %limbs = lowbit.alloc_shared : !limbs
+  %units = lowbit.alloc_shared : !units
+  %y = lowbit.alloc_shared : !y
   %c0 = arith.constant 0 : i32
-  %unit = "lowbit.split_limbs"(%x, %limbs) {format = #lowbit.format<"u2", []>} : (!x, !limbs) -> !unit
-  "lowbit.barrier"() {scope = "warps", warps = 1} : () -> ()
-  %words = "lowbit.load"(%units, %c0, %c0, %c0) {boundary = ["none", "none", "none"], operandSegmentSizes = array<i32: 1, 3>}
-    : (!units, i32, i32, i32) -> !words
-  %codes = "lowbit.view"(%words) : (!words) -> !codes
-  %pairs = "lowbit.limb_mma"(%codes, %limbs, %unit) {start = 0, columns = 128} : (!codes, !limbs, !unit) -> !pairs
-  %joined = "lowbit.join_limbs"(%pairs) : (!pairs) -> !joined
-  "lowbit.store"(%joined, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"], operandSegmentSizes = array<i32: 1, 1, 3>}
-    : (!joined, !y, i32, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "limbs", threads = 32, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
+  %unit = lowbit.split_limbs %x, %limbs {format = #lowbit.format<"u2", []>} : !x, !limbs -> !unit
+  lowbit.barrier {scope = "warps"}
+  %words = lowbit.load %units[%c0, %c0, %c0] : !units -> !words
+  %codes = lowbit.view %words : !words -> !codes
+  %pairs = lowbit.limb_mma %codes, %limbs, %unit {start = 0, columns = 128} : !codes, !limbs, !unit -> !pairs
+  %joined = lowbit.join_limbs %pairs : !pairs -> !joined
+  lowbit.store %joined, %y[%c0, %c0, %c0] : !joined, !y
+  lowbit.return
+}

@@ -37,13 +37,13 @@
 // CHECK-COUNT-2:   llvm.store %{{.*}} {alignment = 2 : i64} : f16
 // CHECK:         } else {
 // CHECK-COUNT-4:   llvm.store %{{.*}} {alignment = 16 : i64} : vector<4xi32>
-"lowbit.program"() ({
-^bb0(%p: !llvm.ptr<1>, %block: i32, %column: i32):
-  %table = "lowbit.global_view"(%p) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !table
-  %buffer = "lowbit.alloc_shared"() : () -> !buffer
-  %first = "lowbit.first_outliers"(%table, %block) : (!table, i32) -> !cursor
-  %next = "lowbit.scatter_outliers"(%table, %buffer, %column, %first) : (!table, !buffer, i32, !cursor) -> !cursor
-  "lowbit.erase_outliers"(%buffer, %next) : (!buffer, !cursor) -> ()
-  %last = "lowbit.scatter_outliers"(%table, %buffer, %block, %next) : (!table, !buffer, i32, !cursor) -> !cursor
-  "lowbit.return"() : () -> ()
-}) {sym_name = "outliers", threads = 64, grid = [1, 1, 1], params = ["outliers", "block", "column"], workspace = 0} : () -> ()
+lowbit.program @outliers(%p: !llvm.ptr<1>, %block: i32, %column: i32) attributes {threads = 64, grid = [1, 1, 1],
+    params = ["outliers", "block", "column"], workspace = 0} {
+  %table = lowbit.global_view %p : !llvm.ptr<1> -> !table
+  %buffer = lowbit.alloc_shared : !buffer
+  %first = lowbit.first_outliers %table, %block : !table -> !cursor
+  %next = lowbit.scatter_outliers %table, %buffer, %column, %first : !table, !buffer, !cursor -> !cursor
+  lowbit.erase_outliers %buffer, %next : !buffer, !cursor
+  %last = lowbit.scatter_outliers %table, %buffer, %block, %next : !table, !buffer, !cursor -> !cursor
+  lowbit.return
+}

@@ -17,38 +17,36 @@
 // CHECK-DAG:     %[[MATRIX_ROW:.*]] = arith.remui %[[LANE:.*]], %c8_i32
 // CHECK:         %[[UNIT:.*]] = llvm.load %{{.*}} {alignment = 16 : i64} : !llvm.ptr<1> -> vector<4xi32>
 // CHECK:         %[[WORD:.*]] = llvm.extractelement %[[UNIT]][%c0_i32 : i32]
-// CHECK:         %[[A0:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}register = 0 : i64{{.*}} -> vector<2xf16>
-// CHECK:         %[[A1:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}register = 1 : i64
-// CHECK:         %[[A2:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}register = 2 : i64
-// CHECK:         %[[A3:.*]] = "lowbit.decode_pair"(%[[WORD]]) {{.*}}register = 3 : i64
+// CHECK:         %[[A0:.*]] = lowbit.decode_pair %[[WORD]] {{.*}}register = 0{{.*}} : vector<2xf16>
+// CHECK:         %[[A1:.*]] = lowbit.decode_pair %[[WORD]] {{.*}}register = 1
+// CHECK:         %[[A2:.*]] = lowbit.decode_pair %[[WORD]] {{.*}}register = 2
+// CHECK:         %[[A3:.*]] = lowbit.decode_pair %[[WORD]] {{.*}}register = 3
 
 // ldmatrix: lane l points at row l % 8, or the last one of %m, of matrix l / 8.
 // CHECK:         %[[ROW:.*]] = arith.minsi %[[MATRIX_ROW]], %{{.*}} : i32
 // CHECK:         arith.muli %[[ROW]], %c272_i32
 // CHECK:         nvvm.ldmatrix %{{.*}} {eltType = #nvvm.ld_st_matrix_elt_type<b16>, layout = #nvvm.mma_layout<row>, num = 4
 // CHECK:         nvvm.mma.sync A[%[[A0]], %[[A1]], %[[A2]], %[[A3]]] B[%{{.*}}, %{{.*}}] C[
-// CHECK-SAME:      shape = #nvvm.shape<m = 16, n = 8, k = 16>
+// CHECK:           shape = #nvvm.shape<m = 16, n = 8, k = 16>
 
 // Eight mma in all, over 128 columns.
 // CHECK-COUNT-7: nvvm.mma.sync
 // CHECK-NOT:     nvvm.mma.sync
-"lowbit.program"() ({
-^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>, %m: i32):
+lowbit.program @tensor_core(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>, %m: i32) attributes {threads = 32, grid = [1, 1, 1],
+    params = ["w", "y", "m"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>
-  %x_buffer = "lowbit.alloc_shared"() : () -> !x_buffer
-  %units = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!codes, i32, i32) -> !units
-  %a_codes = "lowbit.view"(%units) : (!units) -> !a_codes
-  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
-  %b = "lowbit.load_matrix"(%x_buffer, %m) : (!x_buffer, i32) -> !b
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %d = "lowbit.mma"(%a, %b, %zero) : (!a, !b, !d) -> !d
-  "lowbit.store"(%d, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!d, !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "tensor_core", threads = 32, grid = [1, 1, 1], params = ["w", "y", "m"], workspace = 0} : () -> ()
+  %codes = lowbit.global_view %pw : !llvm.ptr<1> -> !codes
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>
+  %x_buffer = lowbit.alloc_shared : !x_buffer
+  %units = lowbit.load %codes[%c0, %c0] : !codes -> !units
+  %a_codes = lowbit.view %units : !units -> !a_codes
+  %a = lowbit.decode %a_codes {exponent = 0} : !a_codes -> !a
+  %b = lowbit.load_matrix %x_buffer, %m : !x_buffer -> !b
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  %d = lowbit.mma %a, %b, %zero : !a, !b, !d -> !d
+  lowbit.store %d, %y[%c0, %c0] : !d, !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>
+  lowbit.return
+}
 
 // -----
 
@@ -65,32 +63,29 @@
 // CHECK:         %[[LOWER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
 // CHECK:         %[[U0:.*]] = llvm.insertelement %[[UPPER]], %{{.*}}[%c0_i32 : i32]
 // CHECK-NEXT:    %[[U:.*]] = llvm.insertelement %[[UPPER]], %[[U0]][%c1_i32 : i32]
-// CHECK:         "lowbit.decode_shifted_pair"(%[[U]], %[[WORD:.*]]) {{.*}}register = 0 : i64
+// CHECK:         lowbit.decode_shifted_pair %[[U]], %[[WORD:.*]] {{.*}}register = 0
 // CHECK:         %[[L0:.*]] = llvm.insertelement %[[LOWER]], %{{.*}}[%c0_i32 : i32]
 // CHECK-NEXT:    %[[L:.*]] = llvm.insertelement %[[LOWER]], %[[L0]][%c1_i32 : i32]
-// CHECK:         "lowbit.decode_shifted_pair"(%[[L]], %[[WORD]]) {{.*}}register = 1 : i64
-// CHECK:         "lowbit.decode_shifted_pair"(%[[U]], %[[WORD]]) {{.*}}register = 2 : i64
-// CHECK:         "lowbit.decode_shifted_pair"(%[[L]], %[[WORD]]) {{.*}}register = 3 : i64
+// CHECK:         lowbit.decode_shifted_pair %[[L]], %[[WORD]] {{.*}}register = 1
+// CHECK:         lowbit.decode_shifted_pair %[[U]], %[[WORD]] {{.*}}register = 2
+// CHECK:         lowbit.decode_shifted_pair %[[L]], %[[WORD]] {{.*}}register = 3
 // The last of the eight blocks of columns has the same.
-// CHECK-COUNT-26: "lowbit.decode_shifted_pair"(
-// CHECK:         "lowbit.decode_shifted_pair"(%[[U]], %{{.*}}) {{.*}}register = 2 : i64
-// CHECK:         "lowbit.decode_shifted_pair"(%[[L]], %{{.*}}) {{.*}}register = 3 : i64
-"lowbit.program"() ({
-^bb0(%pw: !llvm.ptr<1>, %pz: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+// CHECK-COUNT-26: lowbit.decode_shifted_pair
+// CHECK:         lowbit.decode_shifted_pair %[[U]], %{{.*}} {{.*}}register = 2
+// CHECK:         lowbit.decode_shifted_pair %[[L]], %{{.*}} {{.*}}register = 3
+lowbit.program @shift(%pw: !llvm.ptr<1>, %pz: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1],
+    params = ["w", "z", "y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
-  %z = "lowbit.global_view"(%pz) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[16, 1], f16, [1, 1], [1, 1]>
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
-  %units = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!codes, i32, i32) -> !units
-  %a_codes = "lowbit.view"(%units) : (!units) -> !a_codes
-  %first = "lowbit.load"(%z, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!lowbit.global<[16, 1], f16, [1, 1], [1, 1]>, i32, i32) -> !shift
-  %a = "lowbit.decode"(%a_codes, %first) {exponent = 0, operandSegmentSizes = array<i32: 1, 1>} : (!a_codes, !shift) -> !a
-  "lowbit.store"(%a, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!a, !out, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "shift", threads = 32, grid = [1, 1, 1], params = ["w", "z", "y"], workspace = 0} : () -> ()
+  %codes = lowbit.global_view %pw : !llvm.ptr<1> -> !codes
+  %z = lowbit.global_view %pz : !llvm.ptr<1> -> !lowbit.global<[16, 1], f16, [1, 1], [1, 1]>
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !out
+  %units = lowbit.load %codes[%c0, %c0] : !codes -> !units
+  %a_codes = lowbit.view %units : !units -> !a_codes
+  %first = lowbit.load %z[%c0, %c0] : !lowbit.global<[16, 1], f16, [1, 1], [1, 1]> -> !shift
+  %a = lowbit.decode %a_codes, %first {exponent = 0} : !a_codes, !shift -> !a
+  lowbit.store %a, %y[%c0, %c0] : !a, !out
+  lowbit.return
+}
 
 // -----
 
@@ -107,39 +102,35 @@
 // CHECK:         %[[SECOND_UPPER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
 // CHECK:         %[[SECOND_LOWER:.*]] = llvm.load %{{.*}} {alignment = 2 : i64} : !llvm.ptr<1> -> f16
 // CHECK:         %[[FU:.*]] = llvm.insertelement %[[FIRST_UPPER]], %{{.*}}[%c1_i32 : i32]
-// CHECK:         "lowbit.decode_shifted_pair"(%[[FU]], %{{.*}}) {{.*}}register = 0 : i64
+// CHECK:         lowbit.decode_shifted_pair %[[FU]], %{{.*}} {{.*}}register = 0
 // CHECK:         %[[FL:.*]] = llvm.insertelement %[[FIRST_LOWER]], %{{.*}}[%c1_i32 : i32]
-// CHECK:         "lowbit.decode_shifted_pair"(%[[FL]], %{{.*}}) {{.*}}register = 1 : i64
-// CHECK-COUNT-12: "lowbit.decode_shifted_pair"(
-// CHECK:         "lowbit.decode_shifted_pair"(%[[FU]], %{{.*}}) {{.*}}register = 2 : i64
-// CHECK:         "lowbit.decode_shifted_pair"(%[[FL]], %{{.*}}) {{.*}}register = 3 : i64
+// CHECK:         lowbit.decode_shifted_pair %[[FL]], %{{.*}} {{.*}}register = 1
+// CHECK-COUNT-12: lowbit.decode_shifted_pair
+// CHECK:         lowbit.decode_shifted_pair %[[FU]], %{{.*}} {{.*}}register = 2
+// CHECK:         lowbit.decode_shifted_pair %[[FL]], %{{.*}} {{.*}}register = 3
 // CHECK:         %[[SU:.*]] = llvm.insertelement %[[SECOND_UPPER]], %{{.*}}[%c1_i32 : i32]
-// CHECK:         "lowbit.decode_shifted_pair"(%[[SU]], %{{.*}}) {{.*}}register = 0 : i64
+// CHECK:         lowbit.decode_shifted_pair %[[SU]], %{{.*}} {{.*}}register = 0
 // CHECK:         %[[SL:.*]] = llvm.insertelement %[[SECOND_LOWER]], %{{.*}}[%c1_i32 : i32]
-// CHECK:         "lowbit.decode_shifted_pair"(%[[SL]], %{{.*}}) {{.*}}register = 1 : i64
-// CHECK-COUNT-12: "lowbit.decode_shifted_pair"(
-// CHECK:         "lowbit.decode_shifted_pair"(%[[SU]], %{{.*}}) {{.*}}register = 2 : i64
-// CHECK:         "lowbit.decode_shifted_pair"(%[[SL]], %{{.*}}) {{.*}}register = 3 : i64
+// CHECK:         lowbit.decode_shifted_pair %[[SL]], %{{.*}} {{.*}}register = 1
+// CHECK-COUNT-12: lowbit.decode_shifted_pair
+// CHECK:         lowbit.decode_shifted_pair %[[SU]], %{{.*}} {{.*}}register = 2
+// CHECK:         lowbit.decode_shifted_pair %[[SL]], %{{.*}} {{.*}}register = 3
 // CHECK-NOT:     lowbit.decode_shifted_pair
-"lowbit.program"() ({
-^bb0(%pw: !llvm.ptr<1>, %pz: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @shifts(%pw: !llvm.ptr<1>, %pz: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1],
+    params = ["w", "z", "y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
   %c1 = arith.constant 1 : i32
-  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
-  %z = "lowbit.global_view"(%pz) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[16, 2], f16, [2, 1], [1, 1]>
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !out
-  %units = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!codes, i32, i32) -> !units
-  %a_codes = "lowbit.view"(%units) : (!units) -> !a_codes
-  %first = "lowbit.load"(%z, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!lowbit.global<[16, 2], f16, [2, 1], [1, 1]>, i32, i32) -> !shift
-  %second = "lowbit.load"(%z, %c0, %c1) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!lowbit.global<[16, 2], f16, [2, 1], [1, 1]>, i32, i32) -> !shift
-  %a = "lowbit.decode"(%a_codes, %first, %second) {exponent = 0, operandSegmentSizes = array<i32: 1, 2>} : (!a_codes, !shift, !shift) -> !a
-  "lowbit.store"(%a, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!a, !out, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "shifts", threads = 32, grid = [1, 1, 1], params = ["w", "z", "y"], workspace = 0} : () -> ()
+  %codes = lowbit.global_view %pw : !llvm.ptr<1> -> !codes
+  %z = lowbit.global_view %pz : !llvm.ptr<1> -> !lowbit.global<[16, 2], f16, [2, 1], [1, 1]>
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !out
+  %units = lowbit.load %codes[%c0, %c0] : !codes -> !units
+  %a_codes = lowbit.view %units : !units -> !a_codes
+  %first = lowbit.load %z[%c0, %c0] : !lowbit.global<[16, 2], f16, [2, 1], [1, 1]> -> !shift
+  %second = lowbit.load %z[%c0, %c1] : !lowbit.global<[16, 2], f16, [2, 1], [1, 1]> -> !shift
+  %a = lowbit.decode %a_codes, %first, %second {exponent = 0} : !a_codes, !shift, !shift -> !a
+  lowbit.store %a, %y[%c0, %c0] : !a, !out
+  lowbit.return
+}
 
 // -----
 
@@ -150,18 +141,16 @@
 // CHECK-LABEL: gpu.func @tf32
 // CHECK-COUNT-2: nvvm.mma.sync {{.*}}multiplicandAPtxType = #nvvm.mma_type<tf32>{{.*}}k = 8
 // CHECK-NOT:     nvvm.mma.sync
-"lowbit.program"() ({
-^bb0(%py: !llvm.ptr<1>):
+lowbit.program @tf32(%py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["y"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>
-  %a = "lowbit.constant"() {value = 3.0 : f32} : () -> !a
-  %b = "lowbit.constant"() {value = 2.0 : f32} : () -> !b
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %d = "lowbit.mma"(%a, %b, %zero) : (!a, !b, !d) -> !d
-  "lowbit.store"(%d, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!d, !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "tf32", threads = 32, grid = [1, 1, 1], params = ["y"], workspace = 0} : () -> ()
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>
+  %a = lowbit.constant {value = 3.0 : f32} : !a
+  %b = lowbit.constant {value = 2.0 : f32} : !b
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  %d = lowbit.mma %a, %b, %zero : !a, !b, !d -> !d
+  lowbit.store %d, %y[%c0, %c0] : !d, !lowbit.global<[16, 8], f32, [8, 1], [1, 1]>
+  lowbit.return
+}
 
 // -----
 
@@ -177,17 +166,16 @@
 // CHECK:           llvm.store {{.*}} !llvm.ptr<3>
 // CHECK:         gpu.barrier
 // CHECK:         gpu.return
-"lowbit.program"() ({
-^bb0(%pc: !llvm.ptr<1>):
+lowbit.program @last(%pc: !llvm.ptr<1>) attributes {threads = 64, grid = [3, 1, 1], params = ["workspace"], workspace = 4} {
   %c0 = arith.constant 0 : i32
   %c3 = arith.constant 3 : i32
-  %counters = "lowbit.global_view"(%pc) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[1], i32, [1], [1]>
-  %last = "lowbit.last_arrival"(%counters, %c0, %c3) : (!lowbit.global<[1], i32, [1], [1]>, i32, i32) -> i1
+  %counters = lowbit.global_view %pc : !llvm.ptr<1> -> !lowbit.global<[1], i32, [1], [1]>
+  %last = lowbit.last_arrival %counters, %c0, %c3 : !lowbit.global<[1], i32, [1], [1]>
   scf.if %last {
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    lowbit.barrier {scope = "block"}
   }
-  "lowbit.return"() : () -> ()
-}) {sym_name = "last", threads = 64, grid = [3, 1, 1], params = ["workspace"], workspace = 4} : () -> ()
+  lowbit.return
+}
 
 // -----
 
@@ -203,13 +191,13 @@
 // CHECK-NEXT:        llvm.store %c0_i32{{.*}} !llvm.ptr<1>
 // CHECK:           llvm.store {{.*}} !llvm.ptr<3>
 // CHECK:         gpu.barrier
-"lowbit.program"() ({
-^bb0(%pc: !llvm.ptr<1>, %count: i32):
+lowbit.program @others(%pc: !llvm.ptr<1>, %count: i32) attributes {threads = 64, grid = [3, 1, 1], params = ["workspace", "m"],
+    workspace = 4} {
   %c0 = arith.constant 0 : i32
-  %counters = "lowbit.global_view"(%pc) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !lowbit.global<[1], i32, [1], [1]>
-  %all = "lowbit.others_arrived"(%counters, %c0, %count) : (!lowbit.global<[1], i32, [1], [1]>, i32, i32) -> i1
+  %counters = lowbit.global_view %pc : !llvm.ptr<1> -> !lowbit.global<[1], i32, [1], [1]>
+  %all = lowbit.others_arrived %counters, %c0, %count : !lowbit.global<[1], i32, [1], [1]>
   scf.if %all {
-    "lowbit.barrier"() {scope = "block", warps = 1 : i64} : () -> ()
+    lowbit.barrier {scope = "block"}
   }
-  "lowbit.return"() : () -> ()
-}) {sym_name = "others", threads = 64, grid = [3, 1, 1], params = ["workspace", "m"], workspace = 4} : () -> ()
+  lowbit.return
+}

@@ -21,25 +21,22 @@
 // CHECK:         scf.if
 // CHECK-NEXT:      mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], 1024;
 // CHECK:         mbarrier.try_wait.parity.shared::cta.b64
-"lowbit.program"() ({
-^bb0(%py: !llvm.ptr<1>):
+lowbit.program @exchange(%py: !llvm.ptr<1>) attributes {threads = 64, grid = [2, 1, 1], params = ["y"], workspace = 0,
+    cluster = [2, 1, 1]} {
   %c0 = arith.constant 0 : i32
   %c1 = arith.constant 1 : i32
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
-  %buffer = "lowbit.alloc_shared"() : () -> !buffer
-  %signals = "lowbit.alloc_signals"() {arrivals = 1 : i64} : () -> !signals
-  "lowbit.barrier"() {scope = "cluster_arrive", warps = 1, relaxed} : () -> ()
-  %rank = "lowbit.block_id"() {axis = 0} : () -> i32
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !y
+  %buffer = lowbit.alloc_shared : !buffer
+  %signals = lowbit.alloc_signals {arrivals = 1} : !signals
+  lowbit.barrier {scope = "cluster_arrive", relaxed}
+  %rank = lowbit.block_id {axis = 0}
   %other = arith.subi %c1, %rank : i32
-  %mine = "lowbit.constant"() {value = 1.0 : f32} : () -> !tile
-  "lowbit.barrier"() {scope = "cluster_wait", warps = 1} : () -> ()
-  "lowbit.send"(%mine, %buffer, %other, %signals, %c0, %c0, %c0, %c0) {operandSegmentSizes = array<i32: 1, 1, 1, 1, 1, 3>}
-    : (!tile, !buffer, i32, !signals, i32, i32, i32, i32) -> ()
-  "lowbit.arrive"(%signals, %c0) {expected = 1024 : i64, each_warp} : (!signals, i32) -> ()
-  "lowbit.await"(%signals, %c0, %c0) : (!signals, i32, i32) -> ()
-  %theirs = "lowbit.load"(%buffer, %c0, %c0, %c0) {boundary = ["none", "none", "none"], operandSegmentSizes = array<i32: 1, 3>}
-    : (!buffer, i32, i32, i32) -> !tile
-  "lowbit.store"(%theirs, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"], operandSegmentSizes = array<i32: 1, 1, 3>}
-    : (!tile, !y, i32, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "exchange", threads = 64, grid = [2, 1, 1], params = ["y"], workspace = 0, cluster = [2, 1, 1]} : () -> ()
+  %mine = lowbit.constant {value = 1.0 : f32} : !tile
+  lowbit.barrier {scope = "cluster_wait"}
+  lowbit.send %mine, %buffer[%c0, %c0, %c0], %other, %signals, %c0 : !tile, !buffer, !signals
+  lowbit.arrive %signals, %c0 {expected = 1024, each_warp} : !signals
+  lowbit.await %signals, %c0, %c0 : !signals
+  %theirs = lowbit.load %buffer[%c0, %c0, %c0] : !buffer -> !tile
+  lowbit.store %theirs, %y[%c0, %c0, %c0] : !tile, !y
+  lowbit.return
+}

@@ -18,23 +18,21 @@
 // CHECK-SAME:      add.s64 at, at, 64;
 // CHECK-NOT:     wgmma.fence
 // CHECK:         llvm.inline_asm has_side_effects {{.*}}wgmma.wait_group.sync.aligned 0;
-"lowbit.program"() ({
-^bb0(%py: !llvm.ptr<1>, %more: i32):
+lowbit.program @concurrent(%py: !llvm.ptr<1>, %more: i32) attributes {threads = 128, grid = [1, 1, 1], params = ["y", "more"],
+    workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>}
-    : (!llvm.ptr<1>) -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
-  %x = "lowbit.alloc_shared"() : () -> !x_buffer
-  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
-  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !d
-  %d = "lowbit.warpgroup_mma"(%a, %x, %one) {start = 0} : (!a, !x_buffer, !d) -> !d
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  %x = lowbit.alloc_shared : !x_buffer
+  %a = lowbit.constant {value = 1.0 : f32} : !a
+  %one = lowbit.constant {value = 1.0 : f32} : !d
+  %d = lowbit.warpgroup_mma %a, %x, %one {start = 0} : !a, !x_buffer, !d -> !d
   %again = arith.cmpi slt, %c0, %more : i32
-  "lowbit.concurrent"(%again) ({
-    "lowbit.commit"() : () -> ()
-  }) : (i1) -> ()
-  "lowbit.store"(%d, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
-    operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "concurrent", threads = 128, grid = [1, 1, 1], params = ["y", "more"], workspace = 0} : () -> ()
+  lowbit.concurrent %again {
+    lowbit.commit
+  }
+  lowbit.store %d, %y[%c0, %c0, %c0] : !d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  lowbit.return
+}
 
 // -----
 
@@ -52,12 +50,11 @@
 // CHECK-NEXT:    nvvm.fence.proxy
 // CHECK:         llvm.inline_asm has_side_effects {{.*}}mbarrier.try_wait
 // CHECK-NEXT:    gpu.return
-"lowbit.program"() ({
-^bb0(%i: i32, %parity: i32):
-  %signals = "lowbit.alloc_signals"() : () -> !signals
-  "lowbit.arrive"(%signals, %i) {copies} : (!signals, i32) -> ()
-  "lowbit.arrive"(%signals, %i) : (!signals, i32) -> ()
-  "lowbit.await"(%signals, %i, %parity) {async_proxy} : (!signals, i32, i32) -> ()
-  "lowbit.await"(%signals, %i, %parity) : (!signals, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "signals", threads = 128, grid = [1, 1, 1], params = ["i", "parity"], workspace = 0} : () -> ()
+lowbit.program @signals(%i: i32, %parity: i32) attributes {threads = 128, grid = [1, 1, 1], workspace = 0} {
+  %signals = lowbit.alloc_signals : !signals
+  lowbit.arrive %signals, %i {copies} : !signals
+  lowbit.arrive %signals, %i : !signals
+  lowbit.await %signals, %i, %parity {async_proxy} : !signals
+  lowbit.await %signals, %i, %parity : !signals
+  lowbit.return
+}

@@ -30,31 +30,27 @@
 // CHECK-NEXT:    nvvm.cluster.arrive {aligned}
 // CHECK-NEXT:    nvvm.cluster.wait {aligned}
 // CHECK:         llvm.store %[[LOADED]], %{{.*}} !llvm.ptr<1>
-"lowbit.program"() ({
-^bb0(%py: !llvm.ptr<1>):
+lowbit.program @cluster(%py: !llvm.ptr<1>) attributes {threads = 128, grid = [4, 3, 1], params = ["y"], workspace = 0,
+    cluster = [1, 3, 1]} {
   %c0 = arith.constant 0 : i32
   %c1 = arith.constant 1 : i32
   %c3 = arith.constant 3 : i32
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !y
-  %mine = "lowbit.alloc_shared"() : () -> !sums
-  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !tile
-  "lowbit.store"(%one, %mine, %c0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1, 1>}
-    : (!tile, !sums, i32) -> ()
-  "lowbit.barrier"() {scope = "warps", warps = 2} : () -> ()
-  "lowbit.barrier"() {scope = "warps", warps = 4} : () -> ()
-  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
-  %rank = "lowbit.block_id"() {axis = 1} : () -> i32
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !y
+  %mine = lowbit.alloc_shared : !sums
+  %one = lowbit.constant {value = 1.0 : f32} : !tile
+  lowbit.store %one, %mine[%c0] : !tile, !sums
+  lowbit.barrier {scope = "warps", warps = 2}
+  lowbit.barrier {scope = "warps", warps = 4}
+  lowbit.barrier {scope = "cluster"}
+  %rank = lowbit.block_id {axis = 1}
   %next = arith.addi %rank, %c1 : i32
   %peer = arith.remui %next, %c3 : i32
-  %theirs = "lowbit.peer"(%mine, %peer) : (!sums, i32) -> !sums
-  %loaded = "lowbit.load"(%theirs, %c0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1>}
-    : (!sums, i32) -> !tile
-  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
-  "lowbit.store"(%loaded, %y, %c0) {boundary = ["none"], operandSegmentSizes = array<i32: 1, 1, 1>}
-    : (!tile, !y, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "cluster", threads = 128, grid = [4, 3, 1], params = ["y"], workspace = 0,
-    cluster = [1, 3, 1]} : () -> ()
+  %theirs = lowbit.peer %mine, %peer : !sums
+  %loaded = lowbit.load %theirs[%c0] : !sums -> !tile
+  lowbit.barrier {scope = "cluster"}
+  lowbit.store %loaded, %y[%c0] : !tile, !y
+  lowbit.return
+}
 
 // -----
 
@@ -80,16 +76,14 @@
 // CHECK-NOT:     arith.xori
 // CHECK:         %[[TO_8:.*]] = llvm.getelementptr %[[TO]][1024]
 // CHECK:         nvvm.cp.async.shared.global %[[TO_8]], %{{.*}}, 16
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>):
+lowbit.program @swizzle(%px: !llvm.ptr<1>) attributes {threads = 64, grid = [1, 1, 1], params = ["x"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
-  %small = "lowbit.alloc_shared"() : () -> !lowbit.shared<[32], f32, [1], 0>
-  %x_buffer = "lowbit.alloc_shared"() : () -> !x_buffer
-  "lowbit.copy_async"(%x, %x_buffer, %c0, %c0) {layout = "local(2, 1).spatial(8, 8).local(1, 8)",
-    boundary = ["none", "none"], limit = [], operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !x_buffer, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "swizzle", threads = 64, grid = [1, 1, 1], params = ["x"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !x
+  %small = lowbit.alloc_shared : !lowbit.shared<[32], f32, [1], 0>
+  %x_buffer = lowbit.alloc_shared : !x_buffer
+  lowbit.copy_async %x[%c0, %c0], %x_buffer {layout = "local(2, 1).spatial(8, 8).local(1, 8)"} : !x, !x_buffer
+  lowbit.return
+}
 
 // -----
 
@@ -156,28 +150,25 @@
 // CHECK-SAME:      %[[ONE]],
 // CHECK:         llvm.inline_asm has_side_effects {{.*}}"wgmma.wait_group.sync.aligned 0;
 // CHECK-SAME:      mov.f32 $0, wgmma_sum2048;
-"lowbit.program"() ({
-^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @warpgroups(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 256, grid = [1, 1, 1], params = ["w", "y"],
+    workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>}
-    : (!llvm.ptr<1>) -> !lowbit.global<[2, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
-  %x = "lowbit.alloc_shared"() : () -> !x_buffer
-  "lowbit.barrier"() {scope = "warps", warps = 4, async_proxy} : () -> ()
-  %words = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!codes, i32, i32) -> !units
-  %units = "lowbit.reshape"(%words) : (!units) -> !units3
-  %a_codes = "lowbit.view"(%units) : (!units3) -> !a_codes
-  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %d = "lowbit.warpgroup_mma"(%a, %x, %zero) {start = 0} : (!a, !x_buffer, !d) -> !d
-  %twice = "lowbit.warpgroup_mma"(%a, %x, %d) {start = 0} : (!a, !x_buffer, !d) -> !d
-  %sums = "lowbit.warpgroup_row_sums"(%x) {start = 16, columns = 32} : (!x_buffer) -> !sums
-  %total = "lowbit.add"(%twice, %sums) : (!d, !sums) -> !d
-  "lowbit.store"(%total, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
-    operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[2, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "warpgroups", threads = 256, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
+  %codes = lowbit.global_view %pw : !llvm.ptr<1> -> !codes
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !lowbit.global<[2, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  %x = lowbit.alloc_shared : !x_buffer
+  lowbit.barrier {scope = "warps", warps = 4, async_proxy}
+  %words = lowbit.load %codes[%c0, %c0] : !codes -> !units
+  %units = lowbit.reshape %words : !units -> !units3
+  %a_codes = lowbit.view %units : !units3 -> !a_codes
+  %a = lowbit.decode %a_codes {exponent = 0} : !a_codes -> !a
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  %d = lowbit.warpgroup_mma %a, %x, %zero {start = 0} : !a, !x_buffer, !d -> !d
+  %twice = lowbit.warpgroup_mma %a, %x, %d {start = 0} : !a, !x_buffer, !d -> !d
+  %sums = lowbit.warpgroup_row_sums %x {start = 16, columns = 32} : !x_buffer -> !sums
+  %total = lowbit.add %twice, %sums : !d, !sums -> !d
+  lowbit.store %total, %y[%c0, %c0, %c0] : !d, !lowbit.global<[2, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  lowbit.return
+}
 
 // -----
 
@@ -198,26 +189,23 @@
 // CHECK-NOT:     wait_group
 // CHECK:         "mov.f32 $0, wgmma_sum2048;
 // CHECK-NOT:     wait_group
-"lowbit.program"() ({
-^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @sums_first(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 128, grid = [1, 1, 1], params = ["w", "y"],
+    workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>}
-    : (!llvm.ptr<1>) -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
-  %x = "lowbit.alloc_shared"() : () -> !x_buffer
-  %words = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!codes, i32, i32) -> !units
-  %units = "lowbit.reshape"(%words) : (!units) -> !units3
-  %a_codes = "lowbit.view"(%units) : (!units3) -> !a_codes
-  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %sums = "lowbit.warpgroup_row_sums"(%x) {start = 0, columns = 64} : (!x_buffer) -> !sums
-  %d = "lowbit.warpgroup_mma"(%a, %x, %zero) {start = 0} : (!a, !x_buffer, !d) -> !d
-  %total = "lowbit.add"(%d, %sums) : (!d, !sums) -> !d
-  "lowbit.store"(%total, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
-    operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "sums_first", threads = 128, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
+  %codes = lowbit.global_view %pw : !llvm.ptr<1> -> !codes
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  %x = lowbit.alloc_shared : !x_buffer
+  %words = lowbit.load %codes[%c0, %c0] : !codes -> !units
+  %units = lowbit.reshape %words : !units -> !units3
+  %a_codes = lowbit.view %units : !units3 -> !a_codes
+  %a = lowbit.decode %a_codes {exponent = 0} : !a_codes -> !a
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  %sums = lowbit.warpgroup_row_sums %x {start = 0, columns = 64} : !x_buffer -> !sums
+  %d = lowbit.warpgroup_mma %a, %x, %zero {start = 0} : !a, !x_buffer, !d -> !d
+  %total = lowbit.add %d, %sums : !d, !sums -> !d
+  lowbit.store %total, %y[%c0, %c0, %c0] : !d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  lowbit.return
+}
 
 // -----
 
@@ -243,30 +231,27 @@
 // CHECK:         arith.addf
 // CHECK:         llvm.inline_asm has_side_effects {{.*}}"wgmma.wait_group.sync.aligned 0;
 // CHECK-SAME:      mov.f32 $0, wgmma_sum0;
-"lowbit.program"() ({
-^bb0(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @overlap(%pw: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 128, grid = [1, 1, 1], params = ["w", "y"],
+    workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %codes = "lowbit.global_view"(%pw) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>}
-    : (!llvm.ptr<1>) -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
-  %x = "lowbit.alloc_shared"() : () -> !x_buffer
-  %words = "lowbit.load"(%codes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!codes, i32, i32) -> !units
-  %units = "lowbit.reshape"(%words) : (!units) -> !units3
-  %a_codes = "lowbit.view"(%units) : (!units3) -> !a_codes
-  %a = "lowbit.decode"(%a_codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %one = "lowbit.constant"() {value = 1.0 : f32} : () -> !d
-  %a0 = "lowbit.slice"(%a) {dim = 2, start = 0} : (!a) -> !half
-  %d0 = "lowbit.warpgroup_mma"(%a0, %x, %zero) {start = 0, overlap} : (!half, !x_buffer, !d) -> !d
-  %s0 = "lowbit.add"(%d0, %one) : (!d, !d) -> !d
-  %a1 = "lowbit.slice"(%a) {dim = 2, start = 64} : (!a) -> !half
-  %d1 = "lowbit.warpgroup_mma"(%a1, %x, %zero) {start = 64, overlap} : (!half, !x_buffer, !d) -> !d
-  %s1 = "lowbit.add"(%s0, %d1) : (!d, !d) -> !d
-  "lowbit.store"(%s1, %y, %c0, %c0, %c0) {boundary = ["none", "none", "none"],
-    operandSegmentSizes = array<i32: 1, 1, 3>} : (!d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>, i32, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "overlap", threads = 128, grid = [1, 1, 1], params = ["w", "y"], workspace = 0} : () -> ()
+  %codes = lowbit.global_view %pw : !llvm.ptr<1> -> !codes
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  %x = lowbit.alloc_shared : !x_buffer
+  %words = lowbit.load %codes[%c0, %c0] : !codes -> !units
+  %units = lowbit.reshape %words : !units -> !units3
+  %a_codes = lowbit.view %units : !units3 -> !a_codes
+  %a = lowbit.decode %a_codes {exponent = 0} : !a_codes -> !a
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  %one = lowbit.constant {value = 1.0 : f32} : !d
+  %a0 = lowbit.slice %a {dim = 2, start = 0} : !a -> !half
+  %d0 = lowbit.warpgroup_mma %a0, %x, %zero {start = 0, overlap} : !half, !x_buffer, !d -> !d
+  %s0 = lowbit.add %d0, %one : !d
+  %a1 = lowbit.slice %a {dim = 2, start = 64} : !a -> !half
+  %d1 = lowbit.warpgroup_mma %a1, %x, %zero {start = 64, overlap} : !half, !x_buffer, !d -> !d
+  %s1 = lowbit.add %s0, %d1 : !d
+  lowbit.store %s1, %y[%c0, %c0, %c0] : !d, !lowbit.global<[1, 64, 8], f32, [512, 1, 64], [1, 1, 1]>
+  lowbit.return
+}
 
 // -----
 
@@ -276,15 +261,13 @@
 // CHECK-LABEL: gpu.func @after
 // CHECK-SAME:    (%{{.*}}: !llvm.ptr<1> {llvm.align = 16 : i64},
 // CHECK-SAME:     %{{.*}}: !llvm.ptr<1> {llvm.align = 16 : i64, llvm.noalias}) kernel
-"lowbit.program"() ({
-^bb0(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>):
+lowbit.program @after(%px: !llvm.ptr<1>, %py: !llvm.ptr<1>) attributes {threads = 32, grid = [1, 1, 1], params = ["x", "y"],
+    workspace = 0} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.global_view"(%px) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
-  %y = "lowbit.global_view"(%py) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !x
-  "lowbit.grid_wait"() : () -> ()
-  %tile = "lowbit.load"(%x, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!x, i32, i32) -> !tile
-  "lowbit.store"(%tile, %y, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!tile, !x, i32, i32) -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "after", threads = 32, grid = [1, 1, 1], params = ["x", "y"], workspace = 0} : () -> ()
+  %x = lowbit.global_view %px : !llvm.ptr<1> -> !x
+  %y = lowbit.global_view %py : !llvm.ptr<1> -> !x
+  lowbit.grid_wait
+  %tile = lowbit.load %x[%c0, %c0] : !x -> !tile
+  lowbit.store %tile, %y[%c0, %c0] : !tile, !x
+  lowbit.return
+}

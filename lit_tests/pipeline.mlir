@@ -4,7 +4,7 @@
 // The whole way, from a matmul on tensors to the llvm dialect.
 
 // --stop-after leaves out the passes behind the one it names.
-// TILE:     "lowbit.program"
+// TILE:     lowbit.program
 // TILE:     num_stages = 2
 
 // CHECK-NOT:   lowbit.mma
@@ -32,6 +32,6 @@
 // CHECK-NOT:     "lowbit.
 !weight = !lowbit.packed<[64, 512], #lowbit.format<"u4", []>, 128, "none", "f16">
 func.func @matmul(%x: tensor<?x512xf16>, %w: !weight) -> tensor<?x64xf16> {
-  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x512xf16>, !weight) -> tensor<?x64xf16>
+  %y = lowbit.matmul %x, %w : tensor<?x512xf16>, !weight -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }

@@ -4,21 +4,23 @@
 
 // u4 fills units of 512 bytes every 64 columns (a chunk): [row blocks, chunks, units, lanes, words].
 // CHECK-LABEL: func.func @u4
-// CHECK:         "lowbit.matmul"
-// CHECK-SAME:    packing = {chunk = 64 : i64, codes = [4, 16, 1, 32, 4], padded_group = 128 : i64, padded_k = 1024 : i64, scales = [4, 8, 16], units = 1 : i64}
+// CHECK:         lowbit.matmul %
+// CHECK-SAME:    packing = {chunk = 64, codes = [4, 16, 1, 32, 4], padded_group = 128, padded_k = 1024, scales = [4, 8, 16],
+// CHECK:         units = 1}
 !u4 = !lowbit.packed<[64, 1024], #lowbit.format<"u4", []>, 128, "int", "f16">
 func.func @u4(%x: tensor<?x1024xf16>, %w: !u4) -> tensor<?x64xf16> {
-  %y = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>} : (tensor<?x1024xf16>, !u4) -> tensor<?x64xf16>
+  %y = lowbit.matmul %x, %w : tensor<?x1024xf16>, !u4 -> tensor<?x64xf16>
   return %y : tensor<?x64xf16>
 }
 
 // f6 has chunks of 128 columns in 3 units. 40 rows are 3 row blocks; groups of 48 columns are padded to 64.
 // CHECK-LABEL: func.func @f6
-// CHECK:         "lowbit.dequantize"
-// CHECK-SAME:    chunk = 128 : i64
-// CHECK-SAME:    padded_group = 64 : i64, padded_k = 512 : i64, scales = [3, 8, 16], units = 3 : i64
+// CHECK:         lowbit.dequantize %
+// CHECK-SAME:    chunk = 128
+// CHECK-SAME:    padded_group = 64, padded_k = 512, scales = [3, 8, 16],
+// CHECK:         units = 3
 !f6 = !lowbit.packed<[40, 384], #lowbit.format<"f6e3m2", []>, 48, "none", "f16">
 func.func @f6(%w: !f6) -> tensor<40x384xf16> {
-  %y = "lowbit.dequantize"(%w) : (!f6) -> tensor<40x384xf16>
+  %y = lowbit.dequantize %w : !f6 -> tensor<40x384xf16>
   return %y : tensor<40x384xf16>
 }

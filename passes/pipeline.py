@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from lowbit.dialect import ops
+from lowbit.dialect.assembly import print_module
 from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.signature import Param
@@ -31,6 +32,7 @@ from lowbit.passes.transforms.expand_matmul import ExpandMatmul
 from lowbit.passes.transforms.pipeline_copies import PipelineCopies
 from lowbit.passes.transforms.plan_packing import PlanPacking
 from lowbit.passes.transforms.select_schedule import SelectSchedule
+from lowbit.passes.transforms.share_constants import ShareConstants
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
@@ -39,6 +41,7 @@ PASSES: dict[str, type[Any]] = {
         SelectSchedule,
         ExpandMatmul,
         PipelineCopies,
+        ShareConstants,
         LowerTiles,
         LowerDequant,
         LowerToLLVM,
@@ -108,7 +111,7 @@ def _compile(
     with context, ir.Location.unknown():
         module = build()
         if keep:
-            stages["lowbit"] = str(module)
+            stages["lowbit"] = print_module(module)
         for stage in (stage for stage in GPU_STAGES if stage.passes):
             for step in passes_to(stage, target):
                 step.run(module)
@@ -116,7 +119,7 @@ def _compile(
             if stage.name == "gpu":
                 launches = read_launches(module)
             if keep:
-                stages[stage.name] = str(module)
+                stages[stage.name] = print_module(module)
         if lines:
             mark_lines(module)
         llvm_ir = translate(module)

@@ -17,9 +17,10 @@ class Stage:
     passes: tuple[str, ...] = ()
 
 
+TO_TILES = ("plan-packing", "select-schedule", "expand-matmul", "pipeline-copies", "share-constants")
 GPU_STAGES = (
     Stage("lowbit", "lowbit.mlir"),  # one lowbit.matmul on tensors
-    Stage("tile", "tile.mlir", ("plan-packing", "select-schedule", "expand-matmul", "pipeline-copies")),  # one block's
+    Stage("tile", "tile.mlir", TO_TILES),  # one block's program
     Stage("gpu", "gpu.mlir", ("lower-tiles", "lower-dequant")),  # one thread's program: gpu, scf, arith, nvvm
     Stage("llvm", "llvm.mlir", ("lower-to-llvm",)),  # the llvm and nvvm dialects
     Stage("ll", "ll"),  # LLVM IR, by MLIR's translation

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lowbit.dialect import ops
+from lowbit.dialect.assembly import print_module
 from lowbit.dialect.bindings import func, ir, new_context
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.packed_type import Packed, packed_type
@@ -31,7 +32,7 @@ def matmul_text(spec: MatmulSpec) -> str:
     context = new_context()
     ops.register(context)
     with context, ir.Location.unknown():
-        return str(matmul_module(spec))
+        return print_module(matmul_module(spec))
 
 
 def matmul_module(spec: MatmulSpec) -> ir.Module:

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from compiled import compile_matmul
 
+from lowbit.dialect import ops
+from lowbit.dialect.assembly import parse_module
+from lowbit.dialect.bindings import new_context
 from lowbit.dialect.irdl_export import irdl_text
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.types import Lowbit
@@ -42,9 +45,13 @@ def ask(tool: str, question: str) -> str:
 
 @pytest.fixture(scope="module")
 def stages() -> dict[str, str]:
-    """A kernel with all that the dialect has for one: groups, zeros, codes in pieces, a bias, splits."""
+    """A kernel with groups, zeros, codes in pieces, a bias and splits, in the generic form, which these tools read."""
     spec = MatmulSpec(40, 1024, "f6e3m2", group_size=128, zeros="float", scale="e8m0", bias=True)
-    return compile_matmul(spec, parse_target("sm_90a"), tokens=8, keep=True).stages
+    stages = compile_matmul(spec, parse_target("sm_90a"), tokens=8, keep=True).stages
+    context = new_context()
+    ops.register(context)
+    with context:
+        return {name: str(parse_module(stages[name])) for name in ("lowbit", "tile")}
 
 
 @pytest.fixture

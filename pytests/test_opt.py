@@ -103,12 +103,20 @@ def test_errors_show_the_place(run, tmp_path):
 
 
 @pytest.mark.parametrize(("prefix", "column"), [("  ", 3), ("  %0 = ", 8), ("%a:2 = ", 8)])
-def test_an_operation_without_quotes_is_shown(run, tmp_path, prefix, column):
+def test_an_unknown_operation_is_shown(run, tmp_path, prefix, column):
     """MLIR's parser fails there without a word."""
-    text = f"// lowbit.wait is not meant\nfunc.func @f() {{\n{prefix}lowbit.barrier : () -> ()\n  return\n}}\n"
+    text = f"// lowbit.barier is not meant\nfunc.func @f() {{\n{prefix}lowbit.barier {{warps = 1}}\n  return\n}}\n"
     code, _, err = run(text)
-    assert code == 1 and f'in.mlir:3:{column}: error: lowbit.barrier has the generic form alone; write "lowbit' in err
+    assert code == 1 and f"in.mlir:3:{column}: error: there is no operation lowbit.barier; did you mean lowb" in err
     assert f"\n{' ' * (column - 1)}^" in err
+
+
+def test_both_forms_are_read_and_printed(run):
+    for text in ('"lowbit.wait"() {pending = 2} : () -> ()', "lowbit.wait {pending = 2}"):
+        function = f"func.func @f() {{\n  {text}\n  return\n}}\n"
+        assert "\n    lowbit.wait {pending = 2}\n" in run(function)[1]
+        assert '"lowbit.wait"() {pending = 2 : i64} : () -> ()' in run(function, "--mlir-print-op-generic")[1]
+        assert "lowbit.wait {pending = 2} loc(#loc" in run(function, "--mlir-print-debuginfo")[1]
 
 
 def test_files_that_cannot_be_read(tmp_path, capsys):

@@ -58,4 +58,4 @@ def test_padded_groups(weight: str, k: int, group: int | None) -> None:
 
 def test_its_stages_can_be_read() -> None:
     stages = compile_prepack(MatmulSpec(32, 128, "u4", group_size=64), TARGET, keep=True).stages
-    assert '"lowbit.prepack"' in stages["lowbit"] and '"lowbit.encode"' in stages["tile"]
+    assert " lowbit.prepack " in stages["lowbit"] and " lowbit.encode " in stages["tile"]

@@ -13,13 +13,13 @@
 
 // CHECK-LABEL: func.func @limbs
 func.func @limbs(%x: !x, %limbs: !limbs, %codes: !codes) -> (!joined, !sums) {
-  // CHECK: %[[UNIT:.*]] = "lowbit.split_limbs"(%{{.*}}, %[[LIMBS:.*]]) {format = #lowbit.format<"u2", []>}
-  %unit = "lowbit.split_limbs"(%x, %limbs) {format = #lowbit.format<"u2", []>} : (!x, !limbs) -> !unit
-  // CHECK: "lowbit.limb_mma"(%{{.*}}, %[[LIMBS]], %[[UNIT]]) {columns = 128 : i64, start = 0 : i64}
-  %pairs = "lowbit.limb_mma"(%codes, %limbs, %unit) {start = 0, columns = 128} : (!codes, !limbs, !unit) -> !pairs
-  // CHECK: "lowbit.limb_sums"(%[[LIMBS]], %[[UNIT]]) {columns = 128 : i64, format = #lowbit.format<"u2", []>, start = 0 : i64}
-  %sums = "lowbit.limb_sums"(%limbs, %unit) {format = #lowbit.format<"u2", []>, start = 0, columns = 128} : (!limbs, !unit) -> !sums
-  // CHECK: "lowbit.join_limbs"
-  %joined = "lowbit.join_limbs"(%pairs) : (!pairs) -> !joined
+  // CHECK: %[[UNIT:.*]] = lowbit.split_limbs %{{.*}}, %[[LIMBS:.*]] {format = #lowbit.format<"u2", []>}
+  %unit = lowbit.split_limbs %x, %limbs {format = #lowbit.format<"u2", []>} : !x, !limbs -> !unit
+  // CHECK: lowbit.limb_mma %{{.*}}, %[[LIMBS]], %[[UNIT]] {columns = 128, start = 0}
+  %pairs = lowbit.limb_mma %codes, %limbs, %unit {start = 0, columns = 128} : !codes, !limbs, !unit -> !pairs
+  // CHECK: lowbit.limb_sums %[[LIMBS]], %[[UNIT]] {columns = 128, format = #lowbit.format<"u2", []>, start = 0}
+  %sums = lowbit.limb_sums %limbs, %unit {format = #lowbit.format<"u2", []>, start = 0, columns = 128} : !limbs, !unit -> !sums
+  // CHECK: lowbit.join_limbs %
+  %joined = lowbit.join_limbs %pairs : !pairs -> !joined
   return %joined, %sums : !joined, !sums
 }

@@ -7,16 +7,14 @@
 // CHECK-LABEL: func.func @tensors
 func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>, %order: tensor<256xi32>)
     -> tensor<?x64xf32> {
-  // CHECK: "lowbit.matmul"(%{{.*}}, %{{.*}}, %{{.*}}) {operandSegmentSizes = array<i32: 1, 1, 1>}
-  %y = "lowbit.matmul"(%x, %w, %bias) {operandSegmentSizes = array<i32: 1, 1, 1>}
-    : (tensor<?x256xf16>, !weight, tensor<64xf32>) -> tensor<?x64xf32>
-  // CHECK: "lowbit.matmul"(%{{.*}}, %{{.*}}) {operandSegmentSizes = array<i32: 1, 1, 0>}
-  %no_bias = "lowbit.matmul"(%x, %w) {operandSegmentSizes = array<i32: 1, 1, 0>}
-    : (tensor<?x256xf16>, !weight) -> tensor<?x64xf16>
-  // CHECK: "lowbit.dequantize"
-  %0 = "lowbit.dequantize"(%w) : (!weight) -> tensor<64x256xbf16>
-  // CHECK: "lowbit.permute"(%{{.*}}, %{{.*}}) : (tensor<?x256xf16>, tensor<256xi32>) -> tensor<?x256xf16>
-  %1 = "lowbit.permute"(%x, %order) : (tensor<?x256xf16>, tensor<256xi32>) -> tensor<?x256xf16>
+  // CHECK: lowbit.matmul %{{.*}}, %{{.*}}, %{{.*}}
+  %y = lowbit.matmul %x, %w, %bias : tensor<?x256xf16>, !weight, tensor<64xf32> -> tensor<?x64xf32>
+  // CHECK: lowbit.matmul %{{.*}}, %{{.*}}
+  %no_bias = lowbit.matmul %x, %w : tensor<?x256xf16>, !weight -> tensor<?x64xf16>
+  // CHECK: lowbit.dequantize %
+  %0 = lowbit.dequantize %w : !weight -> tensor<64x256xbf16>
+  // CHECK: lowbit.permute %{{.*}}, %{{.*}} : tensor<?x256xf16>, tensor<256xi32> -> tensor<?x256xf16>
+  %1 = lowbit.permute %x, %order : tensor<?x256xf16>, tensor<256xi32> -> tensor<?x256xf16>
   return %y : tensor<?x64xf32>
 }
 
@@ -41,113 +39,106 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>, %o
 !scales = !lowbit.reg<[16, 1], i8, "local(2, 1).spatial(8, 1).replicated(4)">
 !scales_f32 = !lowbit.reg<[16, 1], f32, "local(2, 1).spatial(8, 1).replicated(4)">
 
-// CHECK: "lowbit.program"() ({
-// CHECK-NEXT: ^bb0(%[[X:.*]]: !llvm.ptr<1>, %[[W:.*]]: !llvm.ptr<1>, %[[COUNTERS:.*]]: !llvm.ptr<1>, %[[M:.*]]: i32):
-"lowbit.program"() ({
-^bb0(%x_pointer: !llvm.ptr<1>, %w_pointer: !llvm.ptr<1>, %counters_pointer: !llvm.ptr<1>, %m: i32):
+// CHECK: lowbit.program
+// CHECK-SAME: (%[[X:.*]]: !llvm.ptr<1>, %[[W:.*]]: !llvm.ptr<1>, %[[COUNTERS:.*]]: !llvm.ptr<1>, %[[M:.*]]: i32)
+lowbit.program @everything(%x_pointer: !llvm.ptr<1>, %w_pointer: !llvm.ptr<1>, %counters_pointer: !llvm.ptr<1>,
+    %m: i32) attributes {threads = 32, grid = [1, 1, 1], params = ["x", "w", "counters", "m"], workspace = 0} {
   %c0 = arith.constant 0 : i32
-  // CHECK: "lowbit.block_id"() {axis = 0 : i64} : () -> i32
-  %block = "lowbit.block_id"() {axis = 0} : () -> i32
+  // CHECK: lowbit.block_id {axis = 0}
+  %block = lowbit.block_id {axis = 0}
 
   // Views of device memory; the size written as -1 is an operand.
-  // CHECK: "lowbit.global_view"(%[[X]], %[[M]])
-  %x = "lowbit.global_view"(%x_pointer, %m) {operandSegmentSizes = array<i32: 1, 1>} : (!llvm.ptr<1>, i32) -> !x
-  // CHECK: "lowbit.global_view"(%[[W]])
-  %w = "lowbit.global_view"(%w_pointer) {operandSegmentSizes = array<i32: 1, 0>} : (!llvm.ptr<1>) -> !codes
-  %counters = "lowbit.global_view"(%counters_pointer) {operandSegmentSizes = array<i32: 1, 0>}
-    : (!llvm.ptr<1>) -> !lowbit.global<[4], i32, [1], [1]>
-  %bytes = "lowbit.global_view"(%w_pointer) {operandSegmentSizes = array<i32: 1, 0>}
-    : (!llvm.ptr<1>) -> !lowbit.global<[16, 1], i8, [1, 1], [1, 1]>
+  // CHECK: lowbit.global_view %[[X]], %[[M]]
+  %x = lowbit.global_view %x_pointer, %m : !llvm.ptr<1> -> !x
+  // CHECK: lowbit.global_view %[[W]]
+  %w = lowbit.global_view %w_pointer : !llvm.ptr<1> -> !codes
+  %counters = lowbit.global_view %counters_pointer : !llvm.ptr<1> -> !lowbit.global<[4], i32, [1], [1]>
+  %bytes = lowbit.global_view %w_pointer : !llvm.ptr<1> -> !lowbit.global<[16, 1], i8, [1, 1], [1, 1]>
 
   // Copies to shared memory: in groups that are waited for.
-  // CHECK: "lowbit.alloc_shared"
-  // CHECK: "lowbit.stage"
-  %stages = "lowbit.alloc_shared"() : () -> !x_stages
-  %buffer = "lowbit.stage"(%stages, %c0) : (!x_stages, i32) -> !x_buffer
-  // CHECK: "lowbit.grid_wait"() : () -> ()
-  "lowbit.grid_wait"() : () -> ()
-  // CHECK: "lowbit.copy_async"
-  "lowbit.copy_async"(%x, %buffer, %block, %c0)
-    {layout = "local(2, 1).spatial(4, 8).local(1, 8)", boundary = ["zero", "none"], limit = [64, 1, 1000],
-     operandSegmentSizes = array<i32: 1, 1, 2>} : (!x, !x_buffer, i32, i32) -> ()
-  // CHECK: "lowbit.commit"
-  // CHECK: "lowbit.wait"() {pending = 0 : i64}
-  // CHECK: "lowbit.barrier"() {scope = "warps", warps = 1 : i64}
-  "lowbit.commit"() : () -> ()
-  "lowbit.wait"() {pending = 0} : () -> ()
-  "lowbit.barrier"() {scope = "warps", warps = 1} : () -> ()
+  // CHECK: lowbit.alloc_shared
+  // CHECK: lowbit.stage %
+  %stages = lowbit.alloc_shared : !x_stages
+  %buffer = lowbit.stage %stages, %c0 : !x_stages -> !x_buffer
+  // CHECK: lowbit.grid_wait
+  lowbit.grid_wait
+  // CHECK: lowbit.copy_async %
+  lowbit.copy_async %x[%block zero, %c0], %buffer {layout = "local(2, 1).spatial(4, 8).local(1, 8)", limit = [64, 1, 1000]}
+      : !x, !x_buffer
+  // CHECK: lowbit.commit
+  // CHECK: lowbit.wait {pending = 0}
+  // CHECK: lowbit.barrier {scope = "warps"}
+  lowbit.commit
+  lowbit.wait {pending = 0}
+  lowbit.barrier {scope = "warps"}
 
   // Tiles: packed codes become an operand of the tensor core.
-  // CHECK: "lowbit.load"
-  // CHECK: "lowbit.view"
-  // CHECK: "lowbit.decode"
-  // CHECK: "lowbit.load_matrix"
-  // CHECK: "lowbit.constant"
-  // CHECK: "lowbit.mma"
-  %words = "lowbit.load"(%w, %c0, %c0) {boundary = ["none", "clamp"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!codes, i32, i32) -> !units
-  %codes = "lowbit.view"(%words) : (!units) -> !a_codes
-  %a = "lowbit.decode"(%codes) {exponent = 0, operandSegmentSizes = array<i32: 1, 0>} : (!a_codes) -> !a
-  %b = "lowbit.load_matrix"(%buffer, %m) : (!x_buffer, i32) -> !b
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  %all = "lowbit.mma"(%a, %b, %zero) : (!a, !b, !d) -> !d
+  // CHECK: lowbit.load %
+  // CHECK: lowbit.view %
+  // CHECK: lowbit.decode %
+  // CHECK: lowbit.load_matrix %
+  // CHECK: lowbit.constant
+  // CHECK: lowbit.mma %
+  %words = lowbit.load %w[%c0, %c0 clamp] : !codes -> !units
+  %codes = lowbit.view %words : !units -> !a_codes
+  %a = lowbit.decode %codes {exponent = 0} : !a_codes -> !a
+  %b = lowbit.load_matrix %buffer, %m : !x_buffer -> !b
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  %all = lowbit.mma %a, %b, %zero : !a, !b, !d -> !d
 
   // A part of k: slices stay in their threads.
-  // CHECK-COUNT-2: "lowbit.slice"
-  %a_half = "lowbit.slice"(%a) {dim = 1, start = 32} : (!a) -> !a_half
-  %b_half = "lowbit.slice"(%b) {dim = 1, start = 32} : (!b) -> !b_half
-  %half = "lowbit.mma"(%a_half, %b_half, %zero) : (!a_half, !b_half, !d) -> !d
+  // CHECK-COUNT-2: lowbit.slice %
+  %a_half = lowbit.slice %a {dim = 1, start = 32} : !a -> !a_half
+  %b_half = lowbit.slice %b {dim = 1, start = 32} : !b -> !b_half
+  %half = lowbit.mma %a_half, %b_half, %zero : !a_half, !b_half, !d -> !d
 
   // Arithmetic broadcasts dims of size 1.
-  // CHECK: "lowbit.cast"(%{{.*}}) {kind = "e4m3"}
-  // CHECK: "lowbit.raise_bits"(%{{.*}}) {bits = 3 : i64, first = 3 : i64}
-  // CHECK: "lowbit.mul"
-  // CHECK: "lowbit.add"
-  // CHECK: "lowbit.fma"
-  // CHECK: "lowbit.compare"(%{{.*}}) {predicate = "lt"}
-  // CHECK: "lowbit.select"
-  // CHECK: "lowbit.div"
-  // CHECK: "lowbit.row_sums"
-  %bytes_tile = "lowbit.load"(%bytes, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!lowbit.global<[16, 1], i8, [1, 1], [1, 1]>, i32, i32) -> !scales
-  %scale = "lowbit.cast"(%bytes_tile) {kind = "e4m3"} : (!scales) -> !scales_f32
-  %raised = "lowbit.raise_bits"(%bytes_tile) {first = 3, bits = 3} : (!scales) -> !scales_f32
-  %scaled = "lowbit.mul"(%all, %scale) : (!d, !scales_f32) -> !d
-  %sum = "lowbit.add"(%scaled, %half) : (!d, !d) -> !d
-  %fused = "lowbit.fma"(%sum, %scale, %zero) : (!d, !scales_f32, !d) -> !d
-  %less = "lowbit.compare"(%all, %scale) {predicate = "lt"} : (!d, !scales_f32) -> !conditions
-  %chosen = "lowbit.select"(%less, %scale, %zero) : (!conditions, !scales_f32, !d) -> !d
-  %quotient = "lowbit.div"(%chosen, %scale) : (!d, !scales_f32) -> !d
-  %sums = "lowbit.row_sums"(%b) : (!b) -> !sums
+  // CHECK: lowbit.cast %{{.*}} {kind = "e4m3"}
+  // CHECK: lowbit.raise_bits %{{.*}} {bits = 3, first = 3}
+  // CHECK: lowbit.mul %
+  // CHECK: lowbit.add %
+  // CHECK: lowbit.fma %
+  // CHECK: lowbit.compare %{{.*}} {predicate = "lt"}
+  // CHECK: lowbit.select %
+  // CHECK: lowbit.div %
+  // CHECK: lowbit.row_sums %
+  %bytes_tile = lowbit.load %bytes[%c0, %c0] : !lowbit.global<[16, 1], i8, [1, 1], [1, 1]> -> !scales
+  %scale = lowbit.cast %bytes_tile {kind = "e4m3"} : !scales -> !scales_f32
+  %raised = lowbit.raise_bits %bytes_tile {first = 3, bits = 3} : !scales -> !scales_f32
+  %scaled = lowbit.mul %all, %scale : !d, !scales_f32 -> !d
+  %sum = lowbit.add %scaled, %half : !d
+  %fused = lowbit.fma %sum, %scale, %zero : !d, !scales_f32, !d -> !d
+  %less = lowbit.compare %all, %scale {predicate = "lt"} : !d, !scales_f32 -> !conditions
+  %chosen = lowbit.select %less, %scale, %zero : !conditions, !scales_f32, !d -> !d
+  %quotient = lowbit.div %chosen, %scale : !d, !scales_f32 -> !d
+  %sums = lowbit.row_sums %b : !b -> !sums
 
-  // CHECK: "lowbit.reshape"
-  // CHECK: "lowbit.reduce"
-  %flat = "lowbit.reshape"(%fused) : (!d) -> !d_flat
-  %reduced = "lowbit.reduce"(%flat) {dim = 0} : (!d_flat) -> !d_flat
+  // CHECK: lowbit.reshape %
+  // CHECK: lowbit.reduce %
+  %flat = lowbit.reshape %fused : !d -> !d_flat
+  %reduced = lowbit.reduce %flat {dim = 0} : !d_flat
 
-  // CHECK: "lowbit.free_shared"
-  // CHECK: "lowbit.alloc_shared"
-  // CHECK: "lowbit.copy_padded"
-  // CHECK: "lowbit.store"
-  // CHECK: "lowbit.last_arrival"
-  // CHECK: "lowbit.others_arrived"
-  // CHECK: "lowbit.grid_launch_dependents"
-  // CHECK: "lowbit.return"
-  "lowbit.barrier"() {scope = "block", warps = 1} : () -> ()
-  "lowbit.free_shared"(%stages) : (!x_stages) -> ()
-  %padded = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
-  "lowbit.copy_padded"(%x, %padded, %c0, %c0)
-    {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32, operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!x, !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>, i32, i32) -> ()
-  %out = "lowbit.alloc_shared"() : () -> !lowbit.shared<[1, 16, 8], f32, [128, 8, 1], 0>
-  "lowbit.store"(%reduced, %out, %c0, %c0, %c0) {boundary = ["none", "skip", "none"], operandSegmentSizes = array<i32: 1, 1, 3>}
-    : (!d_flat, !lowbit.shared<[1, 16, 8], f32, [128, 8, 1], 0>, i32, i32, i32) -> ()
+  // CHECK: lowbit.free_shared %
+  // CHECK: lowbit.alloc_shared
+  // CHECK: lowbit.copy_padded %
+  // CHECK: lowbit.store %
+  // CHECK: lowbit.last_arrival %
+  // CHECK: lowbit.others_arrived %
+  // CHECK: lowbit.grid_launch_dependents
+  // CHECK: lowbit.return
+  lowbit.barrier {scope = "block"}
+  lowbit.free_shared %stages : !x_stages
+  %padded = lowbit.alloc_shared : !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
+  lowbit.copy_padded %x[%c0, %c0], %padded {layout = "local(1, 8, 2).spatial(1, 1, 32)", group = 17, padded = 32}
+      : !x, !lowbit.shared<[1, 8, 64], f16, [512, 64, 1], 0>
+  %out = lowbit.alloc_shared : !lowbit.shared<[1, 16, 8], f32, [128, 8, 1], 0>
+  lowbit.store %reduced, %out[%c0, %c0 skip, %c0] : !d_flat, !lowbit.shared<[1, 16, 8], f32, [128, 8, 1], 0>
   %count = arith.constant 3 : i32
-  %last = "lowbit.last_arrival"(%counters, %c0, %count) : (!lowbit.global<[4], i32, [1], [1]>, i32, i32) -> i1
-  %others = "lowbit.others_arrived"(%counters, %c0, %count) : (!lowbit.global<[4], i32, [1], [1]>, i32, i32) -> i1
-  "lowbit.grid_launch_dependents"() : () -> ()
-  "lowbit.return"() : () -> ()
-}) {sym_name = "everything", threads = 32, grid = [1, 1, 1], params = ["x", "w", "counters", "m"], workspace = 0} : () -> ()
+  %last = lowbit.last_arrival %counters, %c0, %count : !lowbit.global<[4], i32, [1], [1]>
+  %others = lowbit.others_arrived %counters, %c0, %count : !lowbit.global<[4], i32, [1], [1]>
+  lowbit.grid_launch_dependents
+  lowbit.return
+}
 
 // -----
 
@@ -160,60 +151,55 @@ func.func @tensors(%x: tensor<?x256xf16>, %w: !weight, %bias: tensor<64xf32>, %o
 !sums = !lowbit.reg<[1, 8], f32, "replicated(32, rank=2).spatial(1, 4).local(1, 2)">
 !partial = !lowbit.shared<[64, 8], f32, [1, 68], 0>
 
-// CHECK: "lowbit.program"() ({
-"lowbit.program"() ({
+// CHECK: lowbit.program @warpgroup attributes {cluster = [1, 2, 1], fits_blocks, grid = [6, 2, 1], max_blocks = 1,
+lowbit.program @warpgroup attributes {threads = 128, grid = [6, 2, 1], workspace = 0, cluster = [1, 2, 1], max_blocks = 1,
+    fits_blocks} {
   %c0 = arith.constant 0 : i32
-  %x = "lowbit.alloc_shared"() : () -> !x_buffer
-  // CHECK: "lowbit.barrier"() {async_proxy, scope = "warps", warps = 4 : i64}
-  "lowbit.barrier"() {scope = "warps", warps = 4, async_proxy} : () -> ()
-  %a = "lowbit.constant"() {value = 1.0 : f32} : () -> !a
-  %zero = "lowbit.constant"() {value = 0.0 : f32} : () -> !d
-  // CHECK: "lowbit.warpgroup_mma"(%{{.*}}, %{{.*}}, %{{.*}}) {start = 0 : i64}
-  %d = "lowbit.warpgroup_mma"(%a, %x, %zero) {start = 0} : (!a, !x_buffer, !d) -> !d
-  // CHECK: "lowbit.warpgroup_row_sums"(%{{.*}}) {columns = 32 : i64, start = 16 : i64}
-  %sums = "lowbit.warpgroup_row_sums"(%x) {start = 16, columns = 32} : (!x_buffer) -> !sums
-  %partial = "lowbit.alloc_shared"() : () -> !partial
-  "lowbit.store"(%d, %partial, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 1, 2>}
-    : (!d, !partial, i32, i32) -> ()
-  // CHECK: "lowbit.barrier"() {scope = "cluster", warps = 1 : i64}
-  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
-  // CHECK: %[[PEER:.*]] = "lowbit.peer"
-  // CHECK-NEXT: "lowbit.load"(%[[PEER]],
-  %rank = "lowbit.block_id"() {axis = 1} : () -> i32
-  %peer = "lowbit.peer"(%partial, %rank) : (!partial, i32) -> !partial
-  %theirs = "lowbit.load"(%peer, %c0, %c0) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>}
-    : (!partial, i32, i32) -> !d
-  "lowbit.barrier"() {scope = "cluster", warps = 1} : () -> ()
-  "lowbit.return"() : () -> ()
-// CHECK: cluster = [1, 2, 1], fits_blocks, grid = [6, 2, 1], max_blocks = 1 : i64
-}) {sym_name = "warpgroup", threads = 128, grid = [6, 2, 1], params = [], workspace = 0, cluster = [1, 2, 1],
-    max_blocks = 1, fits_blocks} : () -> ()
+  %x = lowbit.alloc_shared : !x_buffer
+  // CHECK: lowbit.barrier {async_proxy, scope = "warps", warps = 4}
+  lowbit.barrier {scope = "warps", warps = 4, async_proxy}
+  %a = lowbit.constant {value = 1.0 : f32} : !a
+  %zero = lowbit.constant {value = 0.0 : f32} : !d
+  // CHECK: lowbit.warpgroup_mma %{{.*}}, %{{.*}}, %{{.*}} {start = 0}
+  %d = lowbit.warpgroup_mma %a, %x, %zero {start = 0} : !a, !x_buffer, !d -> !d
+  // CHECK: lowbit.warpgroup_row_sums %{{.*}} {columns = 32, start = 16}
+  %sums = lowbit.warpgroup_row_sums %x {start = 16, columns = 32} : !x_buffer -> !sums
+  %partial = lowbit.alloc_shared : !partial
+  lowbit.store %d, %partial[%c0, %c0] : !d, !partial
+  // CHECK: lowbit.barrier {scope = "cluster"}
+  lowbit.barrier {scope = "cluster"}
+  // CHECK: %[[PEER:.*]] = lowbit.peer %
+  // CHECK-NEXT: lowbit.load %[[PEER]][
+  %rank = lowbit.block_id {axis = 1}
+  %peer = lowbit.peer %partial, %rank : !partial
+  %theirs = lowbit.load %peer[%c0, %c0] : !partial -> !d
+  lowbit.barrier {scope = "cluster"}
+  lowbit.return
+}
 
 // -----
 
 // What is left of a format where tiles are gone: two codes of 6 bits, in a piece of 4 bits and one of 2.
 // CHECK-LABEL: func.func @registers
 func.func @registers(%low: i32, %high: i32) -> vector<2xf16> {
-  // CHECK: "lowbit.decode_pair"(%{{.*}}, %{{.*}}) {exponent = 0 : i64, format = #lowbit.format<"u6", []>, {{.*}}register = 6 : i64
-  %0 = "lowbit.decode_pair"(%low, %high) {format = #lowbit.format<"u6", []>, register = 6, exponent = 0, operandSegmentSizes = array<i32: 2>}
-    : (i32, i32) -> vector<2xf16>
+  // CHECK: lowbit.decode_pair %{{.*}}, %{{.*}} {exponent = 0, format = #lowbit.format<"u6", []>, {{.*}}register = 6
+  %0 = lowbit.decode_pair %low, %high {format = #lowbit.format<"u6", []>, register = 6, exponent = 0} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
 // A shift of an integer, twice, before the words.
 // CHECK-LABEL: func.func @register_shift
 func.func @register_shift(%shift: vector<2xf16>, %word: i32) -> vector<2xf16> {
-  // CHECK: "lowbit.decode_shifted_pair"(%{{.*}}, %{{.*}}) {exponent = 0 : i64, format = #lowbit.format<"i4", []>, {{.*}}register = 2
-  %0 = "lowbit.decode_shifted_pair"(%shift, %word) {format = #lowbit.format<"i4", []>, register = 2, exponent = 0, operandSegmentSizes = array<i32: 1, 1>}
-    : (vector<2xf16>, i32) -> vector<2xf16>
+  // CHECK: lowbit.decode_shifted_pair %{{.*}}, %{{.*}} {exponent = 0, format = #lowbit.format<"i4", []>, {{.*}}register = 2
+  %0 = lowbit.decode_shifted_pair %shift, %word {format = #lowbit.format<"i4", []>, register = 2, exponent = 0} : vector<2xf16>
   return %0 : vector<2xf16>
 }
 
 // CHECK-LABEL: func.func @register_lookup
 func.func @register_lookup(%table: !llvm.ptr<3>, %column: i32, %word: i32) -> vector<2xbf16> {
-  // CHECK: "lowbit.lookup_pair"(%{{.*}}, %{{.*}}, %{{.*}}) {format = #lowbit.format<"nf4", []>, {{.*}}register = 2
-  %0 = "lowbit.lookup_pair"(%table, %column, %word) {format = #lowbit.format<"nf4", []>, register = 2, operandSegmentSizes = array<i32: 1, 1, 1>}
-    : (!llvm.ptr<3>, i32, i32) -> vector<2xbf16>
+  // CHECK: lowbit.lookup_pair %{{.*}}, %{{.*}}, %{{.*}} {format = #lowbit.format<"nf4", []>, {{.*}}register = 2
+  %0 = lowbit.lookup_pair %table, %column, %word {format = #lowbit.format<"nf4", []>, register = 2}
+      : !llvm.ptr<3> -> vector<2xbf16>
   return %0 : vector<2xbf16>
 }
 
@@ -225,9 +211,9 @@ func.func @register_lookup(%table: !llvm.ptr<3>, %column: i32, %word: i32) -> ve
 !table = !lowbit.shared<[256, 32], i32, [32, 1], 0>
 // CHECK-LABEL: func.func @tables
 func.func @tables(%codes: !codes, %table: !table) -> !numbers {
-  // CHECK: "lowbit.fill_table"(%{{.*}}) {element = "f16", exponent = 0 : i64, format = #lowbit.format<"nf4", []>}
-  "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : (!table) -> ()
-  // CHECK: "lowbit.lookup"
-  %numbers = "lowbit.lookup"(%codes, %table) : (!codes, !table) -> !numbers
+  // CHECK: lowbit.fill_table %{{.*}} {element = "f16", exponent = 0, format = #lowbit.format<"nf4", []>}
+  lowbit.fill_table %table {format = #lowbit.format<"nf4", []>, element = "f16", exponent = 0} : !table
+  // CHECK: lowbit.lookup %
+  %numbers = lowbit.lookup %codes, %table : !codes, !table -> !numbers
   return %numbers : !numbers
 }

@@ -11,7 +11,7 @@ diagnostic without a place in the file.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,6 @@ from lowbit.dialect.bindings import ir
 
 Severity = Literal["error", "warning", "remark", "note"]
 
-_UNQUOTED = re.compile(r"^[ \t]*(?:%[^=\n]*=[ \t]*)?(?P<op>\w+\.\w+)", re.MULTILINE)
 _EXPECTATION = re.compile(
     r"expected-(?P<severity>error|warning|remark|note)\s*"
     r"(?:@(?P<where>[+-]\d+|above|below|unknown))?\s*\{\{(?P<text>.*)\}\}\s*$"
@@ -79,19 +78,6 @@ def position(location: ir.Location | None) -> tuple[int, int]:
             return next(filter(any, map(position, location.locations)), (0, 0))
         case _:
             return 0, 0
-
-
-def unquoted(text: str, operations: Container[str]) -> Diagnostic | None:
-    """Returns an error at the first of these operations without quotes, as far as each begins a line of the text.
-
-    MLIR's parser fails at an operation that has the generic form alone, and says neither why nor where.
-    """
-    for found in _UNQUOTED.finditer(text):
-        if (name := found["op"]) in operations:
-            start = found.start("op")
-            line, column = text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
-            return Diagnostic("error", f"{name} has the generic form alone; write \"{name}\"(...)", line, column)
-    return None
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowbit.dialect import ops
+from lowbit.dialect.assembly import parse_module, print_module
 from lowbit.dialect.bindings import ir, new_context, passmanager
 from lowbit.dialect.errors import LowbitError, PassError, reason
-from lowbit.dialect.types import Lowbit
-from lowbit.passes.opt.diagnostics import Diagnostic, expectations, mismatches, position, unquoted
+from lowbit.passes.opt.diagnostics import Diagnostic, expectations, mismatches, position
 from lowbit.passes.opt.options import from_text, options
 from lowbit.passes.pipeline import PASSES
 
 _CHUNK_END = re.compile(r"^// -----.*$", re.MULTILINE)
-_OPERATIONS = frozenset(operation.OPERATION_NAME for operation in Lowbit.operations)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Opt:
         """The IR after all steps, "" if one failed, and whatever was reported on the way."""
         with self.context, ir.Location.unknown(), _collect(self.context) as reported:
             try:
-                module = ir.Module.parse(chunk)
+                module = parse_module(chunk)
                 for step in self.steps:
                     step.run(module)
                     module.operation.verify()
@@ -66,13 +65,16 @@ class Opt:
                 reported.append(Diagnostic("error", str(error), *position(getattr(error, "location", None))))
             except ir.MLIRError as error:
                 if not _has_error(reported):
-                    reported.append(unquoted(chunk, _OPERATIONS) or Diagnostic("error", str(error)))
+                    reported.append(Diagnostic("error", str(error)))
             else:
                 return ("" if _has_error(reported) else result), reported
         return "", reported
 
     def _print(self, module: ir.Module) -> str:
-        asm = module.operation.get_asm(print_generic_op_form=self.generic, enable_debug_info=self.debug_info)
+        if self.generic:
+            asm = module.operation.get_asm(print_generic_op_form=True, enable_debug_info=self.debug_info)
+        else:
+            asm = print_module(module, self.debug_info)
         return asm if asm.endswith("\n") else asm + "\n"
 
 

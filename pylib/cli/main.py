@@ -128,7 +128,7 @@ def info(as_json: Json = False) -> None:
 def irdl() -> None:
     """Print the definition of the lowbit dialect in IRDL, MLIR's language for dialects.
 
-    With it, mlir-opt --irdl-file reads the operations on tensors.
+    With it, mlir-opt --irdl-file reads the operations on tensors, as lowbit opt --mlir-print-op-generic prints them.
 
     [bold]Example[/]
 
