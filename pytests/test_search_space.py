@@ -96,7 +96,8 @@ def _shape(s: Schedule) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("tile", [1, 16])
 def test_neighbours(tile: int) -> None:
-    streaming = streaming_schedules(SPEC, tile, HOPPER, FAMILIES["decode"])
+    groups = streaming_schedules(SPEC, tile, HOPPER, FAMILIES["decode"])
+    streaming = [s for group in groups for s in group.schedules]
     around = min(streaming, key=lambda s: predict(SPEC, tile, s, HOPPER))
     found = search_space.neighbours(SPEC, tile, HOPPER, around)
     assert len(found) == len(set(found)) >= 5 and around not in found

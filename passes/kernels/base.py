@@ -9,8 +9,9 @@ by this interface only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from lowbit.dialect.errors import SpecError
@@ -53,6 +54,25 @@ def check_type(name: str, value: object, default: object) -> None:
 
 
 S = TypeVar("S", bound=KernelSchedule)
+SURE = 1 - 1e-9
+"""What lower bounds of predictions are multiplied by: sums in another order differ in their last bits."""
+
+
+@dataclass(frozen=True)
+class Candidates(Generic[S]):
+    """A group of a family's candidates, which are made when they are asked for.
+
+    least  microseconds; none of them is predicted to take less
+    make   returns them, in order
+    """
+
+    least: float
+    make: Callable[[], Sequence[S]]
+
+    @cached_property
+    def schedules(self) -> Sequence[S]:
+        """The candidates, made once."""
+        return self.make()
 
 
 class KernelFamily(ABC, Generic[S]):
@@ -84,6 +104,18 @@ class KernelFamily(ABC, Generic[S]):
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[S]:
         """The few schedules from which the rule takes the one with the least predicted time."""
         return [self.schedule_type()]
+
+    def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterable[Candidates[S]]:
+        """Returns `candidates` in groups, in their order: a group whose `least` is too long need not be made."""
+        return [Candidates(0.0, lambda: self.candidates(spec, token_tile, target))]
+
+    def least_time(self, spec: MatmulSpec, token_tile: int, target: Target) -> float:
+        """Microseconds that no candidate is predicted to be below: a bound that takes less time than any prediction."""
+        return 0.0
+
+    def new_groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterable[Candidates[S]]:
+        """Returns those of `groups` that may be predicted to take less than every group of a narrower token tile."""
+        return self.groups(spec, token_tile, target)
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: S, target: Target) -> float:
         """About how many microseconds a launch takes: for comparing schedules. inf where the schedule cannot run."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily
+from lowbit.passes.kernels.base import Candidates, KernelFamily
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.target import Target
 
@@ -25,6 +26,16 @@ class PersistentFamily(KernelFamily[S]):
 
     def serves(self, schedule: S, token_tile: int) -> bool:
         return token_tile in self.chosen_for
+
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[S]:
+        return [s for group in self.groups(spec, token_tile, target) for s in group.schedules]
+
+    @abstractmethod
+    def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterator[Candidates[S]]: ...
+
+    def new_groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterable[Candidates[S]]:
+        """None: the more tokens, the more tiles a launch has, which are those of any other number of tokens."""
+        return ()
 
     def suits(self, spec: MatmulSpec, schedule: S, target: Target, measured: MatmulSpec) -> bool:
         """Tiles come in waves, which are others for other sizes: the prediction is better than a neighbour."""

@@ -8,7 +8,8 @@ docs/tuning.md says how far this is from the best.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -16,7 +17,7 @@ from typing import Any
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
+from lowbit.passes.kernels.base import Candidates, KernelFamily, KernelSchedule, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
@@ -47,6 +48,7 @@ class Chooser:
     def __init__(self, spec: MatmulSpec, target: Target) -> None:
         self._spec, self._target = spec, target
         self._predicted: dict[int, Choice] = {}
+        self._not_below: dict[int, float] = {}  # microseconds that no candidate for a token tile takes less than
 
     @cached_property
     def _families(self) -> dict[int, list[KernelFamily[Any]]]:
@@ -96,20 +98,36 @@ class Chooser:
         if self._spec.for_tokens(token_tile) != self._spec:
             return self._unfolded.expected(token_tile, tables)
         known = self._measured(token_tile, tables)
-        best = known or self._estimated(token_tile, tables)
-        for wider in self.token_tiles:
-            if wider <= token_tile:
-                continue
+        best = known or self._estimated(token_tile, tables) or self.predicted(token_tile)
+        settled = set(self.families(token_tile))  # those of which what was looked at is no less than `best`
+        for wider in (tile for tile in self.token_tiles if tile > token_tile):
             if least_time(self._spec, wider) >= best.microseconds:
                 break
             other = self._measured(wider, tables)
-            trusted = not token_tile <= FEW < wider < MOST_DECODED
-            if other is None and known is None and (trusted or token_tile == FEW):
-                found = self._estimated(wider, tables)
-                other = found if trusted or _shares_rounds(found) else None
+            if other is None and known is None:
+                other = self._of_wider(token_tile, wider, tables, best.microseconds, settled)
             if other and other.microseconds < best.microseconds:
                 best = other
         return best
+
+    def _of_wider(
+        self, token_tile: int, wider: int, tables: Sequence[Table], below: float, settled: set[KernelFamily[Any]]
+    ) -> Choice | None:
+        """Returns the choice of a wider token tile where it is trusted, None also where it does not take less time."""
+        if token_tile <= FEW < wider < MOST_DECODED:
+            return self._sharing(wider, tables, below) if token_tile == FEW else None
+        found = self._estimated(wider, tables, below, settled)
+        settled.update(self.families(wider))
+        return found
+
+    def _sharing(self, token_tile: int, tables: Sequence[Table], below: float) -> Choice | None:
+        """Returns what is expected to take the least time, if its blocks share rounds and it takes less than `below`.
+        The rule has such schedules only among the new groups of a token tile."""
+        new = self._find(token_tile, below, self.families(token_tile))
+        if new is None and self._neighbour(token_tile, tables) is None:
+            return None
+        found = self._estimated(token_tile, tables, below)
+        return found if found and _shares_rounds(found) else None
 
     @cached_property
     def _unfolded(self) -> Chooser:
@@ -124,15 +142,21 @@ class Chooser:
                 return Choice(entry.schedule, entry.microseconds)
         return None
 
-    def _estimated(self, token_tile: int, tables: Sequence[Table]) -> Choice:
-        """Returns the rule's schedule, or that of the nearest neighbour, whichever is expected to take less time.
+    def _estimated(
+        self,
+        token_tile: int,
+        tables: Sequence[Table],
+        below: float = math.inf,
+        settled: Collection[KernelFamily[Any]] = (),
+    ) -> Choice | None:
+        """Returns the rule's schedule, or that of the nearest neighbour, whichever is expected to take less time; None
+        where it is the rule's, and not expected to take less than `below`.
 
         A neighbour's is expected to take what is predicted, times what the prediction was off there; the further apart
         the two are, the less that counts.
         """
-        rule = self.predicted(token_tile)
         near = None if token_tile > MOST_DECODED and self.any_tiles else self._neighbour(token_tile, tables)
-        return min(near or rule, rule, key=lambda choice: choice.microseconds)
+        return self._predicted_below(token_tile, min(below, near.microseconds) if near else below, settled) or near
 
     def _neighbour(self, token_tile: int, tables: Sequence[Table]) -> Choice | None:
         spec, target = self._spec, self._target
@@ -153,15 +177,52 @@ class Chooser:
         predicted time."""
         if self._spec.for_tokens(token_tile) != self._spec:
             return self._unfolded.predicted(token_tile)
-        if token_tile not in self._predicted:
-            spec, target = self._spec, self._target
-            found = [
-                Choice(schedule, family.predict(spec, token_tile, schedule, target))
-                for family in self.families(token_tile)
-                for schedule in family.candidates(spec, token_tile, target)
-            ]
-            self._predicted[token_tile] = min(found, key=lambda choice: choice.microseconds)
-        return self._predicted[token_tile]
+        found = self._predicted_below(token_tile, math.inf)
+        if found is None:  # a family has a candidate for each of its token tiles
+            raise AssertionError(f"no schedule for {token_tile} tokens of ({self._spec}) on {self._target}")
+        return found
+
+    def _predicted_below(
+        self, token_tile: int, below: float, settled: Collection[KernelFamily[Any]] = ()
+    ) -> Choice | None:
+        """Returns the rule's choice, or None if it is predicted to take `below` or longer.
+
+        settled: families of which no candidate for a narrower token tile is predicted to take less than `below`
+        """
+        if token_tile not in self._predicted and below > self._not_below.get(token_tile, 0.0):
+            if found := self._find(token_tile, below, settled):
+                self._predicted[token_tile] = found
+            else:
+                self._not_below[token_tile] = below
+        choice = self._predicted.get(token_tile)
+        return choice if choice and choice.microseconds < below else None
+
+    def _find(self, token_tile: int, below: float, settled: Collection[KernelFamily[Any]]) -> Choice | None:
+        """Returns the first of all candidates with the least predicted time, if it is less than `below`.
+
+        Groups of candidates are made in the order of their bounds, until a bound is longer than what was found.
+        """
+        spec, target, limit = self._spec, self._target, below
+        best: tuple[float, int, KernelSchedule] | None = None
+        groups = sorted(enumerate(self._groups(token_tile, below, settled)), key=lambda each: each[1][1].least)
+        for place, (family, group) in groups:
+            if group.least > limit or group.least >= below:
+                break
+            for s in group.schedules:
+                time = family.predict(spec, token_tile, s, target)
+                if time < below and (best is None or (time, place) < best[:2]):
+                    best, limit = (time, place, s), time
+        return Choice(best[2], best[0]) if best else None
+
+    def _groups(
+        self, token_tile: int, below: float, settled: Collection[KernelFamily[Any]]
+    ) -> Iterator[tuple[KernelFamily[Any], Candidates[Any]]]:
+        """Yields the groups of families that may have candidates predicted to take less than `below`."""
+        spec, target = self._spec, self._target
+        for family in self.families(token_tile):
+            if family.least_time(spec, token_tile, target) < below:
+                groups = family.new_groups if family in settled else family.groups
+                yield from ((family, group) for group in groups(spec, token_tile, target))
 
 
 def _shares_rounds(choice: Choice) -> bool:

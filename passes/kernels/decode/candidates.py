@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from lowbit.dialect.formats.integer_limbs import PIECE
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily
-from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, spills
+from lowbit.passes.kernels.base import Candidates, KernelFamily
+from lowbit.passes.kernels.decode.bounds import Bounds
+from lowbit.passes.kernels.decode.cost_model import blocks_per_sm, costs_of, spills
 from lowbit.passes.kernels.decode.legality import (
     can_spread,
     enough_blocks,
@@ -113,9 +115,10 @@ def preloaded_schedule(
     return None
 
 
-def streaming_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
-    """Some dozens of a family's schedules with a copy pipeline that are allowed: few enough to predict them all in
-    about two milliseconds. Never empty."""
+def streaming_schedules(
+    spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]
+) -> list[Candidates[S]]:
+    """Some dozens of a family's schedules with a copy pipeline that are allowed, by shape. Never empty."""
     if token_tile > 1 and can_use_wgmma(spec, target):
         # Twelve warps add up 64 rows by a third of their threads, which have no registers for 128 tokens.
         shapes = [shape for shape in _WGMMA if token_tile <= 64 or shape[2] != 3]
@@ -124,10 +127,22 @@ def streaming_schedules(spec: MatmulSpec, token_tile: int, target: Target, famil
         found = list(_shaped(family, spec, target, _WITHOUT_WGMMA, token_tile))
     else:
         found = _of_one_token(spec, target, family)
-    return found or _least_schedules(spec, token_tile, target, family)
+
+    def if_none() -> list[S]:
+        some = any(group.schedules for group in sorted(found, key=lambda group: group.least))
+        return [] if some else _least_schedules(spec, token_tile, target, family)
+
+    return [*found, Candidates(least_time(spec, token_tile, target, family), if_none)]
 
 
-def _of_one_token(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[S]:
+def least_time(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> float:
+    """Microseconds that no candidate is predicted to be below."""
+    integers = family.schedule_type.integer_mma
+    kinds = {False, token_tile > 1 and can_use_wgmma(spec, target)}
+    return min(Bounds(spec, token_tile, target, costs_of(wgmma, integers), wgmma).of_all() for wgmma in kinds)
+
+
+def _of_one_token(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> list[Candidates[S]]:
     """Schedules for one token: spread over the columns of a product where groups are small, since four lanes scale the
     same sums otherwise. Integers in groups of 32 without zeros are as fast without that, and faster in small matrices:
     blocks begin sooner.
@@ -138,9 +153,9 @@ def _of_one_token(spec: MatmulSpec, target: Target, family: KernelFamily[S]) -> 
     small = can_spread(spec) and group <= SMALL_GROUP
     found = list(_shaped(family, spec, target, _SPREAD, 1, spread_k=True)) if small else []
     plain = group == SMALL_GROUP and spec.dtype.kind in ("uint", "int") and spec.zeros == "none" and not spec.bilevel
-    if found and not plain:
+    if not plain and any(group.schedules for group in found):
         return found
-    return found + list(_shaped(family, spec, target, _ONE_TOKEN, 8))
+    return found + list(_shaped(family, spec, target, _ONE_TOKEN, 8, token_tile=1))
 
 
 def _least_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: KernelFamily[S]) -> list[S]:
@@ -153,7 +168,9 @@ def _least_schedules(spec: MatmulSpec, token_tile: int, target: Target, family: 
     return [s for s in fitting if s.warps_k <= KernelPlan(spec, s).steps] or fitting[-1:]
 
 
-def integer_schedules(spec: MatmulSpec, target: Target, family: KernelFamily[IntegerSchedule]) -> list[IntegerSchedule]:
+def integer_schedules(
+    spec: MatmulSpec, target: Target, family: KernelFamily[IntegerSchedule]
+) -> list[Candidates[IntegerSchedule]]:
     """The same for one token in integers, which pays for codes of 1 and 2 bits: with more, memory is the bound."""
     if spec.packing.bits > 2 or not has_integer_mma(spec):
         return []
@@ -168,32 +185,63 @@ def _shaped(
     tokens: int,
     wgmma: bool = False,
     spread_k: bool = False,
-) -> Iterator[S]:
-    """The family's schedules of these shapes that are allowed, do not spill and have two rounds or more."""
-    processors, chunk, kind = target.multiprocessors, spec.packing.chunk, family.schedule_type
-    overlapping = target.has_clusters and not wgmma  # kernels of mma.sync of which the next one starts early
-    least = spec.x.per_panel if wgmma else PIECE if kind.integer_mma else SPREAD if spread_k else chunk
+    token_tile: int = 0,
+) -> Iterator[Candidates[S]]:
+    """The family's schedules of these shapes that are allowed, do not spill and have two rounds or more; token_tile:
+    what they are for, unless it is `tokens`."""
+    chunk, integers = spec.packing.chunk, family.schedule_type.integer_mma
+    least = spec.x.per_panel if wgmma else PIECE if integers else SPREAD if spread_k else chunk
     steps = [step for step in (256, 128, 64, 32) if step % chunk == step % least == 0 and group_fits(spec, step)]
     # The wider x is, the less room there is for long steps; those of small groups take few, as factors do per step.
     steps = steps[: 3 if tokens > 128 else 1 if spread_k else 2]
-    for (row_blocks, warps_n, warps_k), split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
+    if not steps:
+        return
+    sums = 1 if integers or spread_k else max(8, tokens)
+    bounds = Bounds(spec, token_tile or tokens, target, costs_of(wgmma, integers), wgmma)
+    for shape, split_k in itertools.product(shapes, (1, 2, 4, 8) if wgmma else (1, 2, 4)):
+        row_blocks, warps_n, _ = shape
         blocks = -(-spec.n // (16 * row_blocks * warps_n)) * split_k
-        if split_k > 1 and blocks > (6 if wgmma else 2) * processors:
+        if split_k == 1 or blocks <= (6 if wgmma else 2) * target.multiprocessors:
+            block = _Block(tokens, *shape, split_k, wgmma, spread_k, enough_blocks(blocks, target) if wgmma else 0)
+            least = bounds.of_shape(*shape, split_k, step_k=steps[0], sums=sums)
+            yield Candidates(least, partial(_of_block, family, spec, target, block, steps))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What the candidates of a group have in common: fields of `Schedule`."""
+
+    tokens: int
+    row_blocks: int
+    warps_n: int
+    warps_k: int
+    split_k: int
+    wgmma: bool
+    spread_k: bool
+    max_blocks_per_sm: int
+
+
+def _of_block(
+    family: KernelFamily[S], spec: MatmulSpec, target: Target, block: _Block, steps: Sequence[int]
+) -> list[S]:
+    """The candidates with such blocks: with steps of one of these lengths, in two or three stages."""
+    overlapping = target.has_clusters and not block.wgmma  # kernels of mma.sync of which the next one starts early
+    refill: Refill = usual_refill(block.tokens, block.warps_n) if block.wgmma else "before_mma"
+    cluster = block.split_k if target.has_clusters else 1
+    found: list[S] = []
+    # Of equals the first is taken: with mma.sync that with more bytes under way, as measured on Hopper.
+    for step, num_stages in itertools.product(steps, (3, 2) if overlapping else (2, 3)):
+        if spec.packing.padded_k <= step * block.warps_k * block.split_k:  # one round
             continue
-        cluster = split_k if target.has_clusters else 1
-        most = enough_blocks(blocks, target) if wgmma else 0
-        # Of equals the first is taken: with mma.sync that with more bytes under way, as measured on Hopper.
-        for step, num_stages in itertools.product(steps, (3, 2) if overlapping else (2, 3)):
-            if spec.packing.padded_k <= step * warps_k * split_k:  # one round
-                continue
-            shape = (tokens, row_blocks, warps_n, warps_k, step, num_stages, split_k, cluster)
-            refill = usual_refill(tokens, warps_n) if wgmma else "before_mma"
-            s = kind(*shape, wgmma, most, refill=refill, spread_k=spread_k)
-            # More stages than rounds are a tenth to a third slower than two.
-            if (spread_k or overlapping) and num_stages > KernelPlan(spec, s).rounds:
-                continue
-            if not spills(spec, s, target) and family.allows(spec, s, target):
-                yield s if wgmma else without_room(spec, s, target)
+        s = family.schedule_type(
+            **vars(block), step_k=step, num_stages=num_stages, cluster=cluster, refill=refill
+        )
+        # More stages than rounds are a tenth to a third slower than two.
+        if (block.spread_k or overlapping) and num_stages > KernelPlan(spec, s).rounds:
+            continue
+        if not spills(spec, s, target) and family.allows(spec, s, target):
+            found.append(s if block.wgmma else without_room(spec, s, target))
+    return found
 
 
 def without_room(spec: MatmulSpec, s: S, target: Target) -> S:

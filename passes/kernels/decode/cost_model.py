@@ -112,14 +112,19 @@ def predict(spec: MatmulSpec, token_tile: int, s: Schedule, target: Target) -> f
     if not fitting:
         return math.inf
     launch = _Launch(spec, token_tile, s, target, fitting)
-    return (launch.work() + launch.ends()) * _correction(spec, token_tile, s)
+    return (launch.work() + launch.ends()) * correction(spec, token_tile, s.wgmma, s.cluster)
 
 
-def _correction(spec: MatmulSpec, token_tile: int, s: Schedule) -> float:
+def correction(spec: MatmulSpec, token_tile: int, wgmma: bool, cluster: int) -> float:
     """A factor for more than 64 tokens, with which times are comparable to those of the prefill kernels."""
-    if token_tile <= 64 or not s.wgmma:
+    if token_tile <= 64 or not wgmma:
         return 1.0
-    return WIDE_BYTES if spec.compute else WIDE if s.cluster <= 2 else 1.0
+    return WIDE_BYTES if spec.compute else WIDE if cluster <= 2 else 1.0
+
+
+def costs_of(wgmma: bool, integer_mma: bool) -> Costs:
+    """The constants of a kind of kernel."""
+    return WGMMA if wgmma else INTEGER if integer_mma else MMA
 
 
 class _Launch:
@@ -128,7 +133,7 @@ class _Launch:
     def __init__(self, spec: MatmulSpec, token_tile: int, s: Schedule, target: Target, fitting: int) -> None:
         """fitting: blocks that a multiprocessor has room for."""
         self.spec, self.token_tile, self.schedule, self.fitting = spec, token_tile, s, fitting
-        self.costs = WGMMA if s.wgmma else INTEGER if s.integer_mma else MMA
+        self.costs = costs_of(s.wgmma, s.integer_mma)
         self.plan, self.processors = KernelPlan(spec, s), target.multiprocessors
         self.waves = self.plan.tiles * s.split_k / (self.processors * (REACH if s.cluster > 2 else 1.0))
         self.side_by_side = min(fitting, self.waves)
@@ -197,7 +202,7 @@ class _Launch:
         s, spec, costs = self.schedule, self.spec, self.costs
         if self.in_place:
             return SCALED
-        decode = _decode_clocks(self.plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
+        decode = decode_clocks(self.plan, costs) + (SPLIT_LIMBS / s.row_blocks if s.integer_mma else 0.0)
         if spec.group_size:  # sums or, where that is less, weights are scaled
             scaled = 1.0 if self.plan.rounds_scales else s.mma_columns / min(spec.group_size, s.step_k)
             scaled /= COLUMNS if s.spread_k else 1
@@ -282,7 +287,8 @@ def blocks_per_sm(spec: MatmulSpec, s: Schedule, target: Target) -> int:
     return min(fitting, most or fitting)
 
 
-def _decode_clocks(plan: KernelPlan, costs: Costs) -> float:
+def decode_clocks(plan: KernelPlan, costs: Costs) -> float:
+    """Clocks of a multiprocessor to decode 256 codes."""
     spec = plan.spec
     if spec.dtype.kind == "table":
         return costs.decode_table

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelFamily, Operation
+from lowbit.passes.kernels.base import Candidates, KernelFamily, Operation
 from lowbit.passes.kernels.decode import candidates, cost_model, legality, search_space
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import IntegerSchedule, Schedule
@@ -26,6 +27,15 @@ class StreamingFamily(KernelFamily[S]):
 
     def serves(self, schedule: S, token_tile: int) -> bool:
         return schedule.tokens in (token_tile, max(8, token_tile))  # a tile of eight is for one token, too
+
+    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[S]:
+        return [s for group in self.groups(spec, token_tile, target) for s in group.schedules]
+
+    def least_time(self, spec: MatmulSpec, token_tile: int, target: Target) -> float:
+        return candidates.least_time(spec, token_tile, target, self)
+
+    @abstractmethod
+    def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Candidates[S]]: ...
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: S, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)
@@ -61,9 +71,11 @@ class Decode(StreamingFamily[Schedule]):
     def token_tile_limit(self, spec: MatmulSpec, target: Target) -> str:
         return candidates.token_tile_limit(spec, target)
 
-    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Schedule]:
+    def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Candidates[Schedule]]:
         preloaded = candidates.preloaded_schedule(spec, token_tile, target, self)
-        return [preloaded] if preloaded else candidates.streaming_schedules(spec, token_tile, target, self)
+        if preloaded:
+            return [Candidates(0.0, lambda: [preloaded])]
+        return candidates.streaming_schedules(spec, token_tile, target, self)
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Schedule]:
         return search_space.all_schedules(spec, token_tile, target, self)
@@ -84,7 +96,7 @@ class DecodeInteger(StreamingFamily[IntegerSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         return (1,) if legality.has_integer_mma(spec) and not spec.compute else ()
 
-    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[IntegerSchedule]:
+    def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Candidates[IntegerSchedule]]:
         return candidates.integer_schedules(spec, target, self)
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[IntegerSchedule]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import Operation
+from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.decode import candidates, search_space
 from lowbit.passes.kernels.decode.family import StreamingFamily
 from lowbit.passes.kernels.eight_bit.schedule import EightBitSchedule
@@ -33,10 +34,10 @@ class EightBit(StreamingFamily[EightBitSchedule]):
         tiles = candidates.token_tiles(spec, target) if spec.multiplies_codes else ()
         return tuple(tile for tile in tiles if tile > 1)  # eight are for one, too
 
-    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitSchedule]:
+    def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[Candidates[EightBitSchedule]]:
         check_compute(spec, target)
         found = candidates.streaming_schedules(spec, token_tile, target, self)
-        return [replace(s, overlap_groups=True) if _has_room_to_overlap(spec, s) else s for s in found]
+        return [Candidates(group.least, partial(_overlapping, spec, group)) for group in found]
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitSchedule]:
         return search_space.all_schedules(spec, token_tile, target, self)
@@ -52,6 +53,11 @@ class EightBit(StreamingFamily[EightBitSchedule]):
         from lowbit.passes.kernels.eight_bit.kernel import eight_bit_matmul
 
         return eight_bit_matmul(spec, schedule)
+
+
+def _overlapping(spec: MatmulSpec, group: Candidates[EightBitSchedule]) -> list[EightBitSchedule]:
+    """The schedules of a group, with products that overlap where there is room."""
+    return [replace(s, overlap_groups=True) if _has_room_to_overlap(spec, s) else s for s in group.schedules]
 
 
 def _has_room_to_overlap(spec: MatmulSpec, s: EightBitSchedule) -> bool:

@@ -10,44 +10,45 @@ from __future__ import annotations
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
-from lowbit.passes.kernels.prefill.cost_model import both, exchange, late, margin, streamed, waves_of
+from lowbit.passes.kernels.prefill.cost_model import both, clusters, exchange, late, margin, streamed, waves_of
 from lowbit.passes.kernels.prefill.plan import TileShape
 from lowbit.passes.target import Target
 
-_LAUNCH = 1.9  # microseconds of a launch that the one before does not hide
+LAUNCH = 1.9  # microseconds of a launch that the one before does not hide
 _PER_TOKEN = 0.00214  # of products: of a token of a tile and 128 columns,
 _PER_SUM = 0.00067  # and of a token and product that is added to sums in f32
 _PER_PANEL = 0.112  # of decoding: of a panel,
 _DECODING = 0.146  # and of 128 columns,
 _FOLDING, _TABLE, _WIDE = 0.134, 0.051, 0.027  # more if scales are folded in, and of tables and codes of 8 bits
 _SHOWN = 0.62  # of the shorter of products and decoding, which is not hidden behind the longer
-_END_PER_TOKEN = 0.0065  # of the end of a tile
-_MULTICAST = 0.973  # times as long, where blocks of a cluster share x of wide tiles and are in the middle of their work
+END_PER_TOKEN = 0.0065  # of the end of a tile
+MULTICAST = 0.973  # times as long, where blocks of a cluster share x of wide tiles and are in the middle of their work
 _NARROW = 128  # tokens up to which sharing x gains nothing
-_EXCHANGE = 1.0  # where blocks split k: until the first sums are there
-_MEMORY = 4.5e6  # bytes per microsecond
+EXCHANGE = 1.0  # where blocks split k: until the first sums are there
+MEMORY = 4.5e6  # bytes per microsecond
 
 
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = EightBitPrefillPlan(spec, s)
     if s.streams:
-        tiles = streamed(plan, tokens, _round(plan, s.tokens), _END_PER_TOKEN * s.tokens, target)
-        return max(_LAUNCH + tiles, spec.bytes / _MEMORY) * margin(s)
+        shares = plan.shares(tokens, clusters(s, target))
+        tiles = streamed(s, shares, time_of_round(plan, s.tokens), END_PER_TOKEN * s.tokens)
+        return max(LAUNCH + tiles, spec.bytes / MEMORY) * margin(s)
     waves = waves_of(plan, tokens, target)
-    sharing = _MULTICAST if s.cluster > 1 and waves.count > 1 and s.tokens > _NARROW else 1.0
+    sharing = MULTICAST if s.cluster > 1 and waves.count > 1 and s.tokens > _NARROW else 1.0
     tiles = waves.full * _tile(plan, plan.whole, sharing) + (waves.busy > 0) * _tile(plan, waves.last, sharing)
-    return max(_LAUNCH + late(s, target) + tiles, spec.bytes / _MEMORY) * margin(s)
+    return max(LAUNCH + late(s, target) + tiles, spec.bytes / MEMORY) * margin(s)
 
 
 def _tile(plan: EightBitPrefillPlan, shape: TileShape, sharing: float) -> float:
     """Microseconds of a tile or slice; sharing: what the time of its rounds is multiplied by."""
-    end = _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE)
-    return shape.rounds * _round(plan, shape.tokens) * sharing + end
+    end = END_PER_TOKEN * shape.share + exchange(shape, EXCHANGE)
+    return shape.rounds * time_of_round(plan, shape.tokens) * sharing + end
 
 
-def _round(plan: EightBitPrefillPlan, tokens: int) -> float:
-    """Microseconds of a round."""
+def time_of_round(plan: EightBitPrefillPlan, tokens: int) -> float:
+    """Microseconds of a round of a tile of so many tokens."""
     spec, columns = plan.spec, plan.step / 128
     added = 0 if plan.keeps_sums else sum(len(list(plan.products(panel))) for panel in range(plan.panels))
     products = (columns * _PER_TOKEN + added * _PER_SUM) * tokens

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.formats.byte_codes import MOST_UNFOLDED
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import Operation
+from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.decode.schedule import TOKEN_TILES as FEW_TILES
 from lowbit.passes.kernels.eight_bit_prefill import cost_model, legality
+from lowbit.passes.kernels.eight_bit_prefill.bounds import eight_bit_prefill_bounds
 from lowbit.passes.kernels.eight_bit_prefill.plan import EightBitPrefillPlan
 from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSchedule
 from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill.cuts import with_cuts
+from lowbit.passes.kernels.prefill.family import FEW, kinds, shared_kinds
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
-from lowbit.passes.kernels.prefill.family import kinds
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
 from lowbit.passes.target import Target
 
@@ -43,26 +45,57 @@ class EightBitPrefill(PersistentFamily[EightBitPrefillSchedule]):
     chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
-        return served_tiles(spec) if spec.compute and self.candidates(spec, TOKEN_TILES[0], target) else ()
+        if not spec.compute or not target.has_wgmma:
+            return ()
+        groups = self.groups(spec, TOKEN_TILES[0], target)
+        return served_tiles(spec) if any(group.schedules for group in groups) else ()
 
-    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
-        """Returns for every tile the first of `_PRODUCTS` with registers enough, and wide panels for few tokens.
+    def groups(
+        self, spec: MatmulSpec, token_tile: int, target: Target
+    ) -> Iterator[Candidates[EightBitPrefillSchedule]]:
+        """Yields a group for every kind. Scaled weights have a small tile in any case: no other kernel has them."""
+        every = kinds(EightBitPrefillSchedule, _TOKENS, spec, token_tile, target)
+        found = list(self._groups(spec, token_tile, target, every))
+        yield from found
+        if spec.folds:
+            yield Candidates(self.least_time(spec, token_tile, target), partial(self._small, spec, target, found))
 
-        Scaled weights get narrow panels where these would spill, and a small tile in any case: no other kernel has
-        them.
-        """
-        found: list[EightBitPrefillSchedule] = []
-        for kind in kinds(EightBitPrefillSchedule, _TOKENS, spec, token_tile, target):
-            few_tokens = [_WIDE, _NARROW] if spec.folds else [_WIDE]
-            panels = [_NARROW] if kind.tokens > 64 else few_tokens
-            fitting = (s for s in _schedules(kind, panels) if self.fits(spec, s, target))
-            found += islice(fitting, 1)
-        found = [s for s in found if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
-        found = [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
-        if spec.folds and not found:
-            small = _schedules(EightBitPrefillSchedule(_TOKENS[0]), [_NARROW])
-            found = [s for s in small if self.allows(spec, s, target)]
-        return found
+    def new_groups(
+        self, spec: MatmulSpec, token_tile: int, target: Target
+    ) -> Iterator[Candidates[EightBitPrefillSchedule]]:
+        every = shared_kinds(EightBitPrefillSchedule, spec, token_tile, target)
+        return self._groups(spec, token_tile, target, every)
+
+    def _groups(
+        self, spec: MatmulSpec, token_tile: int, target: Target, every: Iterable[EightBitPrefillSchedule]
+    ) -> Iterator[Candidates[EightBitPrefillSchedule]]:
+        bounds = eight_bit_prefill_bounds(spec)
+        for kind in every:
+            least = bounds.of_kind(spec, kind, token_tile, target)
+            yield Candidates(least, partial(self._of_kind, spec, token_tile, target, kind))
+
+    def least_time(self, spec: MatmulSpec, token_tile: int, target: Target) -> float:
+        return eight_bit_prefill_bounds(spec).of_all(spec, token_tile, target, shares=token_tile <= FEW)
+
+    def _of_kind(
+        self, spec: MatmulSpec, token_tile: int, target: Target, kind: EightBitPrefillSchedule
+    ) -> list[EightBitPrefillSchedule]:
+        """The first of `_PRODUCTS` with registers enough, in wide panels for few tokens, and its cuts. Scaled weights
+        get narrow panels where these would spill."""
+        few_tokens = [_WIDE, _NARROW] if spec.folds else [_WIDE]
+        panels = [_NARROW] if kind.tokens > 64 else few_tokens
+        fitting = (s for s in _schedules(kind, panels) if self.fits(spec, s, target))
+        found = [s for s in islice(fitting, 1) if spec.n > ROWS_OF_TILE * (s.cluster - 1)]
+        return [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
+
+    def _small(
+        self, spec: MatmulSpec, target: Target, others: Sequence[Candidates[EightBitPrefillSchedule]]
+    ) -> list[EightBitPrefillSchedule]:
+        """Small tiles, whether they spill or not, where there are no others."""
+        if any(group.schedules for group in sorted(others, key=lambda group: group.least)):
+            return []
+        small = _schedules(EightBitPrefillSchedule(_TOKENS[0]), [_NARROW])
+        return [s for s in small if self.allows(spec, s, target)]
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[EightBitPrefillSchedule]:
         every_kind = kinds(EightBitPrefillSchedule, _TOKENS, spec, token_tile, target)

@@ -22,8 +22,12 @@ _ADD = {"f8e4m3": 4.0, "i8": 8.0}  # to add a product of 16 x 8 to sums in f32
 def predict(spec: MatmulSpec, tokens: int, s: EightBitPrefillMmaSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes."""
     plan = EightBitPrefillMmaPlan(spec, s)
-    decode = _FOLD if spec.folds else _DECODE[spec.dtype.kind] + _ZEROS * (spec.zeros == "int")
-    return predict_tiles(plan, tokens, decode + _add(plan), target)
+    return predict_tiles(plan, tokens, decoding(spec) + _add(plan), target)
+
+
+def decoding(spec: MatmulSpec) -> float:
+    """Instructions of a warp for a fragment of weights, besides its products and their sums."""
+    return _FOLD if spec.folds else _DECODE[spec.dtype.kind] + _ZEROS * (spec.zeros == "int")
 
 
 def _add(plan: EightBitPrefillMmaPlan) -> float:

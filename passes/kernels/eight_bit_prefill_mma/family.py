@@ -9,7 +9,9 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import Operation
 from lowbit.passes.kernels.eight_bit_prefill.family import TOKEN_TILES, served_tiles
 from lowbit.passes.kernels.eight_bit_prefill_mma import cost_model, legality
+from lowbit.passes.kernels.eight_bit_prefill_mma.plan import EightBitPrefillMmaPlan
 from lowbit.passes.kernels.eight_bit_prefill_mma.schedule import EightBitPrefillMmaSchedule
+from lowbit.passes.kernels.prefill_mma.cost_model import least_time_of_tiles
 from lowbit.passes.kernels.prefill_mma.family import PersistentMmaFamily
 from lowbit.passes.target import Target
 
@@ -28,8 +30,14 @@ class EightBitPrefillMma(PersistentMmaFamily[EightBitPrefillMmaSchedule]):
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         """All of them: there is no other way to multiply x of 8 bits but launches that each read the whole weight."""
-        serves = spec.compute and not target.has_wgmma and self.candidates(spec, TOKEN_TILES[0], target)
-        return served_tiles(spec, MOST_UNFOLDED + 1) if serves else ()
+        if not spec.compute or target.has_wgmma:
+            return ()
+        groups = self.groups(spec, TOKEN_TILES[0], target)
+        return served_tiles(spec, MOST_UNFOLDED + 1) if any(group.schedules for group in groups) else ()
+
+    def least(self, spec: MatmulSpec, token_tile: int, tile: EightBitPrefillMmaSchedule, target: Target) -> float:
+        plan, most_k = EightBitPrefillMmaPlan(spec, tile), max(panel_k for panel_k, _ in self.panels)
+        return least_time_of_tiles(plan, token_tile, cost_model.decoding(spec), most_k, target)
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: EightBitPrefillMmaSchedule, target: Target) -> float:
         return cost_model.predict(spec, token_tile, schedule, target)

@@ -12,26 +12,26 @@ import math
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.legality import exchanged_bytes
-from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape, Waves
+from lowbit.passes.kernels.prefill.plan import PrefillPlan, Shares, TileShape, Waves
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, PrefillSchedule
 from lowbit.passes.target import Target
 
-_LAUNCH = 1.0  # microseconds of a launch that the one before does not hide,
+LAUNCH = 1.0  # microseconds of a launch that the one before does not hide,
 _LATE = 2.5  # and until blocks start that find room only when others have ended
 _PER_TOKEN = 0.00218  # of products: of a token of a tile and 64 columns,
 _PER_COLUMNS = 0.057  # and of 64 columns whatever the tokens
 _PER_PANEL = 0.25  # of decoding: of a panel,
 _DECODING = {"uint": 0.1, "int": 0.1, "float": 0.14, "table": 0.14}  # and of 64 columns
 _SHOWN = 0.2  # of the shorter of products and decoding, which is not hidden behind the longer
-_END_PER_TOKEN = 0.0026  # of the end of a tile
-_MULTICAST = 0.974  # times as long, where blocks of a cluster share x and are in the middle of their work
-_IDLE = 0.2  # less of their time in a single wave, if all other multiprocessors were idle
-_EXCHANGE, _SENT = 2.0, 100e3  # where blocks split k: until sums are there, and bytes per microsecond
-_MEETING = 3.0  # where blocks share rounds: until the last one of a tile knows that it is,
+END_PER_TOKEN = 0.0026  # of the end of a tile
+MULTICAST = 0.974  # times as long, where blocks of a cluster share x and are in the middle of their work
+IDLE = 0.2  # less of their time in a single wave, if all other multiprocessors were idle
+EXCHANGE, SENT = 2.0, 100e3  # where blocks split k: until sums are there, and bytes per microsecond
+MEETING = 3.0  # where blocks share rounds: until the last one of a tile knows that it is,
 _READ = 80e3  # bytes per microsecond that it reads,
 _UNEVEN = 0.5  # and more where parts of tiles do not begin together
-_DEEP = 0.94  # times as long are rounds then, where eight panels have room,
-_SHARED_X, _NARROW = 0.985, 128  # and where blocks share x of so many tokens or more
+DEEP = 0.94  # times as long are rounds then, where eight panels have room,
+SHARED_X, _NARROW = 0.985, 128  # and where blocks share x of so many tokens or more
 _REACH = {4: 0.9}  # of the multiprocessors take part in clusters of four
 _MARGIN = 1.02  # times as long, where tiles are cut or shared: gains and predicted ones differ by as much
 _WIDE_MARGIN, _WIDE_TOKENS = 1.05, 160  # the same where tiles of more tokens than that are shared
@@ -42,33 +42,42 @@ def predict(spec: MatmulSpec, tokens: int, s: PrefillSchedule, target: Target) -
     """About how many microseconds a launch for so many tokens takes: for comparing schedules."""
     plan = PrefillPlan(spec, s)
     if s.streams:
-        round_ = plan.panels * _panel(plan, s.tokens) * (_DEEP if s.num_stages == 8 else 1.0)
-        tiles = streamed(plan, tokens, round_, _END_PER_TOKEN * s.tokens, target)
+        round_ = plan.panels * _panel(plan, s.tokens) * (DEEP if s.num_stages == 8 else 1.0)
+        tiles = streamed(s, plan.shares(tokens, clusters(s, target)), round_, END_PER_TOKEN * s.tokens)
     else:
         waves = waves_of(plan, tokens, target)
         pace = _pace(s, waves)
         tiles = waves.full * _tile(plan, plan.whole, pace) + (waves.busy > 0) * _tile(plan, waves.last, pace)
-    return math.hypot(_LAUNCH + late(s, target) + tiles, spec.bytes / _MEMORY) * margin(s)
+    return with_memory(spec, LAUNCH + late(s, target) + tiles) * margin(s)
+
+
+def with_memory(spec: MatmulSpec, time: float) -> float:
+    """Microseconds of a launch that would take so many, if the weight were there at once."""
+    return math.hypot(time, spec.bytes / _MEMORY)
 
 
 def _pace(s: PrefillSchedule, waves: Waves) -> float:
     """How much of their time panels take: less where blocks share x, and in a single wave that leaves others idle."""
     if waves.count > 1:
-        return _MULTICAST if s.cluster > 1 else 1.0
-    return 1.0 if waves.full else 1 - _IDLE * (1 - waves.busy)
+        return MULTICAST if s.cluster > 1 else 1.0
+    return 1.0 if waves.full else 1 - IDLE * (1 - waves.busy)
 
 
 def _tile(plan: PrefillPlan, shape: TileShape, pace: float) -> float:
     """Microseconds of a tile or slice; pace: what the time of its panels is multiplied by."""
     panels = shape.rounds * plan.panels * _panel(plan, shape.tokens) * pace
-    return panels + _END_PER_TOKEN * shape.share + exchange(shape, _EXCHANGE)
+    return panels + END_PER_TOKEN * shape.share + exchange(shape, EXCHANGE)
 
 
 def _panel(plan: PrefillPlan, tokens: int) -> float:
-    """Microseconds of a panel."""
-    columns = plan.schedule.panel_k / 64
+    return time_of_panel(plan.spec, plan.schedule.panel_k, tokens)
+
+
+def time_of_panel(spec: MatmulSpec, panel_k: int, tokens: int) -> float:
+    """Microseconds of a panel of so many columns, in a tile of so many tokens."""
+    columns = panel_k / 64
     products = columns * (_PER_COLUMNS + _PER_TOKEN * tokens)
-    decoding = _PER_PANEL + columns * _DECODING[plan.spec.dtype.kind]
+    decoding = _PER_PANEL + columns * _DECODING[spec.dtype.kind]
     return both(products, decoding, _SHOWN)
 
 
@@ -91,17 +100,21 @@ def margin(s: PrefillSchedule) -> float:
 
 def exchange(shape: TileShape, first: float) -> float:
     """Microseconds of a tile until the sums of blocks that split k are added up; first: until the first are there."""
-    return first + exchanged_bytes(shape) / _SENT if shape.split_k > 1 else 0.0
+    return first + exchanged_bytes(shape) / SENT if shape.split_k > 1 else 0.0
 
 
-def streamed(plan: PrefillPlan, tokens: int, round_: float, end: float, target: Target) -> float:
+def sent(share: float, split_k: int) -> float:
+    """Microseconds for the sums of so many tokens of a block that it gets from others that split k with it."""
+    return 4 * ROWS_OF_TILE * share * (split_k - 1) / SENT
+
+
+def streamed(s: PrefillSchedule, shares: Shares, round_: float, end: float) -> float:
     """Microseconds of the tiles of a launch whose blocks have parts of them. round_, end: those of a round, and of the
     end of a tile."""
-    s, shares = plan.schedule, plan.shares(tokens, clusters(plan.schedule, target))
     read = shares.parts * 4 * ROWS_OF_TILE * s.tokens / _READ
     if s.cluster > 1 and s.tokens >= _NARROW:
-        round_ *= _SHARED_X
-    return shares.rounds * round_ + shares.tiles * end + _MEETING + (not shares.even) * _UNEVEN + read
+        round_ *= SHARED_X
+    return shares.rounds * round_ + shares.tiles * end + MEETING + (not shares.even) * _UNEVEN + read
 
 
 def clusters(s: PrefillSchedule, target: Target) -> int:

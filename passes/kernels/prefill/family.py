@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import Operation
+from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill import cost_model, legality
+from lowbit.passes.kernels.prefill.bounds import prefill_bounds
 from lowbit.passes.kernels.prefill.cuts import with_cuts
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import CLUSTERS, ROWS_OF_TILE, PrefillSchedule
@@ -25,7 +27,7 @@ TOKEN_TILES = (
 )
 """Numbers of tokens that a schedule is chosen for. Any schedule serves any number: these are as far apart as choices
 differ."""
-_FEW = 512  # tokens up to which sharing rounds was measured to gain something
+FEW = 512  # tokens up to which sharing rounds was measured to gain something
 _TOKENS = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 224, 256)  # of a tile
 
 
@@ -41,12 +43,35 @@ class Prefill(PersistentFamily[PrefillSchedule]):
     chosen_for: ClassVar[tuple[int, ...]] = TOKEN_TILES
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
+        if not target.has_wgmma:
+            return ()
         return TOKEN_TILES if any(self._widest(spec, target, PrefillSchedule(tile)) for tile in _TOKENS) else ()
 
-    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[PrefillSchedule]:
+    def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterator[Candidates[PrefillSchedule]]:
         every = kinds(PrefillSchedule, _TOKENS, spec, token_tile, target)
-        widest = filter(None, (self._widest(spec, target, kind) for kind in every))
-        found = [s for each in widest for s in _staged(each)]
+        return self._groups(spec, token_tile, target, every)
+
+    def new_groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterator[Candidates[PrefillSchedule]]:
+        every = shared_kinds(PrefillSchedule, spec, token_tile, target)
+        return self._groups(spec, token_tile, target, every)
+
+    def _groups(
+        self, spec: MatmulSpec, token_tile: int, target: Target, every: Iterable[PrefillSchedule]
+    ) -> Iterator[Candidates[PrefillSchedule]]:
+        bounds = prefill_bounds(spec)
+        for kind in every:
+            least = bounds.of_kind(spec, kind, token_tile, target)
+            yield Candidates(least, partial(self._of_kind, spec, token_tile, target, kind))
+
+    def least_time(self, spec: MatmulSpec, token_tile: int, target: Target) -> float:
+        return prefill_bounds(spec).of_all(spec, token_tile, target, shares=token_tile <= FEW)
+
+    def _of_kind(
+        self, spec: MatmulSpec, token_tile: int, target: Target, kind: PrefillSchedule
+    ) -> list[PrefillSchedule]:
+        """The candidates of a kind, with the panels, stages and cuts that the rule may take."""
+        widest = self._widest(spec, target, kind)
+        found = _staged(widest) if widest else ()
         return [s for s in with_cuts(spec, token_tile, found, target) if self.fits(spec, s, target)]
 
     def predict(self, spec: MatmulSpec, token_tile: int, schedule: PrefillSchedule, target: Target) -> float:
@@ -105,13 +130,13 @@ def kinds(type_: type[S], tiles: Sequence[int], spec: MatmulSpec, tokens: int, t
             kind = type_(tokens=tile, split_k=split_k)
             if cost_model.at_once(PrefillPlan(spec, kind), tokens, target):
                 yield kind
-    yield from _streams(type_, spec, tokens, target)
+    yield from shared_kinds(type_, spec, tokens, target)
 
 
-def _streams(type_: type[S], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:
-    """Yields those whose blocks have equal shares of all rounds, where tiles do not come out even: as small tiles as so
-    many tokens need, and those of one more tile of tokens."""
-    if tokens > _FEW:
+def shared_kinds(type_: type[S], spec: MatmulSpec, tokens: int, target: Target) -> Iterator[S]:
+    """Yields those of `kinds` whose blocks have equal shares of all rounds, where tiles do not come out even: as small
+    tiles as so many tokens need, and those of one more tile of tokens."""
+    if tokens > FEW:
         return
     fewest = -(-tokens // 256)
     sizes = {type_.least_share * -(-tokens // (count * type_.least_share)) for count in (fewest, fewest + 1)}

@@ -277,17 +277,7 @@ class PrefillPlan:
     def shares(self, tokens: int, blocks: int) -> Shares:
         """The shares of a launch for so many tokens; blocks: clusters, where there are some. `StreamOrder` has the same
         arithmetic."""
-        tiles = self.tiles(tokens)
-        full, left = divmod(tiles, blocks)
-        full = max(full - 1, 0) if left else full
-        shared = tiles - full * blocks
-        blocks = min(blocks, max(shared * self.rounds, 1))
-        if self.schedule.stream_k == "even" and 0 < shared < blocks:
-            blocks -= blocks % shared
-        share = -(-shared * self.rounds // blocks)
-        even = shared > 0 and blocks % shared == 0
-        parts = blocks // shared if even else 1 - (1 - self.rounds) // max(share, 1)
-        return Shares(full * self.rounds + share, full + (shared > 0) * (1 if even else 2), parts, even)
+        return shares_of(self.tiles(tokens), self.rounds, blocks, self.schedule.stream_k)
 
     @property
     def slices(self) -> int:
@@ -362,3 +352,17 @@ class PrefillPlan:
     def out_pitch(self) -> int:
         """Numbers from a token to the next there: the rows of a warp, and 16 bytes against bank conflicts."""
         return ROWS + self.spec.y.per_vector
+
+
+def shares_of(tiles: int, rounds: int, blocks: int, stream_k: str) -> Shares:
+    """The shares of so many blocks (or clusters) of tiles of so many rounds each."""
+    full, left = divmod(tiles, blocks)
+    full = max(full - 1, 0) if left else full
+    shared = tiles - full * blocks
+    blocks = min(blocks, max(shared * rounds, 1))
+    if stream_k == "even" and 0 < shared < blocks:
+        blocks -= blocks % shared
+    share = -(-shared * rounds // blocks)
+    even = shared > 0 and blocks % shared == 0
+    parts = blocks // shared if even else 1 - (1 - rounds) // max(share, 1)
+    return Shares(full * rounds + share, full + (shared > 0) * (1 if even else 2), parts, even)

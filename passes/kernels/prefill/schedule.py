@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowbit.dialect.errors import SpecError
@@ -60,11 +60,11 @@ class PrefillSchedule(KernelSchedule):
     last_split_k: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, allowed = getattr(self, field.name), self.allowed[field.name]
+        for name, allowed in self.allowed.items():
+            value = getattr(self, name)
             if type(value) is not type(allowed[0]) or value not in allowed:
                 words = ", ".join(map(str, allowed))
-                raise SpecError(f"schedule: {field.name}={value!r} must be one of {words} for {type(self).__name__}")
+                raise SpecError(f"schedule: {name}={value!r} must be one of {words} for {type(self).__name__}")
         if self.tokens % (_SWIZZLED * self.cluster):
             raise SpecError(f"schedule: cluster={self.cluster} must cut tokens={self.tokens} into multiples of 8")
         if self.tokens % (self.least_share * self.split_k):

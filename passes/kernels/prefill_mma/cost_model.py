@@ -9,9 +9,11 @@ faster way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import SURE
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS
 from lowbit.passes.kernels.prefill_mma.plan import PrefillMmaPlan
 from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
@@ -59,6 +61,7 @@ _SUSTAINED = 0.9  # of the rate of tensor cores that good kernels reach, ours an
 _PER_PANEL = 200.0  # clocks in which the warps of a panel wait for one another, or for memory
 _END, _END_PER_TOKEN = 800.0, 8.0  # clocks of the end of a tile
 _CACHED = 3.0  # times the memory's rate, where the L2 cache holds what was written
+_NO_TEMPORARY = 1.1  # times as long a launch may take that needs no memory for the weight as numbers
 _LAUNCH = 4.0  # microseconds from a launch until its first product, without programmatic dependent launch
 
 
@@ -69,16 +72,37 @@ def rates_of(target: Target) -> Rates:
 
 def predict(spec: MatmulSpec, tokens: int, s: PrefillMmaSchedule, target: Target) -> float:
     """About how many microseconds a launch for so many tokens takes."""
-    return predict_tiles(PrefillMmaPlan(spec, s), tokens, _DECODE[spec.dtype.kind], target)
+    return predict_tiles(PrefillMmaPlan(spec, s), tokens, decoding(spec), target)
+
+
+def decoding(spec: MatmulSpec) -> float:
+    """Instructions of a warp for a fragment of weights, besides its products."""
+    return _DECODE[spec.dtype.kind]
 
 
 def predict_tiles(plan: PrefillMmaPlan, tokens: int, beside: float, target: Target) -> float:
     """The same for a plan. beside: instructions of a warp for a fragment of weights, besides its products."""
-    s, rates = plan.schedule, rates_of(target)
-    tiles = plan.row_tiles * -(-tokens // s.tokens)
+    return _time_of_tiles(plan, tokens, clocks_of_tile(plan, beside, target), target)
+
+
+def clocks_of_tile(plan: PrefillMmaPlan, beside: float, target: Target) -> float:
+    """Clocks of a tile, whatever the tokens of a launch."""
+    s, of_products = plan.schedule, _clocks_of_products(plan, beside, rates_of(target))
+    panel = s.panel_k // plan.spec.x.mma_k * of_products + _PER_PANEL
+    return plan.rounds * plan.panels * panel + _END + _END_PER_TOKEN * s.tokens
+
+
+def least_time_of_tiles(plan: PrefillMmaPlan, tokens: int, beside: float, most_k: int, target: Target) -> float:
+    """Microseconds that a launch is predicted to take at least, with panels of up to `most_k` columns."""
+    of_column = _clocks_of_products(plan, beside, rates_of(target)) / plan.spec.x.mma_k + _PER_PANEL / most_k
+    tile = plan.spec.packing.padded_k * of_column + _END + _END_PER_TOKEN * plan.schedule.tokens
+    return _time_of_tiles(plan, tokens, tile, target) * SURE
+
+
+def _time_of_tiles(plan: PrefillMmaPlan, tokens: int, tile: float, target: Target) -> float:
+    """Microseconds of a launch whose tiles take so many clocks each."""
+    rates, tiles = rates_of(target), plan.row_tiles * -(-tokens // plan.schedule.tokens)
     waves = -(-tiles // target.multiprocessors)
-    panel = s.panel_k // plan.spec.x.mma_k * _clocks_of_products(plan, beside, rates) + _PER_PANEL
-    tile = plan.rounds * plan.panels * panel + _END + _END_PER_TOKEN * s.tokens
     return _LAUNCH + max(waves * tile / rates.clock, plan.spec.bytes / rates.memory)
 
 
@@ -93,6 +117,15 @@ def _clocks_of_products(plan: PrefillMmaPlan, beside: float, rates: Rates) -> fl
     cache = x.mma_k * (s.tokens * x.bytes + ROWS_OF_TILE * plan.spec.packing.bits / 8) / _CACHE
     units = tensor, issue, shared, cache
     return max(units) + _BESIDE * (sum(units) - max(units))
+
+
+def worthwhile(costs: Sequence[tuple[PrefillMmaPlan, float]], spec: MatmulSpec, tokens: int, target: Target) -> bool:
+    """Tells whether a launch of one of some plans, given with the clocks of their tiles, is worth its time.
+
+    It may take a tenth longer than to write the weight out for the vendor's matmul, as it needs no memory for that.
+    """
+    limit = _NO_TEMPORARY * predict_vendor(spec, tokens, target)
+    return any(_time_of_tiles(plan, tokens, tile, target) < limit for plan, tile in costs)
 
 
 def predict_vendor(spec: MatmulSpec, tokens: int, target: Target) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import partial
 from itertools import islice, product
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import Operation
+from lowbit.passes.kernels.base import Candidates, Operation
 from lowbit.passes.kernels.persistent import PersistentFamily
 from lowbit.passes.kernels.prefill.family import TOKEN_TILES as PREFILL_TILES
 from lowbit.passes.kernels.prefill_mma import cost_model, legality
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
 TOKEN_TILES = tuple(tile for tile in PREFILL_TILES if tile > 128)
 """Numbers of tokens that a schedule is chosen for: above those that a few launches of the decode kernel hold."""
-_NO_TEMPORARY = 1.1  # times as long a launch may take that needs no memory for the weight as numbers
 
 
 M = TypeVar("M", bound=PrefillMmaSchedule)
@@ -35,12 +36,20 @@ class PersistentMmaFamily(PersistentFamily[M]):
 
     panels: ClassVar[tuple[tuple[int, int], ...]]
 
-    def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[M]:
-        """Returns for every tile and its warps the first of `panels` that fits."""
-        found: list[M] = []
-        for of_tile in self._schedules_by_tile():
-            found += islice((s for s in of_tile if self.fits(spec, s, target)), 1)
-        return found
+    def groups(self, spec: MatmulSpec, token_tile: int, target: Target) -> Iterator[Candidates[M]]:
+        """Yields for every tile and its warps the first of `panels` that fits."""
+        kind = self.schedule_type
+        for tokens, row_blocks in product(kind.allowed["tokens"], kind.allowed["row_blocks"]):
+            tile = kind(tokens, *self.panels[0], row_blocks=row_blocks)
+            yield Candidates(self.least(spec, token_tile, tile, target), partial(self._first, spec, tile, target))
+
+    def _first(self, spec: MatmulSpec, tile: M, target: Target) -> list[M]:
+        panels = (replace(tile, panel_k=panel_k, num_stages=stages) for panel_k, stages in self.panels)
+        return list(islice((s for s in panels if self.fits(spec, s, target)), 1))
+
+    @abstractmethod
+    def least(self, spec: MatmulSpec, token_tile: int, tile: M, target: Target) -> float:
+        """Microseconds that a tile is predicted to take at least, in whatever panels."""
 
     def search_space(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[M]:
         return [s for of_tile in self._schedules_by_tile() for s in of_tile if self.fits(spec, s, target)]
@@ -67,8 +76,17 @@ class PrefillMma(PersistentMmaFamily[PrefillMmaSchedule]):
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
         """Returns the token tiles up to the last for which these kernels are predicted to be at most a tenth slower
         than writing the weight out for the vendor's matmul."""
-        found = self.candidates(spec, TOKEN_TILES[0], target)
-        return _worthwhile(spec, target, tuple(found)) if found else ()
+        if target.has_wgmma:
+            return ()
+        plans = [PrefillMmaPlan(spec, s) for s in self.candidates(spec, TOKEN_TILES[0], target)]
+        costs = [(plan, cost_model.clocks_of_tile(plan, cost_model.decoding(spec), target)) for plan in plans]
+        every = range(len(TOKEN_TILES), 0, -1)
+        last = next((i for i in every if cost_model.worthwhile(costs, spec, TOKEN_TILES[i - 1], target)), 0)
+        return TOKEN_TILES[:last]
+
+    def least(self, spec: MatmulSpec, token_tile: int, tile: PrefillMmaSchedule, target: Target) -> float:
+        plan, most_k = PrefillMmaPlan(spec, tile), max(panel_k for panel_k, _ in self.panels)
+        return cost_model.least_time_of_tiles(plan, token_tile, cost_model.decoding(spec), most_k, target)
 
     def spills(self, spec: MatmulSpec, schedule: PrefillMmaSchedule) -> bool:
         return legality.spills(spec, schedule)
@@ -86,15 +104,3 @@ class PrefillMma(PersistentMmaFamily[PrefillMmaSchedule]):
         from lowbit.passes.kernels.prefill_mma.kernel import prefill_mma_matmul
 
         return prefill_mma_matmul(spec, schedule)
-
-
-@lru_cache(maxsize=1024)
-def _worthwhile(spec: MatmulSpec, target: Target, found: tuple[PrefillMmaSchedule, ...]) -> tuple[int, ...]:
-    """The token tiles up to the last for which the best of some schedules is worth its predicted time."""
-
-    def is_worth(tokens: int) -> bool:
-        best = min(cost_model.predict(spec, tokens, schedule, target) for schedule in found)
-        return best < _NO_TEMPORARY * cost_model.predict_vendor(spec, tokens, target)
-
-    last = max((tile for tile in TOKEN_TILES if is_worth(tile)), default=0)
-    return tuple(tile for tile in TOKEN_TILES if tile <= last)

@@ -1,0 +1,120 @@
+"""Lower bounds of what `decode.cost_model` predicts: candidates that can't win need not be made.
+
+A bound knows the shape of a block and how k is split, but neither steps nor stages, and takes multiprocessors to hold
+as many blocks as their threads allow: the more there are, the better latency is hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import SURE
+from lowbit.passes.kernels.decode.cost_model import CLOCK, REACH, SCALED, SCALED_WARPS, Costs, correction, decode_clocks
+from lowbit.passes.kernels.decode.plan import COLUMNS, IN_PLACE, KernelPlan
+from lowbit.passes.kernels.decode.schedule import Schedule
+from lowbit.passes.target import Target
+
+_MOST_STAGES = 3
+_LONGEST_STEP = 256  # columns
+_MOST_ROW_BLOCKS = 32  # of a block
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Those of all candidates for so many tokens that multiply by wgmma, or do not."""
+
+    spec: MatmulSpec
+    token_tile: int
+    target: Target
+    costs: Costs
+    wgmma: bool
+
+    def of_all(self) -> float:
+        """Microseconds that no schedule is predicted to be below."""
+        spec, costs = self.spec, self.costs
+        x = self._x(spec.packing.row_blocks / _MOST_ROW_BLOCKS)
+        arithmetic = self._arithmetic(_MOST_ROW_BLOCKS, math.inf, waits=self.wgmma)
+        work = max(spec.bytes / costs.memory, spec.bytes / costs.l2 + x, arithmetic)
+        factor = min(correction(spec, self.token_tile, self.wgmma, cluster) for cluster in (1, 4))
+        return (work + costs.round + costs.block) * factor * SURE
+
+    def of_shape(
+        self, row_blocks: int, warps_n: int, warps_k: int, split_k: int, *, step_k: int, sums: int
+    ) -> float:
+        """Microseconds that no schedule whose blocks have this shape is predicted to be below.
+
+        step_k  columns of a step, at most
+        sums    columns of the sums that a block ends with
+        """
+        spec, costs, target, warps = self.spec, self.costs, self.target, warps_n * warps_k
+        cluster = split_k if target.has_clusters else 1
+        tiles = -(-spec.packing.row_blocks // (row_blocks * warps_n))
+        waves = tiles * split_k / (target.multiprocessors * (REACH if cluster > 2 else 1.0))
+        beside = min(target.max_threads_per_sm // (32 * warps), waves)
+        rounds = -(-spec.packing.padded_k // (step_k * warps_k * split_k))
+        under_way = beside * row_blocks * warps * 16 * step_k * spec.packing.bits / 8 * min(rounds, _MOST_STAGES - 1)
+        arithmetic = self._arithmetic(row_blocks, max(1.0, beside) * warps, warps_n > 1) / min(1.0, waves)
+        work = max(self._memory(tiles, under_way), spec.bytes / costs.l2 + self._x(tiles), arithmetic)
+        if waves > 1:
+            work *= 1 + costs.idle * (math.ceil(waves) / waves - 1)
+        turns = max(1.0, waves / beside)
+        ends = (costs.round * rounds + costs.block) * turns
+        if split_k > 1:
+            ends += 2 * tiles * split_k * 16 * row_blocks * warps_n * sums * 4 / costs.l2
+            ends += costs.split if cluster == 1 else costs.cluster * math.log2(cluster)
+        return (work + ends) * correction(spec, self.token_tile, self.wgmma, cluster) * SURE
+
+    def _x(self, tiles: float) -> float:
+        """Microseconds to read x for every tile."""
+        return tiles * self.token_tile * self.spec.k * self.spec.x.bytes / self.costs.l2
+
+    def _memory(self, tiles: int, under_way: float) -> float:
+        """Microseconds of the weight from device memory, with so many bytes under way to a multiprocessor."""
+        costs = self.costs
+        x = costs.x * self._x(tiles) if self.token_tile <= 32 else 0.0
+        return self.spec.bytes / costs.memory * math.hypot(1.0, costs.in_flight / under_way) + x
+
+    def _arithmetic(self, row_blocks: int, warps: float, waits: bool) -> float:
+        """Microseconds of decoding and products, with so many warps on a multiprocessor; waits: for one another."""
+        spec, costs = self.spec, self.costs
+        mma = max(8, self.token_tile) / 4 * costs.tensor / (2 if spec.compute else 1)
+        read = spec.packing.bits / 2 + (0.0 if self.wgmma else mma / (4 * row_blocks))
+        clocks = _clocks(mma, read, self._decoding) * math.hypot(1.0, costs.warps / warps)
+        if self._may_scale_in_place:
+            clocks = min(clocks, _clocks(mma, read, SCALED) * math.hypot(1.0, SCALED_WARPS / warps))
+        time = spec.n * spec.k / 256 / self.target.multiprocessors * clocks / CLOCK
+        return time * (costs.barrier * min(1.0, costs.per_warp) if waits and self.token_tile > 1 else 1.0)
+
+    @property
+    def _may_scale_in_place(self) -> bool:
+        """Whether sums of scaled weights may stay in place (`KernelPlan.sums_in_place`), with factors of a step."""
+        spec, group = self.spec, self.spec.packing.padded_group
+        computed = spec.bilevel is not None or spec.scale == "e4m3"
+        return self.wgmma and computed and group is not None and group <= IN_PLACE
+
+    @cached_property
+    def _decoding(self) -> float:
+        """Clocks to decode 256 codes and to scale them or their products, at least."""
+        costs, kind = self.costs, self.spec.dtype.kind
+        if self.wgmma:  # then neither depends on the shape of a block
+            plan = KernelPlan(self.spec, Schedule(max(8, self.token_tile), 1, 4, 1, wgmma=True))
+            scaled = 1.0 if plan.rounds_scales else self._products_per_group
+            return decode_clocks(plan, costs) + costs.scale * 2 * scaled
+        of_code = costs.decode[self.spec.packing.bits - 1]
+        least = min(1.0, costs.decode_raw) * of_code
+        decode = costs.decode_table if kind == "table" else costs.decode_float * of_code if kind == "float" else least
+        return decode + costs.scale * 2 * self._products_per_group / (1 if self.spec.compute else COLUMNS)
+
+    @property
+    def _products_per_group(self) -> float:
+        """Columns of products that are scaled for a column of a group, or for one of the longest step."""
+        group = self.spec.group_size
+        return max(8, self.token_tile) / min(group, _LONGEST_STEP) if group else 0.0
+
+
+def _clocks(*pipes: float) -> float:
+    """Clocks of units that overlap in part, as `cost_model` has it."""
+    return (max(pipes) + sum(pipes)) / 2
