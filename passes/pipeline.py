@@ -76,16 +76,19 @@ class CompiledKernel:
         return emit_cubin(self.ptx, self.target)
 
 
-def compile_kernel(request: KernelRequest, keep: bool = False) -> CompiledKernel:
-    """The kernel of a request; `keep` records the IR of every stage."""
-    return _compile(lambda: tensor_program(request), request.target, request.schedule, keep)
+def compile_kernel(request: KernelRequest, keep: bool = False, lines: bool = False) -> CompiledKernel:
+    """The kernel of a request; `keep` records the IR of every stage, `lines` has the PTX say which line of the kernel's
+    program made what, in `.loc` directives."""
+    return _compile(lambda: tensor_program(request), request.target, request.schedule, keep, lines)
 
 
-def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool = False) -> CompiledKernel:
+def compile_program(
+    build: Callable[[], ir.Module], target: Target, keep: bool = False, lines: bool = False
+) -> CompiledKernel:
     """A tile program of one's own: `build` makes its module with `passes.builder.Program`.
 
-    For the emulator, its PTX says which line made what, in `.loc` directives. Raises PassError unless `build` returns a
-    module.
+    For the emulator, and with `lines`, its PTX says which line made what, in `.loc` directives. Raises PassError unless
+    `build` returns a module.
     """
 
     def checked() -> ir.Module:
@@ -94,7 +97,7 @@ def compile_program(build: Callable[[], ir.Module], target: Target, keep: bool =
             raise PassError(f"build must return the module of a program, `p.module`, not {type(module).__name__}")
         return module
 
-    return _compile(checked, target, None, keep, lines=target.kind == "emulator")
+    return _compile(checked, target, None, keep, lines or target.kind == "emulator")
 
 
 def _compile(

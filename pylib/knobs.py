@@ -5,6 +5,7 @@
 | LOWBIT_CACHE_DIR   | where compiled kernels are kept; default: the user's cache directory |
 | LOWBIT_NO_CACHE    | 1: compile anew; nothing is read from disk or written to it          |
 | LOWBIT_DUMP        | a directory: every stage of every compilation is written there       |
+| LOWBIT_LINEINFO    | 1: machine code for GPUs says which line of a program made it        |
 | LOWBIT_CPU         | processor to make CPU code for ("x86-64-v3"); default: this one      |
 | LOWBIT_NUM_THREADS | threads of a CPU kernel; default: torch's number                     |
 """
@@ -43,6 +44,11 @@ def dump_dir() -> Path | None:
     """LOWBIT_DUMP, or None to dump nothing."""
     given = os.environ.get("LOWBIT_DUMP")
     return Path(given).expanduser() if given else None
+
+
+def line_info() -> bool:
+    """LOWBIT_LINEINFO."""
+    return _flag("LOWBIT_LINEINFO")
 
 
 def cpu() -> str:

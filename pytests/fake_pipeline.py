@@ -49,7 +49,7 @@ class FakePipeline:
 
     compiled: list[KernelRequest] = field(default_factory=list)
 
-    def compile_kernel(self, request: KernelRequest, keep: bool) -> FakeKernel:
+    def compile_kernel(self, request: KernelRequest, keep: bool, lines: bool) -> FakeKernel:
         self.compiled.append(request)
         params = (Param("y", "pointer"), Param("m", "i32"))
         launch = Launch("kernel", parse_grid((1, 1, 1)), threads=1, shared_bytes=0, params=params)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ import lowbit
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.layouts.layout import local, spatial
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.pipeline import CompiledKernel, compile_program, read_launches
 from lowbit.passes.target import parse_target
+from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.devices import this_machine
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Instruction
@@ -287,6 +291,22 @@ def test_lines_change_no_instruction() -> None:
     assert [(i.text, i.guard) for i in _instructions(emulated.ptx)] == [
         (i.text, i.guard) for i in _instructions(real.ptx)
     ]
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_line_information_of_a_kernel(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of any target, from the program's own files: none of Python's or the builder's. Instructions are the same."""
+    monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path))
+    artifacts = Artifacts(MatmulSpec(128, 512, "u4", 128), parse_target(target), None)
+    plain = artifacts.kernel(256)
+    monkeypatch.setenv("LOWBIT_LINEINFO", "1")  # and another entry of the cache
+    marked = Artifacts(MatmulSpec(128, 512, "u4", 128), parse_target(target), None).kernel(256)
+    files = re.findall(r'^\s*\.file\s+\d+ "([^"]+)"', marked.ptx, re.MULTILINE)
+    assert files and all("/passes/kernels/" in file for file in files)
+    assert ".loc" not in plain.ptx and plain.cubin and b"debug_line" not in plain.cubin
+    assert marked.cubin and b"debug_line" in marked.cubin and Path(files[0]).name.encode() in marked.cubin
+    texts = [[i.text for k in parse(a.ptx).kernels.values() for i in k.instructions] for a in (plain, marked)]
+    assert texts[0] == texts[1]
 
 
 def _instructions(ptx: str) -> list[Instruction]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from lowbit.dialect.bindings import ext
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
-_BUILDER = Path(__file__).parent
+_BETWEEN = (Path(__file__).parent, Path(ext.__file__).parent)  # the builder's folder, and that of MLIR's dialects
 
 
 def user_line(location: Any) -> tuple[str, int] | None:
@@ -25,4 +26,4 @@ def named(location: Any) -> str:
 
 
 def _is_users(path: str) -> bool:
-    return Path(path).parent != _BUILDER and path != ext.__file__
+    return Path(path).parent not in _BETWEEN and path != contextlib.__file__

@@ -114,7 +114,7 @@ class NvJitLink:
 
     def run(self, ptx: str, arch: str) -> tuple[bytes, str]:
         """The cubin and the log in ptxas's words."""
-        api, options, source = self._api, [f"-arch={arch}", "-verbose"], ptx.encode() + b"\0"
+        api, options, source = self._api, [f"-arch={arch}", "-verbose", *_of_lines(ptx)], ptx.encode() + b"\0"
         try:
             handle = api.create(len(options), options)
         except api.nvJitLinkError as error:
@@ -152,12 +152,17 @@ class Ptxas:
         with tempfile.TemporaryDirectory(prefix="lowbit-") as folder:
             source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
             source.write_text(ptx)
-            command = [self._program, "-v", f"-arch={arch}", str(source), "-o", str(cubin)]
+            command = [self._program, "-v", *_of_lines(ptx), f"-arch={arch}", str(source), "-o", str(cubin)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             log = done.stdout + done.stderr
             if done.returncode:
                 _refuse(ptx, log, self.version)
             return cubin.read_bytes(), log
+
+
+def _of_lines(ptx: str) -> list[str]:
+    """The option that keeps the lines of a program in machine code, where the PTX has some."""
+    return ["-lineinfo"] if re.search(r"^\s*\.loc\s", ptx, re.MULTILINE) else []
 
 
 def _refuse(ptx: str, log: str, version: str) -> NoReturn:

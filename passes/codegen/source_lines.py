@@ -1,4 +1,5 @@
-"""The lines of a program in its PTX: `.loc` directives, from which the emulator knows what made an instruction.
+"""The lines of a program in its PTX: `.loc` directives, from which the emulator, and with LOWBIT_LINEINFO a profiler of
+GPUs, knows what made an instruction.
 
 The builder records the frames that made an operation (`passes.builder`), and passes hand its location on. LLVM writes
 `.loc` where an operation has a line within a subprogram, which is what is made here. Instructions stay the same.

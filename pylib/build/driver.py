@@ -55,7 +55,7 @@ def load(request: KernelRequest, name: str) -> Artifact:
     Raises TargetError if a tool to compile it is missing.
     """
     # 1. Look it up by everything that can change it: the request, the tools and the compiler's sources.
-    key = cache.key(request=request)
+    key = cache.key(request=request, lines=knobs.line_info())
     # 2. Compile it where it is not there, and keep it. Nothing is chosen any more: the request says it all.
     # 3. Read it, in either case, from the files that the cache keeps.
     return cache.load_or_build(key, lambda: _build(request, name).to_files(), Artifact.from_files)
@@ -66,7 +66,7 @@ def _build(request: KernelRequest, name: str) -> Artifact:
 
     folder = knobs.dump_dir()
     # 2a. Lower it, stage by stage, to PTX: `passes.stages` has the table.
-    compiled = pipeline.compile_kernel(request, keep=folder is not None)
+    compiled = pipeline.compile_kernel(request, keep=folder is not None, lines=knobs.line_info())
     # 2b. Write down every stage, if the user wants to see them.
     if folder is not None:
         _dump(compiled.stages, name, folder)
@@ -79,7 +79,7 @@ def compile_stages(request: KernelRequest) -> dict[str, str]:
     """The IR of a kernel after each stage; compiles it afresh."""
     from lowbit.passes import pipeline
 
-    return pipeline.compile_kernel(request, keep=True).stages
+    return pipeline.compile_kernel(request, keep=True, lines=knobs.line_info()).stages
 
 
 def _dump(texts: dict[str, str], name: str, folder: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE, Param
+from lowbit.pylib import knobs
 from lowbit.pylib.build.driver import Program
 from lowbit.pylib.runtime.base import memory_of
 from lowbit.pylib.runtime.driver import Function, current_stream
@@ -51,7 +52,7 @@ def compile_program(build: Callable[[], ir.Module], target: str | None = None, o
     if not chosen.is_gpu:
         why = f"target={target!r}" if target else "target=None without a GPU"
         raise TargetError(f"{why}: tile programs are for GPUs; use a target such as 'emulator:sm_90a' to emulate one")
-    return load(compile_program(build, chosen), overlap)
+    return load(compile_program(build, chosen, lines=knobs.line_info()), overlap)
 
 
 def load(compiled: CompiledKernel, overlap: bool = False) -> Kernel:
