@@ -130,7 +130,8 @@ def _read(function: Function, memory: int, sums: int, units: int) -> None:
 
 def _load(reader: Reader, units: int) -> Function:
     launch, cubin = _compile(reader, this_machine())
-    return Function(cubin, launch_for(reader, launch, units), torch.cuda.current_device(), overlap=True)
+    overlapping = replace(launch_for(reader, launch, units), may_overlap=True)
+    return Function(cubin, overlapping, torch.cuda.current_device())
 
 
 @cache

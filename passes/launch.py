@@ -1,16 +1,22 @@
-"""How to start a compiled kernel: its name, its parameters, its grid, and what it needs of the GPU. No MLIR here."""
+"""How to start a compiled kernel: its name, its parameters and what they are for, its grid, and what it needs of the
+GPU. With its code this is all that a caller in any language needs. No MLIR here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import PARAM_TYPES, WORKSPACE, Grid, Param, check_blocks, parse_grid
 
 COUNTERS = 16384
 """Words of i32 at the beginning of a workspace that count blocks."""
+
+
+Role = Literal["input", "output", "weight", "rows", "workspace"]
+"""What an argument is: an activation, or a weight's tensor before it is packed; what the kernel writes; a tensor of the
+packed weight; the rows of x; or memory that kernels share."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,11 @@ class Launch:
     params            in the order of the kernel's signature
     workspace_bytes   of memory that kernels share: its first `COUNTERS` words are zero before every launch and after
                       it, and the rest is what the launch before, of whatever kernel, left
+    may_overlap       whether it may start before the kernel in front of it has ended: it then waits (griddepcontrol)
+                      before it touches anything but tensors of the weight
+    boxes             rows and columns of x that one instruction copies, by the parameter that takes a tensor map of x
+                      with such boxes; in shared memory they are swizzled over their rows
+    roles             what the arguments are, by parameter; none for a program of one's own
     """
 
     name: str
@@ -31,6 +42,9 @@ class Launch:
     shared_bytes: int
     params: tuple[Param, ...]
     workspace_bytes: int = 0
+    may_overlap: bool = False
+    boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
+    roles: Mapping[str, Role] = field(default_factory=dict, hash=False)
 
     @property
     def arguments(self) -> tuple[Param, ...]:
@@ -67,6 +81,9 @@ class Launch:
             "shared_bytes": self.shared_bytes,
             "params": [[p.name, p.kind] for p in self.params],
             "workspace_bytes": self.workspace_bytes,
+            "may_overlap": self.may_overlap,
+            "boxes": {name: list(box) for name, box in self.boxes.items()},
+            "roles": dict(self.roles),
         }
 
     @staticmethod
@@ -80,9 +97,21 @@ class Launch:
                 shared_bytes=written["shared_bytes"],
                 params=tuple(map(_read_param, written["params"])),
                 workspace_bytes=written["workspace_bytes"],
+                may_overlap=written["may_overlap"],
+                boxes={name: (rows, columns) for name, (rows, columns) in written["boxes"].items()},
+                roles={name: _read_role(role) for name, role in written["roles"].items()},
             )
         except KeyError as error:
             raise SpecError(f"launch: {error} is missing; compile the kernel again with this version") from None
+
+
+def _read_role(written: Any) -> Role:
+    if written in get_args(Role):
+        return written
+    raise SpecError(
+        f"launch: expected roles of {', '.join(get_args(Role))}, got {written!r}; "
+        "compile the kernel again with this version"
+    )
 
 
 def _read_param(written: Any) -> Param:

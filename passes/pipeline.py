@@ -7,7 +7,7 @@ while they are still tile operations; formats are expanded last, when it is know
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from lowbit.dialect import ops
@@ -22,6 +22,7 @@ from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.codegen.source_lines import mark_lines
 from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
+from lowbit.passes.kernels.registry import family_named
 from lowbit.passes.launch import Launch
 from lowbit.passes.lowering.lower_dequant import LowerDequant
 from lowbit.passes.lowering.lower_tiles import LowerTiles
@@ -79,7 +80,12 @@ class CompiledKernel:
 def compile_kernel(request: KernelRequest, keep: bool = False, lines: bool = False) -> CompiledKernel:
     """The kernel of a request; `keep` records the IR of every stage, `lines` has the PTX say which line of the kernel's
     program made what, in `.loc` directives."""
-    return _compile(lambda: tensor_program(request), request.target, request.schedule, keep, lines)
+    compiled = _compile(lambda: tensor_program(request), request.target, request.schedule, keep, lines)
+    family = family_named(request.family)
+    names = [param.name for param in compiled.launch.params]
+    roles = family.roles(request.spec, names)
+    launch = replace(compiled.launch, boxes=family.x_boxes(request.spec, request.schedule), roles=roles)
+    return replace(compiled, launch=launch)
 
 
 def compile_program(
@@ -129,7 +135,8 @@ def _compile(
     if keep:
         stages["ll"] = llvm_ir
     stages["ptx"] = emit_ptx(llvm_ir, target)
-    return CompiledKernel(launches[0], target, schedule, stages)
+    launch = replace(launches[0], may_overlap="griddepcontrol.wait" in stages["ptx"])
+    return CompiledKernel(launch, target, schedule, stages)
 
 
 def read_launches(module: ir.Module) -> list[Launch]:

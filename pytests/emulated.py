@@ -83,8 +83,7 @@ def run_matmul(
 
 def x_arguments(kernel: CompiledKernel, spec: MatmulSpec, x: Tensor) -> Mapping[str, Tensor | TensorMap]:
     """x as the kernel takes it."""
-    boxes = family_of(kernel.schedule).x_boxes(spec, kernel.schedule) if kernel.schedule else {}
-    return maps_of_x(_memory(x), spec, len(x), boxes) or {"x": x}
+    return maps_of_x(_memory(x), spec, len(x), kernel.launch.boxes) or {"x": x}
 
 
 def run_dequantize(

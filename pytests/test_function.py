@@ -74,9 +74,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     driver._primary_context.cache_clear()
 
 
-def function(grid: tuple[Any, ...] = (3, 2, 1), **options: Any) -> Function:
-    launch = Launch("k", parse_grid(grid), threads=64, shared_bytes=512, params=PARAMS)
-    return Function(b"image", launch, 0, **{"overlap": True, **options})
+def function(grid: tuple[Any, ...] = (3, 2, 1), may_overlap: bool = True, **options: Any) -> Function:
+    launch = Launch("k", parse_grid(grid), threads=64, shared_bytes=512, params=PARAMS, may_overlap=may_overlap)
+    return Function(b"image", launch, 0, **options)
 
 
 def test_loading(fake: FakeDriver) -> None:
@@ -105,7 +105,7 @@ def test_a_call(fake: FakeDriver) -> None:
         {**same, "stream": 5, "values": (1 << 40, 0.5, 7), "overlap": (6, 1)},
         {**same, "stream": 6, "values": (1 << 41, -2.0, -1), "overlap": 0},
     ]
-    function(overlap=False)(5, True, 0, 0.0, 0)
+    function(may_overlap=False)(5, True, 0, 0.0, 0)
     assert fake.launches[-1]["overlap"] == 0
 
 

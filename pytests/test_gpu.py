@@ -333,7 +333,7 @@ def test_wrong_device_is_an_error() -> None:
 def test_driver_errors_have_names() -> None:
     kernel = lowbit.compile(SPEC).kernel(1)
     with pytest.raises(lowbit.TargetError, match=r"cuLibrary\w+: CUDA_ERROR_\w+ \(.+\)"):
-        Function(b"no cubin" + bytes(64), kernel.launch, 0, overlap=False)
+        Function(b"no cubin" + bytes(64), kernel.launch, 0)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled import compile_matmul
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.signature import PARAM_TYPES, Extent, Param, parse_grid
+from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.launch import Launch
+from lowbit.passes.target import parse_target
 from lowbit.pylib.runtime.arguments import ArgumentBuffer, struct_layout
 
 PARAMS = (
@@ -26,7 +29,17 @@ PARAMS = (
     Param("workspace", "pointer"),
     Param("m", "i32"),
 )
-LAUNCH = Launch("k", parse_grid((3, "ceil(m / 16)", "sm_count * 2")), 256, 49152, PARAMS, workspace_bytes=64)
+LAUNCH = Launch(
+    "k",
+    parse_grid((3, "ceil(m / 16)", "sm_count * 2")),
+    256,
+    49152,
+    PARAMS,
+    workspace_bytes=64,
+    may_overlap=True,
+    boxes={"map": (64, 128)},
+    roles={"x": "weight", "map": "input", "m": "rows"},
+)
 WRITTEN = {
     "name": "k",
     "grid": [3, "ceil(m / 16)", "sm_count * 2"],
@@ -34,6 +47,9 @@ WRITTEN = {
     "shared_bytes": 49152,
     "params": [["x", "pointer"], ["alpha", "f32"], ["map", "tensor_map"], ["workspace", "pointer"], ["m", "i32"]],
     "workspace_bytes": 64,
+    "may_overlap": True,
+    "boxes": {"map": [64, 128]},
+    "roles": {"x": "weight", "map": "input", "m": "rows"},
 }
 
 
@@ -74,6 +90,7 @@ def test_json_there_and_back() -> None:
         ({"params": ["x", "m"]}, "got 'x'; compile the kernel again with this version"),
         ({"params": ["xm"]}, "got 'xm'; compile the kernel again with this version"),
         ({"params": [["x", "f64"]]}, r"got \['x', 'f64'\]"),
+        ({"roles": {"x": "bias"}}, "expected roles of input, output, weight, rows, workspace, got 'bias'; compile the"),
         ({"grid": [1, 1]}, r"grid: expected three extents, got \[1, 1\]"),
         ({"grid": [1, 1, "m"]}, "'sm_count / NUMBER', got 'm'"),
     ],
@@ -83,9 +100,31 @@ def test_what_another_version_wrote_is_refused(change: dict[str, Any], message: 
         Launch.from_dict(WRITTEN | change)
 
 
-def test_a_missing_field_is_named() -> None:
-    with pytest.raises(SpecError, match="launch: 'threads' is missing; compile the kernel again with this version"):
-        Launch.from_dict({name: value for name, value in WRITTEN.items() if name != "threads"})
+@pytest.mark.parametrize("field", ["threads", "may_overlap", "boxes", "roles"])
+def test_a_missing_field_is_named(field: str) -> None:
+    with pytest.raises(SpecError, match=f"launch: '{field}' is missing; compile the kernel again with this version"):
+        Launch.from_dict({name: value for name, value in WRITTEN.items() if name != field})
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens", "target", "boxes"),
+    [
+        (MatmulSpec(128, 512, "u4", 128, bias=True), 1, "sm_90a", []),
+        (MatmulSpec(128, 512, "u4", 128, bias=True), 1, "sm_80", []),
+        (MatmulSpec(128, 512, "u4", 128, zeros="int"), 1024, "sm_90a", ["x"]),
+    ],
+    ids=str,
+)
+def test_a_launch_says_what_a_caller_must_know(spec: MatmulSpec, tokens: int, target: str, boxes: list[str]) -> None:
+    """Whatever the language of the caller: it has neither the spec's tensors by name nor the schedule."""
+    compiled = compile_matmul(spec, parse_target(target), tokens=tokens)
+    launch = compiled.launch
+    assert launch.may_overlap == ("griddepcontrol.wait" in compiled.ptx) == (target == "sm_90a")
+    assert list(launch.boxes) == boxes == [p.name for p in launch.params if p.kind == "tensor_map"]
+    usual = {"x": "input", "y": "output", "m": "rows", "workspace": "workspace"}
+    weight = {slot.name: "weight" for slot in spec.tensors}
+    assert launch.roles == {p.name: (usual | weight)[p.name] for p in launch.params}
+    assert Launch.from_dict(json.loads(json.dumps(launch.to_dict()))) == launch
 
 
 @pytest.mark.parametrize(

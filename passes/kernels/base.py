@@ -15,7 +15,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.launch import Role
 from lowbit.passes.target import Target
 
 if TYPE_CHECKING:
@@ -81,12 +83,14 @@ class KernelFamily(ABC, Generic[S]):
     name           how requests, tables and printed schedules call the family
     operation      the operation on tensors that its kernels compute
     schedule_type  the class of its schedules; no other family has the same
+    outputs        the parameters that its kernels write
     takes_any_tokens  whether a launch serves any number of tokens; a token tile is then what a schedule is chosen for
     """
 
     name: ClassVar[str]
     operation: ClassVar[Operation]
     schedule_type: type[S]
+    outputs: ClassVar[tuple[str, ...]] = ("y",)
     takes_any_tokens: ClassVar[bool] = False
 
     def token_tiles(self, spec: MatmulSpec, target: Target) -> tuple[int, ...]:
@@ -162,6 +166,12 @@ class KernelFamily(ABC, Generic[S]):
         """Tokens and columns of the boxes in which the copy engine brings x, by the parameter that takes a tensor map
         of them; none where the kernel takes x's address."""
         return {}
+
+    def roles(self, spec: MatmulSpec, names: Iterable[str]) -> dict[str, Role]:
+        """Returns what the parameters of these names are."""
+        known: dict[str, Role] = {slot.name: "weight" for slot in spec.tensors}
+        known |= dict.fromkeys(self.outputs, "output") | {"m": "rows", WORKSPACE: "workspace"}
+        return {name: known.get(name, "input") for name in names}
 
     @abstractmethod
     def build(self, spec: MatmulSpec, schedule: S) -> ir.Module:

@@ -142,8 +142,6 @@ class Function:
     """A kernel that is loaded on one device. Safe to call from any thread.
 
     image      cubin, or PTX (which the driver compiles) ending in a zero byte
-    overlap    whether the kernel executes griddepcontrol.wait before it touches what an earlier kernel has
-               written, so that it may start before that one ends (PTX ISA 9.7.13.13); needs sm_90 or later
     order      the names of the arguments in the order of a call; by default that of the kernel's signature. It may
                name pointers that the kernel does not take: they are not passed on
 
@@ -152,7 +150,7 @@ class Function:
     """
 
     def __init__(
-        self, image: bytes, launch: Launch, device: int, overlap: bool, order: Sequence[str] | None = None
+        self, image: bytes, launch: Launch, device: int, order: Sequence[str] | None = None
     ) -> None:
         self._launch = launch
         self._device = device
@@ -165,7 +163,7 @@ class Function:
         ceil = [(axis, extent) for axis, extent in enumerate(launch.grid) if extent.rule == "ceil"]
         self._varying = [(axis, list(order).index(extent.param), extent.number) for axis, extent in ceil]
         self._ordered = self._configuration(False)
-        self._overlapping = self._configuration(overlap)
+        self._overlapping = self._configuration(launch.may_overlap)
         self.handle = self._load(image)
         self.start = launch_function()
 

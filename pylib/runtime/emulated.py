@@ -12,7 +12,6 @@ from torch import Tensor
 from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.target import Target
 from lowbit.pylib.runtime.base import GpuRuntime, Tensors, check_cpu, memory_of, parts_of_rows
 from lowbit.pylib.runtime.boxed import maps_of_x
@@ -56,8 +55,7 @@ class EmulatorRuntime(GpuRuntime):
         artifact = self._artifacts.kernel(token_tile)
         launch, named = artifact.launch, dict(zip(self._names, weight)) | tensors
         values: dict[str, object] = {name: memory_of(t) for name, t in named.items()}
-        boxes = family_of(artifact.schedule).x_boxes(self._spec, artifact.schedule)
-        values |= maps_of_x(values.get("x"), self._spec, m, boxes)
+        values |= maps_of_x(values.get("x"), self._spec, m, launch.boxes)
         values |= {WORKSPACE: np.zeros(launch.workspace_bytes, np.uint8), "m": m}
         self._emulator(token_tile).run(launch, values)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.registry import family_of
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, Program
 from lowbit.pylib.runtime.base import GpuRuntime, Tensors, argument_order, parts_of_rows
@@ -170,12 +169,12 @@ def load_function(program: Program, target: Target, device: int, order: Sequence
     # A cubin runs on its own major architecture; for a later one the driver compiles the PTX.
     same_major = target.capability // 10 == _capability(device) // 10
     image = program.cubin if same_major and program.cubin else program.ptx.encode() + b"\0"
-    return Function(image, program.launch, device, target.has_clusters, order)
+    return Function(image, program.launch, device, order)
 
 
 def load_matmul(artifact: Artifact, spec: MatmulSpec, target: Target, device: int) -> Launcher:
     """A kernel of a spec on a device, which takes the arguments of `argument_order`, each tensor by its address."""
     order = argument_order(spec)
-    boxes = family_of(artifact.schedule).x_boxes(spec, artifact.schedule)
+    boxes = artifact.launch.boxes
     function = load_function(artifact, target, device, (*boxes, *order[1:]) if boxes else order)
     return BoxedFunction(function, spec, boxes, order) if boxes else function

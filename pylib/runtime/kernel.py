@@ -59,7 +59,8 @@ def load(compiled: CompiledKernel, overlap: bool = False) -> Kernel:
     """Makes a compiled kernel callable, on the GPU or in the emulator, whichever it was compiled for.
 
     overlap   lets each launch start before the kernel in front of it has ended (sm_90 on). The program must then wait
-              (`grid_wait`) before it touches what an earlier kernel reads or writes.
+              (`grid_wait`) before it touches what an earlier kernel reads or writes; one that never waits does not
+              overlap.
 
     Raises TargetError where machine code can't be made.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelFamily, KernelSchedule, Operation
+from lowbit.passes.launch import Role
 
 if TYPE_CHECKING:
     from lowbit.dialect.bindings import ir
@@ -23,6 +25,11 @@ class Prepack(KernelFamily[PrepackSchedule]):
     name: ClassVar[str] = "prepack"
     operation: ClassVar[Operation] = "prepack"
     schedule_type = PrepackSchedule
+    outputs: ClassVar[tuple[str, ...]] = ("packed",)
+
+    def roles(self, spec: MatmulSpec, names: Iterable[str]) -> dict[str, Role]:
+        """Codes are an input here."""
+        return super().roles(spec, names) | {"codes": "input"}
 
     def build(self, spec: MatmulSpec, schedule: PrepackSchedule) -> ir.Module:
         from lowbit.passes.kernels.prepack.kernel import prepack

@@ -39,6 +39,7 @@ class Quantize(KernelFamily[QuantizeSchedule]):
     name: ClassVar[str] = "quantize"
     operation: ClassVar[Operation] = "quantize"
     schedule_type = QuantizeSchedule
+    outputs: ClassVar[tuple[str, ...]] = ("values", "scales", "sums")
 
     def candidates(self, spec: MatmulSpec, token_tile: int, target: Target) -> Sequence[QuantizeSchedule]:
         return [default_schedule(spec)]
