@@ -122,6 +122,26 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     assert isinstance(again.model.layers[0].mlp.gate_up_proj, lowbit.LowbitLinear)
 
 
+def test_layers_that_get_another_group_size(tmp_path: Path) -> None:
+    """The table and a line below it say which layers are not as asked, fused layers as well."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=50)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
+    given = ("quantize", tmp_path / "dense", "-w", "u4", "-g", 32, "--method", "rtn")
+    shown = lines(*given, "--out", tmp_path / "one")
+    assert [line.split()[0] for line in shown.splitlines() if line.endswith("not u4 per 32, as asked")] == [
+        "model.layers.0.mlp.down_proj"
+    ]
+    assert shown.splitlines()[-1] == "1 of 7 layers not u4 per 32, as asked: that does not divide their columns"
+    found = rows(*given[:5], 48, *given[6:], "--fuse", "--out", tmp_path / "two")
+    asked = {name.rpartition(".")[2]: row["asked"] for name, row in found.items() if not row["reason"]}
+    changed = dict.fromkeys(("q_k_v_proj", "o_proj", "gate_up_proj"), "u4 per 48")
+    assert asked == {**changed, "down_proj": ""}
+    q4_k = lines("quantize", tmp_path / "dense", "-w", "q4_k", "--out", tmp_path / "three")
+    assert "not u4 per 32 in blocks of 8 groups, as asked" in q4_k
+
+
 def test_errors_of_experts(tmp_path: Path) -> None:
     """Dense files have them by part, in a module that has another name in the model."""
     transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -139,8 +139,16 @@ def _by_transformers(
     on_step("comparing")
     report = contents(target, against=path)
     quantizer, names = model.hf_quantizer, Names(model, [row.name for row in report])
-    rows = [_with_reason(row, quantizer.reasons.get(names.module(row.name))) for row in report]
+    asked = {row.name: _asked(quantizer.asked, names.module(row.name)) for row in report}
+    rows = [replace(row, asked="" if row.reason else asked[row.name]) for row in report]
+    rows = [_with_reason(row, quantizer.reasons.get(names.module(row.name))) for row in rows]
     return QuantizationReport(tuple(rows), quantizer.fused)
+
+
+def _asked(asked: Mapping[str, str], name: str) -> str:
+    """Returns the format that was asked for a module, or for the experts that it is one of; "" where it has got it."""
+    experts = name.rpartition(".")[0].rpartition(".")[0]
+    return asked.get(name) or asked.get(experts, "")
 
 
 def _with_reason(row: LayerReport, reason: Reason | None) -> LayerReport:

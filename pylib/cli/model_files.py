@@ -56,7 +56,7 @@ def quantize(
 
     Without a config.json, every matrix called *.weight is quantized, but for embeddings and the output layer. Where the
     group size does not divide the columns of a layer, models of transformers get one scale per row there (K-quants:
-    smaller blocks of groups, where that suffices), and matrices of plain files stay dense.
+    smaller blocks of groups, where that suffices), which the report marks, and matrices of plain files stay dense.
 
     [bold]Examples[/]
 

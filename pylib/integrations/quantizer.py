@@ -65,6 +65,7 @@ class LowbitQuantizer(HfQuantizer):
     targets        the dense parameters to quantize by their names, while a dense checkpoint is loaded
     foreign        the tensors of another library's layers, while its checkpoint is loaded
     reasons        why modules stay dense, by their names, as `lowbit.quantize_` reports it
+    asked          formats that were asked for, by the names of modules that they don't fit and that got another
     fused          what became of layers that share their input, if `fuse=True` was asked for
     """
 
@@ -73,6 +74,7 @@ class LowbitQuantizer(HfQuantizer):
         self.config = quantization_config
         self.targets: dict[str, Target] = {}
         self.reasons: dict[str, Reason] = {}
+        self.asked: dict[str, str] = {}
         self.fused: tuple[FusedLayers, ...] = ()
         self.error: LowbitError | None = None
         self.checkpoint: Checkpoint | None = None
@@ -142,6 +144,7 @@ class LowbitQuantizer(HfQuantizer):
         planned = [entry for entry in modules if entry.config is not None]
         dense = [entry for entry in modules if entry.reason]
         self.reasons = {entry.names[0]: reason_in_config(self.config, model, entry) for entry in dense}
+        self.asked = {entry.names[0]: entry.asked for entry in planned if entry.asked}
         if warning := mostly_dense(modules):
             logger.warning_once(warning)
         if not planned:
@@ -225,6 +228,11 @@ class LowbitQuantizer(HfQuantizer):
                 raise QuantizeError(f"{name}: the checkpoint has no such tensor")
         if self.config.fuse and not self.pre_quantized:
             self.fused = fuse_(model)
+            self.asked |= {
+                f"{one.module}.{one.name}".lstrip("."): asked
+                for one in self.fused
+                if one.name and (asked := self.asked.get(f"{one.module}.{one.parts[0]}".lstrip(".")))
+            }
         self.targets.clear()
         if self.checkpoint is not None:
             _keep_as_imported(model)

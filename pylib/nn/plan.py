@@ -55,6 +55,7 @@ class Planned:
     specs    what it computes then: one of a linear layer or an embedding, two of experts
     reason   why it stays dense; false if it does not
     tied     of an embedding that is quantized: the linear layers that share its table, by all of their names
+    asked    the format that was asked for, where `per_row_if_indivisible` made another of it; "" where not
     """
 
     names: tuple[str, ...]
@@ -63,6 +64,7 @@ class Planned:
     specs: tuple[MatmulSpec, ...] = ()
     reason: Reason = NO_REASON
     tied: Mapping[str, nn.Linear] = field(default_factory=dict)
+    asked: str = ""
 
 
 @contextmanager
@@ -165,13 +167,20 @@ def _with_spec(planned: Planned, wishes: Wishes) -> Planned:
         return replace(planned, config=config, specs=specs_of_module(planned.module, config, act))
     except SpecError as error:
         if wishes.per_row_if_indivisible and config.group_size is not None:
-            return _with_spec(replace(planned, config=_larger_groups(config)), wishes)
+            asked = planned.asked or _asked(config)
+            return _with_spec(replace(planned, config=_larger_groups(config), asked=asked), wishes)
         small = _columns(planned.module) < MIN_K
         option = "per_row_if_indivisible" if config.group_size is not None and not small else ""
         reason = Reason(str(error), option)
         if wishes.strict and not small:
             raise SpecError(str(reason)) from None
         return replace(planned, config=None, reason=reason)
+
+
+def _asked(config: QuantConfig) -> str:
+    """Returns the format of a configuration, as reports name it."""
+    blocks = f" in blocks of {config.bilevel.groups} groups" if config.bilevel else ""
+    return f"{config.weight} per {config.group_size}{blocks}"
 
 
 def _larger_groups(config: QuantConfig) -> QuantConfig:

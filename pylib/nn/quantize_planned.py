@@ -53,7 +53,7 @@ def quantized_module(
         layer, change = quantized_layer(*parts)
     note = columns.notes.get(entry.names[0], "")
     row = low_bit_row(_name(entry), config, [layer], change, _bytes(linear))
-    return layer.train(linear.training), [replace(row, note=note)]
+    return layer.train(linear.training), [replace(row, note=note, asked=entry.asked)]
 
 
 def _quantized_embedding(
@@ -64,7 +64,8 @@ def _quantized_embedding(
         layer, change = quantized_layer(dense.weight, None, entry.specs[0], config, None, device)
     embedding = LowbitEmbedding.from_packed(layer.packed).in_place_of(dense)
     name = " = ".join((*entry.names, *entry.tied))
-    return embedding, [low_bit_row(name, config, [embedding], change, _bytes(dense))]
+    row = low_bit_row(name, config, [embedding], change, _bytes(dense))
+    return embedding, [replace(row, asked=entry.asked)]
 
 
 def _quantized_experts(
@@ -87,7 +88,7 @@ def _quantized_experts(
             total += change
             before += weight.nbytes + (0 if bias is None else bias.nbytes)
         row = low_bit_row(f"{_name(entry)}.{parameter}", config, of_experts, total, before)
-        rows.append(replace(row, note=_tokens_seen(tokens)))
+        rows.append(replace(row, note=_tokens_seen(tokens), asked=entry.asked))
         layers.append(of_experts)
     return LowbitExperts(entry.module, *layers), rows
 

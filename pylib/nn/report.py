@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ class LayerReport:
     option        the argument of `lowbit.quantize_` that would have it quantized; "" if there is none
     note          of AWQ: the norm that the column scales were folded into, or why there are none; of experts: how many
                   tokens of the calibration they got; "" for others
+    asked         the format that was asked for, where it does not divide the weight's columns, and another was taken;
+                  "" for others
     outliers      how many outliers each row has, as `lowbit inspect` finds them; None for weights without
     """
 
@@ -42,6 +45,7 @@ class LayerReport:
     reason: str = ""
     option: str = ""
     note: str = ""
+    asked: str = ""
     outliers: OutlierRows | None = None
 
     @classmethod
@@ -54,7 +58,8 @@ class LayerReport:
         shape = " x ".join(map(str, self.shape))
         sizes = (f"{self.bytes_before / 1e3:.1f}", f"{self.bytes_after / 1e3:.1f}")
         error = "" if self.error is None else f"{self.error:.4f}"
-        result = f"{error}  {self.note}".strip()
+        changed = f"not {self.asked}, as asked" if self.asked else ""
+        result = "  ".join(filter(None, (error, self.note, changed)))
         if self.reason:
             result = f"dense: {Reason(self.reason, self.option).spelled(spelling)}"
         return self.name, shape, self.format, *sizes, result
@@ -107,4 +112,10 @@ class QuantizationReport:
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
         counts = f"{len(self.quantized)} of {len(self.rows)} layers quantized"
         lines = [*table, f"{counts}: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB after", *map(str, self.fused)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._changes()])
+
+    def _changes(self) -> list[str]:
+        """Returns a line for each format that was asked for, and that not all layers have got."""
+        counts = Counter(row.asked for row in self.rows if row.asked)
+        why = "as asked: that does not divide their columns"
+        return [f"{count} of {len(self.quantized)} layers not {asked}, {why}" for asked, count in counts.items()]
