@@ -292,6 +292,13 @@ def test_a_process_ends_with_threads_waiting() -> None:
     assert (done.returncode, done.stdout) == (0, "1024.0\n"), done.stderr
 
 
+@pytest.mark.parametrize("n", [1, 1 << 30])
+def test_programs_for_the_longest_rows(n: int) -> None:
+    """Offsets beyond 2 GiB are no constants of an address."""
+    program = cpu_compile.program_stages(spec_of("u1", n=n, k=1 << 30), "few")
+    assert "lowbit_run" in program["asm"]
+
+
 def test_a_team_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenMP would end the process where it can't have all threads."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 100_000)

@@ -17,6 +17,7 @@ from lowbit.dialect.bindings import arith, ir, llvm, scf, vector
 from lowbit.dialect.elements import ELEMENTS
 
 _INBOUNDS = llvm.GEPNoWrapFlags.inboundsFlag | llvm.GEPNoWrapFlags.nusw
+_MOST_CONSTANT = 2**31 - 1  # bytes of a constant index of getelementptr
 _DYNAMIC = -(1 << 31)  # marks an index of a GEP that is an operand
 LANES = 16  # f32 elements of a vector: one zmm register, or two ymm
 Value = Any
@@ -119,6 +120,8 @@ def at(base: Value, offset: Value | None = None, byte: int = 0) -> Value:
     """The address `base` + offset + byte, in bytes."""
     if offset is not None:
         base = llvm.getelementptr(pointer(), base, [offset], [_DYNAMIC], i(8), _INBOUNDS)
+    if byte > _MOST_CONSTANT:
+        return at(base, i64(byte))
     if byte:
         base = llvm.getelementptr(pointer(), base, [], [byte], i(8), _INBOUNDS)
     return base
