@@ -66,6 +66,13 @@ def models() -> Iterable[str]:
     yield f"the whole 32B model {qwen:.1f} times. At 2 bits the 8B model has {two:.1f} times"
     best = max(decode(*LIBRARIES, **library) for library in OTHERS)
     yield f"The next best library has {best:.1f} times at batch 1"
+    again, alone = (faster(*LIBRARIES, 1, batch=16, lm_head=head) for head in (True, False))
+    assert round(alone, 1) == 2
+    yield f"Batch 16: twice as fast, {again:.1f} times with a low-bit output layer"
+    yield f"and the 32B model {faster(*WHOLE, 1, batch=16):.1f} times"
+    for batch in (1, 16):
+        low, high = ends(slower(file, model, batch, compute) for file, model, compute in QUANTIZING)
+        yield f"{100 * low:.0f} to {100 * high:.0f} % {'of its speed ' * (batch == 1)}at batch {batch}"
     u4_speed, folded = h100_prompts(None), h100_prompts("f8e4m3+fold")
     yield (
         f"On an H100 prompts of 512, 2048 and 8192 tokens run at {listed(u4_speed)} of bf16's speed in u4, and at "
@@ -83,6 +90,10 @@ def performance() -> Iterable[str]:
     for n, k in ((57344, 8192), (8192, 8192)):
         yield f"| {n} x {k} | {' | '.join(f'{us(n, k, 1, weight):.1f}' for weight in formats)} |"
         yield f"| floor | {' | '.join(f'{floor(weight, n, k):.1f}' for weight in formats)} |"
+    low, high = ends(over_floor(f"u{bits}") for bits in (3, 4, 5, 6, 8))
+    u2, u1 = over_floor("u2"), over_floor("u1")
+    yield f"integers of 3 to 8 bits {low:.2f} to {high:.2f} of the floor at 57344 x 8192, u2 {u2:.2f}, u1 {u1:.2f}."
+    yield f"u2 takes {u2:.2f} times its floor, u1 {u1:.2f}."
     outliers, codes, both = (written_out(weight, "sm_90a") for weight in EXPANDED)
     yield f"| more than {outliers} tokens with outliers, {codes} with scales that are codes, {both} with both |"
 
@@ -124,6 +135,24 @@ def stability() -> Iterable[str]:
     yield f"The version is {lowbit.__version__}."
 
 
+def slower(file: str, model: str, batch: int, compute: str) -> float:
+    """Returns what part of its speed decoding loses where x is quantized in every call."""
+    plain, quantized = (step(file, model, 1, weight="u4", batch=batch, compute=c) for c in (None, compute))
+    return 1 - plain.seconds / quantized.seconds
+
+
+def over_floor(weight: str) -> float:
+    """Returns how many times as long as reading it a large weight takes for one token."""
+    return us(57344, 8192, 1, weight) / floor(weight, 57344, 8192)
+
+
+def plans_of_candidates() -> list[tuple[str, str]]:
+    """Returns candidates of `benchmarks.quality.plans` and the plans of their size, by name."""
+    sizes = [(r["name"], r["bits"]) for r in records("plans")]
+    plans = [(name, bits) for name, bits in sizes if name.startswith("plan")]
+    return [(a, b) for a, bits in sizes for b, same in plans if a not in dict(plans) and abs(bits - same) < 0.006]
+
+
 def gpus() -> Iterable[str]:
     spark, thor = target_of_gpu(121), target_of_gpu(110)
     assert spark and thor and target_of_gpu(75) is None and parse_target("sm_80") in GPUS
@@ -145,6 +174,18 @@ def eight_bit() -> Iterable[str]:
 def quality() -> Iterable[str]:
     paper = next(r for r in records("quality") if r["line"] == "SpQR of the paper, threshold 0.35")
     yield f"the paper's recipe (`clip=\"max\"`) loses {1000 * paper['divergence']:.2f} thousandths of a nat"
+
+
+    divergence = {r["name"]: r["divergence"] for r in records("plans")}
+    gains = [1 - divergence[plan] / divergence[name] for name, plan in plans_of_candidates()]
+    low, high = ends(gain for gain in gains if gain > 0.005)
+    yield f"a candidate's size {100 * low:.0f} to {100 * high:.0f} % less"
+
+
+def cpu() -> Iterable[str]:
+    speeds = [[each["decode"] for each in records("gguf") if each["by"].startswith(by)] for by in ("llama", "lowbit")]
+    low, high = ends(theirs / ours for theirs, ours in zip(*speeds))
+    yield f"a token takes {low:.1f} to {high:.1f} times as long"
 
 
 def tuning() -> Iterable[str]:
@@ -179,10 +220,16 @@ OTHERS = (
     {"weight": "u4", "library": "gemlite"},
 )
 WHOLE = ("models-whole-h200-2026-11-24", "qwen2.5-32b")
+QUANTIZING = (
+    (*LIBRARIES, "f8e4m3"),
+    (*LIBRARIES, "f8e4m3+fold"),
+    ("models-h200-2026-11-24", "qwen2.5-32b, 16 layers", "f8e4m3+fold"),
+)
 PAGES: dict[str, Callable[[], Iterable[str]]] = {
     "README.md": readme,
     "docs/choosing.md": choosing,
     "docs/comparison.md": comparison,
+    "docs/cpu.md": cpu,
     "docs/design.md": design,
     "docs/eight-bit.md": eight_bit,
     "docs/gpus.md": gpus,
@@ -268,8 +315,10 @@ def step(file: str, model: str, tokens: int, **wanted: Any) -> Measurement:
 
 def faster(file: str, model: str, tokens: int, **wanted: Any) -> float:
     """Returns how many times as fast as bf16 a step of a model is."""
-    seconds = (step(file, model, tokens, weight="bf16"), step(file, model, tokens, **{"weight": "u4", **wanted}))
-    return seconds[0].seconds / seconds[1].seconds
+    same = {name: wanted[name] for name in ("batch", "context") if name in wanted}
+    dense = step(file, model, tokens, weight="bf16", **same)
+    ours = step(file, model, tokens, **{"weight": "u4", **wanted})
+    return dense.seconds / ours.seconds
 
 
 def decode(file: str, model: str, **wanted: Any) -> float:
