@@ -170,7 +170,9 @@ class KernelFamily(ABC, Generic[S]):
     def roles(self, spec: MatmulSpec, names: Iterable[str]) -> dict[str, Role]:
         """Returns what the parameters of these names are."""
         known: dict[str, Role] = {slot.name: "weight" for slot in spec.tensors}
-        known |= dict.fromkeys(self.outputs, "output") | {"m": "rows", WORKSPACE: "workspace"}
+        for name in self.outputs:
+            known[name] = "output"
+        known["m"], known[WORKSPACE] = "rows", "workspace"
         return {name: known.get(name, "input") for name in names}
 
     @abstractmethod

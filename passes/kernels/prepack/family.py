@@ -29,7 +29,8 @@ class Prepack(KernelFamily[PrepackSchedule]):
 
     def roles(self, spec: MatmulSpec, names: Iterable[str]) -> dict[str, Role]:
         """Codes are an input here."""
-        return super().roles(spec, names) | {"codes": "input"}
+        codes: dict[str, Role] = {"codes": "input"}
+        return super().roles(spec, names) | codes
 
     def build(self, spec: MatmulSpec, schedule: PrepackSchedule) -> ir.Module:
         from lowbit.passes.kernels.prepack.kernel import prepack
