@@ -23,7 +23,7 @@ from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
-from lowbit.passes.pipeline import CompiledKernel, compile_program
+from lowbit.passes.pipeline import CompiledKernel, lower_program
 from lowbit.passes.target import parse_target
 from lowbit.pylib.devices import this_machine
 from lowbit.pylib.tune.timing import copies_needed, graph_time
@@ -107,7 +107,7 @@ def chain_program(link: Link) -> Any:
 
 def compile_link(link: Link, target: str) -> CompiledKernel:
     """The kernel for a GPU or for the emulator."""
-    return compile_program(lambda: chain_program(link), parse_target(target))
+    return lower_program(lambda: chain_program(link), parse_target(target))
 
 
 def chain(n: int, k: int, tokens: list[int]) -> str:

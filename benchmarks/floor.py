@@ -18,7 +18,7 @@ from lowbit.dialect.layouts.layout import local, spatial
 from lowbit.dialect.signature import parse_grid
 from lowbit.passes.builder import Program, Scalar, as_i32
 from lowbit.passes.launch import Launch
-from lowbit.passes.pipeline import CompiledKernel, compile_program
+from lowbit.passes.pipeline import CompiledKernel, lower_program
 from lowbit.passes.target import parse_target
 from lowbit.pylib.devices import this_machine
 from lowbit.pylib.runtime.driver import Function
@@ -86,7 +86,7 @@ def read_program(reader: Reader, never: int = NEVER) -> Any:
 
 def compile_reader(reader: Reader, target: str, never: int = NEVER) -> CompiledKernel:
     """The kernel of a reader for a GPU or for the emulator."""
-    return compile_program(lambda: read_program(reader, never), parse_target(target))
+    return lower_program(lambda: read_program(reader, never), parse_target(target))
 
 
 def launch_for(reader: Reader, launch: Launch, units: int) -> Launch:

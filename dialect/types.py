@@ -31,6 +31,7 @@ Element = str | DType
 
 _MOST_SHARED = 1 << 18  # bytes: more than a block has on any GPU
 _ADDRESSES = 1 << 48
+_I64 = 1 << 63
 
 
 class Lowbit(ext.Dialect, name="lowbit"):
@@ -92,7 +93,8 @@ def parameters(kind: Any, type_: ir.Type) -> list[Any]:
 
 
 def ints(values: "tuple[int, ...] | list[int]") -> ir.ArrayAttr:
-    """A list of i64 attributes."""
+    """A list of i64 attributes. Raises Mismatch for numbers of more bits."""
+    expect(all(-_I64 <= v < _I64 for v in values), "list of numbers", "64 bits each", list(values))
     i64 = ir.IntegerType.get_signless(64)
     return ir.ArrayAttr.get([ir.IntegerAttr.get(i64, v) for v in values])
 

@@ -7,16 +7,18 @@ while they are still tile operations; formats are expanded last, when it is know
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lowbit.dialect import ops
 from lowbit.dialect.assembly import print_module
 from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.signature import Param
-from lowbit.dialect.types import param_kind, read_grid, read_strings
-from lowbit.passes.base import Pass
+from lowbit.dialect.types import Element, Global, param_kind, read_grid, read_strings
+from lowbit.passes.base import Pass, each_op
+from lowbit.passes.builder import Program
+from lowbit.passes.builder.program import built_module
 from lowbit.passes.codegen.cubin import emit_cubin
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
@@ -61,12 +63,16 @@ def passes_to(stage: Stage, target: Target) -> tuple[Pass, ...]:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel ready to be assembled: how to start it, its PTX, and the text of every stage that was asked for."""
+    """A kernel ready to be assembled: how to start it, its PTX, and the text of every stage that was asked for.
+
+    elements   the types as which a program of one's own sees the memory behind its pointers, by parameter
+    """
 
     launch: Launch
     target: Target
     schedule: KernelSchedule | None  # None for a program of one's own
     stages: dict[str, str]
+    elements: dict[str, tuple[Element, ...]] = field(default_factory=dict[str, tuple[Element, ...]])
 
     @property
     def ptx(self) -> str:
@@ -88,22 +94,30 @@ def compile_kernel(request: KernelRequest, keep: bool = False, lines: bool = Fal
     return replace(compiled, launch=launch)
 
 
-def compile_program(
-    build: Callable[[], ir.Module], target: Target, keep: bool = False, lines: bool = False
-) -> CompiledKernel:
-    """A tile program of one's own: `build` makes its module with `passes.builder.Program`.
+Buildable = Program | ir.Module | Callable[[], Program | ir.Module]
+"""A program of one's own: what the builder makes, its module, or a function that returns one of these."""
 
-    For the emulator, and with `lines`, its PTX says which line made what, in `.loc` directives. Raises PassError unless
-    `build` returns a module.
+
+def lower_program(program: Buildable, target: Target, lines: bool = False) -> CompiledKernel:
+    """The kernel of a tile program of one's own, with the IR of every stage.
+
+    The program stays as it is. For the emulator, and with `lines`, its PTX says which line made what, in `.loc`
+    directives. Raises PassError for what is no program, or a wrong one.
     """
+    context = new_context()
+    ops.register(context)
+    with context, ir.Location.unknown():
+        module = built_module(program() if callable(program) else program)
+        text = module.operation.get_asm(enable_debug_info=True)  # so that the program stays, for other targets
+    return _compile(lambda: _read(text), target, None, keep=True, lines=lines or target.kind == "emulator")
 
-    def checked() -> ir.Module:
-        module = build()
-        if not isinstance(cast(object, module), ir.Module):
-            raise PassError(f"build must return the module of a program, `p.module`, not {type(module).__name__}")
-        return module
 
-    return _compile(checked, target, None, keep, lines or target.kind == "emulator")
+def _read(text: str) -> ir.Module:
+    """A module of the current context. Raises PassError for a wrong one."""
+    try:
+        return ir.Module.parse(text)
+    except ir.MLIRError as error:
+        raise PassError(f"the program's module is wrong: {error}") from None
 
 
 def _compile(
@@ -119,6 +133,7 @@ def _compile(
     ops.register(context)
     with context, ir.Location.unknown():
         module = build()
+        elements = _elements(module)
         if keep:
             stages["lowbit"] = print_module(module)
         for stage in (stage for stage in GPU_STAGES if stage.passes):
@@ -136,7 +151,19 @@ def _compile(
         stages["ll"] = llvm_ir
     stages["ptx"] = emit_ptx(llvm_ir, target)
     launch = replace(launches[0], may_overlap="griddepcontrol.wait" in stages["ptx"])
-    return CompiledKernel(launch, target, schedule, stages)
+    return CompiledKernel(launch, target, schedule, stages, elements)
+
+
+def _elements(module: ir.Module) -> dict[str, tuple[Element, ...]]:
+    """The elements of the views of each pointer parameter of a tile program; of a program on tensors there are none."""
+    found: dict[str, tuple[Element, ...]] = {}
+    for program in each_op(module, ops.ProgramOp):
+        names, arguments = read_strings(program.params), list(program.body.blocks[0].arguments)
+        for view in each_op(module, ops.GlobalViewOp):
+            for name in (name for name, argument in zip(names, arguments) if argument == view.pointer):
+                element = Global.of(view.result.type).element
+                found[name] = tuple(dict.fromkeys((*found.get(name, ()), element)))
+    return found
 
 
 def read_launches(module: ir.Module) -> list[Launch]:

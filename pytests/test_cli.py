@@ -273,3 +273,58 @@ def test_a_terminal_of_plain_ascii(repo: Path):
     command = [sys.executable, "-m", "lowbit.pylib.cli.main", "run", *SMALL, "--target", "cpu"]
     done = subprocess.run(command, capture_output=True, cwd=repo, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and b" ?s" in done.stdout and not done.stderr
+
+
+PROGRAM = """
+from lowbit.dialect.layouts.layout import spatial
+from lowbit.passes.builder import Program
+
+def ones(count=32):
+    p = Program("ones", 32, (1, 1, 1), {"y": "pointer"})
+    with p:
+        p.store(p.constant(1.0, "f32", spatial(count)), p.global_view(p["y"], "f32", (count,)), (0,))
+    return p
+
+program = ones()
+
+def sized(count):
+    return ones(count)
+
+def wrong():
+    return ones(64)
+"""
+
+
+def test_a_program_of_ones_own(tmp_path):
+    file = tmp_path / "my_ones.py"
+    file.write_text(PROGRAM)
+    for name in ("ones", "program"):
+        ptx = lowbit("compile", f"{file}:{name}", "-t", "sm_90a").output
+        assert ".entry ones(" in ptx
+    assert "lowbit.program" in lowbit("compile", f"{file}:ones", "-t", "sm_80", "--stop-after", "tile").output
+    lowbit("compile", f"{file}:ones", "-t", "emulator:sm_80", "--dump", tmp_path / "dump")
+    assert {each.name for each in (tmp_path / "dump").iterdir()} == {
+        f"ones.{stage.suffix}" for stage in stages(gpu=True).values() if stage.name != "cubin"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (":sized", ["-t", "sm_80"], "sized takes count; name a function that is called without arguments"),
+        (":none", ["-t", "sm_80"], "defines no 'none'; it must be a Program or a function that returns one"),
+        ("", ["-t", "sm_80"], "must be FILE.py:NAME, the program of a file of yours, such as my_kernel.py:scale"),
+        (".py:x", ["-t", "sm_80"], "there is no file"),
+        (":wrong", ["-t", "sm_80"], "expected 32 threads, got 64"),
+        (":ones", ["-t", "sm_80", "-w", "u3"], "is compiled as it is: drop the options of a matmul"),
+        (":ones", ["-t", "sm_80", "-m", "2"], "is compiled as it is: drop the options of a matmul"),
+        (":ones", ["-t", "cpu"], "tile programs are for GPUs"),
+        (":ones", ["-t", "sm_80", "--stop-after", "asm"], "--stop-after=asm must be one of lowbit, tile"),
+        (":ones", ["-t", "emulator:sm_80", "--stop-after", "cubin", "-o", "x"], "has no cubin; compile for a GPU"),
+    ],
+)
+def test_a_wrong_program_is_one_line(tmp_path, name, options, message):
+    file = tmp_path / "my_ones.py"
+    file.write_text(PROGRAM)
+    result = lowbit("compile", f"{file}{name}", *options)
+    assert result.exit_code == 1 and message in result.output and "Traceback" not in result.output

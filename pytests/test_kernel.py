@@ -18,7 +18,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
-from lowbit.passes.pipeline import CompiledKernel, compile_program, read_launches
+from lowbit.passes.pipeline import CompiledKernel, lower_program, read_launches
 from lowbit.passes.target import parse_target
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.devices import this_machine
@@ -268,12 +268,6 @@ def test_no_program_for_a_cpu(target: str | None, given: str, monkeypatch: pytes
         lowbit.compile_program(scaling_program, target)
 
 
-def test_a_build_that_returns_no_module() -> None:
-    """As one does where the line `return p.module` was forgotten."""
-    with pytest.raises(lowbit.PassError, match=r"build must return the module of a program, `p.module`, not NoneType"):
-        lowbit.compile_program(lambda: None, EMULATOR)  # type: ignore[arg-type,return-value]
-
-
 @pytest.mark.parametrize(("short", "text"), [("x", "here = "), ("y", "there = ")])
 def test_the_emulator_names_the_line_of_the_program(short: str, text: str) -> None:
     """Loads are written down where they are needed, and keep their line."""
@@ -286,7 +280,7 @@ def test_the_emulator_names_the_line_of_the_program(short: str, text: str) -> No
 
 
 def test_lines_change_no_instruction() -> None:
-    emulated, real = (compile_program(scaling_program, parse_target(t)) for t in (EMULATOR, "sm_90a"))
+    emulated, real = (lower_program(scaling_program, parse_target(t)) for t in (EMULATOR, "sm_90a"))
     assert ".loc" in emulated.ptx and ".loc" not in real.ptx
     assert [(i.text, i.guard) for i in _instructions(emulated.ptx)] == [
         (i.text, i.guard) for i in _instructions(real.ptx)
@@ -311,3 +305,76 @@ def test_line_information_of_a_kernel(target: str, monkeypatch: pytest.MonkeyPat
 
 def _instructions(ptx: str) -> list[Instruction]:
     return parse(ptx).kernels["scale"].instructions
+
+
+# -- types of tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("x", torch.float16), ("x", torch.float64), ("x", torch.int32), ("y", torch.int64), ("y", torch.bfloat16)],
+)
+def test_a_tensor_of_another_type(name: str, dtype: torch.dtype) -> None:
+    x, y = numbers(16, "cpu")
+    tensors = {"x": x, "y": y}
+    tensors[name] = tensors[name].to(dtype)
+    given = str(dtype).removeprefix("torch.")
+    fix = rf"use {name}.to\(torch.float32\), or .view\(torch.float32\) of the same bytes"
+    message = rf"scale: {name} must be float32, as the program sees it, not {given}; {fix}"
+    with pytest.raises(lowbit.SpecError, match=message):
+        scaling()(**tensors, alpha=1.0, m=16)
+
+
+@pytest.mark.parametrize(
+    ("element", "allowed"),
+    [
+        ("f16", {torch.float16}),
+        ("bf16", {torch.bfloat16}),
+        ("i32", {torch.int32, torch.uint32}),
+        ("i8", {torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu}),
+        ("f8E4M3FN", {torch.float8_e4m3fn, torch.uint8, torch.int8}),
+        ("vector<4xi32>", {torch.int32, torch.uint32, torch.uint8, torch.int8}),
+    ],
+)
+def test_types_by_element(element: str, allowed: set[torch.dtype]) -> None:
+    p = Program("see", 32, (1, 1, 1), {"x": "pointer"})
+    with p:
+        p.global_view(p["x"], element, (4,))
+    kernel = lowbit.compile_program(p, EMULATOR)
+    for dtype in (*allowed, torch.float64, torch.int64, torch.float16, torch.float32):
+        x = torch.zeros(64, dtype=torch.uint8).view(dtype)
+        if dtype in allowed:
+            kernel(x=x)
+        else:
+            with pytest.raises(lowbit.SpecError, match="see: x must be"):
+                kernel(x=x)
+
+
+def test_memory_that_is_seen_in_two_ways() -> None:
+    p = Program("both", 32, (1, 1, 1), {"x": "pointer", "unused": "pointer"})
+    with p:
+        p.global_view(p["x"], "f16", (4,))
+        p.global_view(p["x"], "i32", (2,))
+    kernel, any_ = lowbit.compile_program(p, EMULATOR), torch.zeros(4, dtype=torch.int64)
+    kernel(x=torch.zeros(4).half(), unused=any_)
+    kernel(x=torch.zeros(4, dtype=torch.int32), unused=any_)
+    with pytest.raises(lowbit.SpecError, match="both: x must be float16 or int32 or uint32, as the program sees it"):
+        kernel(x=torch.zeros(4), unused=any_)
+
+
+# -- inspection
+
+
+def test_every_stage_can_be_read() -> None:
+    kernel = scaling()
+    assert list(kernel.stages) == ["lowbit", "tile", "gpu", "llvm", "ll", "ptx"]
+    assert kernel.ptx == kernel.ir("ptx") == kernel.stages["ptx"] and ".entry scale(" in kernel.ptx
+    assert "lowbit.load" in kernel.ir("tile") and "gpu.func" in kernel.ir("gpu")
+    with pytest.raises(lowbit.SpecError, match=r"stage='cubin' must be one of 'lowbit', .*; machine code is in .cubin"):
+        kernel.ir("cubin")
+    with pytest.raises(lowbit.TargetError, match="target emulator:sm_90a has no cubin; compile for a GPU such as"):
+        _ = kernel.cubin
+
+
+def test_machine_code_without_a_gpu() -> None:
+    assert scaling("sm_90a").cubin.startswith(b"\x7fELF")

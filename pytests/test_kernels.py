@@ -40,7 +40,7 @@ from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.kernel import decode_matmul
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.pipeline import compile_program
+from lowbit.passes.pipeline import lower_program
 from lowbit.passes.target import parse_target
 from lowbit.pylib.reference import agrees, matmul, random_inputs, random_problem, tolerance
 from lowbit.pylib.torch_types import TORCH
@@ -145,7 +145,7 @@ def test_choices(case: Case) -> None:
 def test_blocks_begin_at_columns_of_their_own(tokens: int, turned: bool) -> None:
     """Where x is much and the weight still decides: or all blocks would read the same few lines at once."""
     spec, schedule = MatmulSpec(64, 512, "u4"), Schedule(tokens, 1, 1, 2, 64)
-    program = compile_program(lambda: decode_matmul(spec, schedule), parse_target("sm_80"), keep=True).stages["lowbit"]
+    program = lower_program(lambda: decode_matmul(spec, schedule), parse_target("sm_80")).stages["lowbit"]
     assert ("arith.remui" in program) == turned
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lowbit.passes.builder import Program
-from lowbit.passes.pipeline import compile_program
+from lowbit.passes.pipeline import lower_program
 from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator import Emulator
 
@@ -38,7 +38,7 @@ def run(
             body(p)
         return p.module
 
-    kernel = compile_program(build, parse_target(target))
+    kernel = lower_program(build, parse_target(target))
     emulator = Emulator(kernel.ptx)
     for _ in range(launches):
         emulator.run(kernel.launch, arguments, racecheck=True)

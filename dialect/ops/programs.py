@@ -24,6 +24,7 @@ from lowbit.dialect.types import (
 )
 
 MOST_BLOCKS = 8  # of a cluster, on any GPU that has them (CUDA C++ Programming Guide, "Thread Block Clusters")
+MOST_LOCALS = 1 << 14  # elements of a tile in one thread, each of which becomes instructions of its own
 
 
 class ProgramOp(Lowbit.Operation, name="program", traits=ISOLATED_FROM_ABOVE):
@@ -95,6 +96,7 @@ def _check_threads(program: Any, threads: int) -> None:
             for layout in map(read_layout, texts):
                 what = f"layout {layout} in {op.name}"
                 expect(layout.threads == threads, what, f"{threads} threads", layout.threads)
+                expect(layout.locals <= MOST_LOCALS, what, f"at most {MOST_LOCALS} elements in a thread", layout.locals)
             if op.name in ("lowbit.barrier", "lowbit.pipeline") and "warps" in op.attributes:
                 warps = in_range(op.attributes["warps"], "warps", 1)
                 expect(threads // 32 % warps == 0, f"warps of {op.name}", f"a divisor of {threads // 32}", warps)

@@ -256,5 +256,6 @@ class ReduceOp(Lowbit.Operation, name="reduce", traits=[ext.Pure]):
         spread = [d for d in a.layout.thread_digits() if d.dim == dim]
         inside = not spread or (a.element == "f32" and all(d.size * d.divisor <= WARP for d in spread))
         where = "within each thread, or in f32 within each warp"
-        expect(inside, f"dim {dim}", where, f"{a.element} spread over threads by {a.layout}")
+        fix = "; cast to f32 first" if a.element != "f32" else ""
+        expect(inside, f"dim {dim}", where, f"{a.element} spread over threads by {a.layout}{fix}")
         expect(b.layout == a.layout.reduce((dim,)), "layout", a.layout.reduce((dim,)), b.layout)

@@ -15,7 +15,7 @@ import torch
 import lowbit
 from benchmarks.environment import describe, environment
 from examples.kernel.problem import Problem
-from lowbit.passes.pipeline import CompiledKernel, compile_program
+from lowbit.passes.pipeline import CompiledKernel, lower_program
 from lowbit.passes.target import parse_target
 from lowbit.pylib.runtime.kernel import Kernel
 from lowbit.pylib.tune.timing import copies, copies_needed, graph_time
@@ -44,7 +44,7 @@ class Row:
 
 def compiled(version: str, problem: Problem, target: str) -> CompiledKernel:
     program = import_module(f"examples.kernel.{version}").program
-    return compile_program(lambda: program(problem.n, problem.k), parse_target(target))
+    return lower_program(lambda: program(problem.n, problem.k), parse_target(target))
 
 
 def check(version: str, problem: Problem, target: str) -> float:

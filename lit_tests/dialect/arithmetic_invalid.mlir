@@ -245,7 +245,7 @@ func.func @select_element(%condition: !lowbit.reg<[8, 4], i1, "spatial(8, 4)">, 
 
 !t = !lowbit.reg<[8, 4], f16, "spatial(8, 4)">
 func.func @reduce_threads(%t: !t) {
-  // expected-error @below {{'lowbit.reduce' op dim 0: expected within each thread, or in f32 within each warp, got f16 spread over threads by spatial(8, 4)}}
+  // expected-error @below {{'lowbit.reduce' op dim 0: expected within each thread, or in f32 within each warp, got f16 spread over threads by spatial(8, 4); cast to f32 first}}
   %0 = "lowbit.reduce"(%t) {dim = 0} : (!t) -> !lowbit.reg<[1, 4], f16, "replicated(8, rank=2).spatial(1, 4)">
   return
 }

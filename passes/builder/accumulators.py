@@ -5,11 +5,12 @@ from __future__ import annotations
 from lowbit.dialect import ops
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Reg
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Memory, i64
 
 
-class Accumulators:
+class Accumulators(Operations):
     """Products that are begun in one place and waited for in another."""
 
     def accumulator(self, layout: Layout, element: str = "f32") -> Tile:

@@ -8,11 +8,12 @@ from lowbit.dialect import ops
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import UNIT, Reg, format_attr
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Memory, i64, text
 
 
-class Codes:
+class Codes(Operations):
     """Decoding, encoding, and conversions between types."""
 
     def decode(

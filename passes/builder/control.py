@@ -4,23 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 from lowbit.dialect import ops
-from lowbit.dialect.bindings import ir, scf
+from lowbit.dialect.bindings import scf
+from lowbit.dialect.errors import PassError
+from lowbit.dialect.types import Reg
+from lowbit.passes.builder.scope import Operations, check_values, inside, users_line
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Index, Scalar, as_i32, i64, text
 
 
 class Loop:
-    """The inside of `Program.loop`: `index`, `carried` tiles; set `results` to the tiles that go to the next round."""
+    """The inside of `Program.loop`: `index`, `carried` tiles; set `results` to the tiles that go to the next round, as
+    many as are carried, of the same types."""
 
     def __init__(self, index: Scalar, carried: list[Tile]) -> None:
         self.index = index
         self.carried = carried
-        self.results: list[Tile] = carried
+        self.results: Sequence[Tile] | None = None
+
+    def checked_results(self) -> Sequence[Tile]:
+        """The results. Raises PassError unless they were set to tiles like the carried."""
+        if self.results is None and self.carried:
+            fix = f"set `loop.results` to a list of {len(self.carried)} at the end of its body"
+            raise PassError(f"the loop carries {len(self.carried)} tiles, but has no results; {fix}")
+        results = self.results or []
+        given = [tile.reg if isinstance(cast(object, tile), Tile) else type(tile).__name__ for tile in results]
+        if given != [tile.reg for tile in self.carried]:
+            wanted = ", ".join(_described(tile.reg) for tile in self.carried) or "nothing"
+            raise PassError(
+                f"loop.results must be {wanted}, as the loop carries, not "
+                f"{', '.join(map(_described, given)) or 'nothing'}"
+            )
+        check_values(None, results)
+        return results
 
 
-class Control:
+def _described(tile: Reg | str) -> str:
+    return tile if isinstance(tile, str) else f"{tile.element} {list(tile.shape)} in {tile.layout}"
+
+
+class Control(Operations):
     """Operations for control flow: the number of the block, loops and conditions."""
 
     def block_id(self, axis: int) -> Scalar:
@@ -33,20 +58,24 @@ class Control:
 
     @contextmanager
     def loop(self, start: Index, steps: Index, carried: Sequence[Tile] = ()) -> Generator[Loop]:
-        """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles."""
+        """for index in start .. start+steps-1. After it, `carried` of the yielded Loop are the final tiles.
+
+        Raises PassError, with the loop's line, where tiles are carried and `results` was not set to as many like them.
+        """
         values = [t.value for t in carried]
         for_op = scf.ForOp(as_i32(start), as_i32(start + steps), as_i32(1), values)
-        with ir.InsertionPoint(for_op.body):
+        with inside(for_op.body):
             loop = Loop(Scalar(for_op.induction_variable), [Tile(v) for v in for_op.inner_iter_args])
             yield loop
-            scf.YieldOp([t.value for t in loop.results])
+            with users_line("Program.loop"):
+                scf.YieldOp([t.value for t in loop.checked_results()])
         loop.carried = [Tile(v) for v in for_op.results]
 
     @contextmanager
     def when(self, condition: Scalar) -> Generator[None]:
         """Runs the body of the `with` statement only if `condition` holds."""
         if_op = scf.IfOp(condition.value)
-        with ir.InsertionPoint(if_op.then_block):
+        with inside(if_op.then_block):
             yield
             scf.YieldOp([])
 
@@ -54,7 +83,7 @@ class Control:
     def one_thread(self, condition: Scalar) -> Generator[None]:
         """Runs the body in one thread of the block, if `condition` holds, beside products that are under way."""
         op = ops.OneThreadOp(condition.value)
-        with ir.InsertionPoint(op.body.blocks.append()):
+        with inside(op.body.blocks.append()):
             yield
 
     @contextmanager
@@ -77,7 +106,7 @@ class Control:
         op.prefetch_limit = i64(prefetch_limit) if prefetch_limit else None
         op.refill = refill
         op.async_proxy = async_proxy
-        with ir.InsertionPoint(op.copies.blocks.append()):
+        with inside(op.copies.blocks.append()):
             yield
 
     def grid_wait(self) -> None:

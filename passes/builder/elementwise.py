@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from lowbit.dialect import ops
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.tile import Operand, Tile, compare, elementwise, select
 
 
-class Elementwise:
+class Elementwise(Operations):
     """Arithmetic, comparisons and functions of each element."""
 
     def add(self, a: Operand, b: Operand) -> Tile:

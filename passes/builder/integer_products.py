@@ -6,11 +6,12 @@ from lowbit.dialect import ops
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.types import Reg, format_attr
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Memory, i64
 
 
-class IntegerProducts:
+class IntegerProducts(Operations):
     """x as limbs, and products of codes with them."""
 
     def split_limbs(self, x: Memory, limbs: Memory, format: DType) -> Tile:

@@ -1,8 +1,9 @@
-"""Which line of a program made an operation, from the frames in the operation's location."""
+"""Which line of a program makes an operation: from the frames of this thread, or later from those in its location."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,14 @@ def named(location: Any) -> str:
     """The line before a message: `file:line: `, or nothing where none is known."""
     line = user_line(location)
     return f"{line[0]}:{line[1]}: " if line else ""
+
+
+def caller() -> str:
+    """The line of the program that calls the builder: `file:line: `, or nothing where only the builder is running."""
+    frame = inspect.currentframe()
+    while frame and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame else ""
 
 
 def _is_users(path: str) -> bool:

@@ -8,11 +8,12 @@ from lowbit.dialect import ops
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Element, Global, Shared, format_attr, ints, row_major
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, boundary_of, i64, indices, text
 
 
-class MemoryAccess:
+class MemoryAccess(Operations):
     """Views, buffers, and the copies that fill them."""
 
     def global_view(

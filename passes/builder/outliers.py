@@ -8,6 +8,7 @@ from typing import Any
 from lowbit.dialect import ops
 from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.types import Reg
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, i64, text
 
@@ -29,7 +30,7 @@ class OutlierShare:
         return self.first_block.value, self.part.value
 
 
-class Outliers:
+class Outliers(Operations):
     """Outliers added to products, to numbers in shared memory, and to weights in registers."""
 
     def copy_outliers(self, share: OutlierShare, lines: Memory, layout: Layout) -> None:

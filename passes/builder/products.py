@@ -6,11 +6,12 @@ from lowbit.dialect import ops
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Reg, format_attr
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Memory, i64
 
 
-class Products:
+class Products(Operations):
     """mma and wgmma, and sums of the rows of their operands."""
 
     def mma(self, a: Tile, b: Tile, c: Tile) -> Tile:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from lowbit.dialect import ops
 from lowbit.dialect.types import Shared
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, i64, text
 
 
-class Synchronization:
+class Synchronization(Operations):
     """Operations that order threads: they wait for copies, for each other, and for mbarriers (`signals`)."""
 
     def commit(self) -> None:

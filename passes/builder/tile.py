@@ -8,13 +8,14 @@ A number stands for a tile of that number.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import CONDITION, Reg
+from lowbit.passes.builder.scope import check_values, users_line
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,17 @@ Operand = Tile | float
 
 def elementwise(operation: Any, *operands: Operand) -> Tile:
     """Writes an operation whose result has the element of its operands, and the shape of the largest."""
-    reg = _larger(*operands)
-    return Tile(operation(*_values(operands, reg), reg.type).result)
+    with users_line(f"arithmetic on tiles ({operation.OPERATION_NAME})"):
+        reg = _larger(*operands)
+        return Tile(operation(*_values(operands, reg), reg.type).result)
 
 
 def compare(a: Operand, predicate: str, b: Operand) -> Tile:
     """Writes a comparison of each two elements."""
-    reg = _larger(a, b)
-    condition = Reg(CONDITION, reg.layout)
-    return Tile(ops.CompareOp(*_values((a, b), reg), ir.StringAttr.get(predicate), condition.type).result)
+    with users_line("comparison of tiles (lowbit.compare)"):
+        reg = _larger(a, b)
+        values, condition = _values((a, b), reg), Reg(CONDITION, reg.layout)
+        return Tile(ops.CompareOp(*values, ir.StringAttr.get(predicate), condition.type).result)
 
 
 def select(condition: Tile, a: Operand, b: Operand) -> Tile:
@@ -105,7 +108,11 @@ def select(condition: Tile, a: Operand, b: Operand) -> Tile:
 
 
 def _larger(*operands: Operand) -> Reg:
-    """Returns the type of the largest tile. Raises PassError where there is none."""
+    """Returns the type of the largest tile. Raises PassError where there is none, and for what can't be used here."""
+    for operand in operands:
+        if not isinstance(cast(object, operand), Tile | int | float):
+            raise PassError(f"an operand must be a Tile or a number, not {type(operand).__name__}")
+    check_values(None, operands)
     tiles = [operand.reg for operand in operands if isinstance(operand, Tile)]
     if not tiles:
         raise PassError(f"arithmetic on {operands}: at least one operand must be a tile; use Program.constant for one")

@@ -8,11 +8,12 @@ from lowbit.dialect import ops
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Element, Reg
+from lowbit.passes.builder.scope import Operations
 from lowbit.passes.builder.tile import Tile
 from lowbit.passes.builder.values import Index, Memory, Scalar, as_i32, boundary_of, i64, indices
 
 
-class Tiles:
+class Tiles(Operations):
     """Loads and stores of tiles, constants, and tiles of another shape."""
 
     def load(

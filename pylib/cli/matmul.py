@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +16,10 @@ from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.stages import Stage, stages
 from lowbit.pylib.cli.output import Json, errors, show, show_json
-from lowbit.pylib.cli.spec_options import ScheduleText, TargetName, Tokens, parse_schedule, takes_spec
+from lowbit.pylib.cli.spec_options import ScheduleText, TargetName, Tokens, default_spec, parse_schedule, takes_spec
 
 if TYPE_CHECKING:
+    from lowbit.passes.target import Target
     from lowbit.pylib.tune.trial import Trial
 
 STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu=False))}."
@@ -27,6 +28,9 @@ STAGES = f"Stage: {', '.join(stages(gpu=True))}; for a CPU {', '.join(stages(gpu
 @takes_spec
 def compile_(
     spec: MatmulSpec,
+    program: Annotated[
+        str | None, typer.Argument(metavar="[FILE.py:NAME]", help="A tile program of your own in place of a matmul.")
+    ] = None,
     target: TargetName = None,
     tokens: Tokens = 1,
     schedule: ScheduleText = None,
@@ -34,7 +38,8 @@ def compile_(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write to.")] = None,
     dump: Annotated[Path | None, typer.Option(help="Folder that gets a file for every stage.")] = None,
 ) -> None:
-    """Compile a matmul and print it after any stage: PTX, or assembly for a CPU, unless told otherwise.
+    """Compile a matmul, or a program of your own, and print it after any stage: PTX, or assembly for a CPU, unless told
+    otherwise.
 
     No GPU is needed to compile for one.
 
@@ -47,23 +52,65 @@ def compile_(
       lowbit compile -w nf4 -g 64 -t sm_90a --stop-after cubin -o kernel.cubin
 
       lowbit compile -w i3 -t sm_90a --dump stages/
+
+      lowbit compile my_kernel.py:scale -t sm_90a --stop-after gpu
     """
+    if program is not None:
+        if (spec, tokens, schedule) != (default_spec(), 1, None):
+            raise SpecError(f"{program} is compiled as it is: drop the options of a matmul, its tokens and schedule")
+        compiled = _compile_program(program, target)
+    else:
+        compiled = _compile_matmul(spec, target, tokens, schedule)
+    _write(compiled, stop_after, output, dump)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What is written: `read` returns a stage by its name; files of a dump begin with `stem`."""
+
+    target: Target
+    stem: str
+    read: Callable[[str], bytes]
+
+
+def _compile_matmul(spec: MatmulSpec, target: str | None, tokens: int, schedule: str | None) -> _Compiled:
     import lowbit
 
     mm = lowbit.compile(spec, target, parse_schedule(schedule))
-    known = stages(mm.target.is_gpu)
-    stage = stop_after or ("ptx" if mm.target.is_gpu else "asm")
-    if stage not in known:
-        hint = "; for a GPU's, give its target, such as -t sm_90a" if stage in stages(gpu=True) else ""
-        raise SpecError(f"--stop-after={stage} must be one of {', '.join(known)} for target {mm.target}{hint}")
 
     def read(name: str) -> bytes:
         if name != "cubin":
             return mm.ir(name, tokens).encode()
         return mm.kernel(tokens).cubin or mm.cubin  # which says why there is none
 
+    return _Compiled(mm.target, "matmul", read)
+
+
+def _compile_program(program: str, target: str | None) -> _Compiled:
+    from lowbit.pylib.cli.program_files import compile_file
+
+    kernel = compile_file(program, target)
+
+    def read(name: str) -> bytes:
+        if name != "cubin":
+            return kernel.stages[name].encode()
+        if kernel.target.kind != "cuda":
+            raise TargetError(f"target {kernel.target} has no cubin; compile for a GPU such as 'sm_90a'")
+        return kernel.cubin()
+
+    return _Compiled(kernel.target, kernel.launch.name, read)
+
+
+def _write(compiled: _Compiled, stop_after: str | None, output: Path | None, dump: Path | None) -> None:
+    """Writes one stage to a file or prints it, and all stages to a folder."""
+    target, read = compiled.target, compiled.read
+    known = stages(target.is_gpu)
+    stage = stop_after or ("ptx" if target.is_gpu else "asm")
+    if stage not in known:
+        hint = "; for a GPU's, give its target, such as -t sm_90a" if stage in stages(gpu=True) else ""
+        raise SpecError(f"--stop-after={stage} must be one of {', '.join(known)} for target {target}{hint}")
     if dump is not None:
-        _dump(dump, (each for each in known.values() if each.name != "cubin" or mm.target.kind == "cuda"), read)
+        _dump(dump, compiled, (each for each in known.values() if each.name != "cubin" or target.kind == "cuda"))
         if stop_after is None and output is None:
             return
     if output is not None:
@@ -74,12 +121,12 @@ def compile_(
         sys.stdout.write(read(stage).decode())
 
 
-def _dump(folder: Path, known: Iterable[Stage], read: Callable[[str], bytes]) -> None:
+def _dump(folder: Path, compiled: _Compiled, known: Iterable[Stage]) -> None:
     """Write a file for every stage."""
     folder.mkdir(parents=True, exist_ok=True)
     for each in known:
-        (folder / f"matmul.{each.suffix}").write_bytes(read(each.name))
-    errors.print(f"wrote {folder}/matmul.*", markup=False)
+        (folder / f"{compiled.stem}.{each.suffix}").write_bytes(compiled.read(each.name))
+    errors.print(f"wrote {folder}/{compiled.stem}.*", markup=False)
 
 
 @takes_spec

@@ -79,6 +79,11 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
     return with_options
 
 
+def default_spec() -> MatmulSpec:
+    """Returns the spec of a command without options."""
+    return _spec({name: value for name, (_, value, _) in _SPEC_OPTIONS.items()})
+
+
 def _spec(fields: dict[str, Any]) -> MatmulSpec:
     """Returns the spec that options spell out, or one that has a name: options that differ from their defaults replace
     what it says."""

@@ -101,6 +101,7 @@ class Emulator:
         racecheck: bool = False,
         blocks: Iterable[Sequence[int]] | None = None,
         max_steps: int = 10_000_000,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Run kernel `name` to its end.
 
@@ -110,11 +111,13 @@ class Emulator:
             the parameter's type; `.b8 p[n]` parameters take bytes or an array of n bytes by value, and with n = 128
             and .align 64 a TensorMap of an array.
         shared_bytes: dynamic shared memory, for `.extern .shared` arrays.
-        racecheck: report conflicting accesses to shared memory that no barrier orders (slower).
+        racecheck: report conflicting accesses to shared memory that no barrier orders, and those of several blocks to
+            device memory that no atomics order (slower).
         blocks: the blocks to run, and in what order; by default all, x fastest. A cluster is run when its first
             block comes, its blocks in this order.
         max_steps: block steps after which a block counts as an endless loop: an instruction that all its threads take
             together is one. The 10 million of the default take minutes.
+        names: what errors call the arguments that are memory; by default as the PTX calls the parameters.
 
         The size of the clusters is the kernel's `.reqnctapercluster`.
         """
@@ -128,7 +131,7 @@ class Emulator:
         cluster = _cluster_shape(kernel, extent)
         if len(args) != len(kernel.params):
             raise EmulatorError(f"{name} takes {len(kernel.params)} arguments, not {len(args)}")
-        config = _Config(shape, extent, cluster, shared_bytes, racecheck, max_steps)
+        config = _Config(shape, extent, cluster, shared_bytes, racecheck, max_steps, tuple(names or ()))
         order = None if blocks is None else [_dim3(index, "block index", least=0) for index in blocks]
         clusters = _all_clusters(extent, cluster) if order is None else _clusters(order, cluster)
         with self._lock:  # launches share .global variables
@@ -158,13 +161,15 @@ class Emulator:
             block=launch.threads,
             args=[arguments[p.name] for p in launch.params],
             shared_bytes=launch.shared_bytes,
+            names=[p.name for p in launch.params],
             **options,
         )
 
     def _prepare(self, kernel: Kernel, config: _Config, args: Sequence[object] | None) -> list[Block]:
         """The blocks of a cluster, by rank: lay out all memories and decode the kernel; `args` None: just to decode."""
         lanes = -(-math.prod(config.block) // WARP) * WARP
-        memories = MemoryMap(make_cluster(kernel, config.cluster, lanes, config.racecheck))
+        cluster = make_cluster(kernel, config.cluster, lanes, config.racecheck)
+        memories = MemoryMap(cluster, DeviceMemory(racecheck=config.racecheck))
         dynamic: list[Variable] = []
         for variable in [*self.module.variables, *kernel.variables]:
             if variable.size is None:
@@ -174,7 +179,8 @@ class Emulator:
                 memories.add_variable(variable, variable.size, _contents(variable) if contents is None else contents)
         memories.add_dynamic(dynamic, config.shared_bytes)
         for i, param in enumerate(kernel.params):
-            value = bytes(param.size) if args is None else _argument(memories.device, param, args[i], i)
+            name = config.names[i] if config.names else param.name
+            value = bytes(param.size) if args is None else _argument(memories.device, param, args[i], i, name)
             memories.add_param(param, value)
         memories.allocate()
         blocks = [_block(kernel, config, memories, shared, lanes) for shared in memories.cluster.memories]
@@ -193,6 +199,7 @@ class _Config:
     shared_bytes: int = 0
     racecheck: bool = False
     max_steps: int = 1
+    names: tuple[str, ...] = ()
 
 
 def _block(kernel: Kernel, config: _Config, memories: MemoryMap, shared: SharedMemory, lanes: int) -> Block:
@@ -286,7 +293,7 @@ def _clusters(order: list[Index], shape: Index) -> Iterable[list[Index]]:
     return clusters.values()
 
 
-def _argument(device: DeviceMemory, param: Param, value: object, number: int) -> bytes:
+def _argument(device: DeviceMemory, param: Param, value: object, number: int, name: str) -> bytes:
     """The bytes of an argument; arrays are put into device memory."""
     what = f"argument {number} ({param.name}, .{param.type}{f'[{param.size}]' if param.array else ''})"
     if isinstance(value, TensorMap):
@@ -294,7 +301,7 @@ def _argument(device: DeviceMemory, param: Param, value: object, number: int) ->
             raise EmulatorError(f"{what}: a tensor map is passed as `.param .align {ALIGN} .b8 name[{SIZE}]`")
         if isinstance(value.address, int):
             raise EmulatorError(f"{what}: the tensor map needs the array in place of its address")
-        return tensor_argument(device, value, _device_array(device, param.name, value.address, what))
+        return tensor_argument(device, value, _device_array(device, name, value.address, what))
     if param.array:
         data = value if isinstance(value, bytes) else np.asarray(value).tobytes() if _is_array(value) else None
         if data is None or len(data) != param.size:
@@ -303,7 +310,7 @@ def _argument(device: DeviceMemory, param: Param, value: object, number: int) ->
     if isinstance(value, np.ndarray):
         if param.size != 8:
             raise EmulatorError(f"{what}: an array is a pointer, which has 64 bits")
-        return struct.pack("<Q", _device_array(device, param.name, value, what))
+        return struct.pack("<Q", _device_array(device, name, value, what))
     if value is None:
         return bytes(param.size)
     if isinstance(value, np.generic) and value.dtype.itemsize == param.size:

@@ -1,6 +1,6 @@
 """A compiled tile program as a function of its arguments by name.
 
-    kernel = lowbit.compile_program(build)
+    kernel = lowbit.compile_program(program)
     kernel(x=x, y=y, m=len(x))
 
 The call is the same on a GPU and in the emulator; only the tensors are on another device. What the program writes are
@@ -10,7 +10,7 @@ this package call `pylib.runtime.driver.Function` instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,54 +26,94 @@ from lowbit.pylib.runtime.base import memory_of
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.gpu import check_device, load_function
 from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.torch_types import type_name, types_of_views
 
 if TYPE_CHECKING:
-    from lowbit.dialect.bindings import ir
-    from lowbit.passes.pipeline import CompiledKernel
+    from lowbit.passes.pipeline import Buildable, CompiledKernel
+    from lowbit.passes.target import Target
 
 _ALIGNMENT = 16  # bytes, which kernels rely on
 
 
-def compile_program(build: Callable[[], ir.Module], target: str | None = None, overlap: bool = False) -> Kernel:
+def compile_program(
+    program: Buildable, target: str | None = None, overlap: bool = False, racecheck: bool = True
+) -> Kernel:
     """Compiles a tile program and makes it callable.
 
-    build     makes the program's module with `lowbit.passes.builder.Program`
-    target    a GPU such as "sm_90a" (`lowbit info` lists them), or "emulator:sm_90a", which runs the GPU's PTX on CPU
-              tensors; None: this machine's GPU
-    overlap   as for `load`
+    program     a `lowbit.passes.builder.Program`, its module, or a function without arguments that returns one of them
+    target      a GPU such as "sm_90a" (`lowbit info` lists them), or "emulator:sm_90a", which runs the GPU's PTX on CPU
+                tensors; None: this machine's GPU
+    overlap     as for `load`
+    racecheck   as for `load`
 
     Raises PassError for a wrong program, with its line; TargetError for an unknown target, a CPU, or where machine code
     can't be made.
     """
-    from lowbit.passes.pipeline import compile_program
+    from lowbit.passes.pipeline import lower_program
+
+    return load(lower_program(program, gpu_target(target), lines=knobs.line_info()), overlap, racecheck)
+
+
+def gpu_target(target: str | None) -> Target:
+    """Returns the target of a tile program. Raises TargetError for an unknown one, and for a CPU."""
     from lowbit.pylib.devices import target_named
 
     chosen = target_named(target)
     if not chosen.is_gpu:
         why = f"target={target!r}" if target else "target=None without a GPU"
         raise TargetError(f"{why}: tile programs are for GPUs; use a target such as 'emulator:sm_90a' to emulate one")
-    return load(compile_program(build, chosen, lines=knobs.line_info()), overlap)
+    return chosen
 
 
-def load(compiled: CompiledKernel, overlap: bool = False) -> Kernel:
+def load(compiled: CompiledKernel, overlap: bool = False, racecheck: bool = True) -> Kernel:
     """Makes a compiled kernel callable, on the GPU or in the emulator, whichever it was compiled for.
 
-    overlap   lets each launch start before the kernel in front of it has ended (sm_90 on). The program must then wait
-              (`grid_wait`) before it touches what an earlier kernel reads or writes; one that never waits does not
-              overlap.
+    overlap     lets each launch start before the kernel in front of it has ended (sm_90 on). The program must then wait
+                (`grid_wait`) before it touches what an earlier kernel reads or writes; one that never waits does not
+                overlap.
+    racecheck   in the emulator: report threads that touch the same memory, one of them writing, in no order. False
+                takes less time
 
     Raises TargetError where machine code can't be made.
     """
-    return EmulatedKernel(compiled) if compiled.target.kind == "emulator" else CudaKernel(compiled, overlap)
+    if compiled.target.kind == "emulator":
+        return EmulatedKernel(compiled, racecheck)
+    return CudaKernel(compiled, overlap)
 
 
 class Kernel:
-    """A loaded kernel, as `compile_program` and `load` make it."""
+    """A loaded kernel, as `compile_program` and `load` make it.
+
+    launch   its name, parameters and grid
+    target   what it was compiled for
+    stages   the program after each stage that was recorded, by the stage's name: all of them by `compile_program`
+    """
 
     def __init__(self, compiled: CompiledKernel) -> None:
-        self.launch, self.target = compiled.launch, compiled.target
+        self.launch, self.target, self.stages = compiled.launch, compiled.target, dict(compiled.stages)
+        self._types = {name: types_of_views(views) for name, views in compiled.elements.items()}
 
-    def __call__(self, **arguments: Any) -> None:
+    @property
+    def ptx(self) -> str:
+        """The kernel as PTX."""
+        return self.stages["ptx"]
+
+    @property
+    def cubin(self) -> bytes:
+        """The kernel as machine code. Raises TargetError for the emulator."""
+        raise TargetError(f"target {self.target} has no cubin; compile for a GPU such as 'sm_90a'")
+
+    def ir(self, stage: str) -> str:
+        """Returns the program after a stage: "lowbit", "tile", "gpu", "llvm", "ll" or "ptx".
+
+        Raises SpecError for another stage.
+        """
+        if stage not in self.stages:
+            hint = "; machine code is in .cubin" if stage == "cubin" else ""
+            raise SpecError(f"stage={stage!r} must be one of {', '.join(map(repr, self.stages))}{hint}")
+        return self.stages[stage]
+
+    def __call__(self, /, **arguments: Any) -> None:
         """Runs the kernel. The grid follows from the arguments and the GPU.
 
         arguments   every parameter by its name: a contiguous tensor for a pointer, an int for an i32, a number for an
@@ -106,6 +146,7 @@ class Kernel:
             self._check_tensor(param.name, tensor)
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        self._check_type(name, tensor)
         what, device = f"{self.launch.name}: {name}", "cpu" if self.target.kind == "emulator" else "cuda"
         if tensor.device.type != device:
             fix = f"use {name}.to({device!r})"
@@ -114,6 +155,15 @@ class Kernel:
             raise SpecError(f"{what} must be contiguous; use {name}.contiguous()")
         if tensor.data_ptr() % _ALIGNMENT:
             raise SpecError(f"{what} must begin at a multiple of {_ALIGNMENT} bytes; use {name}.clone()")
+
+    def _check_type(self, name: str, tensor: Tensor) -> None:
+        """Raises SpecError for a tensor of another type than the program's views of it have."""
+        allowed = self._types.get(name)
+        if allowed and tensor.dtype not in allowed:
+            types, given = " or ".join(map(type_name, allowed)), type_name(tensor.dtype)
+            wanted = f"torch.{type_name(allowed[0])}"
+            fix = f"use {name}.to({wanted}), or .view({wanted}) of the same bytes"
+            raise SpecError(f"{self.launch.name}: {name} must be {types}, as the program sees it, not {given}; {fix}")
 
 
 def _mismatch(param: Param, value: Any) -> str | None:
@@ -137,9 +187,14 @@ class CudaKernel(Kernel):
 
     def __init__(self, compiled: CompiledKernel, overlap: bool) -> None:
         super().__init__(compiled)
-        self._program = Program(compiled.launch, compiled.ptx, compiled.cubin())
+        self._cubin = compiled.cubin()
+        self._program = Program(compiled.launch, compiled.ptx, self._cubin)
         self._overlap = overlap
         self._functions: dict[int, Function] = {}
+
+    @property
+    def cubin(self) -> bytes:
+        return self._cubin
 
     def _start(self, arguments: Mapping[str, Any]) -> None:
         device = self._device(arguments)
@@ -170,17 +225,18 @@ def _for_gpu(value: Any) -> Any:
 class EmulatedKernel(Kernel):
     """A kernel in the emulator, on CPU tensors."""
 
-    def __init__(self, compiled: CompiledKernel) -> None:
+    def __init__(self, compiled: CompiledKernel, racecheck: bool) -> None:
         from lowbit.pylib.emulator import Emulator
 
         super().__init__(compiled)
+        self._racecheck = racecheck
         self._emulator = Emulator(compiled.ptx)
         # It passes from launch to launch, as on a GPU.
         self._workspace = np.zeros(self.launch.workspace_bytes, np.uint8)
 
     def _start(self, arguments: Mapping[str, Any]) -> None:
         values = {name: _for_emulator(value) for name, value in arguments.items()}
-        self._emulator.run(self.launch, {WORKSPACE: self._workspace, **values})
+        self._emulator.run(self.launch, {WORKSPACE: self._workspace, **values}, racecheck=self._racecheck)
 
 
 def _for_emulator(value: Any) -> Any:

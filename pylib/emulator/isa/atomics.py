@@ -36,7 +36,7 @@ _TYPES = ("u32", "s32", "u64", "s64", "b32", "b64", "b16", *_FLOAT)
 @instruction("atom", "red")
 def _atom(op: Op) -> Step:
     returns = op.instr.opcode == "atom"
-    op.flag("relaxed", "acquire", "release", "acq_rel")
+    semantics = op.flag("relaxed", "acquire", "release", "acq_rel")
     op.flag("cta", "cluster", "gpu", "sys")
     space = (op.flag("global", "shared::cta", "shared") or "generic").partition("::")[0]
     name = op.choice(*_INTEGER, "cas")
@@ -60,7 +60,8 @@ def _atom(op: Op) -> Step:
     if name == "cas":
         operands.append(_columns(op, kind, count))
     cache_policy(op, hinted)
-    return _in_turns(op, space, dtype_of(_raw(kind)), update, dests, address, operands)
+    order = semantics in ("acquire", "acq_rel"), semantics in ("release", "acq_rel")
+    return _in_turns(op, space, dtype_of(_raw(kind)), update, dests, address, operands, order)
 
 
 def _raw(kind: str) -> str:
@@ -109,11 +110,11 @@ def _in_turns(
     dests: list[Dest],
     address: Callable[[Array], Array],
     operands: list[Callable[[Array], Array]],
+    order: tuple[bool, bool],
 ) -> Step:
+    """`order`: whether they acquire and release, which orders blocks in device memory."""
     block = op.block
-    shared = space == "shared"
-    memory: Any = block.shared if shared else block.device
-    options = {"atomic": True} if shared else {}
+    memory: Any = block.shared if space == "shared" else block.device
 
     def step(mask: Mask) -> None:
         lanes = block.lanes_of(mask)
@@ -123,9 +124,11 @@ def _in_turns(
         left = np.arange(len(lanes))
         while len(left):
             turn = left[np.unique(at[left], return_index=True)[1]]
-            old = memory.read(lanes[turn], at[turn], size, **options).view(dtype)
+            old = memory.read(lanes[turn], at[turn], size, atomic=True).view(dtype)
             new = np.ascontiguousarray(update(old, *(value[turn] for value in values)))
-            memory.write(lanes[turn], at[turn], new.view(np.uint8), **options)
+            memory.write(lanes[turn], at[turn], new.view(np.uint8), atomic=True)
+            if space == "global":
+                block.device.order(lanes[turn], at[turn], size, *order)
             for i, dest in enumerate(dests):
                 dest.view[lanes[turn]] = old[:, i]
             left = np.setdiff1d(left, turn, assume_unique=True)

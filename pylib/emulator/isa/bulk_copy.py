@@ -42,6 +42,7 @@ def bulk_copy(op: Op) -> Step:
             if count == 0 or count % CHUNK:
                 raise Fault(f"a bulk copy of {count} bytes: it takes a multiple of {CHUNK}", lane)
             offset, _ = block.device.locate(one, source(one), count, align=CHUNK)
+            block.device.note_read(one, offset[:, None] + np.arange(count))
             data = block.device.data[int(offset[0]) : int(offset[0]) + count].reshape(-1, CHUNK).copy()
             block.device.bytes_loaded += count
             destinations.send(lane, data, lambda start, n=count: start + np.arange(0, n, CHUNK))

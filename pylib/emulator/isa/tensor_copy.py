@@ -53,7 +53,7 @@ def tensor_copy(op: Op) -> Step:
             if len(tensor.shape) != rank:
                 raise Fault(f"a copy of {rank} dims of a tensor map with {len(tensor.shape)}", lane)
             corner = [int(np.broadcast_to(x, (block.lanes,))[lane]) for x in reversed(coordinates)]
-            data = box_rows(block.device, tensor, start, corner)
+            data = box_rows(block.device, tensor, start, corner, lane)
             destinations.send(lane, data, partial(box_places, tensor), align=_ALIGN)
 
     return step
@@ -68,8 +68,8 @@ def _tensor(block: Block, lane: int, address: int) -> tuple[TensorMap, int]:
     return block.device.tensors[int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")]
 
 
-def box_rows(device: DeviceMemory, tensor: TensorMap, start: int, corner: list[int]) -> Array:
-    """The box at `corner` in chunks of 16 bytes; elements outside of the tensor are zeros."""
+def box_rows(device: DeviceMemory, tensor: TensorMap, start: int, corner: list[int], lane: int) -> Array:
+    """The box at `corner`, which a lane copies, in chunks of 16 bytes; elements outside of the tensor are zeros."""
     offset, inside = np.zeros((), np.int64), np.ones((), np.bool_)
     for first, count, size, stride in zip(corner, tensor.box, tensor.shape, tensor.strides):
         index = first + np.arange(count)
@@ -77,6 +77,7 @@ def box_rows(device: DeviceMemory, tensor: TensorMap, start: int, corner: list[i
         inside = inside[..., None] & (index >= 0) & (index < size)
     base, _ = device.locate(np.array([0]), np.array([start]), tensor.extent, align=1)
     place = np.where(inside, offset, 0)[..., None] + np.arange(tensor.itemsize) + int(base[0])
+    device.note_read(np.array([lane]), place[inside].reshape(1, -1))
     device.bytes_loaded += int(inside.sum()) * tensor.itemsize
     return np.where(inside[..., None], device.data[place], 0).astype(np.uint8).reshape(-1, CHUNK)
 

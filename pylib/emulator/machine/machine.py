@@ -345,6 +345,8 @@ def run_cluster(blocks: list[Block], indices: list[tuple[int, int, int]]) -> Non
     or ends, then the next. When all wait, the oldest copy in flight arrives."""
     cluster = blocks[0].cluster
     cluster.reset()
+    if blocks[0].device.races:
+        blocks[0].device.races.begin(indices)
     for block, index in zip(blocks, indices):
         block.start(index)
     running = blocks

@@ -11,6 +11,7 @@ from bisect import bisect_right
 
 import numpy as np
 
+from lowbit.pylib.emulator.machine.device_races import DeviceRaces
 from lowbit.pylib.emulator.machine.faults import Array, Fault, require
 from lowbit.pylib.tensor_map import TensorMap
 
@@ -25,8 +26,10 @@ PARAM_WINDOW = 0x6300_0000_0000
 class DeviceMemory:
     """Arrays at simulated addresses; the host's arrays are copied in, and back by `copy_back` if written."""
 
-    def __init__(self, base: int = GLOBAL_BASE, stride: int = GLOBAL_STRIDE) -> None:
+    def __init__(self, base: int = GLOBAL_BASE, stride: int = GLOBAL_STRIDE, racecheck: bool = False) -> None:
         self.base, self.stride = base, stride
+        self.racecheck = racecheck
+        self.races: DeviceRaces | None = None
         self.tensors: list[tuple[TensorMap, int]] = []  # with the addresses of their arrays
         self.names: list[str] = []
         self.hosts: list[Array | None] = []
@@ -53,6 +56,7 @@ class DeviceMemory:
     def allocate(self) -> None:
         self.data = np.zeros(self._size, np.uint8)
         self.written = np.zeros(self._size, np.bool_)  # by this launch
+        self.races = DeviceRaces(self._size, self._name_of) if self.racecheck else None
         for host, offset in zip(self.hosts, self.offsets):
             if host is not None:
                 flat = host.reshape(-1).view(np.uint8)
@@ -60,6 +64,16 @@ class DeviceMemory:
         self._starts = np.array(self.starts, np.int64)
         self._ends = np.array(self.ends, np.int64)
         self._shift = np.array(self.starts, np.int64) - np.array(self.offsets, np.int64)
+
+    def _name_of(self, offset: int) -> str:
+        """What a byte of `data` is called."""
+        number = bisect_right(self.offsets, offset) - 1
+        return f"byte {offset - self.offsets[number]} of `{self.names[number]}`"
+
+    def note_read(self, lanes: Array, byte: Array) -> None:
+        """Each of `lanes` reads a row of bytes, given by their offsets in `data`."""
+        if self.races:
+            self.races.read(lanes, byte)
 
     def copy_back(self) -> None:
         for host, offset, stored in zip(self.hosts, self.offsets, self.stored):
@@ -97,9 +111,14 @@ class DeviceMemory:
         start, end = self.starts[number], self.ends[number]
         return f"{text} = byte {address - start} of `{self.names[number]}`, which has {end - start} bytes"
 
-    def read(self, lanes: Array, address: Array, size: int, constant: bool = False) -> Array:
-        """`constant`: by `ld.global.nc`, whose cache does not see what this launch stores."""
+    def read(
+        self, lanes: Array, address: Array, size: int, constant: bool = False, atomic: bool = False
+    ) -> Array:
+        """`constant`: by `ld.global.nc`, whose cache does not see what this launch stores. `atomic`: a write
+        follows."""
         offset, arrays = self.locate(lanes, address, size)
+        if not atomic:
+            self.note_read(lanes, _bytes(offset, size))
         if constant and any(self.stored[i] for i in arrays):
             stored = self.written.reshape(-1, size)[offset // size]
             require(~stored, lanes, "ld.global.nc of memory that this launch has written")
@@ -114,13 +133,17 @@ class DeviceMemory:
         for some in np.unique(count[count > 0]).tolist():
             chosen = np.flatnonzero(count == some)
             offset, _ = self.locate(lanes[chosen], address[chosen], some, align=size)
-            rows[chosen, :some] = self.data[offset[:, None] + np.arange(some)]
+            byte = _bytes(offset, some)
+            self.note_read(lanes[chosen], byte)
+            rows[chosen, :some] = self.data[byte]
             self.bytes_loaded += some * len(chosen)
         return rows
 
-    def write(self, lanes: Array, address: Array, rows: Array) -> None:
+    def write(self, lanes: Array, address: Array, rows: Array, atomic: bool = False) -> None:
         size = rows.shape[1]
         offset, arrays = self.locate(lanes, address, size)
+        if self.races:
+            self.races.write(lanes, _bytes(offset, size), atomic)
         for number in arrays:
             host = self.hosts[number]
             if host is not None and not host.flags.writeable:
@@ -129,6 +152,15 @@ class DeviceMemory:
         self.data.reshape(-1, size)[offset // size] = rows
         self.written.reshape(-1, size)[offset // size] = True
         self.bytes_stored += rows.size
+
+    def order(self, lanes: Array, address: Array, size: int, acquire: bool, release: bool) -> None:
+        """`lanes` have executed atomics at these addresses."""
+        if self.races:
+            self.races.order(self.locate(lanes, address, size)[0], acquire, release)
+
+
+def _bytes(offset: Array, size: int) -> Array:
+    return offset[:, None] + np.arange(size)
 
 
 class LocalMemory:
