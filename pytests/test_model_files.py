@@ -142,6 +142,52 @@ def test_layers_that_get_another_group_size(tmp_path: Path) -> None:
     assert "not u4 per 32 in blocks of 8 groups, as asked" in q4_k
 
 
+def folder_with_tokenizer(folder: Path) -> Path:
+    """Saves a small Llama with a tokenizer of a few words."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = {"?": 0, "the": 1, "cat": 2, "sat": 3, "on": 4, "mat": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=50)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+TEXT = "the cat sat on the mat " * 20
+
+
+def test_text_as_calibration(tmp_path: Path) -> None:
+    """The command cuts a file into inputs; quantize_ takes texts, with the tokenizer beside the model or another."""
+    transformers = pytest.importorskip("transformers")
+    source, text = folder_with_tokenizer(tmp_path / "dense"), tmp_path / "train.txt"
+    text.write_text(TEXT)
+    given = ("quantize", source, "-w", "u4", "-g", 32, "--method", "gptq")
+    found = rows(*given, "--text", text, "--samples", 3, "--length", 40, "--out", tmp_path / "low")
+    assert {row["format"] for row in found.values() if not row["reason"]} == {"u4 per 32, gptq"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "low")
+    tokens = torch.tensor([[1, 2, 3, 4, 1, 5] * 20])
+    expected = transformers.AutoModelForCausalLM.from_pretrained(source)
+    config = lowbit.QuantConfig("u4", 32, method="gptq")
+    lowbit.quantize_(expected, config, calibration=[tokens[:, 40 * i : 40 * i + 40] for i in range(3)])
+    name = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(model.get_submodule(name).codes, expected.get_submodule(name).codes)
+    for tokenizer in (None, transformers.AutoTokenizer.from_pretrained(source)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(source)
+        lowbit.quantize_(model, config, calibration=[TEXT[:23]], tokenizer=tokenizer)
+        other = transformers.AutoModelForCausalLM.from_pretrained(source)
+        lowbit.quantize_(other, config, calibration=[tokens[:, :6]])
+        assert torch.equal(model.get_submodule(name).codes, other.get_submodule(name).codes)
+    with pytest.raises(lowbit.QuantizeError, match="calibration= has a text without tokens: ''; leave it out"):
+        lowbit.quantize_(transformers.AutoModelForCausalLM.from_pretrained(source), config, calibration=[""])
+    with pytest.raises(lowbit.QuantizeError, match=r"no tokenizer is found for 'Sequential.*pass tokenizer="):
+        lowbit.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64)).half(), config, calibration=["a"])
+    assert "drop it" in lines(*given[:6], "--method", "rtn", "--text", text, "--out", tmp_path / "a", code=1)
+    assert "name a file of text with --text" in " ".join(lines(*given, "--out", tmp_path / "b", code=1).split())
+
+
 def test_errors_of_experts(tmp_path: Path) -> None:
     """Dense files have them by part, in a module that has another name in the model."""
     transformers = pytest.importorskip("transformers")

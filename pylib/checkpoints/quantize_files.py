@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,19 @@ from lowbit.pylib.checkpoints.tensor_files import TensorFiles, read_json
 from lowbit.pylib.nn.linear import act_of
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.quantize_layer import quantized_layer
+from lowbit.pylib.nn.quantize_model import quantize_
 from lowbit.pylib.nn.quantize_planned import low_bit_row
 from lowbit.pylib.nn.reason import Reason
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
+from lowbit.pylib.nn.texts import LENGTH, samples_of
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
 EMBEDDINGS = ("*embed*", "*wte*", "*wpe*")
 OUTPUTS = ("*lm_head*",)
-NO_DATA = "a folder has no calibration data; use 'rtn' or 'hqq', or lowbit.quantize_(model, config, calibration=...)"
+NO_DATA = (
+    "a folder has no calibration data; use 'rtn' or 'hqq', name a file of text with --text, or "
+    "lowbit.quantize_(model, config, calibration=...)"
+)
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -52,6 +57,9 @@ class Request:
     fuse         make one layer of those that share their input, in models that transformers loads
     act          type of the layers' inputs; None: that of the weights, and bf16 where they are f32
     device       where to quantize; None: the CPU
+    text         a file of text on which methods with calibration run the model, in models that transformers loads
+    samples      parts of the text to take, at most
+    length       tokens of each
     """
 
     config: QuantConfig
@@ -61,6 +69,9 @@ class Request:
     fuse: bool = False
     act: Act | None = None
     device: str | None = None
+    text: Path | None = None
+    samples: int = 128
+    length: int = LENGTH
 
 
 def quantize_folder(
@@ -74,19 +85,31 @@ def quantize_folder(
     path, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} has something in it; name another folder")
-    if request.config.method in CALIBRATED:
-        raise SpecError(f"method={request.config.method!r}: {NO_DATA}")
+    _check_text(path, request)
     if done := open_checkpoint(path).modules:
         raise CheckpointError(f"{path} is quantized already, {done[0]} for one; name the dense model it was made of")
     if request.fuse and not _is_of_transformers(path):
         raise SpecError(f"fuse: {path} has no config.json of transformers; which layers share an input is not known")
     with _all_or_nothing(target) as folder:
         if _is_of_transformers(path):
-            report = _by_transformers(path, folder, request, on_step)
+            way = _by_transformers if request.text is None else _with_text
+            report = way(path, folder, request, on_step)
         else:
             report = _by_names(path, folder, request, on_step)
         note_errors(folder, report)
     return report
+
+
+def _check_text(path: Path, request: Request) -> None:
+    """Raise SpecError for a method that needs a text without one, and for a text that is of no use."""
+    method = request.config.method
+    if method in CALIBRATED and request.text is None:
+        raise SpecError(f"method={method!r}: {NO_DATA}")
+    if request.text is not None and not (method in CALIBRATED and _is_of_transformers(path)):
+        what = f"{path} has no config.json of transformers" if method in CALIBRATED else f"{method} needs no data"
+        raise SpecError(f"text={str(request.text)!r}: {what}; drop it")
+    if min(request.samples, request.length) < 1:
+        raise SpecError(f"samples={request.samples} and length={request.length} must be 1 or more")
 
 
 @contextmanager
@@ -121,7 +144,6 @@ def _by_transformers(
 
     on_step("quantizing while transformers loads the model")
 
-    dtype: Any = {"f16": torch.float16, "bf16": torch.bfloat16, None: "auto"}[request.act]
     config = LowbitConfig(
         request.config,
         modules=dict.fromkeys(request.skip, None),
@@ -132,7 +154,7 @@ def _by_transformers(
     )
     places = {"device_map": request.device} if request.device not in (None, "cpu") else {}
     model = _class_of(path).from_pretrained(
-        path, quantization_config=config, dtype=dtype, local_files_only=True, **places
+        path, quantization_config=config, dtype=_dtype(request), local_files_only=True, **places
     )
     model.save_pretrained(target)
     _copy_others(path, target)
@@ -143,6 +165,36 @@ def _by_transformers(
     rows = [replace(row, asked="" if row.reason else asked[row.name]) for row in report]
     rows = [_with_reason(row, quantizer.reasons.get(names.module(row.name))) for row in rows]
     return QuantizationReport(tuple(rows), quantizer.fused)
+
+
+def _with_text(path: Path, target: Path, request: Request, on_step: Callable[[str], object]) -> QuantizationReport:
+    """Load a dense model, quantize it with a text as calibration data, and save it; returns what became of its layers,
+    by their names in the model."""
+    from transformers import AutoTokenizer
+
+    text = cast(Path, request.text).read_text(errors="replace")
+    on_step("loading")
+    model = _class_of(path).from_pretrained(path, dtype=_dtype(request), local_files_only=True)
+    model = model.bfloat16() if model.dtype is torch.float32 else model
+    model = model.to(request.device or "cpu")
+    on_step("quantizing")
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    report = quantize_(
+        model,
+        {**dict.fromkeys(request.skip, None), "*": request.config},
+        calibration=samples_of(text, model, tokenizer, request.samples, request.length),
+        lm_head=request.lm_head,
+        embeddings=request.embeddings,
+        per_row_if_indivisible=True,
+        fuse=request.fuse,
+    )
+    model.save_pretrained(target)
+    _copy_others(path, target)
+    return report
+
+
+def _dtype(request: Request) -> Any:
+    return {"f16": torch.float16, "bf16": torch.bfloat16, None: "auto"}[request.act]
 
 
 def _asked(asked: Mapping[str, str], name: str) -> str:

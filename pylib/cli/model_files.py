@@ -36,7 +36,9 @@ def quantize(
             "--group-size", "-g", min=0, max=MOST, help="Columns that share a scale; 128 without it; 0: one per row."
         ),
     ] = None,
-    method: Annotated[str | None, typer.Option(help="rtn or hqq; without it, what suits the format.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="rtn or hqq; with --text gptq, awq ...; without it, what suits the format.")
+    ] = None,
     zeros: Annotated[str | None, typer.Option(help="none, int, float or offset; without it, the method's.")] = None,
     scale: Annotated[str | None, typer.Option(help="Type of the scales; without it f16 or bf16, as the layer.")] = None,
     compute: Annotated[
@@ -50,6 +52,9 @@ def quantize(
     fuse: Annotated[bool, typer.Option("--fuse", help="Make one layer of those that share their input.")] = False,
     act: Annotated[str | None, typer.Option(help="f16 or bf16; without it, as the model.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to quantize: cuda or cpu.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A file of text, for methods that need inputs of layers.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Parts of the text to take, at most.")] = 128,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
     as_json: Json = False,
 ) -> None:
     """Quantize the model in a folder, and save it in another one that transformers and lowbit can load.
@@ -62,6 +67,8 @@ def quantize(
 
       lowbit quantize llama/ --weight u4 --group-size 128 --method hqq --out llama-u4/
 
+      lowbit quantize llama/ -w u4 --method gptq --text train.txt --out llama-gptq/
+
       lowbit quantize llama/ -w q4_k --out llama-q4k/
 
       lowbit quantize llama/ -w u4 --compute f8e4m3 --compute-from 65 --fold-scales --out llama-u4-f8/
@@ -72,7 +79,8 @@ def quantize(
 
     config = _recipe(weight, {"group_size": group_size, "method": method, "zeros": zeros, "scale": scale})
     config = replace(config, compute=compute, compute_from=compute_from, fold_scales=fold_scales)
-    request = Request(config, skip or (), lm_head, embeddings, fuse, _act(act), checked_device(device))
+    where = checked_device(device)
+    request = Request(config, skip or (), lm_head, embeddings, fuse, _act(act), where, text, samples, length)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # which is for transformers, too
     with errors.status("reading") as status:

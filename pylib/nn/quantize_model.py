@@ -27,6 +27,7 @@ from lowbit.pylib.nn.quant_plan import QuantPlan
 from lowbit.pylib.nn.quantize_planned import dense_row, quantized_module
 from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
+from lowbit.pylib.nn.texts import tokenized
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 from lowbit.pylib.torch_types import TORCH
@@ -49,6 +50,7 @@ def quantize_(
     per_row_if_indivisible: bool = False,
     fuse: bool = False,
     progress: bool = True,
+    tokenizer: Any = None,
 ) -> QuantizationReport:
     """Quantize the linear layers of a model in place; returns what became of each, to print or to look at.
 
@@ -56,8 +58,9 @@ def quantize_(
                              or to None for layers that stay dense; the first pattern that matches counts. Or a plan
                              (`lowbit.plan`), or the name of its file
     filter_fn                filter_fn(name, module) returns whether to quantize a linear layer; None: all of them
-    calibration              inputs of the model, for methods that need them: each a tensor, a tuple of arguments, or a
-                             dictionary of arguments by name. The float model is run on them
+    calibration              inputs of the model, for methods that need them: each a tensor, a tuple of arguments, a
+                             dictionary of arguments by name, or a text, of which the first 2048 tokens are taken. The
+                             float model is run on them
     device                   where to quantize, "cuda" say; the layers stay where they are. None: there
     act                      type of the layers' inputs, "f16" or "bf16"; None: that of each weight
     lm_head                  quantize the output layer as well, if its name ends in "lm_head" and its weight is not tied
@@ -67,6 +70,7 @@ def quantize_(
                              K-quants, fewer groups share a second level where that suffices
     fuse                     make one layer of those that share their input (`lowbit.fuse_`): fewer, larger matmuls
     progress                 show a bar with time and memory, if standard error is a terminal
+    tokenizer                of transformers, for texts; None: that of the folder or name the model was loaded from
 
     The experts of transformers' mixtures of experts become `LowbitExperts`. Each is calibrated on the tokens that it
     gets; one that gets none is rounded without, and the report says how many there are. GPT-2's `Conv1D` are
@@ -83,7 +87,8 @@ def quantize_(
     """
     check_torch_device(device)
     wishes = Wishes(_configs(config), filter_fn, act, lm_head, embeddings, per_row_if_indivisible)
-    work = _Work(model, plan(model, wishes), as_inputs(calibration), device)
+    inputs = tokenized(as_inputs(calibration), model, tokenizer)
+    work = _Work(model, plan(model, wishes), inputs, device)
     rows = work.run(progress)
     if "transformers.modeling_utils" in sys.modules:  # so that save_pretrained says in config.json that it is low-bit
         import_module("lowbit.pylib.integrations.quantizer").adopt(model)
