@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,7 +35,7 @@ def check(
 
     Each has random formats, groups, scales, zeros, types, outliers and sizes. Its result is compared with a definition
     in float64 that shares no code with the compiler. The exit code is 1 if one is wrong; then a minimal spec that is
-    wrong as well is shown.
+    wrong as well is shown. Ctrl-C ends it early, with a report of what was checked.
 
     [bold]Examples[/]
 
@@ -48,16 +49,16 @@ def check(
 
     parsed = target_named(target)
     drawn = Drawn(parsed.name, count, seed)
-    processes = jobs or min(MOST_JOBS, len(os.sched_getaffinity(0)))
+    processes = min(jobs or min(MOST_JOBS, len(os.sched_getaffinity(0))), count)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     found: list[Outcome] = []
-    with Progress(*columns, console=errors, transient=True) as progress:
-        task = progress.add_task(f"checking on {parsed.name}", total=count)
-        for outcome in outcomes(drawn, min(processes, count)):
+    with Progress(*columns, console=errors, transient=True) as progress, suppress(KeyboardInterrupt):
+        for outcome in progress.track(outcomes(drawn, processes), count, description=f"checking on {parsed.name}"):
             found.append(outcome)
-            progress.advance(task)
-    wrong = [outcome for outcome in found if outcome.verdict == "wrong"]
-    least = minimal(wrong[0]) if wrong else None
+            if outcome.verdict == "wrong":
+                progress.console.print(f"wrong: {outcome.case}: {outcome.detail}", markup=False)
+    wrong = next((outcome for outcome in found if outcome.verdict == "wrong"), None)
+    least = minimal(wrong) if wrong else None
     if as_json:
         show_json(_facts(found, drawn.refused, least))
     else:

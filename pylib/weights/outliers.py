@@ -30,8 +30,8 @@ class Outliers(NamedTuple):
 def sparse_csr(outliers: Outliers, n: int, k: int) -> Tensor:
     """Returns outliers that are sorted by row and column as a `torch.sparse_csr` tensor [n, k]."""
     offsets = row_offsets(outliers.rows, n)
-    with warnings.catch_warnings():  # torch calls the layout a beta, once per process
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+    with warnings.catch_warnings():  # once per process: the layout is a beta, and nothing is checked, as is asked for
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks)")
         parts = offsets, outliers.columns, outliers.values
         return torch.sparse_csr_tensor(*parts, (n, k), device=offsets.device, check_invariants=False)
 
