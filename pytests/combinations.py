@@ -1,0 +1,167 @@
+"""A covering array of all that a user can write: every two values of two fields that go together meet in a case, and
+every three of element, scale and zeros. What goes together is what `MatmulSpec` accepts.
+
+allpairspy makes the rows for pairs; rows that lack a legal pair, and those for triples, are added.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from allpairspy import AllPairs
+
+from lowbit.dialect.errors import SpecError
+from lowbit.dialect.spec import MatmulSpec
+from lowbit.pylib.check.cases import CODES, Case, spec_of
+
+SECOND = ("second_level", "second_rows", "second_groups", "second_scale")
+Choice = dict[str, Any]
+_TRIES = 40  # to put what is missing into a row that is there
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "weight": (
+        *("u1", "u2", "u3", "u4", "u7", "u8", "i1", "i2", "i4", "i8", "f3e1m1", "f4e2m1", "f5e2m2", "f6e3m2", "f7e2m4"),
+        *("f8e4m3", "f8e5m2", "f8e6m1", "nf4", "lut2", "lut3", "lut6"),
+    ),
+    "place": (
+        *(("cpu", 1), ("cpu", 9), ("cpu", 40)),
+        *(("emulator:sm_80", 1), ("emulator:sm_80", 9), ("emulator:sm_80", 20), ("emulator:sm_80", 200)),
+        *(("emulator:sm_90a", m) for m in (1, 9, 20, 70, 130, 330)),
+        *(("emulator:sm_89", 20), ("emulator:sm_120", 3)),
+    ),
+    "scale": ("f16", "bf16", "f32", "e8m0", "e4m3", *CODES),
+    "group_size": (None, 16, 32, 48, 64, 128),
+    "zeros": ("none", "int", "float", "offset"),
+    "compute": (None, "f8e4m3", "i8"),
+    "second_level": (None, "plain", "zeros", "offsets"),
+    "second_rows": (None, 1, 16),
+    "second_groups": (None, 1, 2),
+    "second_scale": (None, "f16", "bf16", "f32"),
+    "out": (None, "f16", "bf16", "f32"),
+    "act": ("f16", "bf16"),
+    "fold_scales": (False, True),
+    "compute_from": (1, 17),
+    "bias": (False, True),
+    "row_scales": (False, True),
+    "permuted": (False, True),
+    "outliers": (False, True),
+    "n": (16, 40),
+    "k": (64, 96, 192, 256, 260),
+}
+"""Fields and their values: elements by the way in which they are decoded, places by the kernels that serve there."""
+
+PLAIN: Choice = {name: values[0] for name, values in FACTORS.items()} | {"weight": "u4", "group_size": 32, "k": 192}
+_TWO_LEVELS = {"scale": "u4", "second_level": "plain", "second_rows": 1, "second_groups": 1, "second_scale": "f16"}
+_FOLDED = {"compute": "f8e4m3", "fold_scales": True, "row_scales": True}
+BASES = (
+    PLAIN,
+    PLAIN | {"k": 96, "group_size": 48},
+    PLAIN | {"k": 256},
+    PLAIN | {"group_size": None},
+    PLAIN | _TWO_LEVELS,
+    PLAIN | _TWO_LEVELS | {"k": 256, "zeros": "float"},
+    PLAIN | _TWO_LEVELS | {"scale": "lut8"},
+    PLAIN | {"compute": "i8"},
+    PLAIN | {"compute": "f8e4m3"},
+    PLAIN | _FOLDED,
+    PLAIN | _FOLDED | {"k": 256},
+    PLAIN | _FOLDED | _TWO_LEVELS,
+)
+"""Choices to which what is wanted is added: it goes together if it does with one of them."""
+
+
+def legal(choice: Mapping[str, Any]) -> bool:
+    """Tells whether a choice is a spec that its target has, and no field stands for nothing in it."""
+    return _is_legal(tuple(choice[name] for name in FACTORS))
+
+
+@cache
+def _is_legal(values: tuple[Any, ...]) -> bool:
+    choice = dict(zip(FACTORS, values))
+    levels = {choice[name] is not None for name in SECOND}
+    if len(levels) > 1 or (choice["scale"] != "e4m3" and levels != {choice["scale"] in CODES}):
+        return False
+    if choice["second_level"] == "plain" and choice["scale"] == "e4m3":
+        return False
+    if not choice["compute"] and (choice["fold_scales"] or choice["compute_from"] > 1):
+        return False
+    if choice["compute"] == "f8e4m3" and choice["place"][0] == "emulator:sm_80":
+        return False
+    try:
+        return _spec(choice).row_scales == choice["row_scales"]
+    except SpecError:
+        return False
+
+
+def _spec(choice: Mapping[str, Any]) -> MatmulSpec:
+    return spec_of(choice, random.Random(0))
+
+
+def completed(wanted: Mapping[str, Any]) -> Choice | None:
+    """Returns a legal choice that has what is wanted; None if there is none."""
+    choices = (base | dict(wanted) for base in BASES)
+    return next((choice for choice in choices if legal(choice)), None)
+
+
+def wanted_pairs() -> Iterator[Choice]:
+    for (a, xs), (b, ys) in itertools.combinations(FACTORS.items(), 2):
+        yield from ({a: x, b: y} for x in xs for y in ys)
+
+
+def wanted_triples() -> Iterator[Choice]:
+    names = ("weight", "scale", "zeros")
+    yield from (dict(zip(names, values)) for values in itertools.product(*(FACTORS[name] for name in names)))
+
+
+def _key(choice: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple((name, choice[name]) for name in names)
+
+
+@dataclass(frozen=True)
+class CoveringArray:
+    """Choices for all fields, and the cases that they are."""
+
+    choices: list[Choice]
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        return [Case(_spec(choice), *choice["place"], seed=i) for i, choice in enumerate(self.choices)]
+
+
+@cache
+def covering_array() -> CoveringArray:
+    """Returns the array, the same in every process."""
+    rows = [dict(zip(FACTORS, row)) for row in AllPairs(list(FACTORS.values()), filter_func=_may_become_legal)]
+    rng = random.Random(0)
+    seen: set[tuple[Any, ...]] = set()
+    choices: list[Choice] = []
+
+    def add(choice: Choice) -> None:
+        choices.append(choice)
+        for names in (*itertools.combinations(FACTORS, 2), ("weight", "scale", "zeros")):
+            seen.add(_key(choice, names))
+
+    for row in filter(legal, rows):
+        add(row)
+    for wanted in (*wanted_triples(), *wanted_pairs()):
+        if _key(wanted, tuple(wanted)) not in seen:
+            mixed = ({**rng.choice(rows), **wanted} for _ in range(_TRIES))
+            if choice := next(filter(legal, mixed), None) or _at_random_place(wanted, rng):
+                add(choice)
+    rng.shuffle(choices)
+    return CoveringArray(choices)
+
+
+def _at_random_place(wanted: Choice, rng: random.Random) -> Choice | None:
+    """Returns the completed choice, where no place is wanted at a random one that is legal."""
+    places = rng.sample(FACTORS["place"], len(FACTORS["place"]))
+    return next(filter(None, (completed({"place": place, **wanted}) for place in places)), None)
+
+
+def _may_become_legal(row: list[Any]) -> bool:
+    """Tells whether the first values of a choice can be completed."""
+    return completed(dict(zip(FACTORS, row))) is not None
