@@ -130,3 +130,13 @@ def test_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     for text in ("decode", "prefill", "50% of what rounding explains", "refused 1 times: compute", "wrong", "minimal"):
         assert text in result.stdout, text
+
+
+def test_an_interrupted_check_reports_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two(cases: Iterator[Case], jobs: int) -> Iterator[Outcome]:
+        yield from (Outcome(case, "right", "decode", worst=0.5) for case in list(cases)[:2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowbit.pylib.check.session.outcomes", two)
+    result = CliRunner().invoke(app, ["check", "-t", "cpu", "--count", "9", "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["checked"] == 2

@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import count, islice
 
@@ -48,17 +49,24 @@ def outcomes(cases: Iterable[Case], jobs: int, attempt: Attempt = try_case) -> I
     attempt: makes an outcome of a case, in another process
     """
     left, pool = iter(cases), _pool(jobs)
-    while some := list(islice(left, _AHEAD * jobs)):
-        try:
-            futures = [pool.submit(attempt, case) for case in some]
-            wait(futures)
-            done = [None if isinstance(future.exception(), BrokenProcessPool) else future for future in futures]
-        except BrokenProcessPool:  # before all were handed out
-            done = [None] * len(some)
-        yield from (future.result() if future else _alone(case, attempt) for case, future in zip(some, done))
-        if None in done:
-            pool = _pool(jobs)
-    pool.shutdown()
+    try:
+        while some := list(islice(left, _AHEAD * jobs)):
+            done = _done(pool, some, attempt)
+            yield from (future.result() if future else _alone(case, attempt) for case, future in zip(some, done))
+            if None in done:
+                pool = _pool(jobs)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _done(pool: ProcessPoolExecutor, cases: Sequence[Case], attempt: Attempt) -> list[Future[Outcome] | None]:
+    """Returns the futures of cases when all have ended; None for those that a process took with it that died."""
+    try:
+        futures = [pool.submit(attempt, case) for case in cases]
+    except BrokenProcessPool:  # before all were handed out
+        return [None] * len(cases)
+    wait(futures)
+    return [None if isinstance(future.exception(), BrokenProcessPool) else future for future in futures]
 
 
 def _alone(case: Case, attempt: Attempt) -> Outcome:
@@ -75,6 +83,7 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
 
 
 def _begin() -> None:
-    """Prepares a process: it has one thread, and keeps kernels to itself."""
+    """Prepares a process: it has one thread, keeps kernels to itself, and leaves Ctrl-C to the process that reports."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["LOWBIT_NO_CACHE"] = "1"
     torch.set_num_threads(1)
