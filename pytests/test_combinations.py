@@ -28,7 +28,8 @@ def listed(number: int, case: Case) -> Any:
 @pytest.mark.parametrize("case", [listed(*each) for each in enumerate(covering_array().cases)])
 def test_case(case: Case) -> None:
     outcome = try_case(case)
-    assert outcome.verdict == "right", f"{case}: {outcome.detail}"
+    refused = outcome.verdict == "refused" and outcome.detail.startswith("fold_scales takes")  # in e4m3, by `pack`
+    assert outcome.verdict == "right" or (refused and case.spec.scale == "e4m3"), f"{case}: {outcome.detail}"
 
 
 def test_all_pairs_and_triples_are_covered() -> None:

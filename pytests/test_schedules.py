@@ -254,7 +254,7 @@ def test_a_schedule_is_checked_once_for_all_tokens(compute: Any, name: str, monk
     chooser = Chooser(MatmulSpec(4096 + 48, 4096, "u4", 128, compute=compute), HOPPER)
     for tile in chooser.any_tiles:
         chooser.predicted(tile)
-    assert len(checked) > 20 and set(checked.values()) == {1}
+    assert len(checked) > 15 and set(checked.values()) == {1}
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: Counter[str]) -> None:
