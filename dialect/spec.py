@@ -27,6 +27,7 @@ from lowbit.dialect.formats.byte_codes import COMPUTE, Compute
 from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.names import plain_name, short_name, weight_advice
 from lowbit.dialect.formats.packing import Packing
+from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.presets import preset_fields
 from lowbit.dialect.weight import Storage, TensorSlot, in_memory, weight_tensors
 
@@ -215,6 +216,15 @@ class MatmulSpec:
     def folds(self) -> bool:
         """Whether kernels for many tokens round weights: scales of rows multiply sums, without rounding."""
         return self.fold_scales and self.group_size is not None
+
+    @cached_property
+    def folds_in_f16(self) -> bool:
+        """Tells whether kernels that fold scales multiply codes by them in f16, and round scales of other types to it:
+        where nothing but integer zeros is added, and codes are numbers of f16 as they stand."""
+        if not self.folds or self.bilevel or self.zeros not in ("none", "int"):
+            return False
+        t = self.dtype
+        return compute_element(t, "f16") == "f16" and (t.kind != "table" or not exponent(t, "f16"))
 
     @cached_property
     def multiplies_codes(self) -> bool:

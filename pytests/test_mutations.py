@@ -18,6 +18,7 @@ from emulated import Inputs, Problem, exhaustive_inputs, exhaustive_problem, mat
 
 from lowbit.dialect.bindings import arith, nvvm
 from lowbit.dialect.errors import EmulatorError
+from lowbit.dialect.formats import recipes
 from lowbit.dialect.formats.packing import Packing
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program
@@ -26,7 +27,7 @@ from lowbit.passes.kernels.decode.factors import Factors
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.lowering import emit, lower_dequant, recipes
+from lowbit.passes.lowering import emit, lower_dequant
 from lowbit.passes.lowering import mma as lower_mma
 from lowbit.passes.lowering import tables as lower_table
 from lowbit.passes.lowering.addressing import Access

@@ -18,6 +18,7 @@ import lowbit
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
+from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.codegen.cubin import resource_usage
 from lowbit.passes.kernels.prefill.factor import factors_of
@@ -27,7 +28,6 @@ from lowbit.passes.kernels.prefill.parts import parts_of_panel
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import request
-from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.pipeline import CompiledKernel, compile_kernel
 from lowbit.passes.target import parse_target
 from lowbit.pylib.reference import random_problem

@@ -20,13 +20,13 @@ from lowbit.dialect.formats.dtypes import DType, all_names, dtype
 from lowbit.dialect.formats.packing import Piece, run_of
 from lowbit.dialect.formats.raw_codes import can_defer_offset, deferred_offset, raw_exponents, raw_lows
 from lowbit.dialect.formats.reals import REALS
+from lowbit.dialect.formats.recipes import compute_element, exponent, magic, place
 from lowbit.dialect.layouts.shared_memory import BANKS
 from lowbit.dialect.types import format_attr
 from lowbit.passes.codegen.lower_to_llvm import LowerToLLVM
 from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.lower_dequant import LowerDequant
-from lowbit.passes.lowering.recipes import compute_element, exponent, magic, place
 from lowbit.passes.lowering.tables import words as table_words
 from lowbit.passes.target import parse_target
 from lowbit.pylib.emulator import Emulator

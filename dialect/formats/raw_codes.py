@@ -1,7 +1,7 @@
 """What decoded integers are when the subtraction that decoding needs is left out.
 
 Decoding puts the code of an integer into the mantissa of a float under a fixed ("magic") exponent, which makes it
-2^j + code, and subtracts 2^j (`passes.lowering.recipes`). `lowbit.decode` and `lowbit.decode_pair` can leave that out:
+2^j + code, and subtracts 2^j (`dialect.formats.recipes`). `lowbit.decode` and `lowbit.decode_pair` can leave that out:
 
     offset = "subtracted"   the numbers are the codes
     offset = "deferred"     the numbers are too large by `deferred_offset`, which depends on the register of a run

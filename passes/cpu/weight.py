@@ -34,7 +34,6 @@ from lowbit.passes.cpu.vector_ops import (
     take,
     vec,
 )
-from lowbit.passes.lowering.recipes import folds_in_f16
 
 VECTOR_BYTES = 4 * ROWS  # of the f32 of 16 rows, or of 16 columns
 _MAX_TILE = 512  # columns
@@ -106,7 +105,7 @@ class Weight:
     def scales(self, block: Value, group: Value) -> Value:
         """Returns the scales of 16 rows, times those of the rows where they have some: vector<16xf32>."""
         scales = self._of_group("scales", block, group)
-        if folds_in_f16(self.spec):
+        if self.spec.folds_in_f16:
             scales = arith.extf(vec(f32()), round_to(scales, scalar_type("f16")))
         return self._row_scaled(scales, block)
 

@@ -6,8 +6,8 @@ from lowbit.dialect.bilevel import TABLE_CODE
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
 

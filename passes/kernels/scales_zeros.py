@@ -8,12 +8,12 @@ from lowbit.dialect.bilevel import Bilevel, least_code
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.raw_codes import raw_exponents
+from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.ops import raised_power
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.builder import Memory, Program, Tile
 from lowbit.passes.kernels.requirements import scale_table
-from lowbit.passes.lowering.recipes import compute_element, exponent
 
 OfBlock = Callable[[str, Bilevel], Tile]
 """Gives the numbers of a second level, by name, as f32."""

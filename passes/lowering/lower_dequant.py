@@ -1,7 +1,7 @@
 """lower-dequant: `lowbit.decode_pair` and `decode_shifted_pair` become shifts, lop3, and a few packed floating-point
 operations.
 
-What to do is derived in `passes.lowering.recipes`; here it is written down as arith and llvm operations. Formats with a
+What to do is derived in `dialect.formats.recipes`; here it is written down as arith and llvm operations. Formats with a
 table are in `passes.lowering.tables`, and so is `lowbit.lookup_pair`.
 """
 
@@ -17,10 +17,7 @@ from lowbit.dialect.errors import PassError
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.raw_codes import raw_lows, zero_code
 from lowbit.dialect.formats.reals import BF16, REALS, Real
-from lowbit.dialect.types import read_format
-from lowbit.passes.base import at, each_op
-from lowbit.passes.lowering import emit
-from lowbit.passes.lowering.recipes import (
+from lowbit.dialect.formats.recipes import (
     Field,
     Magic,
     compute_element,
@@ -32,6 +29,9 @@ from lowbit.passes.lowering.recipes import (
     magic,
     place,
 )
+from lowbit.dialect.types import read_format
+from lowbit.passes.base import at, each_op
+from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.tables import lower_decode_pair, lower_lookup_pair
 
 

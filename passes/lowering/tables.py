@@ -33,13 +33,13 @@ from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import run_of
 from lowbit.dialect.formats.reals import REALS, Real
+from lowbit.dialect.formats.recipes import place
 from lowbit.dialect.layouts.shared_memory import BANK_BYTES
 from lowbit.dialect.types import Reg, read_format
 from lowbit.passes.base import enclosing
 from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.context import LoweringContext, int_attr, text_attr, when
 from lowbit.passes.lowering.fragment import Fragment
-from lowbit.passes.lowering.recipes import place
 from lowbit.passes.lowering.registry import lowers
 
 COLUMN_BITS = 7  # of an address: the word of a lane in an entry of 128 bytes

@@ -33,10 +33,10 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import dtype
+from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
-from lowbit.passes.lowering.recipes import compute_element
 
 REACH = 1.0  # octaves
 ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "num_stages", "split_k")  # of a schedule, in a file

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from lowbit.dialect.formats.byte_codes import LARGEST, SUM_COLUMNS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.lowering.recipes import folds_in_f16
 from lowbit.pylib.reference.definition import (
     F64,
     Array,
@@ -152,7 +151,7 @@ def folded_weight(spec: MatmulSpec, given: Mapping[str, Array]) -> F64:
         return dequantize(spec, **given)
     tensors = with_row_scales(spec, {name: torch.as_tensor(t) for name, t in given.items()})
     rows = f64(tensors["row_scales"])[:, None]
-    if folds_in_f16(spec):
+    if spec.folds_in_f16:
         tensors["scales"] = tensors["scales"].half()
     plain = tensors | {"row_scales": torch.ones(len(rows))}
     near = torch.from_numpy(dequantize(with_table_in_f16(spec), **plain)).half().float()

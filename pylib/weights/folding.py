@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.byte_codes import LARGEST
+from lowbit.dialect.formats.recipes import exponent
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.lowering.recipes import exponent, folds_in_f16
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.dequantized import dequantize, numbers, of_codes
 from lowbit.pylib.weights.value_range import finite_values
@@ -122,7 +122,7 @@ def with_table_in_f16(spec: MatmulSpec) -> MatmulSpec:
 
 def with_scales_in_f16(spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> tuple[MatmulSpec, Mapping[str, Tensor]]:
     """Returns the spec and the tensors with scales as kernels multiply codes by them: in f16, where they do so."""
-    if not folds_in_f16(spec):
+    if not spec.folds_in_f16:
         return spec, tensors
     scales = tensors["scales"].view(TORCH[spec.slot("scales").storage])
     return replace(spec, scale="f16"), {**tensors, "scales": scales.float().half()}

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from lowbit.dialect.formats.recipes import OFFSET_BITS
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.legality import shared_room
 from lowbit.passes.kernels.decode.plan import COLUMNS, KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
-from lowbit.passes.lowering.recipes import OFFSET_BITS
 from lowbit.passes.target import Target
 
 CLOCK = 1800.0  # of a multiprocessor, per microsecond

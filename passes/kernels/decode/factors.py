@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.kernels.decode.group_numbers import GroupNumbers
@@ -21,7 +22,6 @@ from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.step_factors import StepFactors
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.lowering.recipes import compute_element
 
 
 class Factors:

@@ -60,6 +60,7 @@ from typing import ClassVar
 
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.formats.packing import BLOCK_K
+from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.layouts.fragments import MMA_M16N8_D, MMA_M16N8K16_A, MMA_M16N8K16_B_NK
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
@@ -70,7 +71,6 @@ from lowbit.passes.kernels.decode.operands import Operands
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.lowering.recipes import compute_element
 
 BATCH = 64  # columns of weights that are multiplied together, of those whose sums stay in place
 ROTATED = (8, 16)  # tokens: with fewer, x is little; with more, it gained nothing on an H200

@@ -11,6 +11,7 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.integer_limbs import LIMBS, PIECE, ROW, takes
 from lowbit.dialect.formats.outliers import LINE, SPARE
+from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import (
     MOST_SCALED,
@@ -22,7 +23,6 @@ from lowbit.passes.kernels.decode.plan import (
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma, scale_table
 from lowbit.passes.launch import COUNTERS
-from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
 MOST_PRELOADED = 128  # registers of weight in a thread

@@ -7,6 +7,7 @@ import math
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import ROWS
+from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.layouts.layout import spatial
 from lowbit.dialect.types import UNIT
 from lowbit.dialect.weight import TensorSlot
@@ -15,7 +16,6 @@ from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.decode.outliers import outliers_of
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.lowering.recipes import compute_element, exponent
 
 
 class Operands:

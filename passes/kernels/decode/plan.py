@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from lowbit.dialect.formats.outliers import ENTRIES, LANE_SUMS, lines_at_once, scratch_words
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw, can_defer_offset, zero_code
+from lowbit.dialect.formats.recipes import OFFSET_BITS, compute_element, exponent
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.kernels.requirements import fits_async_x
 from lowbit.passes.launch import COUNTERS
-from lowbit.passes.lowering.recipes import OFFSET_BITS, compute_element, exponent
 
 COLUMNS = 8  # of a product of mma
 SPREAD = COLUMNS * 16  # columns of k that `Schedule.spread_k` has in one accumulator

@@ -13,6 +13,7 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.bindings import ir
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, round_up
+from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.layouts.layout import Layout, local, spatial
 from lowbit.dialect.spec import MatmulSpec
@@ -20,7 +21,6 @@ from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Memory, Program, Scalar, Tile
 from lowbit.passes.kernels.copy_layout import copy_layout
 from lowbit.passes.kernels.scales_zeros import ScalesZeros
-from lowbit.passes.lowering.recipes import compute_element, exponent
 
 _WARPS = (4, 2, 1)
 

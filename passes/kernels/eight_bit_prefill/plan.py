@@ -12,7 +12,6 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.prefill.legality import shared_bytes
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE
-from lowbit.passes.lowering.recipes import folds_in_f16
 
 _HELD = ((64, 32), (128, 16), (256, 8))
 """For tiles of up to so many tokens, the registers for codes, of a piece at least."""
@@ -45,7 +44,7 @@ class EightBitPlan(PrefillPlan):
     @property
     def scales_in_f32(self) -> bool:
         """Whether weights are scaled in f32, and rounded to f16 once, as the definition has it."""
-        return self.spec.folds and not folds_in_f16(self.spec)
+        return self.spec.folds and not self.spec.folds_in_f16
 
     @property
     def groups(self) -> int:

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.decode_table import DecodeTable
+from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.factor import factors_of, staged_factors
 from lowbit.passes.kernels.prefill.plan import PrefillPlan, TileShape
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.kernels.requirements import fits_async_x, scale_table
-from lowbit.passes.lowering.recipes import compute_element
 from lowbit.passes.target import Target
 
 OTHERS = "take a Schedule of the decode family"

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 from lowbit.dialect.formats.packing import ROWS
 from lowbit.dialect.formats.raw_codes import can_be_raw
+from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.layouts.layout import Layout, spatial
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.prefill.schedule import ROWS_OF_TILE, WARPS, PrefillSchedule
 from lowbit.passes.launch import COUNTERS
-from lowbit.passes.lowering.recipes import compute_element, exponent
 
 MOST_BLOCKS = 144  # that run at a time: all multiprocessors of a GH100
 GROUPS_AT_ONCE = 4  # whose numbers a lane reads at once where a warp computes those of a panel

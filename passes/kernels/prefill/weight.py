@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lowbit.dialect.formats.decode_table import DecodeTable
 from lowbit.dialect.formats.packing import BLOCK_K
+from lowbit.dialect.formats.recipes import compute_element, exponent
 from lowbit.dialect.layouts.fragments import MMA_M16N8K16_A
 from lowbit.dialect.types import UNIT
 from lowbit.passes.builder import Index, Memory, Program, Scalar, Tile
@@ -16,7 +17,6 @@ from lowbit.passes.kernels.prefill.panel_factors import PanelFactors
 from lowbit.passes.kernels.prefill.parts import Part
 from lowbit.passes.kernels.prefill.plan import PrefillPlan
 from lowbit.passes.kernels.prefill.schedule import WARPS
-from lowbit.passes.lowering.recipes import compute_element, exponent
 
 
 @dataclass

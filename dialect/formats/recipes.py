@@ -33,7 +33,6 @@ from lowbit.dialect.formats.dtypes import DType
 from lowbit.dialect.formats.packing import run_of
 from lowbit.dialect.formats.raw_codes import deferred_low, mantissa_places
 from lowbit.dialect.formats.reals import F16, REALS, Real
-from lowbit.dialect.spec import MatmulSpec
 
 
 def compute_element(t: DType, act: str) -> str:
@@ -56,15 +55,6 @@ def exponent(t: DType, element: str) -> int:
         # f16 is precise between 2^-14 and 2^15: a table far out is brought to [1, 2).
         return 0 if top == 0 or 2.0**-4 <= top <= 2.0**12 else math.floor(math.log2(top))
     return 0
-
-
-def folds_in_f16(spec: MatmulSpec) -> bool:
-    """Whether kernels with `MatmulSpec.fold_scales` multiply codes by scales in f16, and round scales of other types to
-    it: where nothing but integer zeros is added, and codes are numbers of f16 as they stand."""
-    in_f16 = compute_element(spec.dtype, "f16") == "f16" and (
-        spec.dtype.kind != "table" or not exponent(spec.dtype, "f16")
-    )
-    return spec.folds and in_f16 and spec.bilevel is None and spec.zeros in ("none", "int")
 
 
 @dataclass(frozen=True)
