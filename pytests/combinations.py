@@ -17,6 +17,7 @@ from allpairspy import AllPairs
 
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.decode.schedule import IntegerSchedule
 from lowbit.pylib.check.cases import CODES, Case, spec_of
 
 SECOND = ("second_level", "second_rows", "second_groups", "second_scale")
@@ -130,6 +131,22 @@ class CoveringArray:
     @cached_property
     def cases(self) -> list[Case]:
         return [Case(_spec(choice), *choice["place"], seed=i) for i, choice in enumerate(self.choices)]
+
+
+def integer_cases() -> list[Case]:
+    """Returns cases, a pair of values in each, for the kernel that multiplies one token in integers: it is chosen for
+    larger weights alone, so its schedule is given."""
+    factors = {
+        "weight": ("u1", "u2", "u4", "i1", "i2", "i4"),
+        "group_size": (128, 256, None),
+        "target": ("emulator:sm_80", "emulator:sm_90a"),
+        **{name: FACTORS[name] for name in ("zeros", "out", "act", "bias", "row_scales", "permuted", "n")},
+        "scale": ("f16", "bf16", "f32", "e8m0", "e4m3"),
+    }
+    rows = (dict(zip(factors, row)) for row in AllPairs(list(factors.values())))
+    specs = ((_spec(PLAIN | {"k": 256} | row), row["target"]) for row in rows)
+    kinds = itertools.cycle((IntegerSchedule(1, 1, 1, 2, 256, 2), IntegerSchedule(1, 2, 1, 1, 256, 2)))
+    return [Case(spec, target, 1, seed, next(kinds)) for seed, (spec, target) in enumerate(specs)]
 
 
 @cache

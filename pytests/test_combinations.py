@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import pytest
-from combinations import FACTORS, completed, covering_array, legal, wanted_pairs, wanted_triples
+import torch
+from combinations import FACTORS, completed, covering_array, integer_cases, legal, wanted_pairs, wanted_triples
+from torch import Tensor
 
+from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.check.cases import Case
 from lowbit.pylib.check.trial import try_case
+from lowbit.pylib.devices import target_named
+from lowbit.pylib.matmul import Matmul
 
+KERNELS = (
+    *("cpu", "decode", "decode with wgmma", "decode_integer", "prefill", "prefill_mma", "dequantize"),
+    *("eight_bit", "eight_bit with wgmma", "eight_bit_prefill", "eight_bit_prefill_mma"),
+)
+Tensors = dict[str, Tensor]
 SHARE = 3  # one case in so many is run in CI
 
 
@@ -25,7 +37,10 @@ def listed(number: int, case: Case) -> Any:
     return pytest.param(case, id=f"{number}-{case.spec.weight}-{case.target}-{case.m}", marks=marks)
 
 
-@pytest.mark.parametrize("case", [listed(*each) for each in enumerate(covering_array().cases)])
+ARRAY = covering_array()
+
+
+@pytest.mark.parametrize("case", [listed(*each) for each in enumerate(ARRAY.cases)] + integer_cases())
 def test_case(case: Case) -> None:
     outcome = try_case(case)
     refused = outcome.verdict == "refused" and outcome.detail.startswith("fold_scales takes")  # in e4m3, by `pack`
@@ -33,7 +48,7 @@ def test_case(case: Case) -> None:
 
 
 def test_all_pairs_and_triples_are_covered() -> None:
-    choices = covering_array().choices
+    choices = ARRAY.choices
     pairs = {frozenset(pair) for choice in choices for pair in itertools.combinations(choice.items(), 2)}
     names = ("weight", "scale", "zeros")
     triples = {tuple(choice[name] for name in names) for choice in choices}
@@ -45,7 +60,7 @@ def test_all_pairs_and_triples_are_covered() -> None:
 
 def test_no_legal_pair_is_left_out() -> None:
     """Of random legal choices, whatever the array thinks of them, all pairs are in it."""
-    choices = covering_array().choices
+    choices = ARRAY.choices
     pairs = {frozenset(pair) for choice in choices for pair in itertools.combinations(choice.items(), 2)}
     rng, found = random.Random(1), 0
     for _ in range(60_000):
@@ -59,3 +74,61 @@ def test_no_legal_pair_is_left_out() -> None:
             left_out = [pair for pair in itertools.combinations(choice.items(), 2) if frozenset(pair) not in pairs]
             assert not left_out
     assert found > 500
+
+
+# -- the array can fail
+
+
+def without_a_zero(tensors: Tensors) -> Tensors:
+    """The zero of the first group of the first row is dropped."""
+    zeros = tensors["zeros"].clone()
+    zeros[0, 0] = 0
+    return tensors | {"zeros": zeros}
+
+
+def with_scales_swapped(tensors: Tensors) -> Tensors:
+    """The scales of the first two rows change places."""
+    scales = tensors["scales"].clone()
+    scales[:2] = tensors["scales"][:2].flip(0)
+    return tensors | {"scales": scales}
+
+
+def rounded_once_more(y: Tensor) -> Tensor:
+    """Each y is cut to the even neighbour below: to a bit less."""
+    bits = y.view(torch.int16 if y.element_size() == 2 else torch.int32)
+    return (bits & ~1).view(y.dtype)
+
+
+@cache
+def families() -> dict[str, list[Case]]:
+    """The cases by the families of kernels that serve them."""
+    found: dict[str, list[Case]] = {}
+    for case in ARRAY.cases + integer_cases():
+        target = target_named(case.target)
+        name = "cpu"
+        if target.is_gpu:
+            request = kernel_choices(case.spec, target, case.schedule).launches(case.m)[0]
+            name = request.family + (" with wgmma" if getattr(request.schedule, "wgmma", False) else "")
+        found.setdefault(name, []).append(case)
+    return found
+
+
+@pytest.mark.parametrize("change", [without_a_zero, with_scales_swapped])
+@pytest.mark.parametrize("family", KERNELS)
+def test_a_wrong_weight_is_found(family: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = Matmul.pack
+    monkeypatch.setattr(Matmul, "pack", lambda mm, **tensors: pack(mm, **change(tensors)))
+    zeros = change is without_a_zero
+    assert is_found(case for case in families()[family] if not zeros or case.spec.zeros in ("int", "float"))
+
+
+@pytest.mark.parametrize("family", KERNELS)
+def test_a_wrong_rounding_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Matmul.__call__
+    monkeypatch.setattr(Matmul, "__call__", lambda mm, x, w: rounded_once_more(call(mm, x, w)))
+    assert is_found(case for case in families()[family] if case.spec.out_dtype != "f32")
+
+
+def is_found(cases: Iterable[Case]) -> bool:
+    """Tells whether one of the first cases is wrong."""
+    return any(try_case(case).verdict == "wrong" for case in itertools.islice(cases, 6))

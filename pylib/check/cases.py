@@ -11,6 +11,7 @@ from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.dialect.spec import MatmulSpec
+from lowbit.passes.kernels.base import KernelSchedule
 
 TABLES = tuple(f"lut{bits}" for bits in range(1, 9))
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -42,12 +43,18 @@ CODES = ("u3", "u4", "u6", "u8", "i6", "i8", "lut8")
 
 @dataclass(frozen=True)
 class Case:
-    """A matmul to check: a spec, the name of a target, the number of rows of x, and the seed of all numbers."""
+    """A matmul to check.
+
+    m         rows of x
+    seed      of all numbers
+    schedule  of the kernel; None: as chosen
+    """
 
     spec: MatmulSpec
     target: str
     m: int
     seed: int = 0
+    schedule: KernelSchedule | None = None
 
     def __str__(self) -> str:
         """The call that makes the spec, without the numbers of tables, and where it runs."""

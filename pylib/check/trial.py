@@ -40,7 +40,7 @@ Attempt = Callable[[Case], Outcome]
 
 def compile_case(case: Case) -> tuple[Matmul, str]:
     """Returns the matmul of a case, its kernels compiled into the cache, and the names of their families."""
-    mm = compile(case.spec, case.target)
+    mm = compile(case.spec, case.target, case.schedule)
     if not mm.target.is_gpu:
         return mm, "cpu"
     mm.kernel(case.m)
