@@ -1,7 +1,10 @@
 """A covering array of all that a user can write: every two values of two fields that go together meet in a case, and
 every three of element, scale and zeros. What goes together is what `MatmulSpec` accepts.
 
-allpairspy makes the rows for pairs; rows that lack a legal pair, and those for triples, are added.
+Which code computes a weight depends on more than three fields at once. So kinds of elements and of scales, zeros, the
+type of x and the engine that multiplies meet in fives (`ENGINES`, `SCALES`, `ELEMENTS`), in groups.
+
+allpairspy makes the rows for pairs; rows that lack a legal pair, and those for threes and fives, are added.
 """
 
 from __future__ import annotations
@@ -54,6 +57,19 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "k": (64, 96, 192, 256, 260),
 }
 """Fields and their values: elements by the way in which they are decoded, places by the kernels that serve there."""
+
+ENGINES = {
+    "cpu": FACTORS["place"][:3],
+    "mma": (("emulator:sm_80", 9), ("emulator:sm_80", 20), ("emulator:sm_90a", 1), ("emulator:sm_90a", 9)),
+    "many mma": (("emulator:sm_80", 200),),
+    "wgmma": (("emulator:sm_90a", 20), ("emulator:sm_90a", 70), ("emulator:sm_90a", 130)),
+    "many wgmma": (("emulator:sm_90a", 330),),
+}
+SCALES = {"number": ("f16", "bf16", "f32"), "power": ("e8m0",), "byte": ("e4m3",), "code": CODES}
+ELEMENTS = {
+    kind: tuple(name for name in FACTORS["weight"] if name[0] in letters)
+    for kind, letters in (("integer", "ui"), ("float", "f"), ("table", "nl"))
+}
 
 PLAIN: Choice = {name: values[0] for name, values in FACTORS.items()} | {"weight": "u4", "group_size": 32, "k": 192}
 _TWO_LEVELS = {"scale": "u4", "second_level": "plain", "second_rows": 1, "second_groups": 1, "second_scale": "f16"}
@@ -118,6 +134,39 @@ def wanted_triples() -> Iterator[Choice]:
     yield from (dict(zip(names, values)) for values in itertools.product(*(FACTORS[name] for name in names)))
 
 
+def wanted_fives() -> Iterator[tuple[str, ...]]:
+    """Yields kinds of elements and scales, zeros, the type of x, and engines."""
+    yield from itertools.product(ELEMENTS, SCALES, FACTORS["zeros"], FACTORS["act"], ENGINES)
+
+
+def fives_of(choice: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """Returns those that a choice has: one or none. Weights that have one scale per row, or are multiplied in 8 bits,
+    take other ways."""
+    if choice["group_size"] is None or choice["compute"]:
+        return set()
+    kinds = (_kind_of(choice[name], kinds) for name, kinds in (("weight", ELEMENTS), ("scale", SCALES)))
+    engine = [name for name, places in ENGINES.items() if choice["place"] in places]
+    return {(*kinds, choice["zeros"], choice["act"], *engine)} if engine else set()
+
+
+def _kind_of(value: str, kinds: Mapping[str, tuple[str, ...]]) -> str:
+    return next(kind for kind, values in kinds.items() if value in values)
+
+
+def _choice_of_five(five: tuple[str, ...], rows: list[Choice], rng: random.Random) -> Choice | None:
+    """Returns a legal choice that has a five, in a row that is there if one takes it."""
+    element, scale, zeros, act, engine = five
+    for _ in range(_TRIES):
+        wanted = {"weight": rng.choice(ELEMENTS[element]), "scale": rng.choice(SCALES[scale]), "zeros": zeros}
+        wanted |= {"act": act, "place": rng.choice(ENGINES[engine])}
+        wanted |= {"compute": None, "fold_scales": False, "compute_from": 1}
+        row = rng.choice(rows) | wanted
+        choice = row if legal(row) and row["group_size"] else completed(wanted)
+        if choice and five in fives_of(choice):
+            return choice
+    return None
+
+
 def _key(choice: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple((name, choice[name]) for name in names)
 
@@ -169,6 +218,10 @@ def covering_array() -> CoveringArray:
             mixed = ({**rng.choice(rows), **wanted} for _ in range(_TRIES))
             if choice := next(filter(legal, mixed), None) or _at_random_place(wanted, rng):
                 add(choice)
+    fives = set().union(*map(fives_of, choices))
+    for five in wanted_fives():
+        if five not in fives and (choice := _choice_of_five(five, rows, rng)):
+            add(choice)
     rng.shuffle(choices)
     return CoveringArray(choices)
 
