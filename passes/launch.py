@@ -43,8 +43,8 @@ class Launch:
     params: tuple[Param, ...]
     workspace_bytes: int = 0
     may_overlap: bool = False
-    boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
-    roles: Mapping[str, Role] = field(default_factory=dict, hash=False)
+    boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]], hash=False)
+    roles: Mapping[str, Role] = field(default_factory=dict[str, Role], hash=False)
 
     @property
     def arguments(self) -> tuple[Param, ...]:

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Say where results are kept; workers of xdist are told by the same options and the same environment."""
-    import kept
+    from pytests import kept
 
     folder = "" if config.getoption("--fresh") else os.environ.get(kept.FOLDER) or kept.default_folder()
     os.environ[kept.FOLDER] = folder and str(Path(folder).resolve())  # tests may change the working directory

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from kept import emulate
 from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
@@ -27,6 +26,7 @@ from lowbit.pylib.runtime.boxed import maps_of_x
 from lowbit.pylib.tensor_map import TensorMap
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight, pack
+from pytests.kept import emulate
 
 HOPPER = parse_target("sm_90a")
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias

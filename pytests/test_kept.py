@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kept import FOLDER, emulate
 
 from lowbit.dialect.errors import EmulatorError
 from lowbit.dialect.signature import Param, parse_grid
 from lowbit.passes.launch import Launch
 from lowbit.pylib.tensor_map import TensorMap
+from pytests.kept import FOLDER, emulate
 
 LAUNCH = Launch("kernel", parse_grid((1, 1, 1)), 32, 0, (Param("x", "pointer"), Param("y", "pointer")))
 X = np.arange(32, dtype=np.uint8)
@@ -67,7 +67,7 @@ def test_the_box_of_a_map_is_in_the_key() -> None:
 
 def test_the_emulator_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs(GIVEN)
-    monkeypatch.setattr("kept.emulator_fingerprint", lambda: "another emulator")
+    monkeypatch.setattr("pytests.kept.emulator_fingerprint", lambda: "another emulator")
     assert runs(GIVEN)
 
 

@@ -101,7 +101,8 @@ def test_slices_begin_at_tokens_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
     cut = TileOrder._cut  # pyright: ignore[reportPrivateUsage]
     assert is_right(SMALL, CUT, 60)
     monkeypatch.setattr(TileOrder, "_cut", without_token)
-    assert not is_right(SMALL, CUT, 60)
+    with pytest.raises(EmulatorError, match=r"race: writes byte .* of `y` that block"):
+        is_right(SMALL, CUT, 60)
 
 
 def test_slices_wait_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:

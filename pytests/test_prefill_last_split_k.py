@@ -142,7 +142,8 @@ def test_blocks_have_the_rows_of_one_tile(monkeypatch: pytest.MonkeyPatch) -> No
 
     cut = TileOrder._cut  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(TileOrder, "_cut", with_own_rows)
-    assert not is_right(SPEC, WHOLE, 85)
+    with pytest.raises(EmulatorError, match=r"race: writes byte .* of `y` that block"):
+        is_right(SPEC, WHOLE, 85)
 
 
 def test_sums_are_sent_to_blocks_that_have_started(monkeypatch: pytest.MonkeyPatch) -> None:

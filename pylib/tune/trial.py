@@ -164,12 +164,13 @@ def _check_memory(spec: MatmulSpec, m: int, target: str | None) -> None:
 
 
 def rounding(mm: Matmul, m: int) -> dict[str, bool]:
-    """Returns what the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it."""
+    """Returns what the kernel for m rows rounds besides its sums, as `reference.tolerance` takes it; for no rows, that
+    for one."""
     spec = mm.spec.for_rows(m)
     if not mm.target.is_gpu:
         in_bf16 = spec.compute is None and CpuMatmul(spec, knobs.cpu()).rounds_weights(m)
         return {"folded": spec.rounds_weights(m), "dequantized": in_bf16}
-    schedule = mm.kernel(m).schedule
+    schedule = mm.kernel(max(m, 1)).schedule
     return family_of(schedule).rounding(spec, schedule)
 
 

@@ -143,6 +143,7 @@ class IntegerSchedule(Schedule):
                 raise SpecError(f"schedule: decode_integer needs {name}={value}; got {name}={getattr(self, name)}")
 
 
+MOST_BLOCKS_PER_SM = 32  # of any GPU
 # Fields by themselves: more would take no GPU further, but a compiler hours.
 _RANGES = {
     "row_blocks": range(1, 65),
@@ -152,7 +153,7 @@ _RANGES = {
     "num_stages": range(1, 65),
     "split_k": range(1, 1025),
     "cluster": range(1, 1025),
-    "max_blocks_per_sm": range(33),
+    "max_blocks_per_sm": range(MOST_BLOCKS_PER_SM + 1),
     "min_blocks": range(65536),
     "prefetch_limit": range(65),
 }

@@ -17,7 +17,7 @@ from lowbit.passes.kernels.decode.candidates import REFILL_AFTER_MMA, usual_refi
 from lowbit.passes.kernels.decode.cost_model import predict, spills
 from lowbit.passes.kernels.decode.legality import can_spread, enough_blocks, shared_room
 from lowbit.passes.kernels.decode.plan import MOST_SCALED, KernelPlan, can_use_raw_codes
-from lowbit.passes.kernels.decode.schedule import Refill, Schedule
+from lowbit.passes.kernels.decode.schedule import MOST_BLOCKS_PER_SM, Refill, Schedule
 from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.target import Target
 
@@ -73,7 +73,7 @@ def neighbours(spec: MatmulSpec, token_tile: int, target: Target, around: S, fam
 
     def limited(s: S) -> S:
         """Alike for schedules that make the same kernel, as a limit to what shared memory has no room for is none."""
-        room = shared_room(spec, s, target)
+        room = min(shared_room(spec, s, target), MOST_BLOCKS_PER_SM)
         return replace(s, max_blocks_per_sm=min(s.max_blocks_per_sm or room, room))
 
     fields = asdict(around)
