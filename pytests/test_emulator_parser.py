@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from emulator_kernel import HEADER, kernel, run
 
 from lowbit.dialect.errors import EmulatorError
 from lowbit.pylib.emulator import Emulator
+from lowbit.pylib.emulator.text.lexer import TokenStream
 from lowbit.pylib.emulator.text.parser import parse
 
 LLVM = (
@@ -171,6 +174,9 @@ def test_refused(body: str, message: str) -> None:
         (".address_size 32", "64"),
         (".alias a, b;", "unknown directive"),
         ("` `", "cannot read"),
+        (".section .debug_abbrev", "the text ends where more must follow"),
+        (".section .debug_abbrev { .b8 1", "the text ends where more must follow"),
+        (".version", "the text ends where more must follow"),
     ],
 )
 def test_refused_modules(text: str, message: str) -> None:
@@ -189,3 +195,7 @@ def test_a_text_that_ends_too_early() -> None:
     """The end of the text is a place with a line, also behind the last line break."""
     with pytest.raises(EmulatorError, match=r"PTX line \d+: ``: the kernel's closing `}` is missing"):
         parse(LLVM[: LLVM.index("    ret;")])
+    tokens = TokenStream(LLVM)
+    for token in range(len(tokens.texts)):
+        with suppress(EmulatorError):
+            parse(LLVM[: tokens.start(token)])

@@ -76,9 +76,12 @@ class TokenStream:
         return [0, *(match.end() for match in re.finditer("\n", self.source))]
 
     def take(self) -> str:
-        """The text of the current token; the next one is then the current one."""
+        """The text of the current token; the next one is then the current one. Raises EmulatorError at the end."""
+        text = self.texts[self.at]
+        if not text:
+            raise self.error("the text ends where more must follow; was it cut off, or is a `}` missing?")
         self.at += 1
-        return self.texts[self.at - 1]
+        return text
 
     def accept(self, text: str) -> bool:
         """Whether the current token is `text`; it is then taken."""
