@@ -11,6 +11,7 @@ from typing import cast
 from lowbit.dialect.errors import SpecError
 
 MOST = 1 << 30  # rows, columns: kernels count them in 32 bits
+LONGEST = 200  # characters of a value in a message
 
 
 def integer(name: str, given: object, least: int) -> int:
@@ -20,12 +21,22 @@ def integer(name: str, given: object, least: int) -> int:
             raise TypeError
         value = operator.index(given)  # type: ignore[arg-type]
     except TypeError:
-        raise SpecError(f"{name}={given!r} must be an integer, at least {least}") from None
+        raise SpecError(f"{name}={shown(given)} must be an integer, at least {least}") from None
     if value < least:
-        raise SpecError(f"{name}={value} must be at least {least}")
+        raise SpecError(f"{name}={shown(value)} must be at least {least}")
     if value > MOST:
-        raise SpecError(f"{name}={value} must be at most {MOST}")
+        raise SpecError(f"{name}={shown(value)} must be at most {MOST}")
     return value
+
+
+def shown(given: object) -> str:
+    """Returns a value as a message has it: its `repr`, cut off after `LONGEST` characters, for numbers with more digits
+    than Python writes, too."""
+    try:
+        text = repr(given)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def choice(name: str, given: object, allowed: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 from lowbit.dialect.errors import SpecError, TargetError
+from lowbit.dialect.fields import shown
 from lowbit.dialect.signature import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES
 
 #: Bytes of an encoded tensor map, and its alignment.
@@ -58,21 +59,27 @@ class TensorMap:
     l2_promotion: int = 128
 
     def __post_init__(self) -> None:
-        if self.element not in ELEMENTS:
-            raise SpecError(f"element={self.element!r} is not one of {', '.join(ELEMENTS)}")
-        rank = len(self.shape)
-        if not 1 <= rank <= _MAX_RANK or len(self.box) != rank:
-            raise SpecError(f"shape={self.shape} and box={self.box} must have the same 1 to {_MAX_RANK} dims")
-        if any(not 1 <= n <= 2**32 for n in self.shape):
-            raise SpecError(f"shape={self.shape}: every dim must be 1 to 2^32")
-        if any(not 1 <= n <= _MAX_BOX for n in self.box):
-            raise SpecError(f"box={self.box}: every dim must be 1 to {_MAX_BOX}; copy several boxes")
-        for name, given in (("swizzle", _SWIZZLES), ("l2_promotion", _PROMOTIONS)):
-            if getattr(self, name) not in given:
-                raise SpecError(f"{name}={getattr(self, name)} is not one of {', '.join(map(str, given))}")
+        for name, allowed in (("element", ELEMENTS), ("swizzle", _SWIZZLES), ("l2_promotion", _PROMOTIONS)):
+            if getattr(self, name) not in list(allowed):  # a list takes what can't be hashed, too
+                given = shown(getattr(self, name))
+                raise SpecError(f"{name}={given} is not one of {', '.join(map(str, allowed))}")
+        self._check_sizes()
         self._check_row()
         self._check_strides()
         self._check_address()
+
+    def _check_sizes(self) -> None:
+        for name in ("shape", "box", "strides_bytes"):
+            given = getattr(self, name)
+            if not (_are_integers(given) or (given is None and name == "strides_bytes")):
+                raise SpecError(f"{name}={shown(given)} must be a tuple of integers")
+        shape, box, rank = shown(self.shape), shown(self.box), len(self.shape)
+        if not 1 <= rank <= _MAX_RANK or len(self.box) != rank:
+            raise SpecError(f"shape={shape} and box={box} must have the same 1 to {_MAX_RANK} dims")
+        if any(not 1 <= n <= 2**32 for n in self.shape):
+            raise SpecError(f"shape={shape}: every dim must be 1 to 2^32")
+        if any(not 1 <= n <= _MAX_BOX for n in self.box):
+            raise SpecError(f"box={box}: every dim must be 1 to {_MAX_BOX}; copy several boxes")
 
     def _check_row(self) -> None:
         row, what = self.row_bytes, f"box={self.box} of {self.element} has rows of {self.row_bytes} bytes"
@@ -85,15 +92,20 @@ class TensorMap:
     def _check_strides(self) -> None:
         strides = self.strides
         if len(strides) != len(self.shape):
-            raise SpecError(f"strides_bytes={self.strides_bytes} must have one stride for each dim but the last")
+            raise SpecError(f"strides_bytes={shown(self.strides_bytes)} must have one stride for each dim but the last")
         for stride in strides[:-1]:
             if stride % _CHUNK or not 0 < stride < 2**40:
-                raise SpecError(f"a stride of {stride} bytes must be a multiple of {_CHUNK} below 2^40; pad the rows")
+                what = f"a stride of {shown(stride)} bytes"
+                raise SpecError(f"{what} must be a multiple of {_CHUNK} below 2^40; pad the rows")
 
     def _check_address(self) -> None:
-        address, memory = self._number(), self.address
-        if address is not None and (address % _CHUNK or address <= 0):
-            raise SpecError(f"address={address:#x} must be a multiple of {_CHUNK} above 0; copy the tensor")
+        memory = self.address
+        if not (isinstance(memory, int) or hasattr(memory, "nbytes")):
+            raise SpecError(f"address={shown(memory)} must be a tensor, an array, or the address of a tensor")
+        address = self._number()
+        if address is not None and (address % _CHUNK or not 0 < address < 2**64):
+            what = f"{address:#x}" if abs(address) < 2**64 else shown(address)
+            raise SpecError(f"address={what} must be a multiple of {_CHUNK} above 0 and below 2^64; copy the tensor")
         if not isinstance(memory, int) and self.extent > memory.nbytes:
             raise SpecError(f"shape={self.shape} needs {self.extent} bytes, and the array has {memory.nbytes}")
 
@@ -157,6 +169,11 @@ class TensorMap:
         if code:
             raise TargetError(f"cuTensorMapEncodeTiled: {describe(code)}")
         return ctypes.string_at(start, SIZE)
+
+
+def _are_integers(given: object) -> bool:
+    """Tells whether this is a tuple (or list) of integers, NumPy's included."""
+    return isinstance(given, tuple | list) and all(hasattr(n, "__index__") for n in given)
 
 
 def _sizes(kind: Any, values: Sequence[int]) -> Any:
