@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import LowbitError, SpecError
+from lowbit.dialect.fields import shown
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
@@ -69,8 +70,8 @@ def parts(kernel: str) -> dict[str, Any]:
         return {"spec": interned(MatmulSpec.from_dict(spec)), "target": target, "schedule": schedule}
     except LowbitError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecError(f"kernel={kernel!r} must be a Matmul's description ({error})") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise SpecError(f"kernel={shown(kernel)} must be a Matmul's description ({error})") from None
 
 
 def _fake_matmul(x: Tensor, weight: list[Tensor], kernel: str) -> Tensor:

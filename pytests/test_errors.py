@@ -53,6 +53,11 @@ MISTAKES: list[tuple[type[lowbit.LowbitError], str, dict[str, Any]]] = [
 ]
 
 
+def test_a_number_that_python_does_not_write() -> None:
+    with pytest.raises(SpecError, match="n=a number of thousands of digits must be at most 1073741824"):
+        replace(SPEC, n=10**5000)
+
+
 @pytest.mark.parametrize(("error", "message", "change"), MISTAKES, ids=lambda v: str(v)[:40])
 def test_spec(error: type[lowbit.LowbitError], message: str, change: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
@@ -225,11 +230,22 @@ def test_saved_weight_that_is_damaged(message: str, change: dict[str, Any] | Non
         lowbit.PackedWeight.from_state_dict(saved, "u4")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("description", ["", "u4", "[]", '{"spec": {"version": 1}, "target": "cpu"}'])
+@pytest.mark.parametrize(
+    "description",
+    ["", "u4", "[]", '{"spec": {"version": 1}, "target": "cpu"}', "[" * 100000, '{"spec": ' * 100000],
+    ids=lambda description: description[:20],
+)
 def test_operator_of_no_matmul(description: str) -> None:
-    w = lowbit.compile(SPEC, "cpu").pack(*PROBLEM[1:])
-    with pytest.raises(SpecError, match="must be a Matmul's description"):
-        torch.ops.lowbit.matmul.packed(X, list(w.tensors), description)
+    weight, operators = list(lowbit.compile(SPEC, "cpu").pack(*PROBLEM[1:]).tensors), torch.ops.lowbit
+    for call in (
+        lambda: operators.matmul.packed(X, weight, description),
+        lambda: operators.matmul.quantized(X, X, X, weight, description),
+        lambda: operators.dequantize(weight, description),
+        lambda: operators.dequantize([t.to("meta") for t in weight], description),
+    ):
+        with pytest.raises(SpecError, match="must be a Matmul's description") as raised:
+            call()
+        assert len(str(raised.value)) < 400
 
 
 def test_weight_elsewhere() -> None:
