@@ -168,6 +168,12 @@ def test_errors_of_models(tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match=r"output must be logits .*, not tuple; pass divergence="):
         kl_divergence((1, 2), (1, 2))
     (tmp_path / "other.json").write_text("[]")
-    for file in ("other.json", "missing.json"):
+    (tmp_path / "deep.json").write_text("[" * 100000)
+    for number in ("1" + "0" * 400, "NaN", "true"):
+        plan = f'{{"version": 1, "bits": {number}, "layers": {{}}}}'
+        (tmp_path / f"{number[:4]}.json").write_text(plan)
+        with pytest.raises(SpecError, match=r"bits, bytes and divergence of a plan must be numbers below 2\^63"):
+            lowbit.QuantPlan.load(tmp_path / f"{number[:4]}.json")
+    for file in ("other.json", "missing.json", "deep.json"):
         with pytest.raises(SpecError):
             lowbit.QuantPlan.load(tmp_path / file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,16 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "[]", "{", '"u4"->"u9"', '"k": 1536->"k": 0', '"num_stages": 5->"num_stages": 0']
-)
+    "damage",
+    [
+        "", "[]", "{", "[" * 100000, '"u4"->"u9"', '"u4"->"lut44"',
+        '"act": "f16"->"act": "float16"', '"k": 1536->"k": 0', '"k": 1536->"k": 1536.0',
+        '"u4"->4', '"num_stages": 5->"num_stages": 0', '"microseconds": 0.5->"microseconds": -0.5',
+        '"microseconds": 0.5->"microseconds": NaN', '"2026-11-21"->20261121', '"gpu": "NVIDIA H200"->"gpu": 1',
+        '"capability": 90->"capability": "90"', '"tokens": 16->"tokens": true',
+    ],
+    ids=lambda damage: damage[:30],
+)  # fmt: skip
 def test_a_damaged_table_is_named(tmp_path: Path, damage: str) -> None:
     old, arrow, new = damage.partition("->")
     text = table(entry(SPEC, ODD)).to_text()
@@ -39,6 +48,21 @@ def test_a_damaged_table_is_named(tmp_path: Path, damage: str) -> None:
     file.write_bytes(b"\xff" + text.encode())
     with pytest.raises(SpecError, match=r"mine\.json is no table of schedules"):
         read_table(file)
+
+
+@pytest.mark.parametrize("family", ["permute", "quantize", "dequantize", "prepack", "eight_bit"])
+def test_a_schedule_that_computes_another_operation_is_refused(family: str) -> None:
+    written = json.loads(table(entry(SPEC, ODD)).to_text())
+    written["entries"][0]["schedule"] = {"family": family}
+    message = f"family='{family}' does not compute this matmul; allowed: 'decode', .*'prefill'"
+    with pytest.raises(SpecError, match=message):
+        parse_table(json.dumps(written), "mine.json")
+    written["entries"][0]["compute"] = "i8"
+    if family == "eight_bit":
+        assert parse_table(json.dumps(written), "mine.json").entries
+    written["entries"][0]["schedule"] = {"family": "decode"}
+    with pytest.raises(SpecError, match="family='decode' does not compute this matmul; allowed: 'eight_bit'"):
+        parse_table(json.dumps(written), "mine.json")
 
 
 def test_merge_keeps_the_faster_of_one_version_and_the_newer_of_two() -> None:

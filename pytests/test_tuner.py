@@ -104,6 +104,32 @@ def test_measurements_of_other_sources_or_gpus_do_not_count(bench: Bench, monkey
     assert Log(bench.path, "NVIDIA H200").get(key, schedule, "long") is None
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [b"{", b"\xff", b"[]", b"3", b"[" * 100000, b'"what"->"that"', b'"num_stages"->"depth"', b'"n": 4->"m": 4'],
+    ids=lambda damage: repr(damage)[:20],
+)
+def test_a_damaged_line_of_the_log_is_named(bench: Bench, damage: bytes) -> None:
+    bench.run(WORK[:1])
+    first, second, *others = bench.path.read_bytes().splitlines(keepends=True)
+    old, arrow, new = damage.partition(b"->")
+    damaged = second.replace(old, new) if arrow else damage + b"\n"
+    assert damaged != second
+    bench.path.write_bytes(b"".join([first, damaged, *others]))
+    with pytest.raises(SpecError, match=r"log\.jsonl, line 2, is no measurement \(.*\); delete the line, .* --log"):
+        Log(bench.path, "NVIDIA H200")
+    bench.path.write_bytes(b"".join([first, *others]))
+    assert Log(bench.path, "NVIDIA H200")
+
+
+def test_a_value_of_the_log_is_a_number(bench: Bench) -> None:
+    (entry, *_) = bench.run(WORK[:1])
+    Log(bench.path, "NVIDIA H200").add(entry.key, entry.schedule, "long", 1.5)
+    bench.path.write_text(bench.path.read_text().replace('"value": 1.5', '"value": "1.5"'))
+    with pytest.raises(SpecError, match=r"value='1\.5' must be a number or null"):
+        Log(bench.path, "NVIDIA H200")
+
+
 def test_what_does_not_compile_or_run_or_gives_a_wrong_result_does_not_win(bench: Bench) -> None:
     work = WORK[:1]
     bench.run(work)

@@ -31,12 +31,13 @@ from typing import Any
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.errors import SpecError
+from lowbit.dialect.fields import integer
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.formats.dtypes import dtype
 from lowbit.dialect.formats.recipes import compute_element
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.kernels.base import KernelSchedule
-from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
+from lowbit.passes.kernels.base import KernelSchedule, Operation
+from lowbit.passes.kernels.registry import FAMILIES, family_of, schedule_from_dict, schedule_to_dict
 
 REACH = 1.0  # octaves
 ALWAYS = ("tokens", "row_blocks", "warps_n", "warps_k", "step_k", "num_stages", "split_k")  # of a schedule, in a file
@@ -77,7 +78,8 @@ class Key:
         """A matmul with this key; of a codebook's the values are made up."""
         about = {name: getattr(self, name) for name in _OF_SPEC}
         if self.weight.startswith("lut"):
-            about["table"] = tuple(map(float, range(2 ** int(self.weight[3:]))))
+            bits = min(int(self.weight[3:]), 8)  # of a format with more, the spec says that there is none
+            about["table"] = tuple(map(float, range(2**bits)))
         return MatmulSpec(self.n, self.k, self.weight, **about)
 
     @property
@@ -139,15 +141,43 @@ class Entry:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Entry:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        """The inverse of `to_json`. Raises KeyError, TypeError, ValueError or OverflowError for anything else."""
         given: dict[str, Any] = _SELDOM | values
         key = Key(**{field.name: given[field.name] for field in fields(Key)})
         choices = values["schedule"]
         schedule = schedule_from_dict(choices if "family" in choices else {"tokens": max(8, key.tokens)} | choices)
-        if not (key.n > 0 < key.k and key.kind):
-            raise ValueError(f"n={key.n}, k={key.k}")
-        about = values["date"], values["version"], values.get("kernel", "")
-        return Entry(key, schedule, float(values["microseconds"]), *about)
+        _check_key(key)
+        _check_family(key, schedule)
+        microseconds = float(values["microseconds"])
+        if not 0 < microseconds < math.inf:
+            raise ValueError(f"microseconds={microseconds} must be a number above 0")
+        about = (_text(name, given.get(name, "")) for name in ("date", "version", "kernel"))
+        return Entry(key, schedule, microseconds, *about)
+
+
+def _check_key(key: Key) -> None:
+    """Raises SpecError or TypeError for a key of no matmul, and for one that is spelled as no matmul's is."""
+    integer("tokens", key.tokens, 1)
+    _text("weight", key.weight)
+    usual = Key.of(key.spec, key.tokens)
+    if key != usual:
+        name = next(f.name for f in fields(Key) if getattr(key, f.name) != getattr(usual, f.name))
+        raise SpecError(f"{name}={getattr(key, name)!r} must be {getattr(usual, name)!r}")
+
+
+def _check_family(key: Key, schedule: KernelSchedule) -> None:
+    """Raises SpecError for a schedule of a family whose kernels do not compute the matmul of a key."""
+    operation: Operation = "quantized_matmul" if key.compute else "matmul"
+    family = family_of(schedule)
+    if family.operation != operation:
+        allowed = ", ".join(repr(each.name) for each in FAMILIES.values() if each.operation == operation)
+        raise SpecError(f"schedule: family={family.name!r} does not compute this matmul; allowed: {allowed}")
+
+
+def _text(name: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"{name}={given!r} must be a string")
+    return given
 
 
 def spelled_out(s: KernelSchedule) -> dict[str, Any]:
@@ -222,8 +252,9 @@ def parse_table(text: str, name: str) -> Table:
     try:
         values = json.loads(text)
         entries = [Entry.from_json(entry) for entry in values["entries"]]
-        return Table(values["gpu"], values["capability"], values["made"], {e.key: e for e in entries})
-    except (ValueError, KeyError, TypeError) as error:
+        gpu, made = (_text(name, values[name]) for name in ("gpu", "made"))
+        return Table(gpu, integer("capability", values["capability"], 1), made, {e.key: e for e in entries})
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         fix = "delete it, or have `lowbit tune` write it"
         raise SpecError(f"{name} is no table of schedules ({type(error).__name__}: {error}); {fix}") from None
 

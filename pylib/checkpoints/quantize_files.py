@@ -222,7 +222,7 @@ def _parts_of_encoder(path: Path) -> set[str]:
     file = path / "modules.json"
     try:
         modules: Any = json.loads(file.read_text()) if file.is_file() else []
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} can't be read: {error}") from error
     return {str(module.get("path")) for module in modules if isinstance(module, dict)}
 

@@ -50,8 +50,8 @@ class QuantPlan(Mapping[str, QuantConfig]):
             raise SpecError(f"a plan must be what QuantPlan.to_dict() gave, in version {VERSION}")
         layers = {name: QuantConfig.from_dict(config) for name, config in written["layers"].items()}
         sums = [written.get(name, 0) for name in ("bits", "bytes", "divergence")]
-        if not all(isinstance(number, int | float) for number in sums):
-            raise SpecError("bits, bytes and divergence of a plan must be numbers")
+        if not all(type(number) in (int, float) and abs(number) < 1 << 63 for number in sums):
+            raise SpecError("bits, bytes and divergence of a plan must be numbers below 2^63")
         return cls(layers, *sums)
 
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -63,7 +63,7 @@ class QuantPlan(Mapping[str, QuantConfig]):
         """Returns the plan in a file. Raises SpecError where there is none."""
         try:
             return cls.from_dict(json.loads(Path(file).read_text()))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or error
             raise SpecError(f"{os.fspath(file)} is no file with a plan: {reason}") from None
 
