@@ -282,3 +282,11 @@ def test_configurations_are_json(config: lowbit.QuantConfig) -> None:
 def test_constant_weights(value: float, weight: Any, zeros: Any) -> None:
     result = lowbit.quantize(torch.full((2, 32), value), CONFIG(weight, 32, zeros, "f32"))
     assert torch.allclose(result.dequantize(), torch.full((2, 32), value), rtol=1e-2, atol=1e-30)
+
+
+def test_awq_of_doubles() -> None:
+    """A weight in f64 is rounded as the same numbers in f32 are, where scales are checked for their range, too."""
+    config = lowbit.QuantConfig("f8e4m3", 16, zeros="float", scale="e4m3", method="awq")
+    weight, x = (torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)) for rows in (8, 32))
+    single, double = (lowbit.quantize(weight.to(kind), config, x.to(kind)) for kind in (torch.float32, torch.float64))
+    assert torch.equal(single.codes, double.codes)

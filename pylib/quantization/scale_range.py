@@ -59,7 +59,7 @@ def _is_lost(weight: Tensor, quantized: QuantizedWeight) -> bool:
     if quantized.config.by_k_quant or quantized.second_level:
         return _norm(quantized.dequantize() - weight) > _norm(weight) / 2
     scales, columns = quantized.scales.float(), quantized.column_scales
-    scaled = weight.float() if columns is None else weight * columns
+    scaled = (weight if columns is None else weight * columns).float()
     zeros = torch.zeros_like(scales) if quantized.zeros is None else quantized.zeros.float()
     grid = Grid(quantized.config, weight.shape[1], weight.device)
     return _norm(grid.errors(grid.groups(scaled), scales, zeros)) > _norm(scaled) / 2
