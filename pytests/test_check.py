@@ -140,3 +140,8 @@ def test_an_interrupted_check_reports_what_was_checked(monkeypatch: pytest.Monke
     monkeypatch.setattr("lowbit.pylib.check.session.outcomes", two)
     result = CliRunner().invoke(app, ["check", "-t", "cpu", "--count", "9", "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout)["checked"] == 2
+
+
+def test_no_case_begins_when_time_is_up() -> None:
+    result = CliRunner().invoke(app, ["check", "-t", "cpu", "--count", "3", "-j", "1", "--seconds", "0", "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["checked"] == 0

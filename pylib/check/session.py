@@ -6,9 +6,9 @@ import multiprocessing
 import os
 import random
 import signal
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import count, islice
 
@@ -18,7 +18,7 @@ from lowbit.dialect.errors import SpecError
 from lowbit.pylib.check.cases import Case, draw
 from lowbit.pylib.check.trial import Attempt, Outcome, try_case
 
-_AHEAD = 8  # cases for each process, until the next are handed out
+_AHEAD = 8  # cases that wait for each process
 _processes = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
 
 
@@ -49,24 +49,37 @@ def outcomes(cases: Iterable[Case], jobs: int, attempt: Attempt = try_case) -> I
     attempt: makes an outcome of a case, in another process
     """
     left, pool = iter(cases), _pool(jobs)
+    begun: deque[tuple[Case, ProcessPoolExecutor, Future[Outcome] | None]] = deque()
     try:
-        while some := list(islice(left, _AHEAD * jobs)):
-            done = _done(pool, some, attempt)
-            yield from (future.result() if future else _alone(case, attempt) for case, future in zip(some, done))
-            if None in done:
-                pool = _pool(jobs)
+        while True:
+            for case in islice(left, _AHEAD * jobs - len(begun)):
+                begun.append((case, pool, _begun(pool, case, attempt)))
+            if not begun:
+                return
+            case, its_pool, future = begun.popleft()
+            if outcome := _result(future):
+                yield outcome
+                continue
+            pool = _pool(jobs) if its_pool is pool else pool
+            yield _alone(case, attempt)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _done(pool: ProcessPoolExecutor, cases: Sequence[Case], attempt: Attempt) -> list[Future[Outcome] | None]:
-    """Returns the futures of cases when all have ended; None for those that a process took with it that died."""
+def _begun(pool: ProcessPoolExecutor, case: Case, attempt: Attempt) -> Future[Outcome] | None:
+    """Hands a case to a process; returns None if one has died."""
     try:
-        futures = [pool.submit(attempt, case) for case in cases]
-    except BrokenProcessPool:  # before all were handed out
-        return [None] * len(cases)
-    wait(futures)
-    return [None if isinstance(future.exception(), BrokenProcessPool) else future for future in futures]
+        return pool.submit(attempt, case)
+    except BrokenProcessPool:
+        return None
+
+
+def _result(future: Future[Outcome] | None) -> Outcome | None:
+    """Returns the outcome of a case, or None if a process died that had it or could have had it."""
+    try:
+        return future.result() if future else None
+    except BrokenProcessPool:
+        return None
 
 
 def _alone(case: Case, attempt: Attempt) -> Outcome:

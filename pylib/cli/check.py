@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +31,7 @@ def check(
     count: Annotated[int, typer.Option(min=1, max=10**6, help="Matmuls to check.")] = 100,
     seed: Annotated[int, typer.Option(help="Other seeds draw other matmuls.")] = 0,
     target: TargetName = None,
+    seconds: Annotated[float, typer.Option(min=0, help="No case begins after so many.")] = math.inf,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, max=256, help="Processes.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -35,7 +39,7 @@ def check(
 
     Each has random formats, groups, scales, zeros, types, outliers and sizes. Its result is compared with a definition
     in float64 that shares no code with the compiler. The exit code is 1 if one is wrong; then a minimal spec that is
-    wrong as well is shown. Ctrl-C ends it early, with a report of what was checked.
+    wrong as well is shown. Ctrl-C, or --seconds, ends it early, with a report of what was checked.
 
     [bold]Examples[/]
 
@@ -52,8 +56,10 @@ def check(
     processes = min(jobs or min(MOST_JOBS, len(os.sched_getaffinity(0))), count)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     found: list[Outcome] = []
+    begin = monotonic()
     with Progress(*columns, console=errors, transient=True) as progress, suppress(KeyboardInterrupt):
-        for outcome in progress.track(outcomes(drawn, processes), count, description=f"checking on {parsed.name}"):
+        in_time = takewhile(lambda _: monotonic() - begin < seconds, drawn)
+        for outcome in progress.track(outcomes(in_time, processes), count, description=f"checking on {parsed.name}"):
             found.append(outcome)
             if outcome.verdict == "wrong":
                 progress.console.print(f"wrong: {outcome.case}: {outcome.detail}", markup=False)
