@@ -339,13 +339,11 @@ def test_folders_as_they_were_made_before_still_serve(store: Cache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "entry", "needs"), [(b"", 0, {}), (b"code", 4, {}), (b"code", -1, {}), (b"code", 0, {"per_worker": -8})]
+    ("code", "needs"), [(b"", {}), (b"code", {"per_worker": -8}), (b"code", {"panel": 1.5})]
 )
-def test_an_image_that_cannot_be_loaded_is_a_damaged_entry(
-    store: Cache, image: bytes, entry: int, needs: dict[str, int]
-) -> None:
-    good = HostProgram(b"code", 0, Needs())
-    store.put(KEY, HostProgram(image, entry, Needs(**needs)).to_files())
+def test_code_that_cannot_be_loaded_is_a_damaged_entry(store: Cache, code: bytes, needs: dict[str, int]) -> None:
+    good = HostProgram(b"code", Needs())
+    store.put(KEY, HostProgram(code, Needs(**needs)).to_files())
     assert store.get_or_build(KEY, good.to_files, HostProgram.from_files) == good
     assert store.get_or_build(KEY, unwanted, HostProgram.from_files) == good
 

@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import Any
 
 from lowbit.dialect.errors import PassError, TargetError
-from lowbit.passes.codegen.elf import Image, link
 from lowbit.passes.codegen.llvm import binding, parse
 
 _LEVELS = {
@@ -40,12 +39,12 @@ def host_features() -> frozenset[str]:
     return frozenset(name for name, present in binding().get_host_cpu_features().items() if present)
 
 
-def emit_host(llvm_ir: str, functions: Sequence[str], cpu: str = "") -> Image:
-    """A module's code for a CPU, linked.
+def emit_host(llvm_ir: str, functions: Sequence[str], cpu: str = "") -> bytes:
+    """A module's code for a CPU: a relocatable object file.
 
     Args:
         llvm_ir: text of the module; it may call nothing that it does not define.
-        functions: names of those whose addresses are wanted.
+        functions: names of those that are wanted.
         cpu: "" for this machine's processor with all its features, or less: "x86-64", "x86-64-v2" (SSE4.2),
             "x86-64-v3" (AVX2), "x86-64-v4" (AVX-512), "generic".
 
@@ -56,9 +55,12 @@ def emit_host(llvm_ir: str, functions: Sequence[str], cpu: str = "") -> Image:
     machine = _machine(cpu)
     module = _optimize(llvm_ir, machine)
     defined = sorted(f.name for f in module.functions if not f.is_declaration)
+    foreign = sorted(f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm."))
     if missing := sorted(set(functions) - set(defined)):
         raise PassError(f"no function {', '.join(missing)} in the module; it has {', '.join(defined)}")
-    return link(machine.emit_object(module)).only(functions)
+    if foreign:
+        raise PassError(f"host code calls {', '.join(foreign)}, which it does not define; it has {', '.join(defined)}")
+    return machine.emit_object(module)
 
 
 def emit_host_assembly(llvm_ir: str, cpu: str = "") -> str:
@@ -80,7 +82,6 @@ def _optimize(llvm_ir: str, machine: Any) -> Any:
 
 
 def _triple() -> str:
-    """This system's. It is Linux: `link` reads ELF."""
     return binding().get_process_triple()
 
 

@@ -1,11 +1,10 @@
-"""The driver of the CPU target: spec to vector code to LLVM IR to an image of machine code."""
+"""The driver of the CPU target: spec to vector code to LLVM IR to an object file."""
 
 from __future__ import annotations
 
 from lowbit.dialect.bindings import ir, new_context
 from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.codegen.elf import Image
 from lowbit.passes.codegen.host import emit_host, emit_host_assembly, host_cpu, host_features
 from lowbit.passes.codegen.ptx import translate
 from lowbit.passes.cpu.decode import Isa
@@ -13,8 +12,10 @@ from lowbit.passes.cpu.lower_cpu import Program, build_cpu_program, cpu_needs, l
 from lowbit.passes.cpu.task import ENTRY, Needs
 
 
-def compile_program(spec: MatmulSpec, program: Program, cpu: str = "") -> tuple[Image, Needs]:
-    """Code for a processor: one of LLVM's levels ("x86-64-v3"), or "" for this one; and what its caller owes it.
+def compile_program(spec: MatmulSpec, program: Program, cpu: str = "") -> tuple[bytes, Needs]:
+    """Returns an object file that defines `ENTRY`, and what its caller owes it.
+
+    cpu: one of LLVM's levels ("x86-64-v3"), or "" for this processor.
 
     Raises TargetError without llvmlite, and for a processor that this is not or that lacks AVX2.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.cpu.task import ENTRY, Needs
+from lowbit.passes.cpu.task import Needs
 from lowbit.pylib.build import cache
 
 Program = Literal["few", "many", "dequantize"]
@@ -22,25 +22,22 @@ Program = Literal["few", "many", "dequantize"]
 
 @dataclass(frozen=True)
 class HostProgram:
-    """A compiled program: an image that runs anywhere in memory, where its function begins, what a caller owes it."""
+    """A compiled program: an object file that defines `passes.cpu.task.ENTRY`, and what a caller owes it."""
 
-    image: bytes
-    entry: int
+    code: bytes
     needs: Needs
 
     def to_files(self) -> dict[str, bytes]:
         """Returns the files of an entry of the disk cache."""
-        about = {"entry": self.entry, "needs": asdict(self.needs)}
-        return {"about.json": json.dumps(about).encode(), "image": self.image}
+        return {"needs.json": json.dumps(asdict(self.needs)).encode(), "code.o": self.code}
 
     @staticmethod
     def from_files(files: dict[str, bytes]) -> HostProgram:
         """The inverse of `to_files`. Raises an exception of some kind for what can't be loaded."""
-        about = json.loads(files["about.json"])
-        image, entry, needs = files["image"], about["entry"], about["needs"]
-        if entry not in range(len(image)) or not all(type(size) is int and size >= 0 for size in needs.values()):
-            raise ValueError(f"no function begins at {entry} of {len(image)} bytes, or it needs {needs}")
-        return HostProgram(image, entry, Needs(**needs))
+        code, needs = files["code.o"], json.loads(files["needs.json"])
+        if not code or not all(type(size) is int and size >= 0 for size in needs.values()):
+            raise ValueError(f"no code in {len(code)} bytes, or it needs {needs}")
+        return HostProgram(code, Needs(**needs))
 
 
 def load_host_program(spec: MatmulSpec, program: Program, cpu: str) -> HostProgram:
@@ -53,8 +50,7 @@ def load_host_program(spec: MatmulSpec, program: Program, cpu: str) -> HostProgr
     def build() -> dict[str, bytes]:
         from lowbit.passes.cpu.compile import compile_program  # which loads MLIR and LLVM
 
-        image, needs = compile_program(spec, program, cpu)
-        return HostProgram(image.code, image.functions[ENTRY], needs).to_files()
+        return HostProgram(*compile_program(spec, program, cpu)).to_files()
 
     return cache.load_or_build(key, build, HostProgram.from_files)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from lowbit.dialect.elements import ELEMENTS
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.passes.cpu.task import Needs
+from lowbit.passes.cpu.task import ENTRY, Needs
 from lowbit.pylib.build.host_programs import Program, load_host_program
 from lowbit.pylib.knobs import MOST_THREADS
 from lowbit.pylib.runtime import team
-from lowbit.pylib.runtime.machine_code import MachineCode
+from lowbit.pylib.runtime.machine_code import load
 from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
 
@@ -35,7 +35,6 @@ class _Loaded:
     """A program in memory."""
 
     call: Callable[[int], None]
-    address: int
     needs: Needs
 
     def run(self, threads: int, row_blocks: int, m: int, x: int, y: int, weight: Sequence[int]) -> None:
@@ -44,7 +43,7 @@ class _Loaded:
         nbytes = self.needs.nbytes(m, threads)
         scratch = _allocate((nbytes,), (1,), torch.uint8)
         task = array("q", (0, 0, 0, m, parts, x, y, scratch.data_ptr(), *weight))
-        team.run(self.call, self.address, task.buffer_info()[0], threads)
+        team.run(self.call, task.buffer_info()[0], threads)
 
 
 class CpuMatmul:
@@ -126,8 +125,7 @@ class CpuMatmul:
 
     def _load(self, name: Program) -> _Loaded:
         program = load_host_program(self.spec, name, self.cpu)
-        code = MachineCode(program.image)
-        return _Loaded(code.function(program.entry), code.address + program.entry, program.needs)
+        return _Loaded(load(program.code, ENTRY), program.needs)
 
 
 def _addresses(weight: Sequence[Tensor]) -> list[int]:

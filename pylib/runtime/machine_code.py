@@ -1,34 +1,41 @@
-"""Machine code in memory: a copy of an image that may be executed, and its functions."""
+"""Machine code in memory: an object file, linked and loaded by LLVM's ORC, and its function.
+
+To load llvmlite takes 30 ms in the first process that finds its programs in the disk cache; to link, 1 ms a program.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 from lowbit.dialect.errors import TargetError
-
-_C = ctypes.CDLL(None, use_errno=True)
-_READ, _EXECUTE = 1, 4  # of mprotect
+from lowbit.passes.codegen.llvm import binding
 
 
-class MachineCode:
-    """An image that runs wherever it lies. Its memory is given back with the object."""
+def load(code: bytes, name: str) -> Callable[[int], None]:
+    """Returns the function of one pointer that an object file for this machine defines.
 
-    def __init__(self, image: bytes) -> None:
-        self._pages = mmap.mmap(-1, len(image))
-        self._pages.write(image)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
-        size = ctypes.c_size_t(-(-len(image) // mmap.PAGESIZE) * mmap.PAGESIZE)
-        if _C.mprotect(ctypes.c_void_p(self.address), size, _READ | _EXECUTE):
-            raise TargetError(
-                f"this system lets no process execute code that it made ({os.strerror(ctypes.get_errno())}); "
-                "the CPU target needs that, so allow it, or use a GPU"
-            )
+    Calling it releases the interpreter lock. Its memory is given back with it. Raises TargetError where the file can't
+    be linked, or where the system lets no process execute code that it made.
+    """
+    llvm = binding()
+    try:
+        machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine()
+        jit = llvm.create_lljit_compiler(machine, suppress_errors=True)
+        library = llvm.JITLibraryBuilder().add_object_img(code).export_symbol(name).link(jit, name)
+    except RuntimeError as error:
+        raise TargetError(
+            f"machine code for this CPU can't be loaded ({error}); the CPU target needs a process that may execute "
+            "code that it made, so allow it, or use a GPU"
+        ) from error
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(library[name])
+    weakref.finalize(function, _unload, library, jit).atexit = False  # threads may run it until the process ends
+    return function
 
-    def function(self, offset: int) -> Callable[[int], None]:
-        """The function of one pointer at an offset. Calling it releases the interpreter lock."""
-        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address + offset)
-        call.code = self  # type: ignore[attr-defined]
-        return call
+
+def _unload(library: Any, jit: Any) -> None:
+    """Gives memory back, the library before its linker: the other way round LLVM would end the process."""
+    library.close()
+    jit.close()

@@ -18,13 +18,15 @@ from pathlib import Path
 import torch
 
 
-def run(function: Callable[[int], None], code: int, task: int, threads: int) -> None:
-    """Call a native function, whose address is `code`, with the address of a task in `threads` threads at once: this
-    one and others. The function must do all the work in whichever threads come; what they call is `passes.cpu.task`."""
+def run(function: Callable[[int], None], task: int, threads: int) -> None:
+    """Calls a native function with the address of a task in `threads` threads at once: this one and others.
+
+    The function must do all the work in whichever threads come (`passes.cpu.task`).
+    """
     if threads == 1:
         function(task)
     elif _parallel is not None:
-        _parallel(code, task, threads, 0)
+        _parallel(function, task, threads, 0)
     else:
         _run_in_python(function, task, threads)
 
