@@ -115,6 +115,13 @@ def test_command() -> None:
     assert facts["minimal"] is None and 0 < facts["worst_error_of_allowed"] <= 1
 
 
+def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that can't run are not wrong."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = CliRunner().invoke(app, ["check", "-t", "sm_90a", "--count", "1"])
+    assert result.exit_code == 1 and "emulator:sm_90a" in result.stderr and not result.stdout
+
+
 def test_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def three(case: Case, jobs: int) -> list[Outcome]:
         first, second, third = case

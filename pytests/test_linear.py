@@ -177,6 +177,8 @@ def test_averages_of_codes(layer: LowbitLinear, arguments: dict[str, Any]) -> No
                 module(x)
             with pytest.raises(lowbit.PackError, match="written to after they were packed"):
                 copy.deepcopy(module)
+        with pytest.raises(lowbit.PackError, match="written to after they were packed"):
+            broken.state_dict()
     averaged.module.load_state_dict(model.state_dict())
     assert torch.equal(averaged(tokens), model(tokens))
 

@@ -47,11 +47,16 @@ def check(
 
       lowbit check -t emulator:sm_90a --count 50 --seed 7
     """
+    import torch
+
     from lowbit.pylib.check.session import Drawn, outcomes
     from lowbit.pylib.check.trial import minimal
     from lowbit.pylib.devices import target_named
+    from lowbit.pylib.runtime.gpu import check_device
 
     parsed = target_named(target)
+    if parsed.kind == "cuda" and not torch.cuda.is_available():
+        check_device(parsed, -1)
     drawn = Drawn(parsed.name, count, seed)
     processes = min(jobs or min(MOST_JOBS, len(os.sched_getaffinity(0))), count)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

@@ -159,6 +159,11 @@ class PackedModule(NoDense):
 
     # -- saving and loading
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save codes only as they were packed: what loads them has nothing to compare them with."""
+        self.check_unwritten()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def get_extra_state(self) -> Tensor:
         """Returns the spec as JSON in bytes, which every format of files can hold."""
         return saved_weight.write_spec(self.spec)

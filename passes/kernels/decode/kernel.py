@@ -217,7 +217,7 @@ class Kernel:
 
     def _first_step(self, index: Scalar | int) -> Scalar:
         """Returns the first step of a round's warps."""
-        index = (self.rotation + index) % self.plan.rounds if self.rotation else index
+        index = (self.rotation + index) % self.plan.rounds if self.rotation is not None else index
         return (self.first + index) * self.schedule.warps_k
 
     def _rotation(self) -> Scalar | None:
