@@ -75,6 +75,62 @@ def entered_twice() -> None:
         pass
 
 
+# -- operators
+
+
+def conditions(m: Any) -> list[Any]:
+    return [
+        *(m < 3, m <= 3, m > 3, m >= 3, m == 3, m != 3),
+        *(3 < m, 3 <= m, 3 > m, 3 >= m, 3 == m, 3 != m),  # noqa: SIM300
+        *((m > 1) & (m < 4), (m < 1) | (m > 3), (m < 3) == (m < 2), (m < 3) != (m < 5)),
+    ]
+
+
+def numbers(m: Any) -> list[Any]:
+    return [8 - m, -m, m - 8, 2 + m, 3 * m, m & 6, m | 6]
+
+
+def quotients(m: Any) -> list[Any]:
+    return [8 // m, 8 % m, m // 2, m % 2, m // m, 100 // m]
+
+
+def stored_where(m: int, *lists: Callable[[Any], list[Any]]) -> list[float]:
+    """Returns 1 where a condition holds for a parameter m, or a number made of it is what Python makes of the int."""
+    expected = [each for of in lists for each in of(m)]
+    p = program(params={"y": "pointer", "m": "i32"})
+    with p:
+        y = p.global_view(p["y"], "f16", (len(expected), 32))
+        made = [each for of in lists for each in of(p["m"])]
+        for i, (one, wanted) in enumerate(zip(made, expected, strict=True)):
+            with p.when(one if isinstance(wanted, bool) else one == wanted):
+                p.store(p.constant(1.0, "f16", LANES.reshape((1, 32))), y, (i, 0))
+    y = torch.zeros(len(expected), 32, dtype=torch.float16)
+    lowbit.compile_program(p, EMULATOR)(y=y, m=m)
+    return y[:, 0].tolist()
+
+
+@pytest.mark.parametrize("m", [-5, 0, 2, 3, 4])
+def test_scalars_compute_as_python(m: int) -> None:
+    """Quotients do of numbers above zero."""
+    holds = [*map(float, conditions(m)), *[1.0] * len(numbers(m))]
+    assert stored_where(m, conditions, numbers) == holds
+    if m > 0:
+        assert set(stored_where(m, quotients)) == {1.0}
+
+
+@pytest.mark.parametrize("other", [3, "tile"])
+def test_tiles_compare_by_element(other: Any) -> None:
+    p = program()
+    with p:
+        x, y = (p.global_view(p[name], "f16", (32,)) for name in "xy")
+        tile = p.load(x, (0,), LANES)
+        three = p.constant(3.0, "f16", LANES) if other == "tile" else other
+        p.store(p.select(tile == three, 1, p.select(tile != three, 2, p.constant(0, "f16", LANES))), y, (0,))
+    x, y = torch.arange(32).half(), torch.zeros(32, dtype=torch.float16)
+    lowbit.compile_program(p, EMULATOR)(x=x, y=y, m=1)
+    assert torch.equal(y, torch.where(x == 3, 1, 2).half())
+
+
 # -- operations, and values, in the wrong place
 
 
@@ -341,6 +397,56 @@ def arithmetic_on_a_pointer(p: Program, x: Any) -> None:
     _ = p["x"] + 1
 
 
+def scalar_in_an_if(p: Program, x: Any) -> None:
+    if p.block_id(0) < 0:
+        p.barrier()
+
+
+def smaller_of_scalars(p: Program, x: Any) -> None:
+    p.load(x, (min(p.block_id(0), p["m"]),), LANES)  # type: ignore[type-var]
+
+
+def equal_scalars_in_an_if(p: Program, x: Any) -> None:
+    if p.block_id(0) == 0:
+        p.barrier()
+
+
+def equal_tiles_in_an_if(p: Program, x: Any) -> None:
+    tile = p.load(x, (0,), LANES)
+    assert tile in [tile]  # by identity, as in every list of Python
+    assert tile != tile
+
+
+def power_of_a_tile(p: Program, x: Any) -> None:
+    _ = p.load(x, (0,), LANES) ** 2
+
+
+def part_of_a_tile(p: Program, x: Any) -> None:
+    for _ in p.load(x, (0,), LANES):
+        pass
+
+
+def fraction_of_a_scalar(p: Program, x: Any) -> None:
+    _ = 8 / p["m"]
+
+
+def negative_divisor(p: Program, x: Any) -> None:
+    _ = p["m"] // -2
+
+
+def negative_dividend(p: Program, x: Any) -> None:
+    _ = -7 % p["m"]
+
+
+def scalar_equal_to_nothing(p: Program, x: Any) -> None:
+    _ = p["m"] == None  # noqa: E711
+
+
+def result_that_is_no_list(p: Program, x: Any) -> None:
+    with p.loop(0, 4, [p.load(x, (0,), LANES)]) as loop:
+        loop.results = loop.carried[0] + 1  # type: ignore[assignment]
+
+
 def buffer_that_is_none(p: Program, x: Any) -> None:
     p.free_shared(p.alloc_shared("f32", (4,)), None)  # type: ignore[arg-type]
 
@@ -359,6 +465,17 @@ def buffer_that_is_none(p: Program, x: Any) -> None:
         (number_of_text, "(lowbit.add): an operand must be a Tile or a number, not str"),
         (fraction_of_blocks, "index 0.5: expected a Scalar or an int of 32 bits"),
         (arithmetic_on_a_pointer, "'arith.addi' op operand #0 must be"),
+        (scalar_in_an_if, "a scalar is neither true nor false before the program runs; branch with Program.when"),
+        (smaller_of_scalars, "a scalar is neither true nor false before the program runs"),
+        (equal_scalars_in_an_if, "a scalar is neither true nor false before the program runs"),
+        (equal_tiles_in_an_if, "a tile is neither true nor false, its elements are; choose with Program.select"),
+        (power_of_a_tile, "a tile has + - * / abs() and comparisons, with tiles and numbers, and what"),
+        (part_of_a_tile, "there is no [ ]"),
+        (fraction_of_a_scalar, "a scalar has + - * // % & | ~ and comparisons, with scalars and ints; there is no /"),
+        (negative_divisor, "the divisor is -2, but scalars are divided without a sign: expected 1 or more"),
+        (negative_dividend, "the dividend is -7, but scalars are divided without a sign: expected 0 or more"),
+        (scalar_equal_to_nothing, "index None: expected a Scalar or an int of 32 bits"),
+        (result_that_is_no_list, "loop.results must be f32 [32] in spatial(32), as the loop carries, not a Tile"),
         (buffer_that_is_none, "Program.free_shared: buffers must be Memory, not None"),
     ],
 )

@@ -29,20 +29,24 @@ class Loop:
         if self.results is None and self.carried:
             fix = f"set `loop.results` to a list of {len(self.carried)} at the end of its body"
             raise PassError(f"the loop carries {len(self.carried)} tiles, but has no results; {fix}")
-        results = self.results or []
-        given = [tile.reg if isinstance(cast(object, tile), Tile) else type(tile).__name__ for tile in results]
-        if given != [tile.reg for tile in self.carried]:
-            wanted = ", ".join(_described(tile.reg) for tile in self.carried) or "nothing"
-            raise PassError(
-                f"loop.results must be {wanted}, as the loop carries, not "
-                f"{', '.join(map(_described, given)) or 'nothing'}"
-            )
+        results: Sequence[Tile] = () if self.results is None else self.results
+        if (given := _types(results)) != (carried := [tile.reg for tile in self.carried]):
+            raise PassError(f"loop.results must be {_words(carried)}, as the loop carries, not {_words(given)}")
         check_values(None, results)
         return results
 
 
-def _described(tile: Reg | str) -> str:
-    return tile if isinstance(tile, str) else f"{tile.element} {list(tile.shape)} in {tile.layout}"
+def _types(results: object) -> list[Reg | str]:
+    """Returns what is in a list of tiles; the name of what is no tile, or no list."""
+    if not isinstance(results, list | tuple):
+        return [f"a {type(results).__name__} without a list"]
+    each = cast(Sequence[object], results)
+    return [tile.reg if isinstance(tile, Tile) else type(tile).__name__ for tile in each]
+
+
+def _words(tiles: Sequence[Reg | str]) -> str:
+    each = [t if isinstance(t, str) else f"{t.element} {list(t.shape)} in {t.layout}" for t in tiles]
+    return ", ".join(each) or "nothing"
 
 
 class Control(Operations):

@@ -15,14 +15,19 @@ from lowbit.dialect.bindings import ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import CONDITION, Reg
+from lowbit.passes.builder.operators import NoOperators
 from lowbit.passes.builder.scope import check_values, users_line
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A tile in registers. `==` asks whether two are the same value; `Program.compare` compares elements."""
+@dataclass(frozen=True, eq=False)
+class Tile(NoOperators):
+    """A tile in registers. Operators are of elements; comparisons, `==` and `!=` too, make a tile for
+    `Program.select`."""
 
     value: Any
+
+    operators = "a tile has + - * / abs() and comparisons, with tiles and numbers, and what Program has"
+    __hash__ = object.__hash__
 
     @property
     def reg(self) -> Reg:
@@ -37,7 +42,8 @@ class Tile:
         return self.reg.shape
 
     def __bool__(self) -> bool:
-        raise PassError("a tile is neither true nor false, its elements are; choose with Program.select")
+        with users_line("if, and, or, not, in, min or max of Python"):
+            raise PassError("a tile is neither true nor false, its elements are; choose with Program.select")
 
     def __add__(self, other: Operand) -> Tile:
         return elementwise(ops.AddOp, self, other)
@@ -80,6 +86,12 @@ class Tile:
 
     def __ge__(self, other: Operand) -> Tile:
         return compare(self, "ge", other)
+
+    def __eq__(self, other: Operand) -> Tile:  # type: ignore[override]
+        return compare(self, "eq", other)
+
+    def __ne__(self, other: Operand) -> Tile:  # type: ignore[override]
+        return compare(self, "ne", other)
 
 
 Operand = Tile | float

@@ -10,19 +10,32 @@ from lowbit.dialect.bindings import arith, ir
 from lowbit.dialect.errors import PassError
 from lowbit.dialect.layouts.layout import Layout
 from lowbit.dialect.types import Global, Shared, strings
+from lowbit.passes.builder.operators import NoOperators
 from lowbit.passes.builder.scope import check_values, users_line
 
 _MOST = 1 << 63  # of an attribute, which has 64 bits
 
 
-@dataclass(frozen=True)
-class Scalar:
-    """A number that is the same for all threads, an i32, a condition, or a parameter. Arithmetic is for i32."""
+@dataclass(frozen=True, eq=False)
+class Scalar(NoOperators):
+    """A number that is the same for all threads: an i32, a condition, or a parameter.
+
+    Arithmetic is for i32, modulo 2^32. `//` and `%` take both sides as numbers without a sign, so they are not Python's
+    where a scalar is below zero. Comparisons, `==` and `!=` too, are of numbers with a sign; they make conditions, for
+    `Program.when` and `select`. `&` and `|` join two conditions, or the bits of two numbers.
+    """
 
     value: Any
 
-    def _binary(self, make: Any, other: Scalar | int) -> Scalar:
+    operators = "a scalar has + - * // % & | ~ and comparisons, with scalars and ints"
+    __hash__ = object.__hash__
+
+    def _binary(self, make: Any, other: Index) -> Scalar:
         return self._made(make.__name__, lambda: make(self.value, as_i32(other)), other)
+
+    def _compared(self, predicate: str, other: Index) -> Scalar:
+        kind = getattr(arith.CmpIPredicate, predicate)
+        return self._made("cmpi", lambda: arith.cmpi(kind, self.value, as_i32(other)), other)
 
     def _made(self, name: str, make: Callable[[], Any], *others: object) -> Scalar:
         """What an operation makes of this scalar, which must be an i32, or a condition if `others` say so."""
@@ -30,39 +43,79 @@ class Scalar:
             check_values(None, (self, *others))
             return Scalar(make())
 
-    def __add__(self, other: Scalar | int) -> Scalar:
-        return self if other == 0 else self._binary(arith.addi, other)
+    def __bool__(self) -> bool:
+        with users_line("if, and, or, not, in, min or max of Python"):
+            raise PassError(
+                "a scalar is neither true nor false before the program runs; branch with Program.when, choose with "
+                "Scalar.select, Scalar.min or Scalar.max, join conditions with & and |"
+            )
+
+    def __add__(self, other: Index) -> Scalar:
+        return self if _is(other, 0) else self._binary(arith.addi, other)
 
     def __radd__(self, other: int) -> Scalar:
         return self + other
 
-    def __sub__(self, other: Scalar | int) -> Scalar:
-        return self if other == 0 else self._binary(arith.subi, other)
+    def __sub__(self, other: Index) -> Scalar:
+        return self if _is(other, 0) else self._binary(arith.subi, other)
 
-    def __mul__(self, other: Scalar | int) -> Scalar:
-        return self if other == 1 else self._binary(arith.muli, other)
+    def __rsub__(self, other: int) -> Scalar:
+        return Scalar.of(other) - self
+
+    def __neg__(self) -> Scalar:
+        return 0 - self
+
+    def __mul__(self, other: Index) -> Scalar:
+        return self if _is(other, 1) else self._binary(arith.muli, other)
 
     def __rmul__(self, other: int) -> Scalar:
         return self * other
 
-    def __floordiv__(self, other: Scalar | int) -> Scalar:
-        return self if other == 1 else self._binary(arith.divui, other)
+    def __floordiv__(self, other: Index) -> Scalar:
+        """The quotient of two numbers without a sign, rounded down. Raises PassError for an int below 1."""
+        return self if _is(other, 1) else self._binary(arith.divui, _divisor(other))
 
-    def __mod__(self, other: Scalar | int) -> Scalar:
-        return self._binary(arith.remui, other)
+    def __rfloordiv__(self, other: int) -> Scalar:
+        return Scalar.of(_dividend(other)) // self
 
-    def __lt__(self, other: Scalar | int) -> Scalar:
-        return self._made("cmpi", lambda: arith.cmpi(arith.CmpIPredicate.slt, self.value, as_i32(other)), other)
+    def __mod__(self, other: Index) -> Scalar:
+        """The remainder of the quotient of two numbers without a sign. Raises PassError for an int below 1."""
+        return self._binary(arith.remui, _divisor(other))
 
-    def min(self, other: Scalar | int) -> Scalar:
+    def __rmod__(self, other: int) -> Scalar:
+        return Scalar.of(_dividend(other)) % self
+
+    def __lt__(self, other: Index) -> Scalar:
+        return self._compared("slt", other)
+
+    def __le__(self, other: Index) -> Scalar:
+        return self._compared("sle", other)
+
+    def __gt__(self, other: Index) -> Scalar:
+        return self._compared("sgt", other)
+
+    def __ge__(self, other: Index) -> Scalar:
+        return self._compared("sge", other)
+
+    def __eq__(self, other: Index) -> Scalar:  # type: ignore[override]
+        return self._compared("eq", other)
+
+    def __ne__(self, other: Index) -> Scalar:  # type: ignore[override]
+        return self._compared("ne", other)
+
+    def min(self, other: Index) -> Scalar:
         return self._binary(arith.minsi, other)
 
-    def max(self, other: Scalar | int) -> Scalar:
+    def max(self, other: Index) -> Scalar:
         return self._binary(arith.maxsi, other)
 
-    def __or__(self, other: Scalar) -> Scalar:
+    def __and__(self, other: Index) -> Scalar:
+        """Whether both of two conditions hold."""
+        return self._binary(arith.andi, other)
+
+    def __or__(self, other: Index) -> Scalar:
         """Whether one of two conditions holds."""
-        return self._made("ori", lambda: arith.ori(self.value, other.value), other)
+        return self._binary(arith.ori, other)
 
     def __invert__(self) -> Scalar:
         """Whether a condition does not hold."""
@@ -73,7 +126,7 @@ class Scalar:
         """A number that is known."""
         return Scalar(as_i32(number))
 
-    def select(self, a: Scalar | int, b: Scalar | int) -> Scalar:
+    def select(self, a: Index, b: Index) -> Scalar:
         """a where this condition holds, else b."""
         return self._made("select", lambda: arith.select(self.value, as_i32(a), as_i32(b)), a, b)
 
@@ -90,6 +143,27 @@ def as_i32(x: Index) -> Any:
             raise PassError("expected a Scalar or an int of 32 bits")
         check_values(None, ())
     return arith.constant(ir.IntegerType.get_signless(32), x)
+
+
+def _is(x: object, number: int) -> bool:
+    """Whether x is an int that is known to be this number: `==` of a scalar is a condition."""
+    return isinstance(x, int) and x == number
+
+
+def _divisor(x: Index) -> Index:
+    return _at_least(1, x, "the divisor")
+
+
+def _dividend(x: int) -> int:
+    return _at_least(0, x, "the dividend")
+
+
+def _at_least(least: int, x: Any, name: str) -> Any:
+    """Returns x. Raises PassError for an int that numbers without a sign can't be divided by, or are no dividend."""
+    with users_line("// or % of scalars"):
+        if isinstance(x, int) and x < least:
+            raise PassError(f"{name} is {x}, but scalars are divided without a sign: expected {least} or more")
+    return x
 
 
 @dataclass(frozen=True)
