@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import lowbit
+from benchmarks import record_lines
 from benchmarks.cpu import processor
 from benchmarks.environment import describe, environment
 from benchmarks.llama_peer import PROMPT, ROOM, STEPS
@@ -65,7 +66,7 @@ def write(records: Iterable[Record], out: Path) -> dict[str, Any]:
     old: list[Record] = json.loads(out.read_text())["records"] if out.exists() else []
     kept = [record for record in old if key(record) not in map(key, new)]
     found = {"environment": environment() | {"processor": processor()}, "records": [*kept, *new]}
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    record_lines.write(out, found)
     return found
 
 

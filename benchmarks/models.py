@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import record_lines
 from benchmarks.environment import environment
 from benchmarks.peers import MODEL_PEERS
 from lowbit.dialect.errors import SpecError
@@ -214,7 +215,7 @@ def write(measured: Sequence[Measurement], model: str, path: Path, commit: str |
     """Add measurements of a model to a file of results, or begin one."""
     known = json.loads(path.read_text()) if path.exists() else {"environment": environment(commit), "models": {}}
     known["models"][model] = [each.to_dict() for each in measured]
-    path.write_text(json.dumps(known, indent=1) + "\n")
+    record_lines.write(path, known)
 
 
 def read(path: Path) -> dict[str, list[Measurement]]:

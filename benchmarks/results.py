@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record_lines
 from lowbit.dialect.errors import SpecError
 
 Record = dict[str, Any]
@@ -86,10 +87,7 @@ class Results:
         self.measurements.append(record)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_name(self.path.name + ".tmp")
-            data = {"environment": self.environment, "measurements": self.measurements}
-            temporary.write_text(json.dumps(data, indent=1) + "\n")
-            temporary.replace(self.path)
+            record_lines.write(self.path, {"environment": self.environment, "measurements": self.measurements})
 
     def speedup(self, record: Record, time: str = "us") -> float | None:
         """Times as fast as cuBLAS on the unquantized weight; None without either."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowbit
+from benchmarks import record_lines
 from benchmarks.quality.model import HERE, Transformer, load
 from benchmarks.quality.section import Section
 from benchmarks.quality.tokenizer import Tokenizer
@@ -253,8 +254,7 @@ def main(file: Path = SECTION.file) -> None:
     about = {"group_size": GROUP, "torch": torch.__version__, "test_tokens": TEST_WINDOWS * model.shape.context}
     for record in measure(model, known):
         records.append(record)
-        lines = ",\n".join(f"  {json.dumps(each)}" for each in [*records, *_later(records, known)])
-        file.write_text(f'{{"about": {json.dumps(about)},\n "records": [\n{lines}\n]}}\n')
+        record_lines.write(file, {"about": about, "records": [*records, *_later(records, known)]})
 
 
 def _later(records: Sequence[dict[str, Any]], known: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record_lines
 from benchmarks.publish import between_marks
 from benchmarks.quality.model import HERE
 
@@ -56,8 +57,8 @@ class Section:
 
     def _write(self, records: Iterable[Record]) -> None:
         """Write the records, one a line, and show the beginning of each as it comes."""
-        lines: list[str] = []
+        found: list[Record] = []
         for record in records:
-            lines.append(f"  {json.dumps(record)}")
-            print(f"{lines[-1]:.200}", file=sys.stderr, flush=True)
-        self.file.write_text('{"records": [\n' + ",\n".join(lines) + "\n]}\n")
+            found.append(record)
+            print(f"{json.dumps(record):.200}", file=sys.stderr, flush=True)
+        record_lines.write(self.file, {"records": found})

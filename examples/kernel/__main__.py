@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 
+from benchmarks import record_lines
 from examples.kernel.problem import Problem
 from examples.kernel.run import RESULTS, VERSIONS, check, measure, publish, table
 from lowbit.pylib.devices import this_machine
@@ -23,7 +23,7 @@ def main() -> None:
         results = measure(Problem(8192, 8192, 8), this_machine())
         print(table(results))
         if output:
-            output.write_text(json.dumps(results, indent=1) + "\n")
+            record_lines.write(output, results)
     else:
         print("No GPU here: a small matmul in the emulator, not timed.")
         for version, what in VERSIONS.items():
