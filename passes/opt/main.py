@@ -41,7 +41,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Opt:
-    """The settings for every chunk of the input."""
+    """The settings for every chunk of the input.
+
+    Steps are run, verified and printed one by one: MLIR's pass manager, which could do this, prints operations of ours
+    in the generic form.
+    """
 
     context: ir.Context
     steps: tuple[Step, ...]
