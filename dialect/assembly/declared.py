@@ -57,9 +57,8 @@ class Declaration:
 @cache
 def declarations() -> dict[str, Declaration]:
     """All operations of the dialect by name."""
-    operations: list[Any] = [getattr(ops, name) for name in ops.__all__ if name.endswith("Op")]
     with new_context():
-        return {operation.OPERATION_NAME: _declaration(operation) for operation in operations}
+        return {operation.OPERATION_NAME: _declaration(operation) for operation in ops.Lowbit.operations}
 
 
 def _declaration(operation: Any) -> Declaration:

@@ -4,8 +4,8 @@ The pass walks the program once and writes the function anew. Every tile is a `F
 down when a consumer asks for them; `passes.lowering.pending` says when that has to be. What is left of formats are
 `decode_pair`, `decode_shifted_pair` and `lookup_pair`, for `lower-dequant`.
 
-Here is the function around a program. The operations in it are lowered by rules, which the files of `_RULES` register
-(`passes.lowering.registry`) and which share a `LoweringContext` (`passes.lowering.context`).
+Here is the function around a program. The operations in it are lowered by rules, which the files of this folder
+register (`passes.lowering.registry`) and which share a `LoweringContext` (`passes.lowering.context`).
 """
 
 from __future__ import annotations
@@ -19,41 +19,14 @@ from lowbit.dialect.errors import PassError
 from lowbit.dialect.signature import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, ParamKind
 from lowbit.dialect.types import Reg, param_kind, read_ints
 from lowbit.passes.base import at, each_op
-from lowbit.passes.lowering import (
-    accumulators,
-    barriers,
-    boxes,
-    byte_numbers,
-    codes,
-    control,
-    copies,
-    elementwise,
-    emit,
-    integer_mma,
-    memory,
-    mma,
-    outlier_share,
-    outliers,
-    registers,
-    sends,
-    sparse_mma,
-    sparse_step,
-    sparse_vector,
-    tables,
-    wgmma,
-)
+from lowbit.passes.lowering import emit
 from lowbit.passes.lowering.addressing import ThreadIndex
 from lowbit.passes.lowering.context import ALIGN, CLUSTERS, LoweringContext, int_attr, text_attr
-from lowbit.passes.lowering.registry import lower_block
+from lowbit.passes.lowering.registry import import_rules, lower_block
 from lowbit.passes.lowering.warpgroup import declare_sums
 from lowbit.passes.target import Target, parse_target
 
-_RULES = (
-    *(accumulators, barriers, boxes, byte_numbers, codes, control, copies, elementwise),
-    *(integer_mma, memory, mma, outlier_share, outliers, registers),
-    *(sends, sparse_mma, sparse_step, sparse_vector, tables, wgmma),
-)
-"""The files with rules, which register them when they are imported."""
+import_rules()
 
 SHARED_SYMBOL = "shared_memory"
 _RESERVED = 1024  # bytes of shared memory that every block takes for the system

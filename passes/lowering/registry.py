@@ -12,9 +12,12 @@ one, and a method of `passes.builder.Program` where kernels are to use it; no ta
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from lowbit.dialect.errors import PassError
+from lowbit.passes import lowering
 from lowbit.passes.base import at
 from lowbit.passes.lowering.context import Feature, LoweringContext
 
@@ -42,6 +45,12 @@ def _only_with(feature: Feature, name: str, rule: Rule) -> Rule:
         rule(op, c)
 
     return guarded
+
+
+def import_rules() -> None:
+    """Imports the files beside this one, whose rules register themselves."""
+    for file in iter_modules(lowering.__path__):
+        import_module(f"{lowering.__name__}.{file.name}")
 
 
 def lower_block(block: Any, c: LoweringContext) -> None:
