@@ -51,12 +51,17 @@ def readme() -> Iterable[str]:
         f"{narrow[0]:.1f} to {narrow[1]:.1f} times as fast with x in 8 bits."
     )
     low, high = ends(prefill_ratios(first=256))
-    yield f"as fast as a weight kept in f16 ({low:.2f} to {high:.2f} times from 256 to 8192 tokens)"
+    yield f"| 256 to 8192 tokens, u4 in groups of 128 | {low:.2f} to {high:.2f} |"
     outliers, codes, both = (written_out(weight, "sm_90a") for weight in EXPANDED)
-    yield f"above {outliers} tokens if the weight has outliers, above {codes} if its scales are codes"
-    yield f"above {both} if both."
+    yield f"| more than {outliers} tokens with outliers |"
+    yield f"| more than {codes} tokens, scales are codes |"
+    yield f"| more than {both} tokens, both |"
     low, high = ends(written_out(u4(n, k), t) for n, k in ((1024, 1024), (28672, 8192)) for t in ("sm_80", "sm_89"))
-    yield f"({low:.0f} to {high:.0f} for u4 on an A100 or an L40S)"
+    yield f"| no wgmma, more than {low:.0f} to {high:.0f} tokens (u4 on an A100 or an L40S) |"
+    odd = written_out(u4(8192, 8188, group_size=None), "sm_90a")
+    yield f"| k no multiple of 8, more than {odd} tokens |"
+    wide = lowbit.MatmulSpec(8192, 8192, "u8", zeros="int", compute="i8", group_size=128)
+    yield f"x in 8 bits, more than {max(lowbit.compile(wide, 'sm_90a').choices.rows[-1].token_tiles)} tokens |"
 
 
 def models() -> Iterable[str]:
@@ -248,7 +253,7 @@ def test_sentences_have_the_numbers_of_their_sources(page: str) -> None:
 
 
 def u4(n: int, k: int, **other: Any) -> lowbit.MatmulSpec:
-    return lowbit.MatmulSpec(n, k, "u4", group_size=128, **other)
+    return lowbit.MatmulSpec(n, k, "u4", **{"group_size": 128, **other})
 
 
 EXPANDED = (
