@@ -23,6 +23,7 @@ from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.tracing import check_transforms
 from lowbit.pylib.weights import dequantized
 from lowbit.pylib.weights.packed import PackedWeight
+from lowbit.pylib.weights.written import check_operand
 
 
 class OperatorCalls:
@@ -85,9 +86,11 @@ class OperatorCalls:
         return dy @ dense if dy.dtype is self._act else (dy.float() @ dense.float()).to(self._act)
 
     def _readable(self, weight: Sequence[Tensor]) -> PackedWeight:
-        """Returns the weight of these tensors. Raises PackError if they do not fit the spec, or have no values."""
+        """Returns the weight of these tensors. Raises PackError if they do not fit the spec, have no values, or are
+        codes of a layer that were written to."""
         w = self._as_weight(weight)
         check_readable(w)
+        check_operand(w.codes)
         return w
 
     def _as_weight(self, weight: Sequence[Tensor]) -> PackedWeight:

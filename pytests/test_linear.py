@@ -183,6 +183,38 @@ def test_averages_of_codes(layer: LowbitLinear, arguments: dict[str, Any]) -> No
     assert torch.equal(averaged(tokens), model(tokens))
 
 
+def _compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def _exported(model: nn.Module) -> Any:
+    return torch.export.export(model, (X,), strict=True).module()
+
+
+@pytest.mark.parametrize("graph", [_compiled, _exported])
+def test_averages_of_codes_in_a_graph(layer: LowbitLinear, graph: Callable[[nn.Module], Any]) -> None:
+    """A graph holds tensors alone: its operator knows those of layers."""
+    averaged = AveragedModel(nn.Sequential(layer), use_buffers=True)
+    averaged.update_parameters(averaged.module)
+    averaged.module[0].codes.mul_(3)
+    with pytest.raises(lowbit.PackError, match="written to after they were packed"):
+        graph(averaged.module)(X)
+    averaged.module[0].check()
+    assert torch.equal(graph(averaged.module)(X), averaged(X))
+
+
+def test_codes_that_are_written_after_compiling(layer: LowbitLinear) -> None:
+    torch._dynamo.reset()
+    run = _compiled(layer)
+    expected = run(X)
+    layer.codes.copy_(layer.codes.clone())
+    assert torch.equal(run(X), expected)
+    layer.codes.mul_(3)
+    for call in (run, layer):
+        with pytest.raises(lowbit.PackError, match="written to after they were packed"):
+            call(X)
+
+
 def test_codes_that_are_written_on_purpose(layer: LowbitLinear) -> None:
     """Processes that send each other their buffers write the same values; others say so."""
     layer.check_unwritten()

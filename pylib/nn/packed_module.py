@@ -22,9 +22,9 @@ from lowbit.pylib.devices import target_at
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.nn.dense_weight import DenseWeight
 from lowbit.pylib.nn.no_dense import NoDense
-from lowbit.pylib.nn.written import Noted, noted
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import saved as saved_weight
+from lowbit.pylib.weights import written
 from lowbit.pylib.weights.packed import PackedWeight
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,7 +42,7 @@ class PackedModule(NoDense):
     _slots: tuple[str, ...] = ()
     _last_packed: PackedWeight | None
     _last_matmul: tuple[torch.device, Matmul] | None
-    _noted: Noted | None = None
+    _noted: tuple[Tensor, written.Note | None] | None = None  # the codes, and what they were
 
     def __init__(self, spec: MatmulSpec, tensors: Mapping[str, Tensor]) -> None:
         _check_spec(spec)
@@ -86,7 +86,11 @@ class PackedModule(NoDense):
 
     def check_unwritten(self) -> None:
         """Raise PackError if somebody has written to the codes: averaged them, say. `check` takes codes as they are."""
-        self._noted = noted(self.codes, self._noted)
+        codes, last = self.codes, self._noted
+        if last is None or last[0] is not codes:
+            last = self._noted = codes, written.noted(codes)
+        if last[1] is not None:
+            last[1].check(codes)
 
     @property
     def matmul(self) -> Matmul:
@@ -125,7 +129,7 @@ class PackedModule(NoDense):
     def _operands(self) -> tuple[list[Tensor], str]:
         """Returns what a graph holds of the weight and the matmul: tensors, and the matmul as text."""
         tensors = [getattr(self, name) for name in self._slots]
-        return tensors, _description(self._spec_text, _index(self.codes.device))
+        return tensors, _description(self._spec_text, _index(self.codes.device), self.codes)
 
     def check(self) -> None:
         """Check buffers that were set one by one as those of a file are checked, and lay them out for kernels.
@@ -138,7 +142,7 @@ class PackedModule(NoDense):
         _, checked = saved_weight.read({**tensors, saved_weight.SPEC: self.get_extra_state()}, self.spec)
         for name, tensor in checked.items():
             setattr(self, name, tensor)
-        self._noted = Noted.of(self.codes)
+        self._noted = self.codes, written.note(self.codes)
         self._forget()
 
     def reset_parameters(self) -> None:
@@ -152,10 +156,14 @@ class PackedModule(NoDense):
             super()._apply(fn, recurse)
         finally:
             self._buffers.update(moved)
-        if self._noted is not None:
-            self._noted = self._noted.moved(self.codes)
+        self._move_note()
         self._forget()
         return self
+
+    def _move_note(self) -> None:
+        """Take what was noted of the codes for the codes as they are now, in another place."""
+        if self._noted is not None and self._noted[1] is not None:
+            self._noted = self.codes, written.note_moved(self.codes, self._noted[1])
 
     # -- saving and loading
 
@@ -183,7 +191,7 @@ class PackedModule(NoDense):
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if f"{prefix}codes" in state_dict:
-            self._noted = Noted.of(self.codes)
+            self._noted = self.codes, written.note(self.codes)
         self._forget()
 
     def _check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -234,8 +242,7 @@ class PackedModule(NoDense):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.spec = interned(self.spec)
-        if self._noted is not None:
-            self._noted = self._noted.moved(self.codes)
+        self._move_note()
 
 
 def _autocast(x: Tensor, act: torch.dtype) -> Tensor:
@@ -277,6 +284,8 @@ def _index(device: torch.device) -> int:
 
 
 @assume_constant_result
-def _description(spec: str, device: int) -> str:
-    """Returns the matmul of a spec, given as JSON, as text: a constant to torch.compile."""
+def _description(spec: str, device: int, codes: Tensor) -> str:
+    """Returns the matmul of a spec, given as JSON, as text: a constant to torch.compile. Notes codes that are about to
+    be traced: the operator checks them when they were written to."""
+    written.noted(codes)
     return compile(MatmulSpec.from_dict(json.loads(spec)), target_at(device)).description
