@@ -34,9 +34,9 @@ class Rows:
 
 
 def rows_of_tiles(tiles: Sequence[int]) -> tuple[Rows, ...]:
-    """The rule where no kernel serves any number of rows: the least token tile that holds m rows. More rows take launches of
-    the widest, of which the last may be of a lesser one: up to 192 rows, as measured on an H200 without wgmma
-    (docs/lab-notebook/wide-tiles.md, "More than 256 tokens")."""
+    """Returns the ranges of rows where no kernel serves any number of them: m rows take the least token tile that holds
+    them. More rows take launches of the widest tile, of which the last may be of a lesser one: up to 192 rows, as
+    measured on an H200 without wgmma (docs/lab-notebook/decoding.md, "Wide tiles")."""
     return _ranges(_launches(tiles, _MOST_LAUNCHED))
 
 

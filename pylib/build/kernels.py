@@ -31,7 +31,7 @@ from lowbit.pylib.build.driver import Artifact, compile_stages, load
 
 _MOST_ON_HOPPER = {(True, True): 1536, (True, False): 3072, (False, True): 6144}
 """By whether a weight has outliers, and a second level: the last token tile on Hopper beyond which the vendor's matmul on the
-weight written out takes less time, by up to a fifth, measured (docs/lab-notebook/prefill-outliers.md, "Written out")."""
+weight written out takes less time, by up to a fifth, measured (docs/lab-notebook/scales.md, "Written out")."""
 
 
 def kernel_choices(spec: MatmulSpec, target: Target, schedule: KernelSchedule | None = None) -> KernelChoices:

@@ -5,7 +5,7 @@ is replayed; host time is not in it. Microseconds are per call: median and sprea
 
 A GPU that has been at work is slower than one that has rested. An H200 keeps its full clocks for 40 milliseconds of
 work after a pause of 100 and is at the pace that its power cap leaves after 250
-(docs/lab-notebook/where-time-goes.md, "Rested and sustained"). `graph_time` begins with a rest, so that it does not
+(docs/lab-notebook/decoding.md, "Rested and sustained"). `graph_time` begins with a rest, so that it does not
 matter what ran before, and is short or rests again; `sustained_time` begins with work.
 """
 
