@@ -165,6 +165,12 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [str(path) for path in named if not path.exists()] == []
 
 
+def test_files_of_the_picture_of_the_design_exist() -> None:
+    picture = (ROOT / "docs/design.md").read_text().split("```text\n")[1].split("```")[0]
+    named = re.findall(r"(?:dialect|passes|pylib)/[\w/.]*\w/?", picture)
+    assert len(named) > 8 and [name for name in named if not (ROOT / name).exists()] == []
+
+
 def _unrun_calls(page: Path) -> list[ast.Call]:
     """Returns the calls of `lowbit.name(...)` in blocks of Python that no test runs."""
     blocks = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
