@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.passes.kernels.decode.schedule import Refill, Schedule
 from lowbit.passes.target import parse_target
+from lowbit.pylib.emulator.machine.machine import Block
+from lowbit.pylib.emulator.machine.memory import DeviceMemory
+from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
 from lowbit.pylib.reference import random_inputs, random_problem
 
 HOPPER: dict[str, Sequence[Any]] = {
@@ -159,6 +163,26 @@ def test_hopper(case: Case) -> None:
     launches = 2 if kernel.launch.workspace_bytes else 1
     y = run_matmul(kernel, case.spec, problem, launches=launches, racecheck=racecheck)
     assert matmul_is_right(y, case.spec, problem, **KernelPlan(case.spec, case.schedule).rounding)
+
+
+def test_memory_of_a_launch_is_free_afterwards() -> None:
+    """At once: shadow memory of the race check takes hundreds of megabytes, and the garbage collector comes late."""
+    spec, case = spec_of("u4", 72, 256, group_size=32), Schedule(64, 1, 4, 1, 64, 2, 2, cluster=2, wgmma=True)
+    kernel = compile_matmul(spec, parse_target("sm_90a"), case)
+    problem = random_inputs(spec, 40, seed=1)
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_memories()
+        run_matmul(kernel, spec, problem, racecheck=True)
+        assert live_memories() == before
+    finally:
+        gc.enable()
+
+
+def live_memories() -> int:
+    """How many blocks and memories the emulator holds."""
+    return sum(type(each) in (Block, SharedMemory, DeviceMemory) for each in gc.get_objects())
 
 
 PER_WARP = ((16, 4, 2), (64, 8, 1), (128, 8, 2), (64, 16, 1), (256, 4, 1))  # tokens, warps along n and along k

@@ -7,7 +7,8 @@ import math
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,8 @@ class Emulator:
         self._globals = {v.name: _contents(v).copy() for v in variables if v.space == "global"}
         for kernel in kernels:
             # Decoding every instruction once finds all that is unknown before anything runs.
-            self._prepare(kernel, _Config(), None)
+            with self._prepared(kernel, _Config(), None):
+                pass
 
     def launch(
         self,
@@ -134,8 +136,8 @@ class Emulator:
         config = _Config(shape, extent, cluster, shared_bytes, racecheck, max_steps, tuple(names or ()))
         order = None if blocks is None else [_dim3(index, "block index", least=0) for index in blocks]
         clusters = _all_clusters(extent, cluster) if order is None else _clusters(order, cluster)
-        with self._lock:  # launches share .global variables
-            self._run(self._prepare(kernel, config, args), clusters, cluster)
+        with self._lock, self._prepared(kernel, config, args) as machines:  # launches share .global variables
+            self._run(machines, clusters, cluster)
 
     def _run(self, machines: list[Block], clusters: Iterable[list[Index]], shape: Index) -> None:
         """Run the clusters of a grid one after the other, on the machines of one."""
@@ -164,6 +166,16 @@ class Emulator:
             names=[p.name for p in launch.params],
             **options,
         )
+
+    @contextmanager
+    def _prepared(self, kernel: Kernel, config: _Config, args: Sequence[object] | None) -> Generator[list[Block]]:
+        """The blocks of a cluster as `_prepare` makes them; afterwards their memory is free."""
+        machines = self._prepare(kernel, config, args)
+        try:
+            yield machines
+        finally:
+            for machine in machines:
+                machine.release()
 
     def _prepare(self, kernel: Kernel, config: _Config, args: Sequence[object] | None) -> list[Block]:
         """The blocks of a cluster, by rank: lay out all memories and decode the kernel; `args` None: just to decode."""

@@ -100,6 +100,15 @@ class Block:
         self.cluster_index = np.zeros((3, self.lanes), np.uint32)  # %clusterid
         self.counts = np.zeros(len(self.kernel.instructions) + 1, np.int64)
         self.exited = np.zeros(self.lanes, np.bool_)
+        self.awaits: dict[int, Callable[[int], str]] = {}  # where threads may wait for other blocks: see Converge
+
+    def release(self) -> None:
+        """Let go of all that refers back to what holds it: the garbage collector finds such circles late, and hundreds
+        of megabytes of shadow memory are in them."""
+        self.steps.clear()
+        self.awaits.clear()
+        self.wgmmas.flights.clear()
+        self.device.races = None
 
     def lanes_of(self, mask: Mask) -> Array:
         return self.everyone if mask is None else np.flatnonzero(mask)
@@ -131,7 +140,7 @@ class Block:
         self.groups: dict[int, Array] = {0: ~self.exited}
         self.parked: dict[int, Array] = {}
         self.barriers: dict[int, Barrier] = {}
-        self.awaits: dict[int, Callable[[int], str]] = {}  # where threads may wait for other blocks: see Converge
+        self.awaits.clear()
         self.budget = self.max_steps
         self.cluster.exit(self.rank, self.exited)
 
