@@ -39,13 +39,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say where results are kept; workers of xdist are told by the same options and the same environment."""
+    """Say what is kept and where; workers of xdist are told by the same options and the same environment."""
+    if config.getoption("--fresh"):
+        return
     from pytests import kept
 
-    folder = "" if config.getoption("--fresh") else os.environ.get(kept.FOLDER) or kept.default_folder()
-    os.environ[kept.FOLDER] = folder and str(Path(folder).resolve())  # tests may change the working directory
-    if folder and "PYTEST_XDIST_WORKER" not in os.environ:
+    folder = Path(os.environ.get(kept.FOLDER) or kept.default_folder()).resolve()  # tests may change the directory
+    os.environ[kept.FOLDER] = str(folder)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         kept.trim(folder)
+    kept.use()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

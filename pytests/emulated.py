@@ -26,7 +26,6 @@ from lowbit.pylib.runtime.boxed import maps_of_x
 from lowbit.pylib.tensor_map import TensorMap
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight, pack
-from pytests.kept import emulate
 
 HOPPER = parse_target("sm_90a")
 Problem = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # x, codes, scales, zeros, bias
@@ -102,13 +101,12 @@ def run_launch(
     seed: int,
     **arguments: Tensor | TensorMap | int,
 ) -> None:
-    """Runs one launch on a weight, or takes what is kept of it. seed: of the order in which blocks run."""
+    """Runs one launch on a weight. seed: of the order in which blocks run."""
     launch = kernel.launch
     memory = {name: _memory(value) for name, value in {**w, **arguments}.items()}
     blocks = list(np.ndindex(*launch.blocks(memory, SM_COUNT)))
     random.Random(seed).shuffle(blocks)
-    options: dict[str, Any] = {"racecheck": racecheck, "blocks": blocks}
-    emulate(kernel.ptx, launch, memory, options, lambda: _emulator(kernel.ptx).run(launch, memory, **options))
+    _emulator(kernel.ptx).run(launch, memory, racecheck=racecheck, blocks=blocks)
 
 
 @lru_cache(maxsize=1)
