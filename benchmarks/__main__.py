@@ -209,7 +209,7 @@ def cpu(
 
     from benchmarks.cpu import BEGIN, END, cpu_table
     from benchmarks.publish import write_between_marks
-    from lowbit.pylib.model_shapes import linear_sizes
+    from lowbit.pylib.tune.model_shapes import linear_sizes
 
     if threads:
         torch.set_num_threads(threads)
@@ -288,7 +288,7 @@ def chain(
 ) -> None:
     """Time dependent kernels that read and write as a matmul does, and compute nothing."""
     from benchmarks.chain import chain as table
-    from lowbit.pylib.model_shapes import linear_sizes
+    from lowbit.pylib.tune.model_shapes import linear_sizes
 
     for n, k in linear_sizes([size]):
         print(f"{n} x {k}\n\n{table(n, k, [int(each) for each in m.split(',')])}\n")

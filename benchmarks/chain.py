@@ -25,7 +25,7 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.builder import Program, Tile
 from lowbit.passes.pipeline import CompiledKernel, lower_program
 from lowbit.passes.target import parse_target
-from lowbit.pylib.devices import this_machine
+from lowbit.pylib.runtime.devices import this_machine
 from lowbit.pylib.tune.timing import copies_needed, graph_time
 
 THREADS = 256  # few enough for blocks of two kernels side by side

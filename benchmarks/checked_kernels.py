@@ -23,14 +23,14 @@ from lowbit.passes.kernels.eight_bit_prefill.schedule import EightBitPrefillSche
 from lowbit.passes.kernels.prefill.schedule import PrefillSchedule
 from lowbit.passes.kernels.registry import family_of, request
 from lowbit.passes.target import Target
-from lowbit.pylib.activation import quantize_in_torch
 from lowbit.pylib.build.driver import load
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.devices import target_named
 from lowbit.pylib.reference import agrees, matmul, random_inputs, tolerance
-from lowbit.pylib.runtime.base import argument_order
+from lowbit.pylib.runtime.activation import quantize_in_torch
+from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.driver import current_stream
 from lowbit.pylib.runtime.gpu import load_matmul
+from lowbit.pylib.runtime.interface import argument_order
 from lowbit.pylib.runtime.permuters import permuter
 from lowbit.pylib.runtime.quantizers import gpu_quantizer
 from lowbit.pylib.torch_types import TORCH

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.environment import describe
 from benchmarks.results import Record, Results
 from benchmarks.tables import by_bits, find, formats, methods, pivots, plain_sizes, title, tokens_of
-from lowbit.pylib.model_shapes import MODELS
+from lowbit.pylib.tune.model_shapes import MODELS
 
 COLOURS = {  # told apart by the colour-blind, too (Okabe and Ito)
     "lowbit": "#0072B2",

@@ -1,11 +1,11 @@
-"""Shapes to measure, by name: the linear layers of models (`pylib.model_shapes`), and sets of plain sizes."""
+"""Shapes to measure, by name: the linear layers of models (`pylib.tune.model_shapes`), and sets of plain sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.model_shapes import MODELS, linear_sizes
+from lowbit.pylib.tune.model_shapes import MODELS, linear_sizes
 
 
 @dataclass(frozen=True)

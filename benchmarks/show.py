@@ -26,8 +26,8 @@ from benchmarks.tables import markdown
 from lowbit.dialect.formats.dtypes import all_names
 from lowbit.passes.target import parse_target
 from lowbit.pylib import MatmulSpec, reference
-from lowbit.pylib.devices import this_machine
 from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.runtime.devices import this_machine
 from lowbit.pylib.tune import timing
 
 ROWS = (1, 16, 64)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.environment import describe
 from benchmarks.results import Record, Results
 from lowbit.dialect.formats.dtypes import dtype
-from lowbit.pylib.model_shapes import MODELS
+from lowbit.pylib.tune.model_shapes import MODELS
 
 WEIGHT = ("weight", "group_size", "zeros", "act", "compute")
 NOT_METHODS = ("floor", "peak")

@@ -36,7 +36,6 @@ from lowbit.passes.kernels.prefill_mma.schedule import PrefillMmaSchedule
 from lowbit.pylib.quantization.config import QuantConfig
 
 if TYPE_CHECKING:
-    from lowbit.pylib.activation import QuantizedActivation
     from lowbit.pylib.checkpoints.checkpoint import Checkpoint, open_checkpoint
     from lowbit.pylib.checkpoints.gguf.file import GgufFile, load_gguf
     from lowbit.pylib.checkpoints.model import load_checkpoint, save_checkpoint
@@ -53,12 +52,13 @@ if TYPE_CHECKING:
     from lowbit.pylib.nn.report import LayerReport, QuantizationReport
     from lowbit.pylib.nn.sensitivity import plan, sensitivity
     from lowbit.pylib.nn.set_compute import set_compute_
-    from lowbit.pylib.overlap import overlap_launches
     from lowbit.pylib.quantization.api import quantize
     from lowbit.pylib.quantization.calibration import Calibration
     from lowbit.pylib.quantization.quantized import QuantizedWeight
-    from lowbit.pylib.quantize_activation import quantize_activation
+    from lowbit.pylib.runtime.activation import QuantizedActivation
     from lowbit.pylib.runtime.kernel import Kernel, compile_program, load
+    from lowbit.pylib.runtime.overlap import overlap_launches
+    from lowbit.pylib.runtime.quantize_activation import quantize_activation
     from lowbit.pylib.weights.packed import PackedWeight
 
 alias(__name__)
@@ -140,7 +140,7 @@ _NEEDS_TORCH = {
     "PackedWeight": "weights.packed",
     "QuantPlan": "nn.quant_plan",
     "QuantizationReport": "nn.report",
-    "QuantizedActivation": "activation",
+    "QuantizedActivation": "runtime.activation",
     "QuantizedWeight": "quantization.quantized",
     "TiedLinear": "nn.embedding",
     "compile": "matmul",
@@ -153,11 +153,11 @@ _NEEDS_TORCH = {
     "load_checkpoint": "checkpoints.model",
     "load_gguf": "checkpoints.gguf.file",
     "open_checkpoint": "checkpoints.checkpoint",
-    "overlap_launches": "overlap",
+    "overlap_launches": "runtime.overlap",
     "plan": "nn.sensitivity",
     "quantize": "quantization.api",
     "quantize_": "nn.quantize_model",
-    "quantize_activation": "quantize_activation",
+    "quantize_activation": "runtime.quantize_activation",
     "save_checkpoint": "checkpoints.model",
     "sensitivity": "nn.sensitivity",
     "set_compute_": "nn.set_compute",

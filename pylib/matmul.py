@@ -25,17 +25,23 @@ from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_names
 from lowbit.passes.stages import stages
 from lowbit.passes.target import Target
-from lowbit.pylib import operator_schema
-from lowbit.pylib.activation import QuantizedActivation, from_values
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
-from lowbit.pylib.call_checks import check_call, check_memory_of_x, check_quantized_call, check_readable, check_weight
-from lowbit.pylib.devices import target_named
-from lowbit.pylib.operator_calls import OperatorCalls
+from lowbit.pylib.operator import schema
+from lowbit.pylib.operator.call_checks import (
+    check_call,
+    check_memory_of_x,
+    check_quantized_call,
+    check_readable,
+    check_weight,
+)
+from lowbit.pylib.operator.calls import OperatorCalls
+from lowbit.pylib.operator.tracing import check_transforms, is_observed, sizes_as_numbers
+from lowbit.pylib.runtime.activation import QuantizedActivation, from_values
+from lowbit.pylib.runtime.devices import target_named
 from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
 from lowbit.pylib.runtime.quantizers import quantize_on
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tracing import check_transforms, is_observed, sizes_as_numbers
 from lowbit.pylib.weights import packed
 from lowbit.pylib.weights.packed import PackedWeight
 
@@ -102,7 +108,7 @@ class Matmul:
         self.target = target
         self._act, self._k = TORCH[spec.act], spec.k
         self._arguments = spec, target.name, schedule
-        self.description = operator_schema.describe(spec, target, schedule)
+        self.description = schema.describe(spec, target, schedule)
         self._runtimes = MatmulRuntimes(spec, target, schedule)
         self._operator_calls = OperatorCalls(spec, self._runtimes)
         self._runtime = self._runtimes.ordinary
@@ -263,7 +269,7 @@ class Matmul:
 @lru_cache(maxsize=_KEPT)
 def _described(kernel: str) -> Matmul:
     """Returns the matmul that an argument of the operators describes."""
-    return compile(**operator_schema.parts(kernel))
+    return compile(**schema.parts(kernel))
 
 
-operator_schema.implement(lambda kernel: _described(kernel)._operator_calls, quantize_on)
+schema.implement(lambda kernel: _described(kernel)._operator_calls, quantize_on)

@@ -13,8 +13,8 @@ import lowbit
 from lowbit.dialect.formats import byte_codes
 from lowbit.dialect.formats.byte_codes import COMPUTE
 from lowbit.passes.pipeline import CompiledKernel
-from lowbit.pylib.activation import VALUES
 from lowbit.pylib.reference import matmul
+from lowbit.pylib.runtime.activation import VALUES
 from lowbit.pylib.weights.packed import pack
 
 HOPPER, ADA, AMPERE = "emulator:sm_90a", "emulator:sm_89", "emulator:sm_80"

@@ -22,8 +22,8 @@ from lowbit.passes.target import Target, parse_target
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.emulator.launch import SM_COUNT
 from lowbit.pylib.reference import agrees, dequantize, matmul, random_inputs, random_problem, tolerance
-from lowbit.pylib.runtime.boxed import maps_of_x
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.activation_maps import maps_of_x
+from lowbit.pylib.runtime.tensor_map import TensorMap
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.packed import PackedWeight, pack
 

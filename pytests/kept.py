@@ -39,7 +39,7 @@ from lowbit.pylib import emulator
 from lowbit.pylib.build import cache
 from lowbit.pylib.build.cache import Cache, Files
 from lowbit.pylib.emulator import Emulator, Stats
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.tensor_map import TensorMap
 from pytests import patches
 
 FOLDER = "LOWBIT_TEST_CACHE"
@@ -51,7 +51,7 @@ made: Counter[str] = Counter()
 
 _ROOT = Path(__file__).resolve().parent.parent
 _EMULATOR = (
-    *("pylib/emulator/**/*.py", "pylib/tensor_map.py", "passes/launch.py"),
+    *("pylib/emulator/**/*.py", "pylib/runtime/tensor_map.py", "passes/launch.py"),
     *("dialect/signature.py", "dialect/fields.py", "dialect/errors.py"),
 )
 _OWN = ("pytests/kept.py",)

@@ -25,8 +25,8 @@ from benchmarks.results import Results
 from benchmarks.shapes import Shape, shapes
 from lowbit.dialect.errors import SpecError
 from lowbit.pylib import MatmulSpec
-from lowbit.pylib.activation import quantize_rows
 from lowbit.pylib.reference import dequantize, random_problem
+from lowbit.pylib.runtime.activation import quantize_rows
 from lowbit.pylib.weights.packed import pack
 
 SMALL = Case(Shape("small", 256, 256), "u4")

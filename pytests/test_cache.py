@@ -24,8 +24,7 @@ from lowbit.dialect.signature import parse_grid
 from lowbit.passes.cpu.task import Needs
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.launch import Launch
-from lowbit.pylib import knobs
-from lowbit.pylib.build import cache
+from lowbit.pylib.build import cache, knobs
 from lowbit.pylib.build.cache import Cache
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.build.host_programs import HostProgram

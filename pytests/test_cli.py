@@ -20,7 +20,7 @@ from lowbit.passes.stages import stages
 from lowbit.passes.target import parse_target
 from lowbit.pylib.cli.machine import TARGETS
 from lowbit.pylib.cli.main import app
-from lowbit.pylib.devices import memory_of_container
+from lowbit.pylib.runtime.devices import memory_of_container
 
 SMALL = ("--n", "32", "--k", "256", "--weight", "u4", "--group-size", "64", "--zeros", "int")
 

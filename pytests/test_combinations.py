@@ -32,8 +32,8 @@ from lowbit.passes.kernels.decode.plan import KernelPlan
 from lowbit.pylib.build.kernels import kernel_choices
 from lowbit.pylib.check.cases import Case
 from lowbit.pylib.check.trial import try_case
-from lowbit.pylib.devices import target_named
 from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.runtime.devices import target_named
 
 KERNELS = (
     *("cpu", "decode", "decode with wgmma", "decode_integer", "prefill", "prefill_mma", "dequantize"),

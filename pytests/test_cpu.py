@@ -29,10 +29,11 @@ from lowbit.passes.codegen.host import host_features
 from lowbit.passes.cpu import compile as cpu_compile
 from lowbit.passes.cpu.compile import isa_of
 from lowbit.passes.cpu.decode import ChunkMap
-from lowbit.pylib import knobs, matmul, reference
+from lowbit.pylib import matmul, reference
+from lowbit.pylib.build import knobs
 from lowbit.pylib.build.host_programs import processor
 from lowbit.pylib.reference.bounds import ROUNDING
-from lowbit.pylib.runtime import cpu, team
+from lowbit.pylib.runtime import cpu, cpu_threads
 from lowbit.pylib.runtime.cpu import CpuMatmul
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights import memory_order
@@ -267,18 +268,18 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     program, x, w, expected = large_problem()
     child = os.fork()
     if child == 0:
-        right = team._parallel is None and all(torch.equal(run(program, x, w), expected) for _ in range(3))
+        right = cpu_threads._parallel is None and all(torch.equal(run(program, x, w), expected) for _ in range(3))
         os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     program, x, w, expected = large_problem()
-    monkeypatch.setattr(team, "_parallel", None)
+    monkeypatch.setattr(cpu_threads, "_parallel", None)
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: run(program, x, w), range(12)))
     assert all(torch.equal(y, expected) for y in results)
-    assert team._openmp("no_such_function") is None
+    assert cpu_threads._openmp("no_such_function") is None
 
 
 def test_a_process_ends_with_threads_waiting() -> None:

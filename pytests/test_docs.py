@@ -19,7 +19,7 @@ from lowbit.dialect.types import Lowbit
 from lowbit.passes.kernels.decode.schedule import Schedule
 from lowbit.passes.pipeline import PASSES
 from lowbit.passes.stages import stages
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 from lowbit.pylib.cli.main import app
 from lowbit.pylib.cli.reference import text_of, write
 
@@ -150,7 +150,7 @@ def test_glossary_is_alphabetical() -> None:
 
 
 def test_environment_variables() -> None:
-    """The page lists what `pylib.knobs` reads, and nothing else."""
+    """The page lists what `pylib.build.knobs` reads, and nothing else."""
     listed = re.findall(r"^\| `(LOWBIT_\w+)` \|", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
     read = re.findall(r'"(LOWBIT_\w+)"', Path(knobs.__file__).read_text())
     assert len(set(read)) > 3 and sorted(listed) == sorted(set(read))

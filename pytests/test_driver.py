@@ -29,8 +29,8 @@ from lowbit.passes.target import parse_target
 from lowbit.pylib.build.choices import find_rows, rows_of_tiles
 from lowbit.pylib.build.driver import Artifact
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.devices import this_machine
 from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.runtime.devices import this_machine
 
 __all__ = ["pipeline"]
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 import lowbit
 from lowbit.passes.target import parse_target
-from lowbit.pylib import devices
-from lowbit.pylib.activation import quantize_in_torch
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.reference import random_problem
-from lowbit.pylib.runtime import eight_bit, gpu, quantizers
+from lowbit.pylib.runtime import devices, eight_bit, gpu, quantizers
+from lowbit.pylib.runtime.activation import quantize_in_torch
 
 __all__ = ["pipeline"]
 

@@ -22,7 +22,7 @@ from lowbit import (
     SpecError,
     TiedLinear,
 )
-from lowbit.pylib.nn.rows import Decoder, take_rows
+from lowbit.pylib.nn.decode_rows import Decoder, take_rows
 from lowbit.pylib.tune.timing import random_weight
 
 ROWS = torch.tensor([0, 36, 8, 7, 16, 15, 20, 9, 0, 31])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 pytest.importorskip("llvmlite.binding")
 from test_emulator_llvm import to_ptx

@@ -14,7 +14,7 @@ from emulator_pipeline import wait
 
 from lowbit.dialect.errors import EmulatorError
 from lowbit.pylib.emulator import Emulator
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 STEPS, STAGES, STAGE = 5, 3, 12288
 TENSOR = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

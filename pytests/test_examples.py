@@ -17,8 +17,8 @@ from emulated import matmul_is_right, run_matmul
 from examples.kernel.problem import Problem
 from examples.kernel.run import PAGE, VERSIONS, Row, check, compiled, measure, section, table
 from lowbit.pylib.checkpoints.gguf.architectures import Source
-from lowbit.pylib.devices import this_machine
 from lowbit.pylib.reference import random_problem
+from lowbit.pylib.runtime.devices import this_machine
 from lowbit.pylib.weights.packed import pack
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

@@ -20,7 +20,7 @@ from lowbit.passes.kernels.decode.epilogue import Epilogue
 from lowbit.passes.launch import Launch
 from lowbit.passes.target import parse_target
 from lowbit.pylib.matmul import Matmul
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.tensor_map import TensorMap
 from pytests import kept, patches
 from pytests.kept import FOLDER, KeptEmulator
 

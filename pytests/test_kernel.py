@@ -21,10 +21,10 @@ from lowbit.passes.codegen.ptx import emit_ptx, translate
 from lowbit.passes.pipeline import CompiledKernel, lower_program, read_launches
 from lowbit.passes.target import parse_target
 from lowbit.pylib.build.kernels import Artifacts
-from lowbit.pylib.devices import this_machine
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Instruction
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.devices import this_machine
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 EMULATOR = "emulator:sm_90a"
 ROWS, COLUMNS = 16, 32

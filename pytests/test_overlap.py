@@ -15,7 +15,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer, run_and_get_code
 
 import lowbit
-from lowbit.pylib import overlap
+from lowbit.pylib.runtime import overlap
 
 LAUNCH, WAIT = TritonKernel.GDC_LAUNCH, TritonKernel.GDC_WAIT
 LOOP = ["for i in range(4):", "    x += tl.load(p + i)"]

@@ -25,11 +25,11 @@ from lowbit.passes.lowering import memory
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.target import Target, parse_target
 from lowbit.pylib import reference
-from lowbit.pylib.devices import this_machine
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.matmul import Matmul
 from lowbit.pylib.runtime import permuters
-from lowbit.pylib.runtime.base import memory_of
+from lowbit.pylib.runtime.devices import this_machine
+from lowbit.pylib.runtime.interface import memory_of
 from lowbit.pylib.runtime.permuters import CudaPermuter, permuter
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.dequantized import inverse_of

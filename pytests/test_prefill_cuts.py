@@ -29,8 +29,8 @@ from lowbit.passes.kernels.registry import family_of, request, schedule_from_dic
 from lowbit.passes.pipeline import compile_kernel
 from lowbit.passes.scheduling.choice import default_schedule
 from lowbit.pylib.emulator.launch import SM_COUNT
-from lowbit.pylib.runtime.boxed import BoxedFunction
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.activation_maps import BoxedFunction
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 PREFILL, EIGHT_BIT = Prefill(), EightBitPrefill()
 CUT = PrefillSchedule(32, last_tokens=16)

@@ -31,7 +31,7 @@ from lowbit.passes.scheduling.choice import (
 )
 from lowbit.passes.scheduling.tables import Entry, Key, parse_table, shipped_tables
 from lowbit.passes.target import Target, parse_target
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 from lowbit.pylib.build import user_tables as schedules
 from lowbit.pylib.matmul import Matmul
 

@@ -22,8 +22,8 @@ from lowbit.passes.kernels.requirements import can_use_wgmma
 from lowbit.passes.scheduling.choice import Chooser, default_schedule, schedule_for
 from lowbit.passes.scheduling.tables import shipped_tables
 from lowbit.passes.target import parse_target
-from lowbit.pylib.model_shapes import linear_sizes
 from lowbit.pylib.tune import search_space
+from lowbit.pylib.tune.model_shapes import linear_sizes
 
 
 @pytest.mark.parametrize("tile", [1, 8, 64])

@@ -15,7 +15,7 @@ from emulator_pipeline import wait
 from lowbit.dialect.errors import EmulatorError, SpecError, TargetError
 from lowbit.pylib.emulator import Emulator
 from lowbit.pylib.runtime import driver
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 RNG = np.random.default_rng(3)
 COPY = "cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

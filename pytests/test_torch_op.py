@@ -17,9 +17,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit
-from lowbit.pylib import operator_schema
+from lowbit.pylib.operator import schema
 from lowbit.pylib.reference import random_problem
-from lowbit.pylib.tensor_checks import SeenTensors
+from lowbit.pylib.weights.tensor_checks import SeenTensors
 
 TARGETS = ["cpu", "emulator:sm_90a"]
 
@@ -247,7 +247,7 @@ def test_a_call_without_gradient_runs_at_once(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> None:
         raise AssertionError("the operator was dispatched again")
 
-    monkeypatch.setattr(operator_schema, "_below_autograd", refuse)
+    monkeypatch.setattr(schema, "_below_autograd", refuse)
     assert torch.equal(torch.ops.lowbit.matmul.packed(*_arguments(x, mm, w)), mm(x, w))
     for other in (x.clone().requires_grad_(), torch._neg_view(x)):
         with pytest.raises(AssertionError, match="dispatched again"):

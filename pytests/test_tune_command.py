@@ -18,10 +18,10 @@ from lowbit.passes.scheduling.tables import Entry, Key, Table, parse_table, read
 from lowbit.pylib.build import user_tables as schedules
 from lowbit.pylib.build.kernels import Artifacts
 from lowbit.pylib.cli.main import app
-from lowbit.pylib.model_shapes import linear_sizes
 from lowbit.pylib.tune import check as tune_check
 from lowbit.pylib.tune import processes as tune_processes
 from lowbit.pylib.tune import session as tuner
+from lowbit.pylib.tune.model_shapes import linear_sizes
 from lowbit.pylib.tune.presets import preset
 from lowbit.pylib.tune.problem import Problem
 from lowbit.pylib.tune.processes import kernel_id

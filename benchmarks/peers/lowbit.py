@@ -16,9 +16,9 @@ from benchmarks.cases import Case
 from benchmarks.peers.peer import DEVIATION, ROUNDING, Call, Job, Layer, Peer, cores, finish
 from lowbit.passes.target import parse_target
 from lowbit.pylib import MatmulSpec
-from lowbit.pylib.activation import QuantizedActivation
-from lowbit.pylib.devices import this_machine
 from lowbit.pylib.matmul import Matmul
+from lowbit.pylib.runtime.activation import QuantizedActivation
+from lowbit.pylib.runtime.devices import this_machine
 from lowbit.pylib.tune import timing
 from lowbit.pylib.weights.packed import PackedWeight
 

@@ -19,7 +19,7 @@ from benchmarks.quality.measure import float_inputs, layer_names, predictions, q
 from benchmarks.quality.model import Transformer, load
 from benchmarks.quality.section import Record, Section
 from benchmarks.tables import markdown
-from lowbit.pylib.activation import quantize_rows
+from lowbit.pylib.runtime.activation import quantize_rows
 
 SECTION = Section("eight_bit_quality", "quality", page="eight-bit.md")
 GROUP = 128

@@ -10,7 +10,7 @@ import torch
 from benchmarks import record_lines
 from examples.kernel.problem import Problem
 from examples.kernel.run import RESULTS, VERSIONS, check, measure, publish, table
-from lowbit.pylib.devices import this_machine
+from lowbit.pylib.runtime.devices import this_machine
 
 
 def main() -> None:

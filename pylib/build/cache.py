@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 from lowbit.pylib.build import private_files
 from lowbit.pylib.build.installed import versions
 

@@ -14,7 +14,7 @@ from lowbit.passes.kernels.base import KernelRequest, KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.launch import Launch
 from lowbit.passes.stages import stages
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 from lowbit.pylib.build import cache
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lowbit.passes.scheduling.tables import Table, read_table, shipped_tables
 from lowbit.passes.target import Target
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 
 
 def user_tables() -> tuple[Table, ...]:

@@ -21,7 +21,7 @@ from lowbit.dialect.spec import Act
 from lowbit.pylib.checkpoints.formats.format import Format
 from lowbit.pylib.checkpoints.registry import format_of, import_experts, import_rows, import_weight
 from lowbit.pylib.checkpoints.tensor_files import FLOATS, TensorFiles, read_json
-from lowbit.pylib.devices import check_torch_device
+from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.packed import PackedWeight
 

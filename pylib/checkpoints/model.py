@@ -17,9 +17,9 @@ from lowbit.pylib.checkpoints.checkpoint import VERSION, VERSION_KEY, Checkpoint
 from lowbit.pylib.checkpoints.layers import Loader, home
 from lowbit.pylib.checkpoints.names import Names
 from lowbit.pylib.checkpoints.tensor_files import INDEX, SINGLE
-from lowbit.pylib.devices import check_torch_device
 from lowbit.pylib.nn.embedding import TiedLinear
 from lowbit.pylib.nn.packed_module import check_model
+from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import type_name
 
 SHARD_BYTES = 5_000_000_000

@@ -32,9 +32,9 @@ from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.nn.quantize_layer import quantized_layer
 from lowbit.pylib.nn.quantize_model import quantize_
 from lowbit.pylib.nn.quantize_planned import low_bit_row
-from lowbit.pylib.nn.reason import Reason
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.nn.texts import LENGTH, samples_of
+from lowbit.pylib.nn.why_dense import Reason
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
 EMBEDDINGS = ("*embed*", "*wte*", "*wpe*")

@@ -51,7 +51,7 @@ def check(
 
     from lowbit.pylib.check.session import Drawn, outcomes
     from lowbit.pylib.check.trial import minimal
-    from lowbit.pylib.devices import target_named
+    from lowbit.pylib.runtime.devices import target_named
     from lowbit.pylib.runtime.gpu import check_device
 
     parsed = target_named(target)

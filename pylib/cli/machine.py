@@ -33,7 +33,7 @@ def facts() -> dict[str, str]:
 
 def checked_device(name: str | None) -> str | None:
     """Returns the name of a device of torch. Raises SpecError for what is none, TargetError for what is not here."""
-    from lowbit.pylib.devices import check_torch_device
+    from lowbit.pylib.runtime.devices import check_torch_device
 
     check_torch_device(name, "--device ")
     return name

@@ -147,7 +147,7 @@ def explain(
       lowbit explain -w nf4 -g 64 -t sm_80 --json
     """
     from lowbit.pylib.build.kernels import kernel_choices
-    from lowbit.pylib.devices import target_named
+    from lowbit.pylib.runtime.devices import target_named
 
     parsed = target_named(target)
     if not parsed.is_gpu:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 
 if TYPE_CHECKING:
     from lowbit.passes.pipeline import CompiledKernel

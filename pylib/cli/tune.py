@@ -124,7 +124,7 @@ def _problems(
     compute: str,
 ) -> list[Problem]:
     """Returns the matmuls of a preset, then those of sizes, models and layers."""
-    from lowbit.pylib.model_shapes import linear_sizes
+    from lowbit.pylib.tune.model_shapes import linear_sizes
     from lowbit.pylib.tune.work import preset_problems, problems
 
     of_preset = preset_problems(preset) if preset else []

@@ -39,11 +39,11 @@ from lowbit.pylib.emulator.machine.faults import Array
 from lowbit.pylib.emulator.machine.machine import Block, run_cluster
 from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
 from lowbit.pylib.emulator.machine.memory_map import MemoryMap, make_cluster
-from lowbit.pylib.emulator.machine.outcomes import WARP
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
+from lowbit.pylib.emulator.machine.step_results import WARP
 from lowbit.pylib.emulator.text.parser import parse
 from lowbit.pylib.emulator.text.ptx import Kernel, Param, Variable
-from lowbit.pylib.tensor_map import ALIGN, SIZE, TensorMap
+from lowbit.pylib.runtime.tensor_map import ALIGN, SIZE, TensorMap
 
 Dim3 = int | Sequence[int]
 Index = tuple[int, int, int]

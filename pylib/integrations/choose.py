@@ -21,7 +21,7 @@ from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import EXCLUDED, Planned, Wishes, is_known
-from lowbit.pylib.nn.reason import Reason
+from lowbit.pylib.nn.why_dense import Reason
 
 
 def wishes(config: LowbitConfig, model: Any, kept: Iterable[str]) -> Wishes:

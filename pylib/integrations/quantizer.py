@@ -53,8 +53,8 @@ from lowbit.pylib.integrations.saved import (
 )
 from lowbit.pylib.nn.fuse import FusedLayers, fuse_, place_fused
 from lowbit.pylib.nn.plan import naming, plan
-from lowbit.pylib.nn.reason import Reason
 from lowbit.pylib.nn.replace import replace_planned
+from lowbit.pylib.nn.why_dense import Reason
 
 logger = logging.get_logger(__name__)
 

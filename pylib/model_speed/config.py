@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.model_shapes import find_model, known_models
+from lowbit.pylib.tune.model_shapes import find_model, known_models
 
 LONGEST = 32768  # tokens that a model made by name can take
 

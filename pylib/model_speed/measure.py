@@ -13,8 +13,8 @@ from torch import nn
 from lowbit.dialect.formats.byte_codes import products_name
 from lowbit.pylib.model_speed.random_model import count_dense, random_model
 from lowbit.pylib.model_speed.runner import Runner, Step
-from lowbit.pylib.overlap import overlap_launches
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.runtime.overlap import overlap_launches
 
 BASELINE = "bf16"
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.devices import available_memory
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts, specs_of_experts
 from lowbit.pylib.nn.fuse import fuse_
 from lowbit.pylib.nn.linear import LowbitLinear, spec_of
 from lowbit.pylib.nn.plan import naming
 from lowbit.pylib.quantization.config import QuantConfig
+from lowbit.pylib.runtime.devices import available_memory
 from lowbit.pylib.tune.timing import random_tensor
 
 STANDARD_DEVIATION = 0.02  # of dense weights

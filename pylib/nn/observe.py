@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.dialect.errors import LowbitError, QuantizeError
-from lowbit.pylib.nn.matrices import Matrix, matrices_of
 from lowbit.pylib.nn.plan import naming
+from lowbit.pylib.nn.quantizable import Matrix, matrices_of
 from lowbit.pylib.quantization.calibration import Calibration
 
 MOST_BYTES = 1 << 30

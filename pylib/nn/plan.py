@@ -20,7 +20,7 @@ from lowbit.pylib.nn.experts import is_experts, specs_of_experts
 from lowbit.pylib.nn.linear import CODES, act_of, is_codes, spec_of
 from lowbit.pylib.nn.linear_like import as_linear, is_linear, is_transposed
 from lowbit.pylib.nn.packed_module import PackedModule, check_model
-from lowbit.pylib.nn.reason import NO_REASON, Reason
+from lowbit.pylib.nn.why_dense import NO_REASON, Reason
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
 
 Configs = QuantConfig | Mapping[str, QuantConfig | None]

@@ -16,20 +16,20 @@ from torch import nn
 
 from lowbit.dialect.errors import QuantizeError
 from lowbit.dialect.spec import Act
-from lowbit.pylib.devices import check_torch_device
 from lowbit.pylib.nn.column_scales import column_scales
 from lowbit.pylib.nn.fuse import fuse_
-from lowbit.pylib.nn.matrices import matrices_of
 from lowbit.pylib.nn.observe import as_inputs, calibrations
 from lowbit.pylib.nn.plan import Configs, Filter, Planned, Wishes, plan
 from lowbit.pylib.nn.progress import LayerBar
 from lowbit.pylib.nn.quant_plan import QuantPlan
+from lowbit.pylib.nn.quantizable import matrices_of
 from lowbit.pylib.nn.quantize_planned import dense_row, quantized_module
 from lowbit.pylib.nn.replace import replace_module, replace_planned
 from lowbit.pylib.nn.report import LayerReport, QuantizationReport
 from lowbit.pylib.nn.texts import tokenized
 from lowbit.pylib.quantization.calibration import Calibration
 from lowbit.pylib.quantization.config import CALIBRATED, QuantConfig
+from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import TORCH
 
 DOUBT = 1e-3

@@ -16,10 +16,10 @@ from lowbit.pylib.nn.embedding import LowbitEmbedding
 from lowbit.pylib.nn.experts import LowbitExperts, is_experts
 from lowbit.pylib.nn.linear import LowbitLinear
 from lowbit.pylib.nn.linear_like import as_linear
-from lowbit.pylib.nn.matrices import matrices_of
 from lowbit.pylib.nn.observe import usable
 from lowbit.pylib.nn.packed_module import PackedModule
 from lowbit.pylib.nn.plan import Planned, matrix_of, naming
+from lowbit.pylib.nn.quantizable import matrices_of
 from lowbit.pylib.nn.quantize_layer import Change, quantized_layer
 from lowbit.pylib.nn.report import LayerReport
 from lowbit.pylib.quantization.calibration import Calibration

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.pylib.nn.fuse import FusedLayers
 from lowbit.pylib.nn.outlier_rows import OutlierRows
-from lowbit.pylib.nn.reason import Reason, as_argument
+from lowbit.pylib.nn.why_dense import Reason, as_argument
 from lowbit.pylib.torch_types import type_name
 
 HEADER = ("name", "shape", "format", "KB before", "KB after", "error")

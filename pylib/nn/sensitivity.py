@@ -21,11 +21,11 @@ from lowbit.dialect.errors import QuantizeError, SpecError
 from lowbit.dialect.spec import Act, MatmulSpec
 from lowbit.pylib.nn.bit_allocation import Choice, Sensitivity
 from lowbit.pylib.nn.linear import AWQ_NEEDS_FOLDING, act_of
-from lowbit.pylib.nn.matrices import Matrix, matrices_of, replaced
 from lowbit.pylib.nn.observe import as_inputs, calibrations, evaluating, run, usable
 from lowbit.pylib.nn.plan import Filter, Planned, Wishes, naming, specs_of_module
 from lowbit.pylib.nn.plan import plan as decide
 from lowbit.pylib.nn.quant_plan import QuantPlan
+from lowbit.pylib.nn.quantizable import Matrix, matrices_of, replaced
 from lowbit.pylib.quantization.api import quantize
 from lowbit.pylib.quantization.calibration import Calibration, output_errors
 from lowbit.pylib.quantization.config import QuantConfig

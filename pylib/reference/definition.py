@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Role
-from lowbit.pylib.activation import quantize_rows
+from lowbit.pylib.runtime.activation import quantize_rows
 from lowbit.pylib.weights.outliers import read_csr
 
 Array = Tensor | np.ndarray

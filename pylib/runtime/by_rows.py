@@ -7,7 +7,7 @@ from torch import Tensor
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
-from lowbit.pylib.runtime.base import Runtime, Tensors
+from lowbit.pylib.runtime.interface import Runtime, Tensors
 
 
 class RuntimeByRows:

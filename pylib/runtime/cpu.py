@@ -15,11 +15,11 @@ from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.cpu.task import ENTRY, Needs
 from lowbit.pylib.build.host_programs import Program, load_host_program
-from lowbit.pylib.knobs import MOST_THREADS
-from lowbit.pylib.runtime import team
+from lowbit.pylib.build.knobs import MOST_THREADS
+from lowbit.pylib.runtime import cpu_threads
 from lowbit.pylib.runtime.machine_code import load
-from lowbit.pylib.tensor_checks import address_of
 from lowbit.pylib.torch_types import TORCH
+from lowbit.pylib.weights.tensor_checks import address_of
 
 # Multiply-adds that are worth more than one thread: about 10 us of work; a team takes 2 to begin and to end.
 _WORTH_A_TEAM = 1 << 19
@@ -43,7 +43,7 @@ class _Loaded:
         nbytes = self.needs.nbytes(m, threads)
         scratch = _allocate((nbytes,), (1,), torch.uint8)
         task = array("q", (0, 0, 0, m, parts, x, y, scratch.data_ptr(), *weight))
-        team.run(self.call, task.buffer_info()[0], threads)
+        cpu_threads.run(self.call, task.buffer_info()[0], threads)
 
 
 class CpuMatmul:

@@ -16,17 +16,17 @@ from lowbit.dialect.formats.byte_codes import SUM_COLUMNS, Compute
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
-from lowbit.pylib import knobs
-from lowbit.pylib.activation import Quantized, in_column_order, quantize_in_torch
-from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu, parts_of_rows
+from lowbit.pylib.build import knobs
+from lowbit.pylib.runtime.activation import Quantized, in_column_order, quantize_in_torch
 from lowbit.pylib.runtime.driver import allocate, current_stream
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
 from lowbit.pylib.runtime.gpu import CudaRuntime, Launcher, allocate_rows, check_device, is_settled
+from lowbit.pylib.runtime.interface import Runtime, Tensors, check_cpu, parts_of_rows
 from lowbit.pylib.runtime.quantizers import CudaQuantizer, quantizer
 from lowbit.pylib.runtime.runtimes import CpuRuntime
-from lowbit.pylib.tensor_checks import ALIGNMENT
 from lowbit.pylib.torch_types import TORCH
 from lowbit.pylib.weights.folding import with_table_in_f16
+from lowbit.pylib.weights.tensor_checks import ALIGNMENT
 
 
 class EightBitRuntime(Runtime, Protocol):

@@ -13,8 +13,8 @@ from lowbit.dialect.signature import WORKSPACE
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
-from lowbit.pylib.runtime.base import GpuRuntime, Tensors, check_cpu, memory_of, parts_of_rows
-from lowbit.pylib.runtime.boxed import maps_of_x
+from lowbit.pylib.runtime.activation_maps import maps_of_x
+from lowbit.pylib.runtime.interface import GpuRuntime, Tensors, check_cpu, memory_of, parts_of_rows
 
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator

@@ -13,10 +13,10 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, Program
-from lowbit.pylib.runtime.base import GpuRuntime, Tensors, argument_order, parts_of_rows
-from lowbit.pylib.runtime.boxed import BoxedFunction
+from lowbit.pylib.runtime.activation_maps import BoxedFunction
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
-from lowbit.pylib.tensor_checks import address_of
+from lowbit.pylib.runtime.interface import GpuRuntime, Tensors, argument_order, parts_of_rows
+from lowbit.pylib.weights.tensor_checks import address_of
 
 Launcher = Function | BoxedFunction
 _address = Tensor.data_ptr

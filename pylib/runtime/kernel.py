@@ -20,12 +20,12 @@ from torch import Tensor
 
 from lowbit.dialect.errors import SpecError, TargetError
 from lowbit.dialect.signature import WORKSPACE, Param
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 from lowbit.pylib.build.driver import Program
-from lowbit.pylib.runtime.base import memory_of
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.gpu import check_device, load_function
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.interface import memory_of
+from lowbit.pylib.runtime.tensor_map import TensorMap
 from lowbit.pylib.torch_types import type_name, types_of_views
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def compile_program(
 
 def gpu_target(target: str | None) -> Target:
     """Returns the target of a tile program. Raises TargetError for an unknown one, and for a CPU."""
-    from lowbit.pylib.devices import target_named
+    from lowbit.pylib.runtime.devices import target_named
 
     chosen = target_named(target)
     if not chosen.is_gpu:

@@ -10,9 +10,9 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
 from lowbit.pylib.build.kernels import check_given, schedules_by_rows
-from lowbit.pylib.runtime.base import Runtime, check_schedule
 from lowbit.pylib.runtime.by_rows import RuntimeByRows
 from lowbit.pylib.runtime.eight_bit import EightBitRuntime, make_eight_bit_runtime
+from lowbit.pylib.runtime.interface import Runtime, check_schedule
 from lowbit.pylib.runtime.runtimes import make_runtime
 
 

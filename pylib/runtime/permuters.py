@@ -16,10 +16,10 @@ from lowbit.passes.kernels.permute.family import FEW_ROWS, default_schedule, per
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.target import Target
 from lowbit.pylib.build.driver import Artifact, load
-from lowbit.pylib.runtime.base import check_cpu, memory_of
 from lowbit.pylib.runtime.driver import Function, current_stream
 from lowbit.pylib.runtime.gpu import allocate_rows, check_device, is_settled, load_function
-from lowbit.pylib.tensor_checks import address_of
+from lowbit.pylib.runtime.interface import check_cpu, memory_of
+from lowbit.pylib.weights.tensor_checks import address_of
 
 if TYPE_CHECKING:
     from lowbit.pylib.emulator import Emulator

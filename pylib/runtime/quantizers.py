@@ -15,12 +15,12 @@ from lowbit.dialect.spec import Act
 from lowbit.passes.kernels.quantize.family import default_schedule, quantize_spec
 from lowbit.passes.kernels.registry import request
 from lowbit.passes.target import Target, parse_target
-from lowbit.pylib.activation import VALUES, Quantized, quantize_in_torch
 from lowbit.pylib.build.driver import Artifact, load
-from lowbit.pylib.runtime.base import check_cpu, memory_of
+from lowbit.pylib.runtime.activation import VALUES, Quantized, quantize_in_torch
 from lowbit.pylib.runtime.driver import Function, allocate, current_stream
 from lowbit.pylib.runtime.gpu import allocate_rows, check_device, load_function
-from lowbit.pylib.tensor_checks import address_of
+from lowbit.pylib.runtime.interface import check_cpu, memory_of
+from lowbit.pylib.weights.tensor_checks import address_of
 
 _ORDER = ("x", "values", "scales", "sums", "m")
 

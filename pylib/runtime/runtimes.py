@@ -15,12 +15,12 @@ from lowbit.dialect.errors import TargetError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 from lowbit.pylib.build.choices import KernelChoices
 from lowbit.pylib.build.driver import Artifact
-from lowbit.pylib.runtime.base import Runtime, Tensors, check_cpu
 from lowbit.pylib.runtime.emulated import EmulatorRuntime
 from lowbit.pylib.runtime.gpu import CudaRuntime
+from lowbit.pylib.runtime.interface import Runtime, Tensors, check_cpu
 from lowbit.pylib.runtime.permuters import Permuter, permuter
 from lowbit.pylib.weights.dequantized import inverse_of
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target
-from lowbit.pylib.activation import quantize_in_torch
+from lowbit.pylib.runtime.activation import quantize_in_torch
 from lowbit.pylib.runtime.driver import current_stream
 from lowbit.pylib.runtime.gpu import load_matmul
 from lowbit.pylib.torch_types import TORCH

@@ -21,7 +21,7 @@ from typing import Any
 from lowbit.dialect.errors import LowbitError, SpecError, TargetError
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.target import Target, parse_target
-from lowbit.pylib import knobs
+from lowbit.pylib.build import knobs
 from lowbit.pylib.tune.problem import Problem
 
 MOST_JOBS = 16  # they compile 50 kernels a second; the GPU times 20

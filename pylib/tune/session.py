@@ -228,7 +228,7 @@ def this_gpu() -> tuple[str, Target]:
     """Name and target of the GPU to tune for. Raises TargetError where there is none."""
     import torch
 
-    from lowbit.pylib.devices import target_named
+    from lowbit.pylib.runtime.devices import target_named
 
     if not torch.cuda.is_available():
         raise TargetError(

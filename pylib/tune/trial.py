@@ -24,11 +24,12 @@ from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import family_of
-from lowbit.pylib import knobs, reference
-from lowbit.pylib.devices import available_memory, target_named
+from lowbit.pylib import reference
+from lowbit.pylib.build import knobs
 from lowbit.pylib.matmul import Matmul, compile
 from lowbit.pylib.reference.definition import F64
 from lowbit.pylib.runtime.cpu import CpuMatmul
+from lowbit.pylib.runtime.devices import available_memory, target_named
 from lowbit.pylib.runtime.gpu import check_device
 from lowbit.pylib.tune import timing
 from lowbit.pylib.weights import packed

@@ -11,8 +11,8 @@ from lowbit.dialect.formats.byte_codes import products_named
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.passes.scheduling.choice import Chooser, check_token_tile
 from lowbit.passes.target import Target
-from lowbit.pylib.model_shapes import linear_sizes
 from lowbit.pylib.tune import presets
+from lowbit.pylib.tune.model_shapes import linear_sizes
 from lowbit.pylib.tune.problem import Problem
 
 

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from lowbit.dialect.bilevel import Bilevel
 from lowbit.dialect.formats.packing import BLOCK_K, ROWS, WORDS_PER_UNIT, Packing, run_of
-from lowbit.pylib.runtime import team
+from lowbit.pylib.runtime import cpu_threads
 
 SLICE = 1 << 20  # codes per step: the working set stays in cache
 RUNS = 4  # of a chunk
 HALVES = 64  # of 16 bits: of one word of every lane of a warp
 
 
-@team.alone()
+@cpu_threads.alone()
 def pack_codes(packing: Packing, codes: Tensor, offset: int = 0) -> Tensor:
     """Integers [n, k] to int32 [packing.codes_shape] of (code + offset) modulo 256; padding is 0."""
     order = _register_order(packing).to(codes.device)
@@ -50,7 +50,7 @@ def pack_codes(packing: Packing, codes: Tensor, offset: int = 0) -> Tensor:
     return result
 
 
-@team.alone()
+@cpu_threads.alone()
 def unpack_codes(packing: Packing, packed: Tensor, offset: int = 0) -> Tensor:
     """The inverse of `pack_codes`: uint8 [n, k], modulo 256."""
     order = _register_order(packing).argsort().to(packed.device)

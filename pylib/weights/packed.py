@@ -18,14 +18,14 @@ from torch.compiler import is_compiling
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.formats.byte_codes import Compute
 from lowbit.dialect.spec import MatmulSpec, interned
-from lowbit.pylib.tensor_checks import check_memory, check_slot, is_plain
+from lowbit.pylib.operator.tracing import sizes_as_numbers
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tracing import sizes_as_numbers
 from lowbit.pylib.weights import dequantized, folding, shared_bytes
 from lowbit.pylib.weights import outliers as sparse
 from lowbit.pylib.weights import saved as saved_weight
 from lowbit.pylib.weights.memory_order import unpack_codes
 from lowbit.pylib.weights.sharding import cut, part_of
+from lowbit.pylib.weights.tensor_checks import check_memory, check_slot, is_plain
 from lowbit.pylib.weights.value_range import has_wide_range
 from lowbit.pylib.weights.values import as_tensor, least, to_memory
 

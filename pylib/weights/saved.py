@@ -18,9 +18,9 @@ from torch import Tensor
 from lowbit.dialect.errors import PackError, SpecError
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import TensorSlot
-from lowbit.pylib.tensor_checks import ALIGNMENT, check_slot, has_memory
 from lowbit.pylib.torch_types import TORCH, stored_type
 from lowbit.pylib.weights import shared_bytes
+from lowbit.pylib.weights.tensor_checks import ALIGNMENT, check_slot, has_memory
 from lowbit.pylib.weights.values import check_stored
 
 FORMAT = 4  # goes up when the memory order or the meaning of "spec" changes

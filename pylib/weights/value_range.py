@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.dialect.weight import Index
-from lowbit.pylib.tensor_checks import state_of
+from lowbit.pylib.operator.tracing import is_observed
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tracing import is_observed
 from lowbit.pylib.weights import outliers
 from lowbit.pylib.weights.dequantized import decoded, numbers
+from lowbit.pylib.weights.tensor_checks import state_of
 
 Limits = tuple[float, float]
 """The largest magnitude and the smallest normal number."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowbit.dialect.errors import PackError
-from lowbit.pylib.tensor_checks import is_plain
+from lowbit.pylib.weights.tensor_checks import is_plain
 
 WRITTEN = (
     "the codes of a low-bit layer were written to after they were packed, as averages of buffers do; codes can't be "

@@ -8,8 +8,8 @@ which are those that a 16-byte word of values has; sums of 32 are those of two n
     value  = x * (1 / scale), rounded to nearest even           scale and its reciprocal are rounded to f32
     sum    = the sum of 32 values, exact in f32
 
-`pylib.activation.quantize_rows` is the same in torch, to the last bit. A row with a NaN or an infinity has a scale that
-makes NaN of all that it multiplies: the row of y is NaN.
+`pylib.runtime.activation.quantize_rows` is the same in torch, to the last bit. A row with a NaN or an infinity has a
+scale that makes NaN of all that it multiplies: the row of y is NaN.
 
 The largest of the threads meet in shared memory, in two steps: [threads / 16, 16], then [threads / 16]. So do the sums
 of units: [rounds, threads].

@@ -21,7 +21,7 @@ from lowbit.pylib.checkpoints.gguf.blocks import BLOCKS, BlockType
 from lowbit.pylib.checkpoints.gguf.container import Entry, read_container
 from lowbit.pylib.checkpoints.gguf.super_blocks import SUPER_BLOCKS
 from lowbit.pylib.checkpoints.imported import Imported
-from lowbit.pylib.devices import check_torch_device
+from lowbit.pylib.runtime.devices import check_torch_device
 from lowbit.pylib.torch_types import type_name
 from lowbit.pylib.weights.packed import PackedWeight
 

@@ -11,7 +11,7 @@ from lowbit.pylib.emulator.isa.transfer import cache_policy
 from lowbit.pylib.emulator.machine.copy_queue import CopyQueue
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
 from lowbit.pylib.emulator.machine.faults import Unsupported, require
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 from lowbit.pylib.emulator.text.ptx import Imm, Not, Reg
 
 

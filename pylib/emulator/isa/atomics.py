@@ -14,7 +14,7 @@ from lowbit.pylib.emulator.isa.floats import FLOATS, sum_to_odd
 from lowbit.pylib.emulator.isa.transfer import cache_policy
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, dtype_of, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Unsupported
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 from lowbit.pylib.emulator.text.ptx import Operand
 
 #: (old, b) -> new, on arrays of the type; inc and dec wrap at b.

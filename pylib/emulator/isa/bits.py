@@ -9,7 +9,7 @@ import numpy as np
 from lowbit.pylib.emulator.isa.integers import elementwise
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Unsupported
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 from lowbit.pylib.emulator.text.ptx import BITS
 
 

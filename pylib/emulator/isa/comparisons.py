@@ -9,7 +9,7 @@ import numpy as np
 from lowbit.pylib.emulator.isa.float_arithmetic import TYPES, Format
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Unsupported
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 
 _INTEGERS = tuple(f"{kind}{bits}" for kind in "usb" for bits in (16, 32, 64))
 _COMPARE: dict[str, Callable[[Array, Array], Array]] = {

@@ -10,8 +10,8 @@ from lowbit.pylib.emulator.isa.distributed import cluster_barrier
 from lowbit.pylib.emulator.isa.warp import collective, warp_barrier
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
 from lowbit.pylib.emulator.machine.faults import Fault, Unsupported, require
-from lowbit.pylib.emulator.machine.outcomes import WARP, Arrive, Exit, Jump, Mask, Scatter, Step
 from lowbit.pylib.emulator.machine.shared_memory import WARPGROUP
+from lowbit.pylib.emulator.machine.step_results import WARP, Arrive, Exit, Jump, Mask, Scatter, Step
 from lowbit.pylib.emulator.text.ptx import Label, Table
 
 _SCOPES = ("cta", "cluster", "gpu", "sys")

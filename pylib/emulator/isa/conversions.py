@@ -10,7 +10,7 @@ from lowbit.pylib.emulator.isa.floats import FLOATS, ROUND, Float, sum_to_odd
 from lowbit.pylib.emulator.isa.integers import elementwise
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, dtype_of, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Unsupported
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 from lowbit.pylib.emulator.text.ptx import BITS
 
 _INTEGERS = tuple(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64))

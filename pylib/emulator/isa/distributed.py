@@ -8,7 +8,7 @@ from lowbit.pylib.emulator.isa.warp import collective, together
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
 from lowbit.pylib.emulator.machine.faults import Array, require
 from lowbit.pylib.emulator.machine.memory import SHARED_WINDOW
-from lowbit.pylib.emulator.machine.outcomes import WARP, Converge, Mask, Step
+from lowbit.pylib.emulator.machine.step_results import WARP, Converge, Mask, Step
 
 _WHOLE_WARP = np.array(2**WARP - 1, np.uint32)
 

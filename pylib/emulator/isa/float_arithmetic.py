@@ -15,7 +15,7 @@ import numpy as np
 from lowbit.pylib.emulator.isa.floats import FLOATS, Float, sum_to_odd
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Unsupported
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 
 TYPES = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 

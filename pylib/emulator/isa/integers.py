@@ -10,7 +10,7 @@ import numpy as np
 from lowbit.pylib.emulator.isa.float_arithmetic import float_binary, float_fma, float_unary, is_float
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, dtype_of, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 from lowbit.pylib.emulator.text.ptx import BITS
 
 INTEGERS = tuple(f"{kind}{bits}" for kind in "us" for bits in (16, 32, 64))

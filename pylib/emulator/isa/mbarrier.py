@@ -17,8 +17,8 @@ from lowbit.pylib.emulator.machine.decoder import Op, Pointer, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported, require
 from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.memory import SHARED_WINDOW
-from lowbit.pylib.emulator.machine.outcomes import Converge, Mask, Step
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
+from lowbit.pylib.emulator.machine.step_results import Converge, Mask, Step
 from lowbit.pylib.emulator.machine.transfers import Transfer
 from lowbit.pylib.emulator.text.ptx import Sink
 

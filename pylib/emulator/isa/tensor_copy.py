@@ -12,9 +12,9 @@ from lowbit.pylib.emulator.machine.decoder import Op
 from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
 from lowbit.pylib.emulator.machine.machine import Block
 from lowbit.pylib.emulator.machine.memory import PARAM_WINDOW, DeviceMemory
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 from lowbit.pylib.emulator.text.ptx import Address, TensorAddress
-from lowbit.pylib.tensor_map import SIZE, TensorMap
+from lowbit.pylib.runtime.tensor_map import SIZE, TensorMap
 
 #: Of the target in shared memory (PTX ISA 5.5.1).
 _ALIGN = 128

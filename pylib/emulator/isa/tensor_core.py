@@ -23,7 +23,7 @@ from lowbit.pylib.emulator.isa.floats import FLOATS
 from lowbit.pylib.emulator.isa.warp import collective, mask_of
 from lowbit.pylib.emulator.machine.decoder import Dest, Op, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Unsupported, require
-from lowbit.pylib.emulator.machine.outcomes import WARP, Mask, Step
+from lowbit.pylib.emulator.machine.step_results import WARP, Mask, Step
 from lowbit.pylib.emulator.text.ptx import Operand
 
 ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4}

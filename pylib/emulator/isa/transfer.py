@@ -16,7 +16,7 @@ from lowbit.pylib.emulator.machine.memory import (
     PARAM_WINDOW,
     SHARED_WINDOW,
 )
-from lowbit.pylib.emulator.machine.outcomes import Mask, Step
+from lowbit.pylib.emulator.machine.step_results import Mask, Step
 from lowbit.pylib.emulator.text.ptx import BITS, Address, Reg, Sink, Symbol, Vector
 
 _TYPES = tuple(f"{kind}{bits}" for kind in "usb" for bits in (8, 16, 32, 64)) + ("f32", "f64")

@@ -14,7 +14,7 @@ import numpy as np
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
 from lowbit.pylib.emulator.machine.machine import Block
-from lowbit.pylib.emulator.machine.outcomes import WARP, Converge, Mask, Outcome, Step
+from lowbit.pylib.emulator.machine.step_results import WARP, Converge, Mask, Outcome, Step
 
 _BITS = np.uint64(1) << np.arange(WARP, dtype=np.uint64)
 

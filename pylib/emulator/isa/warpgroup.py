@@ -28,7 +28,7 @@ from lowbit.pylib.emulator.isa.tensor_core import (
 from lowbit.pylib.emulator.isa.warp import collective, mask_of
 from lowbit.pylib.emulator.machine.decoder import Op, instruction
 from lowbit.pylib.emulator.machine.faults import Array, Fault, Unsupported
-from lowbit.pylib.emulator.machine.outcomes import Step
+from lowbit.pylib.emulator.machine.step_results import Step
 from lowbit.pylib.emulator.machine.wgmma_queue import WARPGROUP, Flight
 from lowbit.pylib.emulator.text.ptx import Operand, Reg, Vector
 

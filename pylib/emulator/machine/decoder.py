@@ -18,7 +18,7 @@ import numpy as np
 from lowbit.pylib.emulator.isa.floats import FLOATS, Float
 from lowbit.pylib.emulator.machine.faults import Array, Unsupported
 from lowbit.pylib.emulator.machine.machine import Block, Register
-from lowbit.pylib.emulator.machine.outcomes import WARP, Mask, Outcome, Step
+from lowbit.pylib.emulator.machine.step_results import WARP, Mask, Outcome, Step
 from lowbit.pylib.emulator.text.ptx import (
     BITS,
     Address,

@@ -22,8 +22,8 @@ from lowbit.pylib.emulator.machine.cluster import Cluster, ClusterMemory
 from lowbit.pylib.emulator.machine.copy_queue import CopyQueue
 from lowbit.pylib.emulator.machine.faults import Array, Fault
 from lowbit.pylib.emulator.machine.memory import DeviceMemory, LocalMemory
-from lowbit.pylib.emulator.machine.outcomes import WARP, Arrive, Converge, Exit, Jump, Mask, Outcome, Scatter, Step
 from lowbit.pylib.emulator.machine.shared_memory import SharedMemory
+from lowbit.pylib.emulator.machine.step_results import WARP, Arrive, Converge, Exit, Jump, Mask, Outcome, Scatter, Step
 from lowbit.pylib.emulator.machine.wgmma_queue import Flight, WgmmaQueue, wgmma_registers
 from lowbit.pylib.emulator.text.ptx import BITS, Instruction, Kernel, Reg
 

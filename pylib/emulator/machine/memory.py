@@ -13,7 +13,7 @@ import numpy as np
 
 from lowbit.pylib.emulator.machine.device_races import DeviceRaces
 from lowbit.pylib.emulator.machine.faults import Array, Fault, require
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 #: First device address, distance of the arrays, and their alignment: 256 bytes, which cudaMalloc promises,
 #: and no more.

@@ -28,10 +28,10 @@ from lowbit.dialect.spec import MatmulSpec, interned
 from lowbit.passes.kernels.base import KernelSchedule
 from lowbit.passes.kernels.registry import schedule_from_dict, schedule_to_dict
 from lowbit.passes.target import Target
-from lowbit.pylib.activation import VALUES
-from lowbit.pylib.operator_calls import OperatorCalls
+from lowbit.pylib.operator.calls import OperatorCalls
+from lowbit.pylib.operator.tracing import check_transforms
+from lowbit.pylib.runtime.activation import VALUES
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tracing import check_transforms
 
 _LIBRARY = torch.library.Library("lowbit", "DEF")
 _LIBRARY.define(

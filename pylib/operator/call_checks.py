@@ -8,9 +8,9 @@ from torch import Tensor
 from lowbit.dialect.errors import PackError, SpecError, TargetError
 from lowbit.dialect.formats.byte_codes import SUM_COLUMNS
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.activation import VALUES, QuantizedActivation
+from lowbit.pylib.operator.tracing import check_transforms
+from lowbit.pylib.runtime.activation import VALUES, QuantizedActivation
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tracing import check_transforms
 from lowbit.pylib.weights.packed import PackedWeight
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowbit.dialect.spec import MatmulSpec
 from lowbit.pylib.runtime.driver import Function
-from lowbit.pylib.tensor_map import TensorMap
+from lowbit.pylib.runtime.tensor_map import TensorMap
 
 _KEPT = 256  # maps of a kernel, of 128 bytes
 

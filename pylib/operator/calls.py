@@ -1,4 +1,4 @@
-"""What torch's operators run. A call becomes an operator where torch watches it (`pylib.tracing`).
+"""What torch's operators run. A call becomes an operator where torch watches it (`pylib.operator.tracing`).
 
 An operator gets the tensors of a weight as a list, in the order of `spec.tensors`, and not as a `PackedWeight`. Making
 one looks at every tensor, which takes as long as everything else; so tensors that have passed once are noted.
@@ -14,15 +14,15 @@ from torch.autograd import forward_ad
 
 from lowbit.dialect.errors import PackError
 from lowbit.dialect.spec import MatmulSpec
-from lowbit.pylib.activation import Quantized, QuantizedActivation
-from lowbit.pylib.call_checks import check_call, check_devices, check_quantized, check_readable
-from lowbit.pylib.runtime.base import Runtime
+from lowbit.pylib.operator.call_checks import check_call, check_devices, check_quantized, check_readable
+from lowbit.pylib.operator.tracing import check_transforms
+from lowbit.pylib.runtime.activation import Quantized, QuantizedActivation
+from lowbit.pylib.runtime.interface import Runtime
 from lowbit.pylib.runtime.matmul_runtimes import MatmulRuntimes
-from lowbit.pylib.tensor_checks import SeenTensors
 from lowbit.pylib.torch_types import TORCH
-from lowbit.pylib.tracing import check_transforms
 from lowbit.pylib.weights import dequantized
 from lowbit.pylib.weights.packed import PackedWeight
+from lowbit.pylib.weights.tensor_checks import SeenTensors
 from lowbit.pylib.weights.written import check_operand
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lowbit.dialect.errors import SpecError
-from lowbit.pylib.activation import VALUES, QuantizedActivation, check_rows, compute_of, from_values
-from lowbit.pylib.devices import target_at, target_named, this_machine
+from lowbit.pylib.operator.tracing import is_observed
+from lowbit.pylib.runtime.activation import VALUES, QuantizedActivation, check_rows, compute_of, from_values
+from lowbit.pylib.runtime.devices import target_at, target_named, this_machine
 from lowbit.pylib.runtime.quantizers import quantize_on
-from lowbit.pylib.tracing import is_observed
 
 
 def quantize_activation(
