@@ -39,9 +39,10 @@
 !buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
 "lowbit.program"() ({
   %buffer = "lowbit.alloc_shared"() : () -> !buffer
-  "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  %c0 = "arith.constant"() {value = 0 : i32} : () -> i32
+  %part = "lowbit.stage"(%buffer, %c0) : (!buffer, i32) -> !lowbit.shared<[32], f16, [1], 0>
   // expected-error @below {{lower-tiles: free_shared of what is no buffer of alloc_shared, or free already}}
-  "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  "lowbit.free_shared"(%part) : (!lowbit.shared<[32], f16, [1], 0>) -> ()
   "lowbit.return"() : () -> ()
 }) {sym_name = "p", threads = 32, grid = [1, 1, 1], params = [], workspace = 0} : () -> ()
 

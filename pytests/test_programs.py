@@ -447,6 +447,17 @@ def result_that_is_no_list(p: Program, x: Any) -> None:
         loop.results = loop.carried[0] + 1  # type: ignore[assignment]
 
 
+def shared_memory_after_its_end(p: Program, x: Any) -> None:
+    buffer = p.alloc_shared("f32", (32,))
+    p.free_shared(buffer)
+    p.load(buffer, (0,), LANES)
+
+
+def column_of_the_next_row(p: Program, x: Any) -> None:
+    rows = p.global_view(p["x"], "f32", (8, 40))
+    p.load(rows, (0, 16), LANES.reshape((1, 32)))
+
+
 def buffer_that_is_none(p: Program, x: Any) -> None:
     p.free_shared(p.alloc_shared("f32", (4,)), None)  # type: ignore[arg-type]
 
@@ -476,6 +487,8 @@ def buffer_that_is_none(p: Program, x: Any) -> None:
         (negative_dividend, "the dividend is -7, but scalars are divided without a sign: expected 0 or more"),
         (scalar_equal_to_nothing, "index None: expected a Scalar or an int of 32 bits"),
         (result_that_is_no_list, "loop.results must be f32 [32] in spatial(32), as the loop carries, not a Tile"),
+        (shared_memory_after_its_end, "buffer: expected nothing that uses it afterwards, got lowbit.load"),
+        (column_of_the_next_row, "end of dim 1 with boundary none: expected at most 40, got 16 + 32"),
         (buffer_that_is_none, "Program.free_shared: buffers must be Memory, not None"),
     ],
 )

@@ -44,8 +44,12 @@ def check_access(
     divisors = memory.divisors if isinstance(memory, Global) else (1,) * rank
     for dim, (word, most) in enumerate(zip(words, memory.shape)):
         expect(word in allowed, "boundary", f"one of {', '.join(allowed)}", word)
+        first = constant_of(op.offsets[dim])
+        expect(first is None or first >= 0, f"offset of dim {dim}", "at least 0", first)
         if word == "none" and most > 0 and divisors[dim] == 1 and not limited:
             expect(tile[dim] <= most, f"size of dim {dim} with boundary none", f"at most {most}", tile[dim])
+            end = (first or 0) + tile[dim]
+            expect(end <= most, f"end of dim {dim} with boundary none", f"at most {most}", f"{first} + {tile[dim]}")
 
 
 def check_table(buffer: Any, format_: DType, element: str, copies: int = BANKS) -> None:
@@ -77,6 +81,6 @@ def check_rounding(kind: Any) -> None:
 def constant_of(value: Any) -> int | None:
     """Returns the number of an arith.constant; None for any other value."""
     owner = value.owner
-    if isinstance(owner, ir.Block) or owner.opview.operation.name != "arith.constant":
+    if isinstance(owner, ir.Block) or owner.name != "arith.constant":
         return None
-    return int(ir.IntegerAttr(owner.opview.operation.attributes["value"]).value)
+    return int(ir.IntegerAttr(owner.attributes["value"]).value)

@@ -1,7 +1,7 @@
 """Shared memory, copies into it, and what orders them."""
 
 # Annotations are evaluated by the bindings' dialect builder: no `from __future__ import annotations` here.
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowbit.dialect.bindings import ext, ir
@@ -33,9 +33,33 @@ class AllocSharedOp(Lowbit.Operation, name="alloc_shared"):
 
 
 class FreeSharedOp(Lowbit.Operation, name="free_shared"):
-    """Ends the life of a buffer: what is allocated later may take its place. A barrier must come before."""
+    """Ends the life of a buffer: what is allocated later may take its place. A barrier must come before.
+
+    It is in the block of the buffer, and nothing there uses the buffer, or a stage of it, afterwards."""
 
     buffer: ext.Operand[SharedType]
+
+    @verifier
+    def verify_invariants(op: Any) -> None:
+        expect(_block_of(op.buffer) == op.operation.block, "place", "the block that the buffer is in", "another")
+        late = [use.name for use in _uses_in(op.operation.block, op.buffer) if op.operation.is_before_in_block(use)]
+        expect(not late, "buffer", "nothing that uses it afterwards", ", ".join(late))
+
+
+def _block_of(value: Any) -> Any:
+    owner = value.owner
+    return owner if isinstance(owner, ir.Block) else owner.operation.block
+
+
+def _uses_in(block: Any, buffer: Any) -> Iterator[Any]:
+    """Yields the operations of a block that use a buffer, or a part of it, or have an operation inside that does."""
+    for use in buffer.uses:
+        operation = use.owner.operation
+        if operation.name in ("lowbit.stage", "lowbit.peer"):
+            yield from _uses_in(block, operation.results[0])
+        while operation.block != block:
+            operation = operation.parent.operation
+        yield operation
 
 
 class StageOp(Lowbit.Operation, name="stage", traits=[ext.Pure]):

@@ -212,3 +212,65 @@ func.func @table_shape(%table: !table) {
   "lowbit.fill_table"(%table) {format = #lowbit.format<"nf4", []>, element = "f32", exponent = 0} : (!table) -> ()
   return
 }
+
+// -----
+
+// Buffers end once, where they begin, and after all that uses them, a part of them, or is around what does.
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
+func.func @freed_twice() {
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  // expected-error @below {{'lowbit.free_shared' op buffer: expected nothing that uses it afterwards, got lowbit.free_shared}}
+  "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  return
+}
+
+// -----
+
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
+func.func @part_used_after_the_end(%if: i1) {
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  %c0 = arith.constant 0 : i32
+  %part = "lowbit.stage"(%buffer, %c0) : (!buffer, i32) -> !lowbit.shared<[32], f16, [1], 0>
+  // expected-error @below {{buffer: expected nothing that uses it afterwards, got scf.if}}
+  "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  scf.if %if {
+    %0 = "lowbit.load"(%part, %c0) {boundary = ["none"]} : (!lowbit.shared<[32], f16, [1], 0>, i32) -> !lowbit.reg<[32], f16, "spatial(32)">
+  }
+  return
+}
+
+// -----
+
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
+func.func @freed_inside(%if: i1) {
+  %buffer = "lowbit.alloc_shared"() : () -> !buffer
+  scf.if %if {
+    // expected-error @below {{place: expected the block that the buffer is in, got another}}
+    "lowbit.free_shared"(%buffer) : (!buffer) -> ()
+  }
+  return
+}
+
+// -----
+
+// A known place is inside.
+!buffer = !lowbit.shared<[8, 32], f16, [32, 1], 0>
+func.func @beyond_the_end(%buffer: !buffer) {
+  %c0 = arith.constant 0 : i32
+  %c1 = arith.constant 1 : i32
+  // expected-error @below {{'lowbit.load' op end of dim 1 with boundary none: expected at most 32, got 1 + 32}}
+  %0 = "lowbit.load"(%buffer, %c0, %c1) {boundary = ["none", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!buffer, i32, i32) -> !lowbit.reg<[1, 32], f16, "spatial(1, 32)">
+  return
+}
+
+// -----
+
+!x = !lowbit.global<[-1, 32], f16, [32, 1], [1, 1]>
+func.func @in_front_of_the_beginning(%x: !x) {
+  %c0 = arith.constant 0 : i32
+  %before = arith.constant -1 : i32
+  // expected-error @below {{'lowbit.load' op offset of dim 0: expected at least 0, got -1}}
+  %0 = "lowbit.load"(%x, %before, %c0) {boundary = ["zero", "none"], operandSegmentSizes = array<i32: 1, 2>} : (!x, i32, i32) -> !lowbit.reg<[1, 32], f16, "spatial(1, 32)">
+  return
+}
